@@ -96,7 +96,7 @@ def test_what_is_missing_is_said(tmp_path):
     assert text.count("Not shown.") == 3
     assert "no unknown inputs were given" in text
     embedded = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
-    assert set(embedded) == {"counts", "thresholds"}
+    assert set(embedded) == {"thresholds", "slider"}
 
 
 def test_texts_are_shown_and_cut(tmp_path):
@@ -170,7 +170,7 @@ def test_numbers_of_the_page_are_those_of_the_evaluation(tmp_path):
     page = write(found, tmp_path)
     embedded = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
     p_value = la(x).p_value.numpy()
-    for step in embedded["thresholds"]["steps"]:
+    for step in embedded["slider"]:
         share = 100 * np.mean(p_value <= float(step["alpha"]))
         assert float(step["known"].removesuffix(" %")) == pytest.approx(share, abs=0.0501)
     for name in ("r_auroc", "ausc", "auroc", "auprc", "ece", "brier"):

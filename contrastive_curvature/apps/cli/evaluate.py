@@ -81,8 +81,7 @@ def evaluate(
     from contrastive_curvature import report
     from contrastive_curvature.apps.cli.saved import open_posterior
     from contrastive_curvature.apps.cli.sources import open_source
-    from contrastive_curvature.apps.report.folder import check_target
-    from contrastive_curvature.apps.report.packages import check_packages
+    from contrastive_curvature.apps.report.folder import check_packages, check_target
 
     check_writable(out, check_target(out, f"--out {out}"))
     check_packages("jinja2", "matplotlib", "PIL")

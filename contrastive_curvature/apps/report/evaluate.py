@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from contrastive_curvature import validate
-from contrastive_curvature.apps.report.cards import groups_of
-from contrastive_curvature.apps.report.data import Data
-from contrastive_curvature.apps.report.evaluation import Evaluation
-from contrastive_curvature.apps.report.known import detection_of, thresholds_of
-from contrastive_curvature.apps.report.missing import Missing
-from contrastive_curvature.apps.report.posterior import describe
-from contrastive_curvature.apps.report.reliability import reliability_of
-from contrastive_curvature.apps.report.retrieval import errors_of, retrieval_of, search
-from contrastive_curvature.apps.report.scored import Scored, score
-from contrastive_curvature.embedding.known import check_alpha
+from contrastive_curvature.apps.report.evaluation import Evaluation, Missing
+from contrastive_curvature.apps.report.measure import (
+    detection_of,
+    errors_of,
+    groups_of,
+    known_inputs,
+    reliability_of,
+    retrieval_of,
+    search,
+    thresholds_of,
+)
+from contrastive_curvature.apps.report.scored import Data, Scored, score
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.laplace.advice import LabelWarning
+from contrastive_curvature.network.loader import check_loader
 from contrastive_curvature.progress import Progress
-
-__all__ = ["evaluate"]
 
 
 def evaluate(
@@ -74,8 +75,9 @@ def evaluate(
         OptimisticPValueWarning: The posterior is not calibrated.
     """
     _check_posterior(la)
-    ranks = _counts("ks", ks)
-    thresholds = _alphas(alphas)
+    ranks, thresholds = _sorted("ks", ks, validate.count), _sorted("alphas", alphas, validate.fraction)
+    if not ranks:
+        raise InputTypeError(expected("ks", "positive whole numbers, as a list", repr(ks)))
     for name, value in (("n_samples", n_samples), ("n_shown", n_shown), ("seed", seed)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
             raise InputError(expected(name, "a whole number >= 0", value))
@@ -84,42 +86,73 @@ def evaluate(
         raise InputTypeError(expected("class_names", wanted, f"a {type(class_names).__name__}"))
     if progress_bar is not None:
         validate.flag("progress_bar", progress_bar)
-    sources = {"test": test, "unknown": unknown, "gallery": gallery}
-    data = {name: None if value is None else Data.of(name, value) for name, value in sources.items()}
+    data = {}
+    for name, source in (("test", test), ("unknown", unknown), ("gallery", gallery)):
+        if source is not None:
+            check_loader(source.batches if isinstance(source, Data) else source, name, once=True)
+            data[name] = source if isinstance(source, Data) else Data(source)
 
+    no_votes = _why_no_votes(la, n_samples)
     progress = Progress(progress_bar)
-    voting, no_votes = _voting(la, n_samples)
-    scored: dict[str, Scored] = {}
-    for name, part in data.items():
-        if part is not None:
-            scored[name] = score(
-                la,
-                name,
-                part,
-                n_samples=0 if name == "unknown" else voting,
-                n_shown=0 if name == "gallery" else n_shown,
-                seed=seed,
-                progress=progress,
-                judged=name != "gallery",
-            )
+    scored = {
+        name: score(
+            la,
+            name,
+            part,
+            n_samples=0 if no_votes or name == "unknown" else n_samples,
+            n_shown=0 if name == "gallery" else n_shown,
+            seed=seed,
+            progress=progress,
+            judge=name != "gallery",
+        )
+        for name, part in data.items()
+    }
     known, other, searched = scored["test"], scored.get("unknown"), scored.get("gallery")
     _advise_on_classes(la, known)
     found = search(known, searched, max(ranks))
+    judged = None if other is None else other.judged
     return Evaluation(
         counts={
-            "test": len(known),
-            "unknown": 0 if other is None else len(other),
-            "gallery": 0 if searched is None else len(searched),
+            **{name: len(scored.get(name, ())) for name in ("test", "unknown", "gallery")},
             "classes": 0 if known.labels is None else len(known.labels.unique()),
         },
         retrieval=found if isinstance(found, Missing) else retrieval_of(found, ranks),
         errors=found if isinstance(found, Missing) else errors_of(found, known.uncertainty),
         reliability=no_votes or (found if isinstance(found, Missing) else reliability_of(known, searched)),
-        detection=detection_of(known, other),
-        thresholds=thresholds_of(la, known, other, thresholds),
+        detection=detection_of(known.judged, judged),
+        thresholds=thresholds_of(la, known.judged, judged, thresholds),
         groups=groups_of(known, other, searched, found, class_names),
-        posterior=describe(la),
+        posterior=_description(la),
     )
+
+
+def _check_posterior(la: Any) -> None:
+    from contrastive_curvature.laplace.base import ContrastiveLaplace
+    from contrastive_curvature.laplace.towers import TwoTowerLaplace
+
+    if isinstance(la, TwoTowerLaplace):
+        msg = "evaluate: a posterior of two towers has two encoders. Evaluate la.a and la.b, each with its own inputs."
+        raise UnsupportedError(msg)
+    if not isinstance(la, ContrastiveLaplace):
+        wanted = 'a posterior, Laplace(encoder, likelihood="contrastive") after fit'
+        raise InputTypeError(expected("la", wanted, f"a {type(la).__name__}"))
+    la.check_fitted()
+
+
+def _sorted(name: str, values: Any, check: Callable[[str, object], Any]) -> list[Any]:
+    if not isinstance(values, Sequence) or isinstance(values, str):
+        raise InputTypeError(expected(name, "numbers, as a list", repr(values)))
+    return sorted({check(name, value) for value in values})
+
+
+def _why_no_votes(la: Any, n_samples: int) -> Missing | None:
+    from contrastive_curvature.laplace.functional import ContrastiveFunctionalLaplace, ContrastiveFunctionalLLLaplace
+
+    if not n_samples:
+        return Missing("No networks were sampled (n_samples=0).")
+    if isinstance(la, (ContrastiveFunctionalLaplace, ContrastiveFunctionalLLLaplace)):
+        return Missing("A posterior of functions (structure 'gp') cannot sample one network for several batches.")
+    return None
 
 
 def _advise_on_classes(la: Any, known: Scored) -> None:
@@ -137,37 +170,24 @@ def _advise_on_classes(la: Any, known: Scored) -> None:
         warnings.warn(msg, LabelWarning, stacklevel=3)
 
 
-def _check_posterior(la: Any) -> None:
-    from contrastive_curvature.laplace.base import ContrastiveLaplace
-    from contrastive_curvature.laplace.towers import TwoTowerLaplace
-
-    if isinstance(la, TwoTowerLaplace):
-        msg = "evaluate: a posterior of two towers has two encoders. Evaluate la.a and la.b, each with its own inputs."
-        raise UnsupportedError(msg)
-    if not isinstance(la, ContrastiveLaplace):
-        wanted = 'a posterior, Laplace(encoder, likelihood="contrastive") after fit'
-        raise InputTypeError(expected("la", wanted, f"a {type(la).__name__}"))
-    la.check_fitted()
-
-
-def _voting(la: Any, n_samples: int) -> tuple[int, Missing | None]:
-    """Number of networks to sample, and why there are none."""
-    from contrastive_curvature.laplace.functional import ContrastiveFunctionalLaplace, ContrastiveFunctionalLLLaplace
-
-    if not n_samples:
-        return 0, Missing("No networks were sampled (n_samples=0).")
-    if isinstance(la, (ContrastiveFunctionalLaplace, ContrastiveFunctionalLLLaplace)):
-        return 0, Missing("A posterior of functions (structure 'gp') cannot sample one network for several batches.")
-    return n_samples, None
-
-
-def _counts(name: str, values: Any) -> tuple[int, ...]:
-    if not isinstance(values, Sequence) or isinstance(values, str) or not values:
-        raise InputTypeError(expected(name, "positive whole numbers, as a list", repr(values)))
-    return tuple(sorted({validate.count(name, value) for value in values}))
-
-
-def _alphas(values: Any) -> tuple[float, ...]:
-    if not isinstance(values, Sequence) or isinstance(values, str):
-        raise InputTypeError(expected("alphas", "numbers in (0, 1), as a list", repr(values)))
-    return tuple(sorted({check_alpha(value) for value in values}))
+def _description(la: Any) -> dict[str, str | int | float | bool | None]:
+    """Return what a reader needs to know of a posterior to judge its evaluation, as plain values."""
+    precision = la.prior_precision.detach().flatten().double().cpu()
+    n_compared, calibrated = known_inputs(la)
+    out: dict[str, Any] = {
+        "class": type(la).__name__,
+        "structure": str(getattr(la.structure, "value", la.structure)),
+        "embedding dimension": int(la.n_outputs),
+        "weights with a posterior": int(la.mean.numel()),
+        "training points": int(la.n_data),
+        "prior precision": float(precision[0]) if len(precision) == 1 else f"{len(precision)} values",
+        "temperature": float(la.temperature),
+        "compared with for p-values": n_compared,
+        "calibrated": calibrated,
+    }
+    if la.curvature_error is not None:
+        out["relative standard error of the curvature"] = float(la.curvature_error)
+    for name, value in la.plain_options().items():
+        plain = value is None or isinstance(value, (str, int, float, bool))
+        out[f"option: {name}"] = value if plain else str(value)
+    return out

@@ -1,21 +1,198 @@
-"""What an evaluation found, and the forms that it is written in."""
+"""What an evaluation found: the one model that the numbers, the page and the plots are written from."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from contrastive_curvature.apps.report.cards import Group
-from contrastive_curvature.apps.report.folder import NUMBERS, PAGE, check_target, write_report, writing
-from contrastive_curvature.apps.report.known import Detection, Thresholds
-from contrastive_curvature.apps.report.missing import Missing
-from contrastive_curvature.apps.report.reliability import Reliability
-from contrastive_curvature.apps.report.retrieval import Errors, Retrieval
-from contrastive_curvature.artifact import write_whole
+from contrastive_curvature.apps.report.folder import NUMBERS, PAGE, check_target, write_bytes, write_report
 
-__all__ = ["Evaluation"]
+
+@dataclass(frozen=True)
+class Missing:
+    """Stands where a part of an evaluation cannot be computed.
+
+    Attributes:
+        reason: Why, and what to do about it, in sentences.
+    """
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Retrieval:
+    """Recall and mean average precision.
+
+    Attributes:
+        recall: By k.
+        mean_average_precision: By k.
+        n_queries: Test inputs that have something of their class to find; only they count.
+        gallery_size: Number of points that each of them is compared with.
+        too_large: Values of k for which there are too few points.
+    """
+
+    recall: dict[int, float]
+    mean_average_precision: dict[int, float]
+    n_queries: int
+    gallery_size: int
+    too_large: list[int]
+
+
+@dataclass(frozen=True)
+class Errors:
+    """How well the uncertainty finds the queries whose nearest neighbour is wrong.
+
+    Attributes:
+        ausc: Area under the sparsification curve.
+        best_ausc: That of an order which knows what is wrong.
+        r_auroc: AUROC for "the nearest neighbour is wrong", or why there is none.
+        curve: Removed fraction and mean AP@1 of the rest, at most 200 points.
+        best_curve: The same in the order which knows what is wrong.
+        n_wrong: Queries whose nearest neighbour is wrong.
+        n_queries: Test inputs that have something of their class to find.
+    """
+
+    ausc: float
+    best_ausc: float
+    r_auroc: float | Missing
+    curve: list[list[float]]
+    best_curve: list[list[float]]
+    n_wrong: int
+    n_queries: int
+
+
+@dataclass(frozen=True)
+class Bin:
+    """Test inputs of about one confidence.
+
+    Attributes:
+        low: Confidences are larger than this,
+        high: and at most this.
+        count: Number of inputs.
+        confidence: Their mean confidence.
+        accuracy: The share of them whose prediction is right.
+    """
+
+    low: float
+    high: float
+    count: int
+    confidence: float
+    accuracy: float
+
+
+@dataclass(frozen=True)
+class Reliability:
+    """Calibration of the votes of sampled networks.
+
+    Attributes:
+        ece: Expected calibration error.
+        brier: Brier score of the votes.
+        bins: Those that are not empty.
+        n_samples: Number of networks.
+    """
+
+    ece: float
+    brier: float
+    bins: list[Bin]
+    n_samples: int
+
+
+@dataclass(frozen=True)
+class Detection:
+    """How well the novelty separates unknown test inputs from known ones.
+
+    Attributes:
+        auroc: Area under the ROC curve.
+        auprc: Average precision; unknown inputs are the positive class.
+    """
+
+    auroc: float
+    auprc: float
+
+
+@dataclass(frozen=True)
+class Flagged:
+    """What the decision ``p_value <= alpha`` flags as unknown.
+
+    Attributes:
+        alpha: The threshold.
+        known: Share of the known test inputs, which should be about ``alpha``.
+        unknown: Share of the unknown inputs; ``None`` where there are none.
+        novelty: Novelty from which on inputs are flagged, to the nearest one seen; ``None`` where none is.
+        deviation: Standard deviation of ``known`` by chance, of test and of calibration inputs, where it is calibrated.
+    """
+
+    alpha: float
+    known: float
+    unknown: float | None
+    novelty: float | None
+    deviation: float | None
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """Flagged shares at many thresholds, and the histograms of the novelty.
+
+    Attributes:
+        steps: From the smallest threshold that there are enough calibration inputs for to 0.5.
+        chosen: The thresholds that were asked for.
+        too_small: Thresholds that were asked for and need more calibration inputs.
+        n_compared: Known inputs that p-values compare with; ``None`` where that is not known.
+        calibrated: Whether ``la.calibrate`` has run; otherwise they are training inputs, and p-values optimistic.
+        edges: Of the bins of both histograms; the last bin holds all larger values too.
+        known: Share of the known test inputs in each bin.
+        unknown: Share of the unknown inputs in each bin; ``None`` where there are none.
+    """
+
+    steps: list[Flagged]
+    chosen: list[Flagged]
+    too_small: list[float]
+    n_compared: int | None
+    calibrated: bool
+    edges: list[float]
+    known: list[float]
+    unknown: list[float] | None
+
+
+@dataclass(frozen=True)
+class Card:
+    """One input that the page shows.
+
+    Attributes:
+        name: Its id, or its position in the data.
+        item: A text, an image or a path of one; ``None`` where nothing is known but the name.
+        label: Name of its class, where it has one.
+        match: Name of its nearest neighbour's class, where it was searched.
+        right: Whether that is its class; ``None`` where that is not known, or nothing of its class is there to find.
+        uncertainty: In radians.
+        p_value: Where there is one.
+    """
+
+    name: str
+    item: Any
+    label: str | None
+    match: str | None
+    right: bool | None
+    uncertainty: float
+    p_value: float | None
+
+
+@dataclass(frozen=True)
+class Group:
+    """Inputs that are shown together.
+
+    Attributes:
+        title: Of the group.
+        text: What they have in common, a sentence.
+        cards: The inputs, the most extreme first.
+    """
+
+    title: str
+    text: str
+    cards: tuple[Card, ...]
 
 
 @dataclass(frozen=True)
@@ -48,57 +225,50 @@ class Evaluation:
 
         ``docs/metrics.md`` defines them. Give them to a model card with ``la.save_pretrained(folder, metrics=...)``.
         """
-        out: dict[str, float] = {}
-        if isinstance(self.retrieval, Retrieval):
-            out |= {f"recall@{k}": value for k, value in self.retrieval.recall.items()}
-            out |= {f"map@{k}": value for k, value in self.retrieval.mean_average_precision.items()}
-        if isinstance(self.errors, Errors):
-            out["ausc"] = self.errors.ausc
-            if not isinstance(self.errors.r_auroc, Missing):
-                out["r_auroc"] = self.errors.r_auroc
-        if isinstance(self.reliability, Reliability):
-            out |= {"ece": self.reliability.ece, "brier": self.reliability.brier}
-        if isinstance(self.detection, Detection):
-            out |= {"auroc": self.detection.auroc, "auprc": self.detection.auprc}
-        if isinstance(self.thresholds, Thresholds):
-            for flagged in self.thresholds.chosen:
-                out[f"flagged_known@{flagged.alpha:g}"] = flagged.known
-                if flagged.unknown is not None:
-                    out[f"flagged_unknown@{flagged.alpha:g}"] = flagged.unknown
-        return out
+        return {name: value for name, value in self._figures() if not isinstance(value, Missing)}
 
     @property
     def missing(self) -> dict[str, str]:
         """By name of the part or metric, why it is not there."""
         names = ("retrieval", "errors", "reliability", "detection", "thresholds")
-        out = {name: part.reason for name in names if isinstance(part := getattr(self, name), Missing)}
-        if isinstance(self.retrieval, Retrieval):
-            for k in self.retrieval.too_large:
-                out[f"recall@{k}, map@{k}"] = (
-                    f"There are {self.retrieval.gallery_size} points to search, fewer than {k}."
-                )
-        if isinstance(self.errors, Errors) and isinstance(self.errors.r_auroc, Missing):
-            out["r_auroc"] = self.errors.r_auroc.reason
-        if isinstance(self.thresholds, Thresholds):
-            for alpha in self.thresholds.too_small:
-                text = (
-                    f"{self.thresholds.n_compared} known inputs to compare with give no p-value of at most {alpha:g}."
-                )
-                out[f"flagged_known@{alpha:g}"] = f"{text} Call la.calibrate with more inputs."
-        return out
+        parts = {name: part.reason for name in names if isinstance(part := getattr(self, name), Missing)}
+        return parts | {name: value.reason for name, value in self._figures() if isinstance(value, Missing)}
+
+    def _figures(self) -> Iterator[tuple[str, float | Missing]]:
+        """Yield the figures of the parts that are there by name, or why one is not."""
+        if isinstance(retrieval := self.retrieval, Retrieval):
+            yield from ((f"recall@{k}", value) for k, value in retrieval.recall.items())
+            yield from ((f"map@{k}", value) for k, value in retrieval.mean_average_precision.items())
+            for k in retrieval.too_large:
+                reason = f"There are {retrieval.gallery_size} points to search, fewer than {k}."
+                yield f"recall@{k}, map@{k}", Missing(reason)
+        if isinstance(self.errors, Errors):
+            yield from (("ausc", self.errors.ausc), ("r_auroc", self.errors.r_auroc))
+        if isinstance(self.reliability, Reliability):
+            yield from (("ece", self.reliability.ece), ("brier", self.reliability.brier))
+        if isinstance(self.detection, Detection):
+            yield from (("auroc", self.detection.auroc), ("auprc", self.detection.auprc))
+        if isinstance(thresholds := self.thresholds, Thresholds):
+            for flagged in thresholds.chosen:
+                yield f"flagged_known@{flagged.alpha:g}", flagged.known
+                if flagged.unknown is not None:
+                    yield f"flagged_unknown@{flagged.alpha:g}", flagged.unknown
+            for alpha in thresholds.too_small:
+                reason = f"{thresholds.n_compared} known inputs to compare with give no p-value of at most {alpha:g}."
+                yield f"flagged_known@{alpha:g}", Missing(f"{reason} Call la.calibrate with more inputs.")
 
     def to_plain(self) -> dict[str, Any]:
         """Everything but the inputs that are shown, as numbers, texts, lists and mappings."""
+        parts = {"sparsification": self.errors, "reliability": self.reliability, "thresholds": self.thresholds}
+        curves = {name: None if isinstance(part, Missing) else asdict(part) for name, part in parts.items()}
+        if curves["sparsification"] is not None:
+            curves["sparsification"]["r_auroc"] = self.metrics.get("r_auroc")
         return {
             "metrics": self.metrics,
             "missing": self.missing,
             "counts": dict(self.counts),
             "posterior": dict(self.posterior),
-            "curves": {
-                "sparsification": _plain(self.errors),
-                "reliability": _plain(self.reliability),
-                "thresholds": _plain(self.thresholds),
-            },
+            "curves": curves,
         }
 
     def to_json(self) -> str:
@@ -119,8 +289,7 @@ class Evaluation:
         """
         from contrastive_curvature.apps.report.page import render
 
-        page = _encoded(render(self, title))
-        write_whole(path, writing(page))
+        write_bytes(path, render(self, title))
 
     def save(self, folder: Path | str, *, title: str = "How sure is this encoder?") -> dict[str, Path]:
         """Write ``report.html``, ``metrics.json`` and the plots as PNG and SVG files.
@@ -144,24 +313,6 @@ class Evaluation:
         from contrastive_curvature.apps.report.plots import draw
 
         target = check_target(folder)
-        page, numbers = _encoded(render(self, title)), self.to_json().encode()
-        contents = {PAGE: page, NUMBERS: numbers, **draw(self)}
+        contents = {PAGE: render(self, title), NUMBERS: self.to_json().encode(), **draw(self)}
         write_report(target, contents)
         return {name: target / name for name in contents}
-
-
-def _encoded(page: str) -> bytes:
-    """UTF-8; a text of the user may hold half a character, which has no code."""
-    return page.encode("utf-8", "replace")
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Missing):
-        return None
-    if is_dataclass(value):
-        return {each.name: _plain(getattr(value, each.name)) for each in fields(value)}
-    if isinstance(value, dict):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    return value

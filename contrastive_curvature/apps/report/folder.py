@@ -2,35 +2,39 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import secrets
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import BinaryIO
 
 from contrastive_curvature.artifact import write_whole
-from contrastive_curvature.errors import InputError, expected
-
-__all__ = ["CHARTS", "NUMBERS", "PAGE", "check_target", "write_report", "writing"]
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
 
 PAGE, NUMBERS = "report.html", "metrics.json"
 CHARTS = frozenset(f"{name}.{kind}" for name in ("novelty", "sparsification", "reliability") for kind in ("png", "svg"))
 
+_NEEDED = {
+    "jinja2": "evaluate: the page is made with Jinja2. Type: pip install jinja2.",
+    "matplotlib": "evaluate: plots are drawn with matplotlib. Type: pip install matplotlib. Or write only the page: "
+    "to_html.",
+    "PIL": "evaluate: pictures of inputs need Pillow. Type: pip install pillow. Or show none, with n_shown=0.",
+}
+
+
+def check_packages(*names: str) -> None:
+    """Refuse what needs a package that is not installed; the message has what to type."""
+    for name in names:
+        try:
+            importlib.import_module(name)
+        except ImportError:
+            raise UnsupportedError(_NEEDED[name]) from None
+
 
 def check_target(folder: Path | str, argument: str = "folder") -> Path:
-    """Refuse a folder that must not be written, before anything is computed.
-
-    Args:
-        folder: From the user.
-        argument: Its name in messages.
-
-    Returns:
-        The folder with all links followed.
-
-    Raises:
-        InputError: It is a file, or holds other files than those of a report.
-    """
+    """Return a folder with all links followed; refuse a file, and a folder with other files than those of a report."""
     target = Path(os.path.realpath(folder))
     if not target.exists():
         return target
@@ -38,7 +42,7 @@ def check_target(folder: Path | str, argument: str = "folder") -> Path:
         raise InputError(expected(argument, "a folder", f"the file {folder}"))
     foreign = sorted(
         entry.name
-        for entry in os.scandir(target)
+        for entry in target.iterdir()
         if not entry.name.startswith(".") and (entry.name not in {PAGE, NUMBERS, *CHARTS} or not entry.is_file())
     )
     if foreign:
@@ -49,56 +53,33 @@ def check_target(folder: Path | str, argument: str = "folder") -> Path:
 
 
 def write_report(target: Path, contents: Mapping[str, bytes]) -> None:
-    """Write the files of a report; those of an earlier one go.
+    """Write the files of a report by name; those of an earlier one go.
 
-    All is written beside its place first, so that an error, such as a full disk, changes nothing. The page comes last.
-
-    Args:
-        target: From :func:`check_target`.
-        contents: By name.
-
-    Raises:
-        OSError: A file cannot be written.
+    All is written beside its place first, so that an error, such as a full disk, changes nothing. The page goes first
+    and comes last: without one, nobody takes for a report what a killed process leaves.
     """
-    if not target.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        made = target.parent / f".{target.name}.{secrets.token_hex(6)}.tmp"
-    else:
-        # It may be the current folder, or the root of a disk, neither of which can be renamed.
-        made = target / f".report.{secrets.token_hex(6)}.tmp"
-    made.mkdir()
+    is_new = not target.exists()
+    # An earlier folder may be the current one, or the root of a disk, neither of which can be renamed.
+    made = (target.parent if is_new else target) / f".{target.name}.{secrets.token_hex(6)}.tmp"
+    made.mkdir(parents=True)
     try:
         for name, content in contents.items():
-            write_whole(made / name, writing(content))
-        if made.parent != target:
-            os.rename(made, target)
+            write_bytes(made / name, content)
+        if is_new:
+            made.rename(target)
             return
-        try:
-            _take(made, target, contents)
-        except KeyboardInterrupt:
-            # What is left takes no time, and a page beside the plots of another evaluation helps nobody.
-            _take(made, target, contents)
-            raise
+        for name in (PAGE, *CHARTS.difference(contents)):
+            (target / name).unlink(missing_ok=True)
+        for name in sorted(contents, key=lambda name: name == PAGE):
+            os.replace(made / name, target / name)
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _take(made: Path, target: Path, names: Collection[str]) -> None:
-    """Move the files of a report to their place, the page last; can be called again after an interruption."""
-    left = sorted(os.listdir(made), key=lambda name: name == PAGE)
-    if PAGE in left:
-        # Without a page, nobody takes what a killed process leaves for a report.
-        (target / PAGE).unlink(missing_ok=True)
-    for name in CHARTS.difference(names):
-        (target / name).unlink(missing_ok=True)
-    for name in left:
-        os.replace(made / name, target / name)
-
-
-def writing(content: bytes) -> Callable[[BinaryIO], None]:
-    """What :func:`.write_whole` takes to write these bytes."""
+def write_bytes(path: Path | str, content: bytes) -> None:
+    """Write a file whole or not at all."""
 
     def write(file: BinaryIO) -> None:
         file.write(content)
 
-    return write
+    write_whole(path, write)

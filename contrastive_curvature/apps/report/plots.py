@@ -3,59 +3,42 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from contrastive_curvature.apps.report.known import Thresholds
-from contrastive_curvature.apps.report.packages import check_packages
-from contrastive_curvature.apps.report.reliability import Reliability
-from contrastive_curvature.apps.report.retrieval import Errors
-
-if TYPE_CHECKING:
-    from contrastive_curvature.apps.report.evaluation import Evaluation
-
-__all__ = ["draw"]
+from contrastive_curvature.apps.report.evaluation import Errors, Evaluation, Missing, Reliability, Thresholds
+from contrastive_curvature.apps.report.folder import check_packages
 
 # Two colours that people with any colour vision tell apart (Okabe and Ito, 2008).
 _KNOWN, _UNKNOWN, _SOFT = "#0072B2", "#D55E00", "#6b7280"
 
 
 def draw(evaluation: Evaluation) -> dict[str, bytes]:
-    """Contents of the files by name; charts that there is no data for are left out.
-
-    Raises:
-        UnsupportedError: matplotlib is not installed.
-    """
+    """Return the contents of the files by name; charts that there is no data for are left out."""
     check_packages("matplotlib")
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    charts: dict[str, tuple[Any, Any]] = {
+        "novelty": (_novelty, evaluation.thresholds),
+        "sparsification": (_sparsification, evaluation.errors),
+        "reliability": (_reliability, evaluation.reliability),
+    }
     out: dict[str, bytes] = {}
     # The same numbers give the same files: no date, and no random ids in the SVG.
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, "svg.hashsalt": "contrastive_curvature"}):
-        for name, paint in _charts(evaluation).items():
+        for name, (paint, part) in charts.items():
+            if isinstance(part, Missing):
+                continue
             figure = Figure(figsize=(5.2, 3.4), dpi=150, layout="constrained")
             FigureCanvasAgg(figure)
             axes = figure.add_subplot()
-            paint(axes)
+            paint(axes, part)
             axes.spines[["top", "right"]].set_visible(False)
             for kind in ("png", "svg"):
                 file = io.BytesIO()
                 figure.savefig(file, format=kind, metadata={"Software": None} if kind == "png" else {"Date": None})
                 out[f"{name}.{kind}"] = file.getvalue()
-    return out
-
-
-def _charts(evaluation: Evaluation) -> dict[str, Callable[[Any], None]]:
-    thresholds, errors, reliability = evaluation.thresholds, evaluation.errors, evaluation.reliability
-    out: dict[str, Callable[[Any], None]] = {}
-    if isinstance(thresholds, Thresholds):
-        out["novelty"] = lambda axes: _novelty(axes, thresholds)
-    if isinstance(errors, Errors):
-        out["sparsification"] = lambda axes: _sparsification(axes, errors)
-    if isinstance(reliability, Reliability):
-        out["reliability"] = lambda axes: _reliability(axes, reliability)
     return out
 
 

@@ -1,25 +1,78 @@
-"""Everything that an evaluation needs of the inputs of one data set, from one pass over them."""
+"""What an evaluation reads, and everything that it needs of the inputs of one data set, from one pass over them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature.apps.report.data import Data, take_apart
-from contrastive_curvature.apps.report.missing import Missing
-from contrastive_curvature.apps.report.shortlist import Shortlist
+from contrastive_curvature.apps.report.evaluation import Missing
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
-from contrastive_curvature.errors import InputError, NotFittedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
+from contrastive_curvature.metrics._checks import check_labels
 from contrastive_curvature.network.call import naming_the_input
+from contrastive_curvature.network.loader import check_loader
 from contrastive_curvature.progress import Progress
-
-__all__ = ["Scored", "score"]
 
 MOST_SAMPLED = 2**28
 """Numbers in the sampled embeddings of one data set: 1 GiB."""
+
+_HIGHEST = torch.finfo(torch.float32).max
+
+
+class Data:
+    """Batches of inputs, with names and pictures of them for the page.
+
+    Args:
+        batches: ``(x, labels)``, mappings that hold the labels too, or ``x`` alone; run over once.
+        items: What to show of each input, in the order of the batches: a text (``str``), an image (PIL, an array or
+            tensor of shape (H, W), (H, W, C) or (C, H, W)), or a :class:`~pathlib.Path` of an image file. ``None``
+            shows inputs that are image tensors (C, H, W) or texts themselves, and of others the name.
+        ids: Name of each input. ``None`` counts them from 0.
+
+    Raises:
+        InputTypeError: ``batches`` cannot be run over, or ``items`` or ``ids`` is no sequence.
+    """
+
+    def __init__(
+        self, batches: Iterable[Any], *, items: Sequence[Any] | None = None, ids: Sequence[Any] | None = None
+    ) -> None:
+        check_loader(batches, "batches", once=True, shares=True)
+        for name, value in (("items", items), ("ids", ids)):
+            known_length = hasattr(value, "__getitem__") and hasattr(value, "__len__")
+            if value is not None and (not known_length or isinstance(value, (str, bytes, Mapping))):
+                raise InputTypeError(expected(name, "one entry for each input, as a list", f"a {type(value).__name__}"))
+        self.batches, self.items, self.ids = batches, items, ids
+
+    def check_length(self, argument: str, n: int) -> None:
+        """Refuse items or ids of another number than the inputs."""
+        for name, value in (("items", self.items), ("ids", self.ids)):
+            if value is not None and len(value) != n:
+                raise InputError(expected(f"{argument}: {name}", f"{n}, one for each input", len(value)))
+
+    def name(self, row: int) -> str:
+        """Return the name of an input."""
+        name = row if self.ids is None else self.ids[row]
+        return str(name.item() if isinstance(name, Tensor) and name.numel() == 1 else name)
+
+
+class Judged(NamedTuple):
+    """Novelty and p-value of N inputs, float64, shape (N,) each."""
+
+    novelty: Tensor
+    p_value: Tensor
+
+
+class Extreme(NamedTuple):
+    """An input with one of the largest scores: its row in the data, and what it looks like if that is known."""
+
+    score: float
+    row: int
+    item: Any
 
 
 @dataclass(frozen=True)
@@ -31,106 +84,117 @@ class Scored:
         mu: Directions, shape (N, D).
         labels: Shape (N,); ``None`` where there are none.
         uncertainty: In radians, float64, shape (N,).
-        novelty: Float64, shape (N,), or why there is none.
-        p_value: Float64, shape (N,), or why there is none.
+        judged: Novelty and p-value, or why there are none.
         samples: Embeddings by S networks, the same ones for all data sets, shape (S, N, D); ``None`` where not wanted.
-        shortlists: By name, the inputs to show.
+        extremes: By name of a group, the inputs to show.
     """
 
     data: Data
     mu: Tensor
     labels: Tensor | None
     uncertainty: Tensor
-    novelty: Tensor | Missing
-    p_value: Tensor | Missing
-    samples: Tensor | None = None
-    shortlists: dict[str, Shortlist] = field(default_factory=dict)
+    judged: Judged | Missing
+    samples: Tensor | None
+    extremes: dict[str, list[Extreme]]
 
     def __len__(self) -> int:
-        """Number of inputs."""
+        """Return the number of inputs."""
         return len(self.mu)
 
 
 def score(
-    la: Any, argument: str, data: Data, *, n_samples: int, n_shown: int, seed: int, progress: Progress, judged: bool
+    la: Any, argument: str, data: Data, *, n_samples: int, n_shown: int, seed: int, progress: Progress, judge: bool
 ) -> Scored:
-    """Run over a data set once.
-
-    Args:
-        la: A fitted posterior.
-        argument: Name of the data, for error messages.
-        data: The data.
-        n_samples: Number S of sampled networks; 0 for none.
-        n_shown: Size of each shortlist.
-        seed: Of the sampled networks: the same seed gives the same networks.
-        progress: Of the evaluation.
-        judged: Whether novelty and p-values are wanted.
-
-    Raises:
-        InputTypeError: A batch or its labels have another type.
-        InputError: No input, labels for some batches only, inputs that the encoder does not take, or outputs that are
-            not finite.
-    """
-    parts: dict[str, list[Any]] = {
-        name: [] for name in ("mu", "labels", "uncertainty", "novelty", "p_value", "samples")
-    }
-    lists = {name: Shortlist(n_shown) for name in ("certain", "uncertain", "unusual", "usual")}
-    missing: Missing | None = None if judged else Missing("They were not asked for.")
+    """Run over a data set once, with ``n_samples`` networks of ``seed`` beside the mean."""
+    parts: dict[str, list[Tensor]] = defaultdict(list)
+    extremes: dict[str, list[Extreme]] = defaultdict(list)
+    missing = None if judge else Missing("They were not asked for.")
     rows = sampled = 0
     for number, batch in enumerate(progress.over(data.batches, f"[evaluation: {argument}]")):
-        x, labels = take_apart(argument, number, batch, getattr(la, "dict_key_y", "labels"))
+        where = f"{argument}: batch {number} (counted from 0)"
+        x, labels = _split(where, batch, getattr(la, "dict_key_y", "labels"))
         with torch.no_grad():
-            embedding = _predict(la, argument, number, x)
-            mu, uncertainty = embedding.mu.cpu(), embedding.uncertainty.double().cpu()
-            if labels is not None and len(labels) != len(mu):
-                wanted = f"{len(mu)} labels, one for each input"
-                raise InputError(expected(f"{argument}: batch {number} (counted from 0)", wanted, len(labels)))
+            embedding = _predict(la, where, x)
+            found = {"mu": embedding.mu.cpu(), "uncertainty": embedding.uncertainty.double().cpu()}
+            ranked = {"uncertain": found["uncertainty"], "certain": -found["uncertainty"]}
             if missing is None:
                 try:
-                    novelty, p_value = embedding.novelty.cpu(), embedding.p_value.cpu()
+                    # No metric takes infinities; the order stays.
+                    found["novelty"] = embedding.novelty.cpu().nan_to_num(posinf=_HIGHEST, neginf=-_HIGHEST)
+                    found["p_value"] = embedding.p_value.cpu()
+                    ranked |= {"unusual": found["novelty"], "usual": -found["novelty"]}
                 except NotFittedError as error:
                     missing = Missing(str(error))
-                else:
-                    parts["novelty"].append(novelty)
-                    parts["p_value"].append(p_value)
-                    lists["unusual"].offer(novelty, rows, x)
-                    lists["usual"].offer(-novelty, rows, x)
-            sampled += n_samples * mu.numel()
-            if sampled > MOST_SAMPLED:
-                parts["samples"].clear()
-            elif n_samples:
+            sampled += n_samples * found["mu"].numel()
+            if n_samples and sampled <= MOST_SAMPLED:
                 generator = torch.Generator(la._device).manual_seed(seed)
                 samples = la.predictive_samples(x, n_samples=n_samples, joint=True, generator=generator)
-                parts["samples"].append(samples.cpu())
-        for name, value in (("mu", mu), ("labels", labels), ("uncertainty", uncertainty)):
-            parts[name].append(value)
-        lists["uncertain"].offer(uncertainty, rows, x)
-        lists["certain"].offer(-uncertainty, rows, x)
-        rows += len(mu)
+                found["samples"] = samples.cpu()
+            else:
+                parts.pop("samples", None)
+        if labels is not None:
+            found["labels"] = check_labels(f"{where}: labels", labels, len(found["mu"])).cpu()
+        for name, values in found.items():
+            parts[name].append(values)
+        for name, scores in ranked.items():
+            extremes[name] = _largest(extremes[name], scores, rows, x, n_shown)
+        rows += len(found["mu"])
     if not rows:
         raise InputError(expected(argument, "at least one input", "none"))
     data.check_length(argument, rows)
-    with_labels = [labels for labels in parts["labels"] if labels is not None]
-    if with_labels and len(with_labels) != len(parts["labels"]):
+    if len(parts["labels"]) not in (0, len(parts["mu"])):
         raise InputError(expected(argument, "labels in every batch, or in none", "labels in some batches"))
-    whole = n_samples and sampled <= MOST_SAMPLED
     return Scored(
         data,
         torch.cat(parts["mu"]),
-        torch.cat(with_labels) if with_labels else None,
+        torch.cat(parts["labels"]) if parts["labels"] else None,
         torch.cat(parts["uncertainty"]),
-        missing or torch.cat(parts["novelty"]),
-        missing or torch.cat(parts["p_value"]),
-        torch.cat(parts["samples"], 1) if whole else None,
-        lists,
+        missing or Judged(torch.cat(parts["novelty"]), torch.cat(parts["p_value"])),
+        torch.cat(parts["samples"], 1) if parts["samples"] else None,
+        extremes,
     )
 
 
-def _predict(la: Any, argument: str, number: int, x: Any) -> EmbeddingDistribution:
-    """The prediction for a batch; an error of its inputs names the batch."""
+def _split(where: str, batch: Any, label_key: str) -> tuple[Any, Any]:
+    """Return the inputs and the labels of a batch, ``None`` without labels."""
+    if isinstance(batch, Mapping):
+        return batch, batch.get(label_key)
+    if isinstance(batch, Tensor) or _is_texts(batch):
+        return batch, None
+    if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
+        return batch[0], batch[1] if len(batch) == 2 else None
+    came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+    raise InputTypeError(expected(where, "batches (x, labels), or of inputs alone", came))
+
+
+def _is_texts(x: Any) -> bool:
+    """Return whether inputs are a list of strings."""
+    return isinstance(x, (list, tuple)) and bool(x) and all(isinstance(text, str) for text in x)
+
+
+def _preview(x: Any, row: int) -> Any:
+    """Return what to show of an input of a batch, ``None`` where it is neither a text nor an image tensor."""
+    if _is_texts(x):
+        return x[row]
+    if isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] in (1, 3):
+        # A copy, because a part of the batch would keep all of it in memory.
+        return x[row].detach().to("cpu", torch.float32, copy=True)
+    return None
+
+
+def _predict(la: Any, where: str, x: Any) -> EmbeddingDistribution:
+    """Return the prediction for a batch; an error of its inputs names the batch."""
     try:
         with naming_the_input(x):
             return la(x)
     except InputError as error:
-        msg = f"{argument}: batch {number} (counted from 0): {error}"
+        msg = f"{where}: {error}"
         raise InputError(msg) from error
+
+
+def _largest(found: list[Extreme], scores: Tensor, first_row: int, x: Any, n: int) -> list[Extreme]:
+    """Return the ``n`` inputs with the largest scores, of those found before and those of a batch."""
+    best = scores.argsort(descending=True, stable=True)[:n].tolist()
+    new = [Extreme(float(scores[i]), first_row + i, _preview(x, i)) for i in best]
+    # Sorted by score and then by row, so that the choice does not depend on the batch size.
+    return sorted([*found, *new], key=lambda extreme: (-extreme.score, extreme.row))[:n]

@@ -10,11 +10,8 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from contrastive_curvature.apps.report.data import is_image
-from contrastive_curvature.apps.report.packages import check_packages
+from contrastive_curvature.apps.report.folder import check_packages
 from contrastive_curvature.errors import InputError, expected
-
-__all__ = ["SIDE", "thumbnails"]
 
 SIDE = 112
 """Longest side in pixels; larger images are made smaller."""
@@ -24,57 +21,62 @@ _JPEG_FROM = 48
 
 
 def thumbnails(items: list[Any]) -> list[str | None]:
-    """Addresses of images; ``None`` for what is no image.
+    """Return addresses of images as :class:`.Data` takes them; ``None`` for what is no image.
 
     Arrays of whole numbers hold 0 to 255 (0 and 1 where nothing is larger). Others hold 0 to 1, or, where one is
     outside that, anything: then the smallest number of all the images is black, and the largest is white.
-
-    Args:
-        items: Images as :class:`~contrastive_curvature.apps.report.Data` takes them, and others.
-
-    Raises:
-        UnsupportedError: Pillow is not installed.
-        InputError: A file is no image, or an array has no shape of one.
     """
-    arrays = {i: _array(item) for i, item in enumerate(items) if is_image(item) and not _is_pillow(item)}
+    arrays = {i: _array(item) for i, item in enumerate(items) if _is_array(item)}
     floats = [a[np.isfinite(a)] for a in arrays.values() if a.dtype.kind == "f"]
     low = min((float(a.min(initial=0.0)) for a in floats), default=0.0)
     high = max((float(a.max(initial=1.0)) for a in floats), default=1.0)
-    return [_address(item, arrays.get(i), low, high) if is_image(item) else None for i, item in enumerate(items)]
+    pixels = {i: _grey_values(array, low, high) for i, array in arrays.items()}
+    return [_address(pixels.get(i, item)) if i in pixels or _is_picture(item) else None for i, item in enumerate(items)]
 
 
-def _is_pillow(item: Any) -> bool:
+def _is_picture(item: Any) -> bool:
     return isinstance(item, Path) or hasattr(item, "getbands")
 
 
+def _is_array(item: Any) -> bool:
+    return isinstance(item, Tensor) or (not _is_picture(item) and hasattr(item, "__array_interface__"))
+
+
 def _array(item: Any) -> np.ndarray:
-    array = item.detach().cpu().float().numpy() if isinstance(item, Tensor) and item.is_floating_point() else item
-    array = np.asarray(array.cpu() if isinstance(array, Tensor) else array)
-    shape = array.shape
+    """Return an image as (H, W) or (H, W, C)."""
+    if isinstance(item, Tensor):
+        item = item.detach().cpu()
+        item = item.float() if item.is_floating_point() else item
+    array = np.asarray(item)
     # Tensors have their channels first, arrays last, where both could be.
-    if (
-        array.ndim == 3
-        and array.shape[0] in (1, 3, 4)
-        and (isinstance(item, Tensor) or array.shape[2] not in (1, 3, 4))
-    ):
+    first, last = (array.ndim == 3 and array.shape[axis] in (1, 3, 4) for axis in (0, 2))
+    if first and (isinstance(item, Tensor) or not last):
         array = np.moveaxis(array, 0, 2)
     if array.ndim == 3 and array.shape[2] == 1:
         array = array[:, :, 0]
     if array.ndim not in (2, 3) or not array.size or (array.ndim == 3 and array.shape[2] not in (3, 4)):
         wanted = "images of shape (H, W), (H, W, C) or (C, H, W) with 1, 3 or 4 channels"
-        raise InputError(expected("items", wanted, f"an array of shape {shape}"))
+        raise InputError(expected("items", wanted, f"an array of shape {np.shape(item)}"))
     if array.dtype.kind not in "biuf":
         raise InputError(expected("items", "images of numbers", f"an array of {array.dtype}"))
-    return array.astype(np.float32) if array.dtype.kind == "f" else array
+    return array
 
 
-def _address(item: Any, array: np.ndarray | None, low: float, high: float) -> str:
+def _grey_values(array: np.ndarray, low: float, high: float) -> np.ndarray:
+    if array.dtype.kind == "f":
+        scaled = (np.nan_to_num(array.astype(np.float32), nan=low, posinf=high, neginf=low) - low) / (high - low) * 255
+        return scaled.round().clip(0, 255).astype(np.uint8)
+    return (array.astype(np.int64) * (255 if array.max() <= 1 else 1)).clip(0, 255).astype(np.uint8)
+
+
+def _address(item: Any) -> str:
+    """Return the address of an array of grey values, a Pillow image or an image file."""
     check_packages("PIL")
     from PIL import Image, UnidentifiedImageError
 
     try:
-        if array is not None:
-            image = Image.fromarray(_bytes(array, low, high))
+        if isinstance(item, np.ndarray):
+            image = Image.fromarray(item)
         else:
             image = Image.open(item) if isinstance(item, Path) else item.copy()
         image.thumbnail((SIDE, SIDE))
@@ -85,11 +87,3 @@ def _address(item: Any, array: np.ndarray | None, low: float, high: float) -> st
     kind = "jpeg" if max(image.size) >= _JPEG_FROM else "png"
     image.save(file, kind, **({"quality": 82} if kind == "jpeg" else {"optimize": True}))
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
-
-
-def _bytes(array: np.ndarray, low: float, high: float) -> np.ndarray:
-    if array.dtype.kind == "f":
-        scaled = (np.nan_to_num(array, nan=low, posinf=high, neginf=low) - low) / (high - low or 1.0) * 255
-        return scaled.round().clip(0, 255).astype(np.uint8)
-    top = int(array.max())
-    return (array.astype(np.int64) * (255 if top <= 1 else 1)).clip(0, 255).astype(np.uint8)

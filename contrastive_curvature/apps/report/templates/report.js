@@ -78,20 +78,20 @@ const charts = {
   },
 
   tradeoff(box) {
-    const points = data.thresholds.steps.map((step) => step.caught);
+    const points = data.thresholds.steps.map((step) => [step.known, step.unknown]);
     const last = Math.max(0.01, points.at(-1)[0]);
     const f = frame(box, { x: [0, last], y: [0, 1], xLabel: "known inputs flagged", xText: asPercent, yText: asPercent, height: 230 });
     add(f.svg, "path", { class: "found", d: path(points, f) });
     const dot = add(f.svg, "circle", { class: "chosen", r: 7 });
     box.moveTo = (step) => {
-      dot.setAttribute("cx", f.toX(step.caught[0]));
-      dot.setAttribute("cy", f.toY(step.caught[1]));
+      dot.setAttribute("cx", f.toX(step.known));
+      dot.setAttribute("cy", f.toY(step.unknown));
     };
     showStep();
   },
 
   sparsification(box) {
-    const { curve, best } = data.sparsification;
+    const { curve, best_curve: best } = data.sparsification;
     const lowest = Math.min(...curve.map((point) => point[1]), ...best.map((point) => point[1]));
     const f = frame(box, {
       x: [0, 1], y: [lowest < 1 ? Math.max(0, lowest - 0.15 * (1 - lowest)) : 0, 1], xLabel: "share of queries taken away",
@@ -103,13 +103,14 @@ const charts = {
   },
 
   reliability(box) {
-    const total = data.reliability.reduce((sum, bin) => sum + bin[2], 0);
+    const { bins } = data.reliability;
+    const total = bins.reduce((sum, bin) => sum + bin.count, 0);
     const f = frame(box, { x: [0, 1], y: [0, 1], xLabel: "confidence (share of votes for the winner)", xText: asPercent, yText: asPercent });
-    for (const [low, high, , , right] of data.reliability) {
+    for (const { low, high, accuracy: right } of bins) {
       add(f.svg, "rect", { class: "bin", x: f.toX(low) + 1, width: f.toX(high) - f.toX(low) - 2, y: f.toY(right), height: f.bottom - f.toY(right) });
     }
     add(f.svg, "line", { class: "flat", x1: f.left, x2: f.right, y1: f.bottom, y2: f.toY(1) });
-    for (const [, , count, confidence, right] of data.reliability) {
+    for (const { count, confidence, accuracy: right } of bins) {
       const dot = add(f.svg, "circle", { class: "dot", cx: f.toX(confidence), cy: f.toY(right), r: 3.5 + 7 * Math.sqrt(count / total) });
       add(dot, "title", {}, `${count} inputs: confidence ${asPercent(confidence)}, right ${asPercent(right)}`);
     }
@@ -120,15 +121,15 @@ const slider = document.getElementById("alpha");
 
 function showStep() {
   if (!slider) return;
-  const step = data.thresholds.steps[slider.value];
+  const says = data.slider[slider.value];
   const texts = {
-    "alpha-value": step.alpha, "known-flagged": step.known, "unknown-found": step.unknown ?? "–",
-    expected: step.expected, "one-in": step.one_in,
+    "alpha-value": says.alpha, "known-flagged": says.known, "unknown-found": says.unknown ?? "–",
+    expected: says.expected, "one-in": says.one_in,
   };
   for (const [id, text] of Object.entries(texts)) document.getElementById(id).textContent = text;
-  const found = step.unknown === null ? "" : `, ${step.unknown} of unknown inputs found`;
-  slider.setAttribute("aria-valuetext", `alpha ${step.alpha}: ${step.known} of known inputs flagged${found}`);
-  for (const box of document.querySelectorAll("[data-chart]")) box.moveTo?.(step);
+  const found = says.unknown === null ? "" : `, ${says.unknown} of unknown inputs found`;
+  slider.setAttribute("aria-valuetext", `alpha ${says.alpha}: ${says.known} of known inputs flagged${found}`);
+  for (const box of document.querySelectorAll("[data-chart]")) box.moveTo?.(data.thresholds.steps[slider.value]);
 }
 
 slider?.addEventListener("input", showStep);
