@@ -34,7 +34,7 @@ ADDITIONS = [
     ({"embeddings": (0, float("nan"))}, cc.InputError, "mu: expected finite"),
     ({"embeddings": (0, float("inf"))}, cc.InputError, "mu: expected finite"),
     ({"embeddings": (0, 0.0)}, cc.InputError, "mu: expected non-zero rows"),
-    ({"embeddings": (1, -1.0)}, cc.InputError, "kappa: expected numbers >= 0, got a smallest of -1"),
+    ({"embeddings": (1, -1.0)}, cc.InputError, "kappa: expected numbers >= 0 .* got -1 to"),
     ({"embeddings": (1, float("nan"))}, cc.InputError, "kappa: expected finite"),
     ({"embeddings": (2, -0.5)}, cc.InputError, "uncertainty: expected numbers >= 0"),
     ({"embeddings": (2, float("nan"))}, cc.InputError, "uncertainty: expected finite"),
@@ -42,16 +42,15 @@ ADDITIONS = [
     ({"ids": [41, 42, 41]}, cc.InputError, r"ids: expected identifiers that are all different, got \[41\] more"),
     ({"ids": [41, 7, 42]}, cc.InputError, r"ids: expected identifiers that are not in the store yet, got \[7\]"),
     ({"ids": ["a", "b", "c"]}, cc.InputTypeError, "ids: expected whole numbers, as those in the store, got 'a'"),
-    ({"ids": [41, "b", 42]}, cc.InputTypeError, "ids: expected whole numbers .* got a list of int, str"),
-    ({"ids": [41, True, 42]}, cc.InputTypeError, "ids: .* got a list of bool, int"),
+    ({"ids": [41, "b", 42]}, cc.InputTypeError, "ids: expected .* whole numbers.* got values of type int, str"),
+    ({"ids": [41, True, 42]}, cc.InputTypeError, "ids: .* got values of type bool, int"),
     ({"ids": [41, 42, 2**70]}, cc.InputError, "ids: expected numbers that int64 can hold"),
-    ({"ids": torch.ones(3)}, cc.InputTypeError, "ids: .* got dtype float32"),
+    ({"ids": torch.ones(3)}, cc.InputTypeError, "ids: .* got values of type float"),
     ({"ids": np.array([1, 2, 2**64 - 1], dtype=np.uint64)}, cc.InputError, "ids: expected numbers that int64"),
-    ({"ids": torch.ones(3, 1).long()}, cc.InputError, r"ids: expected shape \(N,\)"),
+    ({"ids": torch.ones(3, 1).long()}, cc.InputTypeError, "ids: .* got values of type list"),
     ({"ids": "abc"}, cc.InputTypeError, "ids: .* got a str"),
-    ({"ids": ["\ud800", "b", "c"]}, cc.InputError, "ids: expected strings that UTF-8 can hold"),
     ({"embeddings": torch.ones(3, 8)}, cc.InputTypeError, "embeddings: expected an EmbeddingDistribution"),
-    ({"embeddings": (torch.ones(3, 8),)}, cc.InputTypeError, "embeddings: .* got a tuple of 1"),
+    ({"embeddings": (torch.ones(3, 8),)}, cc.InputTypeError, "embeddings: .* got a tuple"),
     ({"embeddings": small(3, 7)}, cc.InputError, "embeddings: expected D = 8, that of the store, got D = 7"),
     ({"embeddings": (torch.ones(3, 8), torch.ones(2), torch.ones(3))}, cc.InputError, "kappa: expected shape"),
     ({"embeddings": (torch.ones(0, 8), torch.ones(0), torch.ones(0))}, cc.InputError, "mu: expected shape"),
@@ -59,7 +58,7 @@ ADDITIONS = [
     (
         {"embeddings": (torch.ones(3, 8).double(), 1e300 * torch.ones(3).double(), torch.ones(3))},
         cc.InputError,
-        "kappa: expected numbers that torch.float32 can hold",
+        "kappa: expected numbers >= 0 that torch.float32 can hold",
     ),
 ]
 
@@ -86,8 +85,8 @@ SEARCHES = [
     ({"max_uncertainty": -1}, cc.InputError, "max_uncertainty: expected a finite number >= 0"),
     ({"max_uncertainty": "0.5"}, cc.InputTypeError, "max_uncertainty: expected a finite number >= 0"),
     ({"effort": 10}, cc.UnsupportedError, "effort: expected None for a 'flat' index, got 10"),
-    ({"where": 3}, (cc.InputTypeError, cc.UnsupportedError), "where: expected"),
-    ({"where": ""}, (cc.InputTypeError, cc.UnsupportedError), "where: expected"),
+    ({"where": 3}, (cc.InputError, cc.UnsupportedError), "where: expected"),
+    ({"where": ""}, (cc.InputError, cc.UnsupportedError), "where: expected"),
     ({"where": "nonsense > 3"}, (cc.InputError, cc.UnsupportedError), "where: expected"),
     ({"where": "id = (3"}, (cc.InputError, cc.UnsupportedError), "where: expected"),
     ({"queries": torch.ones(2, 7)}, cc.InputError, "queries: expected D = 8, that of the store, got D = 7"),
@@ -95,7 +94,7 @@ SEARCHES = [
     ({"queries": torch.full((2, 8), float("nan"))}, cc.InputError, "queries: expected finite"),
     ({"queries": torch.ones(0, 8)}, cc.InputError, "queries: expected shape"),
     ({"queries": [1, 2]}, cc.InputTypeError, "queries: expected a torch.Tensor"),
-    ({"queries": (torch.ones(2, 8),)}, cc.InputTypeError, "queries: .* got a tuple of 1"),
+    ({"queries": (torch.ones(2, 8),)}, cc.InputTypeError, "queries: .* got a tuple"),
 ]
 
 
@@ -141,21 +140,21 @@ def test_indices_that_do_not_exist(device, store):
     assert len(store.search(torch.ones(2, 8, device=device), 3)) == 2
 
 
-def test_too_few_for_an_index(device, store):
-    kind, option, text = {
-        "FaissStore": ("ivf", {"lists": 2}, "lists: expected at most 1"),
-        "LanceStore": ("ivf_pq", {}, "create_index: expected at least 256 embeddings for 'ivf_pq', got 40"),
-    }[type(store).__name__]
-    with pytest.raises(cc.InputError, match=text):
-        store.create_index(kind, **option)
+@pytest.mark.parametrize(
+    ("kind", "index", "options", "text"),
+    [
+        ("faiss", "ivf", {"lists": 50}, r"got {'lists': 50} \(.*at least as large as number of clusters"),
+        ("faiss", "hnsw", {"links": 1}, r"got {'links': 1} \(FAISS needs two links"),
+        ("lance", "ivf_pq", {"sub_vectors": 3}, r"got {'sub_vectors': 3} \(sub_vectors must divide 8"),
+    ],
+)
+def test_options_that_do_not_fit(device, kind, index, options, text, tmp_path):
+    store = make_store(kind, tmp_path)
+    store.add(range(40), small())
+    with pytest.raises(cc.InputError, match=f"create_index: expected options of '{index}' for 40 .* in 8 dim.* {text}"):
+        store.create_index(index, **options)
     assert store.index == "flat"
-
-
-def test_sub_vectors_divide_the_dimension(device, tmp_path):
-    store = make_store("lance", tmp_path)
-    store.add(range(300), small(300))
-    with pytest.raises(cc.InputError, match="sub_vectors: expected a divisor of D = 8, got 3"):
-        store.create_index("ivf_pq", sub_vectors=3)
+    assert len(store.search(torch.ones(2, 8, device=device), 3)) == 2
 
 
 def test_delete(device, store):
@@ -196,12 +195,12 @@ def test_strings_as_identifiers(device, kind, tmp_path):
     assert store.search(vectors, 1).ids[:, 0].tolist() == names
     mu, kappa = store.search(vectors, 2).hits()
     assert (len(mu), len(kappa)) == (80, 80)  # two for each of the queries
-    store.delete(names[:2])
+    store.delete(names[20:])
     with pytest.raises(cc.InputTypeError, match="ids: expected strings, as those in the store"):
         store.add(range(3), small(3, seed=1))
     with pytest.raises(cc.InputError, match="not in the store yet"):
-        store.add([*names[:1], names[5]], small(2, seed=1))
-    assert len(store) == 38
+        store.add([names[30], names[5]], small(2, seed=1))
+    assert len(store) == 20
     result = store.search(vectors, 3)
     assert result.retrieval_uncertainty(torch.ones(40), torch.ones(99)).shape == (40,)
 
@@ -209,13 +208,17 @@ def test_strings_as_identifiers(device, kind, tmp_path):
 PAYLOADS = [
     ({}, cc.InputError, r"payload: expected columns \['label'\], as in the store, got \[\]"),
     ({"label": [1, 2]}, cc.InputError, r"payload\['label'\]: expected 3 values"),
-    ({"label": ["a", "b", "c"]}, cc.InputTypeError, r"payload\['label'\]: expected int64, as in the store, got string"),
+    (
+        {"label": ["a", "b", "c"]},
+        cc.InputTypeError,
+        r"payload\['label'\]: expected int64, as .*: 'c' as",
+    ),
+    ({"label": [1.0, 1.5, 2.0]}, cc.InputTypeError, r"payload\['label'\]: expected int64, as in the store, got .*1.5"),
     ({"label": [1, "b", 3]}, cc.InputTypeError, r"payload\['label'\]: expected numbers, strings or bools"),
     ({"label": [1, 2, 3], "kappa": [1, 2, 3]}, cc.InputError, "payload: expected names of small letters"),
     ({"label": [1, 2, 3], "other": [1, 2, 3]}, cc.InputError, "payload: expected columns"),
-    ({"label": [None, None, None]}, cc.InputTypeError, r"payload\['label'\]: expected values that say the type"),
+    ({"label": [1, 2, 3], "new": [None, None, None]}, cc.InputTypeError, r"payload\['new'\]: expected values that say"),
     ({"la bel": [1, 2, 3]}, cc.InputError, "payload: expected names of small letters"),
-    ([1, 2, 3], cc.InputTypeError, "payload: expected a dictionary of columns, got a list"),
 ]
 
 

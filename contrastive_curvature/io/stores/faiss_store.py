@@ -2,22 +2,33 @@
 
 from __future__ import annotations
 
+import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar, Self
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.io.stores.checks import Ids, need
-from contrastive_curvature.io.stores.faiss_file import read, write
-from contrastive_curvature.io.stores.faiss_index import KINDS, all_vectors, build, needed_effort, parameters, restore
-from contrastive_curvature.io.stores.store import Found, Rows, VectorStore
-from contrastive_curvature.metrics.neighbors import MORE
+from contrastive_curvature.artifact import Header, read_tensors, write_tensors
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.io.stores.store import Columns, VectorStore, need
 
-__all__ = ["FaissStore"]
+_POINTS_A_LIST = 39
+"""Points that FAISS wants for each centre."""
+
+_NEIGHBORS = 32
+"""Points of a graph that are looked at for each candidate, about: the default number of links."""
+
+
+class _File(Header):
+    kind: ClassVar[str] = "FaissStore"
+    described: ClassVar[str] = "a file that FaissStore.save wrote"
+    repaired_by: ClassVar[str] = "Copy it again, or build the store anew."
+
+    index: str
 
 
 class FaissStore(VectorStore):
@@ -41,19 +52,22 @@ class FaissStore(VectorStore):
         UnsupportedError: faiss is not installed.
     """
 
-    kinds: ClassVar[Mapping[str, tuple[str, ...]]] = KINDS
+    kinds: ClassVar[Mapping[str, tuple[str, ...]]] = {
+        "flat": (),
+        "hnsw": ("links", "build_effort"),
+        "ivf": ("lists",),
+    }
 
     def __init__(self) -> None:
-        self._faiss: ModuleType = need("faiss", "FaissStore", "faiss")
+        self._faiss = need("faiss", "FaissStore", "faiss")
         self._kind = "flat"
         self._index: Any = None
-        self._ids: Ids = np.empty(0, dtype=np.int64)
-        self._kappa = self._uncertainty = np.empty(0, dtype=np.float32)
-        self._later: list[Rows] = []
-        self._known: set[Any] = set()
+        # The rows of the index, in its order; the vectors are in the index alone.
+        self._columns: Columns = {}
+        self._ids: set[Any] = set()
 
     def __len__(self) -> int:
-        """Number of embeddings."""
+        """Return the number of embeddings."""
         return 0 if self._index is None else int(self._index.ntotal)
 
     @property
@@ -75,12 +89,17 @@ class FaissStore(VectorStore):
         Raises:
             InputError: The store is empty, the folder does not exist, or the path is no file.
         """
-        if self._index is None:
+        if not len(self):
             raise InputError(expected("save", "embeddings in the store", "an empty one", "Call add(...) first."))
-        self._join()
-        compressed = None if self._kind == "flat" else self._faiss.serialize_index(self._index)
-        vectors = all_vectors(self._index) if compressed is None else None
-        write(path, self._kind, Rows(self._ids, vectors, self._kappa, self._uncertainty), compressed)  # type: ignore[arg-type]
+        arrays = dict(self._columns)
+        if self._has_strings:
+            text = json.dumps(arrays["id"].tolist())
+            arrays["id"] = np.frombuffer(bytearray(text, "ascii"), dtype=np.uint8)
+        if self._kind == "flat":
+            arrays["vector"] = self._vectors()
+        else:
+            arrays["index"] = self._faiss.serialize_index(self._index)
+        write_tensors(path, _File(index=self._kind), {name: torch.from_numpy(array) for name, array in arrays.items()})
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
@@ -93,98 +112,116 @@ class FaissStore(VectorStore):
             path: The file.
 
         Raises:
-            InputError: There is no such file, it is damaged, or it is something else.
-            UnsupportedError: A newer version wrote it, or faiss is not installed.
+            InputError: There is no such file, it is damaged, of another version, or something else.
+            UnsupportedError: faiss is not installed.
         """
         out = cls()
-        out._kind, rows, compressed = read(path)
-        out._index = restore(out._faiss, out._kind, rows, compressed, path)
-        out._ids, out._kappa, out._uncertainty = rows.ids, rows.kappa, rows.uncertainty
-        out._known = set(rows.ids.tolist())
+        header, tensors = read_tensors(path, _File)
+        arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+        if arrays["id"].dtype == np.uint8:
+            arrays["id"] = np.array(json.loads(arrays["id"].tobytes()), dtype=object)
+        out._kind = header.index
+        if out._kind == "flat":
+            out._index = out._build("flat", arrays.pop("vector"), {})
+        else:
+            out._index = out._faiss.deserialize_index(arrays.pop("index"))
+        out._columns, out._ids = arrays, set(arrays["id"].tolist())
         return out
 
-    def __repr__(self) -> str:
-        """Number and dimension of the embeddings, and the index."""
-        return f"FaissStore({len(self)} embeddings in {self.dim} dimensions, {self._kind})"
+    @property
+    def _has_strings(self) -> bool | None:
+        return None if not len(self) else self._columns["id"].dtype == object
 
-    def _append(self, rows: Rows, payload: Mapping[str, object]) -> None:
+    def _find(self, ids: NDArray[Any]) -> list[Any]:
+        return [name for name in ids.tolist() if name in self._ids]
+
+    def _append(self, columns: Columns, payload: Mapping[str, object]) -> None:
         if payload:
             hint = "Keep other columns by identifier, or take a LanceStore."
             raise UnsupportedError(expected("payload", "None for a FaissStore", f"columns {list(payload)}", hint))
-        self._check_kind_of(rows.ids)
-        names = rows.ids.tolist()
-        if there := [name for name in names if name in self._known]:
-            hint = "Delete them first to replace them."
-            raise InputError(expected("ids", "identifiers that are not in the store yet", f"{there[:5]}", hint))
+        vectors = columns.pop("vector")
+        self._ids.update(columns["id"].tolist())
+        if len(self):
+            columns = {name: np.concatenate([self._columns[name], more]) for name, more in columns.items()}
         if self._index is None:
-            self._index = build(self._faiss, "flat", rows.vectors, {})
+            self._index = self._build("flat", vectors, {})
         else:
-            self._index.add(rows.vectors)
-        self._later.append(Rows(rows.ids, np.empty(0, dtype=np.float32), rows.kappa, rows.uncertainty))
-        self._known.update(names)
+            self._index.add(vectors)
+        self._columns = columns
 
-    def _nearest(
-        self, queries: NDArray[np.float32], k: int, most: float | None, where: str | None, effort: int | None
-    ) -> Found:
+    def _count(self, most: float, where: str | None) -> int:
         if where is not None:
             hint = "max_uncertainty works here; conditions on other columns need a LanceStore."
             raise UnsupportedError(expected("where", "None for a FaissStore", where, hint))
-        self._join()
-        size, selector = len(self), None
-        if most is not None:
-            passes = self._uncertainty <= most
-            size = int(passes.sum())
-            self._check_enough(k, size, f" of uncertainty <= {most:g}")
-            selector = self._faiss.IDSelectorBitmap(np.packbits(passes, bitorder="little"))
-        k = min(k + MORE, size)
-        needed = needed_effort(self._index, self._kind, k, effort, size / len(self))
-        if needed is None and self._kind != "flat":
-            rows = self._exact(queries, k, most)
+        return int((self._columns["uncertainty"] <= most).sum())
+
+    def _nearest(
+        self, queries: NDArray[np.float32], k: int, most: float, where: str | None, effort: int | None
+    ) -> Columns:
+        passes = self._columns["uncertainty"] <= most
+        parameters = self._parameters(k, passes, effort)
+        if parameters is None:
+            rows = np.full((len(queries), k), -1)
         else:
-            told = parameters(self._faiss, self._kind, needed, selector)
-            # faiss.contrib.torch_utils, which pytorch-metric-learning imports, has a search without parameters.
+            # That of faiss.contrib.torch_utils takes no parameters.
             search = getattr(self._index, "search_numpy", self._index.search)
-            _, rows = search(queries, k, params=told)
-            short = np.flatnonzero((rows < 0).any(1))
-            if len(short):
-                rows[short] = self._exact(queries[short], k, most)
-        vectors = self._index.reconstruct_batch(rows.ravel()).reshape(*rows.shape, -1)
-        return Found(self._ids[rows], vectors, self._kappa[rows], self._uncertainty[rows], size, {})
+            _, rows = search(queries, k, params=parameters)
+        short = (rows < 0).any(1)
+        if short.any():
+            allowed = np.flatnonzero(passes)
+            vectors = self._index.reconstruct_batch(allowed)
+            _, found = self._faiss.knn(queries[short], vectors, k, self._faiss.METRIC_INNER_PRODUCT)
+            rows[short] = allowed[found]
+        hits = {name: values[rows] for name, values in self._columns.items()}
+        return {**hits, "vector": self._index.reconstruct_batch(rows.ravel()).reshape(*rows.shape, -1)}
 
-    def _exact(self, queries: NDArray[np.float32], k: int, most: float | None) -> NDArray[np.int64]:
-        allowed = np.arange(len(self)) if most is None else np.flatnonzero(self._uncertainty <= most)
-        flat = build(self._faiss, "flat", self._index.reconstruct_batch(allowed), {})
-        return allowed[flat.search(queries, k)[1]]
+    def _parameters(self, k: int, passes: NDArray[np.bool_], effort: int | None) -> Any:
+        """Return what a search is told; ``None`` where comparing all points that pass takes no longer.
 
-    def _remove(self, ids: Ids) -> None:
-        self._check_kind_of(ids)
-        if missing := [name for name in ids.tolist() if name not in self._known]:
-            raise InputError(expected("ids", "identifiers that are in the store", f"{missing[:5]}"))
+        FAISS counts the points that it looks at, whether they pass or not; so the effort grows as fewer pass.
+        """
+        share = passes.mean()
+        selector = None if share == 1 else self._faiss.IDSelectorBitmap(np.packbits(passes, bitorder="little"))
+        if self._kind == "flat":
+            return self._faiss.SearchParameters(sel=selector)
+        if self._kind == "ivf":
+            lists = math.ceil((effort or max(1, self._index.nlist // 8)) / share)
+            return self._faiss.SearchParametersIVF(sel=selector, nprobe=min(lists, self._index.nlist))
+        candidates = math.ceil(max(k, effort or 64) / share)
+        if selector is not None and passes.sum() <= _NEIGHBORS * candidates:
+            return None
+        return self._faiss.SearchParametersHNSW(sel=selector, efSearch=candidates)
+
+    def _remove(self, ids: NDArray[Any]) -> None:
         if self._kind != "flat":
             hint = "Call create_index('flat'), delete, and make the other index again."
             raise UnsupportedError(expected("delete", "a 'flat' index", repr(self._kind), hint))
-        self._join()
-        gone = set(ids.tolist())
-        drop = np.fromiter((name in gone for name in self._ids.tolist()), dtype=bool, count=len(self._ids))
-        self._index.remove_ids(self._faiss.IDSelectorBitmap(np.packbits(drop, bitorder="little")))
-        self._ids, self._kappa, self._uncertainty = self._ids[~drop], self._kappa[~drop], self._uncertainty[~drop]
-        self._known -= gone
+        self._ids -= set(ids.tolist())
+        kept = np.array([name in self._ids for name in self._columns["id"].tolist()], dtype=bool)
+        self._index.remove_ids(np.flatnonzero(~kept))
+        self._columns = {name: values[kept] for name, values in self._columns.items()}
 
     def _create_index(self, kind: str, options: dict[str, int]) -> None:
-        self._index, self._kind = build(self._faiss, kind, all_vectors(self._index), options), kind
+        self._index, self._kind = self._build(kind, self._vectors(), options), kind
 
-    def _check_kind_of(self, ids: Ids) -> None:
-        self._join()
-        if len(self._ids) and ids.dtype != self._ids.dtype:
-            kind = "strings" if self._ids.dtype == object else "whole numbers"
-            raise InputTypeError(expected("ids", f"{kind}, as those in the store", f"{ids[0]!r}"))
+    def _vectors(self) -> NDArray[np.float32]:
+        # faiss.contrib.torch_utils, which pytorch-metric-learning imports, makes it a tensor.
+        return np.asarray(self._index.reconstruct_n(0, len(self)))
 
-    def _join(self) -> None:
-        """Join what was added since the last time: all at once, because after every chunk would be quadratic."""
-        if self._later:
-            if len(self._ids):
-                self._later.insert(0, Rows(self._ids, np.empty(0, np.float32), self._kappa, self._uncertainty))
-            self._ids = np.concatenate([part.ids for part in self._later])
-            self._kappa = np.concatenate([part.kappa for part in self._later])
-            self._uncertainty = np.concatenate([part.uncertainty for part in self._later])
-            self._later = []
+    def _build(self, kind: str, vectors: NDArray[np.float32], options: dict[str, int]) -> Any:
+        """Return an index of vectors (N, D)."""
+        count, dim = vectors.shape
+        links = options.get("links", 32)
+        if links < 2:
+            msg = "FAISS needs two links"  # and crashes with one
+            raise ValueError(msg)
+        lists = options.get("lists", max(1, min(count // _POINTS_A_LIST, round(4 * math.sqrt(count)))))
+        factory = {"flat": "Flat", "hnsw": f"HNSW{links}", "ivf": f"IVF{lists},Flat"}[kind]
+        index = self._faiss.index_factory(dim, factory, self._faiss.METRIC_INNER_PRODUCT)
+        if kind == "hnsw":
+            index.hnsw.efConstruction = options.get("build_effort", 100)
+        if kind == "ivf":
+            index.train(vectors)
+            index.set_direct_map_type(self._faiss.DirectMap.Array)
+        index.add(vectors)
+        return index

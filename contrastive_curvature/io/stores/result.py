@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -12,11 +13,9 @@ from torch import Tensor
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.gallery import SHARE, RetrievalUncertainty
 from contrastive_curvature.embedding.match_probability import MatchProbability
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.io.stores.embeddings import StoredEmbeddings
 from contrastive_curvature.metrics._checks import check_scores
-
-__all__ = ["SearchResult"]
 
 _QUERIES = 128
 """Queries whose hits are joined to one small gallery."""
@@ -49,7 +48,7 @@ class SearchResult:
     payload: dict[str, NDArray[Any]] = field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Number of queries."""
+        """Return the number of queries."""
         return len(self.cosine)
 
     @property
@@ -58,7 +57,7 @@ class SearchResult:
         return self.cosine.shape[1]
 
     def hits(self, rank: int | None = None) -> StoredEmbeddings:
-        """The hits as embeddings.
+        """Return the hits as embeddings.
 
         Args:
             rank: Position among the hits, 0 for the best: N embeddings. ``None``: all, one query after another, N k
@@ -69,12 +68,12 @@ class SearchResult:
         """
         if rank is None:
             return StoredEmbeddings(self.vectors.flatten(0, 1), self.kappa.flatten(), self.uncertainty.flatten())
-        if isinstance(rank, bool) or not isinstance(rank, int) or not 0 <= rank < self.k:
+        if rank not in range(self.k):
             raise InputError(expected("rank", f"a whole number from 0 to {self.k - 1}", rank))
         return StoredEmbeddings(self.vectors[:, rank], self.kappa[:, rank], self.uncertainty[:, rank])
 
     def match_probability(self, match: MatchProbability) -> Tensor:
-        """Probability that the best hit is of the query's class, as ``match.nearest`` gives it.
+        """Return the probability that the best hit is of the query's class, as ``match.nearest`` gives it.
 
         Args:
             match: Fitted with ``fit_retrieval``, on queries like these and a gallery of stored embeddings
@@ -84,7 +83,7 @@ class SearchResult:
             Probabilities, shape (N,), of the dtype of the queries.
 
         Raises:
-            InputTypeError: ``match`` is something else, or takes uncertainties and the queries have none.
+            InputTypeError: ``match`` takes uncertainties and the queries have none.
             NotFittedError: Before ``fit_retrieval``.
             InputError: The fit was in another dimension.
 
@@ -92,11 +91,10 @@ class SearchResult:
             UserWarning: The number of embeddings that were searched is less than half or more than twice that of the
                 fit. The nearest of more points is nearer, whether right or wrong.
         """
-        _check_match(match)
         return match.hits(self.queries, self.hits(0), gallery_size=self.size)
 
     def same_probability(self, match: MatchProbability) -> Tensor:
-        """Probability of each hit that it is of the query's class, as ``match.same`` gives it for a given pair.
+        """Return the probability of each hit that it is of the query's class, as ``match.same`` gives it for a pair.
 
         Args:
             match: Fitted with ``fit_pairs``, one side of the pairs like these queries, the other stored embeddings.
@@ -105,15 +103,14 @@ class SearchResult:
             Probabilities, shape (N, k).
 
         Raises:
-            InputTypeError: ``match`` is something else, or takes uncertainties and the queries have none.
+            InputTypeError: ``match`` takes uncertainties and the queries have none.
             NotFittedError: Before ``fit_pairs``.
             InputError: The fit was in another dimension.
         """
-        _check_match(match)
         return torch.stack([match.same(self.queries, self.hits(rank)) for rank in range(self.k)], 1)
 
     def retrieval_uncertainty(self, novelty: Tensor, calibration: Tensor, *, share: float = SHARE) -> Tensor:
-        """Score of :class:`.RetrievalUncertainty` with the store as its gallery, k the number of hits.
+        """Return the score of :class:`.RetrievalUncertainty` with the store as its gallery, k the number of hits.
 
         If the index is exact, it is the score that the whole store in memory would give. The k nearest of the store are
         among the hits, so the hits of some queries together serve as the gallery. With an approximate index, a nearer
@@ -132,23 +129,13 @@ class SearchResult:
             InputError: A shape is wrong, or a value is out of range.
         """
         points = self.queries if isinstance(self.queries, Tensor) else self.queries.mu.detach()
-        checked, out = check_scores("novelty", novelty, len(self)), []
+        checked = check_scores("novelty", novelty, len(self))
+        ids = self.ids.cpu().numpy() if isinstance(self.ids, Tensor) else self.ids
+        scores = []
         for start in range(0, len(self), _QUERIES):
             rows = slice(start, start + _QUERIES)
-            score = RetrievalUncertainty(self._gallery(rows), calibration, k=self.k, share=share)
-            out.append(score(points[rows], checked[rows]))
-        return torch.cat(out)
-
-    def _gallery(self, rows: slice) -> Tensor:
-        """The different embeddings among the hits of some queries."""
-        ids = self.ids[rows]
-        first: dict[Any, int] = {}
-        for place, name in enumerate(ids.flatten().tolist()):
-            first.setdefault(name, place)
-        keep = torch.tensor(list(first.values()), device=self.vectors.device)
-        return self.vectors[rows].flatten(0, 1)[keep]
-
-
-def _check_match(match: object) -> None:
-    if not isinstance(match, MatchProbability):
-        raise InputTypeError(expected("match", "a MatchProbability", f"a {type(match).__name__}"))
+            different = torch.from_numpy(np.unique(ids[rows], return_index=True)[1]).to(self.vectors.device)
+            gallery = self.vectors[rows].flatten(0, 1)[different]
+            score = RetrievalUncertainty(gallery, calibration, k=self.k, share=share)
+            scores.append(score(points[rows], checked[rows]))
+        return torch.cat(scores)

@@ -1,10 +1,11 @@
-"""The interface that all vector stores share."""
+"""What the vector stores share: their interface, the checks of arguments, and the order of hits."""
 
 from __future__ import annotations
 
+import importlib
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,39 +15,20 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.io.stores.checks import Ids, check_ids, check_options
-from contrastive_curvature.io.stores.embeddings import StoredEmbeddings, read_embeddings
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.io.stores.embeddings import StoredEmbeddings
 from contrastive_curvature.io.stores.result import SearchResult
 from contrastive_curvature.metrics._checks import check_embeddings
-from contrastive_curvature.metrics.neighbors import squared_distances
-
-__all__ = ["Corpus", "Found", "Rows", "VectorStore"]
+from contrastive_curvature.metrics.neighbors import MORE, squared_distances
 
 Corpus = EmbeddingDistribution | tuple[Tensor, Tensor, Tensor]
 """A prediction ``la(x)``, or vectors (N, D), concentrations (N,) and uncertainties (N,)."""
 
+Columns = dict[str, NDArray[Any]]
+"""Embeddings on their way into a store or out of it: ``id``, ``vector``, ``kappa``, ``uncertainty``, and payload.
 
-@dataclass(frozen=True, eq=False)
-class Rows:
-    """N embeddings on their way into a store, float32; unit vectors (N, D), ``kappa`` (N,), ``uncertainty`` (N,)."""
-
-    ids: Ids
-    vectors: NDArray[np.float32]
-    kappa: NDArray[np.float32]
-    uncertainty: NDArray[np.float32]
-
-
-@dataclass(frozen=True, eq=False)
-class Found:
-    """Candidates of N queries, at least k: ``vectors`` (N, C, D), all others (N, C); ``size`` embeddings passed."""
-
-    ids: Ids
-    vectors: NDArray[np.float32]
-    kappa: NDArray[np.float32]
-    uncertainty: NDArray[np.float32]
-    size: int
-    payload: dict[str, NDArray[Any]]
+The first axes are (N,) on their way in, and (N, C) for C candidates of N queries; vectors have one axis more.
+"""
 
 
 class VectorStore(ABC):
@@ -62,7 +44,7 @@ class VectorStore(ABC):
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of embeddings."""
+        """Return the number of embeddings."""
 
     @property
     @abstractmethod
@@ -73,6 +55,10 @@ class VectorStore(ABC):
     @abstractmethod
     def index(self) -> str:
         """Kind of the index: ``"flat"`` for exact search, or another of :attr:`kinds`."""
+
+    def __repr__(self) -> str:
+        """Return the number and the dimension of the embeddings, and the index."""
+        return f"{type(self).__name__}({len(self)} embeddings in {self.dim} dimensions, {self.index})"
 
     def add(self, ids: object, embeddings: Corpus, *, payload: Mapping[str, object] | None = None) -> None:
         """Add embeddings; all of them, or none if anything is refused. Call it as often as you like.
@@ -88,17 +74,20 @@ class VectorStore(ABC):
             InputTypeError: An argument has a wrong type, or identifiers are of another type than those in the store.
             InputError: A shape is wrong, a number is not finite, a concentration or an uncertainty is negative, a
                 vector is zero, the dimension is not that of the store, or an identifier is there already.
-            UnsupportedError: The store keeps no payload, or its package is not installed.
+            UnsupportedError: The store keeps no payload.
         """
-        given = read_embeddings("embeddings", embeddings)
-        names = check_ids(ids, len(given.raw_mean))
-        if self.dim is not None and given.raw_mean.shape[1] != self.dim:
-            raise InputError(
-                expected("embeddings", f"D = {self.dim}, that of the store", f"D = {given.raw_mean.shape[1]}")
-            )
-        # Rounded once more, because kappa and uncertainty beyond float32 must be refused before anything is written.
-        given = StoredEmbeddings(given.raw_mean.float(), given.kappa, given.uncertainty)
-        self._append(Rows(names, *(_numpy(t) for t in (given.raw_mean, given.kappa, given.uncertainty))), payload or {})
+        given = _read("embeddings", embeddings)
+        # Once more in float32, because numbers that it cannot hold are refused before anything is written.
+        given = StoredEmbeddings(given.mu.float(), given.kappa, given.uncertainty)
+        names = _read_ids(ids)
+        if len(names) != len(given):
+            raise InputError(expected("ids", f"{len(given)}, one for each embedding", len(names)))
+        self._check_dim("embeddings", given.mu)
+        if there := self._known(names):
+            hint = "Delete them first to replace them."
+            raise InputError(expected("ids", "identifiers that are not in the store yet", f"{there[:5]}", hint))
+        numbers = {"vector": given.mu, "kappa": given.kappa, "uncertainty": given.uncertainty}
+        self._append({"id": names, **{name: _numpy(values) for name, values in numbers.items()}}, payload or {})
 
     def search(
         self,
@@ -121,9 +110,9 @@ class VectorStore(ABC):
                 :meth:`create_index`.
 
         Returns:
-            The hits. Some more candidates than k (32) come from the index, which computes in
-            float32, and are ranked by differences in float64. If an approximate index finds fewer that pass the filter,
-            these queries are searched again exactly.
+            The hits. Some more candidates than k (32) come from the index, which computes in float32, and are ranked by
+            differences in float64. If an approximate index finds fewer that pass the filter, these queries are searched
+            again exactly.
 
         Raises:
             InputTypeError: An argument has a wrong type.
@@ -131,24 +120,27 @@ class VectorStore(ABC):
                 are in the store or pass the filter.
             UnsupportedError: The store has no ``where``, or an exact index is given an ``effort``.
         """
-        asked = read_embeddings("queries", queries) if isinstance(queries, tuple) else queries
+        asked = _read("queries", queries) if isinstance(queries, tuple) else queries
         points = check_embeddings("queries", asked.mu if isinstance(asked, EmbeddingDistribution) else asked)
-        if self.dim is None or not len(self):
+        if not len(self):
             raise InputError(expected("search", "embeddings in the store", "an empty one", "Call add(...) first."))
-        if points.shape[1] != self.dim:
-            raise InputError(expected("queries", f"D = {self.dim}, that of the store", f"D = {points.shape[1]}"))
-        self._check_enough(validate.count("k", k), len(self), "")
-        most = (
-            None if max_uncertainty is None else float(np.float32(validate.number("max_uncertainty", max_uncertainty)))
-        )
+        self._check_dim("queries", points)
+        validate.count("k", k)
+        most = np.inf if max_uncertainty is None else validate.number("max_uncertainty", max_uncertainty)
+        most = float(np.float32(most))
         if effort is not None and self.index == "flat":
             hint = "An exact search looks at everything; create_index(...) makes it approximate."
             raise UnsupportedError(expected("effort", "None for a 'flat' index", effort, hint))
         if effort is not None:
             validate.count("effort", effort)
+        size = self._count(most, where)
+        if size < k:
+            filtered = max_uncertainty is not None or where is not None
+            wanted = f"at most {size}, the number of embeddings" + (" that pass the filter" if filtered else "")
+            raise InputError(expected("k", wanted, k, "Ask for fewer hits."))
         unit = torch.nn.functional.normalize(points.double(), dim=1)
-        found = self._nearest(_numpy(unit.float()), k, most, where, effort)
-        return _result(found, unit, k, asked if isinstance(asked, EmbeddingDistribution) else points)
+        candidates = self._nearest(_numpy(unit.float()), min(k + MORE, size), most, where, effort)
+        return _best(candidates, unit, k, asked if isinstance(asked, EmbeddingDistribution) else points, size)
 
     def delete(self, ids: object) -> None:
         """Remove embeddings; all of them, or none if anything is refused.
@@ -160,9 +152,13 @@ class VectorStore(ABC):
             InputError: An identifier is not in the store.
             UnsupportedError: The index cannot forget.
         """
-        names = check_ids(ids)
-        if len(names):
-            self._remove(names)
+        names = _read_ids(ids)
+        if not len(names):
+            return
+        known = set(self._known(names))
+        if missing := [name for name in names.tolist() if name not in known]:
+            raise InputError(expected("ids", "identifiers that are in the store", f"{missing[:5]}"))
+        self._remove(names)
 
     def create_index(self, kind: str, **options: int) -> None:
         """Make an index of what is in the store, in place of the present one. See the store for what each kind is.
@@ -172,63 +168,130 @@ class VectorStore(ABC):
             options: Its options, positive whole numbers.
 
         Raises:
-            InputError: The kind or an option is unknown, or the store has too few embeddings.
+            InputError: The kind or an option is unknown or does not fit what is in the store, which is empty or small.
         """
         validate.choice("kind", kind, tuple(self.kinds))
-        check_options(kind, options, self.kinds[kind])
+        for name, value in options.items():
+            if name not in self.kinds[kind]:
+                known = ", ".join(self.kinds[kind]) or "no options"
+                raise InputError(expected("create_index", f"{kind!r} with {known}", name))
+            validate.count(name, value)
         if not len(self):
             raise InputError(expected("create_index", "embeddings in the store", "an empty one", "Add them first."))
-        self._create_index(kind, options)
+        try:
+            self._create_index(kind, options)
+        except (ValueError, RuntimeError) as error:
+            wanted = f"options of {kind!r} for {len(self)} embeddings in {self.dim} dimensions"
+            raise InputError(expected("create_index", wanted, f"{options} ({error})")) from None
 
-    @staticmethod
-    def _check_enough(k: int, size: int, of_filter: str) -> None:
-        """Refuse more hits than there are embeddings.
+    def _check_dim(self, argument: str, vectors: Tensor) -> None:
+        dim = vectors.shape[1]
+        if self.dim not in (None, dim):
+            raise InputError(expected(argument, f"D = {self.dim}, that of the store", f"D = {dim}"))
 
-        Raises:
-            InputError: There are fewer than ``k``.
-        """
-        if size < k:
-            hint = "Ask for fewer" + (", or let more pass the filter." if of_filter else ".")
-            raise InputError(expected("k", f"at most {size}, the number of embeddings{of_filter}", k, hint))
+    def _known(self, ids: NDArray[Any]) -> list[Any]:
+        """Return those of some identifiers that are in the store; refuse identifiers of another type."""
+        if self._has_strings is None:
+            return []
+        if self._has_strings != (ids.dtype == object):
+            kind = "strings" if self._has_strings else "whole numbers"
+            raise InputTypeError(expected("ids", f"{kind}, as those in the store", f"{ids[0]!r}"))
+        return self._find(ids)
+
+    @property
+    @abstractmethod
+    def _has_strings(self) -> bool | None:
+        """Whether identifiers are strings; ``None`` before anything is added."""
 
     @abstractmethod
-    def _append(self, rows: Rows, payload: Mapping[str, object]) -> None: ...
+    def _find(self, ids: NDArray[Any]) -> list[Any]:
+        """Return those of some identifiers that are in the store."""
+
+    @abstractmethod
+    def _append(self, columns: Columns, payload: Mapping[str, object]) -> None:
+        """Add embeddings that are not in the store yet."""
+
+    @abstractmethod
+    def _count(self, most: float, where: str | None) -> int:
+        """Return the number of embeddings that pass a filter; ``most`` is infinite for none."""
 
     @abstractmethod
     def _nearest(
-        self, queries: NDArray[np.float32], k: int, most: float | None, where: str | None, effort: int | None
-    ) -> Found: ...
+        self, queries: NDArray[np.float32], k: int, most: float, where: str | None, effort: int | None
+    ) -> Columns:
+        """Return the k nearest that pass a filter, for each of the unit vectors (N, D)."""
 
     @abstractmethod
-    def _remove(self, ids: Ids) -> None: ...
+    def _remove(self, ids: NDArray[Any]) -> None:
+        """Remove embeddings that are in the store."""
 
     @abstractmethod
-    def _create_index(self, kind: str, options: dict[str, int]) -> None: ...
+    def _create_index(self, kind: str, options: dict[str, int]) -> None:
+        """Make an index."""
 
 
-def _numpy(value: Tensor) -> NDArray[np.float32]:
-    return np.ascontiguousarray(value.detach().cpu().float().numpy())
+def need(package: str, store: str, extra: str) -> Any:
+    """Import the package of a store."""
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        if error.name != package:
+            raise
+        hint = f"pip install 'contrastive-curvature[{extra}]'."
+        raise UnsupportedError(expected(store, f"the package {package}", "none installed", hint)) from None
 
 
-def _result(found: Found, unit: Tensor, k: int, queries: EmbeddingDistribution | Tensor) -> SearchResult:
-    """The k best hits, ranked again by differences: an index may have compressed the vectors, and works in float32."""
-    vectors = torch.from_numpy(found.vectors).to(unit.device)
-    rows = torch.arange(vectors.shape[:2].numel(), device=unit.device).view(vectors.shape[:2])
-    apart, order = squared_distances(unit, vectors.flatten(0, 1), rows).sort(dim=1, stable=True)
-    order = order[:, :k]
-    cpu = order.cpu().numpy()
+def _read(argument: str, value: object) -> StoredEmbeddings:
+    """Return a prediction, or a tuple of vectors, concentrations and uncertainties, as a store keeps it."""
+    if isinstance(value, EmbeddingDistribution):
+        return StoredEmbeddings.of(value)
+    if isinstance(value, tuple) and len(value) == 3:
+        return StoredEmbeddings(*value)
+    wanted = "an EmbeddingDistribution, such as la(x), or a tuple (vectors, kappa, uncertainty)"
+    raise InputTypeError(expected(argument, wanted, f"a {type(value).__name__}"))
 
-    def sort(values: NDArray[np.float32]) -> Tensor:
-        return torch.from_numpy(np.take_along_axis(values, cpu, 1)).to(unit.device)
 
-    ids: Any = np.take_along_axis(found.ids, cpu, 1)
+def _read_ids(ids: object) -> NDArray[Any]:
+    """Return identifiers, which must all be different, as an int64 array or an object array of strings."""
+    wanted = "a tensor, array or list of N whole numbers, or of N strings"
+    if isinstance(ids, str) or not isinstance(ids, Iterable):
+        raise InputTypeError(expected("ids", wanted, f"a {type(ids).__name__}"))
+    values = ids.tolist() if isinstance(ids, Tensor | np.ndarray) else list(ids)
+    types = {type(value) for value in values}
+    strings = all(issubclass(kind, str) for kind in types)
+    if not strings and not all(issubclass(kind, int | np.integer) and kind is not bool for kind in types):
+        shown = "values of type " + ", ".join(sorted(kind.__name__ for kind in types))
+        raise InputTypeError(expected("ids", wanted, shown))
+    if twice := [name for name, times in Counter(values).items() if times > 1]:
+        raise InputError(expected("ids", "identifiers that are all different", f"{twice[:5]} more than once"))
+    try:
+        return np.array(values, dtype=object if strings else np.int64)
+    except OverflowError:
+        raise InputError(expected("ids", "numbers that int64 can hold", max(values, key=abs))) from None
+
+
+def _numpy(values: Tensor) -> NDArray[Any]:
+    return values.detach().cpu().contiguous().numpy()
+
+
+def _best(
+    candidates: Columns, unit: Tensor, k: int, queries: EmbeddingDistribution | Tensor, size: int
+) -> SearchResult:
+    """Return the k best hits, ranked again: an index may have compressed the vectors, and works in float32."""
+    vectors = torch.tensor(candidates["vector"], device=unit.device)
+    places = torch.arange(vectors.shape[:2].numel(), device=unit.device).view(vectors.shape[:2])
+    apart, order = squared_distances(unit, vectors.flatten(0, 1), places).sort(dim=1, stable=True)
+    apart, order = apart[:, :k], order[:, :k]
+    rows = order.cpu().numpy()
+    hits = {name: np.take_along_axis(values, rows, 1) for name, values in candidates.items() if name != "vector"}
+    ids, kappa, uncertainty = hits.pop("id"), hits.pop("kappa"), hits.pop("uncertainty")
     return SearchResult(
         ids if ids.dtype == object else torch.from_numpy(ids).to(unit.device),
-        (1 - apart[:, :k] / 2).clamp(-1, 1).float(),
-        sort(found.kappa),
-        sort(found.uncertainty),
+        (1 - apart / 2).clamp(-1, 1).float(),
+        torch.from_numpy(kappa).to(unit.device),
+        torch.from_numpy(uncertainty).to(unit.device),
         vectors.gather(1, order.unsqueeze(2).expand(-1, -1, vectors.shape[2])),
         queries,
-        found.size,
-        {name: np.take_along_axis(values, cpu, 1) for name, values in found.payload.items()},
+        size,
+        hits,
     )
