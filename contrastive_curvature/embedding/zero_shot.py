@@ -14,7 +14,7 @@ encoders of images and texts that is most of it. The integral takes MacKay's fac
 which for two classes is his approximation of the integrated sigmoid. For more classes it is the mean-field
 approximation of Lu et al., with the difference in place of the logit: it treats the classes as independent. Its total
 variation from the probabilities of sampled embeddings, where classes have most of their direction in common and the
-scale is 100 (``python -m benchmarks.zero_shot``, ``benchmarks/results/zero_shot.md``, which says what the errors are):
+scale is 100 (``benchmarks/zero_shot.py`` at commit 1e1b25c, which says what the errors are):
 
 | classes, uncertain | softmax of the means | mean field of logits | this |
 |---|---|---|---|

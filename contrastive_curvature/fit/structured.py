@@ -9,7 +9,7 @@ approximations of it, after the K-FAC of layers with weight sharing:
 
 - ``expand`` (:mod:`contrastive_curvature.network.kron`) drops the cross terms: ``G = sum_i B_i^T H_ii B_i``,
   ``A = mean_i a_i a_i^T``. It overstates a coupled curvature several times, since what it drops nearly cancels what it
-  keeps (``benchmarks/kron_error.py``).
+  keeps (docs/theory.md, estimates and costs).
 - ``reduce`` sums the two points first: ``G = sum_ij B_i^T H_ij B_j``, and ``A`` is the second moment of the pairs' mean
   inputs ``(a_i + a_j) / 2`` over all pairs of non-zero weight. Exact where all points have the same inputs.
 

@@ -42,7 +42,7 @@ class SampledRowDerivatives(SampledDerivatives):
     exact terms. Of a uniform bank larger than the largest class it is unbiased, as is everything of losses that are
     linear in the negatives (``SigLIPLoss``, ``TripletLoss`` with ``reduction="sum"``). What other losses give an
     anchor, and its positives, divides by sums over the bank: its bias is of order 1 / M, once the bank has several of
-    the few hard negatives that carry the sum of a steep loss (``benchmarks/negative_samples_bias.py``).
+    the few hard negatives that carry the sum of a steep loss (docs/large_data.md).
 
     The statistics of all anchors stay in memory, N K numbers.
 

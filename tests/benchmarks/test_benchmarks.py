@@ -12,7 +12,7 @@ from benchmark_methods import fit, make_data, make_setting
 from torch import nn
 
 import contrastive_curvature as cc
-from benchmarks import backends, kron_error, lam_cost, online_structure, online_temperature
+from benchmarks import backends, lam_cost
 from benchmarks.curvature import main
 from benchmarks.pairwise import pairwise_curvature
 
@@ -73,22 +73,6 @@ def test_quick_backends_benchmark(tmp_path, capsys):
     assert (tmp_path / "backends.md").read_text() in capsys.readouterr().out
 
 
-def test_kron_error_is_nothing_where_factors_are_exact(tmp_path, monkeypatch, capsys):
-    """Blocks of biases, of fixes without cross terms and with ``reduce``."""
-    monkeypatch.setattr(kron_error, "STEPS", 2)
-    monkeypatch.setattr(kron_error, "POINTS", 30)
-    monkeypatch.setattr("sys.argv", ["kron_error", "--out", str(tmp_path)])
-    kron_error.main()
-    networks = json.loads((tmp_path / "kron_error.json").read_text())["networks"]
-    assert (tmp_path / "kron_error.md").read_text() in capsys.readouterr().out
-    for network in networks.values():
-        for row in network["rows"]:
-            biases = [error for name, error in row["layers"].items() if name.endswith("bias")]
-            exact = row["pd_fix"] in ("fixed", "psd") or row["kfac_approx"] == "reduce"
-            assert (max(biases) < 1e-10) == exact
-            assert row["total"] > 1e-3
-
-
 @pytest.mark.filterwarnings("ignore::contrastive_curvature.progress.LongRunWarning")  # on a busy machine
 def test_lam_cost(tmp_path, capsys):
     for name in ("FashionMNIST", "MNIST"):
@@ -110,66 +94,3 @@ def test_the_uncertainty_of_sampled_networks_is_that_of_the_closed_form(tmp_path
     method = fit("laplace_posthoc", make_setting(), tmp_path, data)
     drawn = lam_cost.sampled_uncertainty(method.posterior, data.test, 3000)
     torch.testing.assert_close(drawn, method.predict(data.test).uncertainty, rtol=0.06, atol=0)
-
-
-def test_online_temperature(tmp_path, capsys, monkeypatch):
-    for name in ("FashionMNIST", "MNIST"):
-        write_mnist(tmp_path, name, {"train": 100, "t10k": 20})
-    monkeypatch.setattr(online_temperature, "HELD_OUT", 30)
-    given = [
-        "--data-root",
-        str(tmp_path),
-        "--train-size",
-        "64",
-        "--work",
-        str(tmp_path / "work"),
-        "--out",
-        str(tmp_path),
-    ]
-    online_temperature.main([*given, "--epochs", "1", "--seeds", "3", "4", "--temperatures", "0.1", "steps", "0"])
-    text = (tmp_path / "online_temperature.json").read_text()
-    found = json.loads(text)
-    assert found["train"] == 64
-    assert list(found["rows"]) == ["0.1", "steps", "0"]
-    for row in found["rows"].values():
-        # Both curvatures belong to the same encoder, so they retrieve alike.
-        assert row["discounted"]["map_at_1"] == row["refitted"]["map_at_1"]
-        assert all(len(values) == 2 and 0 <= min(values) <= max(values) <= 1 for values in row["refitted"].values())
-    assert found["rows"]["0.1"]["discounted"]["auroc"] != found["rows"]["0.1"]["refitted"]["auroc"]
-    printed = capsys.readouterr().out
-    assert (tmp_path / "online_temperature.md").read_text() in printed
-
-    monkeypatch.setattr(online_temperature, "measure", None)  # nothing is trained twice
-    online_temperature.main([*given, "--epochs", "1", "--seeds", "4", "3", "--temperatures", "steps"])
-    again = json.loads((tmp_path / "online_temperature.json").read_text())["rows"]["steps"]["discounted"]["auroc"]
-    assert again == found["rows"]["steps"]["discounted"]["auroc"][::-1]
-    with pytest.raises(cc.InputError, match=r"--work.*same setting"):
-        online_temperature.main([*given, "--epochs", "2", "--seeds", "3", "--temperatures", "steps"])
-
-
-def test_online_structure(tmp_path, capsys, monkeypatch):
-    for name in ("FashionMNIST", "MNIST"):
-        write_mnist(tmp_path, name, {"train": 100, "t10k": 20})
-    monkeypatch.setattr(online_temperature, "HELD_OUT", 30)
-    given = ["--data-root", str(tmp_path), "--train-size", "64", "--work", str(tmp_path / "work"), "--dims", "3"]
-    given += ["--out", str(tmp_path), "--data", "mnist"]
-    threads = torch.get_num_threads()
-    try:
-        online_structure.main([*given, "--epochs", "1", "--seeds", "3", "4"])
-        found = json.loads((tmp_path / "online_structure.json").read_text())
-        assert list(found["rows"]) == ["mnist 3"]
-        assert list(found["rows"]["mnist 3"]) == list(online_structure.STRUCTURES)
-        assert found["machine"]["threads"] == 1
-        for structure, figures in found["rows"]["mnist 3"].items():
-            assert all(len(values) == 2 and min(values) >= 0 for values in figures.values())
-            auroc = found["overall"][structure]["auroc"]
-            assert auroc == pytest.approx(sum(figures["auroc"]) / 2)
-            assert 0 <= auroc <= 1
-            assert f"| mean | | {structure} |" in (tmp_path / "online_structure.md").read_text()
-        assert (tmp_path / "online_structure.md").read_text() in capsys.readouterr().out
-        monkeypatch.setattr(online_structure, "measure", None)  # nothing is trained twice
-        online_structure.main([*given, "--epochs", "1", "--seeds", "4"])
-        with pytest.raises(cc.InputError, match=r"--work.*same setting"):
-            online_structure.main([*given, "--epochs", "2", "--seeds", "3"])
-    finally:
-        torch.set_num_threads(threads)

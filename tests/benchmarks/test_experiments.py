@@ -5,7 +5,6 @@ import math
 
 import pytest
 
-from benchmarks import prior_scale
 from benchmarks.experiments import cli, config, defaults, plan, plots, store
 from contrastive_curvature.errors import DivergenceError, InputError
 from contrastive_curvature.online import Trainer
@@ -94,28 +93,6 @@ def test_saved_curves_give_the_figures(whole):
             assert metrics.auroc(scores.inside, scores.outside) == cell["figures"]["auroc"]
         if "ece" in cell["figures"]:
             assert curves.calibration.expected_calibration_error == cell["figures"]["ece"]
-
-
-def test_the_default_strength_gives_the_figures_of_the_run(whole, tmp_path, capsys):
-    prior_scale.main([str(whole), "--votes", "3", "--outside", "digits", "--out", str(tmp_path)])
-    assert (tmp_path / "prior_scale.md").read_text() in capsys.readouterr().out
-    (run,) = json.loads((tmp_path / "prior_scale.json").read_text())["runs"]
-    assert set(run["rows"]) == {"laplace_posthoc", "laplace_online"}
-    for row, strengths in run["rows"].items():
-        cells = [cell["figures"] for cell in results_of(whole)["cells"] if cell["row"] == row]
-        first = next(cell["variants"] for cell in results_of(whole)["cells"] if cell["row"] == row)
-        assert strengths["0.01"].pop("auroc of 1/κ")[0] == pytest.approx(first["inverse_kappa"]["auroc"], abs=1e-3)
-        # The whole test set, of which the run has a part.
-        assert all(abs(value - 0.5) < 0.1 for value in strengths["0.01"].pop("AUROC, Digits"))
-        for name, values in strengths["0.01"].items():
-            # From features and in other batches: the last bits differ, which a rank may feel. What is novel depends on
-            # the images that it is standardised with, and a loaded posterior has no training images.
-            wide = row == "laplace_posthoc" and name in ("auroc", "auprc")
-            assert values == pytest.approx([figures[name] for figures in cells], abs=0.03 if wide else 1e-3)
-        assert strengths["0.01"]["map_at_5"] == strengths["1"]["map_at_5"]
-        assert strengths["0.01"]["auroc"] != strengths["1"]["auroc"]
-    with pytest.raises(InputError, match="run folder of benchmarks"):
-        prior_scale.main([str(tmp_path), "--out", str(tmp_path)])
 
 
 def test_finished_cells_are_not_computed_again(whole, undrawn, monkeypatch):

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from benchmarks.experiments import cli, config, defaults, demo, plan, plots
-from contrastive_curvature.errors import InputError, UnsupportedError
+from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.online import load_checkpoint
 
 DEMO = ["--table", "demo"]
@@ -242,37 +242,6 @@ def test_images_of_a_run_that_are_missing_are_named(tmp_path, capsys):
     message = capsys.readouterr().err
     assert "no train-images-idx3-ubyte, train-labels-idx1-ubyte, t10k-images-idx3-ubyte." in message
     assert 'python -c "from torchvision.datasets import FashionMNIST' in message
-
-
-def test_a_script_that_reads_run_folders_refuses_others(tmp_path):
-    from benchmarks.experiments.finished import read_run
-
-    with pytest.raises(InputError, match=r"results\.json: expected results in a run folder"):
-        read_run(tmp_path, tmp_path)
-    (tmp_path / "results.json").write_text(json.dumps({"config": {"dataset": "digits"}}))
-    with pytest.raises(InputError, match="a run folder of format 3, got None"):
-        read_run(tmp_path, tmp_path)
-
-
-def test_the_default_prior_of_a_demonstration(run_folder, tmp_path, monkeypatch, capsys):
-    from benchmarks import default_prior
-
-    options = [str(run_folder), "--seeds", "1", "--n-samples", "5", "--out", str(tmp_path)]
-    monkeypatch.setattr("sys.argv", ["default_prior", *options])
-    default_prior.main()
-    rows = json.loads((tmp_path / "default_prior.json").read_text())["rows"]
-    assert [row["rule"] for row in rows] == list(default_prior.RULES)
-    wanted = next(
-        cell for cell in results_of(run_folder)["cells"] if cell["row"] == "laplace_posthoc" and cell["seed"] == 1
-    )
-    assert rows[0]["own"]["ausc"] == pytest.approx(wanted["figures"]["ausc"], abs=1e-3)
-    # Standardised by a third of the 30 calibration images: a posterior that was loaded has no training images.
-    assert rows[0]["own"]["auroc"] == pytest.approx(wanted["figures"]["auroc"], abs=0.1)
-    angle = wanted["variants"]["inverse_kappa"]["auroc"]
-    assert rows[0]["inverse_kappa"]["auroc"] == pytest.approx(angle, abs=1e-3)
-    # The temperature is computed anew, in float32: its last bits may turn single votes of the few networks.
-    assert rows[0]["ece"] == pytest.approx(wanted["figures"]["ece"], abs=0.01)
-    assert (tmp_path / "default_prior.md").read_text() in capsys.readouterr().out
 
 
 def test_every_table_can_be_made_on_its_data():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,10 +15,9 @@ from benchmarks.experiments.data.split import TensorSplit
 from benchmarks.experiments.methods import make_method
 from benchmarks.experiments.methods.hedged import Hedged, HedgedPoint
 from benchmarks.experiments.methods.hedged_steps import HedgedStep, PairTraining, PointStep, choose_pairs, mixture
-from benchmarks.experiments.methods.lifted import LaplaceLifted, lift, lower
 from contrastive_curvature import metrics
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
-from contrastive_curvature.hedged import match_probability, self_mismatch, vib_objective
+from contrastive_curvature.errors import InputError, UnsupportedError
+from contrastive_curvature.hedged import self_mismatch, vib_objective
 
 KINDS = {
     "point_soft": (HedgedPoint, {}),
@@ -46,14 +44,6 @@ def trained(kind, folder, data=None, setting=None, **more):
 @pytest.fixture(scope="module", params=list(KINDS))
 def fitted(request, tmp_path_factory):
     return request.param, trained(request.param, tmp_path_factory.mktemp(request.param))
-
-
-@pytest.fixture(scope="module")
-def lifted(tmp_path_factory):
-    base = trained("point_soft", tmp_path_factory.mktemp("base"))
-    method = LaplaceLifted(setting_of())
-    method.fit(make_data(), 0, tmp_path_factory.mktemp("lifted"), base)
-    return method
 
 
 def test_learns_classes_that_can_be_told_apart(fitted):
@@ -239,8 +229,6 @@ def test_the_step_is_the_packages_objective():
         (HedgedPoint, {"loss": "triplet"}, "loss"),
         (HedgedPoint, {"loss": "hard", "margin": 0.0}, "margin"),
         (HedgedPoint, {"b": math.inf}, "b"),
-        (LaplaceLifted, {"factor": 0.0}, "factor"),
-        (LaplaceLifted, {"images": 1}, "images"),
     ],
 )
 def test_impossible_options_are_refused(made, options, named):
@@ -255,72 +243,6 @@ def test_settings_without_classes_or_pairs_are_refused(tmp_path):
         Hedged(setting_of(batch_size=18))
     with pytest.raises(InputError, match="fit or load"):
         Hedged(setting_of()).predict(make_data().test)
-    with pytest.raises(InputTypeError, match="HedgedPoint"):
-        LaplaceLifted(setting_of()).fit(make_data(), 0, tmp_path, Hedged(setting_of()))
-
-
-class TestLift:
-    def test_directions_are_the_planes_points(self):
-        torch.manual_seed(0)
-        encoder = nn.Sequential(nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-        x = torch.randn(6, 5).double()
-        z, high = encoder(x), lift(encoder, 100.0)(x)
-        assert torch.allclose(high, torch.cat([z, torch.full((6, 1), 100.0).double()], 1))
-        u = high / high.norm(dim=1, keepdim=True)
-        assert torch.allclose(torch.cdist(u, u) * 100, torch.cdist(z, z), rtol=1e-3)
-        assert torch.allclose(lower(u, 100.0), z, rtol=1e-9)
-
-    def test_refused(self):
-        with pytest.raises(InputTypeError, match=r"nn\.Linear"):
-            lift(nn.Sequential(nn.Linear(2, 2), nn.Tanh()), 1.0)
-        with pytest.raises(InputError, match="height"):
-            lift(nn.Sequential(nn.Linear(2, 2)), 0.0)
-        with pytest.raises(InputError, match="equator"):
-            lower(torch.tensor([[1.0, -0.1]]), 1.0)
-
-
-class TestLaplaceLifted:
-    def test_margin_is_the_threshold_on_the_sphere(self, lifted):
-        a, b = lifted.base.match
-        data = make_data()
-        longest = float(lifted.base.raw(data.train).norm(dim=1).max())
-        assert lifted.height == pytest.approx(4 * longest)
-        assert lifted.posterior.curvature_options.loss.margin == pytest.approx(b / a / lifted.height)
-
-    def test_embeds_as_its_points(self, lifted):
-        data = make_data()
-        found = lifted.predict(data.test)
-        assert torch.equal(found.mean, lifted.base.raw(data.test))
-        for score in (found.uncertainty, found.novelty):
-            assert score.shape == (12,)
-            assert bool(score.isfinite().all())
-            assert float(score.std()) > 0
-        points = lifted.points(data.test, 400, 0)
-        error = points.std(1) / 20
-        assert bool(((points.mean(1) - found.mean).abs() < 5 * error + 0.01).all())
-
-    def test_one_network_for_both_images_of_a_pair(self, lifted):
-        data = make_data()
-        a, b = lifted.match
-        same = lifted.match_probability(data.test, data.test, 20)
-        assert torch.allclose(same, torch.full((12,), 1 / (1 + math.exp(-b))))
-        with pytest.raises(InputError, match="as many as first"):
-            lifted.match_probability(data.test, data.test.take(torch.arange(3)))
-        points = lifted.points(data.test, 20, 0)
-        # One sample of each: the pair's probability with one network after the other.
-        each = match_probability(points[0].unsqueeze(1), points[5].unsqueeze(1), a, b)
-        other = lifted.match_probability(data.test.take(torch.tensor([0])), data.test.take(torch.tensor([5])), 20)
-        assert other.item() == pytest.approx(each.mean().item(), rel=1e-4)
-
-    def test_saved_and_loaded_is_the_same(self, lifted, tmp_path: Path):
-        data = make_data()
-        lifted.save(tmp_path / "method.pt")
-        again = LaplaceLifted(setting_of())
-        again.load(tmp_path / "method.pt", data)
-        first, second = lifted.predict(data.test), again.predict(data.test)
-        assert torch.equal(first.uncertainty, second.uncertainty)
-        assert torch.equal(first.novelty, second.novelty)
-        assert torch.equal(lifted.points(data.test, 3, 1), again.points(data.test, 3, 1))
 
 
 def test_an_image_that_cannot_be_told_is_less_certain(tmp_path):
@@ -369,14 +291,3 @@ def test_options_of_the_other_loss_are_refused(options):
 def test_a_large_first_variance_does_not_overflow():
     _, variance = mixture(torch.zeros(1, 4), 1, 1e4)
     torch.testing.assert_close(variance, torch.full((1, 1, 2), 1e4))
-
-
-def test_lam_refuses_a_base_that_does_not_fit(tmp_path):
-    data = make_data()
-    base = fit("hedged_point", make_setting(), tmp_path / "b", data)
-    with pytest.raises(InputError, match="base: expected network and dimension"):
-        LaplaceLifted(make_setting(dim=4)).fit(data, 0, tmp_path, base)
-    with torch.no_grad():
-        base._step.match.b.fill_(-1.0)
-    with pytest.raises(InputError, match="base: expected a threshold"):
-        LaplaceLifted(make_setting()).fit(data, 0, tmp_path, base)

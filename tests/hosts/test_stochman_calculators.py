@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,6 @@ from test_stochman_rules import autograd_jacobians
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from benchmarks import released_calculators
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.hosts.stochman import ArccosHessianCalculator, ContrastiveHessianCalculator, to_nnj
 from contrastive_curvature.hosts.stochman import sweep as widths
@@ -303,42 +301,3 @@ def test_works_in_inference_mode_and_leaves_no_gradient(device: str) -> None:
     assert all(p.grad is None for p in network.parameters())
     calculator.compute_loss(x, network, tuples).backward()
     assert all(p.grad is not None for p in network.parameters())
-
-
-FAKE_LAYERS = """
-from torch.nn import *
-import torch.nn as nn
-class L2Norm(nn.Module):
-    def forward(self, z): return z / z.norm(dim=1, keepdim=True)
-class Sequential(nn.Sequential):
-    def __init__(self, *layers, add_hooks): super().__init__(*layers)
-"""
-FAKE_HESSIANS = """
-import contrastive_curvature as cc
-from contrastive_curvature.hosts import stochman
-class Fake:
-    def __init__(self, method, speed, shape): self.method = method
-    def compute_hessian(self, x, network, tuples):
-        layers = [layer for layer in network if type(layer).__name__ != "L2Norm"]
-        found = self.kind(method=self.method).compute_hessian(x, cc.torch.nn.Sequential(*layers, cc.L2Norm()), tuples)
-        return FACTOR * found
-class ContrastiveHessianCalculator(Fake): kind = stochman.ContrastiveHessianCalculator
-class ArccosHessianCalculator(Fake): kind = stochman.ArccosHessianCalculator
-""".replace("cc.torch.nn", "__import__('torch').nn")
-
-
-def test_benchmark_compares_with_a_checkout(tmp_path: Path, capsys: pytest.CaptureFixture[str], device: str) -> None:
-    threads = torch.get_num_threads()
-    folder = tmp_path / "stochman"
-    arguments = ["--checkout", str(tmp_path), "--quick", "--out", str(tmp_path)]
-    try:
-        assert released_calculators.main(arguments) == 2
-        assert "hessian.py and nnj.py" in capsys.readouterr().err
-        folder.mkdir()
-        (folder / "nnj.py").write_text(FAKE_LAYERS, encoding="utf-8")
-        for factor, code in ((1, 0), (2, 1)):
-            (folder / "hessian.py").write_text(FAKE_HESSIANS.replace("FACTOR", str(factor)), encoding="utf-8")
-            assert released_calculators.main(arguments) == code
-            assert ("DIFFERS" in (tmp_path / "released_calculators.md").read_text(encoding="utf-8")) == bool(code)
-    finally:
-        torch.set_num_threads(threads)

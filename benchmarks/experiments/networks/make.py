@@ -20,10 +20,6 @@ NETWORKS: dict[str, tuple[int, int, int]] = {
     "digits": (1, 8, 8),
     "fashionmnist": (1, 28, 28),
     "cifar10": (3, 32, 32),
-    "ndigit2": (1, 28, 56),
-    "ndigit3": (1, 28, 84),
-    "ndigit2_hidden": (1, 28, 56),
-    "ndigit3_hidden": (1, 28, 84),
     "resnet50": (3, 224, 224),
     "resnet50_untrained": (3, 224, 224),
 }
@@ -42,9 +38,6 @@ def make_network(name: str, dim: int, dropout: float = 0.0) -> nn.Sequential:
             have three channels. ``"resnet50"`` is torchvision's trunk with ImageNet weights (``IMAGENET1K_V1``, read
             from torch's cache or downloaded into it), GeM pooling and a linear whitening layer; with ``dim=2048`` it
             preserves the dimension as the paper's does. ``"resnet50_untrained"`` is the same from random weights.
-            ``"ndigit2"`` and ``"ndigit3"`` are for images of two and three digits: two 5x5 convolutions, each followed
-            by max pooling, and one fully connected layer ("Hedged instance embedding", section 4.1, which does not say
-            how many channels: 16 and 32 here); with ``_hidden``, a fully connected layer of 256 units before it.
             ``"digits"`` is a small one for quick runs.
         dim: Latent dimension D, at least 2.
         dropout: Rate of the dropout between all trainable layers, with the residual trunk and its pooling as one layer
@@ -75,9 +68,7 @@ def make_network(name: str, dim: int, dropout: float = 0.0) -> nn.Sequential:
 
 def _convolutions(name: str) -> tuple[list[tuple[str, nn.Module | None]], int]:
     """The parts up to the last layer, ``None`` where dropout may stand, and the number of features after them."""
-    channels, height, width = NETWORKS[name]
-    if name.startswith("ndigit"):
-        return _two_pooled(channels, height, width, hidden=name.endswith("hidden"))
+    channels, _, _ = NETWORKS[name]
     # 8x8 images are too small to lose their edge to every convolution.
     padding = 1 if name == "digits" else 0
     parts: list[tuple[str, nn.Module | None]] = [
@@ -92,29 +83,6 @@ def _convolutions(name: str) -> tuple[list[tuple[str, nn.Module | None]], int]:
     if name == "cifar10":
         parts += [("drop2", None), ("conv3", nn.Conv2d(64, 64, 3)), ("relu3", nn.ReLU(inplace=True))]
     return [*parts, ("flatten", nn.Flatten()), ("head_drop", None)], 1024 if name == "digits" else 9216
-
-
-def _two_pooled(channels: int, height: int, width: int, hidden: bool) -> tuple[list[tuple[str, nn.Module | None]], int]:
-    parts: list[tuple[str, nn.Module | None]] = [
-        ("conv1", nn.Conv2d(channels, 16, 5)),
-        # Before the activation, which is monotone: the same numbers, a quarter of the work.
-        ("pool1", nn.MaxPool2d(2)),
-        ("relu1", nn.ReLU(inplace=True)),
-        ("drop1", None),
-        ("conv2", nn.Conv2d(16, 32, 5)),
-        ("pool2", nn.MaxPool2d(2)),
-        ("relu2", nn.ReLU(inplace=True)),
-        ("flatten", nn.Flatten()),
-    ]
-    features = 32 * _pooled(_pooled(height)) * _pooled(_pooled(width))
-    if hidden:
-        parts += [("drop2", None), ("hidden", nn.Linear(features, 256)), ("relu3", nn.ReLU(inplace=True))]
-    return [*parts, ("head_drop", None)], 256 if hidden else features
-
-
-def _pooled(side: int) -> int:
-    """Side of an image after a 5x5 convolution and pooling."""
-    return (side - 4) // 2
 
 
 def _with_dropout(parts: Iterable[tuple[str, nn.Module | None]], dropout: float) -> Iterable[tuple[str, nn.Module]]:
