@@ -48,6 +48,7 @@ ADDITIONS = [
     ({"ids": torch.ones(3)}, cc.InputTypeError, "ids: .* got values of type float"),
     ({"ids": np.array([1, 2, 2**64 - 1], dtype=np.uint64)}, cc.InputError, "ids: expected numbers that int64"),
     ({"ids": torch.ones(3, 1).long()}, cc.InputTypeError, "ids: .* got values of type list"),
+    ({"ids": {41, 42, 43}}, cc.InputTypeError, "ids: .* got a set"),
     ({"ids": "abc"}, cc.InputTypeError, "ids: .* got a str"),
     ({"embeddings": torch.ones(3, 8)}, cc.InputTypeError, "embeddings: expected an EmbeddingDistribution"),
     ({"embeddings": (torch.ones(3, 8),)}, cc.InputTypeError, "embeddings: .* got a tuple"),
@@ -189,7 +190,7 @@ def test_faiss_cannot_delete_from_other_indices(device, index):
 @pytest.mark.parametrize("kind", STORES)
 def test_strings_as_identifiers(device, kind, tmp_path):
     store = make_store(kind, tmp_path)
-    names = [f"it's é {i}" for i in range(40)]
+    names = [f"""it's \\" é\n%_ {i}""" for i in range(40)]
     store.add(names, small())
     vectors = small()[0].to(device)
     assert store.search(vectors, 1).ids[:, 0].tolist() == names

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -254,7 +254,8 @@ def _read(argument: str, value: object) -> StoredEmbeddings:
 def _read_ids(ids: object) -> NDArray[Any]:
     """Return identifiers, which must all be different, as an int64 array or an object array of strings."""
     wanted = "a tensor, array or list of N whole numbers, or of N strings"
-    if isinstance(ids, str) or not isinstance(ids, Iterable):
+    # A set has no order.
+    if isinstance(ids, str) or not isinstance(ids, Sequence | Tensor | np.ndarray):
         raise InputTypeError(expected("ids", wanted, f"a {type(ids).__name__}"))
     values = ids.tolist() if isinstance(ids, Tensor | np.ndarray) else list(ids)
     types = {type(value) for value in values}
