@@ -208,17 +208,23 @@ def _kron_covariance(phi: Tensor, precision: KronDecomposed) -> Axes:
     In the eigenbasis of ``G`` the weight's part is diagonal, with ``sum_f (U_A^T phi)_f^2 / (g_k a_f + delta)`` for
     axis k.
     """
-    (q_g, q_a), (g, a) = precision.eigenvectors[0], precision.eigenvalues[0]
+    axes, basis, along, common = kron_axes(precision)
+    # An encoder that was converted after the fit has features of another dtype.
+    values = (phi.to(basis.dtype) @ basis).square() @ along.T
+    return Axes(axes, values, common, phi.dtype)
+
+
+def kron_axes(precision: KronDecomposed) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Return ``U_G``, ``U_A``, the variances (D, F) along both, and the bias's covariance (D, D) if there is one."""
+    (axes, basis), (g, a) = precision.eigenvectors[0], precision.eigenvalues[0]
     delta = precision.deltas[0]
     damp = delta.sqrt()
     scale = torch.outer(g + damp, a + damp) if precision.damping else torch.outer(g, a) + delta
-    # An encoder that was converted after the fit has features of another dtype.
-    along = (phi.to(q_a.dtype) @ q_a).square() @ (1 / scale).T
     common = None
     if len(precision.eigenvalues) > 1:
         q, values = precision.eigenvectors[1][0], precision.eigenvalues[1][0]
         common = (q / (values + precision.deltas[1])) @ q.T
-    return Axes(q_g, along, common, phi.dtype)
+    return axes, basis, 1 / scale, common
 
 
 @full_precision

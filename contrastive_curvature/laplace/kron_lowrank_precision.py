@@ -129,7 +129,7 @@ class KronLowRankPrecision:
     def output_covariance(self, phi: Tensor) -> Axes:
         """Covariances of the outputs at features (B, F)."""
         wide = self._as_factors(phi)
-        values, common = self._axis_variance(wide), self._bias_covariance(wide.dtype)
+        values, common = self._axis_variance(wide), self.bias_covariance(wide.dtype)
         return Axes(self.curvature.vectors, values, common, phi.dtype)
 
     @full_precision
@@ -141,7 +141,7 @@ class KronLowRankPrecision:
         if across is not None:
             between = between + self.across.reciprocal().to(wide.dtype).view(-1, 1, 1) * (across @ across.T)
         out = torch.einsum("dj,jab,ej->adbe", u, between, u)
-        covariance = self._bias_covariance(wide.dtype)
+        covariance = self.bias_covariance(wide.dtype)
         if covariance is not None:
             out = out + covariance.unsqueeze(1)
         return out.reshape(phi.shape[0] * len(u), phi.shape[0] * len(u)).to(phi.dtype)
@@ -165,7 +165,8 @@ class KronLowRankPrecision:
         along = x @ q
         return along, None if q.shape[1] == q.shape[0] else x - along @ q.T
 
-    def _bias_covariance(self, dtype: torch.dtype) -> Tensor | None:
+    def bias_covariance(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the covariance of the bias, shape (D, D), or ``None`` without one."""
         if self.curvature.bias is None or self.of_bias is None:
             return None
         q = self.curvature.bias[0]

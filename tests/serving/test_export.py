@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.io.serving import Scorer
-from contrastive_curvature.io.serving.graph import METADATA
+from contrastive_curvature.io.serving.export import METADATA
 
 pytestmark = [
     pytest.mark.parametrize("device", DEVICES),
@@ -64,7 +64,6 @@ def test_torch_export(device: str, structure: str, calibrated: bool, centres: bo
     }
 
 
-@needs_onnx
 @needs_onnx
 # An export to ONNX takes seconds. What a structure computes and what follows from it are apart in the graph.
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ import torch
 from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
-from safetensors.numpy import load_file, save_file
+from safetensors import safe_open
+from safetensors.numpy import save_file
 from serving_cases import STRUCTURES, assert_same, fitted, inputs, truth
 
 from contrastive_curvature.embedding import known
@@ -115,15 +116,10 @@ def test_features_of_another_shape_or_type_are_refused(device: str, bad: Any, tm
         Scorer.load(tmp_path / "scorer.npz")(bad)
 
 
-def saved(path: Path, device: str, structure: str = "kron_lowrank of rank 2") -> tuple[dict[str, Any], dict[str, str]]:
-    fitted(structure, device=device).export(path)
-    arrays = load_file(path)
-    return {name: array.copy() for name, array in arrays.items()}, {
-        "format": numpy_scorer.FORMAT,
-        "version": "1",
-        "form": {"diag": "diagonal", "full": "dense"}.get(structure, "axes"),
-        "structure": structure.split()[0],
-    }
+def saved(path: Path, device: str) -> tuple[dict[str, Any], dict[str, str]]:
+    fitted("kron_lowrank of rank 2", device=device).export(path)
+    with safe_open(path, "np") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata())  # noqa: SIM118
 
 
 def _change(name: str, value: Any) -> Any:
@@ -149,23 +145,19 @@ def _nan(array: np.ndarray) -> np.ndarray:
 
 WRONG = {
     "another format": (_change("format", "x"), "format"),
-    "a later version": (_change("version", "2"), "version 1"),
+    "a later version": (_change("version", "3"), "version 2"),
     "no version": (_change("version", None), "version"),
-    "another form": (_change("form", "round"), "form"),
-    "no axes": (_change("axes", None), "axes"),
-    "no scale": (_change("scale", None), "scale"),
-    "no ratio": (_change("typical_ratio", None), "typical_ratio"),
-    "an array too many": (_change("other", np.zeros(3)), "other"),
-    "a row less": (_change("weight", lambda a: a[1:].copy()), "shape"),
-    "a column less": (_change("basis", lambda a: a[:, 1:].copy()), "shape"),
-    "an axis more": (_change("along", lambda a: a[None].copy()), "along"),
+    "no checksum": (_change("checksum", None), "changed"),
+    "another form": (_change("form", "diagonal"), "changed"),
+    "no axes": (_change("axes", None), "changed"),
+    "an array too many": (_change("other", np.zeros(3)), "changed"),
+    "a row less": (_change("weight", lambda a: a[1:].copy()), "changed"),
+    "another shape": (_change("along", lambda a: a.T.copy()), "changed"),
+    "another dtype": (_change("weight", lambda a: a.view(np.float32)), "changed"),
     "whole numbers": (_change("weight", lambda a: a.astype(np.int64)), ""),
-    "no number": (_change("axes", _nan), "finite"),
-    "negative variances": (_change("along", _negative), "negative"),
-    "a scale of zero": (_change("scale", lambda a: 0 * a), "positive"),
-    "a negative norm": (_change("typical_norm", _negative), "positive"),
-    "no order": (_change("statistics", lambda a: a[::-1].copy()), "ascending"),
-    "no statistics": (_change("statistics", lambda a: a[:0].copy()), "ascending"),
+    "no number": (_change("axes", _nan), "changed"),
+    "negative variances": (_change("along", _negative), "changed"),
+    "another order": (_change("statistics", lambda a: a[::-1].copy()), "changed"),
 }
 
 
@@ -201,15 +193,15 @@ def test_a_damaged_file_is_refused_or_loads_whole(
     suffix = data.draw(st.sampled_from(SUFFIXES))
     path = folder / f"scorer.{suffix}"
     fitted("diag", device=device).export(path)
-    content = bytearray(path.read_bytes())
+    content, whole = bytearray(path.read_bytes()), Scorer.load(path)
     if data.draw(st.booleans()):
         content = content[: data.draw(st.integers(0, len(content) - 1))]
     else:
-        # The header of either format.
-        content[data.draw(st.integers(0, 300))] ^= 1 << data.draw(st.integers(0, 7))
+        content[data.draw(st.integers(0, len(content) - 1))] ^= 1 << data.draw(st.integers(0, 7))
     path.write_bytes(content)
     try:
         scorer = Scorer.load(path)
     except ValueError:
         return
-    assert [value.shape for value in scorer(np.ones((2, 7)))][:3] == [(2, 3), (2,), (2,)]
+    for new, old in zip(scorer(np.ones((2, 7))), whole(np.ones((2, 7))), strict=True):
+        np.testing.assert_array_equal(new, old)

@@ -2,38 +2,45 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 import torch
-from safetensors.torch import save as safetensors_bytes
+from safetensors.numpy import save as safetensors_bytes
 from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.artifact import final_target, write_whole
-from contrastive_curvature.errors import (
-    ContrastiveCurvatureError,
-    InputError,
-    InputTypeError,
-    UnsupportedError,
-    expected,
-)
-from contrastive_curvature.io.serving import graph
-from contrastive_curvature.io.serving.module import ServedEncoder
-from contrastive_curvature.io.serving.numpy_scorer import FORMAT, VERSION
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.io.serving.module import ServedEncoder, refusing
+from contrastive_curvature.io.serving.numpy_scorer import FORMAT, VERSION, checksum
 from contrastive_curvature.io.serving.parts import Parts, check_exportable, parts_of
-from contrastive_curvature.network.inputs import asks_for_example, tokenized
-
-__all__ = ["FORMATS", "export"]
+from contrastive_curvature.network.inputs import (
+    asks_for_example,
+    check_inputs,
+    input_length,
+    move_inputs,
+    tokenized,
+)
 
 FORMATS = ("pt2", "onnx", "npz", "safetensors")
 """What a file can be: two graphs of encoder and posterior, and two files of the numpy scorer."""
 
+METADATA = "contrastive_curvature.json"
+"""Name of the extra file in a ``.pt2``, and of the entry among the metadata of an ONNX model."""
+
+Example = Tensor | dict[str, Tensor]
+
 _AGREE = 1e-3
 """Relative difference above which a graph is no other rounding, but another function."""
+
+_MOST_BYTES = 2**31 - 1
+"""Of a protocol buffer."""
 
 
 def export(
@@ -57,44 +64,25 @@ def export(
                 hint = "The scorer takes the features of the last layer, of any number of inputs."
                 raise InputError(expected(name, f"nothing for format={kind!r}", f"a {type(value).__name__}", hint))
         parts = parts_of(la, p_value)
-        write_whole(path, _npz(parts) if kind == "npz" else _safetensors(parts))
+        write_whole(path, _scorer_file(parts, kind))
         return parts.outputs
     if kind == "onnx":
-        graph.need_onnx()
-        if any(p.dtype == torch.bfloat16 for p in la.model.parameters()):
-            msg = (
-                "export: onnxruntime has no linear layer in bfloat16, and would not load the file. Use a path that "
-                "ends in '.pt2', or fit the posterior to encoder.float() or encoder.half() and export that."
-            )
-            raise UnsupportedError(msg)
-    given = _inputs_for_graph(la, example)
+        _check_onnx(la)
     with asks_for_example(example):
-        batch = graph.check_example(given, la._device)
+        batch = _batch(la, example)
         # Its errors name the example; those of an encoder that is traced cannot.
         prediction = la(batch)
-    axes = graph.check_axes(dynamic_axes, batch)
-    module = _served(la, p_value)
+    axes = _axes(dynamic_axes, batch)
+    module = ServedEncoder(la, p_value)
     module.head.float32_arctan = kind == "onnx"
-    program = graph.trace(module, batch, axes)
+    program = _trace(module, batch, axes)
     _check_same(program, module, batch, prediction.mu)
-    if kind == "pt2":
-        write_whole(path, lambda file: graph.write_pt2(program, module.metadata, file))
-    else:
-        content = graph.onnx_bytes(program, batch, module)
-        write_whole(path, lambda file: _write(file, content))
+    write_whole(path, _pt2_file(program, module) if kind == "pt2" else _onnx_file(program, module, batch))
     return module.outputs
 
 
-def _inputs_for_graph(la: Any, example: Any) -> Any:
-    """An example for a graph, which takes tensors: made up where there is none, of texts what the tokenizer gives."""
-    given = la.data if example is None else tokenized(la.model, example, "example")
-    if given is example or isinstance(given, Tensor):
-        return given
-    return {key: value for key, value in given.items() if isinstance(value, Tensor) and key != la.dict_key_y}
-
-
 def _format(path: Any, given: Any) -> str:
-    """The format of a file, from its name or as the user said."""
+    """Return the format of a file, from its name or as the user said."""
     if not isinstance(path, (str, Path)):
         raise InputTypeError(expected("path", "a path, as 'model.pt2'", f"a {type(path).__name__}"))
     if given is not None:
@@ -107,18 +95,105 @@ def _format(path: Any, given: Any) -> str:
     return suffix
 
 
-def _served(la: Any, p_value: bool | None) -> ServedEncoder:
-    try:
-        return ServedEncoder(la, p_value)
-    except ContrastiveCurvatureError:
-        raise
-    except Exception as error:  # what an object raises that cannot be copied has no common base
-        reason = f"{type(error).__name__}: {error}".splitlines()[0].rstrip(".")
+def _scorer_file(parts: Parts, kind: str) -> Callable[[BinaryIO], None]:
+    # Any: numpy before 2.1 has no argument allow_pickle here; no array is one of objects.
+    arrays: dict[str, Any] = {name: array.cpu().numpy() for name, array in parts.arrays.items()}
+    metadata = {"format": FORMAT, "version": str(VERSION), "form": parts.form, "structure": parts.structure}
+    metadata["checksum"] = checksum(arrays, metadata)
+
+    def write(file: BinaryIO) -> None:
+        if kind == "npz":
+            np.savez(file, metadata=np.array(json.dumps(metadata)), **arrays)
+        else:
+            file.write(safetensors_bytes(arrays, metadata))
+
+    return write
+
+
+def _check_onnx(la: Any) -> None:
+    """Refuse, before anything is computed, ONNX without its packages, and an encoder that its runtime cannot load."""
+    for package in ("onnx", "onnxscript"):
+        try:
+            importlib.import_module(package)
+        except ModuleNotFoundError as error:
+            if error.name != package:
+                raise
+            hint = "pip install 'contrastive-curvature[onnx]'."
+            message = expected("format='onnx'", f"the package {package}", "none installed", hint)
+            raise UnsupportedError(message) from None
+    if any(p.dtype == torch.bfloat16 for p in la.model.parameters()):
         msg = (
-            f"export: the encoder cannot be copied ({reason}). Remove what cannot, such as open files and locks, from "
-            "its modules."
+            "export: onnxruntime has no linear layer in bfloat16, and would not load the file. Use a path that ends in "
+            "'.pt2', or fit the posterior to encoder.float() or encoder.half() and export that."
         )
-        raise UnsupportedError(msg) from error
+        raise UnsupportedError(msg)
+
+
+def _batch(la: Any, example: Any) -> Example:
+    """Return a batch to trace with: tensors of two points or more, made up without an example."""
+    given = la.data if example is None else tokenized(la.model, example, "example")
+    if given is not example and not isinstance(given, Tensor):
+        # Of the first batch of ``fit`` and of a tokenizer.
+        given = {key: value for key, value in given.items() if isinstance(value, Tensor) and key != la.dict_key_y}
+    batch = check_inputs(given, "example")
+    if isinstance(batch, Mapping):
+        for key, value in batch.items():
+            if not isinstance(key, str) or not isinstance(value, Tensor):
+                wanted = "a mapping of names to tensors"
+                hint = "What is no tensor is a part of the graph: set it in the encoder, and leave it out here."
+                raise InputTypeError(expected("example", wanted, f"{key!r} of type {type(value).__name__}", hint))
+    n, moved = input_length(batch), move_inputs(batch, la._device)
+
+    def twice(value: Tensor) -> Tensor:
+        # A graph that was traced with one point may hold for one only.
+        return value.repeat_interleave(2, dim=0) if n == 1 and _of_batch(value, n) else value
+
+    return twice(moved) if isinstance(moved, Tensor) else {key: twice(value) for key, value in moved.items()}
+
+
+def _of_batch(value: Tensor, n: int) -> bool:
+    return value.ndim > 0 and value.shape[0] == n
+
+
+def _axes(axes: Any, example: Example) -> dict[str, list[int]]:
+    """Return the axes besides that of the batch that may have other sizes, by tensor (``""`` for the only one)."""
+    named = example if isinstance(example, dict) else {"": example}
+    given = {} if axes is None else axes if isinstance(example, dict) else {"": axes}
+    wanted = "{tensor: [axis, ...]}" if isinstance(example, dict) else "[axis, ...]"
+    if not isinstance(given, Mapping) or not all(isinstance(numbers, Sequence) for numbers in given.values()):
+        raise InputTypeError(expected("dynamic_axes", wanted, repr(axes)))
+    for key, numbers in given.items():
+        if key not in named:
+            raise InputError(expected("dynamic_axes", f"tensors of the example, {sorted(named)}", repr(key)))
+        room = range(1, named[key].ndim)
+        for axis in numbers:
+            if axis not in room:
+                raise InputError(expected("dynamic_axes", f"numbers of axes, of {list(room)}", repr(axis)))
+    return {key: list(given.get(key, ())) for key in named}
+
+
+def _trace(module: ServedEncoder, example: Example, axes: dict[str, list[int]]) -> Any:
+    """Return the exported program, for any number of points."""
+    # The bound says nothing of ours: torch 2.6 refuses a length that could be the largest integer.
+    n, batch = input_length(example), torch.export.Dim("batch", max=2**31)
+
+    def shape_of(key: str, value: Tensor) -> dict[int, Any]:
+        shape: dict[int, Any] = {0: batch} if _of_batch(value, n) else {}
+        # Sizes that an encoder needs, such as those of a kernel, become the range of the axis.
+        return shape | dict.fromkeys(axes[key], torch.export.Dim.DYNAMIC)
+
+    shapes: Any
+    if isinstance(example, dict):
+        shapes = {key: shape_of(key, value) for key, value in example.items()}
+    else:
+        shapes = shape_of("", example)
+    message = (
+        "export: torch.export cannot trace the encoder ({}). Its forward must not choose what to run by the values or "
+        "the number of its inputs, nor leave torch: replace such ifs by torch.where, or export the numpy scorer, "
+        "la.export('scorer.npz'), and compute its features in Python."
+    )
+    with refusing(message), torch.no_grad():
+        return torch.export.export(module, (example,), dynamic_shapes=(shapes,), strict=False)
 
 
 @torch.no_grad()
@@ -136,22 +211,32 @@ def _check_same(program: Any, module: ServedEncoder, batch: Any, mu: Tensor) -> 
             raise UnsupportedError(msg)
 
 
-def _npz(parts: Parts) -> Callable[[BinaryIO], None]:
-    # Any: numpy before 2.1 has no argument allow_pickle here; no array is one of objects.
-    arrays: dict[str, Any] = {name: array.cpu().numpy() for name, array in parts.arrays.items()}
-    text = np.array(json.dumps(_metadata(parts)))
-    return lambda file: np.savez(file, metadata=text, **arrays)
+def _pt2_file(program: Any, module: ServedEncoder) -> Callable[[BinaryIO], None]:
+    # Without the inputs that it was traced with.
+    program.example_inputs = None
+    return lambda file: torch.export.save(program, file, extra_files={METADATA: json.dumps(module.metadata)})
 
 
-def _safetensors(parts: Parts) -> Callable[[BinaryIO], None]:
-    arrays = {name: array.cpu() for name, array in parts.arrays.items()}
-    content = safetensors_bytes(arrays, _metadata(parts))
-    return lambda file: _write(file, content)
+def _onnx_file(program: Any, module: ServedEncoder, example: Example) -> Callable[[BinaryIO], None]:
+    """Write an ONNX model, with the inputs named as in the mapping, or ``x``."""
+    names = list(example) if isinstance(example, dict) else ["x"]
+    message = (
+        "export: torch.onnx cannot write this encoder ({}). Use a path that ends in '.pt2', or replace the operation "
+        "that it names."
+    )
+    with refusing(message), warnings.catch_warnings():
+        # Of torch's exporter about its own insides.
+        warnings.simplefilter("ignore")
+        exported = torch.onnx.export(
+            program, (example,), dynamo=True, verbose=False, input_names=names, output_names=list(module.outputs)
+        )
+    model: Any = None if exported is None else exported.model_proto
+    if model is None or model.ByteSize() > _MOST_BYTES:
+        msg = "export: the encoder is larger than 2 GiB, which an ONNX file cannot be. Use a path that ends in '.pt2'."
+        raise UnsupportedError(msg)
+    model.metadata_props.add(key=METADATA, value=json.dumps(module.metadata))
 
+    def write(file: BinaryIO) -> None:
+        file.write(model.SerializeToString())
 
-def _metadata(parts: Parts) -> dict[str, str]:
-    return {"format": FORMAT, "version": str(VERSION), "form": parts.form, "structure": parts.structure}
-
-
-def _write(file: BinaryIO, content: bytes) -> None:
-    file.write(content)
+    return write

@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.io.serving.head import ScoreHead
-from contrastive_curvature.io.serving.parts import parts_of
+from contrastive_curvature.embedding.distribution import turning_angle
+from contrastive_curvature.embedding.known import ROUNDING, combine
+from contrastive_curvature.embedding.spread import Axes, Diagonal
+from contrastive_curvature.errors import InputError, UnsupportedError
+from contrastive_curvature.fit.class_centres import between_classes, nearest_ratio
+from contrastive_curvature.io.serving.parts import Parts, parts_of
 from contrastive_curvature.network.inputs import Inputs
-
-__all__ = ["ServedEncoder"]
+from contrastive_curvature.vmf.estimation import concentration_of_variance
 
 FORMAT, VERSION = "contrastive_curvature.served", 1
+
+_BUFFERS = (
+    *("typical_norm", "centres", "typical_ratio", "location", "scale", "rows"),
+    *("variance", "bias_variance", "axes", "basis", "along", "across", "common", "covariance", "trace"),
+)
 
 
 class ServedEncoder(nn.Module):
@@ -35,7 +46,7 @@ class ServedEncoder(nn.Module):
 
     Raises:
         InputTypeError: ``la`` is no contrastive posterior.
-        UnsupportedError: It is one of other weights or of another structure.
+        UnsupportedError: It is one of other weights or of another structure, or the encoder cannot be copied.
         NotFittedError: Before ``fit``; before ``la.calibrate``, where ``p_value``; or the calibration is of another
             prior precision, temperature or encoder.
     """
@@ -51,8 +62,12 @@ class ServedEncoder(nn.Module):
             "outputs": list(parts.outputs),
             "calibration_inputs": len(parts.arrays.get("statistics", ())),
         }
-        # Its hooks are what finds the inputs of the last layer, also where a normalisation follows.
-        self.encoder = copy.deepcopy(la.model.encoder)
+        with refusing(
+            "export: the encoder cannot be copied ({}). Remove what cannot, such as open files and locks, from its "
+            "modules."
+        ):
+            # Its hooks are what finds the inputs of the last layer, also where a normalisation follows.
+            self.encoder = copy.deepcopy(la.model.encoder)
         self.head = ScoreHead(parts)
         self.eval().requires_grad_(False)
 
@@ -72,3 +87,146 @@ class ServedEncoder(nn.Module):
             with torch.autocast(device, enabled=False):
                 return self.head(z, phi)
         return self.head(z, phi)
+
+
+class ScoreHead(nn.Module):
+    """The scores of B inputs from what the last layer takes in and gives out.
+
+    The same numbers as those of :class:`.EmbeddingDistribution`, in operations that every graph format has, and without
+    a look at values: NaN stands where ``la(x)`` raises an error. Sorted arrays cannot be searched in ONNX, so the known
+    statistics lie in rows of about ``sqrt(n)``: the last of each says which row to search.
+
+    Attributes:
+        float32_arctan: Whether the arc tangent is computed in float32, as ONNX's runtime has no other.
+    """
+
+    typical_norm: Tensor | None
+    centres: Tensor | None
+    typical_ratio: Tensor
+    variance: Tensor
+    bias_variance: Tensor | None
+    axes: Tensor
+    basis: Tensor
+    along: Tensor
+    across: Tensor | None
+    common: Tensor | None
+    covariance: Tensor
+    trace: Tensor
+    location: Tensor
+    scale: Tensor
+    rows: Tensor
+    tiny: Tensor
+    largest: Tensor
+
+    def __init__(self, parts: Parts) -> None:
+        super().__init__()
+        arrays = dict(parts.arrays)
+        weight = arrays["weight"]
+        self.form = parts.form
+        self.float32_arctan = False
+        if "centres" in arrays:
+            arrays["typical_ratio"] = arrays["typical_ratio"].to(weight)
+        for name in {"axes", "common", "covariance", "location", "scale", "statistics"} & arrays.keys():
+            arrays[name] = arrays[name].double()
+        if self.form == "dense":
+            arrays["trace"] = _traces(arrays["covariance"], *weight.shape)
+        self.n = len(arrays.get("statistics", ()))
+        if self.n:
+            # The last place of the last row is infinite, so that there is always a row to search.
+            width = math.isqrt(self.n) + 1
+            rows = arrays["statistics"].new_full(((self.n // width + 1) * width,), torch.inf)
+            rows[: self.n] = arrays["statistics"]
+            arrays["rows"] = rows.view(-1, width)
+            self.tolerance = ROUNDING / float(arrays["scale"].min())
+        for name in _BUFFERS:
+            self.register_buffer(name, arrays.get(name))
+        # As tensors, because ONNX would round plain numbers to float32 first.
+        limits = torch.finfo(torch.float64)
+        self.register_buffer("tiny", torch.tensor(limits.tiny, dtype=torch.float64, device=weight.device))
+        self.register_buffer("largest", torch.tensor(limits.max, dtype=torch.float64, device=weight.device))
+
+    def forward(self, z: Tensor, phi: Tensor) -> tuple[Tensor, ...]:
+        """Score raw outputs (B, D) of features (B, F)."""
+        wide = z.double()
+        size = torch.maximum(wide.abs().amax(1), self.tiny)
+        scaled = wide / size.unsqueeze(1)
+        length = scaled.square().sum(1).sqrt()
+        total, radial = self._spread(phi, scaled / torch.maximum(length, self.tiny).unsqueeze(1))
+        # A zero output has no direction.
+        divisor = torch.where(length > 0, length, torch.nan)
+        mu, norm = (scaled / divisor.unsqueeze(1)).to(z.dtype), divisor * size
+        # Divided twice, because the square of a tiny or huge norm underflows or overflows.
+        tangential = ((total - radial).clamp(min=0) / norm / norm).to(z.dtype)
+        between = None
+        if self.centres is not None:
+            between = between_classes(nearest_ratio(mu, self.centres), self.typical_ratio)
+        angle = turning_angle(tangential, norm, self.typical_norm, between, self._arctan)
+        out = (mu, concentration_of_variance(tangential, z.shape[1]), angle)
+        if not self.n:
+            return out
+        rounding = z.shape[1] * torch.finfo(z.dtype).eps
+        spread = torch.maximum(total - radial, rounding * total)
+        log_norm = torch.maximum(self._log(length) + size.log(), self.tiny.log())
+        # What is not finite is no known input.
+        finite = size + spread <= self.largest
+        return (*out, torch.where(finite, self._p_value(self._log(spread), log_norm, phi), torch.nan))
+
+    def _spread(self, phi: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Return trace, and variance along unit vectors (B, D), of the outputs at features; float64, shape (B,)."""
+        if self.form == "diagonal":
+            values = phi.square() @ self.variance.to(phi.dtype).T
+            if self.bias_variance is not None:
+                values = values + self.bias_variance.to(phi.dtype)
+            return Diagonal(values).across(u)
+        if self.form == "axes":
+            phi = phi.to(self.basis.dtype)
+            coordinates = phi @ self.basis
+            values = coordinates.square() @ self.along.T
+            if self.across is not None:
+                left = (phi - coordinates @ self.basis.T).square().sum(1, keepdim=True)
+                values = values + left * self.across
+            return Axes(self.axes, values, self.common, values.dtype).across(u)
+        wide = phi.double()
+        weights = (u.unsqueeze(2) * wide.unsqueeze(1)).flatten(1)
+        if len(self.trace) > wide.shape[1]:
+            weights = torch.cat([weights, u], dim=1)
+            wide = torch.cat([wide, torch.ones_like(wide[:, :1])], dim=1)
+        return ((wide @ self.trace) * wide).sum(1), ((weights @ self.covariance) * weights).sum(1)
+
+    def _p_value(self, spread: Tensor, length: Tensor, phi: Tensor) -> Tensor:
+        """Return the conformal p-values of the logarithms of spread and norm; see :mod:`.known`."""
+        features = self._log(phi.double().square().sum(1).sqrt())
+        components = torch.stack([spread - features, spread - 2 * features, -length], dim=1)
+        least = combine((components - self.location) / self.scale).unsqueeze(1) - self.tolerance
+        row = (self.rows[:, -1] < least).sum(1)
+        below = row * self.rows.shape[1] + (self.rows[row] < least).sum(1)
+        return (1 + self.n - below).double() / (self.n + 1)
+
+    def _log(self, value: Tensor) -> Tensor:
+        return torch.minimum(torch.maximum(value, self.tiny), self.largest).log()
+
+    def _arctan(self, angle: Tensor) -> Tensor:
+        return angle.float().arctan().to(angle.dtype) if self.float32_arctan else angle.arctan()
+
+
+def _traces(covariance: Tensor, dim: int, width: int) -> Tensor:
+    """Return the covariances of the inputs' weights, summed over the outputs; a bias is the last input."""
+    rows = torch.arange(dim * width, device=covariance.device).view(dim, width)
+    if len(covariance) > dim * width:
+        bias = torch.arange(dim * width, len(covariance), device=covariance.device)
+        rows = torch.cat([rows, bias.unsqueeze(1)], dim=1)
+    return covariance[rows.unsqueeze(2), rows.unsqueeze(1)].sum(0)
+
+
+@contextmanager
+def refusing(message: str) -> Iterator[None]:
+    """Refuse an encoder for the error inside, which a message names at ``{}``; such errors have no common base."""
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException = error
+        while isinstance(cause, InputError) and cause.__cause__ is not None:
+            cause = cause.__cause__
+        first_line = str(cause).strip().partition("\n")[0].rstrip(".")
+        reason = f"{type(cause).__name__}: {first_line}" if first_line else type(cause).__name__
+        raise UnsupportedError(message.format(reason)) from error

@@ -27,12 +27,10 @@ from contrastive_curvature.laplace.classes import (
     ContrastiveDiagLLLaplace,
     ContrastiveFullLLLaplace,
     ContrastiveKronLLLaplace,
+    kron_axes,
 )
 from contrastive_curvature.laplace.kron_lowrank import ContrastiveKronLowRankLLLaplace
-from contrastive_curvature.laplace.kron_lowrank_precision import KronLowRankPrecision
 from contrastive_curvature.network.encoder import at_least_float32
-
-__all__ = ["Parts", "check_exportable", "parts_of"]
 
 _CLASSES = (
     ContrastiveDiagLLLaplace,
@@ -64,13 +62,7 @@ class Parts:
 
 
 def check_exportable(la: Any) -> None:
-    """Refuse what has no last-layer posterior in closed form.
-
-    Raises:
-        InputTypeError: ``la`` is no contrastive posterior.
-        UnsupportedError: It is one of another kind.
-        NotFittedError: Before ``fit``.
-    """
+    """Refuse what has no fitted last-layer posterior in closed form."""
     if not isinstance(la, ContrastiveLaplace):
         hint = "Of OnlineLaplace take online.laplace(), of two towers la.a and la.b."
         raise InputTypeError(expected("la", "a contrastive last-layer posterior", f"a {type(la).__name__}", hint))
@@ -85,35 +77,20 @@ def check_exportable(la: Any) -> None:
     la.check_fitted()
 
 
+@torch.no_grad()
 def parts_of(la: Any, p_value: bool | None = None) -> Parts:
-    """The arrays of a fitted posterior.
-
-    Args:
-        la: The posterior.
-        p_value: Whether they give p-values; ``None`` where ``la`` is calibrated.
-
-    Raises:
-        InputTypeError: ``la`` is no contrastive posterior.
-        UnsupportedError: It is one of another kind.
-        NotFittedError: Before ``fit``; before ``la.calibrate``, where ``p_value``; or the calibration is of another
-            prior precision, temperature or encoder.
-    """
+    """Return the arrays of a fitted posterior; ``p_value`` of ``None`` gives p-values where ``la`` is calibrated."""
     check_exportable(la)
     layer = la.model.last_layer
     weight = at_least_float32(layer.weight)
-    arrays: dict[str, Tensor] = {"weight": weight}
-    if layer.bias is not None:
-        arrays["bias"] = at_least_float32(layer.bias)
-    with torch.autocast(layer.weight.device.type, enabled=False):
-        form, spread = _spread(la)
-    arrays |= spread
+    with torch.autocast(weight.device.type, enabled=False):
+        form, found = _spread(la)
+    found |= {"weight": weight, "bias": None if layer.bias is None else at_least_float32(layer.bias)}
     if la.typical_norm is not None:
-        arrays["typical_norm"] = torch.tensor(la.typical_norm, dtype=torch.float64, device=layer.weight.device)
+        found["typical_norm"] = torch.tensor(la.typical_norm, dtype=torch.float64, device=weight.device)
     if la.class_centres is not None:
-        arrays["centres"] = la.class_centres.centres.to(weight)
-        arrays["typical_ratio"] = torch.tensor(
-            la.class_centres.typical, dtype=torch.float64, device=layer.weight.device
-        )
+        found["centres"] = la.class_centres.centres.to(weight)
+        found["typical_ratio"] = torch.tensor(la.class_centres.typical, dtype=torch.float64, device=weight.device)
     if p_value and la.known.calibration is None:
         msg = (
             "p_value=True: la is not calibrated. Call la.calibrate(loader) with known inputs first, or leave p_value "
@@ -122,51 +99,30 @@ def parts_of(la: Any, p_value: bool | None = None) -> Parts:
         raise NotFittedError(msg)
     reference = None if p_value is False else calibrated_reference(la)
     if reference is not None:
-        arrays |= vars(reference)
-    return Parts(form, la._key[1], {name: _copy(array) for name, array in arrays.items()})
+        found |= vars(reference)
+    # Copies, so that they follow no later change.
+    contiguous = torch.contiguous_format
+    arrays = {name: a.detach().clone(memory_format=contiguous) for name, a in found.items() if a is not None}
+    return Parts(form, la._key[1], arrays)
 
 
-def _copy(array: Tensor) -> Tensor:
-    return array.detach().clone(memory_format=torch.contiguous_format)
-
-
-@torch.no_grad()
-def _spread(la: Any) -> tuple[str, dict[str, Tensor]]:
-    """Name of the form of the covariance, and its arrays."""
+def _spread(la: Any) -> tuple[str, dict[str, Tensor | None]]:
+    """Return the name of the form of the covariance, and its arrays."""
     dim, width = la.model.last_layer.weight.shape
     if isinstance(la, ContrastiveDiagLLLaplace):
-        variance = la.posterior_variance
-        arrays = {"variance": variance[: dim * width].view(dim, width)}
-        if len(variance) > dim * width:
-            arrays["bias_variance"] = variance[dim * width :]
-        return "diagonal", arrays
+        weights, bias = la.posterior_variance.split([dim * width, len(la.posterior_variance) - dim * width])
+        return "diagonal", {"variance": weights.view(dim, width), "bias_variance": bias if len(bias) else None}
     if isinstance(la, ContrastiveFullLLLaplace):
         return "dense", {"covariance": la.wide_covariance()}
     precision = la.posterior_precision
-    return "axes", _kron(precision) if isinstance(la, ContrastiveKronLLLaplace) else _kron_lowrank(precision)
-
-
-def _kron(precision: Any) -> dict[str, Tensor]:
-    """Of laplace-torch's decomposed precision; the formulas are those of ``laplace.classes._kron_covariance``."""
-    (axes, basis), (g, a) = precision.eigenvectors[0], precision.eigenvalues[0]
-    delta = precision.deltas[0]
-    damp = delta.sqrt()
-    scale = torch.outer(g + damp, a + damp) if precision.damping else torch.outer(g, a) + delta
-    arrays = {"axes": axes, "basis": basis, "along": 1 / scale}
-    if len(precision.eigenvalues) > 1:
-        q, values = precision.eigenvectors[1][0], precision.eigenvalues[1][0]
-        arrays["common"] = (q / (values + precision.deltas[1])) @ q.T
-    return arrays
-
-
-def _kron_lowrank(precision: KronLowRankPrecision) -> dict[str, Tensor]:
-    """See :meth:`.KronLowRankPrecision.output_covariance`."""
-    curvature = precision.curvature
-    basis = curvature.inputs.vectors
-    arrays = {"axes": curvature.vectors, "basis": basis, "along": precision.along.reciprocal().to(basis)}
-    if basis.shape[1] < basis.shape[0]:
-        arrays["across"] = precision.across.reciprocal().to(basis)
-    if curvature.bias is not None and precision.of_bias is not None:
-        q = curvature.bias[0]
-        arrays["common"] = (q * precision.of_bias.reciprocal().to(basis)) @ q.T
-    return arrays
+    if isinstance(la, ContrastiveKronLLLaplace):
+        axes, basis, along, common = kron_axes(precision)
+        return "axes", {"axes": axes, "basis": basis, "along": along, "common": common}
+    basis = precision.curvature.inputs.vectors
+    return "axes", {
+        "axes": precision.curvature.vectors,
+        "basis": basis,
+        "along": precision.along.reciprocal().to(basis),
+        "across": precision.across.reciprocal().to(basis) if basis.shape[1] < basis.shape[0] else None,
+        "common": precision.bias_covariance(basis.dtype),
+    }
