@@ -10,6 +10,7 @@ import pytest
 import torch
 from devices import DEVICES
 from laplace import Laplace
+from tables import covering
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -260,7 +261,7 @@ ENCODERS: list[tuple[str, Callable[[], nn.Module], str, type[Exception], tuple[s
 
 @pytest.mark.parametrize(("_name", "build", "weights", "kind", "words"), ENCODERS, ids=[e[0] for e in ENCODERS])
 def test_encoders(
-    _name: str, build: Callable[[], nn.Module], weights: str, kind: type[Exception], words: tuple[str, ...]
+    name: str, build: Callable[[], nn.Module], weights: str, kind: type[Exception], words: tuple[str, ...]
 ) -> None:
     x, y = inputs()
     loader = DataLoader(TensorDataset(x, y), batch_size=N)
@@ -344,21 +345,22 @@ def loaders() -> list[tuple[str, Callable[[], Any], type[Exception], tuple[str, 
 LOADERS = loaders()
 
 
-@pytest.mark.parametrize(("_name", "build", "kind", "words"), LOADERS, ids=[e[0] for e in LOADERS])
-@pytest.mark.parametrize(
-    ("weights", "structure"), [("last_layer", "diag"), ("all", "diag"), ("last_layer", "kron"), ("all", "lowrank")]
+@covering(
+    1,
+    name__build__kind__words=LOADERS,
+    weights__structure=[("last_layer", "diag"), ("all", "diag"), ("last_layer", "kron"), ("all", "lowrank")],
 )
 def test_a_bad_loader_costs_no_earlier_fit(
     weights: str,
     structure: str,
-    _name: str,
+    name: str,
     build: Callable[[], Any],
     kind: type[Exception],
     words: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(dataset, "FEATURES_KEPT", 0)
-    if _name == "other data":
+    if name == "other data":
         build, words = _unlike_in_the_last_pass, words[:1]
     x, y = inputs()
     model = encoder()

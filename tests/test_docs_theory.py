@@ -8,6 +8,7 @@ import pytest
 import torch
 from devices import DEVICES
 from docs_rows import ROW_LOSSES, D, N, Rows, close, numbers
+from tables import covering
 
 import contrastive_curvature as cc
 
@@ -16,8 +17,7 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 SMOOTH = [name for name in ROW_LOSSES if name != "triplet"]
 
 
-@pytest.mark.parametrize("distance", ["arccos", "euclidean"])
-@pytest.mark.parametrize("name", ROW_LOSSES)
+@covering(1, distance=["arccos", "euclidean"], name=ROW_LOSSES)
 def test_hessian_is_a_first_and_a_second_part(name: str, distance: str, device: str) -> None:
     rows = Rows(ROW_LOSSES[name], device)
     first = rows.first_part(distance)

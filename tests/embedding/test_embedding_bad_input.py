@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from devices import DEVICES
+from tables import covering
 from torch import Tensor
 
 import contrastive_curvature as cc
@@ -149,8 +150,9 @@ def test_samples_are_finite(number: float) -> None:
 
 
 @on_every_device
-@pytest.mark.parametrize("size", [1e-30, 1e-20, 1e-10, 1.0, 1e10, 1e20, 1e30])
-@pytest.mark.parametrize("kind", ["variance", "covariance", "joint_covariance", "samples"])
+@covering(
+    1, size=[1e-30, 1e-20, 1e-10, 1.0, 1e10, 1e20, 1e30], kind=["variance", "covariance", "joint_covariance", "samples"]
+)
 def test_the_uncertainty_has_no_units(kind: str, size: float, device: str) -> None:
     """In float32, at norms whose square is no number: as in float64, where it is one.
 
@@ -280,10 +282,10 @@ SAMPLES = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(3))
 HOW = "la.predictive_samples(x, n_samples=..., joint=True)"
 
 
-@pytest.mark.parametrize("function", [metrics.retrieval_ece, metrics.retrieval_brier, metrics.retrieval_votes])
-@pytest.mark.parametrize(
-    "bad",
-    [
+@covering(
+    1,
+    function=[metrics.retrieval_ece, metrics.retrieval_brier, metrics.retrieval_votes],
+    bad=[
         SAMPLES[0],
         SAMPLES[0, 0],
         SAMPLES.unsqueeze(0),
@@ -295,7 +297,6 @@ HOW = "la.predictive_samples(x, n_samples=..., joint=True)"
         {"samples": SAMPLES},
         cc.EmbeddingDistribution(SAMPLES[0], variance=torch.ones(6, 3)),
     ],
-    ids=["(N, D)", "(D,)", "(1, S, N, D)", "rows", "a list of all", "None", "a number", "a word", "a mapping", "la(x)"],
 )
 def test_sampled_embeddings_of_another_shape(function: Callable[..., Any], bad: Any) -> None:
     """The message says what to pass."""
@@ -312,11 +313,10 @@ def test_sampled_galleries_of_another_shape(bad: Any) -> None:
     refused(lambda: metrics.retrieval_ece(SAMPLES, LABELS, bad, labels), "gallery", HOW)
 
 
-@pytest.mark.parametrize("function", [metrics.calibration_bins, metrics.brier_score])
-@pytest.mark.parametrize(
-    "bad",
-    [SAMPLES, SAMPLES[0], LABELS, None, [LABELS], cc.EmbeddingDistribution(SAMPLES[0], variance=torch.ones(6, 3))],
-    ids=["(S, N, D)", "(N, D)", "(N,)", "None", "a list", "la(x)"],
+@covering(
+    1,
+    function=[metrics.calibration_bins, metrics.brier_score],
+    bad=[SAMPLES, SAMPLES[0], LABELS, None, [LABELS], cc.EmbeddingDistribution(SAMPLES[0], variance=torch.ones(6, 3))],
 )
 def test_votes_of_another_kind(function: Callable[..., Any], bad: Any) -> None:
     refused(lambda: function(bad, LABELS), "votes", "(S, N)", "retrieval_votes(samples, labels)", HOW)

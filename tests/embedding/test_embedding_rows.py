@@ -12,6 +12,7 @@ from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
+from tables import covering
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -80,8 +81,7 @@ def plain(rows: Any) -> Any:
     return rows.numpy() if isinstance(rows, Tensor) else np.array(rows, dtype=int) if len(rows) == 0 else rows
 
 
-@pytest.mark.parametrize("rows", INDICES, ids=str)
-@pytest.mark.parametrize("kind", KINDS)
+@covering(1, rows=INDICES, kind=KINDS)
 def test_rows_answer_what_the_whole_answers_for_them(kind: str, rows: Any, device: str) -> None:
     whole = build(kind, device)
     index = torch.as_tensor(np.arange(N)[rows if isinstance(rows, slice) else plain(rows)].copy(), device=device)
@@ -243,8 +243,7 @@ def test_parts_that_do_not_fit_are_refused(device: str) -> None:
     assert one.to(torch.device(device)).raw_mean.device.type == torch.device(device).type
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "stored"])
+@covering(1, dtype=[torch.float16, torch.bfloat16], kind=[kind for kind in KINDS if kind != "stored"])
 def test_samples_in_half_precision(kind: str, dtype: torch.dtype, device: str) -> None:
     """They are those of the rounded mean and spread in float32, rounded."""
     half = build(kind, device).to(dtype)

@@ -13,6 +13,7 @@ import torch
 from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import covering
 from torch import Tensor
 
 import contrastive_curvature as cc
@@ -105,9 +106,7 @@ def noise(n: int, dim: int) -> Tensor:
     return draw(2, n, dim)
 
 
-@pytest.mark.parametrize("kappa", [1.0, 1e2, 1e4])
-@pytest.mark.parametrize("angle", [0.0, 0.5, math.pi / 2, math.pi])
-@pytest.mark.parametrize("dim", [2, 16, 512])
+@covering(2, kappa=[1.0, 1e2, 1e4], angle=[0.0, 0.5, math.pi / 2, math.pi], dim=[2, 16, 512])
 def test_probabilities_are_those_of_ten_thousand_samples(dim, angle, kappa):
     n = 10_000
     u, v = torch.zeros(2, dim, dtype=DOUBLE)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from devices import DEVICES
 from laplace import Laplace
+from tables import covering
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
@@ -43,10 +44,7 @@ def share(loss: Any, z: Tensor, y: Tensor) -> float:
     return float(loss.output_hessian(z, y).derivatives.anchors) if loss.averages else 1.0
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
-@pytest.mark.parametrize("fix", ["psd_parts", "full", "fixed"])
-@pytest.mark.parametrize("subset", ["last_layer", "all"])
+@covering(2, name=LOSSES, reduction=["mean", "sum"], fix=["psd_parts", "full", "fixed"], subset=["last_layer", "all"])
 @pytest.mark.filterwarnings("ignore:The clamped curvature is zero everywhere")
 def test_a_fit_is_the_sum_over_batches(name: str, reduction: str, fix: str, subset: str, device: str) -> None:
     model, x, y = problem(device)
@@ -117,8 +115,7 @@ def test_negatives_that_count_less_are_as_hard_as_a_batch(device: str) -> None:
     assert float(half.loss) == pytest.approx(value, rel=1e-10)
 
 
-@pytest.mark.parametrize("structure", ["lowrank", "gp", "kron", "kron_lowrank"])
-@pytest.mark.parametrize("name", LOSSES)
+@covering(1, structure=["lowrank", "gp", "kron", "kron_lowrank"], name=LOSSES)
 def test_every_structure_predicts(name: str, structure: str, device: str) -> None:
     model, x, y = problem(device)
     loader = list(zip(x.split(6), y.split(6), strict=True))
@@ -265,8 +262,7 @@ def test_graded_pairs(device: str) -> None:
         la.fit([(first, second)])
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize(("structure", "subset"), [("diag", "last_layer"), ("kron", "all"), ("full", "last_layer")])
+@covering(1, name=LOSSES, structure__subset=[("diag", "last_layer"), ("kron", "all"), ("full", "last_layer")])
 def test_online_training_takes_every_loss(name: str, structure: str, subset: str, device: str) -> None:
     model, x, y = problem(device)
     learner = cc.OnlineLaplace(

@@ -11,6 +11,7 @@ from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
+from tables import covering
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -70,8 +71,7 @@ def short_output(model: nn.Sequential, x: Tensor, row: int) -> Tensor:
 
 
 @on_every_device
-@pytest.mark.parametrize("size", [7, N])
-@pytest.mark.parametrize(("weights", "structure", "more"), STRUCTURES, ids=IDS)
+@covering(1, size=[7, N], weights__structure__more=STRUCTURES)
 def test_a_point_next_to_zero(weights: str, structure: str, more: dict[str, Any], size: int, device: str) -> None:
     model = encoder(device)
     x, labels = data(device)
@@ -85,9 +85,7 @@ def test_a_point_next_to_zero(weights: str, structure: str, more: dict[str, Any]
 
 
 @on_every_device
-@pytest.mark.parametrize("size", [7, N])
-@pytest.mark.parametrize("weights", ["last_layer", "all"])
-@pytest.mark.parametrize("kind", ["dataset", "batch"])
+@covering(2, size=[7, N], weights=["last_layer", "all"], kind=["dataset", "batch"])
 def test_a_huge_input_in_kronecker_factors(kind: str, weights: str, size: int, device: str) -> None:
     """The output Hessian shrinks as the input grows, but the factors of inputs know nothing of it."""
     x, labels = data(device)
@@ -100,8 +98,7 @@ def test_a_huge_input_in_kronecker_factors(kind: str, weights: str, size: int, d
 
 
 @on_every_device
-@pytest.mark.parametrize("size", [7, N])
-@pytest.mark.parametrize("backend", [None, *BACKENDS])
+@covering(1, size=[7, N], backend=[None, *BACKENDS])
 def test_several_huge_inputs(backend: Any, size: int, device: str) -> None:
     """Neither of the points dominates alone."""
     x, labels = data(device)
@@ -115,9 +112,7 @@ def test_several_huge_inputs(backend: Any, size: int, device: str) -> None:
 
 
 @on_every_device
-@pytest.mark.parametrize("kind", ["dataset", "batch"])
-@pytest.mark.parametrize("pd_fix", ["fixed", "positive", "full", "psd"])
-@pytest.mark.parametrize("structure", ["diag", "full"])
+@covering(2, kind=["dataset", "batch"], pd_fix=["fixed", "positive", "full", "psd"], structure=["diag", "full"])
 def test_every_fix_and_both_kinds_of_fit(structure: str, pd_fix: str, kind: str, device: str) -> None:
     model = encoder(device)
     x, labels = data(device)
@@ -131,8 +126,7 @@ def test_every_fix_and_both_kinds_of_fit(structure: str, pd_fix: str, kind: str,
 
 
 @on_every_device
-@pytest.mark.parametrize("size", [7, N])
-@pytest.mark.parametrize(("weights", "structure", "more"), STRUCTURES, ids=IDS)
+@covering(1, size=[7, N], weights__structure__more=STRUCTURES)
 def test_ordinary_data_cause_no_warning(
     weights: str, structure: str, more: dict[str, Any], size: int, device: str
 ) -> None:

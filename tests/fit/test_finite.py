@@ -8,6 +8,7 @@ import pytest
 import torch
 from devices import DEVICES
 from laplace import Laplace
+from tables import covering
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -56,8 +57,7 @@ def test_no_structure_keeps_it(
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("structure", ["diag", "kron", "full", "lowrank"])
-@pytest.mark.parametrize("backend", [None, cc.ContrastiveGGN], ids=["default", "torch_func"])
+@covering(1, structure=["diag", "kron", "full", "lowrank"], backend=[None, cc.ContrastiveGGN])
 def test_the_message_names_layer_and_batch(structure: str, backend: Any, device: str) -> None:
     la = Laplace(encoder(nn.Tanh(), device), "contrastive", "all", structure, backend=backend)
     with pytest.raises(cc.InputError) as caught:

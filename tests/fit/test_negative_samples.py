@@ -14,6 +14,7 @@ from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import DISTANCES, FIXES, NORMALIZATIONS, build_network, close, make_inputs
+from tables import covering
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -262,9 +263,7 @@ def numbers_for(chosen: list[int], n: int) -> Tensor:
     return numbers
 
 
-@pytest.mark.parametrize(("labels", "size"), [TINY[1], TINY[2]])
-@pytest.mark.parametrize("distance", DISTANCES)
-@pytest.mark.parametrize("fix", ["fixed", "full"])
+@covering(2, labels__size=[TINY[1], TINY[2]], distance=DISTANCES, fix=["fixed", "full"])
 def test_the_mean_over_all_samples_is_the_exact_curvature(
     labels: list[int], size: int, distance: str, fix: str, device: str
 ) -> None:

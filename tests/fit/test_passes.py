@@ -11,6 +11,7 @@ from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
+from tables import covering
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -83,8 +84,7 @@ LATER = 2
 
 
 @on_every_device
-@pytest.mark.parametrize("change", WRONG)
-@pytest.mark.parametrize("structure", ["diag", "kron", "full", "gp"])
+@covering(1, change=WRONG, structure=["diag", "kron", "full", "gp"])
 def test_other_targets_in_the_second_pass_are_refused(structure: str, change: Any, device: str) -> None:
     more = {"n_subset": 10, "backend_kwargs": {"pd_fix": "psd"}} if structure == "gp" else {}
     la = Laplace(model(device), "contrastive", hessian_structure=structure, **more)
@@ -138,8 +138,7 @@ def test_shuffling_is_fine(structure: str, device: str) -> None:
 
 
 @on_every_device
-@pytest.mark.parametrize("change", WRONG)
-@pytest.mark.parametrize("later", [LATER + 1, LATER + 2])
+@covering(1, change=WRONG, later=[LATER + 1, LATER + 2])
 def test_the_passes_of_the_cross_terms_are_checked_too(later: int, change: Any, device: str) -> None:
     options = {"pd_fix": "full", "margin": 0.9}
     la = Laplace(model(device), "contrastive", hessian_structure="diag", backend_kwargs=options)

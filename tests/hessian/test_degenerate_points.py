@@ -8,6 +8,7 @@ from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Case, cases
+from tables import covering
 from torch import Tensor
 
 import contrastive_curvature as cc
@@ -17,9 +18,7 @@ from contrastive_curvature.losses import Terms
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("kind", ["same", "opposite", "close"])
-@pytest.mark.parametrize("seed", range(4))
+@covering(2, dtype=[torch.float32, torch.float64], kind=["same", "opposite", "close"], seed=range(4))
 def test_signed_factors_of_points_without_a_tangent(kind: str, dtype: torch.dtype, seed: int, device: str) -> None:
     # What is left of the tangent is rounding, along the embedding itself: a basis with both would be none.
     z = torch.randn(6, 3, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
@@ -32,8 +31,7 @@ def test_signed_factors_of_points_without_a_tangent(kind: str, dtype: torch.dtyp
         assert float((rebuilt - blocks).abs().max()) <= 64 * torch.finfo(dtype).eps * float(blocks.abs().max())
 
 
-@pytest.mark.parametrize("fix", ["fixed", "psd", "full", "positive"])
-@pytest.mark.parametrize("loss", [cc.ContrastiveLoss, cc.LogisticLoss])
+@covering(1, fix=["fixed", "psd", "full", "positive"], loss=[cc.ContrastiveLoss, cc.LogisticLoss])
 def test_products_of_no_points(loss: type[cc.PairLoss], fix: str, device: str) -> None:
     z = torch.zeros(0, 3, device=device)
     found = cc.output_hessian(z, torch.zeros(0, dtype=torch.int64, device=device), loss=loss(pd_fix=fix))

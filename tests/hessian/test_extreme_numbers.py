@@ -10,6 +10,7 @@ from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import DISTANCES, FIXES, NORMALIZATIONS
+from tables import covering
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -89,8 +90,7 @@ def test_the_hessian_is_right_from_1e_18_to_1e18(exponents: list[int], pd_fix: s
 
 
 @on_every_device
-@pytest.mark.parametrize("scale", [1e-25, 1e25])
-@pytest.mark.parametrize("pd_fix", FIXES)
+@covering(1, scale=[1e-25, 1e25], pd_fix=FIXES)
 def test_what_the_dtype_cannot_hold_is_refused(pd_fix: str, scale: float, device: str) -> None:
     z, labels = points()
     z[3] *= scale
@@ -135,8 +135,7 @@ def test_a_margin_of_two_masks_nothing(n: int, dim: int, seed: int, normalizatio
 
 
 @on_every_device
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("margin", [None, 0.7, 2])
+@covering(1, normalization=NORMALIZATIONS, margin=[None, 0.7, 2])
 def test_sums_over_many_points_keep_their_digits(margin: float | None, normalization: str, device: str) -> None:
     """20,000 points of tight classes, where attraction and repulsion nearly cancel."""
     torch.manual_seed(0)

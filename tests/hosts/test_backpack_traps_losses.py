@@ -15,6 +15,7 @@ from backpack import backpack, disable, extend
 from backpack_networks import build
 from devices import DEVICES
 from strategies import INPUTS, close
+from tables import covering
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -60,8 +61,7 @@ def stacked(model: nn.Module) -> Tensor:
     return whole.T @ torch.diag(factors[0].signs) @ whole
 
 
-@pytest.mark.parametrize("fixes", [("psd", "fixed"), ("full", "full"), ("psd", "full")])
-@pytest.mark.parametrize("where", [(0, 0), (0, 1), (1, 0)])
+@covering(1, fixes=[("psd", "fixed"), ("full", "full"), ("psd", "full")], where=[(0, 0), (0, 1), (1, 0)])
 def test_several_losses_add_up(fixes: tuple[str, str], where: tuple[int, int], device: str) -> None:
     """On the same outputs, and at two ends of a branch, whose two sides belong to one of the losses."""
     model, x, labels = Residual().to(device).double(), data(device), LABELS.to(device)

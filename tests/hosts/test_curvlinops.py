@@ -25,6 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.sparse.linalg import eigsh
 from strategies import Case, close, network_cases
+from tables import covering
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -101,8 +102,7 @@ def test_any_parameters_in_any_order(drawn: Any, seed: int) -> None:
     assert close(torch.cat([p.flatten() for p in pieces]), truth[index][:, index].sum(1), reach)
 
 
-@pytest.mark.parametrize("pd_fix", ["positive", "fixed", "full", "psd"])
-@pytest.mark.parametrize("distance", ["arccos", "euclidean"])
+@covering(1, pd_fix=["positive", "fixed", "full", "psd"], distance=["arccos", "euclidean"])
 def test_deterministic_tools_of_the_host(pd_fix: str, distance: str) -> None:
     drawn = fixed_case(pd_fix, distance=distance)
     truth, size = truth_and_size(*drawn)

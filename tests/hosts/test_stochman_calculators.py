@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stochman import nnj
 from strategies import close
+from tables import covering
 from test_stochman import build
 from test_stochman_rules import autograd_jacobians
 from torch import Tensor, nn
@@ -224,8 +225,7 @@ def test_refuses_networks_it_has_no_answer_for(device: str) -> None:
         ArccosHessianCalculator().compute_hessian(x, nn.Linear(4, 2).to(device), (tuples[0], tuples[1], tuples[2] + 9))
 
 
-@pytest.mark.parametrize("distance", CALCULATORS)
-@pytest.mark.parametrize("tail", [nn.Identity(), nn.Dropout(0.5), nn.Flatten(), cc.L2Norm(), nnj.Reshape(3)])
+@covering(1, distance=CALCULATORS, tail=[nn.Identity(), nn.Dropout(0.5), nn.Flatten(), cc.L2Norm(), nnj.Reshape(3)])
 def test_what_passes_the_normalisation_on_changes_nothing(tail: nn.Module, distance: str, device: str) -> None:
     torch.manual_seed(0)
     norm = cc.L2Norm()
@@ -246,8 +246,7 @@ def test_norms_of_parts_of_an_embedding_are_no_normalisation(device: str) -> Non
         ContrastiveHessianCalculator().compute_hessian(x, network, tuples)
 
 
-@pytest.mark.parametrize("speed", ["half", "slow"])
-@pytest.mark.parametrize("method", LONG)
+@covering(1, speed=["half", "slow"], method=LONG)
 def test_tied_weights_are_exact(speed: str, method: str, device: str) -> None:
     torch.manual_seed(0)
     model = build("tied", 2)

@@ -13,6 +13,7 @@ import torch
 from devices import DEVICES
 from laplace import Laplace
 from laplace_combinations import COMBINATIONS, for_every_combination
+from tables import covering
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -261,8 +262,7 @@ CHANGES = [_other_prior, _other_prior_in_place, _other_temperature, _weights]
 CHANGES += [_statistics_of_a_layer, _step_of_a_fused_optimizer]
 
 
-@pytest.mark.parametrize(("weights", "structure"), [("last_layer", "diag"), ("all", "diag")])
-@pytest.mark.parametrize("change", CHANGES)
+@covering(1, weights__structure=[("last_layer", "diag"), ("all", "diag")], change=CHANGES)
 def test_another_posterior_is_noticed(weights: str, structure: str, change: Callable[[Any], None]) -> None:
     la, x = fitted(weights, structure), inputs(3, 8)
     la.calibrate(given())
@@ -415,8 +415,11 @@ def test_malformed_calibration_data_change_nothing(loader: Any, kind: type[Excep
     assert torch.equal(la(x).p_value, before)
 
 
-@pytest.mark.parametrize("shape", [(1, 0), (1, 1), (2, 5), (3, 3)])
-@pytest.mark.parametrize(("weights", "structure"), [("last_layer", "diag"), ("last_layer", "kron"), ("all", "diag")])
+@covering(
+    1,
+    shape=[(1, 0), (1, 1), (2, 5), (3, 3)],
+    weights__structure=[("last_layer", "diag"), ("last_layer", "kron"), ("all", "diag")],
+)
 def test_inputs_with_one_axis_more(weights: str, structure: str, shape: tuple[int, int]) -> None:
     """A linear layer takes them, and its outputs have another shape."""
     torch.manual_seed(1)

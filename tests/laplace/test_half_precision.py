@@ -9,6 +9,7 @@ import pytest
 import torch
 from devices import DEVICES
 from laplace import Laplace
+from tables import covering
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -55,8 +56,7 @@ def pair(structure: str, dtype: torch.dtype, device: str, *tail: nn.Module, **op
     return half, single, x[40:]
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("structure", STRUCTURES)
+@covering(1, dtype=HALF, structure=STRUCTURES)
 def test_every_prediction_is_that_of_the_weights_in_float32(structure: str, dtype: torch.dtype, device: str) -> None:
     half, single, x = pair(structure, dtype, device)
     assert {p.dtype for p in half.model.model.parameters()} == {dtype}
@@ -113,8 +113,7 @@ def test_other_losses_and_pairs(options: dict[str, Any], device: str) -> None:
     assert near(half(x).covariance, single(x.float()).covariance, torch.float16)
 
 
-@pytest.mark.parametrize("dtype", HALF)
-@pytest.mark.parametrize("structure", STRUCTURES)
+@covering(1, dtype=HALF, structure=STRUCTURES)
 def test_features_on_disk_are_as_good_as_inputs(
     structure: str, dtype: torch.dtype, device: str, tmp_path: Path
 ) -> None:

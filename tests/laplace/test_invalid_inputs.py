@@ -12,6 +12,7 @@ from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
+from tables import covering
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -183,9 +184,10 @@ def test_copies_lose_their_posterior(last_layer: Callable[[str], Any], device: s
 ASKED = (*NAMES, "joint_covariance", "novelty", "p_value")
 
 
-@pytest.mark.parametrize("weights", ["last_layer", "all"])
-@pytest.mark.parametrize(
-    "options", [{}, {"joint": True}, {"diagonal_output": True}, {"pred_type": "nn", "n_samples": 3}], ids=str
+@covering(
+    1,
+    weights=["last_layer", "all"],
+    options=[{}, {"joint": True}, {"diagonal_output": True}, {"pred_type": "nn", "n_samples": 3}],
 )
 def test_no_good_row_answers_and_refuses_as_one(weights: str, options: dict[str, Any], device: str) -> None:
     la, x = fitted(device, weights, "kron"), inputs(device)[:3]

@@ -11,6 +11,7 @@ import torch
 from devices import DEVICES
 from laplace import Laplace
 from strategies import close
+from tables import covering
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -189,9 +190,12 @@ def test_fit_is_the_curvature_of_the_whole_set(kind: str, weights: str, structur
 
 @pytest.mark.filterwarnings("ignore:hessian_structure='kron.* with pd_fix")
 @on_every_device
-@pytest.mark.parametrize("pd_fix", ["positive", "fixed", "full", "psd"])
-@pytest.mark.parametrize("normalization", ["sum", "type", "anchor"])
-@pytest.mark.parametrize(("distance", "margin"), [("arccos", None), ("euclidean", 1.2)])
+@covering(
+    2,
+    pd_fix=["positive", "fixed", "full", "psd"],
+    normalization=["sum", "type", "anchor"],
+    distance__margin=[("arccos", None), ("euclidean", 1.2)],
+)
 def test_every_option_reaches_the_curvature(
     distance: str, margin: float | None, normalization: str, pd_fix: str, device: str
 ) -> None:
@@ -273,8 +277,7 @@ def test_a_continued_fit_adds_a_further_data_set(weights: str, structure: str, d
 
 
 @on_every_device
-@pytest.mark.parametrize("normalization", ["sum", "type", "anchor"])
-@pytest.mark.parametrize(("weights", "structure"), [*LAST, *ALL])
+@covering(1, normalization=["sum", "type", "anchor"], weights__structure=[*LAST, *ALL])
 def test_one_batch_of_everything_is_the_data_set(weights: str, structure: str, normalization: str, device: str) -> None:
     x, y = data(device)
     whole = make(body(device=device), weights, structure, normalization=normalization)
@@ -431,8 +434,7 @@ def test_a_relation_on_positions_is_the_same_relation_as_masks(normalization: st
 
 
 @on_every_device
-@pytest.mark.parametrize("pd_fix", ["positive", "fixed", "full", "psd"])
-@pytest.mark.parametrize("margin", [None, 0.9])
+@covering(1, pd_fix=["positive", "fixed", "full", "psd"], margin=[None, 0.9])
 def test_loss_is_that_of_the_loss_module_whatever_the_fix(margin: float | None, pd_fix: str, device: str) -> None:
     x, y = data(device)
     z = body(device=device)(x).detach()
@@ -505,8 +507,7 @@ def test_a_last_layer_without_bias(structure: str, dim: int) -> None:
     assert la(x).covariance.shape == (POINTS, dim, dim)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int16, torch.int32])
-@pytest.mark.parametrize("pairs", ["dataset", "batch"])
+@covering(1, dtype=[torch.bool, torch.uint8, torch.int16, torch.int32], pairs=["dataset", "batch"])
 def test_labels_of_every_integer_type(pairs: str, dtype: torch.dtype) -> None:
     x, y = data()
     y = y % 2

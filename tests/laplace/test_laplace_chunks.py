@@ -9,6 +9,7 @@ import torch
 from devices import DEVICES
 from laplace import Laplace
 from strategies import close
+from tables import covering
 from test_laplace import body, data, fitted
 from test_laplace_predict import PRIOR, TEMPERATURE, jacobian_of
 from test_laplace_predict import posterior as parametric
@@ -47,8 +48,7 @@ MODULES = (prediction, pullback)
 
 
 @on_every_device
-@pytest.mark.parametrize("elements", [1, 200, 400])
-@pytest.mark.parametrize(("weights", "structure"), CHUNKED)
+@covering(1, elements=[1, 200, 400], weights__structure=CHUNKED)
 def test_bounded_chunks_change_nothing(
     weights: str, structure: str, elements: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -89,8 +89,7 @@ class Counting:
         return out
 
 
-@pytest.mark.parametrize("diagonal", [False, True])
-@pytest.mark.parametrize(("weights", "structure"), CHUNKED)
+@covering(1, diagonal=[False, True], weights__structure=CHUNKED)
 def test_jacobians_stay_within_the_bound(
     weights: str, structure: str, diagonal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,6 +12,7 @@ import torch
 from devices import DEVICES
 from laplace import Laplace
 from strategies import close
+from tables import covering
 from test_laplace import (
     ALL,
     COMBINATIONS,
@@ -335,8 +336,7 @@ STRUCTURED = [
 ]
 
 
-@pytest.mark.parametrize("method", ["average_information", "marglik"])
-@pytest.mark.parametrize(("weights", "structure", "prior"), STRUCTURED)
+@covering(1, method=["average_information", "marglik"], weights__structure__prior=STRUCTURED)
 def test_structured_priors(weights: str, structure: str, prior: str, method: str) -> None:
     x, y = data()
     la = fitted(body(), weights, structure, x, y)
@@ -361,8 +361,9 @@ REFUSED = [("last_layer", "kron", "diag"), ("last_layer", "kron_lowrank", "diag"
 REFUSED += [(*combination, prior) for combination in SUBNET for prior in ("layerwise", "diag")]
 
 
-@pytest.mark.parametrize("method", ["average_information", "marglik"])
-@pytest.mark.parametrize(("weights", "structure", "prior"), [*REFUSED, ("all", "diag", "nonsense")])
+@covering(
+    1, method=["average_information", "marglik"], weights__structure__prior=[*REFUSED, ("all", "diag", "nonsense")]
+)
 def test_priors_without_room_work_or_are_refused_and_nothing_changes(
     weights: str, structure: str, prior: str, method: str
 ) -> None:

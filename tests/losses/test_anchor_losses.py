@@ -10,6 +10,7 @@ from devices import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import Case, cases, close, network_cases
+from tables import covering
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -181,8 +182,7 @@ def test_the_second_order_part_is_positive_semidefinite(name: str, case: Case, t
     assert close(root @ root.mT, alone.point_blocks(), size, 1e-11)
 
 
-@pytest.mark.parametrize("name", sorted(LOSSES))
-@pytest.mark.parametrize("tau", [0.005, 0.05])
+@covering(1, name=sorted(LOSSES), tau=[0.005, 0.05])
 def test_single_precision(name: str, tau: float, device: str) -> None:
     """At the smallest temperatures too: finite, not negative, and as float64 has it."""
     generator = torch.Generator().manual_seed(0)

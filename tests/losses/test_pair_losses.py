@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
 from strategies import DISTANCES, FIXES, NORMALIZATIONS, Case, cases, close, network_cases
+from tables import covering
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -182,11 +183,7 @@ def problem(device: str) -> tuple[nn.Module, Tensor, Tensor, list[tuple[Tensor, 
     return model, x, y, list(zip(x.split(5), y.split(5), strict=True))
 
 
-@pytest.mark.parametrize("kind", LOSSES)
-@pytest.mark.parametrize("fix", FIXES)
-@pytest.mark.parametrize("distance", DISTANCES)
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@pytest.mark.parametrize("last", [False, True])
+@covering(2, kind=LOSSES, fix=FIXES, distance=DISTANCES, normalization=NORMALIZATIONS, last=[False, True])
 @pytest.mark.filterwarnings("ignore:The clamped curvature is zero everywhere")
 def test_a_data_set_in_batches_is_its_pairs_at_once(
     kind: str, fix: str, distance: str, normalization: str, last: bool, device: str

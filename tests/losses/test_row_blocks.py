@@ -9,6 +9,7 @@ import torch
 from devices import DEVICES
 from row_cases import numbers
 from strategies import close
+from tables import covering
 
 from contrastive_curvature.losses import row_derivatives
 from contrastive_curvature.losses.infonce import InfoNCELoss
@@ -38,9 +39,7 @@ def shrink(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("contrastive_curvature.pairs.relation.BLOCK_ELEMENTS", 40)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("fix", FIXES)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@covering(2, name=LOSSES, fix=FIXES, reduction=["mean", "sum"])
 def test_one_tower(name: str, fix: str, reduction: str, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     """Also with anchors that have no term, and pairs that are neither."""
     z = numbers(0, 13, 3).to(device)
@@ -65,9 +64,7 @@ def test_one_tower(name: str, fix: str, reduction: str, monkeypatch: pytest.Monk
             assert close(left, right, tolerance=1e-12)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("fix", FIXES)
-@pytest.mark.parametrize("directions", ["both", "a", "b"])
+@covering(2, name=LOSSES, fix=FIXES, directions=["both", "a", "b"])
 def test_two_towers(name: str, fix: str, directions: str, monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     a, b = numbers(0, 9, 3).to(device), numbers(1, 6, 3).to(device)
     labels = (torch.arange(9) % 3).to(device), (torch.arange(6) % 3).to(device)
@@ -106,8 +103,7 @@ def test_negatives_that_count_a_fraction(name: str, device: str) -> None:
     assert not close(weighted.dense(), loss.hessian_of(z, loss.derivatives(relation, u)).dense(), tolerance=1e-6)
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("reduction", ["mean", "sum"])
+@covering(1, name=LOSSES, reduction=["mean", "sum"])
 def test_a_fit_has_a_mean_over_its_anchors_once_for_each(name: str, reduction: str, device: str) -> None:
     z, labels = numbers(0, 9, 3).to(device), (torch.arange(9) % 3).to(device)
     loss = LOSSES[name](reduction=reduction, pd_fix="full")

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from row_cases import Towers, check_ggn_is_psd, check_hessian, check_products, check_towers, numbers, towers
 from strategies import Case, cases, close
+from tables import covering
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -164,8 +165,7 @@ def test_options_of_a_loss_are_shown(device: str) -> None:
         assert text in shown
 
 
-@pytest.mark.parametrize("rule", ["_counts", "_value"])
-@pytest.mark.parametrize("wrong", ["a number", "one for all", "a column", "NaN"])
+@covering(1, rule=["_counts", "_value"], wrong=["a number", "one for all", "a column", "NaN"])
 def test_numbers_of_anchors_are_checked(rule: str, wrong: str, device: str) -> None:
     made = {
         "a number": lambda found: float(found.sum()),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from devices import DEVICES
 from laplace import Laplace
+from tables import covering
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -54,9 +55,7 @@ WRONG: dict[str, tuple[Callable[[Any, Terms], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["labels", "pairs"])
-@pytest.mark.parametrize("name", WRONG)
-@pytest.mark.parametrize("fix", ["fixed", "psd", "full", "positive"])
+@covering(2, kind=["labels", "pairs"], name=WRONG, fix=["fixed", "psd", "full", "positive"])
 def test_wrong_derivatives_are_named(name: str, kind: str, fix: str, device: str) -> None:
     change, words = WRONG[name]
 

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from row_cases import numbers
 from strategies import DISTANCES, close
+from tables import covering
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError
@@ -216,8 +217,7 @@ def test_the_bias_falls_like_one_over_the_bank(name: str, device: str) -> None:
         assert 1e-6 * float(exact.norm()) < bias[many] <= bias[4] * 4 / many
 
 
-@pytest.mark.parametrize("name", CURVED)
-@pytest.mark.parametrize("fix", ["psd_parts", "ggn_fixed"])
+@covering(1, name=CURVED, fix=["psd_parts", "ggn_fixed"])
 def test_curvature_of_any_bank_is_positive_semidefinite(name: str, fix: str, device: str) -> None:
     """Also of points outside the bank that are close to its anchors, where a share of a sampled softmax exceeds one."""
     z, labels = numbers(6, 30, 3).to(device), torch.arange(30, device=device) % 6
@@ -230,8 +230,7 @@ def test_curvature_of_any_bank_is_positive_semidefinite(name: str, fix: str, dev
         assert float(values.min()) >= -1e-12 * 2500 / float(z.norm(dim=1).min()) ** 2
 
 
-@pytest.mark.parametrize("name", LOSSES)
-@pytest.mark.parametrize("fix", FIXES)
+@covering(1, name=LOSSES, fix=FIXES)
 def test_single_precision(name: str, fix: str, device: str) -> None:
     """At a temperature of 0.05, in the dtype of the outputs, within 1e-3 of double precision."""
     z, labels = numbers(7, 60, 8).to(device), torch.arange(60, device=device) % 7

@@ -12,6 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from row_cases import check_ggn_is_psd, check_products, cosines, counted, numbers
 from strategies import FIXES, NORMALIZATIONS, Case, cases, close
+from tables import covering
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -124,9 +125,7 @@ def test_embeddings_that_meet(kind: str, dtype: torch.dtype, device: str) -> Non
     assert bool(loss.output_hessian(z.detach(), pairs=tuple(_masks(alone, 5, device))).dense().isfinite().all())
 
 
-@pytest.mark.parametrize("fix", FIXES)
-@pytest.mark.parametrize("squared", [True, False])
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
+@covering(2, fix=FIXES, squared=[True, False], normalization=NORMALIZATIONS)
 @pytest.mark.filterwarnings("ignore:The clamped curvature is zero everywhere")
 def test_a_data_set_in_batches_is_its_pairs_at_once(fix: str, squared: bool, normalization: str, device: str) -> None:
     """There every point stands among the others when it comes again, and is no pair with itself."""

@@ -12,6 +12,7 @@ from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.neighbors import NearestNeighbors
+from tables import covering
 from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 from torchmetrics.functional.retrieval import retrieval_average_precision
 
@@ -46,9 +47,12 @@ def test_neighbors_agree_with_the_full_similarity_matrix(backend: str, dtype: to
         assert torch.equal(found, naive_neighbors(queries, held, 4))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("metric", ["cosine", "euclidean"])
-@pytest.mark.parametrize(("spread", "clusters"), [(0.01, 1), (0.001, 1), (0.01, 10), (1e-4, 10), (0.0, 10)])
+@covering(
+    2,
+    backend=BACKENDS,
+    metric=["cosine", "euclidean"],
+    spread__clusters=[(0.01, 1), (0.001, 1), (0.01, 10), (1e-4, 10), (0.0, 10)],
+)
 def test_close_points_are_told_apart(backend: str, metric: str, spread: float, clusters: int) -> None:
     """As scikit-learn's brute force in float64 does; float32 inner products lose ``1 - cosine``."""
     g = generator(0)

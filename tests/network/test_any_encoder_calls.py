@@ -10,6 +10,7 @@ import pytest
 import torch
 from devices import DEVICES
 from laplace import Laplace
+from tables import covering
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -71,8 +72,7 @@ class Extra(Base):
         return self.inner(batch["x"] * scale)
 
 
-@pytest.mark.parametrize("kind", [Whole, WholeNamedLikeAnEntry, One, Several, Anything, Rest, Extra])
-@pytest.mark.parametrize("wrapped", [False, True])
+@covering(1, kind=[Whole, WholeNamedLikeAnEntry, One, Several, Anything, Rest, Extra], wrapped=[False, True])
 def test_a_mapping_arrives_as_forward_wants_it(device: str, kind: type[Base], wrapped: bool) -> None:
     model = kind().to(device)
     x = torch.randn(N, 4, dtype=torch.float64).to(device)
@@ -452,8 +452,7 @@ LINEAR_ENDS: dict[str, Callable[[], list[nn.Module]]] = {
 
 
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated", "ignore:.*taken point by point")
-@pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("end", LINEAR_ENDS)
+@covering(1, inside=[False, True], end=LINEAR_ENDS)
 def test_a_linear_end_is_one_layer(device: str, end: str, inside: bool) -> None:
     """In evaluation mode it is; the layer is solved for here from what the end makes of points of its own."""
     torch.manual_seed(0)

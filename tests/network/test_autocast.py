@@ -8,6 +8,7 @@ import pytest
 import torch
 from devices import DEVICES
 from laplace import Laplace
+from tables import covering
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -38,8 +39,7 @@ class Autocast(nn.Module):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("lifts", [True, False])
-@pytest.mark.parametrize(("weights", "structure", "more"), STRUCTURES, ids=[f"{a}-{b}" for a, b, _ in STRUCTURES])
+@covering(1, lifts=[True, False], weights__structure__more=STRUCTURES)
 def test_every_structure(weights: str, structure: str, more: dict[str, Any], lifts: bool, device: str) -> None:
     torch.manual_seed(0)
     x, labels = torch.randn(40, 6, device=device), (torch.arange(40) % 4).to(device)

@@ -16,6 +16,7 @@ import pytest
 import torch
 from backpack import disable
 from laplace import Laplace
+from tables import covering
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -261,9 +262,7 @@ def test_what_layers_do_not_show_is_refused(kind: str) -> None:
         BackPackPullback(Encoder(model, data())).forward(data())
 
 
-@pytest.mark.parametrize("mask", ["none", "bool", "float", "causal"])
-@pytest.mark.parametrize("scale", [None, 0.3])
-@pytest.mark.parametrize("grouped", [False, True])
+@covering(2, mask=["none", "bool", "float", "causal"], scale=[None, 0.3], grouped=[False, True])
 def test_attention_in_plain_operations(mask: str, scale: float | None, grouped: bool) -> None:
     query, key, value = (torch.randn(2, 4, n, 3, dtype=torch.float64) for n in (5, 6, 6))
     if grouped:

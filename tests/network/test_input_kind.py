@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from laplace import Laplace
+from tables import covering
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -53,10 +54,13 @@ def test_ggn(kind: str, subset: str) -> None:
         )
 
 
-@pytest.mark.parametrize("kind", WRONG)
-@pytest.mark.parametrize(
-    ("subset", "structure", "backend"),
-    [("last_layer", "diag", None), *(("all", s, b) for s in ("diag", "kron") for b in BACKENDS)],
+@covering(
+    1,
+    kind=WRONG,
+    subset__structure__backend=[
+        ("last_layer", "diag", None),
+        *(("all", s, b) for s in ("diag", "kron") for b in BACKENDS),
+    ],
 )
 def test_laplace(kind: str, backend: Any, subset: str, structure: str) -> None:
     x, words = WRONG[kind]

@@ -15,6 +15,7 @@ from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import DISTANCES, FIXES, close, network_cases
+from tables import covering
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -276,9 +277,7 @@ def no_warning() -> Iterator[None]:
         yield
 
 
-@pytest.mark.parametrize("distance", DISTANCES)
-@pytest.mark.parametrize("pd_fix", FIXES)
-@pytest.mark.parametrize("kind", list(networks()))
+@covering(2, distance=DISTANCES, pd_fix=FIXES, kind=list(networks()))
 def test_layer_by_layer_and_exact(kind: str, pd_fix: str, distance: str, device: str) -> None:
     model, x = networks()[kind]
     with no_warning():
@@ -286,8 +285,7 @@ def test_layer_by_layer_and_exact(kind: str, pd_fix: str, distance: str, device:
     assert not pullback.by_func
 
 
-@pytest.mark.parametrize("pd_fix", ["fixed", "full"])
-@pytest.mark.parametrize("kind", list(lacking()))
+@covering(1, pd_fix=["fixed", "full"], kind=list(lacking()))
 @pytest.mark.filterwarnings("ignore:There is a performance drop", "ignore:Jacobians are taken point by point")
 def test_what_is_not_known_falls_back_by_name_and_stays_exact(kind: str, pd_fix: str, device: str) -> None:
     model, x, names = lacking()[kind]

@@ -12,6 +12,7 @@ import pytest
 import torch
 from devices import DEVICES
 from strategies import FIXES, close
+from tables import covering
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode
@@ -140,8 +141,7 @@ def found_names(caught: list[warnings.WarningMessage]) -> set[str]:
     return set(text.split("'")[1::2])
 
 
-@pytest.mark.parametrize("pd_fix", FIXES)
-@pytest.mark.parametrize("kind", list(networks()))
+@covering(1, pd_fix=FIXES, kind=list(networks()))
 def test_what_a_later_point_does_is_noticed_and_exact(kind: str, pd_fix: str, device: str) -> None:
     model, x, names = networks()[kind]
     model, x = model.double().to(device), x.double().to(device)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from laplace import Laplace
+from tables import covering
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -98,8 +99,7 @@ POSTERIORS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("tail", [(), (cc.L2Norm(),)], ids=["raw", "normalised"])
-@pytest.mark.parametrize("kind", POSTERIORS)
+@covering(1, tail=[(), (cc.L2Norm(),)], kind=POSTERIORS)
 def test_predictions_of_one_posterior(kind: str, tail: tuple[nn.Module, ...]) -> None:
     """Three threads ask one posterior for different inputs; a fourth runs the model itself."""
     model = build(*tail)

@@ -12,6 +12,7 @@ import torch
 from devices import DEVICES
 from part_cases import CASES, batches_of, close_states, content_of, make
 from safetensors.torch import save
+from tables import covering
 
 from contrastive_curvature import artifact
 from contrastive_curvature.errors import InputError
@@ -36,8 +37,7 @@ def same(one: State, other: State) -> bool:
     return close_states(one, other, 0.0) and one.found.contributions == other.found.contributions
 
 
-@pytest.mark.parametrize("kind", ["statistics", "curvature"])
-@pytest.mark.parametrize("case", list(CASES))
+@covering(1, kind=["statistics", "curvature"], case=list(CASES))
 def test_what_is_written_comes_back(case: str, kind: str, device: str, tmp_path: Path) -> None:
     written = state(case, kind, device)
     for path in (tmp_path / "a.safetensors", str(tmp_path / "b")):

@@ -26,6 +26,7 @@ from part_cases import (
     points,
     same_posterior,
 )
+from tables import covering
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -337,8 +338,11 @@ def test_a_missing_part_is_refused_by_its_number(device: str) -> None:
         la.part_curvature(parts[0], (0, 3), first)
 
 
-@pytest.mark.parametrize("case", ["sampled", "exact", "logistic", "no margin", "supcon sampled"])
-@pytest.mark.parametrize("kind", ["points", "targets", "fewer", "outputs"])
+@covering(
+    1,
+    case=["sampled", "exact", "logistic", "no margin", "supcon sampled"],
+    kind=["points", "targets", "fewer", "outputs"],
+)
 def test_other_points_in_the_second_pass_are_refused(case: str, kind: str, device: str) -> None:
     la, parts, first, _ = states(case, device)
     whole = State.merged(first)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from devices import DEVICES
 from strategies import close
+from tables import covering
 from torch import Tensor
 from tower_cases import FIXES, LOSSES, batches, data_loss, encoders, joint_hessians, numbers, posterior, pulled_back
 
@@ -17,9 +18,7 @@ import contrastive_curvature as cc
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
-@pytest.mark.parametrize("labelled", [False, True])
-@pytest.mark.parametrize("fix", FIXES)
-@pytest.mark.parametrize("name", LOSSES)
+@covering(2, labelled=[False, True], fix=FIXES, name=LOSSES)
 def test_blocks_of_both_towers(name: str, fix: str, labelled: bool, device: str) -> None:
     """Diagonal and matrix, of the last layer and of all parameters, over several batches, for both distances."""
     a, b = encoders(device)
@@ -107,17 +106,16 @@ def test_reduced_kronecker_factors_of_one_input(device: str) -> None:
     assert close(torch.kron(g, moment), weight, tolerance=1e-11)
 
 
-@pytest.mark.parametrize(
-    "loss",
-    [
+@covering(
+    1,
+    loss=[
         cc.MultiSimilarityLoss(reduction="sum", pd_fix="full"),
         cc.TripletLoss(0.5, reduction="sum", pd_fix="full"),
         cc.InfoNCELoss(0.05, reduction="sum", pd_fix="full"),
         cc.CoSENTLoss(3.0, pd_fix="full"),
     ],
-    ids=lambda loss: type(loss).__name__,
+    shared=[False, True],
 )
-@pytest.mark.parametrize("shared", [False, True])
 def test_other_losses(loss: Any, shared: bool, device: str) -> None:
     """The Hessian of the loss between the towers by autograd, pulled back."""
     a, b = encoders(device)

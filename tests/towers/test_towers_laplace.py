@@ -10,6 +10,7 @@ import torch
 from devices import DEVICES
 from laplace import Laplace
 from strategies import close
+from tables import covering
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 from tower_cases import LOSSES, batches, encoders, numbers, posterior
@@ -61,8 +62,7 @@ def test_width_of_two_towers_must_agree_for_a_similarity(device: str) -> None:
         cc.similarity(la.a(numbers(1, 2, 4).to(device)), other)
 
 
-@pytest.mark.parametrize("shared", [False, True])
-@pytest.mark.parametrize(("weights", "structure"), COMBINATIONS)
+@covering(1, shared=[False, True], weights__structure=COMBINATIONS)
 def test_state_makes_the_same_posterior(weights: str, structure: str, shared: bool, device: str) -> None:
     la = fitted(weights, structure, device, shared)
     file = io.BytesIO()

@@ -9,6 +9,7 @@ import pytest
 import torch
 from devices import DEVICES
 from strategies import close
+from tables import covering
 from torch import Tensor
 from tower_cases import (
     FIXES,
@@ -36,9 +37,7 @@ def fitted(*args: Any, data: Any, **kwargs: Any) -> Any:
     return la
 
 
-@pytest.mark.parametrize("weights", ["all", "last_layer"])
-@pytest.mark.parametrize("fix", FIXES)
-@pytest.mark.parametrize("name", LOSSES)
+@covering(2, weights=["all", "last_layer"], fix=FIXES, name=LOSSES)
 def test_product_has_the_blocks_between_the_towers(name: str, fix: str, weights: str, device: str) -> None:
     a, b = encoders(device)
     data = batches(device, labelled=True)
@@ -73,9 +72,7 @@ def test_full_product_is_that_of_autograd(device: str) -> None:
     assert close(torch.cat(found), truth, tolerance=1e-10)
 
 
-@pytest.mark.parametrize("weights", ["all", "last_layer"])
-@pytest.mark.parametrize("fix", ["full", "ggn", "fixed"])
-@pytest.mark.parametrize("name", LOSSES)
+@covering(2, weights=["all", "last_layer"], fix=["full", "ggn", "fixed"], name=LOSSES)
 def test_one_module_for_both(name: str, fix: str, weights: str, device: str) -> None:
     """One set of parameters, with all that couples the two kinds of inputs."""
     one, _ = encoders(device)

@@ -10,6 +10,7 @@ import torch
 from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import covering
 from torch import Tensor
 from torch.nn import functional as F
 from tower_cases import LOSSES, batches, encoders, numbers, posterior
@@ -87,9 +88,7 @@ def test_what_all_classes_share_does_not_count(seed: int, common: float, device:
     assert torch.allclose(found, ZeroShotClassifier(axes, scale=20.0).probabilities(images), rtol=0, atol=1e-10)
 
 
-@pytest.mark.parametrize("kind", ["variance", "covariance"])
-@pytest.mark.parametrize("which", ["images", "both"])
-@pytest.mark.parametrize("scale", [10.0, 100.0])
+@covering(2, kind=["variance", "covariance"], which=["images", "both"], scale=[10.0, 100.0])
 def test_two_classes_agree_with_samples(scale: float, which: str, kind: str, device: str) -> None:
     """MacKay's factor is within 0.02 of the integral of a sigmoid for every mean and variance; and the noise of 20,000
     samples and the errors of the moments of directions, here second-order in a spread of 0.1, are below 0.01."""

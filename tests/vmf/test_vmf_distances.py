@@ -11,6 +11,7 @@ import torch
 from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import covering
 from torch import Tensor
 
 from contrastive_curvature import vmf
@@ -244,10 +245,10 @@ def test_one_concentration_for_all_rows() -> None:
 ONE = (torch.ones(2, 3), torch.ones(2), torch.ones(4, 3), torch.ones(4))
 
 
-@pytest.mark.parametrize("distance", ALL)
-@pytest.mark.parametrize(
-    ("at", "value", "kind", "message"),
-    [
+@covering(
+    1,
+    distance=ALL,
+    at__value__kind__message=[
         (0, torch.ones(3), InputError, r"mu: expected shape \(rows, D\)"),
         (0, torch.zeros(2, 3), InputError, "mu: expected non-zero vectors"),
         (0, torch.full((2, 3), torch.nan), InputError, "mu: expected finite"),

@@ -11,6 +11,7 @@ from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import vonmises_fisher
+from tables import covering
 
 from contrastive_curvature import vmf
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
@@ -159,10 +160,10 @@ def test_shape_is_kept() -> None:
     assert vmf.mean_resultant_length(torch.tensor(1.0), 4).shape == ()
 
 
-@pytest.mark.parametrize("function", [vmf.log_normalizer, vmf.log_density_at_mode, vmf.mean_resultant_length])
-@pytest.mark.parametrize(
-    ("kappa", "dim", "error_type", "message"),
-    [
+@covering(
+    1,
+    function=[vmf.log_normalizer, vmf.log_density_at_mode, vmf.mean_resultant_length],
+    kappa__dim__error_type__message=[
         (torch.tensor([1.0, -2.0]), 3, InputError, "kappa: expected >= 0"),
         (torch.tensor(float("nan")), 3, InputError, "kappa: expected finite"),
         (torch.tensor(float("inf")), 3, InputError, "kappa: expected finite"),
