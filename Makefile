@@ -15,7 +15,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test test-oldest fuzz lint typecheck docs docs-serve bench tables gpu dist clean
+.PHONY: help demo test quick mutants test-oldest fuzz lint typecheck docs docs-serve bench tables gpu dist clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -26,6 +26,15 @@ demo: $(DEMO) ## the demonstration on digits; options go into ARGS="..." (ARGS=-
 
 test: $(STAMP) lint typecheck ## lint, types and all tests that are not marked slow; pytest options go into ARGS="..."
 	$(ONE_THREAD) $(PY) -m pytest -n 2 -m "not slow" --hypothesis-profile=ci $(ARGS)
+
+# The oracle, the contract of every backend, and one run of every public entry point.
+QUICK := tests/test_fuzz.py::test_the_calls_work_as_they_stand tests/laplace/test_contract.py tests/losses/test_derivatives.py tests/fit/test_ggn.py
+
+quick: $(STAMP) ## what one runs while working, under a minute; pytest options go into ARGS="..."
+	$(ONE_THREAD) $(PY) -m pytest -n 2 -q --hypothesis-profile=quick $(QUICK) $(ARGS)
+
+mutants: $(STAMP) ## wrong signs, factors and terms in the core, each of which a test has to notice; half an hour; ARGS="--only fit/"
+	$(PY) tests/mutants.py --jobs 2 $(ARGS)
 
 test-oldest: $(OLDEST)/.installed ## the same tests with the oldest versions that pyproject.toml allows, on Python 3.11, in an environment of its own
 	$(ONE_THREAD) $(OLDEST)/bin/python -m pytest -n 2 -m "not slow" --hypothesis-profile=ci $(OLDEST_WITHOUT) $(ARGS)

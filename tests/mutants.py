@@ -334,6 +334,9 @@ def main() -> int:
     wrong = [m for m, result in zip(chosen, found, strict=True) if result == "survived" or "does not apply" in result]
     for word in ("killed", "survived", "survives, as marked", "does not apply"):
         print(f"{sum(result.startswith(word) for result in found):4}  {word}")
+    for folder in sorted({mutant.file.split("/")[0] for mutant in chosen}):
+        inside = [result for m, result in zip(chosen, found, strict=True) if m.file.startswith(f"{folder}/")]
+        print(f"{inside.count('killed')} of {len(inside)} killed in {folder}")
     print(f"{(time.monotonic() - began) / 60:.1f} minutes for {len(chosen)} mutants")
     for mutant in wrong:
         print(f"not killed: {mutant.name} [{mutant.formula}] {mutant.file}")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from devices import DEVICES
 from laplace import Laplace
-from tables import covering
+from tables import covering, each
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -109,8 +109,8 @@ def test_pairs(call: Callable[..., Any], device: str) -> None:
     refused(lambda: call(z, pairs=lambda a, b: (a[:, None] < b, a[:, None] > b)), cc.InputError, "symmetric")
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "kind", "words"),
+@each(
+    "option, value, kind, words",
     [
         ("distance", "cosine", cc.InputError, ("'euclidean'", "'arccos'", "cosine")),
         ("distance", None, cc.InputError, ("'euclidean'", "None")),
@@ -259,7 +259,7 @@ ENCODERS: list[tuple[str, Callable[[], nn.Module], str, type[Exception], tuple[s
 ]
 
 
-@pytest.mark.parametrize(("_name", "build", "weights", "kind", "words"), ENCODERS, ids=[e[0] for e in ENCODERS])
+@pytest.mark.parametrize(("name", "build", "weights", "kind", "words"), ENCODERS, ids=[e[0] for e in ENCODERS])
 def test_encoders(
     name: str, build: Callable[[], nn.Module], weights: str, kind: type[Exception], words: tuple[str, ...]
 ) -> None:
@@ -293,7 +293,7 @@ class Scale(nn.Module):
         return z * torch.tensor([1.0, 2.0, 3.0], dtype=z.dtype)
 
 
-@pytest.mark.parametrize("name", ["nothing", "0.weight", "0"])
+@each("name", ["nothing", "0.weight", "0"])
 def test_a_wrong_name_of_the_last_layer(name: str) -> None:
     la = Laplace(encoder(), "contrastive", "last_layer", "diag", last_layer_name=name)
     refused(lambda: la.fit(DataLoader(TensorDataset(*inputs()), batch_size=5)), cc.InputError, "last_layer_name", name)
@@ -521,8 +521,8 @@ X, LABELS = inputs()
 NAMES = [f"class {label}" for label in LABELS.tolist()]
 
 
-@pytest.mark.parametrize(
-    ("call", "words"),
+@each(
+    "call, words",
     [
         (lambda la: la.fit(X, LABELS), ("train_loader", "a Tensor", "DataLoader(TensorDataset(x, labels)")),
         (lambda la: la.fit(X.numpy(), LABELS.numpy()), ("train_loader", "a ndarray", "DataLoader(TensorDataset(x, ")),

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.integrate import quad
+from tables import each
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError
@@ -182,8 +183,8 @@ Z = torch.zeros(2, 3)
 YES = torch.ones(2, dtype=torch.bool)
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
+@each(
+    "call, says",
     [
         (lambda: match_logits(Z, Z[:, :2], 1.0, 0.0), "one dimension D, got z1 3, z2 2"),
         (lambda: match_logits(Z, torch.zeros(5, 3), 1.0, 0.0), "shapes that broadcast"),
@@ -212,8 +213,8 @@ def test_bad_values(call: Any, says: str):
         call()
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
+@each(
+    "call, says",
     [
         (lambda: match_logits([[0.0]], Z, 1.0, 0.0), "z1"),  # type: ignore
         (lambda: match_logits(Z, Z, "1", 0.0), "a: expected a finite number"),  # type: ignore

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each
 from torch import Tensor
 from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal, kl_divergence
 
@@ -257,8 +258,8 @@ ONE = mixture(0, 2, 2, 3)
 YES = torch.ones(2, dtype=torch.bool)
 
 
-@pytest.mark.parametrize(
-    ("call", "says"),
+@each(
+    "call, says",
     [
         (lambda: stratified_samples(*ONE, 3), "n_samples: expected a multiple of the 2 components"),
         (lambda: stratified_samples(*ONE, 0), "n_samples: expected a positive whole number"),

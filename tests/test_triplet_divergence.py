@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.integrate import quad
+from tables import each
 from torch import Tensor
 
 from contrastive_curvature import vmf
@@ -78,8 +79,8 @@ def test_gaussian_gradients(seed: int, dim: int, isotropic: bool) -> None:
     assert torch.autograd.gradgradcheck(kl_to_normal, inputs)
 
 
-@pytest.mark.parametrize(
-    ("variance", "prior", "says"),
+@each(
+    "variance, prior, says",
     [
         (torch.zeros(2, 3), 1.0, "variance: expected variances > 0, got 6 zeros"),
         (-torch.ones(2, 3), 1.0, "variance: expected variances >= 0"),
@@ -181,8 +182,8 @@ def test_uniform_is_not_what_the_listing_prints() -> None:
     assert (doubled[1] - doubled[0]).item() == pytest.approx(127 / 2 * math.log(2), rel=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("kappa", "dim", "error"),
+@each(
+    "kappa, dim, error",
     [
         (f64(-1.0), 3, InputError),
         (f64(math.nan), 3, InputError),

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
@@ -85,9 +86,7 @@ def test_a_third_derivative_is_refused() -> None:
         torch.autograd.grad(second, x)
 
 
-@pytest.mark.parametrize(
-    ("bad", "error"), [(0.5, InputTypeError), (torch.tensor(1), InputTypeError), (f64(math.nan), InputError)]
-)
+@each("bad, error", [(0.5, InputTypeError), (torch.tensor(1), InputTypeError), (f64(math.nan), InputError)])
 def test_bad_arguments_of_the_distribution_function(bad: Tensor, error: type[Exception]) -> None:
     with pytest.raises(error, match="z: expected"):
         log_normal_cdf(bad)
@@ -152,13 +151,13 @@ def test_gradients_of_the_log_probability(seed: int, dim: int) -> None:
     assert torch.autograd.gradgradcheck(function, flat, rtol=1e-2, atol=1e-3)
 
 
-@pytest.mark.parametrize("bad", [-0.1, math.nan, math.inf])
+@each("bad", [-0.1, math.nan, math.inf])
 def test_bad_margins(bad: float) -> None:
     with pytest.raises(InputError, match="margin: expected a finite number >= 0"):
         log_probability(*draw(0, 2), margin=bad)
 
 
-@pytest.mark.parametrize("bad", [True, "1", torch.tensor(1.0)])
+@each("bad", [True, "1", torch.tensor(1.0)])
 def test_margins_of_a_wrong_type(bad: float) -> None:
     with pytest.raises(InputTypeError, match="margin"):
         log_probability(*draw(0, 2), margin=bad)
@@ -170,7 +169,7 @@ def test_certain_triplets_are_refused() -> None:
         log_probability(point, point, point)
 
 
-@pytest.mark.parametrize(("dtype", "z"), [(torch.float32, -1e30), (torch.float64, -1e160), (torch.float16, -6e4)])
+@each("dtype, z", [(torch.float32, -1e30), (torch.float64, -1e160), (torch.float16, -6e4)])
 def test_a_value_that_the_dtype_cannot_hold_is_refused(dtype: torch.dtype, z: float) -> None:
     given_z = torch.tensor([1.0, z], dtype=dtype)
     if dtype == torch.float16:  # comes back as float32, which holds it

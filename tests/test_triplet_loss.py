@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError
@@ -118,8 +119,8 @@ def test_the_documents_objective_exceeds_the_evidence() -> None:
 TWO = draw(0, 3, (2,), width=1)
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
+@each(
+    "options, says",
     [
         ({"margin": -1.0}, "margin"),
         ({"kl_weight": -1.0}, "kl_weight"),
@@ -136,8 +137,8 @@ def test_bad_options(options: dict[str, Any], says: str) -> None:
         bayesian_triplet_loss(*TWO, **options)
 
 
-@pytest.mark.parametrize(
-    ("three", "distribution", "says"),
+@each(
+    "three, distribution, says",
     [
         (draw(0, 3, (0,)), "gaussian", "at least one triplet"),
         (draw(0, 3, (2,)), "vmf", "variance of anchor: expected shape"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError
@@ -153,8 +154,8 @@ def test_half_precision_is_returned_as_float32() -> None:
 GOOD = (torch.zeros(2, 3), torch.ones(2, 3))
 
 
-@pytest.mark.parametrize(
-    ("bad", "says"),
+@each(
+    "bad, says",
     [
         ((torch.zeros(2, 3), torch.ones(2, 2)), "variance of positive: expected shape"),
         ((torch.zeros(2, 3), torch.ones(3)), "variance of positive: expected shape"),
@@ -174,9 +175,7 @@ def test_bad_values(bad: Embedding, says: str) -> None:
         tau_moments(GOOD, bad, GOOD)
 
 
-@pytest.mark.parametrize(
-    "bad", [torch.zeros(2, 3), GOOD[:1], [GOOD[0], GOOD[1]], (GOOD[0], None), (GOOD[0].long(),) * 2]
-)
+@each("bad", [torch.zeros(2, 3), GOOD[:1], [GOOD[0], GOOD[1]], (GOOD[0], None), (GOOD[0].long(),) * 2])
 def test_bad_types(bad: object) -> None:
     with pytest.raises(InputTypeError, match="positive"):
         tau_moments(GOOD, bad, GOOD)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each
 from torch import Tensor
 
 from contrastive_curvature import vmf
@@ -141,8 +142,8 @@ def test_the_loss_takes_these_moments_for_von_mises_fisher_embeddings(margin: fl
 TWO = (torch.ones(2, 3), torch.ones(2))
 
 
-@pytest.mark.parametrize(
-    ("bad", "says"),
+@each(
+    "bad, says",
     [
         ((torch.ones(2, 3), torch.ones(2, 1)), "kappa of positive: expected shape"),
         ((torch.ones(2, 3), torch.ones(3)), "kappa of positive: expected shape"),
@@ -159,15 +160,13 @@ def test_bad_values(bad: Embedding, says: str) -> None:
         tau_moments_vmf(TWO, bad, TWO)
 
 
-@pytest.mark.parametrize("bad", [TWO[0], TWO[:1], [TWO[0], TWO[1]], (TWO[0], None), (TWO[0].long(), TWO[1])])
+@each("bad", [TWO[0], TWO[:1], [TWO[0], TWO[1]], (TWO[0], None), (TWO[0].long(), TWO[1])])
 def test_bad_types(bad: object) -> None:
     with pytest.raises(InputTypeError, match="positive"):
         tau_moments_vmf(TWO, bad, TWO)
 
 
-@pytest.mark.parametrize(
-    "options", [{"moments": "vmf"}, {"moments": "exact"}, {"moments": "exact", "distribution": "vmf"}]
-)
+@each("options", [{"moments": "vmf"}, {"moments": "exact"}, {"moments": "exact", "distribution": "vmf"}])
 def test_moments_that_do_not_go_with_the_distribution_are_refused(options: dict[str, str]) -> None:
     three = [(mu, 1 / kappa.unsqueeze(-1)) for mu, kappa in embeddings(0, 4, 5.0, (6,))]
     with pytest.raises(InputError, match="moments: expected"):

@@ -7,6 +7,7 @@ from types import ModuleType
 
 import pytest
 from markdown_pages import ROOT
+from tables import each
 
 import contrastive_curvature
 
@@ -21,10 +22,11 @@ def hook(name: str) -> ModuleType:
 
 
 pages, names, roles = hook("repository_pages"), hook("public_names"), hook("sphinx_roles")
+formulas = hook("formulas")
 
 
-@pytest.mark.parametrize(
-    ("page", "link", "wanted"),
+@each(
+    "page, link, wanted",
     [
         ("threshold.md", "../benchmarks/results/threshold.md", "benchmarks/results/threshold.md"),
         ("threshold.md", "../CHANGELOG.md", "changelog.md"),
@@ -117,3 +119,18 @@ def test_formulas_are_drawn_as_outlines_in_the_colour_of_the_text():
 def test_a_formula_with_an_unknown_command_is_refused():
     with pytest.raises(ValueError, match="Unknown symbol"):
         roles.drawn(r"\nosuchcommand x")
+
+
+def test_formulas_are_drawn_by_the_browser_and_dollars_in_code_are_left_alone():
+    import markdown
+
+    text = "The curvature $J_i^\\top H_{ij} J_j$, `$HOME` and $5.\n\n$$\na < \\frac{1}{n}\n$$\n"
+    marked = markdown.markdown(
+        text, extensions=["pymdownx.arithmatex"], extension_configs={"pymdownx.arithmatex": {"generic": True}}
+    )
+    page = formulas.with_mathml(marked)
+    assert page.count("<math") == 2
+    assert 'display="block"' in page
+    assert "<mfrac>" in page
+    assert "arithmatex" not in page
+    assert "<code>$HOME</code> and $5." in page

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from devices import DEVICES
-from tables import covering
+from tables import covering, each
 from torch import Tensor
 
 import contrastive_curvature as cc
@@ -57,7 +57,7 @@ MEANS: list[Any] = [
 MEANS += [spoilt(mean(), (1, 2), NAN), spoilt(mean(), (1, 2), INF), spoilt(mean(), 2, 0.0), mean().to(torch.complex64)]
 
 
-@pytest.mark.parametrize("bad", MEANS, ids=lambda m: str(getattr(m, "shape", m)))
+@each("bad", MEANS)
 def test_means(bad: Any) -> None:
     refused(lambda: cc.EmbeddingDistribution(bad, covariance=matrices()), "raw_mean")
 
@@ -98,7 +98,7 @@ NO_SPREADS: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("name", "bad", "words"), NO_SPREADS)
+@each("name, bad, words", NO_SPREADS)
 def test_spreads(name: str, bad: Any, words: str) -> None:
     refused(lambda: cc.EmbeddingDistribution(mean(), **{name: bad}), name, words)
 
@@ -122,7 +122,7 @@ def test_what_is_right_up_to_rounding_is_taken(size: float, dtype: torch.dtype, 
     assert cc.EmbeddingDistribution(z[:0], variance=z[:0]).raw_mean.shape == (0, D)
 
 
-@pytest.mark.parametrize("bad", [-3, 0, True, 2.5, "3", None, NAN])
+@each("bad", [-3, 0, True, 2.5, "3", None, NAN])
 def test_numbers_of_samples(bad: Any) -> None:
     for found in (
         cc.EmbeddingDistribution(mean(), covariance=V),
@@ -245,9 +245,7 @@ def test_a_joint_covariance_names_the_inputs_that_are_not_finite() -> None:
         cc.EmbeddingDistribution.trusted(mean(), Joint(between.view(B, D, B, D)))
 
 
-@pytest.mark.parametrize(
-    "bad", [0, -1.0, NAN, INF, 10**400, "3", True, torch.tensor(1.0)], ids=lambda bad: str(bad)[:9]
-)
+@each("bad", [0, -1.0, NAN, INF, 10**400, "3", True, torch.tensor(1.0)])
 def test_typical_norm(bad: Any) -> None:
     z = mean()
     refused(lambda: cc.EmbeddingDistribution(z, variance=z.abs(), typical_norm=bad), "typical_norm")

@@ -12,7 +12,7 @@ from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
-from tables import covering
+from tables import covering, each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -132,7 +132,7 @@ def test_other_axes_are_concatenated_as_covariances(device: str) -> None:
         torch.testing.assert_close(found.uncertainty, truth, rtol=1e-12, atol=0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@each("kind", KINDS)
 def test_another_dtype_and_the_cpu(kind: str, device: str) -> None:
     whole = build(kind, device)
     single = whole.to(torch.float32)
@@ -189,8 +189,8 @@ def test_p_values_of_another_state_are_refused(fitted: Any, device: str) -> None
         _ = found.p_value
 
 
-@pytest.mark.parametrize(
-    ("rows", "kind", "words"),
+@each(
+    "rows, kind, words",
     [
         (5, IndexError, "size 5"),
         (-6, IndexError, "-6"),

@@ -7,6 +7,7 @@ import torch
 from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each
 
 from contrastive_curvature import InputError, InputTypeError, RetrievalUncertainty, metrics
 from contrastive_curvature.embedding.gallery import neighbor_distance
@@ -127,8 +128,8 @@ def test_it_does_both_jobs_where_each_part_does_one():
     assert metrics.ausc(inside, right) > metrics.ausc(known_u, right) + 0.05
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "word"),
+@each(
+    "change, error, word",
     [
         ({"share": 0.0}, InputError, "share"),
         ({"share": 1.0}, InputError, "share"),

@@ -9,6 +9,7 @@ import torch
 from devices import DEVICES
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tables import each
 
 from contrastive_curvature import InputError, InputTypeError, RetrievalUncertainty, metrics
 from contrastive_curvature.embedding.gallery import _nearest_other
@@ -176,8 +177,8 @@ def test_gradients_are_finite_where_a_query_is_its_match():
     assert bool((queries.grad[2:] != 0).any())
 
 
-@pytest.mark.parametrize(
-    ("labels", "error", "words"),
+@each(
+    "labels, error, words",
     [
         (torch.zeros(5), InputTypeError, "an integer tensor"),
         (torch.zeros(5).bool(), InputTypeError, "an integer tensor"),

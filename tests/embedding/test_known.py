@@ -13,6 +13,7 @@ from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import median_abs_deviation
+from tables import each
 from torch import Tensor
 
 import contrastive_curvature as cc
@@ -178,7 +179,7 @@ def without_the_one(known: Tensor, new: Tensor) -> Tensor:
     return Reference.of(for_scale, rest).p_value(new) - 1 / (len(rest) + 1)
 
 
-@pytest.mark.parametrize(("n", "alpha"), [(8, 1 / 7), (17, 0.1), (29, 0.05)])
+@each("n, alpha", [(8, 1 / 7), (17, 0.1), (29, 0.05)])
 def test_at_most_a_share_alpha_of_known_inputs_is_flagged(n: int, alpha: float) -> None:
     """And as many as the number of inputs allows: nothing is wasted."""
     rest = n - n // 3
@@ -215,7 +216,7 @@ def test_points_needed() -> None:
         assert len(split(torch.zeros(given_ - 1, 1))[1]) < n or given_ == 2
 
 
-@pytest.mark.parametrize("bad", ["0.1", None, True, torch.tensor(0.1), [0.1]])
+@each("bad", ["0.1", None, True, torch.tensor(0.1), [0.1]])
 def test_alpha_of_another_type(bad: Any) -> None:
     with pytest.raises(cc.InputTypeError, match="alpha"):
         check_alpha(bad)

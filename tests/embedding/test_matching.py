@@ -15,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.isotonic import IsotonicRegression
 from sklearn.linear_model import LogisticRegression
+from tables import each
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -374,8 +375,8 @@ def spoil(key: str, value: object) -> dict[str, Any]:
     return state | {key: value}
 
 
-@pytest.mark.parametrize(
-    ("key", "value"),
+@each(
+    "key, value",
     [
         ("curve", "logistic"),
         ("use_uncertainty", 1),
@@ -406,7 +407,7 @@ def test_malformed_states_are_refused_and_change_nothing(key, value):
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, DOUBLE])
+@each("dtype", [torch.float16, torch.float32, DOUBLE])
 def test_dtypes_and_kinds_of_distributions(dtype, device):
     train, test = noisy_pairs(300, 0), noisy_pairs(20, 1)
     match = MatchProbability().fit_pairs(*train)
@@ -429,8 +430,8 @@ SMALL = EmbeddingDistribution(torch.ones(40, 3), variance=torch.ones(40, 3))
 FEW = torch.arange(40) < 9
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "same", "error", "words"),
+@each(
+    "a, b, same, error, words",
     [
         (A, B, torch.ones(40, dtype=torch.bool), InputError, "same: expected at least 10 .* got 40 and 0"),
         (A, B, FEW, InputError, "at least 10"),
@@ -450,8 +451,8 @@ def test_pairs_refused(a, b, same, error, words):
         MatchProbability().fit_pairs(a, b, same)
 
 
-@pytest.mark.parametrize(
-    ("change", "error", "words"),
+@each(
+    "change, error, words",
     [
         ({"gallery": None}, InputError, "gallery_labels alone"),
         ({"gallery_labels": None}, InputError, "gallery alone"),
@@ -485,8 +486,8 @@ def test_use_before_fit_and_in_another_dimension():
         match.nearest(search.queries, one)
 
 
-@pytest.mark.parametrize(
-    ("options", "error"),
+@each(
+    "options, error",
     [({"use_uncertainty": 1}, InputTypeError), ({"curve": "platt"}, InputError), ({"curve": None}, InputError)],
 )
 def test_options_refused(options, error):

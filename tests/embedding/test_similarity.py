@@ -13,7 +13,7 @@ import torch
 from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import covering
+from tables import covering, each
 from torch import Tensor
 
 import contrastive_curvature as cc
@@ -342,8 +342,8 @@ def test_what_a_mean_lacks_of_norm_one(kind, n, dim, size, entries, seed):
 GOOD = EmbeddingDistribution(torch.ones(3, 2), variance=torch.ones(3, 2))
 
 
-@pytest.mark.parametrize(
-    ("a", "b", "options", "error", "words"),
+@each(
+    "a, b, options, error, words",
     [
         (torch.ones(3, 2), torch.ones(3, 2), {}, InputTypeError, "two tensors"),
         (GOOD, [[1.0, 2.0]], {}, InputTypeError, "b: expected an EmbeddingDistribution"),
@@ -364,8 +364,8 @@ def test_refused(a, b, options, error, words):
         similarity(a, b, **options)
 
 
-@pytest.mark.parametrize(
-    ("threshold", "error"),
+@each(
+    "threshold, error",
     [
         (1.1, InputError),
         (math.nan, InputError),

@@ -8,7 +8,7 @@ import pytest
 import torch
 from devices import DEVICES
 from laplace import Laplace
-from tables import covering
+from tables import covering, each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -78,7 +78,7 @@ def test_both_kinds_of_fit_and_coupled_fixes(kind: str, pd_fix: str, device: str
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
+@each("structure", ["diag", "kron", "full"])
 def test_ggn_and_backends_refuse_it(structure: str, device: str) -> None:
     model = encoder(nn.Tanh(), device)
     x, labels = batches(float("inf"), device)[1]

@@ -11,7 +11,7 @@ from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
-from tables import covering
+from tables import covering, each
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -215,7 +215,7 @@ def test_a_record_knows_its_points_in_any_order(
         first.check_same(record(z[1:], labels[1:], batch))
 
 
-@pytest.mark.parametrize("structure", ["diag", "kron", "full", "lowrank", "gp"])
+@each("structure", ["diag", "kron", "full", "lowrank", "gp"])
 def test_a_sampler_that_divides_the_data_is_refused(structure: str) -> None:
     """Every process would have another posterior, and none the right one."""
     data = TensorDataset(torch.randn(N, WIDTH), torch.arange(N) % 4)

@@ -28,6 +28,7 @@ from backpack_networks import FLAT, SEQUENTIAL, Drawn, backpack_cases, build, tr
 from devices import DEVICES
 from hypothesis import assume, given
 from strategies import INPUTS, Case, close
+from tables import each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -292,7 +293,7 @@ def test_diagonal_of_the_hessian_with_partners_held_fixed(drawn: Drawn, device: 
 SQUARE_ROOTS = (DiagGGNExact, DiagGGNMC, BatchDiagGGNExact, BatchDiagGGNMC, SqrtGGNExact, SqrtGGNMC, KFAC, KFLR)
 
 
-@pytest.mark.parametrize("fix", ["fixed", "positive", "full"])
+@each("fix", ["fixed", "positive", "full"])
 def test_square_roots_that_do_not_exist_are_refused(fix: str, device: str) -> None:
     torch.manual_seed(0)
     model, x = build("relu", 3), torch.randn(5, INPUTS, dtype=torch.float64)

@@ -14,6 +14,7 @@ from backpack.extensions import DiagGGNExact
 from backpack_networks import build
 from devices import DEVICES
 from strategies import INPUTS, close
+from tables import each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -185,7 +186,7 @@ IN_PLACE = {
 }
 
 
-@pytest.mark.parametrize("name", IN_PLACE)
+@each("name", IN_PLACE)
 def test_overwriting_what_is_used_elsewhere_is_refused(name: str, device: str) -> None:
     model = Parts(IN_PLACE[name]).to(device).eval()
     # All positive: the values tell nothing.

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from laplace import Laplace
 from stochman import nnj
 from strategies import Case, close, options, pair_kinds
+from tables import each
 from test_stochman_rules import scatter_statistics
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -288,7 +289,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 }
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@each("kind", REFUSED)
 def test_refuses_by_layer_and_names_the_alternative(kind: str, device: str) -> None:
     make, named = REFUSED[kind]
     with pytest.raises(UnsupportedError, match=named + ".*Use backend=ContrastiveGGN \\(torch.func\\)"):

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from stochman import nnj
 from strategies import close
-from tables import covering
+from tables import covering, each
 from test_stochman import build
 from test_stochman_rules import autograd_jacobians
 from torch import Tensor, nn
@@ -188,8 +188,8 @@ def test_long_names_are_the_short_ones(distance: str, device: str) -> None:
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "message"),
+@each(
+    "options, error, message",
     [
         ({"wrt": "weights"}, InputError, "wrt: expected one of 'weight', 'input'"),
         ({"shape": "diag"}, InputError, "shape: expected one of 'diagonal', 'block', 'full'"),

@@ -11,6 +11,7 @@ import pytest
 import torch
 from devices import DEVICES
 from laplace import Laplace
+from tables import each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -142,9 +143,7 @@ def test_labels_of_one_class_and_of_minus_one(options: dict[str, Any], device: s
         assert [Path(one.filename) for one in caught] == [Path(__file__)]
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16], ids=str
-)
+@each("dtype", [torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.uint16])
 def test_labels_of_every_integer_dtype(dtype: torch.dtype, device: str) -> None:
     fitted(device, (torch.arange(N) % 2).to(dtype))
     with pytest.warns(cc.LabelWarning, match="all labels are 1"):

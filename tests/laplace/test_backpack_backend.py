@@ -16,6 +16,7 @@ from devices import DEVICES
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import INPUTS, close
+from tables import each
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -224,7 +225,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("why", REFUSED)
+@each("why", REFUSED)
 def test_refuses_by_name_and_says_what_to_do(why: str, device: str) -> None:
     model = REFUSED[why].to(device).float().eval()
     x = torch.rand(2, INPUTS, device=device)

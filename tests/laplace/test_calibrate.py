@@ -13,7 +13,7 @@ import torch
 from devices import DEVICES
 from laplace import Laplace
 from laplace_combinations import COMBINATIONS, for_every_combination
-from tables import covering
+from tables import covering, each
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -405,7 +405,7 @@ BAD: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("loader", "kind", "words"), BAD)
+@each("loader, kind, words", BAD)
 def test_malformed_calibration_data_change_nothing(loader: Any, kind: type[Exception], words: str) -> None:
     la, x = fitted(), inputs(9, 8)
     la.calibrate(given())
@@ -522,7 +522,7 @@ SPOILT: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("spoil", "words"), SPOILT)
+@each("spoil, words", SPOILT)
 def test_a_spoilt_calibration_is_refused_without_a_trace(spoil: Callable[[dict[str, Any]], Any], words: str) -> None:
     la, x = fitted(), inputs(9, 8)
     la.calibrate(given())

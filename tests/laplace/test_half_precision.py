@@ -9,7 +9,7 @@ import pytest
 import torch
 from devices import DEVICES
 from laplace import Laplace
-from tables import covering
+from tables import covering, each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -161,7 +161,7 @@ def test_gradients_reach_half_inputs(device: str) -> None:
     assert float(x.grad.abs().max()) > 0
 
 
-@pytest.mark.parametrize(("weights", "structure"), [("all", "diag"), ("all", "kron"), ("subnetwork", "full")])
+@each("weights, structure", [("all", "diag"), ("all", "kron"), ("subnetwork", "full")])
 def test_other_weights_are_refused_with_what_to_type(weights: str, structure: str, device: str) -> None:
     indices = {"subnetwork_indices": torch.tensor([0])} if weights == "subnetwork" else {}
     with pytest.raises(cc.InputError, match=r"model\.float\(\).*subset_of_weights='last_layer'"):

@@ -12,6 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
+from tables import each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -357,7 +358,7 @@ def test_autocast_touches_the_encoder_alone(structure: str, options: dict[str, b
             assert near(cast.covariance, plain.covariance.numpy(), 1e-4)
 
 
-@pytest.mark.parametrize("structure", ["kron_lowrank", "kron", "diag", "full"])
+@each("structure", ["kron_lowrank", "kron", "diag", "full"])
 def test_an_encoder_that_is_converted_after_the_fit_predicts_in_its_own_dtype(structure: str) -> None:
     x = features(40, 30)
     la = fitted(x.float(), encoder(30, 3, dtype=torch.float32), structure)
@@ -424,7 +425,7 @@ def test_a_state_comes_back(tmp_path: Any) -> None:
         other.load_state_dict(state)
 
 
-@pytest.mark.parametrize("rank", [0, -1, 2.5, True, "3"])
+@each("rank", [0, -1, 2.5, True, "3"])
 def test_a_malformed_rank_is_refused(rank: Any) -> None:
     with pytest.raises(cc.InputError, match="rank"):
         fitted(features(8, 4), encoder(4, 2), rank=rank)
@@ -456,8 +457,8 @@ def test_every_backend_gives_the_same(backend: Any) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 2)).double()
     la: Any = Laplace(model, "contrastive", backend=backend, backend_kwargs={"pd_fix": "psd"})
     default: Any = Laplace(model, "contrastive", backend_kwargs={"pd_fix": "psd"})
-    for each in (la, default):
-        each.fit([(x, labels(12))])
+    for one in (la, default):
+        one.fit([(x, labels(12))])
     assert near(la(x).covariance, default(x).covariance.numpy())
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from laplace import Laplace
+from tables import each
 from test_laplace import COMBINATIONS, batches, body, data, fitted, make
 from torch import Tensor
 
@@ -149,7 +150,7 @@ MUTATIONS: list[tuple[str, Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("key", "value", "message"), MUTATIONS, ids=str)
+@each("key, value, message", MUTATIONS)
 def test_a_malformed_state_is_refused_and_nothing_changes(key: str, value: Any, message: str) -> None:
     la = fitted(body(), "last_layer", "diag", *data())
     state = copy.deepcopy(la.state_dict())

@@ -12,7 +12,7 @@ import torch
 from devices import DEVICES
 from laplace import Laplace
 from strategies import close
-from tables import covering
+from tables import covering, each
 from test_laplace import (
     ALL,
     COMBINATIONS,
@@ -296,7 +296,7 @@ def test_sampled_networks_have_at_most_twice_the_loss_to_second_order(weights: s
     assert 0 < (curvature @ covariance).trace() / 2 < float(la.cost)
 
 
-@pytest.mark.parametrize("strength", [0, -1.0, math.nan, math.inf, True, "weak"])
+@each("strength", [0, -1.0, math.nan, math.inf, True, "weak"])
 def test_a_strength_out_of_range_is_refused(strength: Any) -> None:
     la, _, _ = posterior("last_layer", "diag")
     before = la.prior_precision.clone()
@@ -488,10 +488,9 @@ def test_an_encoder_with_other_weights_is_noticed(weights: str, structure: str) 
         la.load_state_dict(state)
 
 
-@pytest.mark.parametrize(
+@each(
     "other",
     [{"margin": 0.9}, {"pd_fix": "psd"}, {"distance": "euclidean"}, {"relation": lambda a, b: (a == b, a != b)}],
-    ids=["margin", "pd_fix", "distance", "relation"],
 )
 def test_a_file_of_other_options_is_refused(other: dict[str, Any]) -> None:
     la, _, x = posterior("last_layer", "diag")

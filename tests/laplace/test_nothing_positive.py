@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from laplace import Laplace
+from tables import each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -32,7 +33,7 @@ def fitted(structure: str, size: float, seed: int = 0, **options: Any) -> Any:
     return la
 
 
-@pytest.mark.parametrize("structure", ["kron_lowrank", "kron", "diag", "full"])
+@each("structure", ["kron_lowrank", "kron", "diag", "full"])
 def test_fit_warns_and_the_prior_is_refused(structure: str) -> None:
     """Embeddings in one place: in euclidean distance every pair's curvature has the sign of its weight."""
     with pytest.warns(UserWarning, match="zero everywhere: the posterior is the prior.*Train the encoder") as caught:

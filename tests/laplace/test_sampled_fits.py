@@ -11,6 +11,7 @@ import torch
 from devices import DEVICES
 from laplace import Laplace
 from strategies import close
+from tables import each
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -202,7 +203,7 @@ REFUSED: list[tuple[dict[str, Any], str, type[Exception]]] = [
 ]
 
 
-@pytest.mark.parametrize(("options", "message", "kind"), REFUSED)
+@each("options, message, kind", REFUSED)
 def test_combinations_are_refused_when_they_are_made(
     options: dict[str, Any], message: str, kind: type[Exception], device: str
 ) -> None:
@@ -211,7 +212,7 @@ def test_combinations_are_refused_when_they_are_made(
             make(device, structure, negative_samples=10, **options)
 
 
-@pytest.mark.parametrize("value", [1, 0, -3, True, 2.5, "many", "10", [5]])
+@each("value", [1, 0, -3, True, 2.5, "many", "10", [5]])
 def test_other_values_are_refused(value: object, device: str) -> None:
     with pytest.raises(InputError, match="negative_samples: expected None, 'auto' or a whole number from 2 on"):
         make(device, negative_samples=value)
@@ -236,7 +237,7 @@ def test_the_low_rank_structure_refuses_anchors_at_once(structure: str, device: 
     assert la.curvature_error is not None
 
 
-@pytest.mark.parametrize("loss", [None, LogisticLoss(pd_fix="psd"), cc.SupConLoss()])
+@each("loss", [None, LogisticLoss(pd_fix="psd"), cc.SupConLoss()])
 def test_a_sample_of_one_class_is_refused(loss: Any, device: str) -> None:
     x, _ = data(400, device)
     y = torch.zeros(400, dtype=torch.int64, device=device)

@@ -10,7 +10,7 @@ from devices import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import Case, cases, close, network_cases
-from tables import covering
+from tables import covering, each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -238,8 +238,8 @@ def test_one_partner_is_cross_entropy(device: str) -> None:
         assert float(loss(z, torch.arange(3, device=device).repeat(2))) == pytest.approx(float(truth), rel=1e-12)
 
 
-@pytest.mark.parametrize(
-    ("pairs", "kind", "words"),
+@each(
+    "pairs, kind, words",
     [
         (torch.tensor([1, 0, 2]), cc.InputError, r"another point.*rows \[2\]"),
         (torch.tensor([1, 0, 3]), cc.InputError, r"0\.\.2.*0\.\.3"),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from devices import DEVICES
+from tables import each
 from torch import Tensor
 
 import contrastive_curvature as cc
@@ -112,7 +113,7 @@ WRONG: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG)
+@each("case", WRONG)
 def test_wrong_losses_are_named(case: str, device: str) -> None:
     loss, kind, says = WRONG[case]
     with pytest.raises(kind, match=says):

@@ -13,6 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from row_cases import numbers
 from strategies import DISTANCES, close
+from tables import each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -324,7 +325,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
+@each("name", WRONG)
 def test_wrong_input_is_named(name: str, device: str) -> None:
     given, words = WRONG[name]
     given = dict(given)

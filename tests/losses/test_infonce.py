@@ -24,6 +24,7 @@ from row_cases import (
     towers,
 )
 from strategies import Case, cases, close
+from tables import each
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -172,8 +173,8 @@ def test_separated_positives_lose_no_digits(device: str) -> None:
     assert close(single, double, tolerance=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
+@each(
+    "options, name",
     [
         ({"temperature": 0.0}, "temperature"),
         ({"temperature": -1.0}, "temperature"),

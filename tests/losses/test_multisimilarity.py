@@ -23,6 +23,7 @@ from row_cases import (
     towers,
 )
 from strategies import Case, cases, close
+from tables import each
 
 import contrastive_curvature as cc
 from contrastive_curvature.losses.multisimilarity import MultiSimilarityLoss
@@ -101,8 +102,8 @@ def test_single_precision(device: str) -> None:
     assert close(single, double, tolerance=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
+@each(
+    "options, name",
     [
         ({"alpha": 0.0}, "alpha"),
         ({"beta": -1.0}, "beta"),

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
 from strategies import DISTANCES, FIXES, NORMALIZATIONS, Case, cases, close, network_cases
-from tables import covering
+from tables import covering, each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -243,8 +243,8 @@ def test_split_options_win_over_those_of_the_loss(device: str) -> None:
     assert (loss.pd_fix, loss.distance) == ("psd", "euclidean")
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
+@each(
+    "options, name",
     [
         ({"scale": 0.0}, "scale"),
         ({"scale": math.nan}, "scale"),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from pytorch_metric_learning import losses
 from row_cases import numbers
 from strategies import DISTANCES, close
+from tables import each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -352,7 +353,7 @@ WRONG_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_OPTIONS)
+@each("name", WRONG_OPTIONS)
 def test_wrong_options_are_named(name: str, device: str) -> None:
     del device
     options, words = WRONG_OPTIONS[name]
@@ -360,7 +361,7 @@ def test_wrong_options_are_named(name: str, device: str) -> None:
         ProxyLoss(**{"proxies": EYE, **options})
 
 
-@pytest.mark.parametrize("fix", ["ggn", "ggn_fixed", "psd_parts"])
+@each("fix", ["ggn", "ggn_fixed", "psd_parts"])
 def test_the_second_order_part_alone_is_refused_with_a_margin_on_the_angle(fix: str, device: str) -> None:
     del device
     with pytest.raises(cc.UnsupportedError, match=f"{fix}.*ProxyLoss is not convex.*psd"):
@@ -382,7 +383,7 @@ WRONG_CALLS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG_CALLS)
+@each("name", WRONG_CALLS)
 def test_wrong_input_is_named(name: str, device: str) -> None:
     given, words = WRONG_CALLS[name]
     given = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in given.items()}

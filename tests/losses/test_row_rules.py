@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from row_cases import Towers, check_ggn_is_psd, check_hessian, check_products, check_towers, numbers, towers
 from strategies import Case, cases, close
-from tables import covering
+from tables import covering, each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -125,8 +125,8 @@ WRONG: dict[str, tuple[Callable[[Tensor, RowTerms], Any], str]] = {
 
 
 # The Gauss-Newton has no use for the first derivatives.
-@pytest.mark.parametrize(
-    ("name", "fix"),
+@each(
+    "name, fix",
     [
         (name, fix)
         for name in WRONG

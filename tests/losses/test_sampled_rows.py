@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from row_cases import numbers
 from strategies import DISTANCES, close
-from tables import covering
+from tables import covering, each
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError
@@ -262,7 +262,7 @@ def test_points_without_any_term(device: str) -> None:
             assert nothing.loss_and_cost()[0] == 0
 
 
-@pytest.mark.parametrize("fix", ["full", "positive", "ggn"])
+@each("fix", ["full", "positive", "ggn"])
 def test_coupled_fixes_are_refused(fix: str, device: str) -> None:
     z, labels = numbers(0, 6, 3).to(device), torch.arange(6, device=device) % 3
     with pytest.raises(UnsupportedError, match=f"negative_samples.*{fix}.*Use pd_fix"):

@@ -21,6 +21,7 @@ from row_cases import (
     towers,
 )
 from strategies import Case, cases, close
+from tables import each
 from torch.nn import functional as F
 
 import contrastive_curvature as cc
@@ -109,8 +110,8 @@ def test_single_precision(device: str) -> None:
     assert close(single, double, tolerance=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
+@each(
+    "options, name",
     [
         ({"scale": 0.0}, "scale"),
         ({"scale": math.nan}, "scale"),

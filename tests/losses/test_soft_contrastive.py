@@ -12,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from row_cases import check_ggn_is_psd, check_products, cosines, counted, numbers
 from strategies import FIXES, NORMALIZATIONS, Case, cases, close
-from tables import covering
+from tables import covering, each
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -224,8 +224,8 @@ def test_where_the_second_derivative_is_negative(device: str) -> None:
     assert bool((steep > 0).any())
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
+@each(
+    "options, name",
     [
         ({"a": 0.0}, "a"),
         ({"a": math.nan}, "a"),

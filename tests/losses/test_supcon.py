@@ -25,6 +25,7 @@ from row_cases import (
     towers,
 )
 from strategies import Case, cases, close
+from tables import each
 from torch import nn
 from torch.nn import functional as F
 
@@ -149,8 +150,8 @@ def test_separated_positives_lose_no_digits(device: str) -> None:
     assert close(single, double, tolerance=1e-4)
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
+@each(
+    "options, name",
     [
         ({"temperature": 0.0}, "temperature"),
         ({"temperature": math.nan}, "temperature"),

@@ -23,6 +23,7 @@ from row_cases import (
     towers,
 )
 from strategies import Case, cases, close
+from tables import each
 
 import contrastive_curvature as cc
 from contrastive_curvature.losses import triplet_hinge
@@ -174,8 +175,8 @@ def test_too_many_pairs_are_refused(monkeypatch: pytest.MonkeyPatch, device: str
         TripletLoss().output_hessian(z, labels)
 
 
-@pytest.mark.parametrize(
-    ("options", "name"),
+@each(
+    "options, name",
     [
         ({"margin": -0.1}, "margin"),
         ({"margin": math.nan}, "margin"),
@@ -191,7 +192,7 @@ def test_options(options: dict[str, Any], name: str, device: str) -> None:
         TripletLoss(**options)
 
 
-@pytest.mark.parametrize("wrong", [[[0], [1], [7]], [[0, 1], [1], [2]], [[0.0], [1.0], [2.0]]])
+@each("wrong", [[[0], [1], [7]], [[0, 1], [1], [2]], [[0.0], [1.0], [2.0]]])
 def test_wrong_triplets(wrong: list[list[float]], device: str) -> None:
     z = numbers(0, 4, 3).to(device)
     with pytest.raises(cc.InputError, match="pairs"):

@@ -12,7 +12,7 @@ from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.neighbors import NearestNeighbors
-from tables import covering
+from tables import covering, each
 from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 from torchmetrics.functional.retrieval import retrieval_average_precision
 
@@ -238,8 +238,8 @@ LABELS = torch.tensor([0, 0, 1])
 RANKING = metrics.Ranking(torch.tensor([[True, False]]), torch.tensor([1]))
 
 
-@pytest.mark.parametrize(
-    ("call", "error_type", "message"),
+@each(
+    "call, error_type, message",
     [
         (lambda: metrics.nearest_neighbors(ONES, k=3), InputError, "k: expected between 1 and 2"),
         (lambda: metrics.nearest_neighbors(ONES, ONES, k=4), InputError, "k: expected between 1 and 3"),

@@ -11,6 +11,7 @@ import torch
 from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each
 from torchmetrics.functional.classification import binary_calibration_error
 
 from contrastive_curvature import metrics
@@ -159,8 +160,8 @@ POINTS = torch.tensor([0, 0, 1])
 SAMPLES = torch.ones(2, 3, 2)
 
 
-@pytest.mark.parametrize(
-    ("call", "error_type", "message"),
+@each(
+    "call, error_type, message",
     [
         (lambda: metrics.retrieval_votes(SAMPLES[0], POINTS), InputError, r"samples: expected shape \(S, N, D\)"),
         (lambda: metrics.retrieval_votes(3, POINTS), InputTypeError, "samples: expected shape"),

@@ -10,7 +10,7 @@ import pytest
 import torch
 from devices import DEVICES
 from laplace import Laplace
-from tables import covering
+from tables import covering, each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -126,7 +126,7 @@ UNCLEAR = [
 ]
 
 
-@pytest.mark.parametrize(("entries", "message"), UNCLEAR, ids=range(len(UNCLEAR)))
+@each("entries, message", UNCLEAR)
 def test_what_is_not_clear_is_refused_with_what_to_type(device: str, entries: Any, message: str) -> None:
     model, x = returns(entries).to(device), torch.randn(N, 4, dtype=torch.float64).to(device)
     with pytest.raises((cc.InputError, cc.InputTypeError), match=message):

@@ -16,7 +16,7 @@ import pytest
 import torch
 from backpack import disable
 from laplace import Laplace
-from tables import covering
+from tables import covering, each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -255,7 +255,7 @@ class Branch(nn.Module):
         return h + torch.ones(3, dtype=h.dtype)
 
 
-@pytest.mark.parametrize("kind", ["branch", "weight", "table", "sum", "constant"])
+@each("kind", ["branch", "weight", "table", "sum", "constant"])
 def test_what_layers_do_not_show_is_refused(kind: str) -> None:
     model = nn.Sequential(nn.Linear(4, 4), Branch(kind)).double().eval()
     with pytest.raises(cc.UnsupportedError, match="ContrastiveGGN"):

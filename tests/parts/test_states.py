@@ -26,7 +26,7 @@ from part_cases import (
     points,
     same_posterior,
 )
-from tables import covering
+from tables import covering, each
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -404,7 +404,7 @@ def test_subnetworks_of_other_weights_are_refused(device: str) -> None:
         State.merged(states)
 
 
-@pytest.mark.parametrize("part", [3, (0,), (0, 1, 2), (0.0, 2), (True, 2), "01", None, (2, 2), (-1, 2), (0, 0)])
+@each("part", [3, (0,), (0, 1, 2), (0.0, 2), (True, 2), "01", None, (2, 2), (-1, 2), (0, 0)])
 def test_malformed_parts_are_refused(part: Any, device: str) -> None:
     la = make("sampled", device)
     with pytest.raises(InputError, match="part: expected"):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from devices import DEVICES
 from laplace import Laplace
+from tables import each
 from torch import nn
 from tower_cases import LOSSES, batches, encoders, numbers, posterior
 
@@ -42,8 +43,8 @@ def test_towers_run_both_encoders(device: str) -> None:
     assert TwoTowers(a, a).shared
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@each(
+    "options, message",
     [
         ({}, r"backend_kwargs: loss: .*InfoNCELoss\(temperature=...\).*SigLIPLoss"),
         ({"loss": cc.ContrastiveLoss()}, "loss: ContrastiveLoss compares points of one tower"),

@@ -9,6 +9,7 @@ import torch
 from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each
 
 from contrastive_curvature import vmf
 from contrastive_curvature.errors import InputError, InputTypeError
@@ -160,8 +161,8 @@ def test_fit_recovers_what_was_sampled(dim: int) -> None:
     assert torch.cosine_similarity(mu, random(dim), dim=0).item() > 0.999
 
 
-@pytest.mark.parametrize(
-    ("call", "error_type", "message"),
+@each(
+    "call, error_type, message",
     [
         (lambda: vmf.sample(torch.zeros(3), torch.tensor(1.0), 2), InputError, "mu: expected non-zero"),
         (lambda: vmf.sample(torch.ones(3), torch.tensor(-1.0), 2), InputError, "kappa: expected >= 0"),

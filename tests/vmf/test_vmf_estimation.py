@@ -8,6 +8,7 @@ import torch
 from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each
 
 from contrastive_curvature import vmf
 from contrastive_curvature.errors import InputError, InputTypeError
@@ -174,8 +175,8 @@ def test_concentration_from_gaussian_agrees_with_samples(dim: int, device: str) 
     assert closed.item() == pytest.approx(sampled.item(), rel=0.03 + 3 * tv)
 
 
-@pytest.mark.parametrize(
-    ("call", "error_type", "message"),
+@each(
+    "call, error_type, message",
     [
         (lambda: vmf.fit(torch.ones(1, 3)), InputError, r"samples: expected shape .* S >= 2"),
         (lambda: vmf.fit(torch.ones(3)), InputError, "samples: expected shape"),

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each
 from test_vmf_distances import f64, random, sphere
 from torch import Tensor
 
@@ -115,8 +116,8 @@ def test_any_size(seed: int, dim: int, rows: int, columns: int, log_kappa: float
 TENSORS = (torch.ones(2, 3), torch.ones(2), torch.ones(4, 3), torch.ones(4, 3))
 
 
-@pytest.mark.parametrize(
-    ("at", "value", "kind", "message"),
+@each(
+    "at, value, kind, message",
     [
         (0, torch.zeros(2, 3), InputError, "mu: expected non-zero"),
         (0, torch.ones(3), InputError, "mu: expected shape"),

@@ -9,6 +9,7 @@ import torch
 from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each
 from test_vmf_distances import f64, random, sphere
 from torch import Tensor
 
@@ -162,8 +163,8 @@ def test_concentrations_of_any_size_do_not_overflow() -> None:
             assert bool(torch.isfinite(found).all())
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
+@each(
+    "arguments, kind, message",
     [
         (
             (torch.ones(2, 3), torch.ones(4, 3), torch.zeros(4, 3)),
@@ -183,8 +184,8 @@ def test_refusals_of_the_distance(arguments: tuple[Tensor, ...], kind: type[Exce
         nivmf_distance(*arguments)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "kind", "message"),
+@each(
+    "arguments, kind, message",
     [
         ((torch.ones(3), torch.ones(3), torch.zeros(3)), InputError, "kappa: expected > 0 for every axis"),
         ((torch.ones(3), torch.ones(3), torch.tensor(1.0)), InputError, r"kappa: expected shape \(..., D\)"),
