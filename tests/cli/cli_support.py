@@ -1,9 +1,16 @@
 """What the tests of the command line share besides fixtures."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 
 import numpy as np
 from click.testing import Result
+from safetensors import safe_open
+from safetensors.numpy import save
+
+from contrastive_curvature.apps.cli import saved
+from contrastive_curvature.apps.cli.sources import Columns, Source, open_source
 
 WIDTH, DIM, CLASSES = 12, 4, 5
 WEIGHT = np.random.default_rng(0).normal(size=(DIM, WIDTH)).astype(np.float32)
@@ -19,6 +26,26 @@ def points(n: int, seed: int, classes: int = CLASSES) -> dict[str, np.ndarray]:
     labels = rng.integers(0, classes, n)
     features = np.maximum(CENTRES[labels] + rng.normal(size=(n, WIDTH)), 0).astype(np.float32)
     return {"features": features, "labels": labels}
+
+
+def opened(name: str, **columns: str) -> Source:
+    """A source that is opened as the commands do."""
+    return open_source(Path(name), Columns(**columns))
+
+
+def encoder_file(folder: str = "posterior") -> Path:
+    """The file that names the encoder of a posterior."""
+    (found,) = Path(folder).glob("encoder-*.safetensors")
+    return found
+
+
+def rewrite_encoder(folder: str, **spec: object) -> None:
+    """Write another encoder into that file on purpose, with a right checksum."""
+    path = encoder_file(folder)
+    with safe_open(path, framework="numpy") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
+        text = json.dumps({**json.loads(file.metadata()["encoder"]), **spec})
+    path.write_bytes(save(tensors, {"encoder": text, "checksum": saved._checksum(text, tensors)}))
 
 
 def error_of(result: Result) -> str:

@@ -7,12 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli_support import Run, error_of
+from cli_support import Run, error_of, opened, rewrite_encoder
 from test_cli_score import column, read
 from torch import nn
 
 from contrastive_curvature.apps.cli.saved import open_posterior
-from contrastive_curvature.apps.cli.sources import open_source
 
 pytest.importorskip("PIL")
 
@@ -190,12 +189,11 @@ def test_class_folders_that_are_links(run: Run, images: Path) -> None:
     for file in Path("train/dog").iterdir():
         Path("linked/dog", file.name).symlink_to(file.absolute())
     Path("linked/cat").symlink_to(Path("train/cat").absolute())
-    Path("linked/dog/again").symlink_to(Path("linked").absolute())
-    found, wanted = open_source("linked"), open_source("train")
+    found, wanted = opened("linked"), opened("train")
     assert found.ids == wanted.ids
     assert found.classes.tolist() == wanted.classes.tolist()
     Path("linked/null").symlink_to("/dev/null")
-    assert open_source("linked").ids == wanted.ids
+    assert opened("linked").ids == wanted.ids
     for name, target in (("fox", "nowhere"), ("circle", "circle")):
         Path("linked", name).symlink_to(target)
         fit = ("fit", "linked", "--out", "p", "--encoder", f"{images}:encoder")
@@ -308,12 +306,7 @@ def test_a_model_of_sentence_transformers_and_its_own_code(run: Run, sentences: 
     (sentences / "own.py").write_text("open('exploded', 'w')\n")
     assert "trust_remote_code" in error_of(run(*fit, "--overwrite", code=2))
     # Nor does a folder that somebody else wrote allow it.
-    from contrastive_curvature.apps.cli.encoder_file import checksum
-
-    spec = json.loads(Path("p/encoder.json").read_text())
-    spec.pop("checksum")
-    spec["options"] = {"model_kwargs": {"trust_remote_code": True}}
-    Path("p/encoder.json").write_text(json.dumps({**spec, "checksum": checksum(spec)}))
+    rewrite_encoder("p", options={"model_kwargs": {"trust_remote_code": True}})
     assert "trust_remote_code" in error_of(run("score", "p", "train.csv", "--out", "none.csv", code=2))
     assert not Path("exploded").exists()
 
@@ -325,7 +318,7 @@ def test_encoders_of_another_precision(run: Run, images: Path, dtype: str) -> No
     run("score", "p", "known", "--out", "images.csv", *again)
     from PIL import Image
 
-    files = open_source("known").files  # type: ignore[attr-defined]
+    files = opened("known").files  # type: ignore[attr-defined]
     pixels = [np.asarray(Image.open(file), dtype=np.float32).transpose(2, 0, 1) / 255 for file in files]
     np.savez("inputs.npz", inputs=np.stack(pixels))
     run("score", "p", "inputs.npz", "--out", "inputs.csv", *again)

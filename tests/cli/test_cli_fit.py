@@ -136,8 +136,8 @@ def test_a_folder_of_something_else_is_never_written(run: Run) -> None:
         (("--calibrate", "new.npz", "--calibration-share", "0.2"), "both"),
         (("--calibration-share", "0.001"), "two inputs"),
         (("--calibration-share", "1.5"), "calibration-share"),
-        (("--prior-strength", "-1"), "> 0"),
-        (("--prior-precision", "nan"), "> 0"),
+        (("--prior-strength", "-1"), "--prior-strength"),
+        (("--prior-precision", "nan"), "prior_precision"),
         (("--prior-precision", "1", "--prior-strength", "1"), "both"),
         (("--weights", "all", "--structure", "kron_lowrank"), "kron_lowrank"),
         (("--batch-size", "0"), "batch-size"),
@@ -158,7 +158,7 @@ def test_a_folder_that_the_system_does_not_make_is_told_before_the_fit(
     def never(*_: object, **__: object) -> None:
         raise AssertionError
 
-    monkeypatch.setattr("contrastive_curvature.apps.cli.fit_source.encoder_and_source", never)
+    monkeypatch.setattr("contrastive_curvature.apps.cli.fit._encoder_for", never)
     real = Path.mkdir
 
     def mkdir(self: Path, *arguments: object, **options: object) -> None:

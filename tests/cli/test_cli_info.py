@@ -1,15 +1,16 @@
 """``info``, ``completion``, ``--help`` and ``--version``."""
 
 import json
+import shutil
+from pathlib import Path
 
 import click
 import pytest
-from cli_support import Run, error_of
+from cli_support import Run, encoder_file, error_of, rewrite_encoder
 from click.testing import CliRunner
 
 import contrastive_curvature
 from contrastive_curvature.apps.cli import cli
-from contrastive_curvature.apps.cli.group import COMMANDS
 
 
 def test_info_says_what_was_fitted(run: Run) -> None:
@@ -22,16 +23,16 @@ def test_info_says_what_was_fitted(run: Run) -> None:
 
 
 def test_info_of_a_posterior_that_names_no_encoder(run: Run) -> None:
-    from pathlib import Path
-
-    Path("posterior/encoder.json").unlink()
+    encoder_file().unlink()
     assert "--encoder" in run("info", "posterior").stdout
     error = error_of(run("score", "posterior", "new.npz", "--out", "scores.csv", code=2))
     assert "--encoder" in error
 
 
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_command_has_help_with_an_example_that_it_understands(name: str) -> None:
+@pytest.mark.parametrize("name", cli.commands)
+def test_every_command_has_help_with_an_example_that_it_understands(place: Path, name: str) -> None:
+    shutil.copy("new.npz", "test.npz")
+    shutil.copy("new.npz", "other.npz")
     result = CliRunner().invoke(cli, [name, "--help"])
     assert result.exit_code == 0
     assert f"Example: contrastive-curvature {name}" in result.stdout
@@ -44,7 +45,7 @@ def test_every_command_has_help_with_an_example_that_it_understands(name: str) -
 
 def test_the_list_of_commands_and_the_version() -> None:
     text = CliRunner().invoke(cli, ["--help"]).stdout
-    assert all(name in text for name in COMMANDS)
+    assert all(name in text for name in cli.commands)
     assert "130" in text
     assert contrastive_curvature.__version__ in CliRunner().invoke(cli, ["--version"]).stdout
 
@@ -82,15 +83,8 @@ def test_completion_after_a_mistyped_command_says_nothing(monkeypatch: pytest.Mo
 
 
 def test_a_foreign_folder_cannot_disguise_its_encoder(run: Run) -> None:
-    from pathlib import Path
-
-    from contrastive_curvature.apps.cli.encoder_file import checksum
-
-    path = Path("posterior/encoder.json")
-    spec = {k: v for k, v in json.loads(path.read_text()).items() if k != "checksum"}
     name = "evil:code\r\x1b[2K  encoder       timm:resnet18\u202e\n"
-    spec |= {"kind": "encoder", "encoder": name, "options": {}}
-    path.write_text(json.dumps({**spec, "checksum": checksum(spec)}))
+    rewrite_encoder("posterior", encoder=name, options={})
     shown = run("info", "posterior").stdout
     assert "evil:code\\r\\x1b[2K  encoder       timm:resnet18\\u202e\\n" in shown
     assert all(character.isprintable() or character == "\n" for character in shown)

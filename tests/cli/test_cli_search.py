@@ -49,7 +49,7 @@ def test_probabilities_are_those_of_the_whole_gallery(run: Run) -> None:
 
 
 def test_in_very_many_dimensions_the_cosine_alone_decides(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("contrastive_curvature.apps.cli.searching._AT_ONCE", 16)
+    monkeypatch.setattr("contrastive_curvature.apps.cli.search._AT_ONCE", 16)
     result = run(*SEARCH, "-k", 1, "--validation", "validation.npz")
     assert "the cosine alone" in result.stderr
     (queries, _), (gallery, labels) = embedded("new.npz"), embedded("train.npz")
@@ -109,7 +109,7 @@ def test_what_has_to_be_given(run: Run, missing: str) -> None:
 def test_a_gallery_that_is_searched_for_itself(
     run: Run, monkeypatch: pytest.MonkeyPatch, option: str, at_once: int
 ) -> None:
-    monkeypatch.setattr("contrastive_curvature.apps.cli.searching._AT_ONCE", at_once)
+    monkeypatch.setattr("contrastive_curvature.apps.cli.search._AT_ONCE", at_once)
     found = np.load("train.npz")
     np.savez("some.npz", features=found["features"][50:80], labels=found["labels"][50:80])
     given = {"--gallery": "train.npz", "--queries": "new.npz", "--validation": "validation.npz", option: "some.npz"}

@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 
+import numpy as np
 import pytest
 from report_cases import fitted, inputs, loader
 
@@ -16,6 +17,12 @@ CHARTS = {f"{name}.{kind}" for name in ("novelty", "sparsification", "reliabilit
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def source(folder):
+    """Write what the command looks for first."""
+    (folder / "none").mkdir(exist_ok=True)
+    np.savez(folder / "none.npz", features=np.ones((2, 2)))
 
 
 @pytest.fixture(autouse=True)
@@ -100,7 +107,8 @@ def test_a_folder_with_other_files_is_refused(tmp_path, evaluations, name, capsy
     names = sorted(os.listdir(tmp_path / "report"))
     with pytest.raises(InputError, match=name.strip("/")):
         evaluations[0].save(tmp_path / "report")
-    # The command says so before it looks for anything else.
+    # The command says so before it loads the posterior.
+    source(tmp_path)
     words = ["evaluate", tmp_path / "none", "--test", tmp_path / "none.npz", "--out", tmp_path / "report"]
     assert cli.main([str(word) for word in words], standalone_mode=False) == 2
     error = capsys.readouterr().err
@@ -110,8 +118,9 @@ def test_a_folder_with_other_files_is_refused(tmp_path, evaluations, name, capsy
 
 
 @pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
-def test_a_missing_package_is_told_before_anything_is_read(tmp_path, monkeypatch, capsys, package):
+def test_a_missing_package_is_told_before_the_posterior_is_read(tmp_path, monkeypatch, capsys, package):
     monkeypatch.setitem(sys.modules, package, None)
+    source(tmp_path)
     words = ["evaluate", tmp_path / "none", "--test", tmp_path / "none.npz", "--out", tmp_path / "report"]
     assert cli.main([str(word) for word in words], standalone_mode=False) == 2
     assert f"pip install {package}" in capsys.readouterr().err

@@ -1,25 +1,54 @@
-"""What a command says: progress and warnings on stderr, the result on stdout as lines or as one JSON object."""
+"""What a command says: its result on stdout; progress, warnings and errors, a line each, on stderr."""
 
 from __future__ import annotations
 
+import errno
+import functools
+import importlib
 import json
-import math
-import os
+import re
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import Any
 
 import click
 
-from contrastive_curvature.apps.cli.errors import printable
-from contrastive_curvature.apps.cli.texts import readable
+import contrastive_curvature
+from contrastive_curvature.errors import (
+    DivergenceError,
+    InputError,
+    NotFittedError,
+    ProcessError,
+    UnsupportedError,
+    expected,
+)
 
-__all__ = ["Console", "common_options"]
+BAD_INPUT = 2
+"""Exit code where the arguments or the files are not what the command takes."""
 
-_Command = TypeVar("_Command", bound=Callable[..., Any])
-_PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+FAILED = 1
+"""Exit code of anything else: the disk is full, the memory is not enough, a defect of this program."""
+
+INTERRUPTED = 130
+"""Exit code of Ctrl-C, as the shells count it: 128 plus the number of the signal."""
+
+_FULL = {
+    errno.ENOSPC: "the disk is full",
+    errno.EDQUOT: "the disk quota is used up",
+    errno.EFBIG: "a file is too large",
+}
+_BAD_PATHS = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
+# C0 and C1, line ends of Unicode, and the characters that turn the direction of writing.
+_CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+class BadInputError(click.ClickException):
+    """A file or an argument that the command cannot take; the message is one sentence that says what to do."""
+
+    exit_code = BAD_INPUT
 
 
 class Console:
@@ -28,9 +57,6 @@ class Console:
     Args:
         as_json: Print one JSON object on stdout in place of lines.
         quiet: No progress bars, and nothing on stdout but the JSON object.
-
-    Attributes:
-        warnings: Texts of the library's warnings so far; they are part of the JSON object.
     """
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
@@ -40,16 +66,16 @@ class Console:
     @property
     def progress(self) -> bool | None:
         """``progress_bar=`` for the library: ``False`` where nobody looks, else ``None`` (bars after ten seconds)."""
-        # Without a stream where the shell closed it.
+        # A stream that the shell closed is None.
         return None if not self.quiet and sys.stderr is not None and sys.stderr.isatty() else False
 
     def note(self, text: str) -> None:
-        """A line on stderr for people; not with ``--quiet`` or ``--json``."""
+        """Write a line for people on stderr; not with ``--quiet`` or ``--json``."""
         if not self.quiet and not self.as_json:
             click.echo(printable(text), err=True)
 
     def warn(self, text: str) -> None:
-        """A warning: a line on stderr, and an entry of the JSON object; each text once."""
+        """Write a warning, each text once: a line on stderr, or an entry of the JSON object."""
         text = printable(" ".join(text.split()))
         if text not in self.warnings:
             self.warnings.append(text)
@@ -57,57 +83,118 @@ class Console:
                 click.echo(f"warning: {text}", err=True)
 
     def result(self, values: Mapping[str, Any], *lines: str) -> None:
-        """The result of the command, printed once at its end.
-
-        Args:
-            values: Plain numbers, texts, lists and mappings, for JSON. Numbers that are not finite become null.
-            *lines: The same for people.
-        """
+        """Print the result of the command: values for JSON, or the same as lines for people."""
         if self.as_json:
-            click.echo(json.dumps(_plain({**values, "warnings": self.warnings}), allow_nan=False))
+            click.echo(json.dumps({**values, "warnings": self.warnings}, allow_nan=False, default=str))
         elif not self.quiet:
-            click.echo("\n".join(readable(printable(line)) for line in lines))
+            click.echo("\n".join(printable(line) for line in lines))
 
     @contextmanager
     def showing_warnings(self) -> Iterator[None]:
-        """Turn the library's warnings into lines; those that other packages have for programmers are left out."""
+        """Turn the library's warnings into lines; leave out those that other packages have for programmers."""
 
         def show(message: Warning | str, category: type[Warning], filename: str, *_: Any, **__: Any) -> None:
-            ours = category.__module__.startswith("contrastive_curvature") or filename.startswith(_PACKAGE)
+            ours = category.__module__.startswith("contrastive_curvature") or filename.startswith(package)
             if ours and not issubclass(category, (DeprecationWarning, PendingDeprecationWarning)):
                 self.warn(str(message))
 
+        package = contrastive_curvature.__path__[0]
         with warnings.catch_warnings():
             warnings.simplefilter("always")
             warnings.showwarning = show
             yield
 
 
-def common_options(command: _Command) -> _Command:
-    """The options ``--json``, ``--quiet`` and ``--traceback``; the command is called with a :class:`Console` first."""
+def console_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add ``--json``, ``--quiet`` and ``--traceback``; the command is called with a :class:`Console` first."""
 
-    def run(*args: Any, as_json: bool, quiet: bool, traceback: bool, **kwargs: Any) -> Any:  # noqa: ARG001
+    @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; errors as JSON on stderr.")
+    @click.option("-q", "--quiet", is_flag=True, help="No progress bars and no lines; errors and warnings stay.")
+    @click.option("--traceback", is_flag=True, expose_value=False, help="Show Python's traceback of an error.")
+    @functools.wraps(command)
+    def run(as_json: bool, quiet: bool, **options: Any) -> None:
         console = Console(as_json=as_json, quiet=quiet)
         with console.showing_warnings():
-            return command(console, *args, **kwargs)
+            command(console, **options)
 
-    run.__doc__, run.__name__ = command.__doc__, command.__name__
-    run.__click_params__ = list(getattr(command, "__click_params__", ()))  # type: ignore[attr-defined]
-    for option in (
-        click.option("--traceback", is_flag=True, help="Show Python's traceback of an error."),
-        click.option("-q", "--quiet", is_flag=True, help="No progress bars and no lines; errors and warnings stay."),
-        click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; errors as JSON on stderr."),
-    ):
-        option(run)
-    run.__click_params__.sort(key=lambda each: each.name in ("as_json", "quiet", "traceback"), reverse=True)  # type: ignore[attr-defined]
-    return run  # type: ignore[return-value]
+    return run
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_plain(each) for each in value]
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value if value is None or isinstance(value, (bool, int, float)) else str(value)
+def report(error: BaseException, *, as_json: bool, with_traceback: bool) -> int:
+    """Print an error on stderr as one line, or as one JSON object, and return the exit code."""
+    # click turns Ctrl-C, and the end of a file, into an Abort.
+    if isinstance(error, click.Abort) and error.__cause__ is not None:
+        error = error.__cause__
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        click.echo(error.format_message(), err=True)
+        return BAD_INPUT
+    code = _exit_code(error)
+    if with_traceback and sys.stderr is not None:
+        traceback.print_exception(error, file=sys.stderr)
+    line = printable(" ".join(_text(error).split()))
+    plain = {"error": line, "kind": type(error).__name__, "exit_code": code}
+    click.echo(json.dumps(plain) if as_json else f"error: {line}", err=True)
+    return code
+
+
+def _exit_code(error: BaseException) -> int:
+    if isinstance(error, KeyboardInterrupt):
+        return INTERRUPTED
+    if isinstance(error, click.ClickException):
+        return error.exit_code
+    if isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
+        return FAILED
+    if isinstance(error, (ProcessError, DivergenceError)):
+        return FAILED
+    if isinstance(error, (InputError, UnsupportedError, NotFittedError, *_BAD_PATHS)):
+        return BAD_INPUT
+    if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ENAMETOOLONG):
+        return BAD_INPUT
+    return FAILED
+
+
+def _text(error: BaseException) -> str:
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted; no result was written"
+    if isinstance(error, click.UsageError) and error.ctx is not None:
+        return f"{error.format_message()} See: {error.ctx.command_path} --help"
+    if isinstance(error, click.ClickException):
+        return error.format_message()
+    if isinstance(error, OSError) and error.strerror:
+        what = _FULL.get(error.errno or 0, error.strerror)
+        done = " Nothing was written under that name." if error.errno in _FULL else ""
+        return f"{error.filename or 'writing the result'}: {what}.{done}"
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return f"out of memory ({error}). Use a smaller --batch-size, or fewer inputs."
+    if type(error).__module__.startswith("contrastive_curvature."):
+        return str(error)
+    return f"{type(error).__name__}: {error}. The same command with --traceback shows where."
+
+
+def readable(text: str) -> str:
+    r"""Write out the bytes of a name that is no UTF-8, as ``\xff``."""
+    return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
+def printable(text: str) -> str:
+    """Write out control characters too: a name in a foreign file could clear or move the line."""
+    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), readable(text))
+
+
+def needed(module: str, argument: str, install: str) -> Any:
+    """Import a module of an optional package, or say what to type to install it."""
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        package = module.partition(".")[0]
+        raise BadInputError(expected(argument, f"{package} to be installed", "none", f"Run: {install}")) from error
+
+
+@contextmanager
+def their_code(argument: str, wanted: str, hint: str = "") -> Iterator[None]:
+    """Turn an error of the user's own code into one of the argument that names the code."""
+    try:
+        yield
+    except (Exception, SystemExit) as error:
+        hint = f"{hint} --traceback shows where.".strip()
+        raise BadInputError(expected(argument, wanted, f"{type(error).__name__}: {error}", hint)) from error

@@ -2,26 +2,43 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib
+import json
+import logging
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from contrastive_curvature.apps.cli.errors import BadInputError
+from contrastive_curvature.apps.cli.console import BadInputError, needed, their_code
 from contrastive_curvature.errors import expected
 from contrastive_curvature.network.given_features import FeatureSource
 
-__all__ = ["LIBRARIES", "Encoder", "LastLayer", "encoder_of", "last_layer_encoder", "their_error"]
+LIBRARIES = ("timm", "sentence-transformers")
+"""What ``--encoder`` may begin with besides a module of the user's own."""
 
-
-class LastLayer(nn.Linear):
-    """The last linear layer of an encoder, alone: features (B, F) -> raw outputs (B, D)."""
+_LOADING = (
+    OSError,
+    EOFError,
+    RuntimeError,
+    ValueError,
+    TypeError,
+    KeyError,
+    AttributeError,
+    ImportError,
+    UnpicklingError,
+)
+"""What the libraries raise where a model cannot be found, downloaded, read or constructed."""
 
 
 @dataclass
@@ -32,10 +49,10 @@ class Encoder:
         name: For messages.
         module: Maps a batch to raw outputs (B, D).
         takes: Kinds of sources that it takes.
-        spec: How to make it again, plain, for JSON.
+        spec: How to make it again, for JSON.
+        image_transform: A picture (``PIL.Image``, RGB) -> tensor.
+        collate: Texts -> batch.
         width: Number F of features where the module is a last layer alone, else ``None``.
-        image_transform: A picture (``PIL.Image``, RGB) -> tensor; ``None`` where it takes no images.
-        collate: Texts -> batch; ``None`` where it takes no texts.
         feature_source: Of the feature folder that a last layer was fitted on.
     """
 
@@ -43,9 +60,9 @@ class Encoder:
     module: nn.Module
     takes: tuple[str, ...]
     spec: Mapping[str, Any]
-    width: int | None = None
     image_transform: Callable[[Any], Tensor] | None = None
     collate: Callable[[list[str]], Any] | None = None
+    width: int | None = None
     feature_source: FeatureSource | None = None
 
     @property
@@ -55,143 +72,231 @@ class Encoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of its inputs that are numbers: that of its first weight."""
+        """Precision of its first weight."""
         weights = (weight.dtype for weight in self.module.parameters() if weight.is_floating_point())
         return next(weights, torch.float32)
 
-    def wrap_features(self, phi: Tensor) -> Any:
-        """The batch of features without a source.
-
-        Raises:
-            BadInputError: The encoder is a whole one.
-        """
-        if self.width is None:
-            hint = "A feature folder says whose features it has; contrastive_curvature.features writes one."
-            raise BadInputError(expected(self.name, "its own inputs or a feature folder", "bare features", hint))
-        return phi
-
-    def check_features(self, source: FeatureSource, where: str) -> None:
-        """Refuse the features of another encoder, where it is known whose are wanted.
-
-        A whole encoder compares its weights with every batch, in the library.
-
-        Raises:
-            BadInputError: They are of another encoder.
-        """
-        if self.width is not None and source.width != self.width:
-            raise BadInputError(expected(where, f"features of width {self.width}", f"{source.width}"))
-        if self.feature_source is not None and source != self.feature_source:
-            hint = "Write them with the encoder that the posterior was fitted for."
-            raise BadInputError(expected(where, "features of the encoder of the fit", "those of another", hint))
+    def has_last_layer(self, weight: NDArray[np.float32], bias: NDArray[np.float32] | None) -> bool:
+        """Return whether a last layer alone has this weight and this bias (zeros for ``None``)."""
+        mine = [p.detach().cpu().numpy() for p in self.module.parameters()]
+        theirs = [weight, np.zeros(len(weight), np.float32) if bias is None else bias]
+        return all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
 
 
 def last_layer_encoder(
-    weight: np.ndarray[Any, Any] | None, bias: np.ndarray[Any, Any] | None, width: int, source: FeatureSource | None
+    weight: NDArray[np.float32],
+    bias: NDArray[np.float32] | None,
+    *,
+    width: int,
+    identity: bool = False,
+    source: FeatureSource | None = None,
 ) -> Encoder:
-    """The last layer as the whole encoder, for inputs that are features.
+    """Return a last layer as the whole encoder, for inputs that are features.
 
     Args:
-        weight: Shape (D, F); ``None`` for the identity: the features are the embeddings.
+        weight: Shape (D, F).
         bias: Shape (D,); ``None`` for zeros.
-        width: Number F of features.
-        source: Of the feature folder, if they are from one.
-
-    Raises:
-        BadInputError: The shapes do not fit.
+        width: Number F of the features.
+        identity: Whether it stands for none: the features are the embeddings.
+        source: Of the feature folder, if the features are from one.
     """
-    matrix = np.eye(width, dtype=np.float32) if weight is None else weight
-    if matrix.shape[1] != width or (bias is not None and bias.shape != matrix.shape[:1]):
-        got = f"{matrix.shape}" + ("" if bias is None else f" and {bias.shape}")
-        raise BadInputError(expected("weight, bias", f"shapes (D, {width}) and (D,)", got))
-    layer = LastLayer(width, len(matrix))
-    with torch.no_grad():
-        layer.weight.copy_(torch.from_numpy(matrix))
-        layer.bias.copy_(torch.zeros(len(matrix)) if bias is None else torch.from_numpy(bias))
-    spec = {
-        "kind": "last_layer",
-        "identity": weight is None,
-        "features_of": None if source is None else source.to_plain(),
-    }
-    name = "the posterior's last layer"
-    return Encoder(name, layer, ("features",), spec, width, feature_source=source)
+    if weight.shape[1] != width or (bias is not None and bias.shape != weight.shape[:1]):
+        received = f"{weight.shape}" + ("" if bias is None else f" and {bias.shape}")
+        raise BadInputError(expected("weight, bias", f"shapes (D, {width}) and (D,)", received))
+    zeros = np.zeros(len(weight), np.float32)
+    layer = _linear(torch.from_numpy(weight), torch.from_numpy(zeros if bias is None else bias))
+    spec = {"encoder": None, "identity": identity, "features_of": None if source is None else source.to_plain()}
+    return Encoder("the posterior's last layer", layer, ("features",), spec, width=width, feature_source=source)
 
 
-LIBRARIES = ("timm", "sentence-transformers")
-"""What ``--encoder`` may begin with, beside a module of the user's own."""
-
-
-def encoder_of(text: str, options: Mapping[str, Any] | None = None) -> Encoder:
-    """The encoder that ``--encoder`` names.
+def encoder_of(text: str, options: Mapping[str, Any]) -> Encoder:
+    """Return the encoder that ``--encoder`` names.
 
     Args:
         text: ``module:function``, ``timm:NAME`` or ``sentence-transformers:NAME_OR_PATH``.
         options: Arguments by name for the function, ``timm.create_model`` or ``SentenceTransformer``.
-
-    Raises:
-        BadInputError: The name is unknown, a package is missing, or it is no module.
     """
     kind, _, name = text.partition(":")
     if not kind or not name:
         wanted = "module:function, timm:NAME or sentence-transformers:NAME_OR_PATH"
         raise BadInputError(expected("--encoder", wanted, f"{text!r}"))
-    given = dict(options or {})
+    given = dict(options)
+    # A path is used again from any folder.
     if kind == "sentence-transformers" and os.path.isdir(name):
-        # Used again from any folder.
         name = os.path.abspath(name)
-        text = f"{kind}:{name}"
     if kind == "timm" and isinstance(given.get("checkpoint_path"), str):
         given["checkpoint_path"] = os.path.abspath(given["checkpoint_path"])
-    spec = {"kind": "encoder", "encoder": text, "options": given}
-    if kind == "timm":
-        from contrastive_curvature.apps.cli.encoder_names import timm_encoder
-
-        return timm_encoder(name, given, spec)
-    if kind == "sentence-transformers":
-        from contrastive_curvature.apps.cli.encoder_names import sentence_encoder
-
-        return sentence_encoder(name, given, spec)
-    return _own_encoder(kind, name, given, spec)
+    make = {"timm": _timm_encoder, "sentence-transformers": _sentence_encoder}.get(kind)
+    found = _own_encoder(kind, name, given) if make is None else make(name, given)
+    found.spec = {"encoder": f"{kind}:{name}", "options": given}
+    return found
 
 
-def _own_encoder(module_name: str, function_name: str, options: dict[str, Any], spec: Mapping[str, Any]) -> Encoder:
+def check_device(name: str) -> None:
+    """Refuse a device that torch does not know, or that is not there."""
+    try:
+        float(torch.zeros(1, device=name) + 1)
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise BadInputError(expected("--device", "a device of this machine", f"{name!r} ({reason})")) from error
+
+
+def _own_encoder(module_name: str, function_name: str, options: dict[str, Any]) -> Encoder:
     argument = f"--encoder {module_name}:{function_name}"
     # As `python -m` has it: modules of the folder that the command runs in.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        hint = f"The current folder is {os.getcwd()}; PYTHONPATH names others."
-        raise BadInputError(expected(argument, "a module that Python finds", f"{error}", hint)) from error
-    except (Exception, SystemExit) as error:  # whatever the user's own module raises
-        raise their_error(argument, "a module that can be imported", error) from error
-    function: Any = module
+    hint = f"The current folder is {os.getcwd()}; PYTHONPATH names others."
+    with their_code(argument, "a module that can be imported", hint):
+        function: Any = importlib.import_module(module_name)
     for part in function_name.split("."):
         function = getattr(function, part, None)
     if not callable(function):
-        came = "none of that name" if function is None else f"a {type(function).__name__}"
-        raise BadInputError(expected(argument, f"a function of {module.__name__}", came))
-    try:
+        received = "none of that name" if function is None else f"a {type(function).__name__}"
+        raise BadInputError(expected(argument, f"a function of {module_name}", received))
+    with their_code(argument, "the function to return an encoder"):
         made = function(**options)
-    except (Exception, SystemExit) as error:  # whatever the user's own function raises
-        raise their_error(argument, "the function to return an encoder", error) from error
-    encoder, transform = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
-    if not isinstance(encoder, nn.Module) or not (transform is None or callable(transform)):
-        wanted = "a torch.nn.Module, or (module, transform)"
-        raise BadInputError(expected(argument, f"the function to return {wanted}", f"a {type(made).__name__}"))
-    takes = ("images", "inputs", "features") + (("texts",) if transform is not None else ())
-    found = Encoder(argument, encoder, takes, spec, image_transform=transform, collate=transform)
-    if transform is None:
-        found.image_transform = lambda image: _to_tensor(image).to(found.dtype)
+    module, transform = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+    if not isinstance(module, nn.Module) or not (transform is None or callable(transform)):
+        wanted = "the function to return a torch.nn.Module, or (module, transform)"
+        raise BadInputError(expected(argument, wanted, f"a {type(made).__name__}"))
+    if transform is not None:
+        return Encoder(argument, module, ("images", "inputs", "features", "texts"), {}, transform, transform)
+    found = Encoder(argument, module, ("images", "inputs", "features"), {})
+    found.image_transform = lambda image: _to_tensor(image).to(found.dtype)
     return found
 
 
-def their_error(argument: str, wanted: str, error: BaseException) -> BadInputError:
-    """What code of the user raised, as the error of the argument that names it."""
-    where = "--traceback shows where."
-    return BadInputError(expected(argument, wanted, f"{type(error).__name__}: {error}", where))
-
-
 def _to_tensor(image: Any) -> Tensor:
-    """Channels first, in [0, 1], as torchvision's ``ToTensor``."""
+    """Return a picture with channels first, in [0, 1], as torchvision's ``ToTensor``."""
     return torch.from_numpy(np.asarray(image, dtype=np.float32).transpose(2, 0, 1) / 255)
+
+
+class _WithLastLayer(nn.Module):
+    """A frozen trunk, and the linear layer that gets a posterior; the identity where the trunk has no layer for it."""
+
+    def __init__(self, trunk: nn.Module, last: nn.Linear) -> None:
+        super().__init__()
+        self.trunk, self.last = trunk, last
+
+    def forward(self, x: Any) -> Tensor:
+        return self.last(self.trunk(x))
+
+
+class _Sentence(nn.Module):
+    """Modules of a ``SentenceTransformer``, from tokens to one vector a text."""
+
+    def __init__(self, modules: list[nn.Module]) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(modules)
+
+    def forward(self, tokens: Mapping[str, Any]) -> Tensor:
+        features: dict[str, Any] = dict(tokens)
+        for part in self.parts:
+            features = part(features)
+        return features["sentence_embedding"]
+
+
+def _timm_encoder(name: str, options: dict[str, Any]) -> Encoder:
+    """Return a model of timm: its pooled features, or the outputs of its last layer if ``num_classes`` is given."""
+    argument = f"--encoder timm:{name}"
+    timm = needed("timm", argument, "pip install timm")
+    known = name.partition(".")[0]
+    if ":" not in name and not timm.is_model(known):
+        near = ", ".join(difflib.get_close_matches(known, timm.list_models(), 3)) or "timm.list_models() has all names"
+        raise BadInputError(expected(argument, "a model of timm", f"{name!r}", f"Did you mean: {near}?"))
+    checkpoint = options.get("checkpoint_path")
+    given = {"num_classes": 0, "pretrained": checkpoint is None, **options}
+    given.pop("checkpoint_path", None)
+    with _loading(argument):
+        module = timm.create_model(name, **given)
+        if checkpoint is not None:
+            _load_checkpoint(module, checkpoint)
+    transform = timm.data.create_transform(**timm.data.resolve_model_data_config(module), is_training=False)
+    if given["num_classes"] == 0:
+        module = _WithLastLayer(module, _identity(module.num_features))
+    found = Encoder(f"timm:{name}", module, ("images", "inputs", "features"), {})
+    found.image_transform = lambda image: transform(image).to(found.dtype)
+    return found
+
+
+def _load_checkpoint(module: Any, path: Any) -> None:
+    """Load weights without executing anything; those of a classifier that the model does not have are left out."""
+    from timm.models import load_state_dict
+
+    if not isinstance(path, str) or not Path(path).is_file():
+        raise BadInputError(expected("--encoder-options: checkpoint_path", "a file", f"{path!r}, where none is"))
+    state = load_state_dict(path, weights_only=True)
+    head = module.pretrained_cfg.get("classifier") or ()
+    heads = tuple(f"{each}." for each in ((head,) if isinstance(head, str) else head))
+    if module.num_classes == 0:
+        state = {key: value for key, value in state.items() if not key.startswith(heads)}
+    module.load_state_dict(state)
+
+
+def _sentence_encoder(name: str, options: dict[str, Any]) -> Encoder:
+    """Return a model of sentence-transformers, with the posterior on its ``Dense`` layer if that comes last."""
+    argument, install = f"--encoder sentence-transformers:{name}", "pip install sentence-transformers"
+    library = needed("sentence_transformers", argument, install)
+    modules_of = needed("sentence_transformers.sentence_transformer.modules", argument, install)
+    _refuse_own_code(argument, Path(name), options)
+    if not sys.stderr.isatty():
+        needed("transformers.utils.logging", argument, install).disable_progress_bar()
+    with _loading(argument):
+        model = library.SentenceTransformer(name, **{"device": "cpu", **options})
+    modules = list(model)
+    while modules and isinstance(modules[-1], modules_of.Normalize):
+        modules.pop()
+    last = modules[-1] if modules else None
+    if isinstance(last, modules_of.Dense) and isinstance(last.activation_function, nn.Identity):
+        layer = modules.pop().linear
+    else:
+        with model.truncate_embeddings(None):
+            layer = _identity(model.get_embedding_dimension())
+    if model.truncate_dim is not None:  # the rows that encode keeps
+        layer = _linear(*(p.detach()[: model.truncate_dim] for p in layer.parameters()))
+
+    def collate(texts: list[str]) -> dict[str, Any]:
+        return {key: value for key, value in model.preprocess(texts).items() if isinstance(value, Tensor)}
+
+    encoder = _WithLastLayer(_Sentence(modules), layer)
+    return Encoder(f"sentence-transformers:{name}", encoder, ("texts", "features"), {}, collate=collate)
+
+
+def _refuse_own_code(argument: str, folder: Path, options: Mapping[str, Any]) -> None:
+    """Refuse a local folder whose list of modules names Python files in it, which sentence-transformers would run."""
+    if options.get("trust_remote_code") or not (folder / "modules.json").exists():
+        return
+    try:
+        kinds = [str(each["type"]) for each in json.loads((folder / "modules.json").read_text(encoding="utf-8"))]
+    except (ValueError, TypeError, KeyError) as error:
+        raise BadInputError(expected(argument, "a list of modules in modules.json", f"{error}")) from error
+    own = [kind for kind in kinds if not kind.startswith("sentence_transformers.")]
+    if own:
+        hint = """To run it: --encoder-options '{"trust_remote_code": true}'"""
+        raise BadInputError(expected(argument, "modules of sentence-transformers", f"code of its own ({own[0]})", hint))
+
+
+@contextmanager
+def _loading(argument: str) -> Iterator[None]:
+    """Turn what a library raises for a model into an error of ``--encoder``."""
+    # The libraries log what the exception says, and every retry of a download.
+    logging.disable(logging.ERROR)
+    try:
+        yield
+    except _LOADING as error:
+        reason = " ".join((str(error) or type(error).__name__).split())[:300]
+        hint = "A model that is not on this machine is downloaded, which needs the network."
+        raise BadInputError(expected(argument, "a model that can be loaded", reason, hint)) from error
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _identity(width: int) -> nn.Linear:
+    return _linear(torch.eye(width), torch.zeros(width))
+
+
+def _linear(weight: Tensor, bias: Tensor | None = None) -> nn.Linear:
+    layer = nn.Linear(weight.shape[1], len(weight), bias=bias is not None, dtype=weight.dtype)
+    layer.load_state_dict({"weight": weight} if bias is None else {"weight": weight, "bias": bias})
+    return layer

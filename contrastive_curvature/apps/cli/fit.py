@@ -1,115 +1,67 @@
-"""``fit``: a posterior from a source, saved in a folder."""
+"""``fit``: the encoder that a source is for, its posterior, its prior, its calibration."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import click
+import numpy as np
+import torch
+from laplace import Laplace
+from numpy.typing import NDArray
 
-from contrastive_curvature.apps.cli.console import Console, common_options
-from contrastive_curvature.apps.cli.errors import printable
-from contrastive_curvature.apps.cli.options import (
-    PATH,
-    SHARE,
-    check_device,
-    computing_options,
-    key_values,
-    source_options,
-    take_columns,
-)
+from contrastive_curvature.apps.cli.console import BadInputError, Console, printable
+from contrastive_curvature.apps.cli.encoders import Encoder, check_device, encoder_of, last_layer_encoder
+from contrastive_curvature.apps.cli.readers import read_arrays
+from contrastive_curvature.apps.cli.saved import check_target, write_posterior
+from contrastive_curvature.apps.cli.sources import ArraySource, FeatureFolderSource, Loader, Source, shared_labels
+from contrastive_curvature.errors import expected
+from contrastive_curvature.io.pretrained.losses import KNOWN
+from contrastive_curvature.losses import RowLoss
+from contrastive_curvature.losses.cosine import CosineLoss
 
-__all__ = ["fit"]
+_UNIT = 1e-3
+"""How far norms are from 1 that were rounded to half precision."""
 
 
-@click.command(
-    epilog="Example: contrastive-curvature fit train.npz --out posterior --calibrate validation.npz --loss supcon"
-)
-@click.argument("source", type=PATH)
-@click.option("--out", "folder", type=PATH, required=True, help="Folder of the posterior; it is made.")
-@click.option("--overwrite", is_flag=True, help="Replace a saved posterior in that folder; other files in it stay.")
-@click.option("--last-layer", type=PATH, help="An .npz with weight (D, F) and bias (D,), for a feature folder.")
-@click.option("--calibrate", "calibration", type=PATH, help="Inputs that the encoder was not trained on: p-values.")
-@click.option(
-    "--calibration-share",
-    type=SHARE,
-    help="Calibrate with this share of SOURCE, which is then left out of the fit.",
-)
-@click.option(
-    "--loss",
-    default="contrastive",
-    show_default=True,
-    help="A loss of the library that needs labels only, as infonce, supcon, siglip, triplet or logistic.",
-)
-@click.option("--margin", type=float, help="Of the losses contrastive and triplet (defaults 0.7 and 0.2).")
-@click.option("--temperature", type=float, help="Of the losses infonce and supcon.")
-@click.option("--loss-option", multiple=True, metavar="NAME=VALUE", help="Another argument of the loss; repeatable.")
-@click.option(
-    "--weights",
-    type=click.Choice(["last_layer", "all"]),
-    default="last_layer",
-    show_default=True,
-    help="Which weights get a posterior.",
-)
-@click.option(
-    "--structure",
-    type=click.Choice(["kron_lowrank", "diag", "kron", "full", "lowrank"]),
-    help="Of the posterior's precision (default: kron_lowrank for the last layer, kron for all weights).",
-)
-@click.option(
-    "--prior-strength",
-    type=float,
-    help="Prior precision as a multiple of the mean curvature (default: 0.01, see docs/defaults.md).",
-)
-@click.option("--prior-precision", type=float, help="Prior precision itself, in place of --prior-strength.")
-@click.option("--option", "curvature", multiple=True, metavar="NAME=VALUE", help="Another entry of backend_kwargs.")
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of every random choice.")
-@source_options
-@computing_options
-@common_options
-def fit(console: Console, source: Path, folder: Path, **options: Any) -> None:
-    """Fit a posterior to a trained encoder with its training data SOURCE, and save it.
-
-    SOURCE is one of:
-
-    \b
-    .npz           features (N, F) and labels (N,), with weight (D, F) and bias (D,) of the encoder's last layer
-    .npz           embeddings (N, D) and labels (N,), where nothing of the encoder is known (see below)
-    .npz           inputs (N, ...) and labels (N,), with --encoder
-    feature folder what contrastive_curvature.features wrote, with --last-layer or --encoder
-    image folder   one folder of images for each class, with --encoder
-    .csv, .jsonl   columns text and label, with --encoder
-
-    The features are what the last linear layer takes in; the embedding is features @ weight.T + bias. Give them where
-    you can: this is what docs/transfer.md evaluates. Embeddings alone are taken as the features of a last layer that is
-    the identity. That was not evaluated there: compare it on your own data before you rely on it.
-
-    The losses infonce, supcon, siglip, multi-similarity and triplet compare an input with those of its batch, in a
-    random order: give the --batch-size of the encoder's training. All others count all pairs of the data.
-
-    --encoder module:function runs your own code, and only that. Give it again to score, search and evaluate.
-    """  # noqa: D301
-    from contrastive_curvature.apps.cli.fit_source import encoder_and_source
-    from contrastive_curvature.apps.cli.fitting import check_options, fit_posterior
-    from contrastive_curvature.apps.cli.saved import check_target, write_posterior
-
-    overwrite = options.pop("overwrite")
-    check_target(folder, overwrite=overwrite)
-    columns, device = take_columns(options), check_device(options.pop("device"))
-    text, given, last_layer = (options.pop(name) for name in ("encoder", "encoder_options", "last_layer"))
-    options["loss_option"] = key_values("--loss-option", options["loss_option"])
-    options["curvature"] = key_values("--option", options["curvature"])
-    check_options(options)
-    encoder, train = encoder_and_source(console, source, text, given, last_layer, columns)
-    encoder.module.to(device).eval()
-    la, rows, count = fit_posterior(console, encoder, train, columns, options)
-    labels = train.need_labels("SOURCE")[rows]
-    classes = len(labels.unique())
-    about = {"fitted_on": f"`{_name(source)}`: {len(rows)} inputs of {classes} classes", "notes": _usage(folder)}
-    write_posterior(la, encoder, folder, overwrite=overwrite, about=about)
+def fit(
+    console: Console,
+    train: Source,
+    known: Source | None,
+    *,
+    out: Path,
+    overwrite: bool,
+    encoder: str | None,
+    encoder_options: Mapping[str, Any],
+    last_layer: Path | None,
+    device: str,
+    **options: Any,
+) -> None:
+    """Fit a posterior and write it; the other options are those of :func:`_posterior`."""
+    check_target(out, overwrite=overwrite)
+    check_device(device)
+    options["made_loss"] = _made_loss(options)
+    rows, held_out = _split(len(train), options["calibration_share"], options["seed"])
+    made = _encoder_for(console, train, encoder, encoder_options, last_layer)
+    made.module.to(device).eval()
+    train.prepare(made)
+    calibration = None if held_out is None else Loader(train, options["batch_size"], held_out)
+    if known is not None:
+        known.prepare(made)
+        calibration = Loader(known, options["batch_size"])
+    la = _posterior(console, made, train, rows, calibration, options)
+    (labels,), _ = shared_labels(train)
+    classes, count = len(np.unique(labels[rows])), 0 if calibration is None else len(calibration.dataset)
+    usage = f"contrastive-curvature score {_name(out)} SOURCE --out scores.csv"
+    about = {
+        "fitted_on": f"`{_name(train.path)}`: {len(rows)} inputs of {classes} classes",
+        "notes": f"Fitted by the command line. `{usage}` uses it.",
+    }
+    write_posterior(la, made, out, overwrite=overwrite, about=about)
     values = {
-        "folder": str(folder),
-        "encoder": encoder.name,
+        "folder": str(out),
+        "encoder": made.name,
         "inputs": len(rows),
         "classes": classes,
         "calibration_inputs": count,
@@ -120,17 +72,140 @@ def fit(console: Console, source: Path, folder: Path, **options: Any) -> None:
         "temperature": float(la.temperature),
         "loss": float(la.loss),
     }
-    known = f"calibrated with {count} inputs" if count else "not calibrated"
-    first = f"{folder}: posterior of {values['weights']:,} weights from {len(rows):,} inputs of {classes:,} classes"
-    console.result(values, f"{first}, {known}")
+    calibrated = f"calibrated with {count} inputs" if count else "not calibrated"
+    first = f"{out}: posterior of {values['weights']:,} weights from {len(rows):,} inputs of {classes:,} classes"
+    console.result(values, f"{first}, {calibrated}")
+
+
+def _made_loss(options: Mapping[str, Any]) -> CosineLoss:
+    """Return the loss of a name, as ``supcon``: one that labels and plain options describe."""
+    if "loss" in options["curvature"]:
+        raise BadInputError(expected("--option loss", "the loss as --loss", "it here"))
+    name, given = options["loss"], dict(options["loss_option"])
+    for short in ("margin", "temperature"):
+        if options[short] is not None:
+            if short in given:
+                raise BadInputError(expected(f"--{short}, --loss-option {short}", "one of them", "both"))
+            given[short] = options[short]
+    losses = {key.removesuffix("Loss").lower(): kind for key, kind in KNOWN.items() if _needs_labels_alone(kind)}
+    kind = losses.get(name.replace("-", ""))
+    if kind is None:
+        raise BadInputError(expected("--loss", f"one of {', '.join(losses)}", name))
+    strange = [option for option in given if option not in kind.arguments()]
+    if strange:
+        raise BadInputError(expected(f"--loss {name}", f"options among {', '.join(kind.arguments())}", strange[0]))
+    return kind(**given)
+
+
+def _needs_labels_alone(kind: type[CosineLoss]) -> bool:
+    return not kind.graded and all(p.default is not p.empty for p in kind.arguments().values())
+
+
+def _split(count: int, share: float | None, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
+    """Return the rows to fit, and those to calibrate with."""
+    if share is None:
+        return np.arange(count), None
+    size = round(share * count)
+    if size < 2 or count - size < 2:
+        raise BadInputError(expected(f"--calibration-share {share}", "two inputs on either side", f"{size} of {count}"))
+    order = np.random.default_rng(seed).permutation(count)
+    return np.sort(order[size:]), np.sort(order[:size])
+
+
+def _encoder_for(
+    console: Console, train: Source, text: str | None, options: Mapping[str, Any], last_layer: Path | None
+) -> Encoder:
+    """Return the encoder that ``--encoder`` names, or the last layer that comes with features."""
+    if last_layer is not None and (text is not None or not isinstance(train, FeatureFolderSource)):
+        raise BadInputError(expected("--last-layer", "it for a feature folder, without --encoder", "another use"))
+    if text is not None:
+        return encoder_of(text, options)
+    if options:
+        raise BadInputError(expected("--encoder-options", "them with --encoder", "no encoder"))
+    if isinstance(train, FeatureFolderSource):
+        return _last_layer_of_folder(train, last_layer)
+    if isinstance(train, ArraySource) and train.kind == "features":
+        return _last_layer_of_arrays(console, train)
+    hint = "Give --encoder module:function, timm:NAME or sentence-transformers:NAME."
+    raise BadInputError(expected(f"{train.path}", f"an encoder for {train.kind}", "none", hint))
+
+
+def _last_layer_of_folder(train: FeatureFolderSource, last_layer: Path | None) -> Encoder:
+    if last_layer is None:
+        hint = "Give --last-layer FILE.npz with weight and bias, or --encoder module:function."
+        wanted = "the last layer of the encoder of these features"
+        raise BadInputError(expected(f"{train.path}", wanted, "none", hint))
+    arrays, _ = read_arrays(last_layer)
+    argument, source = f"--last-layer {last_layer}", train.encoder_of
+    if "weight" not in arrays:
+        raise BadInputError(expected(argument, "the arrays weight and bias", "no weight"))
+    if len(arrays["weight"]) != source.outputs:
+        wanted = f"{source.outputs} outputs, as the encoder of {train.path} has"
+        raise BadInputError(expected(argument, wanted, f"{len(arrays['weight'])}"))
+    return last_layer_encoder(arrays["weight"], arrays.get("bias"), width=source.width, source=source)
+
+
+def _last_layer_of_arrays(console: Console, train: ArraySource) -> Encoder:
+    width = train.values.shape[1]
+    if train.weight is not None:
+        return last_layer_encoder(train.weight, train.bias, width=width)
+    if train.name != "embeddings":
+        hint = "Add them, or name the array embeddings if it holds the encoder's outputs."
+        wanted = "weight (and bias, if there is one) beside features"
+        raise BadInputError(expected(f"{train.path}", wanted, "none", hint))
+    unit = np.allclose(np.linalg.norm(train.values, axis=1), 1, atol=_UNIT)
+    hint = " All of them have norm 1: save them before they are normalised, because novelty needs the norm."
+    console.warn(
+        f"{train.path}: the embeddings are taken as features of a last layer that is the identity, which the library's "
+        f"evaluation does not cover; with features, weight and bias it does.{hint if unit else ''}"
+    )
+    return last_layer_encoder(np.eye(width, dtype=np.float32), None, width=width, identity=True)
+
+
+def _posterior(
+    console: Console,
+    encoder: Encoder,
+    train: Source,
+    rows: NDArray[np.int64],
+    calibration: Loader | None,
+    options: Mapping[str, Any],
+) -> Any:
+    """Fit, choose the prior, calibrate."""
+    torch.manual_seed(options["seed"])
+    structure, precision, strength = (options[name] for name in ("structure", "prior_precision", "prior_strength"))
+    la: Any = Laplace(
+        encoder.module,
+        likelihood="contrastive",
+        subset_of_weights=options["weights"],
+        backend_kwargs={"loss": options["made_loss"], **options["curvature"]},
+        **({} if structure is None else {"hessian_structure": structure}),
+        **({} if precision is None else {"prior_precision": precision}),
+    )
+    console.note(f"fitting on {len(rows):,} inputs")
+    (labels,), _ = shared_labels(train)
+    # Candidates from the batch: sources that are sorted by class would give batches of one class.
+    seed = options["seed"] if _takes_pairs_of_a_batch(options) else None
+    la.fit(Loader(train, options["batch_size"], rows, labels, seed), progress_bar=console.progress)
+    if precision is None:
+        la.optimize_prior_precision(**({} if strength is None else {"strength": strength}))
+    if calibration is None:
+        console.warn(
+            "no calibration data: score will have no novelty and no p-value. Give --calibrate SOURCE with inputs that "
+            "the encoder was not trained on, or --calibration-share 0.2."
+        )
+        return la
+    console.note(f"calibrating with {len(calibration.dataset):,} inputs")
+    la.calibrate(calibration, progress_bar=console.progress)
+    return la
+
+
+def _takes_pairs_of_a_batch(options: Mapping[str, Any]) -> bool:
+    given = options["curvature"]
+    if isinstance(options["made_loss"], RowLoss):
+        return given.get("candidates") != "dataset"
+    return given.get("pairs") == "batch"
 
 
 def _name(path: Path) -> str:
-    """The name of a file or folder as code in the model card, where it must not end the code or the line."""
-    name = printable(path.resolve().name.encode("utf-8", "replace").decode())
-    return name.replace("`", "") or "data"
-
-
-def _usage(folder: Path) -> str:
-    command = f"contrastive-curvature score {_name(folder)} SOURCE --out scores.csv"
-    return f"Fitted by the command line. `{command}` uses it."
+    """Return the name of a file or folder as code in the model card, where it must not end the code or the line."""
+    return printable(path.resolve().name).replace("`", "") or "data"

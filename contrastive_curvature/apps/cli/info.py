@@ -5,31 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import click
-
-from contrastive_curvature.apps.cli.console import Console, common_options
-from contrastive_curvature.apps.cli.errors import BadInputError
-from contrastive_curvature.apps.cli.options import PATH
-from contrastive_curvature.errors import expected
-
-__all__ = ["info"]
+from contrastive_curvature.apps.cli.console import Console
+from contrastive_curvature.apps.cli.saved import read_encoder
+from contrastive_curvature.io.pretrained import read_info
 
 
-@click.command(epilog="Example: contrastive-curvature info posterior --json")
-@click.argument("folder", type=PATH)
-@common_options
 def info(console: Console, folder: Path) -> None:
-    """Show what is in the saved posterior FOLDER, without loading its encoder.
-
-    Loss, structure, prior, calibration, dimensions, versions, and how score and search make the encoder.
-    """
-    if not folder.is_dir():
-        hint = "contrastive-curvature fit writes one."
-        raise BadInputError(expected(f"{folder}", "the folder of a saved posterior", "a path where none is", hint))
-    from contrastive_curvature.apps.cli.encoder_file import read_spec
-    from contrastive_curvature.io.pretrained import read_info
-
-    found, spec = read_info(folder), read_spec(folder)
+    """Print what is in a saved posterior."""
+    found, spec = read_info(folder), read_encoder(folder)[0]
     encoder = _encoder(spec)
     values = {**found.to_plain(), "encoder": encoder}
     lines = [str(folder)]
@@ -55,9 +38,9 @@ def info(console: Console, folder: Path) -> None:
 def _encoder(spec: dict[str, Any] | None) -> str | None:
     if spec is None:
         return None
-    if spec.get("kind") == "last_layer":
-        return "identity, for embeddings" if spec.get("identity") else "last layer, for features"
-    return str(spec.get("encoder"))
+    if spec["encoder"] is None:
+        return "identity, for embeddings" if spec["identity"] else "last layer, for features"
+    return str(spec["encoder"])
 
 
 def _prior(one: Any) -> str:

@@ -1,12 +1,16 @@
 """The folder of a posterior that the command line writes: the posterior, and how its encoder is made again.
 
-``la.save_pretrained`` writes the posterior, its options and a model card; :mod:`.encoder_file` has the rest.
+``la.save_pretrained`` writes the posterior, its options and a model card. ``encoder-<checksum>.safetensors`` is the
+encoder: its name and options in the metadata, or the weights of a last layer alone. The checksum is that of the
+encoder's weights in ``config.json``, so that a posterior finds its own encoder also where the process was killed while
+another posterior took its place.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -14,43 +18,31 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from contrastive_curvature.apps.cli.encoder_file import (
-    ENCODER,
-    WEIGHTS,
-    check_trusted,
-    content_of,
-    read_encoder,
-    read_spec,
-    write_content,
-    write_spec,
-    write_weights,
-)
-from contrastive_curvature.apps.cli.encoders import Encoder, encoder_of
-from contrastive_curvature.apps.cli.errors import BadInputError
-from contrastive_curvature.apps.cli.folders import check_writable
-from contrastive_curvature.artifact import write_whole
-from contrastive_curvature.errors import expected
-from contrastive_curvature.io.pretrained import load_pretrained
-from contrastive_curvature.io.pretrained.layout import CONFIG
+import safetensors
+import safetensors.numpy
+from numpy.typing import NDArray
 
-__all__ = ["check_target", "open_posterior", "write_posterior"]
+from contrastive_curvature.apps.cli.console import BadInputError
+from contrastive_curvature.apps.cli.encoders import LIBRARIES, Encoder, check_device, encoder_of, last_layer_encoder
+from contrastive_curvature.apps.cli.outputs import check_writable
+from contrastive_curvature.artifact import write_whole
+from contrastive_curvature.errors import ContrastiveCurvatureError, expected
+from contrastive_curvature.io.pretrained import folder as posterior_folder
+from contrastive_curvature.io.pretrained import load_pretrained, read_info
+from contrastive_curvature.network.digest import encoder_digest
+from contrastive_curvature.network.given_features import FeatureSource
+
+_VERSION = 2
+_REPAIR = "Copy the folder again, or fit again with --overwrite."
 
 
 def check_target(folder: Path, *, overwrite: bool) -> None:
-    """Refuse a folder that cannot or must not be written, before anything is computed.
-
-    Raises:
-        BadInputError: It is there and ``--overwrite`` was not given, or it cannot be written.
-        InputError: It holds something else than a saved posterior.
-    """
-    from contrastive_curvature.io.pretrained.folder import check_target as check
-    from contrastive_curvature.io.pretrained.folder import checked_path
-
+    """Refuse a folder that cannot or must not be written, before anything is computed."""
     if (folder / "config.json").exists() and not overwrite:
         hint = "Give --overwrite to replace it, or another folder."
         raise BadInputError(expected(f"--out {folder}", "a new folder", "one that holds a saved posterior", hint))
-    target = checked_path(folder)
-    check(target, overwrite=overwrite)
+    target = posterior_folder.checked_path(folder)
+    posterior_folder.check_target(target, overwrite=overwrite)
     check_writable(folder, target)
 
 
@@ -66,104 +58,118 @@ def write_posterior(la: Any, encoder: Encoder, folder: Path, *, overwrite: bool,
         folder: From the user, seen by :func:`check_target`.
         overwrite: Whether a saved posterior may be replaced.
         about: Of the data and the encoder, for the model card.
-
-    Raises:
-        InputError: The folder cannot be written.
     """
-    from contrastive_curvature.io.pretrained.folder import checked_path
-
-    target = checked_path(folder)
+    target = posterior_folder.checked_path(folder)
     if target.exists() and os.listdir(target):
-        _replace(la, encoder, target, overwrite, about)
+        try:
+            _write_encoder(encoder, target)
+            la.save_pretrained(target, overwrite=overwrite, **about)
+        finally:
+            # What cannot be tidied up does no harm.
+            with contextlib.suppress(OSError, ContrastiveCurvatureError):
+                kept = _encoder_file(target, read_info(target).posteriors[0].encoder)
+                for other in set(target.glob("encoder-*.safetensors")) - {kept}:
+                    other.unlink()
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     made = target.parent / f".{target.name}.{secrets.token_hex(6)}.tmp"
     made.mkdir()
     try:
-        # The model card tells the folder's name.
-        inner = made / target.name
+        inner = made / target.name  # the model card tells the folder's name
         la.save_pretrained(inner, **about)
-        write_spec(encoder, inner, write_weights(encoder, inner))
+        _write_encoder(encoder, inner)
         os.rename(inner, target)
     finally:
         shutil.rmtree(made, ignore_errors=True)
 
 
-def _replace(la: Any, encoder: Encoder, target: Path, overwrite: bool, about: Mapping[str, Any]) -> None:
-    """Replace the posterior in a folder: ``config.json`` decides which one is there, and with it, which encoder."""
-    names, config = set(os.listdir(target)), content_of(target / CONFIG)
-    kept = content_of(target / ENCODER)
-    try:
-        earlier = read_spec(target)
-    except BadInputError:
-        earlier = None
-    before = None if config is None else {"config": hashlib.sha256(config).hexdigest(), "spec": earlier}
-    weights: str | None = None
-    try:
-        weights = write_weights(encoder, target)
-        write_spec(encoder, target, weights, before)
-        la.save_pretrained(target, overwrite=overwrite, **about)
-    except BaseException:
-        if content_of(target / CONFIG) == config:
-            # Where this fails too, the file says both.
-            with contextlib.suppress(OSError):
-                _put_back(target, kept)
-                if weights is not None and weights not in names:
-                    os.unlink(target / weights)
-        raise
-    # The new posterior is there. What cannot be tidied up does no harm.
-    with contextlib.suppress(OSError):
-        write_spec(encoder, target, weights)
-        for name in names - {weights}:
-            if WEIGHTS.fullmatch(name):
-                os.unlink(target / name)
-
-
-def _put_back(target: Path, kept: bytes | None) -> None:
-    if kept is not None:
-        write_whole(target / ENCODER, lambda file: write_content(file, kept))
-    elif (target / ENCODER).exists():
-        os.unlink(target / ENCODER)
-
-
 def open_posterior(
     folder: Path,
     encoder: str | None = None,
-    options: Mapping[str, Any] | None = None,
+    encoder_options: Mapping[str, Any] | None = None,
     device: str = "cpu",
     note: Callable[[str], None] | None = None,
 ) -> tuple[Any, Encoder]:
-    """A saved posterior and its encoder.
+    """Return a saved posterior and its encoder.
 
     Args:
         folder: What ``fit`` or ``la.save_pretrained`` wrote.
         encoder: ``--encoder``, in place of the one that the folder names.
-        options: ``--encoder-options``.
+        encoder_options: ``--encoder-options``; for the encoder that the folder names, its own by default.
         device: Of the computation.
         note: Takes a line that names the encoder, before it is made.
-
-    Raises:
-        BadInputError: The folder is missing, names no encoder and none is given, or names code of its user and that
-            is not given.
-        InputError: The folder is damaged, of a later version, or of another encoder.
     """
-    if not folder.is_dir():
-        hint = "contrastive-curvature fit writes one."
-        raise BadInputError(expected(f"{folder}", "the folder of a saved posterior", "a path where none is", hint))
-    if encoder is None and options:
+    check_device(device)
+    if encoder is None and encoder_options:
         raise BadInputError(expected("--encoder-options", "them with --encoder", "no encoder"))
-    spec = (read_spec(folder) or {}) if encoder is None or not options else {}
-    if encoder is not None and not options and spec.get("encoder") == encoder and isinstance(spec.get("options"), dict):
-        options = spec["options"]
-    named = spec.get("encoder") if encoder is None else encoder
-    if encoder is None:
-        check_trusted(spec, folder)
-    if note is not None and named is not None:
-        note(f"encoder {named}" + (f", as {folder} names it" if encoder is None else ""))
-    found = read_encoder(folder) if encoder is None else encoder_of(encoder, options)
-    if found is None:
+    spec, weights = (None, {}) if encoder_options else read_encoder(folder)
+    if encoder is not None:
+        if note is not None:
+            note(f"encoder {encoder}")
+        if spec is not None and spec["encoder"] == encoder:
+            encoder_options = spec["options"]
+        found = encoder_of(encoder, encoder_options or {})
+    elif spec is None:
         hint = "Give --encoder module:function, timm:NAME or sentence-transformers:NAME."
-        raise BadInputError(expected(f"{folder}", f"an {ENCODER} that names the encoder", "none", hint))
+        raise BadInputError(expected(f"{folder}", "a posterior with its encoder", "one without", hint))
+    elif spec["encoder"] is not None:
+        _check_trusted(spec, folder)
+        if note is not None:
+            note(f"encoder {spec['encoder']}, as {folder} names it")
+        found = encoder_of(spec["encoder"], spec["options"])
+    else:
+        of = spec["features_of"]
+        source = None if of is None else FeatureSource.of_plain(of, f"{folder}: features_of")
+        weight, identity = weights["weight"], spec["identity"]
+        found = last_layer_encoder(weight, weights["bias"], width=weight.shape[1], identity=identity, source=source)
     found.module.to(device).eval()
-    la = load_pretrained(folder, encoder=found.module)
-    return la, found
+    return load_pretrained(folder, encoder=found.module), found
+
+
+def read_encoder(folder: Path) -> tuple[dict[str, Any] | None, dict[str, NDArray[Any]]]:
+    """Return how the encoder of a saved posterior is made (``None``: nothing says), and the weights of a last layer."""
+    path = _encoder_file(folder, read_info(folder).posteriors[0].encoder)
+    if not path.exists():
+        return None, {}
+    try:
+        with safetensors.safe_open(path, framework="numpy") as file:
+            text, checksum = (file.metadata()[name] for name in ("encoder", "checksum"))
+            weights = {name: file.get_tensor(name) for name in sorted(file.keys())}
+        spec = json.loads(text)
+    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
+        raise BadInputError(expected(f"{path}", "the encoder that fit wrote", "something else", _REPAIR)) from error
+    if spec.get("version") != _VERSION:
+        hint = "Update with: pip install -U contrastive-curvature"
+        raise BadInputError(expected(f"{path}", f"version {_VERSION}", f"{spec.get('version')}", hint))
+    if checksum != _checksum(text, weights):
+        raise BadInputError(expected(f"{path}", "the file as fit wrote it", "other content", _REPAIR))
+    return spec, weights
+
+
+def _write_encoder(encoder: Encoder, folder: Path) -> None:
+    text = json.dumps({"version": _VERSION, **encoder.spec}, allow_nan=False)
+    weights = {}
+    if encoder.width is not None:
+        weights = {name: p.detach().cpu().numpy() for name, p in sorted(encoder.module.named_parameters())}
+    content = safetensors.numpy.save(weights, {"encoder": text, "checksum": _checksum(text, weights)})
+    write_whole(_encoder_file(folder, encoder_digest(encoder.module)), lambda file: file.write(content))
+
+
+def _encoder_file(folder: Path, digest: str) -> Path:
+    return folder / f"encoder-{digest}.safetensors"
+
+
+def _checksum(text: str, weights: Mapping[str, NDArray[Any]]) -> str:
+    return hashlib.sha256(b"".join((text.encode(), *(weight.tobytes() for weight in weights.values())))).hexdigest()
+
+
+def _check_trusted(spec: Mapping[str, Any], folder: Path) -> None:
+    """Refuse to run code that a folder names, which may come from anybody, and the user has not."""
+    named = spec["encoder"]
+    if named.partition(":")[0] not in LIBRARIES:
+        hint = f"If you trust that code, run it with: --encoder {named}"
+        wanted = "it to be given, since the folder names code and code runs at your word only"
+        raise BadInputError(expected("--encoder", wanted, f"none ({folder} names {named})", hint))
+    if "trust_remote_code" in json.dumps(spec["options"]):
+        hint = f"Give --encoder {named} and --encoder-options yourself, if you trust it."
+        raise BadInputError(expected(f"{folder}", "an encoder without code of its own", "trust_remote_code", hint))

@@ -1,115 +1,175 @@
-"""``search``: queries against a gallery, to CSV or Parquet."""
+"""``search``: neighbours by cosine and whether the nearest is right, to CSV or Parquet."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import click
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
-from contrastive_curvature.apps.cli.console import Console, common_options
-from contrastive_curvature.apps.cli.errors import BadInputError
-from contrastive_curvature.apps.cli.options import PATH, check_device, computing_options, source_options, take_columns
+import contrastive_curvature as cc
+from contrastive_curvature import metrics
+from contrastive_curvature.apps.cli.console import BadInputError, Console, readable
+from contrastive_curvature.apps.cli.outputs import Columns, write_table
+from contrastive_curvature.apps.cli.saved import open_posterior
+from contrastive_curvature.apps.cli.sources import Loader, Source, shared_labels
 from contrastive_curvature.errors import expected
+from contrastive_curvature.io.pretrained import load_match, read_info
+from contrastive_curvature.progress import Progress
 
-if TYPE_CHECKING:
-    from contrastive_curvature.apps.cli.searching import Found
-    from contrastive_curvature.apps.cli.sources import Source
+_AT_ONCE = 2**26
+"""Numbers in the covariances of predictions that are held at once: 512 MiB in float64."""
 
-__all__ = ["search"]
+_SAME = 1e-5
+"""How far embeddings of norm 1 are apart at most that one input has in batches of two sizes."""
 
 _ROWS = 4096
 """Queries whose hits are written at once."""
 
 
-@click.command(
-    epilog="Example: contrastive-curvature search posterior --gallery train.npz --queries new.npz "
-    "--validation validation.npz -k 5 --out hits.csv"
-)
-@click.argument("folder", type=PATH)
-@click.option("--gallery", type=PATH, required=True, help="Inputs that are searched.")
-@click.option("--queries", type=PATH, required=True, help="Inputs that are searched for.")
-@click.option("--validation", type=PATH, help="Labelled queries that the encoder was not trained on: for P(match).")
-@click.option("-k", "k", type=click.IntRange(min=1), default=5, show_default=True, help="Neighbours of each query.")
-@click.option("--out", type=PATH, required=True, help="File that is written: .csv or .parquet.")
-@source_options
-@computing_options
-@common_options
 def search(
-    console: Console, folder: Path, gallery: Path, queries: Path, validation: Path | None, out: Path, **options: Any
+    console: Console,
+    gallery: Source,
+    queries: Source,
+    validation: Source | None,
+    *,
+    folder: Path,
+    out: Path,
+    k: int,
+    batch_size: int,
+    **encoder: Any,
 ) -> None:
-    """Search a gallery with the posterior in FOLDER, and write the hits, k rows a query.
+    """Search, and write the hits; ``encoder`` has the options of :func:`.open_posterior`."""
+    labels = None if validation is None else shared_labels(validation, gallery)[0]
+    la, made = open_posterior(folder, **encoder, note=console.note)
+    for source in (gallery, queries, validation):
+        if source is not None:
+            source.prepare(made)
+    predictions = _Predictions(console, la, batch_size)
+    searched, _ = predictions.directions(gallery, "[gallery]")
+    asking, uncertainty = predictions.directions(queries, "[queries]")
+    index = metrics.nearest_neighbors(asking, searched, k=k)
+    nearest = index[:, 0]
+    _warn_of_itself(console, f"--queries {queries.path}", asking, searched[nearest])
+    match, gallery_size = None, len(gallery)
+    if validation is not None and labels is not None:
+        match = predictions.fitted_match(searched, gallery, validation, labels)
+        # It has seen the gallery's hits only, whose number is no other size.
+        gallery_size = match._gallery_size
+    elif read_info(folder).match:
+        match = load_match(folder)
+    else:
+        console.warn(
+            "no validation data: match_probability and no_match are left out. Give --validation SOURCE with labelled "
+            "inputs that the encoder was not trained on."
+        )
+    right = None
+    if match is not None and match.use_uncertainty:
+        right = predictions.right(match, gallery, queries, nearest, gallery_size)
+    elif match is not None:
+        right = match.hits(asking, searched[nearest], gallery_size=gallery_size)
+    cosine = torch.einsum("nd,nkd->nk", asking, searched[index]).clamp(-1, 1)
 
-    \b
-    query, rank        identifier of the query; 1 is the nearest
-    neighbour          identifier of the gallery point
-    label              its class, where the gallery has classes
-    cosine             between query and neighbour
-    match_probability  that the nearest neighbour is of the query's class (rank 1 only)
-    no_match           1 - match_probability: nothing in the gallery, or something else is nearer
-    uncertainty        of the query, in radians
+    def parts() -> Iterator[Columns]:
+        for start in range(0, len(queries), _ROWS):
+            rows = slice(start, start + _ROWS)
+            hits = index[rows].flatten().tolist()
+            part: dict[str, Any] = {
+                "query": [query for query in queries.ids[rows] for _ in range(k)],
+                "rank": [rank for _ in queries.ids[rows] for rank in range(1, k + 1)],
+                "neighbour": [gallery.ids[hit] for hit in hits],
+            }
+            if gallery.classes is not None:
+                part["label"] = [str(gallery.classes[hit]) for hit in hits]
+            part["cosine"] = cosine[rows].flatten().numpy()
+            if right is not None:
+                for name, values in (("match_probability", right[rows]), ("no_match", 1 - right[rows])):
+                    part[name] = [value if rank == 0 else None for value in values.numpy() for rank in range(k)]
+            yield {**part, "uncertainty": uncertainty[rows].repeat_interleave(k).numpy()}
 
-    match_probability and no_match are learned from --validation: labelled inputs that are like the queries, those
-    without a match in the gallery among them, against the gallery's classes. Without it they are left out, unless the
-    folder has a saved MatchProbability. See docs/matching.md.
-    """  # noqa: D301
-    from contrastive_curvature.apps.cli.outputs import check_output, write_table
-    from contrastive_curvature.apps.cli.saved import open_posterior
-    from contrastive_curvature.apps.cli.score import number_type
-    from contrastive_curvature.apps.cli.searching import find
-    from contrastive_curvature.apps.cli.sources import open_source
-    from contrastive_curvature.apps.cli.texts import readable
-
-    given = [path for path in (gallery, queries, validation) if path is not None]
-    check_output(out, *given)
-    columns, device = take_columns(options), check_device(options["device"])
-    for path in given:
-        open_source(path, columns=columns)
-    la, encoder = open_posterior(folder, options["encoder"], options["encoder_options"], device, console.note)
-    searched, asking = open_source(gallery, encoder, columns), open_source(queries, encoder, columns)
-    asked = None if validation is None else open_source(validation, encoder, columns)
-    k = options["k"]
-    if k > len(searched):
-        raise BadInputError(expected("-k", f"at most {len(searched)}, the number of points in {gallery}", f"{k}"))
-    found = find(console, la, folder, searched, asking, asked, k, options["batch_size"])
-    write_table(out, lambda: _table(found, searched, asking, k, number_type(la)))
-    values: dict[str, Any] = {"file": str(out), "queries": len(asking), "gallery": len(searched), "k": k}
-    line = f"{readable(str(out))}: {len(asking):,} queries in {len(searched):,} points"
-    if found.right is not None:
-        without = int((found.right < 0.5).sum())
+    write_table(out, parts())
+    values: dict[str, Any] = {"file": str(out), "queries": len(queries), "gallery": len(gallery), "k": k}
+    line = f"{readable(str(out))}: {len(queries):,} queries in {len(gallery):,} points"
+    if right is not None:
+        without = int((right < 0.5).sum())
         values["more_likely_no_match"] = without
         line += f", {without:,} of them more likely without a match than with one"
     console.result(values, line)
 
 
-def _table(found: Found, gallery: Source, queries: Source, k: int, number: str) -> Any:
-    from contrastive_curvature.apps.cli.outputs import Table
-
-    types = {"query": "text", "rank": "int", "neighbour": "text"}
-    if gallery.classes is not None:
-        types["label"] = "text"
-    types["cosine"] = number
-    if found.right is not None:
-        types |= {"match_probability": number, "no_match": number}
-    return Table({**types, "uncertainty": number}, _parts(found, gallery, queries, k))
+def _warn_of_itself(console: Console, name: str, mu: Tensor, nearest: Tensor) -> None:
+    """Warn if most inputs are their own nearest neighbours: all would seem right."""
+    if float(((mu - nearest).abs().amax(1) < _SAME).double().mean()) > 0.5:
+        console.warn(
+            f"{name}: most of these inputs are in the gallery too, so that each is its own nearest neighbour and seems "
+            "right. Leave them out of the gallery."
+        )
 
 
-def _parts(found: Found, gallery: Source, queries: Source, k: int) -> Iterator[Mapping[str, Sequence[Any]]]:
-    for start in range(0, len(queries), _ROWS):
-        rows = range(start, min(start + _ROWS, len(queries)))
-        index = found.index[start : rows.stop].flatten().tolist()
-        part: dict[str, Any] = {
-            "query": [queries.ids[row] for row in rows for _ in range(k)],
-            "rank": [rank for _ in rows for rank in range(1, k + 1)],
-            "neighbour": [gallery.ids[place] for place in index],
-            "cosine": found.cosine[start : rows.stop].flatten().numpy(),
-            "uncertainty": found.uncertainty[start : rows.stop].repeat_interleave(k).numpy(),
-        }
-        if gallery.classes is not None:
-            part["label"] = [str(gallery.classes[place]) for place in index]
-        if found.right is not None:
-            right = found.right[start : rows.stop].tolist()
-            part["match_probability"] = [value if rank == 0 else None for value in right for rank in range(k)]
-            part["no_match"] = [1 - value if rank == 0 else None for value in right for rank in range(k)]
-        yield part
+@dataclass
+class _Predictions:
+    """Predictions of a posterior for sources, in batches."""
+
+    console: Console
+    la: Any
+    batch_size: int
+
+    def directions(self, source: Source, name: str) -> tuple[Tensor, Tensor]:
+        """Return embeddings (N, D) of norm 1 and uncertainties (N,), on the CPU."""
+        mu, uncertainty = [], []
+        for (x,) in Progress(self.console.progress).over(Loader(source, self.batch_size), name):
+            predicted = self.la(x)
+            mu.append(predicted.mu.detach().cpu())
+            uncertainty.append(predicted.uncertainty.detach().cpu())
+        return torch.cat(mu), torch.cat(uncertainty)
+
+    def of(self, source: Source, rows: NDArray[np.int64]) -> cc.EmbeddingDistribution:
+        """Return the predictions for some rows as one distribution."""
+        return cc.EmbeddingDistribution.cat([self.la(x) for (x,) in Loader(source, self.batch_size, rows)])
+
+    def fitted_match(
+        self, searched: Tensor, gallery: Source, validation: Source, labels: list[NDArray[np.int64]]
+    ) -> cc.MatchProbability:
+        """Learn P(match) from validation queries; only those points of the gallery are predicted that are a hit."""
+        name = f"--validation {validation.path}"
+        if len(gallery) < 2:
+            raise BadInputError(expected(f"--gallery {gallery.path}", "at least two points for P(match)", len(gallery)))
+        theirs, classes = (torch.from_numpy(each) for each in labels)
+        limit = 8 * _AT_ONCE // self.la.n_outputs**2
+        if len(validation) > limit:
+            self.console.warn(
+                f"{name}: match_probability is learned from the cosine alone, because the covariances of "
+                f"{len(validation):,} inputs in {self.la.n_outputs:,} dimensions do not fit into memory; with "
+                f"{limit:,} they do."
+            )
+            plain, _ = self.directions(validation, "[validation]")
+            nearest = metrics.nearest_neighbors(plain, searched, k=1).squeeze(1)
+            _warn_of_itself(self.console, name, plain, searched[nearest])
+            return cc.MatchProbability(use_uncertainty=False).fit_retrieval(plain, theirs, searched, classes)
+        asking = self.of(validation, np.arange(len(validation)))
+        nearest = metrics.nearest_neighbors(asking.mu.cpu(), searched, k=1).squeeze(1)
+        _warn_of_itself(self.console, name, asking.mu.cpu(), searched[nearest])
+        hits = nearest.unique()
+        if len(hits) == 1:
+            # A search needs two points: any other one, which no query is nearest to.
+            hits = torch.cat([hits, torch.tensor([0 if int(hits) else 1])]).sort().values
+        found, device = self.of(gallery, hits.numpy()), asking.mu.device
+        return cc.MatchProbability().fit_retrieval(asking, theirs.to(device), found, classes[hits].to(device))
+
+    def right(
+        self, match: cc.MatchProbability, gallery: Source, queries: Source, nearest: Tensor, gallery_size: int
+    ) -> Tensor:
+        """Return the probability that the nearest neighbour of each query is of its class, on the CPU."""
+        size = max(1, _AT_ONCE // self.la.n_outputs**2)
+        parts = []
+        for start, some in zip(range(0, len(queries), size), nearest.split(size), strict=True):
+            hits, place = some.unique(return_inverse=True)
+            asking = self.of(queries, np.arange(start, start + len(some)))
+            found = self.of(gallery, hits.numpy())
+            parts.append(match.hits(asking, found[place], gallery_size=gallery_size).cpu())
+        return torch.cat(parts)

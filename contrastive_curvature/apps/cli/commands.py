@@ -1,0 +1,414 @@
+"""What a user can type: ``contrastive-curvature``, its commands and their options; torch is imported when they run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+from click.shell_completion import get_completion_class
+
+import contrastive_curvature
+from contrastive_curvature.apps.cli.console import BadInputError, Console, console_options, report
+from contrastive_curvature.errors import expected
+
+if TYPE_CHECKING:
+    from contrastive_curvature.apps.cli.sources import Source
+
+_NAME = "contrastive-curvature"
+
+_PATH = click.Path(path_type=Path)
+_SOURCE = click.Path(exists=True, path_type=Path)
+_FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
+_SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
+_POSITIVE = click.FloatRange(0, min_open=True)
+
+
+class _Group(click.Group):
+    """A group that turns every error into one line and an exit code."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """Return the names in the order of use."""
+        return list(self.commands)
+
+    def main(
+        self,
+        args: Sequence[str] | None = None,
+        prog_name: str | None = None,
+        complete_var: str | None = None,
+        standalone_mode: bool = True,
+        windows_expand_args: bool = True,
+        **extra: Any,
+    ) -> Any:
+        """Run a command line; in stand-alone mode the process ends with the exit code."""
+        given = list(sys.argv[1:] if args is None else args)
+        try:
+            code = super().main(given, prog_name or _NAME, complete_var, standalone_mode=False, **extra) or 0
+        except Exception as error:  # defects too are told in one line
+            code = report(error, as_json="--json" in given, with_traceback="--traceback" in given)
+        if standalone_mode:
+            sys.exit(code)
+        return code
+
+
+def main(argv: Sequence[str] | None = None) -> NoReturn:
+    """Run the command line, by default with the arguments of the process, and end the process with its exit code."""
+    cli.main(argv)
+    raise AssertionError
+
+
+def _json_object(_: click.Context, option: click.Parameter, text: str | None) -> dict[str, Any]:
+    try:
+        found = json.loads(text or "{}", parse_constant=_refuse_constant)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise BadInputError(expected(option.opts[0], """a JSON object, as '{"num_classes": 128}'""", f"{text!r}"))
+    return found
+
+
+def _refuse_constant(name: str) -> None:
+    # NaN is no JSON, and no file of JSON could keep it.
+    raise ValueError(name)
+
+
+def _key_values(_: click.Context, option: click.Parameter, texts: tuple[str, ...]) -> dict[str, Any]:
+    """Return ``NAME=VALUE`` options; a value is read as JSON, or else as a text."""
+    found: dict[str, Any] = {}
+    for text in texts:
+        name, equals, value = text.partition("=")
+        name = name.strip().replace("-", "_")
+        if not equals or not name:
+            raise BadInputError(expected(option.opts[0], "NAME=VALUE", f"{text!r}"))
+        if name in found:
+            raise BadInputError(expected(option.opts[0], f"{name} once", "it twice"))
+        try:
+            found[name] = json.loads(value)
+        except ValueError:
+            found[name] = value
+    return found
+
+
+def _table_name(_: click.Context, option: click.Parameter, path: Path) -> Path:
+    if path.suffix.lower() not in (".csv", ".parquet"):
+        wanted = "a name that ends in .csv or .parquet"
+        raise BadInputError(expected(f"{option.opts[0]} {path}", wanted, f"{path.name!r}"))
+    return path
+
+
+def _refuse_both(options: dict[str, Any], first: str, second: str) -> None:
+    if options[first] is not None and options[second] is not None:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in (first, second))
+        raise BadInputError(expected(names, "one of them", "both"))
+
+
+_table_option = click.option(
+    "--out", type=_PATH, required=True, callback=_table_name, help="File that is written: .csv or .parquet."
+)
+
+
+def _data_options(command: Callable[..., None]) -> Callable[..., None]:
+    """Add the options that all commands that read a SOURCE share."""
+    for option in (
+        click.option("--device", default="cpu", show_default=True, help="As torch names it: cpu, cuda, cuda:1."),
+        click.option(
+            "--batch-size", type=click.IntRange(min=1), default=256, show_default=True, help="Inputs at once."
+        ),
+        click.option("--id-column", metavar="NAME", help="Identifiers in a .csv or .jsonl (default: row numbers)."),
+        click.option("--label-column", metavar="NAME", help="Classes in a table (default: label)."),
+        click.option("--text-column", metavar="NAME", help="Texts in a table (default: text)."),
+        click.option(
+            "--encoder-options",
+            metavar="JSON",
+            callback=_json_object,
+            help="Arguments by name for the function, timm.create_model or SentenceTransformer, as a JSON object.",
+        ),
+        click.option(
+            "--encoder",
+            metavar="SPEC",
+            help="module:function (runs your code: a function that returns the encoder, or (encoder, transform)), "
+            "timm:NAME, or sentence-transformers:NAME_OR_FOLDER. A saved posterior remembers the latter two.",
+        ),
+    ):
+        command = option(command)
+    return command
+
+
+def _opened(options: dict[str, Any], *names: str) -> dict[str, Source]:
+    """Open the sources that these options name; a missing or malformed one is refused before torch is imported."""
+    from contrastive_curvature.apps.cli.sources import Columns, open_sources
+
+    columns = Columns(*(options.pop(f"{name}_column") for name in Columns._fields))
+    return open_sources({name: options.pop(name) for name in names}, columns)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.version_option(contrastive_curvature.__version__, prog_name=_NAME)
+def cli() -> None:
+    """How sure is an embedding? Fit a Laplace posterior to a trained encoder, and use it.
+
+    \b
+    contrastive-curvature fit train.npz --out posterior --calibrate validation.npz
+    contrastive-curvature score posterior new.npz --out scores.csv
+    contrastive-curvature search posterior --gallery train.npz --queries new.npz --out hits.csv
+
+    Exit codes: 0 fine, 2 wrong usage or bad input, 1 anything else, 130 Ctrl-C.
+    """  # noqa: D301
+
+
+@cli.command(
+    short_help="Fit a posterior to a trained encoder, and save it.",
+    epilog="Example: contrastive-curvature fit train.npz --out posterior --calibrate validation.npz --loss supcon",
+)
+@click.argument("source", type=_SOURCE)
+@click.option("--out", type=_PATH, required=True, help="Folder of the posterior; it is made.")
+@click.option("--overwrite", is_flag=True, help="Replace a saved posterior in that folder; other files in it stay.")
+@click.option("--last-layer", type=_SOURCE, help="An .npz with weight (D, F) and bias (D,), for a feature folder.")
+@click.option("--calibrate", type=_SOURCE, help="Inputs that the encoder was not trained on: p-values.")
+@click.option(
+    "--calibration-share",
+    type=_SHARE,
+    help="Calibrate with this share of SOURCE, which is then left out of the fit.",
+)
+@click.option(
+    "--loss",
+    default="contrastive",
+    show_default=True,
+    help="A loss of the library that needs labels only, as infonce, supcon, siglip, triplet or logistic.",
+)
+@click.option("--margin", type=float, help="Of the losses contrastive and triplet (defaults 0.7 and 0.2).")
+@click.option("--temperature", type=float, help="Of the losses infonce and supcon.")
+@click.option(
+    "--loss-option",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_key_values,
+    help="Another argument of the loss; repeatable.",
+)
+@click.option(
+    "--weights",
+    type=click.Choice(["last_layer", "all"]),
+    default="last_layer",
+    show_default=True,
+    help="Which weights get a posterior.",
+)
+@click.option(
+    "--structure",
+    type=click.Choice(["kron_lowrank", "diag", "kron", "full", "lowrank"]),
+    help="Of the posterior's precision (default: kron_lowrank for the last layer, kron for all weights).",
+)
+@click.option(
+    "--prior-strength",
+    type=_POSITIVE,
+    help="Prior precision as a multiple of the mean curvature (default: 0.01, see docs/defaults.md).",
+)
+@click.option("--prior-precision", type=_POSITIVE, help="Prior precision itself, in place of --prior-strength.")
+@click.option(
+    "--option",
+    "curvature",
+    multiple=True,
+    metavar="NAME=VALUE",
+    callback=_key_values,
+    help="Another entry of backend_kwargs.",
+)
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of every random choice.")
+@_data_options
+@console_options
+def fit(console: Console, **options: Any) -> None:
+    """Fit a posterior to a trained encoder with its training data SOURCE, and save it.
+
+    SOURCE is one of:
+
+    \b
+    .npz           features (N, F) and labels (N,), with weight (D, F) and bias (D,) of the encoder's last layer
+    .npz           embeddings (N, D) and labels (N,), where nothing of the encoder is known (see below)
+    .npz           inputs (N, ...) and labels (N,), with --encoder
+    feature folder what contrastive_curvature.features wrote, with --last-layer or --encoder
+    image folder   one folder of images for each class, with --encoder
+    .csv, .jsonl   columns text and label, with --encoder
+
+    The features are what the last linear layer takes in; the embedding is features @ weight.T + bias. Give them where
+    you can: this is what docs/transfer.md evaluates. Embeddings alone are taken as the features of a last layer that is
+    the identity. That was not evaluated there: compare it on your own data before you rely on it.
+
+    The losses infonce, supcon, siglip, multi-similarity and triplet compare an input with those of its batch, in a
+    random order: give the --batch-size of the encoder's training. All others count all pairs of the data.
+
+    --encoder module:function runs your own code, and only that. Give it again to score, search and evaluate.
+    """  # noqa: D301
+    _refuse_both(options, "calibrate", "calibration_share")
+    _refuse_both(options, "prior_strength", "prior_precision")
+    sources = _opened(options, "source", "calibrate")
+    sources["source"].check_classes("SOURCE")
+    from contrastive_curvature.apps.cli import fit
+
+    fit.fit(console, sources["source"], sources.get("calibrate"), **options)
+
+
+@cli.command(
+    short_help="Write mu, kappa, uncertainty and p-value of inputs to CSV or Parquet.",
+    epilog="Example: contrastive-curvature score posterior new.npz --out scores.csv --alpha 0.05",
+)
+@click.argument("folder", type=_FOLDER)
+@click.argument("source", type=_SOURCE)
+@_table_option
+@click.option("--mu/--no-mu", default=True, show_default=True, help="Whether the embedding itself is written.")
+@click.option(
+    "--alpha",
+    type=_SHARE,
+    help="Share of known inputs that may be flagged as unknown, in the column known (default: 0.01).",
+)
+@_data_options
+@console_options
+def score(console: Console, **options: Any) -> None:
+    """Write what the posterior in FOLDER says of the inputs SOURCE.
+
+    \b
+    id               name of the image in its folder, number of the row, or the identifiers that SOURCE has
+    mu_0, mu_1, ...  the embedding, of norm 1
+    kappa            its concentration
+    uncertainty      how far it may turn, in radians; rank inputs by it
+    novelty          how unlike the known inputs it is; rank unknown inputs by it
+    p_value          share of known inputs that are at least as unlike them
+    known            p_value > alpha
+
+    The last three need a posterior that was calibrated, and are left out otherwise. Inputs are read and written in
+    batches. SOURCE needs no classes; what it may be: contrastive-curvature fit --help.
+    """  # noqa: D301
+    sources = _opened(options, "source")
+    from contrastive_curvature.apps.cli.outputs import check_output
+
+    check_output(options["out"], sources.values())
+    from contrastive_curvature.apps.cli import score
+
+    score.score(console, sources["source"], **options)
+
+
+@cli.command(
+    short_help="Search a gallery: neighbours, P(match), no match.",
+    epilog="Example: contrastive-curvature search posterior --gallery train.npz --queries new.npz "
+    "--validation validation.npz -k 5 --out hits.csv",
+)
+@click.argument("folder", type=_FOLDER)
+@click.option("--gallery", type=_SOURCE, required=True, help="Inputs that are searched.")
+@click.option("--queries", type=_SOURCE, required=True, help="Inputs that are searched for.")
+@click.option("--validation", type=_SOURCE, help="Labelled queries that the encoder was not trained on: for P(match).")
+@click.option("-k", "k", type=click.IntRange(min=1), default=5, show_default=True, help="Neighbours of each query.")
+@_table_option
+@_data_options
+@console_options
+def search(console: Console, **options: Any) -> None:
+    """Search a gallery with the posterior in FOLDER, and write the hits, k rows a query.
+
+    \b
+    query, rank        identifier of the query; 1 is the nearest
+    neighbour          identifier of the gallery point
+    label              its class, where the gallery has classes
+    cosine             between query and neighbour
+    match_probability  that the nearest neighbour is of the query's class (rank 1 only)
+    no_match           1 - match_probability: nothing in the gallery, or something else is nearer
+    uncertainty        of the query, in radians
+
+    match_probability and no_match are learned from --validation: labelled inputs that are like the queries, those
+    without a match in the gallery among them, against the gallery's classes. Without it they are left out, unless the
+    folder has a saved MatchProbability. See docs/matching.md.
+    """  # noqa: D301
+    sources = _opened(options, "gallery", "queries", "validation")
+    from contrastive_curvature.apps.cli.outputs import check_output
+
+    check_output(options["out"], sources.values())
+    if options["k"] > len(sources["gallery"]):
+        wanted = f"at most {len(sources['gallery'])}, the number of points in {sources['gallery'].path}"
+        raise BadInputError(expected("-k", wanted, f"{options['k']}"))
+    if "validation" in sources:
+        sources["validation"].check_classes("--validation")
+        sources["gallery"].check_classes("--gallery")
+    from contrastive_curvature.apps.cli import search
+
+    search.search(console, sources["gallery"], sources["queries"], sources.get("validation"), **options)
+
+
+@cli.command(
+    short_help="Measure a posterior: all metrics, plots, one HTML page.",
+    epilog="Example: contrastive-curvature evaluate posterior --test test.npz --unknown other.npz --gallery train.npz "
+    "--out report",
+)
+@click.argument("folder", type=_FOLDER)
+@click.option(
+    "--test", type=_SOURCE, required=True, help="Known inputs with classes, neither fitted nor calibrated on."
+)
+@click.option("--unknown", type=_SOURCE, help="Inputs of kinds that the encoder does not know.")
+@click.option("--gallery", type=_SOURCE, help="Inputs with classes that are searched (default: the other test inputs).")
+@click.option("--out", type=_PATH, required=True, help="Folder of its own for the report; an earlier one is replaced.")
+@click.option(
+    "-k", "ks", type=click.IntRange(min=1), multiple=True, default=(1, 5, 10), show_default=True, help="Ranks."
+)
+@click.option(
+    "--alpha",
+    "alphas",
+    type=_SHARE,
+    multiple=True,
+    default=(0.01, 0.02, 0.05, 0.1),
+    show_default=True,
+    help="Thresholds of the p-value.",
+)
+@click.option(
+    "--samples", type=click.IntRange(min=0), default=30, show_default=True, help="Networks that vote; 0 for none."
+)
+@click.option("--shown", type=click.IntRange(min=0), default=12, show_default=True, help="Inputs of each group shown.")
+@click.option("--title", default="How sure is this encoder?", show_default=True, help="Heading of the page.")
+@_data_options
+@console_options
+def evaluate(console: Console, **options: Any) -> None:
+    """Measure the posterior in FOLDER, and write a page that shows it.
+
+    \b
+    report.html       one page that needs no network: threshold slider, curves, the most and least certain inputs
+    metrics.json      every number, and why a number is missing
+    novelty, sparsification, reliability    the plots, each as .png and .svg
+
+    Repeat -k and --alpha for several values. Without classes, unknown inputs or a calibration, the parts that need them
+    say so, and the others are there. What each number means: docs/metrics.md; what a SOURCE may be:
+    contrastive-curvature fit --help.
+    """  # noqa: D301
+    sources = _opened(options, "test", "unknown", "gallery")
+    from contrastive_curvature.apps.cli import evaluate
+
+    evaluate.evaluate(console, sources, **options)
+
+
+@cli.command(
+    short_help="Show what is in a saved posterior.",
+    epilog="Example: contrastive-curvature info posterior --json",
+)
+@click.argument("folder", type=_FOLDER)
+@console_options
+def info(console: Console, folder: Path) -> None:
+    """Show what is in the saved posterior FOLDER, without loading its encoder.
+
+    Loss, structure, prior, calibration, dimensions, versions, and how score and search make the encoder.
+    """
+    from contrastive_curvature.apps.cli.info import info
+
+    info(console, folder)
+
+
+@cli.command(
+    short_help="Print the completion script of a shell.",
+    epilog="Example: contrastive-curvature completion bash >> ~/.bashrc",
+)
+@click.argument("shell", type=click.Choice(["bash", "zsh", "fish"]))
+def completion(shell: str) -> None:
+    """Print the script that makes SHELL complete this command's options.
+
+    \b
+    bash: contrastive-curvature completion bash >> ~/.bashrc
+    zsh:  contrastive-curvature completion zsh >> ~/.zshrc
+    fish: contrastive-curvature completion fish > ~/.config/fish/completions/contrastive-curvature.fish
+    """  # noqa: D301
+    kind = get_completion_class(shell)
+    assert kind is not None
+    click.echo(kind(cli, {}, _NAME, "_CONTRASTIVE_CURVATURE_COMPLETE").source())
