@@ -83,8 +83,6 @@ def _key_values(_: click.Context, option: click.Parameter, texts: tuple[str, ...
         name = name.strip().replace("-", "_")
         if not equals or not name:
             raise BadInputError(expected(option.opts[0], "NAME=VALUE", f"{text!r}"))
-        if name in found:
-            raise BadInputError(expected(option.opts[0], f"{name} once", "it twice"))
         try:
             found[name] = json.loads(value)
         except ValueError:
@@ -139,7 +137,8 @@ def _data_options(command: Callable[..., None]) -> Callable[..., None]:
 
 def _opened(options: dict[str, Any], *names: str) -> dict[str, Source]:
     """Open the sources that these options name; a missing or malformed one is refused before torch is imported."""
-    from contrastive_curvature.apps.cli.sources import Columns, open_sources
+    from contrastive_curvature.apps.cli.readers import Columns
+    from contrastive_curvature.apps.cli.sources import open_sources
 
     columns = Columns(*(options.pop(f"{name}_column") for name in Columns._fields))
     return open_sources({name: options.pop(name) for name in names}, columns)

@@ -6,7 +6,7 @@ import csv
 import io
 import itertools
 import secrets
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
@@ -19,8 +19,8 @@ from contrastive_curvature.errors import expected
 if TYPE_CHECKING:
     from contrastive_curvature.apps.cli.sources import Source
 
-Columns = Mapping[str, Sequence[Any]]
-"""Columns of some rows: arrays or lists, with ``None`` for a missing number."""
+Rows = Mapping[str, Any]
+"""Columns of some rows, by name: arrays, or lists with ``None`` for a missing number."""
 
 
 def check_output(path: Path, sources: Iterable[Source]) -> None:
@@ -32,13 +32,13 @@ def check_output(path: Path, sources: Iterable[Source]) -> None:
         needed("pyarrow", f"--out {path}", "pip install 'contrastive-curvature[parquet]'; or name a .csv")
 
 
-def write_table(path: Path, parts: Iterator[Columns]) -> None:
+def write_table(path: Path, parts: Iterator[Rows]) -> None:
     """Write a table whose rows come in parts; an error leaves what was there under that name."""
     writer = _write_parquet if path.suffix.lower() == ".parquet" else _write_csv
     write_whole(path, lambda file: writer(file, parts))
 
 
-def _write_csv(file: BinaryIO, parts: Iterator[Columns]) -> None:
+def _write_csv(file: BinaryIO, parts: Iterator[Rows]) -> None:
     text = io.TextIOWrapper(file, encoding="utf-8", newline="")
     try:
         rows = csv.writer(_Lines(text))
@@ -53,7 +53,7 @@ def _write_csv(file: BinaryIO, parts: Iterator[Columns]) -> None:
         text.detach()
 
 
-def _is_bool(column: Sequence[Any]) -> bool:
+def _is_bool(column: Any) -> bool:
     return isinstance(column, np.ndarray) and column.dtype == bool
 
 
@@ -70,7 +70,7 @@ class _Lines:
         self._file.write(row.removesuffix("\r\n") + "\n")
 
 
-def _write_parquet(file: BinaryIO, parts: Iterator[Columns]) -> None:
+def _write_parquet(file: BinaryIO, parts: Iterator[Rows]) -> None:
     pa = needed("pyarrow", "--out", "pip install pyarrow")
     first = pa.table(next(parts))
     with needed("pyarrow.parquet", "--out", "pip install pyarrow").ParquetWriter(file, first.schema) as writer:

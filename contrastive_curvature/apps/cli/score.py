@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from contrastive_curvature.apps.cli.console import BadInputError, Console, readable
-from contrastive_curvature.apps.cli.outputs import Columns, write_table
+from contrastive_curvature.apps.cli.outputs import Rows, write_table
 from contrastive_curvature.apps.cli.saved import open_posterior
 from contrastive_curvature.apps.cli.sources import Loader, Source
 from contrastive_curvature.errors import expected
@@ -43,7 +43,7 @@ def score(
         alpha = _checked_alpha(console, count, alpha)
     unknown = 0
 
-    def parts() -> Iterator[Columns]:
+    def parts() -> Iterator[Rows]:
         nonlocal unknown
         for start, (x,) in enumerate(Progress(console.progress).over(Loader(source, batch_size), "[score]")):
             ids = source.ids[start * batch_size : (start + 1) * batch_size]

@@ -15,7 +15,7 @@ from torch import Tensor
 import contrastive_curvature as cc
 from contrastive_curvature import metrics
 from contrastive_curvature.apps.cli.console import BadInputError, Console, readable
-from contrastive_curvature.apps.cli.outputs import Columns, write_table
+from contrastive_curvature.apps.cli.outputs import Rows, write_table
 from contrastive_curvature.apps.cli.saved import open_posterior
 from contrastive_curvature.apps.cli.sources import Loader, Source, shared_labels
 from contrastive_curvature.errors import expected
@@ -75,7 +75,7 @@ def search(
         right = match.hits(asking, searched[nearest], gallery_size=gallery_size)
     cosine = torch.einsum("nd,nkd->nk", asking, searched[index]).clamp(-1, 1)
 
-    def parts() -> Iterator[Columns]:
+    def parts() -> Iterator[Rows]:
         for start in range(0, len(queries), _ROWS):
             rows = slice(start, start + _ROWS)
             hits = index[rows].flatten().tolist()
