@@ -116,14 +116,15 @@ def test_features_of_another_shape_or_type_are_refused(device: str, bad: Any, tm
         Scorer.load(tmp_path / "scorer.npz")(bad)
 
 
-def saved(path: Path, device: str) -> tuple[dict[str, Any], dict[str, str]]:
+def saved(path: Path, device: str) -> tuple[dict[str, Any], dict[str, Any]]:
     fitted("kron_lowrank of rank 2", device=device).export(path)
     with safe_open(path, "np") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata())  # noqa: SIM118
+        arrays = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        return arrays, json.loads(file.metadata()["metadata"])
 
 
 def _change(name: str, value: Any) -> Any:
-    def change(arrays: dict[str, Any], metadata: dict[str, str]) -> None:
+    def change(arrays: dict[str, Any], metadata: dict[str, Any]) -> None:
         target: Any = metadata if name in metadata else arrays
         if value is None:
             del target[name]
@@ -145,7 +146,7 @@ def _nan(array: np.ndarray) -> np.ndarray:
 
 WRONG = {
     "another format": (_change("format", "x"), "format"),
-    "a later version": (_change("version", "3"), "version 2"),
+    "a later version": (_change("version", 3), "version 2"),
     "no version": (_change("version", None), "version"),
     "no checksum": (_change("checksum", None), "changed"),
     "another form": (_change("form", "diagonal"), "changed"),
@@ -171,7 +172,7 @@ def test_what_is_wrong_is_refused_on_load(device: str, case: str, suffix: str, t
     if suffix == "npz":
         np.savez(path, metadata=np.array(json.dumps(metadata)), **arrays)
     else:
-        save_file(arrays, path, metadata)
+        save_file(arrays, path, {"metadata": json.dumps(metadata)})
     with pytest.raises(ValueError, match=f"wrong.*{says}"):
         Scorer.load(path)
 

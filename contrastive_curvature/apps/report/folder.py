@@ -8,7 +8,6 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
 
 from contrastive_curvature.artifact import write_whole
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
@@ -78,8 +77,4 @@ def write_report(target: Path, contents: Mapping[str, bytes]) -> None:
 
 def write_bytes(path: Path | str, content: bytes) -> None:
     """Write a file whole or not at all."""
-
-    def write(file: BinaryIO) -> None:
-        file.write(content)
-
-    write_whole(path, write)
+    write_whole(path, lambda file: file.write(content))

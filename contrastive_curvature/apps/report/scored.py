@@ -15,6 +15,7 @@ from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
 from contrastive_curvature.metrics._checks import check_labels
 from contrastive_curvature.network.call import naming_the_input
+from contrastive_curvature.network.inputs import is_texts
 from contrastive_curvature.network.loader import check_loader
 from contrastive_curvature.progress import Progress
 
@@ -159,7 +160,7 @@ def _split(where: str, batch: Any, label_key: str) -> tuple[Any, Any]:
     """Return the inputs and the labels of a batch, ``None`` without labels."""
     if isinstance(batch, Mapping):
         return batch, batch.get(label_key)
-    if isinstance(batch, Tensor) or _is_texts(batch):
+    if isinstance(batch, Tensor) or is_texts(batch):
         return batch, None
     if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
         return batch[0], batch[1] if len(batch) == 2 else None
@@ -167,14 +168,9 @@ def _split(where: str, batch: Any, label_key: str) -> tuple[Any, Any]:
     raise InputTypeError(expected(where, "batches (x, labels), or of inputs alone", came))
 
 
-def _is_texts(x: Any) -> bool:
-    """Return whether inputs are a list of strings."""
-    return isinstance(x, (list, tuple)) and bool(x) and all(isinstance(text, str) for text in x)
-
-
 def _preview(x: Any, row: int) -> Any:
     """Return what to show of an input of a batch, ``None`` where it is neither a text nor an image tensor."""
-    if _is_texts(x):
+    if is_texts(x):
         return x[row]
     if isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] in (1, 3):
         # A copy, because a part of the batch would keep all of it in memory.

@@ -95,19 +95,14 @@ def _format(path: Any, given: Any) -> str:
     return suffix
 
 
-def _scorer_file(parts: Parts, kind: str) -> Callable[[BinaryIO], None]:
+def _scorer_file(parts: Parts, kind: str) -> Callable[[BinaryIO], object]:
     # Any: numpy before 2.1 has no argument allow_pickle here; no array is one of objects.
     arrays: dict[str, Any] = {name: array.cpu().numpy() for name, array in parts.arrays.items()}
-    metadata = {"format": FORMAT, "version": str(VERSION), "form": parts.form, "structure": parts.structure}
-    metadata["checksum"] = checksum(arrays, metadata)
-
-    def write(file: BinaryIO) -> None:
-        if kind == "npz":
-            np.savez(file, metadata=np.array(json.dumps(metadata)), **arrays)
-        else:
-            file.write(safetensors_bytes(arrays, metadata))
-
-    return write
+    metadata = {"format": FORMAT, "version": VERSION, "form": parts.form, "structure": parts.structure}
+    text = json.dumps(metadata | {"checksum": checksum(arrays, metadata)})
+    if kind == "npz":
+        return lambda file: np.savez(file, metadata=np.array(text), **arrays)
+    return lambda file: file.write(safetensors_bytes(arrays, {"metadata": text}))
 
 
 def _check_onnx(la: Any) -> None:
@@ -211,13 +206,13 @@ def _check_same(program: Any, module: ServedEncoder, batch: Any, mu: Tensor) -> 
             raise UnsupportedError(msg)
 
 
-def _pt2_file(program: Any, module: ServedEncoder) -> Callable[[BinaryIO], None]:
+def _pt2_file(program: Any, module: ServedEncoder) -> Callable[[BinaryIO], object]:
     # Without the inputs that it was traced with.
     program.example_inputs = None
     return lambda file: torch.export.save(program, file, extra_files={METADATA: json.dumps(module.metadata)})
 
 
-def _onnx_file(program: Any, module: ServedEncoder, example: Example) -> Callable[[BinaryIO], None]:
+def _onnx_file(program: Any, module: ServedEncoder, example: Example) -> Callable[[BinaryIO], object]:
     """Write an ONNX model, with the inputs named as in the mapping, or ``x``."""
     names = list(example) if isinstance(example, dict) else ["x"]
     message = (
@@ -235,8 +230,4 @@ def _onnx_file(program: Any, module: ServedEncoder, example: Example) -> Callabl
         msg = "export: the encoder is larger than 2 GiB, which an ONNX file cannot be. Use a path that ends in '.pt2'."
         raise UnsupportedError(msg)
     model.metadata_props.add(key=METADATA, value=json.dumps(module.metadata))
-
-    def write(file: BinaryIO) -> None:
-        file.write(model.SerializeToString())
-
-    return write
+    return lambda file: file.write(model.SerializeToString())

@@ -57,7 +57,7 @@ class Scorer:
             msg = f"expected format {FORMAT}, got {metadata.get('format')!r}."
             raise ValueError(msg)
         version = metadata.get("version")
-        if version != str(VERSION):
+        if version != VERSION:
             msg = f"expected version {VERSION}, got {version!r}. Use the numpy_scorer.py of the library that wrote it."
             raise ValueError(msg)
         if metadata.get("checksum") != checksum(arrays, metadata):
@@ -243,7 +243,7 @@ def _read_safetensors(path: Any) -> tuple[dict[str, Array], dict[str, Any]]:
         content = file.read()
     start = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:start])
-    metadata = header.pop("__metadata__")
+    metadata = json.loads(header.pop("__metadata__")["metadata"])
     arrays = {}
     for name, entry in header.items():
         size, first = math.prod(entry["shape"]), start + entry["data_offsets"][0]
