@@ -15,7 +15,7 @@ from job_cases import POINTS, data, fitted, posterior, table, write
 
 import contrastive_curvature as cc
 from contrastive_curvature.io.jobs import EmbeddingFolder, embedding_folder
-from contrastive_curvature.io.jobs.posteriors import posterior_digest
+from contrastive_curvature.io.jobs.embedding_folder import posterior_digest
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -101,7 +101,7 @@ def test_feature_folders_are_embedded(texts: bool, device: str, tmp_path: Path) 
     found = embed(tmp_path / "e", la, tmp_path / "f", parts=4)
     assert_those_of(found, la, x.to(device))
     assert found.column("identifier").to_pylist() == names
-    with pytest.raises(cc.InputError, match="keep: expected columns of the source"):
+    with pytest.raises(cc.InputError, match="keep: expected a list of columns of the source"):
         EmbeddingFolder(tmp_path / "g", la, tmp_path / "f", keep=["target"])
 
 
@@ -115,9 +115,6 @@ def test_what_is_there_is_kept(device: str, tmp_path: Path) -> None:
     assert folder.missing() == [1, 2]
     assert embed(tmp_path / "e", la, parts).equals(first)
     assert folder.file(0).stat().st_mtime_ns == kept
-    folder.file(1).write_bytes(folder.file(0).read_bytes())
-    with pytest.raises(cc.InputError, match="which is something else"):
-        folder.missing()
 
 
 def test_embeddings_of_another_posterior_are_refused(device: str, tmp_path: Path) -> None:
@@ -159,8 +156,8 @@ def test_bad_rows_leave_no_file(device: str, tmp_path: Path) -> None:
     ("read", "message"),
     [
         (lambda batch: torch.from_numpy(batch["features"])[1:], "read: expected 50 inputs, one a row, got 49"),
-        (lambda batch: batch["features"], "read: expected x, or"),
-        (lambda _: (), "read: expected x, or"),
+        (lambda batch: batch["features"], "x: expected a tensor or a mapping"),
+        (lambda _: (), "x: expected a tensor or a mapping"),
     ],
 )
 def test_bad_readers_are_refused(read: Any, message: str, device: str, tmp_path: Path) -> None:
@@ -176,9 +173,9 @@ def test_columns_are_checked_first(device: str, tmp_path: Path) -> None:
     parts = cc.jobs.ParquetParts(tmp_path / "a.parquet", 2)
     with pytest.raises(cc.InputError, match=r"columns other than identifier, mu, .* got \['kappa'\]"):
         EmbeddingFolder(tmp_path / "e", la, parts)
-    for keep, message in ((["colour"], "colour"), ("target", "a list of names"), ([3], "a list of names")):
-        with pytest.raises(cc.InputError, match=message):
-            EmbeddingFolder(tmp_path / "e", la, parts, keep=keep)  # type: ignore[arg-type]
+    for keep in (["colour"], "target"):
+        with pytest.raises(cc.InputError, match=r"keep: expected a list of columns of the source: target, kappa, got"):
+            EmbeddingFolder(tmp_path / "e", la, parts, keep=keep)
     assert not (tmp_path / "e").exists()
     assert embed(tmp_path / "e", la, parts, keep=["target"]).num_rows == POINTS
 

@@ -11,7 +11,6 @@ from fresh import run
 from job_cases import data, posterior, write
 
 import contrastive_curvature as cc
-from contrastive_curvature.io.jobs.ray_runtime import Resources
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -47,21 +46,8 @@ def test_missing_packages_are_named(device: str, tmp_path: Path, monkeypatch: py
         ({"num_cpus": 0}, "num_cpus: expected a finite number > 0"),
         ({"num_gpus": -1}, "num_gpus: expected a finite number >= 0"),
         ({"max_retries": -1}, "max_retries: expected a whole number >= 0"),
-        ({"max_retries": True}, "max_retries"),
     ],
 )
 def test_bad_resources_are_refused(options: dict[str, float], message: str, device: str, tmp_path: Path) -> None:
     with pytest.raises(cc.InputError, match=message):
         cc.jobs.fit_on_ray(posterior(device), "no such file", folder=tmp_path / "s", **options)  # type: ignore[arg-type]
-
-
-def test_as_many_processes_as_there_is_room(device: str) -> None:
-    del device
-    free = {"CPU": 16.0, "GPU": 2.0}
-    assert Resources().bounds(100, free) == (16, 100)
-    assert Resources().bounds(3, free) == (3, 3)
-    assert Resources(num_cpus=4).bounds(100, free) == (4, 100)
-    assert Resources(num_gpus=0.5).bounds(100, free) == (4, 100)
-    assert Resources(num_gpus=1).bounds(100, {"CPU": 2.0}) == (1, 100)
-    assert Resources(workers=5).bounds(3, free) == (3, 3)
-    assert Resources(workers=5).bounds(100, {}) == (5, 5)

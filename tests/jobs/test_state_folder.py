@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ from job_cases import assert_same, data, fit_in, fitted, posterior, write
 
 import contrastive_curvature as cc
 from contrastive_curvature.fit.state import State, digest_of
-from contrastive_curvature.io.jobs.manifest import MANIFEST
-from contrastive_curvature.io.jobs.posteriors import identity_of, made
+from contrastive_curvature.io.jobs.on_ray import made
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -66,7 +64,7 @@ def test_states_of_other_options_are_refused(change: dict[str, Any], device: str
     fit_in(tmp_path / "states", posterior(device), parts)
     states = cc.jobs.StateFolder(tmp_path / "states", PARTS, parts.fingerprint)
     kept = states.file("statistics", 0).read_bytes()
-    identity = identity_of(posterior(device, **change), parts[0], PARTS)
+    identity = posterior(device, **change).part_statistics([], (0, PARTS)).identity
     with pytest.raises(cc.InputError, match=r"statistics: (loss|options|structure)") as raised:
         states.missing("statistics", identity)
     assert "Use another folder, or delete this one" in raised.value.__notes__[0]
@@ -80,15 +78,16 @@ def test_states_of_another_encoder_are_refused(device: str, tmp_path: Path) -> N
         other.model.model[2].bias[0] += 1e-9
     states = cc.jobs.StateFolder(tmp_path / "states", PARTS, parts.fingerprint)
     with pytest.raises(cc.InputError, match="statistics: encoder"):
-        states.missing("statistics", identity_of(other, parts[0], PARTS))
+        states.missing("statistics", other.part_statistics([], (0, PARTS)).identity)
 
 
 def test_the_identity_is_that_of_every_part(device: str, tmp_path: Path) -> None:
     parts, la = parts_in(tmp_path), posterior(device)
     found = [la.part_statistics(parts[k], (k, PARTS)) for k in range(PARTS)]
-    assert all(state.identity == identity_of(posterior(device), parts[0], PARTS) for state in found)
+    identity = posterior(device).part_statistics([], (0, PARTS)).identity
+    assert all(state.identity == identity for state in found)
     statistics = State.merged(found)
-    wanted = {**identity_of(la, parts[0], PARTS), "statistics": digest_of(statistics)}
+    wanted = {**identity, "statistics": digest_of(statistics)}
     assert la.part_curvature(parts[3], (3, PARTS), statistics).identity == wanted
 
 
@@ -111,31 +110,16 @@ def test_folders_of_others_are_left_alone(device: str, tmp_path: Path) -> None:
         cc.jobs.StateFolder(tmp_path / "a" / "b", 2)
     with pytest.raises(cc.InputError, match="a file"):
         cc.jobs.StateFolder(tmp_path / "thesis.tex", 2)
-    with pytest.raises(cc.InputTypeError, match="the name of a folder"):
+    with pytest.raises(cc.InputTypeError, match="a path of a folder"):
         cc.jobs.StateFolder(3, 2)  # type: ignore[arg-type]
     for count in (0, 1.5, True):
         with pytest.raises(cc.InputError, match="count: expected a positive"):
             cc.jobs.StateFolder(tmp_path / "c", count)  # type: ignore[arg-type]
-    for number, text in enumerate(["", "[]", json.dumps({"format": "another"})]):
-        folder = tmp_path / f"m{number}"
-        folder.mkdir()
-        (folder / MANIFEST).write_text(text)
-        with pytest.raises(cc.InputError, match="which is something else"):
-            cc.jobs.StateFolder(folder, 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m0", "m1", "m2", "thesis.tex"]
-
-
-def test_a_file_under_the_name_of_another_part_is_computed_again(device: str, tmp_path: Path) -> None:
-    parts = parts_in(tmp_path)
-    fit_in(tmp_path / "states", posterior(device), parts)
-    states = cc.jobs.StateFolder(tmp_path / "states", PARTS, parts.fingerprint)
-    states.file("statistics", 1).write_bytes(states.file("statistics", 2).read_bytes())
-    assert states.missing("statistics") == [1]
-    with pytest.raises(cc.InputError, match=r"statistics of part 1 of 4, got statistics of part \[2\] of 4"):
-        states.merged("statistics")
-    states.file("statistics", 1).unlink()
-    with pytest.raises(cc.InputError, match="no such file"):
-        states.merged("statistics")
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "_job.json").write_text("{}")
+    with pytest.raises(cc.InputError, match="something else"):
+        cc.jobs.StateFolder(tmp_path / "m", 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "thesis.tex"]
 
 
 def test_only_states_of_one_part_are_saved(device: str, tmp_path: Path) -> None:
@@ -146,6 +130,8 @@ def test_only_states_of_one_part_are_saved(device: str, tmp_path: Path) -> None:
         states.save(State.merged(found))
     with pytest.raises(cc.InputError, match="the state of one of 4 parts"):
         states.save(la.part_statistics(parts[0], (0, 3)))
+    with pytest.raises(cc.InputError, match="no such file"):
+        states.merged("statistics")
     with pytest.raises(cc.InputError, match="kind"):
         states.has("sums", 0)
 
@@ -157,13 +143,5 @@ def test_what_is_no_posterior_is_refused(device: str) -> None:
     for wrong in (3, None, "model"):
         with pytest.raises(cc.InputTypeError, match="posterior: expected a posterior"):
             made(wrong)
-    with pytest.raises(cc.InputTypeError, match="one that returns a Sequential"):
+    with pytest.raises(cc.InputTypeError, match="a function that returns one, got a Sequential"):
         made(lambda: la.model.model)
-
-
-def test_posteriors_without_a_fit_in_parts_are_refused_at_once(device: str, tmp_path: Path) -> None:
-    parts = parts_in(tmp_path)
-    with pytest.raises(cc.UnsupportedError, match="pd_fix='full': every point is coupled"):
-        identity_of(posterior(device, "diag", pd_fix="full", negative_samples=None), parts[0], PARTS)
-    with pytest.raises(cc.InputError, match="at least one batch"):
-        identity_of(posterior(device), [], PARTS)

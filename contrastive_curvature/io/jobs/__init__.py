@@ -4,9 +4,8 @@ Importing this needs neither ray nor pyarrow; what needs one of them says so whe
 """
 
 from contrastive_curvature.io.jobs.embedding_folder import EmbeddingFolder
+from contrastive_curvature.io.jobs.on_ray import embed_on_ray, fit_on_ray
 from contrastive_curvature.io.jobs.parquet_parts import ParquetParts
-from contrastive_curvature.io.jobs.ray_embed import embed_on_ray
-from contrastive_curvature.io.jobs.ray_fit import fit_on_ray
 from contrastive_curvature.io.jobs.state_folder import StateFolder
 
 __all__ = ["EmbeddingFolder", "ParquetParts", "StateFolder", "embed_on_ray", "fit_on_ray"]

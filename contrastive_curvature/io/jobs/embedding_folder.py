@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from contrastive_curvature.artifact import write_whole
-from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.io.jobs.embedded import embedded, output_schema
-from contrastive_curvature.io.jobs.manifest import open_folder
-from contrastive_curvature.io.jobs.packages import arrow, parquet
-from contrastive_curvature.io.jobs.posteriors import posterior_digest
-from contrastive_curvature.io.jobs.sources import Source, parts_of
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.io.jobs.manifest import EmbeddingsManifest, open_folder
+from contrastive_curvature.io.jobs.parquet_parts import need
+from contrastive_curvature.io.jobs.sources import Parts, Source, parts_of
 from contrastive_curvature.laplace.calibration import calibrated_reference
+from contrastive_curvature.network.digest import encoder_digest, tensor_bytes
 
-__all__ = ["EmbeddingFolder"]
-
-_KEY = b"contrastive_curvature.part"
+_OWN = ("identifier", "mu", "kappa", "uncertainty", "p_value")
+"""Columns of embeddings; the last one where the posterior is calibrated. Others are passed through."""
 
 _GROUP_BYTES = 2**25
 """Of a row group that is written."""
@@ -51,49 +52,45 @@ class EmbeddingFolder:
         self,
         path: str | PathLike[str],
         la: Any,
-        source: Source | Any,
+        source: Source | Parts,
         keep: Sequence[str] | None = None,
         parts: int | None = None,
     ) -> None:
-        if keep is not None and (isinstance(keep, str) or not all(isinstance(name, str) for name in keep)):
-            raise InputTypeError(expected("keep", "a list of names of columns", repr(keep)))
         la.check_fitted()
         calibrated = calibrated_reference(la) is not None
         self._parts = parts_of(source, parts)
         self.count = len(self._parts)
-        schema = output_schema(self._parts, int(la.n_outputs), calibrated, keep)
-        job = {
-            "kind": "embeddings",
-            "parts": self.count,
-            "source": self._parts.fingerprint,
-            "posterior": posterior_digest(la),
-            "columns": [f"{field.name}: {field.type}" for field in schema],
-        }
+        types = self._parts.kept_types()
+        self._keep = _names_to_keep([name for name in types if name != "identifier"], keep)
+        arrow = need("pyarrow")
+        self._schema = arrow.schema(
+            [
+                ("identifier", types["identifier"]),
+                ("mu", arrow.list_(arrow.float32(), int(la.n_outputs))),
+                ("kappa", arrow.float32()),
+                ("uncertainty", arrow.float32()),
+                *([("p_value", arrow.float64())] if calibrated else []),
+                *((name, types[name]) for name in self._keep),
+            ]
+        )
+        job = EmbeddingsManifest(
+            parts=self.count,
+            source=self._parts.fingerprint,
+            posterior=posterior_digest(la),
+            columns=[f"{field.name}: {field.type}" for field in self._schema],
+        )
         self.path = open_folder("destination", path, job)
-        self._job = hashlib.sha256(json.dumps(job, sort_keys=True).encode()).hexdigest()
-        self._schema = schema
 
     def __repr__(self) -> str:
         """Path and number of parts."""
         return f"EmbeddingFolder({str(self.path)!r}, {self.count} parts)"
 
     def has(self, part: int) -> bool:
-        """Whether the file of a part is there, with all its rows.
-
-        Raises:
-            InputError: It is something else.
-        """
-        file = self.file(part)
-        if not file.is_file():
-            return False
+        """Whether the file of a part is there, with all its rows."""
         try:
-            with parquet().ParquetFile(file) as opened:
-                found, rows = opened.schema_arrow.metadata or {}, opened.metadata.num_rows
+            rows = need("pyarrow.parquet").read_metadata(self.file(part)).num_rows
         except (OSError, ValueError):
             return False
-        if found.get(_KEY) != self._mark(part):
-            received = f"{file}, which is something else"
-            raise InputError(expected("destination", "the embeddings of this job", received, "Use another folder."))
         return bool(rows == len(self._parts[part].dataset))
 
     def missing(self) -> list[int]:
@@ -110,25 +107,17 @@ class EmbeddingFolder:
         Raises:
             InputError: A batch is malformed, or the encoder gives no finite output for it.
         """
-        loader = self._parts[part]
-        schema = self._schema.with_metadata({_KEY: self._mark(part)})
-        module, written = arrow(), 0
 
         def write(file: Any) -> None:
-            nonlocal written
-            waiting: list[Any] = []
-            with parquet().ParquetWriter(file, schema, write_page_checksum=True) as writer:
-                for table in embedded(la, loader, self._schema):
+            with need("pyarrow.parquet").ParquetWriter(file, self._schema, write_page_checksum=True) as writer:
+                waiting: list[Any] = []
+                for table in self._embedded(la, part):
                     waiting.append(table)
-                    written += len(table)
                     if sum(rows.nbytes for rows in waiting) >= _GROUP_BYTES:
-                        writer.write_table(module.concat_tables(waiting))
+                        writer.write_table(need("pyarrow").concat_tables(waiting))
                         waiting = []
                 if waiting:
-                    writer.write_table(module.concat_tables(waiting))
-            if written != len(loader.dataset):
-                wanted = f"{len(loader.dataset)} rows of part {part}"
-                raise InputError(expected("source", wanted, f"{written}"))
+                    writer.write_table(need("pyarrow").concat_tables(waiting))
 
         write_whole(self.file(part), write)
 
@@ -136,5 +125,46 @@ class EmbeddingFolder:
         """Name of the file of a part."""
         return self.path / f"part-{part:05d}-of-{self.count:05d}.parquet"
 
-    def _mark(self, part: int) -> bytes:
-        return f"{self._job} {part}".encode()
+    def _embedded(self, la: Any, part: int) -> Iterator[Any]:
+        """Yield an Arrow table for every batch of a part."""
+        arrow = need("pyarrow")
+        for x, identifiers, others in self._parts.to_embed(part, self._keep):
+            inputs = x[0] if isinstance(x, (tuple, list)) and len(x) == 2 else x
+            with torch.no_grad():
+                found = la(inputs)
+                numbers = [found.mu.flatten(), found.kappa, found.uncertainty]
+                mu, *own = [arrow.array(values.float().cpu().numpy()) for values in numbers]
+                if "p_value" in self._schema.names:
+                    own.append(arrow.array(found.p_value.double().cpu().numpy()))
+            n, dim = found.mu.shape
+            if n != len(identifiers):
+                raise InputError(expected("read", f"{len(identifiers)} inputs, one a row", f"{n}"))
+            mu = arrow.FixedSizeListArray.from_arrays(mu, dim)
+            yield arrow.Table.from_arrays([identifiers, mu, *own, *others], schema=self._schema)
+
+
+def posterior_digest(la: Any) -> str:
+    """Return a short text that changes with anything that predictions of a fitted posterior depend on."""
+
+    def plain(value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return repr(value)
+        digest = hashlib.sha256(f"{value.dtype} {value.numel()}".encode())
+        for content in tensor_bytes(value):
+            digest.update(content)
+        return digest.hexdigest()
+
+    text = json.dumps([encoder_digest(la.model), la.state_dict()], default=plain)
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def _names_to_keep(known: list[str], keep: Sequence[str] | None) -> list[str]:
+    """Return the names of the columns to pass through."""
+    names = known if keep is None else list(dict.fromkeys(keep))
+    if isinstance(keep, str) or set(names) - set(known):
+        raise InputError(expected("keep", f"a list of columns of the source: {', '.join(known)}", repr(keep)))
+    twice = [name for name in names if name in _OWN]
+    if twice:
+        hint = "Name the columns to pass through with keep=."
+        raise InputError(expected("source", f"columns other than {', '.join(_OWN)}", str(twice), hint))
+    return names

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from itertools import groupby, pairwise
+from os import PathLike
+from pathlib import Path
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.io.jobs.columns import array_of, check_numbers, tensor_of
-from contrastive_curvature.io.jobs.files import Paths, Table, open_table
-from contrastive_curvature.io.jobs.packages import arrow, parquet
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 
-__all__ = ["ParquetPart", "ParquetParts", "Reader", "default_parts"]
+Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
+"""A Parquet file, a folder of them, or a list of files."""
 
 Reader = Callable[[dict[str, Any]], Any]
 """Turns the columns of a batch, numpy arrays by name, into ``(x, targets)``, or for embedding ``x`` alone."""
@@ -22,9 +29,33 @@ Reader = Callable[[dict[str, Any]], Any]
 _ROWS, _FEWEST, _MOST = 50_000, 16, 1_000
 
 
-def default_parts(rows: int) -> int:
-    """Number of parts where nobody says it: parts of 50,000 rows, at least 16 and at most 1,000 of them."""
-    return min(rows, max(_FEWEST, min(_MOST, -(-rows // _ROWS))))
+def need(module: str, extra: str = "parquet") -> Any:
+    """Import an optional package."""
+    package = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] != package:
+            raise
+        hint = f"pip install 'contrastive-curvature[{extra}]'."
+        raise UnsupportedError(expected("jobs", f"the package {package}", "none installed", hint)) from None
+
+
+def number_of_parts(parts: int | None, rows: int) -> int:
+    """Return the number of parts, by default one for 50,000 rows, at least 16 and at most 1,000."""
+    if parts is None:
+        return min(rows, max(_FEWEST, min(_MOST, -(-rows // _ROWS))))
+    if validate.count("parts", parts) > rows:
+        raise InputError(expected("parts", f"at most {rows:,}, the number of rows", parts))
+    return parts
+
+
+class _Group(NamedTuple):
+    """A row group: its file, its number there, and its first row among those of all files."""
+
+    file: Path
+    number: int
+    start: int
 
 
 class ParquetParts:
@@ -69,19 +100,17 @@ class ParquetParts:
         identifier: str = "identifier",
     ) -> None:
         self.batch_size = validate.count("batch_size", batch_size)
-        if parts is not None:
-            validate.count("parts", parts)
         if read is not None and not callable(read):
             raise InputTypeError(expected("read", "a function of a batch, or None", f"a {type(read).__name__}"))
-        self.read = read
+        self.read, self.columns = read, columns
         self.features, self.target, self.identifier = features, target, identifier
-        self.table = open_table(path)
-        self._check_columns(columns)
-        self.columns = None if columns is None else list(columns)
-        count = default_parts(self.table.rows) if parts is None else parts
-        if count > self.table.rows:
-            raise InputError(expected("parts", f"at most {self.table.rows:,}, the number of rows", count))
-        self._bounds = self.table.boundaries(count)
+        self._open(_listed(path))
+        if columns is not None and (read is None or isinstance(columns, str) or set(columns) - {*self.schema.names}):
+            wanted = f"a list of columns of the files ({', '.join(self.schema.names)}), together with read"
+            raise InputError(expected("columns", wanted, repr(columns)))
+        if read is None:
+            self.check_numbers(features)
+        self._bounds = self._boundaries(number_of_parts(parts, self.rows))
 
     def __len__(self) -> int:
         """Number of parts."""
@@ -89,55 +118,123 @@ class ParquetParts:
 
     def __getitem__(self, part: int) -> ParquetPart:
         """The loader of a part, by its index from 0."""
-        if isinstance(part, bool) or not isinstance(part, int) or not 0 <= part < len(self):
+        if not 0 <= part < len(self):
             # An IndexError ends a loop over the parts.
             msg = expected("part", f"an index from 0 to {len(self) - 1}", part)
             raise IndexError(msg)
-        return ParquetPart(self, self.table, self._bounds[part], self._bounds[part + 1])
+        return ParquetPart(self, self._bounds[part], self._bounds[part + 1])
 
     def __repr__(self) -> str:
         """Number of rows and parts."""
-        return f"ParquetParts({self.table.rows:,} rows in {len(self)} parts)"
-
-    @property
-    def rows(self) -> int:
-        """Number of all rows."""
-        return self.table.rows
+        return f"ParquetParts({self.rows:,} rows in {len(self)} parts)"
 
     @property
     def fingerprint(self) -> str:
         """A text that other files, rows or columns change."""
         names = None if self.read is not None else (self.features, self.target)
-        return f"{self.table.fingerprint} {names}"
+        return f"{self._footers} {names}"
 
-    def _check_columns(self, columns: Sequence[str] | None) -> None:
-        names = (self.features, self.target, self.identifier)
-        if not all(isinstance(name, str) for name in names):
-            raise InputTypeError(expected("features, target, identifier", "names of columns", str(names)))
-        if columns is not None:
-            if isinstance(columns, str) or not all(isinstance(name, str) for name in columns):
-                raise InputTypeError(expected("columns", "a list of names", repr(columns)))
-            unknown = sorted(set(columns) - set(self.table.schema.names))
-            if unknown or self.read is None:
-                hint = "" if unknown else "columns is for read; without it features and target are read."
-                raise InputError(expected("columns", "columns of the files, with read", str(unknown or columns), hint))
+    def inputs(self, table: Any) -> Any:
+        """Return what ``read`` makes of the rows of a table; without it, their features."""
         if self.read is None:
-            check_numbers(self.table.schema, self.features, listed=True)
+            return self.numbers(table, self.features)
+        return self.read({name: _array(table.column(name)) for name in self.columns or table.column_names})
+
+    def check_numbers(self, name: str) -> None:
+        """Refuse a column that has neither numbers nor lists of them of a fixed length."""
+        if name not in self.schema.names:
+            hint = "Name the columns with features=, target= and identifier=, or say what batches are with read=."
+            received = f"the columns {', '.join(self.schema.names)}"
+            raise InputError(expected("source", f"a column {name!r}", received, hint))
+        kind, types = self.schema.field(name).type, need("pyarrow").types
+        plain = kind.value_type if types.is_fixed_size_list(kind) else kind
+        if not (types.is_integer(plain) or types.is_floating(plain) or types.is_boolean(plain)):
+            wanted = f"numbers, or lists of them of a fixed length, in the column {name!r}"
+            hint = (
+                "Number the classes, the same way in all files; pyarrow.FixedSizeListArray.from_arrays(values.ravel(), "
+                "width) makes a column of lists."
+            )
+            raise InputTypeError(expected("source", wanted, str(kind), hint))
+
+    def numbers(self, table: Any, name: str) -> Tensor:
+        """Return a column of numbers, or of lists of them, as a tensor; half precision lifted to float32."""
+        column = table.column(name).combine_chunks()
+        missing = column.null_count + (column.flatten().null_count if hasattr(column.type, "list_size") else 0)
+        if missing:
+            raise InputError(expected("source", f"a value in every row of the column {name!r}", f"{missing} missing"))
+        values = _array(column)
+        return torch.from_numpy(values.astype(np.float32) if values.dtype == np.float16 else values)
+
+    def kept_types(self) -> dict[str, Any]:
+        """Return the types of the columns that can be passed through, and of identifiers as ``"identifier"``."""
+        types = {field.name: field.type for field in self.schema if field.name != self.features}
+        identifier = types.pop(self.identifier, need("pyarrow").int64())
+        return {**types, "identifier": identifier}
+
+    def to_embed(self, part: int, keep: Sequence[str]) -> Iterator[tuple[Any, Any, list[Any]]]:
+        """Yield inputs, identifiers and further columns of the batches of a part."""
+        named = [self.identifier] if self.identifier in self.schema.names else []
+        wanted = [*(self.columns or [self.features]), *named, *keep]
+        reads_all = self.read is not None and self.columns is None
+        loader = self[part]
+        start = loader.start
+        for table in loader.tables(None if reads_all else list(dict.fromkeys(wanted))):
+            numbers = need("pyarrow").array(range(start, start + len(table)))
+            start += len(table)
+            identifiers = table.column(self.identifier) if named else numbers
+            yield self.inputs(table), identifiers, [table.column(name) for name in keep]
+
+    def groups(self, start: int, stop: int) -> list[_Group]:
+        """Return the row groups with rows from ``start`` to ``stop``."""
+        ends = [group.start for group in self._groups[1:]] + [self.rows]
+        pairs = zip(self._groups, ends, strict=True)
+        return [group for group, end in pairs if group.start < stop and end > start]
+
+    def _open(self, files: list[Path]) -> None:
+        """Read the footers of all files."""
+        arrow, parquet = need("pyarrow"), need("pyarrow.parquet")
+        self.schema: Any = None
+        self.rows = 0
+        self._groups: list[_Group] = []
+        digest = hashlib.sha256()
+        for file in files:
+            try:
+                with parquet.ParquetFile(file) as opened:
+                    metadata, schema = opened.metadata, opened.schema_arrow
+            except (OSError, ValueError) as error:
+                raise InputError(expected(str(file), "a Parquet file", f"what cannot be read ({error})")) from None
+            self.schema = self.schema or schema
+            if not schema.equals(self.schema):
+                wanted = f"the columns of {files[0].name}: {_columns(self.schema)}"
+                raise InputError(expected(str(file), wanted, _columns(schema)))
+            footer = arrow.BufferOutputStream()
+            metadata.write_metadata_file(footer)
+            digest.update(f"{file.name} {file.stat().st_size}".encode() + footer.getvalue())
+            for number in range(metadata.num_row_groups):
+                n = metadata.row_group(number).num_rows
+                if n:
+                    self._groups.append(_Group(file, number, self.rows))
+                    self.rows += n
+        if not self.rows:
+            raise InputError(expected("source", "at least one row", f"{len(files)} Parquet files without any"))
+        self._footers = digest.hexdigest()[:32]
+
+    def _boundaries(self, count: int) -> list[int]:
+        """Return the first rows of parts: those of row groups if no part is empty then, so that none is read twice."""
+        even = [self.rows * k // count for k in range(count + 1)]
+        starts = [group.start for group in self._groups] + [self.rows]
+        near = []
+        for wanted in even:
+            place = bisect_left(starts, wanted)
+            near.append(min(starts[max(0, place - 1) : place + 1], key=lambda start: abs(start - wanted)))
+        return near if all(a < b for a, b in pairwise(near)) else even
 
 
 class ParquetPart:
-    """Batches ``(x, targets)`` of consecutive rows; iterated as often as needed.
+    """Batches ``(x, targets)`` of consecutive rows; iterated as often as needed."""
 
-    Args:
-        parts: What it is a part of.
-        table: Its files.
-        start: First row.
-        stop: The row after the last one.
-    """
-
-    def __init__(self, parts: ParquetParts, table: Table, start: int, stop: int) -> None:
-        self._parts, self._table = parts, table
-        self.start, self.stop = start, stop
+    def __init__(self, parts: ParquetParts, start: int, stop: int) -> None:
+        self._parts, self.start, self.stop = parts, start, stop
 
     def __len__(self) -> int:
         """Number of batches."""
@@ -146,11 +243,12 @@ class ParquetPart:
     def __iter__(self) -> Iterator[Any]:
         """Batches, as ``read`` makes them, or of features and targets."""
         mine = self._parts
-        if mine.read is None:
-            check_numbers(self._table.schema, mine.target, listed=False)
-        names = [mine.features, mine.target] if mine.read is None else mine.columns
-        for table in self.tables(names):
-            yield self.batch(table) if mine.read is not None else (self.batch(table), _targets(table, mine.target))
+        if mine.read is not None:
+            yield from map(mine.inputs, self.tables(mine.columns))
+            return
+        mine.check_numbers(mine.target)
+        for table in self.tables([mine.features, mine.target]):
+            yield mine.inputs(table), mine.numbers(table, mine.target)
 
     @property
     def dataset(self) -> range:
@@ -162,62 +260,69 @@ class ParquetPart:
         """Numbers of the rows among those of all parts, int64, shape (N,): a fit samples by them."""
         return torch.arange(self.start, self.stop)
 
-    @property
-    def identifier(self) -> str:
-        """Name of the column of identifiers, which may not be there."""
-        return self._parts.identifier
-
-    def columns_for(self, others: Sequence[str]) -> list[str] | None:
-        """What to read for inputs, identifiers and further columns; ``None`` for all."""
-        mine = self._parts
-        if mine.read is not None and mine.columns is None:
-            return None
-        needed = [mine.features] if mine.read is None else [*(mine.columns or ())]
-        return list(dict.fromkeys([*needed, *({mine.identifier} & set(self._table.schema.names)), *others]))
-
-    def batch(self, table: Any) -> Any:
-        """What ``read`` makes of the rows of a table; without it, their features."""
-        mine = self._parts
-        if mine.read is None:
-            return tensor_of(table.column(mine.features), mine.features)
-        return mine.read({name: array_of(table.column(name)) for name in mine.columns or table.column_names})
-
-    def tables(self, columns: Sequence[str] | None = None) -> Iterator[Any]:
-        """Arrow tables of one batch each.
-
-        Args:
-            columns: Which ones; ``None`` for all.
-        """
-        module, size = arrow(), self._parts.batch_size
+    def tables(self, columns: Sequence[str] | None) -> Iterator[Any]:
+        """Yield Arrow tables of one batch each, of some columns or of all."""
+        size, n, seen = self._parts.batch_size, self.stop - self.start, 0
         waiting: list[Any] = []
-        for rows in self._pieces(columns):
-            waiting.append(rows)
-            while sum(map(len, waiting)) >= size:
-                whole = module.concat_tables(waiting)
-                yield whole.slice(0, size)
-                waiting = [whole.slice(size)] if len(whole) > size else []
-        if waiting:
-            yield module.concat_tables(waiting)
+        for rows in self._rows(columns):
+            seen += len(rows)
+            table = need("pyarrow").concat_tables([*waiting, rows])
+            while len(table) >= size:
+                yield table.slice(0, size)
+                table = table.slice(size)
+            waiting = [table]
+        if seen != n:
+            hint = "The files have changed since they were opened."
+            raise InputError(expected("source", f"{n:,} rows from row {self.start:,} on", f"{seen:,}", hint))
+        yield from (table for table in waiting if len(table))
 
-    def _pieces(self, columns: Sequence[str] | None) -> Iterator[Any]:
-        """Arrow tables in order, of any number of rows."""
-        module, size = arrow(), self._parts.batch_size
-        names = None if columns is None else list(columns)
-        for piece in self._table.pieces(self.start, self.stop):
-            skip, left = piece.skip, piece.rows
-            with parquet().ParquetFile(piece.path) as file:
-                for batch in file.iter_batches(size, row_groups=piece.groups, columns=names):
-                    rows = batch.slice(min(skip, len(batch)), left)
-                    skip -= min(skip, len(batch))
-                    left -= len(rows)
-                    if len(rows):
-                        yield module.Table.from_batches([rows]).replace_schema_metadata()
-                    if not left:
+    def _rows(self, columns: Sequence[str] | None) -> Iterator[Any]:
+        """Yield Arrow tables in order, of any number of rows."""
+        arrow, parquet = need("pyarrow"), need("pyarrow.parquet")
+        for path, found in groupby(self._parts.groups(self.start, self.stop), key=lambda group: group.file):
+            groups = list(found)
+            row = groups[0].start
+            # A dataset of pyarrow would keep whole row groups in memory, decoded: three times as much as this.
+            with parquet.ParquetFile(path) as file:
+                numbers = [group.number for group in groups]
+                for batch in file.iter_batches(self._parts.batch_size, row_groups=numbers, columns=columns):
+                    first, last = max(row, self.start), min(row + len(batch), self.stop)
+                    if first < last:
+                        rows = batch.slice(first - row, last - first)
+                        yield arrow.Table.from_batches([rows]).replace_schema_metadata()
+                    row += len(batch)
+                    if row >= self.stop:
                         break
-            if left:
-                hint = "The files have changed since they were opened."
-                raise InputError(expected(str(piece.path), f"{piece.rows} rows", f"{piece.rows - left}", hint))
 
 
-def _targets(table: Any, name: str) -> Tensor:
-    return tensor_of(table.column(name), name)
+def _listed(path: Any) -> list[Path]:
+    """Return the files, absolute, because processes elsewhere have other working directories."""
+    if isinstance(path, (str, os.PathLike)):
+        one = Path(path).absolute()
+        if not one.is_dir():
+            return [one]
+        # Other tools skip names that begin with a dot or an underscore, too.
+        files = [file for file in sorted(one.glob("*.parquet")) if file.name[0] not in "._"]
+        if not files:
+            raise InputError(expected("source", "a folder with files *.parquet", f"{one} without any"))
+        return files
+    if not isinstance(path, (list, tuple)):
+        wanted = "Parquet files (a path, or a list of paths), a ParquetParts, or a feature folder"
+        raise InputTypeError(expected("source", wanted, f"a {type(path).__name__}"))
+    files = [Path(part).absolute() for part in path]
+    if not files or len(set(files)) < len(files):
+        raise InputError(expected("source", "different files, at least one", f"{len(files)} names"))
+    return files
+
+
+def _columns(schema: Any) -> str:
+    return ", ".join(f"{field.name} ({field.type})" for field in schema)
+
+
+def _array(column: Any) -> NDArray[Any]:
+    """Return a column as an array: lists of a fixed length as rows, what numpy has no type for as objects."""
+    whole = column.combine_chunks() if hasattr(column, "combine_chunks") else column
+    if need("pyarrow").types.is_fixed_size_list(whole.type) and not whole.null_count:
+        flat = _array(whole.flatten())
+        return flat.reshape(len(whole), whole.type.list_size, *flat.shape[1:])
+    return np.array(whole.to_numpy(zero_copy_only=False))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Mapping
 from functools import reduce
 from os import PathLike
@@ -12,10 +11,7 @@ from pathlib import Path
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.state import CURVATURE, STATISTICS, State, check_identity
-from contrastive_curvature.io.jobs.manifest import open_folder
-from contrastive_curvature.io.states import load_state
-
-__all__ = ["StateFolder"]
+from contrastive_curvature.io.jobs.manifest import StatesManifest, open_folder
 
 _log = logging.getLogger("contrastive_curvature")
 
@@ -37,7 +33,7 @@ class StateFolder:
 
     def __init__(self, path: str | PathLike[str], count: int, source: str = "") -> None:
         self.count = validate.count("count", count)
-        self.path = open_folder("folder", path, {"kind": "fit", "parts": count, "source": str(source)})
+        self.path = open_folder("folder", path, StatesManifest(parts=count, source=source))
 
     def __repr__(self) -> str:
         """Path and number of parts."""
@@ -55,21 +51,16 @@ class StateFolder:
         state.save(self.file(state.kind, next(iter(state.origins))))
 
     def load(self, kind: str, part: int) -> State:
-        """The state of a part.
+        """Return the state of a part.
 
         Args:
             kind: ``"statistics"`` or ``"curvature"``.
             part: Index of the part.
 
         Raises:
-            InputError: It is not there, damaged, or that of another part.
+            InputError: It is not there, or damaged.
         """
-        file = self.file(kind, part)
-        state = load_state(file)
-        if (state.kind, list(state.origins), state.count) != (kind, [part], self.count):
-            came = f"{state.kind} of part {sorted(state.origins)[:5]} of {state.count}"
-            raise InputError(expected(str(file), f"{kind} of part {part} of {self.count}", came))
-        return state
+        return State.load(self.file(kind, part))
 
     def has(self, kind: str, part: int, identity: Mapping[str, str] | None = None) -> bool:
         """Whether the state of a part is there and whole.
@@ -91,11 +82,12 @@ class StateFolder:
         except InputError as error:
             _log.warning("%s It is computed again.", error)
             return False
-        try:
-            check_identity(state, state.identity if identity is None else identity)
-        except InputError as error:
-            error.add_note(f"This state is in {file}. Use another folder, or delete this one.")
-            raise
+        if identity is not None:
+            try:
+                check_identity(state, identity)
+            except InputError as error:
+                error.add_note(f"This state is in {file}. Use another folder, or delete this one.")
+                raise
         return True
 
     def missing(self, kind: str, identity: Mapping[str, str] | None = None) -> list[int]:
@@ -103,7 +95,7 @@ class StateFolder:
         return [part for part in range(self.count) if not self.has(kind, part, identity)]
 
     def merged(self, kind: str) -> State:
-        """The states of all parts as one; one after the other is in memory.
+        """Merge the states of all parts; one after the other is in memory.
 
         Raises:
             InputError: One is missing or damaged, or they do not fit together.
@@ -114,7 +106,3 @@ class StateFolder:
         """Name of the file of a part."""
         validate.choice("kind", kind, (STATISTICS, CURVATURE))
         return self.path / f"{kind}-{part:05d}-of-{self.count:05d}.safetensors"
-
-    def __fspath__(self) -> str:
-        """The folder's name."""
-        return os.fspath(self.path)

@@ -1,0 +1,281 @@
+"""Fits and embeddings on Ray, a part of the data at a time."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from os import PathLike
+from typing import Any, Self
+
+from contrastive_curvature import validate
+from contrastive_curvature.errors import InputError, InputTypeError, ProcessError, expected
+from contrastive_curvature.fit.state import CURVATURE, STATISTICS, digest_of
+from contrastive_curvature.io.jobs.embedding_folder import EmbeddingFolder
+from contrastive_curvature.io.jobs.parquet_parts import Reader, need
+from contrastive_curvature.io.jobs.sources import Source, parts_of
+from contrastive_curvature.io.jobs.state_folder import StateFolder
+from contrastive_curvature.laplace.fitting import FittedPosterior
+from contrastive_curvature.progress import Progress
+
+Posterior = FittedPosterior | Callable[[], Any]
+
+
+def fit_on_ray(
+    posterior: Posterior,
+    source: Source,
+    *,
+    folder: str | PathLike[str],
+    parts: int | None = None,
+    batch_size: int | None = None,
+    read: Reader | None = None,
+    columns: Sequence[str] | None = None,
+    workers: int | None = None,
+    num_cpus: float = 1,
+    num_gpus: float = 0,
+    max_retries: int = 3,
+    progress_bar: bool | None = None,
+) -> Any:
+    """Fit a posterior to data that many processes read, a part at a time.
+
+    Every part's state is written to ``folder`` as soon as it is computed. A process that dies is started again with the
+    part that it had, which is computed again alone; after the death of this process, the same call goes on with the
+    parts that are missing. Nothing is lost, and nothing counts twice.
+
+    Ray is started if it has not been (``ray.init``), and then stopped at the end.
+
+    Args:
+        posterior: A posterior that is not fitted yet, which every process gets a copy of; or a function without
+            arguments that makes one, in every process and here. With GPUs use a function, and bring the encoder to
+            ``"cuda"`` in it where there is one.
+        source: Parquet files (a path, or a list of them), a :class:`ParquetParts`, or a feature folder or its path; on
+            a file system that all machines see.
+        folder: Where the states are kept, on such a file system.
+        parts: Number of parts; ``None`` for one per 50,000 rows, at least 16 and at most 1,000. What one process does
+            at a time, and what is computed again if it dies.
+        batch_size: Rows of a batch; ``None`` for 4,096.
+        read: See :class:`ParquetParts`.
+        columns: See :class:`ParquetParts`.
+        workers: Number of processes; ``None`` for as many as Ray has room for.
+        num_cpus: Cores of a process.
+        num_gpus: GPUs of a process.
+        max_retries: How often a part is started again whose process has died.
+        progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
+
+    Returns:
+        The fitted posterior: the given one, or the one that the function has made.
+
+    Raises:
+        InputError: An argument, a file or a batch is malformed; this machine has no room for a process; or the folder
+            has states of another encoder, other options, other data or another number of parts.
+        UnsupportedError: The posterior has no fit in parts, or ray or pyarrow is not installed.
+        ProcessError: A process has died too often. What is done is kept.
+    """
+    with _Processes(posterior, workers, num_cpus, num_gpus, max_retries, progress_bar) as processes:
+        data = parts_of(source, parts, batch_size, read, columns)
+        count = len(data)
+        la = made(posterior)
+        states = StateFolder(folder, count, data.fingerprint)
+        # Without data the first pass gives nothing but what the states of all parts have in common.
+        identity = dict(la.part_statistics([], (0, count)).identity)
+
+        def first_pass(la: Any, part: int) -> None:
+            states.save(la.part_statistics(data[part], (part, count), progress_bar=False))
+
+        def second_pass(la: Any, part: int) -> None:
+            states.save(la.part_curvature(data[part], (part, count), statistics, progress_bar=False))
+
+        processes.run(first_pass, states.missing(STATISTICS, identity), STATISTICS)
+        statistics = states.merged(STATISTICS)
+        identity["statistics"] = digest_of(statistics)
+        processes.run(second_pass, states.missing(CURVATURE, identity), CURVATURE)
+    la.fit_parts(statistics, states.merged(CURVATURE))
+    return la
+
+
+def embed_on_ray(
+    posterior: Posterior,
+    source: Source,
+    destination: str | PathLike[str],
+    *,
+    parts: int | None = None,
+    batch_size: int | None = None,
+    read: Reader | None = None,
+    columns: Sequence[str] | None = None,
+    keep: Sequence[str] | None = None,
+    workers: int | None = None,
+    num_cpus: float = 1,
+    num_gpus: float = 0,
+    max_retries: int = 3,
+    progress_bar: bool | None = None,
+) -> EmbeddingFolder:
+    """Embed a corpus in processes of Ray that hold encoder and posterior once.
+
+    Writes one Parquet file a part, completely or not at all, see :class:`EmbeddingFolder`. A process that dies is
+    started again with the part that it had; after the death of this process, the same call goes on with the parts that
+    are missing. Ray is started if it has not been, and then stopped at the end.
+
+    Args:
+        posterior: The fitted posterior, which every process gets a copy of; or a function without arguments that makes
+            it in every process and here, as on GPUs.
+        source: See :func:`fit_on_ray`; targets are not used. Identifiers are the column ``identifier``, or else the
+            numbers of the rows.
+        destination: A folder, on a file system that all machines see.
+        parts: Number of parts, each a file; ``None`` as in :func:`fit_on_ray`.
+        batch_size: Rows of a batch; ``None`` for 4,096.
+        read: See :class:`ParquetParts`; may return ``x`` alone.
+        columns: See :class:`ParquetParts`.
+        keep: Columns of the source to pass through; ``None`` for all but ``features``.
+        workers: Number of processes; ``None`` for as many as Ray has room for.
+        num_cpus: Cores of a process.
+        num_gpus: GPUs of a process.
+        max_retries: How often a part is started again whose process has died.
+        progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
+
+    Returns:
+        The folder.
+
+    Raises:
+        NotFittedError: Before ``fit``, or the calibration is of another posterior.
+        InputError: An argument, a file or a batch is malformed; this machine has no room for a process; or the folder
+            has something else in it.
+        UnsupportedError: ray or pyarrow is not installed.
+        ProcessError: A process has died too often. What is done is kept.
+    """
+    with _Processes(posterior, workers, num_cpus, num_gpus, max_retries, progress_bar) as processes:
+        folder = EmbeddingFolder(destination, made(posterior), parts_of(source, parts, batch_size, read, columns), keep)
+        processes.run(folder.write, folder.missing(), "embeddings")
+    return folder
+
+
+def made(posterior: Any) -> Any:
+    """Return the posterior, or what a function without arguments makes."""
+    # A posterior is callable, too.
+    la = posterior() if callable(posterior) and not isinstance(posterior, FittedPosterior) else posterior
+    if not isinstance(la, FittedPosterior):
+        wanted = "a posterior of likelihood='contrastive', or a function that returns one"
+        hint = "laplace.Laplace(encoder, likelihood='contrastive', ...) makes one."
+        raise InputTypeError(expected("posterior", wanted, f"a {type(la).__name__}", hint))
+    return la
+
+
+@dataclass
+class _Processes:
+    """Processes of Ray. Ray is started when they are needed, if it does not run, and then stopped at the end."""
+
+    posterior: Posterior
+    workers: int | None
+    num_cpus: float
+    num_gpus: float
+    max_retries: int
+    progress_bar: bool | None
+    started: bool = False
+
+    def __post_init__(self) -> None:
+        need("ray.data", "ray")
+        self.ray = need("ray", "ray")
+        if self.workers is not None:
+            validate.count("workers", self.workers)
+        validate.number("num_cpus", self.num_cpus, positive=True)
+        validate.number("num_gpus", self.num_gpus)
+        if not isinstance(self.max_retries, int) or self.max_retries < 0:
+            raise InputError(expected("max_retries", "a whole number >= 0", self.max_retries))
+        if self.progress_bar is not None:
+            validate.flag("progress_bar", self.progress_bar)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *args: object) -> None:
+        if self.started:
+            self.ray.shutdown()
+
+    def run(self, work: Callable[[Any, int], None], parts: Sequence[int], name: str) -> None:
+        """Call ``work`` with the posterior and every part; it writes its result itself.
+
+        Raises:
+            ProcessError: A process has died too often.
+            Exception: What a part raised, as it is, with a note that names the part.
+        """
+        if not parts:
+            return
+        self._start()
+        rows = self.ray.data.from_items([{"part": part} for part in parts], override_num_blocks=len(parts))
+        rows.context.enable_progress_bars = False
+        rows.context.raise_original_map_exception = True
+        # Without a number of processes, those that have room now; a cluster that grows may have more later.
+        least = self.workers or max(1, self._room(self.ray.available_resources()))
+        pool = self.ray.data.ActorPoolStrategy(
+            min_size=min(least, len(parts)),
+            max_size=min(self.workers or len(parts), len(parts)),
+            # Few, so that faster processes do more parts; with one alone Ray would not add processes later.
+            max_tasks_in_flight_per_actor=2,
+        )
+        done = rows.map_batches(
+            _Worker,
+            batch_size=1,
+            compute=pool,
+            # Once in Ray's store, however many processes take it.
+            fn_constructor_args=(self.ray.put((self.posterior, work)), name),
+            num_cpus=self.num_cpus,
+            num_gpus=self.num_gpus or None,
+            max_task_retries=self.max_retries,
+        )
+        waiting = dict.fromkeys(parts)
+        try:
+            with Progress(self.progress_bar).bar(f"[{name}]", len(parts)) as bar:
+                for row in done.iter_rows():
+                    del waiting[int(row["part"])]
+                    bar.update()
+        except self.ray.exceptions.RayError as error:
+            if isinstance(error, _PartError):
+                raise error.cause.args[0] from error
+            msg = (
+                f"{name}: Ray gave up one of the parts {list(waiting)[:5]}, after max_retries={self.max_retries} if a "
+                f"process died: {error}\nWhat is done is kept: call this again with the same arguments, and only the "
+                "rest is computed. A process that needs too much memory wants smaller batches, or more num_cpus, so "
+                "that fewer run at once."
+            )
+            raise ProcessError(msg) from error
+
+    def _start(self) -> None:
+        if self.ray.is_initialized():
+            return
+        self.started = True
+        self.ray.init()
+        whole = self.ray.cluster_resources()
+        # A cluster may grow, this machine does not: Ray would wait without end.
+        if "RAY_ADDRESS" not in os.environ and not self._room(whole):
+            there = f"at most what Ray has, {whole.get('CPU', 0):g} cores and {whole.get('GPU', 0):g} GPUs"
+            raise InputError(expected("num_cpus, num_gpus", there, f"{self.num_cpus:g}, {self.num_gpus:g}"))
+
+    def _room(self, resources: dict[str, float]) -> int:
+        """Return the number of processes that fit into cores and GPUs."""
+        cores = resources.get("CPU", 0) / self.num_cpus
+        gpus = resources.get("GPU", 0) / self.num_gpus if self.num_gpus else cores
+        return int(min(cores, gpus))
+
+
+class _PartError(Exception):
+    """Brings the error of a part to the driver as it is."""
+
+
+class _Worker:
+    """One process: it holds the posterior once for all its parts."""
+
+    def __init__(self, stored: Any, name: str) -> None:
+        self._stored, self._name = stored, name
+        self._la: Any = None
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        part = int(batch["part"][0])
+        try:
+            if self._la is None:
+                posterior, self._work = need("ray", "ray").get(self._stored)
+                self._la = made(posterior)
+            self._work(self._la, part)
+        except Exception as error:
+            error.add_note(f"{self._name} of part {part}, in a process of Ray")
+            # Ray adds its own advice to the message of what is raised here.
+            raise _PartError(error) from error
+        return batch
