@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -39,11 +40,9 @@ def calls(monkeypatch: pytest.MonkeyPatch, running: bool, parts: list[int], **re
     module = Module(running)
     monkeypatch.setattr(on_ray, "need", lambda *_: module)
     options: dict[str, Any] = {"workers": None, "num_cpus": 1, "num_gpus": 0, "max_retries": 3, "progress_bar": False}
-    with on_ray._Processes(None, **(options | resources)) as processes:  # type: ignore[arg-type]
-        try:
-            processes.run(print, parts, "embeddings")
-        except AttributeError as error:
-            assert "data" in str(error)
+    # Processes would start here, and the module has none.
+    with suppress(AttributeError), on_ray._Processes(None, **(options | resources)) as processes:  # type: ignore[arg-type]
+        processes.run(print, parts, "embeddings")
     return module.calls
 
 

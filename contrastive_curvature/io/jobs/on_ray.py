@@ -228,8 +228,9 @@ class _Processes:
                     del waiting[int(row["part"])]
                     bar.update()
         except self.ray.exceptions.RayError as error:
-            if isinstance(error, _PartError):
-                raise error.cause.args[0] from error
+            cause = getattr(error, "cause", None)
+            if isinstance(cause, _PartError):
+                raise cause.args[0] from error
             msg = (
                 f"{name}: Ray gave up one of the parts {list(waiting)[:5]}, after max_retries={self.max_retries} if a "
                 f"process died: {error}\nWhat is done is kept: call this again with the same arguments, and only the "
