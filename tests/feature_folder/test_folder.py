@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.io.feature_folder.precision import PRECISIONS
+from contrastive_curvature.io.feature_folder.header import PRECISIONS
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -183,58 +183,19 @@ def test_identifiers_that_are_numbers(identifiers: Any, device: str, tmp_path: P
     assert folder.identifiers.tolist() == [int(i) for i in identifiers]
 
 
-def _set(name: str, value: Any) -> Any:
-    return lambda header: header | {name: value}
-
-
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        (lambda _: "not JSON", "cannot be read"),
-        (lambda _: "[1]", "another JSON file"),
-        (_set("format", "other"), "another JSON file"),
-        (_set("version", 2), "version 1, got version 2"),
-        (_set("points", POINTS + 1), "it is damaged"),
-        (_set("checksum", None), "it is damaged"),
+        (lambda _: {}, "something else"),
+        (lambda header: header | {"version": 9}, "a feature folder of version 2, got version 9"),
+        (lambda header: header | {"content": header["content"] | {"points": 51}}, "its checksum is another"),
     ],
 )
 def test_damaged_header_is_refused(damage: Any, message: str, device: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "f", device)
     path = folder.path / "header.json"
-    changed = damage(json.loads(path.read_text()))
-    path.write_text(changed if isinstance(changed, str) else json.dumps(changed))
+    path.write_text(json.dumps(damage(json.loads(path.read_text()))))
     with pytest.raises(cc.InputError, match=message):
-        cc.FeatureFolder(folder.path)
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("storage", "zip"),
-        ("dtype", "int8"),
-        ("targets", {"dtype": "object", "shape": []}),
-        ("targets", {"dtype": "int64", "shape": [-1]}),
-        ("targets", None),
-        ("identifiers", {"kind": "text", "bytes": 0}),
-        ("identifiers", {"kind": "int64", "bytes": 4}),
-        ("rows_per_part", 0),
-        ("rows_per_part", True),
-        ("points", -1),
-        ("parts", ["../../etc"]),
-        ("parts", 3),
-        ("encoder", {"last_layer": "2"}),
-        ("encoder", None),
-    ],
-)
-def test_malformed_header_is_refused(name: str, value: Any, device: str, tmp_path: Path) -> None:
-    from contrastive_curvature.io.feature_folder import header
-
-    folder = write(tmp_path / "f", device)
-    path = folder.path / "header.json"
-    plain = json.loads(path.read_text()) | {name: value}
-    del plain["checksum"]
-    path.write_text(json.dumps({**plain, "checksum": header._checksum(plain)}))
-    with pytest.raises(cc.InputError, match=rf"header.json: {name}"):
         cc.FeatureFolder(folder.path)
 
 
@@ -251,13 +212,13 @@ def test_options_of_the_folder(options: dict[str, Any], kind: type[Exception], d
     folder = write(tmp_path / "f", device)
     with pytest.raises(kind, match=next(iter(options))):
         cc.FeatureFolder(folder.path, **options)
-    with pytest.raises(cc.InputTypeError, match="path: expected the name of a folder"):
+    with pytest.raises(cc.InputTypeError, match="path: expected a path of a folder"):
         cc.FeatureFolder(3)  # type: ignore[arg-type]
-    with pytest.raises(cc.InputError, match=r"a feature folder, got no file header\.json"):
+    with pytest.raises(cc.InputError, match=r"a feature folder, got no header\.json"):
         cc.FeatureFolder(tmp_path)
-    for index, count in ((-1, 2), (2, 2), (True, 2), (0.5, 2), (0, 0)):
+    for index, count in ((-1, 2), (2, 2), (0, 0)):
         with pytest.raises(cc.InputError, match=r"index|count"):
-            folder.shard(index, count)  # type: ignore[arg-type]
-    for start, stop in ((-1, 2), (3, 2), (0, POINTS + 1), (0.5, 2)):
+            folder.shard(index, count)
+    for start, stop in ((-1, 2), (3, 2), (0, POINTS + 1)):
         with pytest.raises(cc.InputError, match="start, stop"):
-            folder.numpy(start, stop)  # type: ignore[arg-type]
+            folder.numpy(start, stop)

@@ -6,19 +6,17 @@ from collections.abc import Iterator
 from os import PathLike
 from typing import Any
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.io.feature_folder.header import read_header
-from contrastive_curvature.io.feature_folder.identifiers import decode_identifiers
-from contrastive_curvature.io.feature_folder.place import check_path, storage_of
+from contrastive_curvature.artifact import ArtifactFolder
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.io.feature_folder.columns import as_tensor, decode, decode_identifiers
+from contrastive_curvature.io.feature_folder.header import FeatureHeader
+from contrastive_curvature.io.feature_folder.storage import storage_of, without_damaged
 from contrastive_curvature.network.given_features import feature_inputs
-
-__all__ = ["FeatureFolder"]
 
 
 class FeatureFolder:
@@ -47,23 +45,25 @@ class FeatureFolder:
     """
 
     def __init__(self, path: str | PathLike[str], batch_size: int = 4096, *, seed: int | None = None) -> None:
-        self.path = check_path(path)
+        folder = ArtifactFolder(path, FeatureHeader)
+        self.path, self._header = folder.path, folder.read()
         self.batch_size = validate.count("batch_size", batch_size)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise InputTypeError(expected("seed", "a whole number or None", f"a {type(seed).__name__}"))
         self.seed = seed
-        self._header = read_header(self.path)
         if not self._header.complete:
             there = sum(part is not None for part in self._header.parts)
             hint = "Call contrastive_curvature.features with the same arguments: it goes on where it stopped."
             raise InputError(expected(str(self.path), "a complete feature folder", f"one with {there} parts", hint))
         self._storage = storage_of(self.path, self._header)
-        self._storage.check_sizes(self._header)
-        if seed is not None:
-            self._storage.check_order()
+        self._storage.check(self._header)
+        if seed is not None and self._header.format == "parquet":
+            # A random order would read whole parts for single points.
+            msg = "seed: Parquet files are read in their order. Use format='memmap', or seed=None."
+            raise UnsupportedError(msg)
         self._rows = range(self._header.points or 0)
-        self.dtype, self.width = self._header.precision.dtype, self._header.source.width
-        self.last_layer_name = self._header.source.last_layer
+        self.dtype: torch.dtype = getattr(torch, self._header.dtype)
+        self.width, self.last_layer_name = self._header.source.width, self._header.source.last_layer
 
     def __len__(self) -> int:
         """Number of batches."""
@@ -73,19 +73,16 @@ class FeatureFolder:
         """Batches of features, lifted to float32 (from float64: as they are), and targets."""
         order = None if self.seed is None else self.numbers.numpy()
         for start in range(0, len(self._rows), self.batch_size):
-            stop = min(start + self.batch_size, len(self._rows))
-            if order is None:
-                rows = self._storage.rows(self._rows.start + start, self._rows.start + stop)
-            else:
-                rows = self._storage.chosen(order[start:stop])
-            features = self._header.precision.decode(rows.features)
-            yield feature_inputs(features, self._header.source), _tensor(rows.targets)
+            rows = self._slice(start, start + self.batch_size)
+            chosen: Any = rows if order is None else order[start : start + self.batch_size]
+            features = decode(self._storage.read("features", chosen), self._header.dtype)
+            yield feature_inputs(features, self._header.source), as_tensor(self._storage.read("targets", chosen))
 
     def __repr__(self) -> str:
         """Path, shape and type."""
         mine = self._rows
         some = "" if len(mine) == self._header.points else f", points {mine.start} to {mine.stop}"
-        shape = f"{self._header.points} x {self.width}, {self._header.precision.name}"
+        shape = f"{self._header.points} x {self.width}, {self._header.dtype}"
         return f"FeatureFolder({str(self.path)!r}: {shape}{some})"
 
     @property
@@ -107,13 +104,12 @@ class FeatureFolder:
     @property
     def targets(self) -> Tensor:
         """Targets of all points, shape (N, ...), in the order in which they were written."""
-        return _tensor(self._storage.targets(self._rows.start, self._rows.stop))
+        return as_tensor(self._storage.read("targets", self._slice()))
 
     @property
     def identifiers(self) -> NDArray[Any]:
         """Identifiers of all points, shape (N,): int64, or texts."""
-        stored = self._storage.identifiers(self._rows.start, self._rows.stop)
-        return decode_identifiers(stored, self._header.identifiers)
+        return decode_identifiers(self._storage.read("identifiers", self._slice()))
 
     @property
     def features(self) -> NDArray[Any]:
@@ -124,7 +120,13 @@ class FeatureFolder:
         Raises:
             UnsupportedError: The folder has Parquet files.
         """
-        return self._storage.features()[self._rows.start : self._rows.stop]
+        if self._header.format == "parquet":
+            msg = (
+                "features: Parquet files have no one array in memory. Iterate over the folder, or take some rows with "
+                "folder.numpy(start, stop); format='memmap' has one array."
+            )
+            raise UnsupportedError(msg)
+        return self._storage.read("features", self._slice())
 
     def numpy(self, start: int = 0, stop: int | None = None) -> NDArray[Any]:
         """Features of some points in memory, shape (stop - start, F), float32 (from float64: float64).
@@ -138,11 +140,10 @@ class FeatureFolder:
         """
         n = len(self._rows)
         stop = n if stop is None else stop
-        whole = all(isinstance(end, int) and not isinstance(end, bool) for end in (start, stop))
-        if not whole or not 0 <= start <= stop <= n:
+        if not 0 <= start <= stop <= n:
             raise InputError(expected("start, stop", f"numbers of points from 0 to {n}", f"{start!r}, {stop!r}"))
-        rows = self._storage.rows(self._rows.start + start, self._rows.start + stop)
-        found: NDArray[Any] = self._header.precision.decode(rows.features).numpy()
+        features = decode(self._storage.read("features", self._slice(start, stop)), self._header.dtype)
+        found: NDArray[Any] = features.numpy()
         return found
 
     def shard(self, index: int, count: int) -> FeatureFolder:
@@ -159,7 +160,7 @@ class FeatureFolder:
             InputError: There is no such part.
         """
         validate.count("count", count)
-        if isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < count:
+        if not 0 <= index < count:
             raise InputError(expected("index", f"a whole number from 0 to {count - 1}", index))
         n, first = len(self._rows), self._rows.start
         out = FeatureFolder(self.path, self.batch_size, seed=self.seed)
@@ -172,12 +173,18 @@ class FeatureFolder:
         Raises:
             InputError: A part is damaged; the message names its points.
         """
-        for part, checksum in enumerate(self._header.parts):
+        parts = without_damaged(self._storage, self._header).parts
+        if None in parts:
+            part = parts.index(None)
             start, stop = self._header.rows_of(part)
-            if self._storage.checksum(part, start, stop) != checksum:
-                received = f"points {start} to {stop - 1} are damaged (part {part})"
-                hint = "Call contrastive_curvature.features with the same arguments: it writes them again."
-                raise InputError(expected(str(self.path), "the content that was written", received, hint))
+            received = f"points {start} to {stop - 1} are damaged (part {part})"
+            hint = "Call contrastive_curvature.features with the same arguments: it writes them again."
+            raise InputError(expected(str(self.path), "the content that was written", received, hint))
+
+    def _slice(self, start: int = 0, stop: int | None = None) -> slice:
+        """Return rows of the folder for points of this shard."""
+        some = self._rows[start:stop]
+        return slice(some.start, some.stop)
 
     def __getstate__(self) -> dict[str, Any]:
         """What another process needs to open the same points: no features are copied."""
@@ -187,8 +194,3 @@ class FeatureFolder:
         """Open the folder again."""
         self.__init__(state["path"], state["batch_size"], seed=state["seed"])  # type: ignore[misc]
         self._rows = state["rows"]
-
-
-def _tensor(stored: NDArray[Any]) -> Tensor:
-    """A copy in memory, in the byte order of the machine."""
-    return torch.from_numpy(np.array(stored, dtype=stored.dtype.newbyteorder("=")))

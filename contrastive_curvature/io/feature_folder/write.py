@@ -2,28 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
-from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.artifact import ArtifactFolder
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.io.feature_folder.columns import check_identifiers, decode, encode, target_type
 from contrastive_curvature.io.feature_folder.folder import FeatureFolder
-from contrastive_curvature.io.feature_folder.header import HEADER, read_header
-from contrastive_curvature.io.feature_folder.options import Options, check_loader_order
-from contrastive_curvature.io.feature_folder.place import check_path, only_writer, prepare_folder
-from contrastive_curvature.io.feature_folder.resume import check_same_options
-from contrastive_curvature.io.feature_folder.writer import Writer
-from contrastive_curvature.network.encoder import evaluation_mode
-from contrastive_curvature.network.loader import check_model
+from contrastive_curvature.io.feature_folder.header import FORMATS, PRECISIONS, FeatureHeader
+from contrastive_curvature.io.feature_folder.storage import storage_of, without_damaged
+from contrastive_curvature.network.encoder import Encoder, evaluation_mode
+from contrastive_curvature.network.given_features import FeatureSource, difference
+from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs, tokenized_batch
+from contrastive_curvature.network.loader import check_loader, check_model, has_views, in_fixed_order, read_batch
 from contrastive_curvature.progress import Progress
 
-__all__ = ["features"]
+_PART_BYTES = 2**26
+"""Features of one part: what is held in memory, written at once, and lost by an interruption."""
+
+_PROBE = 8
+"""Points that the encoder is analysed with, and of each part that is kept those that are computed again."""
+
+_ROUNDING = 1e-2
+"""Largest difference of a point's features, relative to their norm: half precision, and batches of other sizes."""
+
+_OTHER = "Use another path; nothing has been changed."
 
 
 def features(
@@ -75,34 +86,222 @@ def features(
             that cannot be reached; pyarrow is missing.
     """
     check_model(encoder, half=True)
-    options = Options.checked(dtype, format, identifiers, last_layer_name, label_key, rows_per_part)
+    dtype = str(dtype).removeprefix("torch.")
+    validate.choice("dtype", dtype, PRECISIONS)
+    validate.choice("format", format, FORMATS)
+    if last_layer_name is not None and not isinstance(last_layer_name, str):
+        raise InputTypeError(expected("last_layer_name", "a name or None", f"a {type(last_layer_name).__name__}"))
+    if not isinstance(label_key, str):
+        raise InputTypeError(expected("label_key", "a name", f"a {type(label_key).__name__}"))
+    if rows_per_part is not None:
+        validate.count("rows_per_part", rows_per_part)
     if progress_bar is not None:
         validate.flag("progress_bar", progress_bar)
-    loader, folder = check_loader_order(loader), check_path(path)
-    options.identifiers.check_number(_length(loader))
-    prepare_folder(folder)
-    with only_writer(folder), evaluation_mode(encoder), torch.no_grad():
-        _write(encoder, loader, folder, options, progress_bar)
-    return FeatureFolder(folder)
+    numbers = None if identifiers is None else check_identifiers(identifiers)
+    kind = f"S{numbers.itemsize}" if numbers is not None and numbers.dtype.kind == "S" else "int64"
+    check_loader(loader, "loader", once=True)
+    if getattr(loader, "drop_last", False) is True:
+        msg = "loader: drop_last=True leaves out the last points of the data. Use drop_last=False."
+        raise UnsupportedError(msg)
+    loader = in_fixed_order(loader)
+    n = _length(loader)
+    if numbers is not None and n is not None:
+        _check_number(numbers, n)
+    folder = ArtifactFolder(path, FeatureHeader)
+    folder.make()
+    given = {
+        "format": format,
+        "dtype": dtype,
+        "identifiers": kind,
+        "rows_per_part": rows_per_part,
+        "last_layer_name": last_layer_name,
+    }
+    with folder.locked(wait=False), evaluation_mode(encoder), torch.no_grad():
+        header = folder.read() if folder.exists else None
+        if header is not None:
+            _check_same(folder, header, encoder, given)
+            last_layer_name = header.source.last_layer
+        batches = _batches(encoder, Progress(progress_bar).over(loader, "[features]"), label_key)
+        first = next(batches, None)
+        if first is None:
+            raise InputError(expected("loader", "at least one batch", "an empty loader"))
+        x, y = first
+        analysed = Encoder(encoder, slice_inputs(x, slice(0, _PROBE)), last_layer_name, label_key=label_key)
+        analysed.require_last_layer()
+        if header is None:
+            source = FeatureSource.of(encoder, str(analysed.last_layer_name))
+            header = FeatureHeader(
+                format=format,
+                dtype=dtype,
+                source=source,
+                target_type=target_type(y),
+                target_shape=tuple(y.shape[1:]),
+                identifiers=kind,
+                rows_per_part=rows_per_part or max(1, _PART_BYTES // (source.width * getattr(torch, dtype).itemsize)),
+            )
+        writer = _Writer(folder, header, analysed, numbers)
+        # Of a folder that is complete, the first batch alone is compared.
+        complete = writer.header.complete and writer.header.points == n
+        for x, y in itertools.chain([first], batches):
+            writer.add(x, y)
+            if complete:
+                break
+        else:
+            writer.finish()
+    return FeatureFolder(folder.path)
 
 
-def _write(model: nn.Module, loader: Iterable[Any], folder: Path, options: Options, progress_bar: bool | None) -> None:
-    writer = Writer(model, folder, options)
-    if (folder / HEADER).is_file():
-        header = read_header(folder)
-        check_same_options(folder, header, model, options)
-        writer.go_on(header)
-    for batch in Progress(progress_bar).over(loader, "[features]"):
-        writer.add(batch)
-        if writer.nothing_to_do(_length(loader)):
-            return
-    if not writer.points:
-        raise InputError(expected("loader", "at least one batch", "an empty loader"))
-    writer.finish()
+def _check_same(
+    folder: ArtifactFolder[FeatureHeader], header: FeatureHeader, encoder: nn.Module, given: dict[str, Any]
+) -> None:
+    """Refuse to go on with a folder of another encoder or other options."""
+    there = {**header.model_dump(), "last_layer_name": header.source.last_layer}
+    for name, value in given.items():
+        if value not in (None, there[name]):
+            wanted = f"{there[name]!r}, that of the folder {folder.path}"
+            raise InputError(expected(name, wanted, repr(value), _OTHER))
+    reason = difference(encoder, header.source)
+    if reason is not None:
+        raise InputError(expected("path", f"features of this encoder in {folder.path}", reason, _OTHER))
+
+
+def _batches(encoder: nn.Module, loader: Iterable[Any], label_key: str) -> Iterator[tuple[Inputs, Tensor]]:
+    """Yield inputs and targets on the encoder's device."""
+    device = next(encoder.parameters()).device
+    for raw in loader:
+        batch = tokenized_batch(encoder, raw, "loader")
+        if has_views(batch):
+            msg = (
+                "loader: batches of two views. A folder keeps one view of every input: yield (x, targets), or fit with "
+                "the loader itself."
+            )
+            raise UnsupportedError(msg)
+        x, y = read_batch(batch, device, label_key, "loader")
+        n, shape = input_length(x), f"shape {tuple(y.shape)}"
+        if y.ndim == 0 or len(y) != n:
+            raise InputError(expected("loader", f"one target for each of the {n} points of a batch", shape))
+        if 0 in y.shape:
+            raise InputError(expected("loader", "targets of at least one number", shape))
+        yield x, y
+
+
+class _Writer:
+    """Takes batches in order, computes the features of those that are not there, and writes whole parts.
+
+    Args:
+        folder: The folder.
+        header: What an earlier run wrote of it, or one without parts.
+        encoder: The encoder, in evaluation mode.
+        identifiers: Of all points; ``None`` for their numbers.
+    """
+
+    def __init__(
+        self,
+        folder: ArtifactFolder[FeatureHeader],
+        header: FeatureHeader,
+        encoder: Encoder,
+        identifiers: NDArray[Any] | None,
+    ) -> None:
+        self.folder, self.encoder, self.identifiers = folder, encoder, identifiers
+        self.storage = storage_of(folder.path, header)
+        self.header = without_damaged(self.storage, header)
+        if not folder.exists or self.header != header:
+            folder.write(self.header)
+        self.points = 0
+        self.waiting: list[dict[str, NDArray[Any]]] = []
+
+    def add(self, x: Inputs, y: Tensor) -> None:
+        """Take one batch."""
+        header, n, phi = self.header, input_length(x), None
+        if target_type(y) != header.target_type or tuple(y.shape[1:]) != header.target_shape:
+            known = f"targets of {header.target_type} and shape (B, {', '.join(map(str, header.target_shape))})"
+            raise InputError(expected("loader", f"{known}, as before", f"{y.dtype} and shape {tuple(y.shape)}"))
+        if self.identifiers is not None and self.points + n > len(self.identifiers):
+            _check_number(self.identifiers, self.points + n, "at least ")
+        start = 0
+        while start < n:
+            part, place = divmod(self.points + start, header.rows_per_part)
+            rows = slice(start, min(n, start + header.rows_per_part - place))
+            start = rows.stop
+            if part < len(header.parts) and header.parts[part] is not None:
+                self._compare(x, y, rows, probe=place == 0)
+                continue
+            phi = self._features(x) if phi is None else phi
+            stored = encode(phi[rows], header.dtype, self.points + rows.start)
+            self.waiting.append({"features": stored, **self._known(y, rows)})
+            if (self.points + rows.stop) % header.rows_per_part == 0:
+                self._write(part)
+        self.points += n
+
+    def finish(self) -> None:
+        """Write the last part, and close the folder."""
+        header, points = self.header, self.points
+        if self.identifiers is not None:
+            _check_number(self.identifiers, points)
+        parts = -(-points // header.rows_per_part)
+        if len(header.parts) > parts or header.points not in (None, points):
+            there = header.points or f"at least {len(header.parts) * header.rows_per_part}"
+            self._refuse(f"{points} points, and {there} are there")
+        if self.waiting:
+            self._write(parts - 1, last=True)
+        self.header = self.header.model_copy(update={"points": points})
+        self.storage.finish(self.header)
+        self.folder.write(self.header)
+
+    def _features(self, x: Inputs) -> Tensor:
+        phi = self.encoder.features(x)[1]
+        wanted = (input_length(x), self.header.source.width)
+        if phi.shape != wanted:
+            raise InputError(expected("encoder", f"features of shape {wanted}", f"shape {tuple(phi.shape)}"))
+        return phi
+
+    def _known(self, y: Tensor, rows: slice) -> dict[str, NDArray[Any]]:
+        """Return targets and identifiers of rows of the batch as they are stored."""
+        start, stop = self.points + rows.start, self.points + rows.stop
+        numbers = np.arange(start, stop) if self.identifiers is None else self.identifiers[start:stop]
+        return {"targets": y[rows].detach().cpu().numpy(), "identifiers": numbers}
+
+    def _compare(self, x: Inputs, y: Tensor, rows: slice, *, probe: bool) -> None:
+        """Refuse other data than that of a part that is kept; features of a few points only."""
+        start, stop = self.points + rows.start, self.points + rows.stop
+        if self.header.points is not None and stop > self.header.points:
+            self._refuse(f"more than the {self.header.points} points that are there")
+        for name, values in self._known(y, rows).items():
+            # By their bytes: NaN is a target like any other.
+            if self.storage.read(name, slice(start, stop)).tobytes() != values.tobytes():
+                self._refuse(f"other {name} for the points from row {start} on")
+        if probe:
+            some = slice(rows.start, min(rows.stop, rows.start + _PROBE))
+            now = self._features(slice_inputs(x, some)).detach().cpu().double()
+            stored = self.storage.read("features", slice(start, start + len(now)))
+            before = decode(stored, self.header.dtype).double()
+            apart = torch.linalg.vector_norm(before - now, dim=1)
+            if bool((apart > _ROUNDING * torch.linalg.vector_norm(before, dim=1)).any()):
+                hint = " Random augmentation must be off."
+                self._refuse(f"other features for the points from row {start} on", hint)
+
+    def _write(self, part: int, *, last: bool = False) -> None:
+        """Write what is waiting as one part, onto the disk and then into the header; of the last part, later."""
+        rows = {name: np.concatenate([some[name] for some in self.waiting]) for name in self.header.columns}
+        self.header = self.header.with_part(part, self.storage.write(part, rows))
+        self.waiting = []
+        if not last:
+            self.folder.write(self.header)
+
+    def _refuse(self, received: str, hint: str = "") -> NoReturn:
+        wanted = f"the data of the folder {self.folder.path}, in the same order"
+        raise InputError(expected("loader", wanted, received, _OTHER + hint))
+
+
+def _check_number(identifiers: NDArray[Any], points: int, at_least: str = "") -> None:
+    """Refuse another number of identifiers than of points."""
+    if len(identifiers) != points:
+        received = f"{len(identifiers)} identifiers, and {at_least}{points} points"
+        raise InputError(expected("identifiers", "one for each point of the loader", received))
 
 
 def _length(loader: Any) -> int | None:
-    """Number of points of a loader's data set, ``None`` where it is not known."""
+    """Return the number of points of a loader's data set, ``None`` where it is not known."""
     try:
         return len(loader.dataset)
     except (AttributeError, TypeError):
