@@ -5,12 +5,14 @@ Use as ``validate.count("k", k)``.
 
 from __future__ import annotations
 
+import importlib
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 
 
 def count(argument: str, value: object) -> int:
@@ -100,3 +102,15 @@ def generator(generator: object, device: torch.device) -> None:
     if generator.device.type != device.type:
         hint = f"Create it with torch.Generator({device.type!r})."
         raise InputError(expected("generator", f"one on device {device.type}", f"one on {generator.device}", hint))
+
+
+def package(argument: str, module: str, extra: str) -> Any:
+    """Import an optional module for ``argument``; ``extra`` is what to install where its package is missing."""
+    name = module.partition(".")[0]
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != name:
+            raise
+        hint = f"pip install 'contrastive-curvature[{extra}]'."
+        raise UnsupportedError(expected(argument, f"the package {name}", "none installed", hint)) from None

@@ -12,9 +12,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from contrastive_curvature import validate
 from contrastive_curvature.artifact import Header, read_tensors, write_tensors
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.io.stores.store import Columns, VectorStore, need
+from contrastive_curvature.io.stores.store import Columns, VectorStore
 
 _POINTS_A_LIST = 39
 """Points that FAISS wants for each centre."""
@@ -59,7 +60,7 @@ class FaissStore(VectorStore):
     }
 
     def __init__(self) -> None:
-        self._faiss = need("faiss", "FaissStore", "faiss")
+        self._faiss = validate.package("FaissStore", "faiss", "faiss")
         self._kind = "flat"
         self._index: Any = None
         # The rows of the index, in its order; the vectors are in the index alone.
@@ -122,7 +123,7 @@ class FaissStore(VectorStore):
             arrays["id"] = np.array(json.loads(arrays["id"].tobytes()), dtype=object)
         out._kind = header.index
         if out._kind == "flat":
-            out._index = out._build("flat", arrays.pop("vector"), {})
+            out._index = out._build("flat", arrays.pop("vector"))
         else:
             out._index = out._faiss.deserialize_index(arrays.pop("index"))
         out._columns, out._ids = arrays, set(arrays["id"].tolist())
@@ -144,7 +145,7 @@ class FaissStore(VectorStore):
         if len(self):
             columns = {name: np.concatenate([self._columns[name], more]) for name, more in columns.items()}
         if self._index is None:
-            self._index = self._build("flat", vectors, {})
+            self._index = self._build("flat", vectors)
         else:
             self._index.add(vectors)
         self._columns = columns
@@ -202,24 +203,23 @@ class FaissStore(VectorStore):
         self._columns = {name: values[kept] for name, values in self._columns.items()}
 
     def _create_index(self, kind: str, options: dict[str, int]) -> None:
-        self._index, self._kind = self._build(kind, self._vectors(), options), kind
+        self._index, self._kind = self._build(kind, self._vectors(), **options), kind
 
     def _vectors(self) -> NDArray[np.float32]:
         # faiss.contrib.torch_utils, which pytorch-metric-learning imports, makes it a tensor.
         return np.asarray(self._index.reconstruct_n(0, len(self)))
 
-    def _build(self, kind: str, vectors: NDArray[np.float32], options: dict[str, int]) -> Any:
-        """Return an index of vectors (N, D)."""
+    def _build(self, kind: str, vectors: Any, links: int = 32, build_effort: int = 100, lists: int = 0) -> Any:
+        """Return an index of vectors (N, D); 0 lists are those for so many vectors."""
         count, dim = vectors.shape
-        links = options.get("links", 32)
         if links < 2:
             msg = "FAISS needs two links"  # and crashes with one
             raise ValueError(msg)
-        lists = options.get("lists", max(1, min(count // _POINTS_A_LIST, round(4 * math.sqrt(count)))))
+        lists = lists or max(1, min(count // _POINTS_A_LIST, round(4 * math.sqrt(count))))
         factory = {"flat": "Flat", "hnsw": f"HNSW{links}", "ivf": f"IVF{lists},Flat"}[kind]
         index = self._faiss.index_factory(dim, factory, self._faiss.METRIC_INNER_PRODUCT)
         if kind == "hnsw":
-            index.hnsw.efConstruction = options.get("build_effort", 100)
+            index.hnsw.efConstruction = build_effort
         if kind == "ivf":
             index.train(vectors)
             index.set_direct_map_type(self._faiss.DirectMap.Array)

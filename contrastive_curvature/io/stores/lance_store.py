@@ -15,9 +15,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from contrastive_curvature import validate
 from contrastive_curvature.artifact import Header
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.io.stores.store import Columns, VectorStore, need
+from contrastive_curvature.io.stores.store import Columns, VectorStore
 
 _OWN = ("id", "vector", "kappa", "uncertainty")
 """Columns of every table; further ones are payload."""
@@ -106,8 +107,8 @@ class LanceStore(VectorStore):
         return out
 
     def _connect(self, path: Path | str) -> None:
-        self._arrow = need("pyarrow", "LanceStore", "lance")
-        self._lancedb = need("lancedb", "LanceStore", "lance")
+        self._arrow = validate.package("LanceStore", "pyarrow", "lance")
+        self._lancedb = validate.package("LanceStore", "lancedb", "lance")
         self.path = Path(path)
         self._opened: Any = None
         if not re.fullmatch(r"[A-Za-z0-9_][A-Za-z0-9_.-]*\.lance", self.path.name):
@@ -239,26 +240,24 @@ class LanceStore(VectorStore):
 
     def _create_index(self, kind: str, options: dict[str, int]) -> None:
         if kind != "flat":
-            self._table.create_index("vector", config=self._config(kind, options), replace=True, name=_INDEX)
+            config = self._ivf_pq(**options) if kind == "ivf_pq" else self._ivf_hnsw_sq(**options)
+            self._table.create_index("vector", config=config, replace=True, name=_INDEX)
         elif self.index != "flat":
             self._table.drop_index(_INDEX)
 
-    def _config(self, kind: str, options: dict[str, int]) -> Any:
-        """Return LanceDB's description of an index."""
-        index = self._lancedb.index
-        if kind == "ivf_hnsw_sq":
-            graph = {"m": options.get("links", 20), "ef_construction": options.get("build_effort", 300)}
-            return index.IvfHnswSq(distance_type="cosine", num_partitions=options.get("partitions", 1), **graph)
+    def _ivf_hnsw_sq(self, partitions: int = 1, links: int = 20, build_effort: int = 300) -> Any:
+        return self._lancedb.index.IvfHnswSq(
+            distance_type="cosine", num_partitions=partitions, m=links, ef_construction=build_effort
+        )
+
+    def _ivf_pq(self, partitions: int | None = None, sub_vectors: int | None = None) -> Any:
         count, dim = len(self), self.dim or 0
-        partitions = max(1, min(round(math.sqrt(count)), count // _POINTS_A_PARTITION))
-        divisors = [number for number in range(1, max(1, dim // 4) + 1) if dim % number == 0]
-        parts = options.get("sub_vectors", divisors[-1])
-        if dim % parts:
+        partitions = partitions or max(1, min(round(math.sqrt(count)), count // _POINTS_A_PARTITION))
+        sub_vectors = sub_vectors or max(parts for parts in range(1, max(1, dim // 4) + 1) if dim % parts == 0)
+        if dim % sub_vectors:
             msg = f"sub_vectors must divide {dim}"
             raise ValueError(msg)
-        return index.IvfPq(
-            distance_type="cosine", num_partitions=options.get("partitions", partitions), num_sub_vectors=parts
-        )
+        return self._lancedb.index.IvfPq(distance_type="cosine", num_partitions=partitions, num_sub_vectors=sub_vectors)
 
     @contextlib.contextmanager
     def _readable(self, where: str | None = None) -> Iterator[None]:

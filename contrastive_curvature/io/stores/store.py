@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -228,17 +227,6 @@ class VectorStore(ABC):
     @abstractmethod
     def _create_index(self, kind: str, options: dict[str, int]) -> None:
         """Make an index."""
-
-
-def need(package: str, store: str, extra: str) -> Any:
-    """Import the package of a store."""
-    try:
-        return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise
-        hint = f"pip install 'contrastive-curvature[{extra}]'."
-        raise UnsupportedError(expected(store, f"the package {package}", "none installed", hint)) from None
 
 
 def _read(argument: str, value: object) -> StoredEmbeddings:
