@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import importlib
 import os
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, expected
 
 Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
 """A Parquet file, a folder of them, or a list of files."""
@@ -31,14 +30,7 @@ _ROWS, _FEWEST, _MOST = 50_000, 16, 1_000
 
 def need(module: str, extra: str = "parquet") -> Any:
     """Import an optional package."""
-    package = module.partition(".")[0]
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] != package:
-            raise
-        hint = f"pip install 'contrastive-curvature[{extra}]'."
-        raise UnsupportedError(expected("jobs", f"the package {package}", "none installed", hint)) from None
+    return validate.package("jobs", module, extra)
 
 
 def number_of_parts(parts: int | None, rows: int) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -108,14 +107,7 @@ def _scorer_file(parts: Parts, kind: str) -> Callable[[BinaryIO], object]:
 def _check_onnx(la: Any) -> None:
     """Refuse, before anything is computed, ONNX without its packages, and an encoder that its runtime cannot load."""
     for package in ("onnx", "onnxscript"):
-        try:
-            importlib.import_module(package)
-        except ModuleNotFoundError as error:
-            if error.name != package:
-                raise
-            hint = "pip install 'contrastive-curvature[onnx]'."
-            message = expected("format='onnx'", f"the package {package}", "none installed", hint)
-            raise UnsupportedError(message) from None
+        validate.package("format='onnx'", package, "onnx")
     if any(p.dtype == torch.bfloat16 for p in la.model.parameters()):
         msg = (
             "export: onnxruntime has no linear layer in bfloat16, and would not load the file. Use a path that ends in "
