@@ -111,10 +111,8 @@ _table_option = click.option(
 def _data_options(command: Callable[..., None]) -> Callable[..., None]:
     """Add the options that all commands that read a SOURCE share."""
     for option in (
-        click.option("--device", default="cpu", show_default=True, help="As torch names it: cpu, cuda, cuda:1."),
-        click.option(
-            "--batch-size", type=click.IntRange(min=1), default=256, show_default=True, help="Inputs at once."
-        ),
+        click.option("--device", default="cpu", help="As torch names it: cpu, cuda, cuda:1."),
+        click.option("--batch-size", type=click.IntRange(min=1), default=256, help="Inputs at once."),
         click.option("--id-column", metavar="NAME", help="Identifiers in a .csv or .jsonl (default: row numbers)."),
         click.option("--label-column", metavar="NAME", help="Classes in a table (default: label)."),
         click.option("--text-column", metavar="NAME", help="Texts in a table (default: text)."),
@@ -144,7 +142,9 @@ def _opened(options: dict[str, Any], *names: str) -> dict[str, Source]:
     return open_sources({name: options.pop(name) for name in names}, columns)
 
 
-@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110})
+@click.group(
+    cls=_Group, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110, "show_default": True}
+)
 @click.version_option(contrastive_curvature.__version__, prog_name=_NAME)
 def cli() -> None:
     """How sure is an embedding? Fit a Laplace posterior to a trained encoder, and use it.
@@ -168,14 +168,11 @@ def cli() -> None:
 @click.option("--last-layer", type=_SOURCE, help="An .npz with weight (D, F) and bias (D,), for a feature folder.")
 @click.option("--calibrate", type=_SOURCE, help="Inputs that the encoder was not trained on: p-values.")
 @click.option(
-    "--calibration-share",
-    type=_SHARE,
-    help="Calibrate with this share of SOURCE, which is then left out of the fit.",
+    "--calibration-share", type=_SHARE, help="Calibrate with this share of SOURCE, which is then left out of the fit."
 )
 @click.option(
     "--loss",
     default="contrastive",
-    show_default=True,
     help="A loss of the library that needs labels only, as infonce, supcon, siglip, triplet or logistic.",
 )
 @click.option("--margin", type=float, help="Of the losses contrastive and triplet (defaults 0.7 and 0.2).")
@@ -188,11 +185,7 @@ def cli() -> None:
     help="Another argument of the loss; repeatable.",
 )
 @click.option(
-    "--weights",
-    type=click.Choice(["last_layer", "all"]),
-    default="last_layer",
-    show_default=True,
-    help="Which weights get a posterior.",
+    "--weights", type=click.Choice(["last_layer", "all"]), default="last_layer", help="Which weights get a posterior."
 )
 @click.option(
     "--structure",
@@ -213,7 +206,7 @@ def cli() -> None:
     callback=_key_values,
     help="Another entry of backend_kwargs.",
 )
-@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, show_default=True, help="Of every random choice.")
+@click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Of every random choice.")
 @_data_options
 @console_options
 def fit(console: Console, **options: Any) -> None:
@@ -254,7 +247,7 @@ def fit(console: Console, **options: Any) -> None:
 @click.argument("folder", type=_FOLDER)
 @click.argument("source", type=_SOURCE)
 @_table_option
-@click.option("--mu/--no-mu", default=True, show_default=True, help="Whether the embedding itself is written.")
+@click.option("--mu/--no-mu", default=True, help="Whether the embedding itself is written.")
 @click.option(
     "--alpha",
     type=_SHARE,
@@ -295,7 +288,7 @@ def score(console: Console, **options: Any) -> None:
 @click.option("--gallery", type=_SOURCE, required=True, help="Inputs that are searched.")
 @click.option("--queries", type=_SOURCE, required=True, help="Inputs that are searched for.")
 @click.option("--validation", type=_SOURCE, help="Labelled queries that the encoder was not trained on: for P(match).")
-@click.option("-k", "k", type=click.IntRange(min=1), default=5, show_default=True, help="Neighbours of each query.")
+@click.option("-k", "k", type=click.IntRange(min=1), default=5, help="Neighbours of each query.")
 @_table_option
 @_data_options
 @console_options
@@ -342,23 +335,13 @@ def search(console: Console, **options: Any) -> None:
 @click.option("--unknown", type=_SOURCE, help="Inputs of kinds that the encoder does not know.")
 @click.option("--gallery", type=_SOURCE, help="Inputs with classes that are searched (default: the other test inputs).")
 @click.option("--out", type=_PATH, required=True, help="Folder of its own for the report; an earlier one is replaced.")
+@click.option("-k", "ks", type=click.IntRange(min=1), multiple=True, default=(1, 5, 10), help="Ranks.")
 @click.option(
-    "-k", "ks", type=click.IntRange(min=1), multiple=True, default=(1, 5, 10), show_default=True, help="Ranks."
+    "--alpha", "alphas", type=_SHARE, multiple=True, default=(0.01, 0.02, 0.05, 0.1), help="Thresholds of the p-value."
 )
-@click.option(
-    "--alpha",
-    "alphas",
-    type=_SHARE,
-    multiple=True,
-    default=(0.01, 0.02, 0.05, 0.1),
-    show_default=True,
-    help="Thresholds of the p-value.",
-)
-@click.option(
-    "--samples", type=click.IntRange(min=0), default=30, show_default=True, help="Networks that vote; 0 for none."
-)
-@click.option("--shown", type=click.IntRange(min=0), default=12, show_default=True, help="Inputs of each group shown.")
-@click.option("--title", default="How sure is this encoder?", show_default=True, help="Heading of the page.")
+@click.option("--samples", type=click.IntRange(min=0), default=30, help="Networks that vote; 0 for none.")
+@click.option("--shown", type=click.IntRange(min=0), default=12, help="Inputs of each group shown.")
+@click.option("--title", default="How sure is this encoder?", help="Heading of the page.")
 @_data_options
 @console_options
 def evaluate(console: Console, **options: Any) -> None:
@@ -380,8 +363,7 @@ def evaluate(console: Console, **options: Any) -> None:
 
 
 @cli.command(
-    short_help="Show what is in a saved posterior.",
-    epilog="Example: contrastive-curvature info posterior --json",
+    short_help="Show what is in a saved posterior.", epilog="Example: contrastive-curvature info posterior --json"
 )
 @click.argument("folder", type=_FOLDER)
 @console_options

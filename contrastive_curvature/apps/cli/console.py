@@ -129,8 +129,8 @@ def report(error: BaseException, *, as_json: bool, with_traceback: bool) -> int:
         click.echo(error.format_message(), err=True)
         return BAD_INPUT
     code = _exit_code(error)
-    if with_traceback and sys.stderr is not None:
-        traceback.print_exception(error, file=sys.stderr)
+    if with_traceback:
+        traceback.print_exception(error)
     line = printable(" ".join(_text(error).split()))
     plain = {"error": line, "kind": type(error).__name__, "exit_code": code}
     click.echo(json.dumps(plain) if as_json else f"error: {line}", err=True)

@@ -50,8 +50,7 @@ class Encoder:
         module: Maps a batch to raw outputs (B, D).
         takes: Kinds of sources that it takes.
         spec: How to make it again, for JSON.
-        image_transform: A picture (``PIL.Image``, RGB) -> tensor.
-        collate: Texts -> batch.
+        transform: A picture (``PIL.Image``, RGB) -> tensor, or texts -> batch.
         width: Number F of features where the module is a last layer alone, else ``None``.
         feature_source: Of the feature folder that a last layer was fitted on.
     """
@@ -60,8 +59,7 @@ class Encoder:
     module: nn.Module
     takes: tuple[str, ...]
     spec: Mapping[str, Any]
-    image_transform: Callable[[Any], Tensor] | None = None
-    collate: Callable[[list[str]], Any] | None = None
+    transform: Callable[[Any], Any] | None = None
     width: int | None = None
     feature_source: FeatureSource | None = None
 
@@ -161,9 +159,9 @@ def _own_encoder(module_name: str, function_name: str, options: dict[str, Any]) 
         wanted = "the function to return a torch.nn.Module, or (module, transform)"
         raise BadInputError(expected(argument, wanted, f"a {type(made).__name__}"))
     if transform is not None:
-        return Encoder(argument, module, ("images", "inputs", "features", "texts"), {}, transform, transform)
+        return Encoder(argument, module, ("images", "inputs", "features", "texts"), {}, transform)
     found = Encoder(argument, module, ("images", "inputs", "features"), {})
-    found.image_transform = lambda image: _to_tensor(image).to(found.dtype)
+    found.transform = lambda image: _to_tensor(image).to(found.dtype)
     return found
 
 
@@ -183,16 +181,12 @@ class _WithLastLayer(nn.Module):
         return self.last(self.trunk(x))
 
 
-class _Sentence(nn.Module):
+class _Sentence(nn.Sequential):
     """Modules of a ``SentenceTransformer``, from tokens to one vector a text."""
-
-    def __init__(self, modules: list[nn.Module]) -> None:
-        super().__init__()
-        self.parts = nn.ModuleList(modules)
 
     def forward(self, tokens: Mapping[str, Any]) -> Tensor:
         features: dict[str, Any] = dict(tokens)
-        for part in self.parts:
+        for part in self:
             features = part(features)
         return features["sentence_embedding"]
 
@@ -216,7 +210,7 @@ def _timm_encoder(name: str, options: dict[str, Any]) -> Encoder:
     if given["num_classes"] == 0:
         module = _WithLastLayer(module, _identity(module.num_features))
     found = Encoder(f"timm:{name}", module, ("images", "inputs", "features"), {})
-    found.image_transform = lambda image: transform(image).to(found.dtype)
+    found.transform = lambda image: transform(image).to(found.dtype)
     return found
 
 
@@ -259,8 +253,8 @@ def _sentence_encoder(name: str, options: dict[str, Any]) -> Encoder:
     def collate(texts: list[str]) -> dict[str, Any]:
         return {key: value for key, value in model.preprocess(texts).items() if isinstance(value, Tensor)}
 
-    encoder = _WithLastLayer(_Sentence(modules), layer)
-    return Encoder(f"sentence-transformers:{name}", encoder, ("texts", "features"), {}, collate=collate)
+    encoder = _WithLastLayer(_Sentence(*modules), layer)
+    return Encoder(f"sentence-transformers:{name}", encoder, ("texts", "features"), {}, collate)
 
 
 def _refuse_own_code(argument: str, folder: Path, options: Mapping[str, Any]) -> None:

@@ -6,14 +6,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from contrastive_curvature.apps import report
 from contrastive_curvature.apps.cli.console import Console
 from contrastive_curvature.apps.cli.outputs import check_writable
 from contrastive_curvature.apps.cli.saved import open_posterior
-from contrastive_curvature.apps.cli.sources import ImageSource, Loader, Source, TextSource, shared_labels
+from contrastive_curvature.apps.cli.sources import Loader, Source, shared_labels
 from contrastive_curvature.apps.report.folder import check_packages, check_target
 
 
@@ -40,7 +37,10 @@ def evaluate(
     labelled = [name for name in ("test", "gallery") if name in sources and sources[name].classes is not None]
     numbers, names = shared_labels(*(sources[name] for name in labelled))
     labels = dict(zip(labelled, numbers, strict=True))
-    data = {name: _data(source, batch_size, labels.get(name)) for name, source in sources.items()}
+    data = {
+        name: report.Data(Loader(source, batch_size, labels=labels.get(name)), items=source.shown, ids=source.ids)
+        for name, source in sources.items()
+    }
     found = report.evaluate(
         la,
         data["test"],
@@ -60,13 +60,3 @@ def evaluate(
     lines = [f"{name:<24} {value:.4f}" for name, value in found.metrics.items()]
     lines += [f"{name + ':':<24} not measured. {reason}" for name, reason in found.missing.items()]
     console.result(values, *lines, f"page: {files['report.html']}")
-
-
-def _data(source: Source, batch_size: int, labels: NDArray[np.int64] | None) -> report.Data:
-    """Return batches of a source, with what a person should see of each input."""
-    items: Sequence[Any] | None = None
-    if isinstance(source, ImageSource):
-        items = source.files
-    if isinstance(source, TextSource):
-        items = source.texts
-    return report.Data(Loader(source, batch_size, labels=labels), items=items, ids=source.ids)

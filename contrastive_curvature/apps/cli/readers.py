@@ -168,9 +168,9 @@ def read_image(file: Path, encoder: Encoder) -> Any:
         received = f"what cannot be read ({error or type(error).__name__})"
         raise BadInputError(expected(f"{file}", "an image", received)) from error
     argument = f"the transform of {encoder.name}"
-    assert encoder.image_transform is not None
+    assert encoder.transform is not None
     with their_code(argument, f"a tensor for {file}"):
-        made = encoder.image_transform(picture)
+        made = encoder.transform(picture)
     if not isinstance(made, Tensor):
         raise BadInputError(expected(argument, f"a torch.Tensor for {file}", f"a {type(made).__name__}"))
     return made

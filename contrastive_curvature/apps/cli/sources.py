@@ -5,7 +5,7 @@ torch is imported once inputs are read, so that a missing or malformed source is
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,10 +34,12 @@ class Source:
         classes_are: Where a source of this kind keeps classes, a sentence.
         ids: One text an input: the file's name, the row's number or what the source has.
         classes: Class of each input as the source has it, integers or texts, shape (N,); ``None`` without.
+        shown: What a report shows of each input: an image file or a text; ``None`` for numbers.
     """
 
     kind: str
     classes_are: str
+    shown: Sequence[Any] | None = None
 
     def __init__(self, path: Path, ids: Iterable[Any], classes: NDArray[Any] | None) -> None:
         self.path, self.ids, self.classes = path, [readable(str(each)) for each in ids], classes
@@ -111,12 +113,9 @@ class ArraySource(Source):
             wanted = f"features of width {encoder.width} for {encoder.name}"
             raise BadInputError(expected(f"{self.path}", wanted, f"{self.values.shape[1]}"))
         if self.weight is not None and not encoder.has_last_layer(self.weight, self.bias):
-            hint = (
-                "Fit again with that layer; if these are features of the encoder of the fit, leave weight and bias out."
-            )
-            raise BadInputError(
-                expected(f"{self.path}", f"weight and bias of {encoder.name}", "those of another", hint)
-            )
+            hint = "Fit again with that layer; leave weight and bias out where the features are of the same encoder."
+            wanted = f"weight and bias of {encoder.name}"
+            raise BadInputError(expected(f"{self.path}", wanted, "those of another", hint))
 
     def _read(self, rows: NDArray[np.int64]) -> Any:
         import torch
@@ -147,10 +146,8 @@ class FeatureFolderSource(Source):
             wanted = f"features of width {encoder.width}"
             raise BadInputError(expected(f"{self.path}", wanted, f"{self.encoder_of.width}"))
         if encoder.feature_source not in (None, self.encoder_of):
-            hint = "Write them with the encoder that the posterior was fitted for."
-            raise BadInputError(
-                expected(f"{self.path}", "features of the encoder of the fit", "those of another", hint)
-            )
+            wanted, hint = "features of the encoder of the fit", "Write them with that encoder."
+            raise BadInputError(expected(f"{self.path}", wanted, "those of another", hint))
 
     def batches(self, rows: NDArray[np.int64], size: int, seed: int | None = None) -> Batches:
         """Do what :meth:`Source.batches` says; batches of which rows are left out are smaller."""
@@ -180,7 +177,7 @@ class ImageSource(Source):
     classes_are = "An image folder has one folder for each class."
 
     def __init__(self, path: Path) -> None:
-        self.files = find_images(path)
+        self.shown = self.files = find_images(path)
         parts = [file.relative_to(path).parts for file in self.files]
         flat = sum(len(each) == 1 for each in parts)
         if 0 < flat < len(parts):
@@ -207,15 +204,16 @@ class TextSource(Source):
 
     def __init__(self, path: Path, columns: Columns) -> None:
         self.texts, classes, ids = read_table(path, columns)
+        self.shown = self.texts
         label = columns.label or "label"
         self.classes_are = f"A table has them in the column that --label-column names (here {label!r})."
         super().__init__(path, ids, classes)
 
     def _read(self, rows: NDArray[np.int64]) -> Any:
-        assert self.encoder.collate is not None
+        assert self.encoder.transform is not None
         wanted = f"a batch for texts of {self.path}, from row {rows[0]} on"
         with their_code(f"the transform of {self.encoder.name}", wanted):
-            return self.encoder.collate([self.texts[row] for row in rows])
+            return self.encoder.transform([self.texts[row] for row in rows])
 
 
 class Loader:
@@ -265,10 +263,8 @@ def shared_labels(*sources: Source) -> tuple[list[NDArray[np.int64]], list[str] 
     if any(numbers) and not any(
         np.isin(classes, texts).any() for classes, number in zip(found, numbers, strict=True) if number
     ):
-        paths = ", ".join(str(source.path) for source in sources)
-        raise BadInputError(
-            expected(paths, "classes of one kind", "numbers and texts", "Name a class the same in all.")
-        )
+        paths, hint = ", ".join(str(source.path) for source in sources), "Name a class the same in all."
+        raise BadInputError(expected(paths, "classes of one kind", "numbers and texts", hint))
     names = np.unique(np.concatenate(found))
     return [np.searchsorted(names, classes) for classes in found], names.tolist()
 
