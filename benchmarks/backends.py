@@ -2,21 +2,17 @@
 
 For an MLP, the paper's convolutional network and a small ResNet: seconds and peak memory of one batch's curvature in
 each backend and structure, beside those of laplace-torch's adapter to the same host for a classification likelihood of
-as many outputs. Each ratio is taken in one process, the two sides in turns. The target is 1.3.
+as many outputs. Each ratio is taken in one process, the two sides in turns.
 
-    python -m benchmarks.backends [--quick] [--device cuda]
+    python -m benchmarks.backends [--network mlp] [--device cuda] [--quick]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
-import time
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,15 +22,10 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from benchmarks.experiments import networks
-from benchmarks.gpu.measure import count_flop, describe, finished, measure_peak
-from benchmarks.machine import run_apart
+from benchmarks.machine import Case, count_flop, finished, machine_line, measure_cases, measure_peak, table, take_turns
 from contrastive_curvature.testing.contract import make_backend
 
-RESULTS = Path(__file__).parent / "results"
-Case = dict[str, Any]
-TARGET = 1.3
 ENOUGH_SECONDS = 4.0
-KEYS = ("network", "backend", "weights", "structure")
 OUTPUTS = 10
 FIXES = ("fixed", "psd", "positive", "full")
 HOSTS = {
@@ -84,30 +75,18 @@ def make_network(name: str) -> tuple[nn.Module, tuple[int, ...]]:
     return nn.Sequential(*stem, Block(16), Block(16), *tail), (3, 16, 16)
 
 
-def make_cases(quick: bool, device: str = "cpu") -> list[Case]:
-    points = 6 if quick else 64
-    cases = []
-    for network in ("tiny",) if quick else ("mlp", "paper", "resnet"):
-        for backend in HOSTS:
-            # A matrix of the size of all parameters fits nowhere.
-            structures = [("last_layer", "diag"), ("last_layer", "kron"), ("last_layer", "full")]
-            structures += [("all", "kron"), ("all", "diag")]
-            for weights, structure in structures:
-                if network == "paper" and (weights, structure) == ("last_layer", "full"):
-                    continue  # 92,170 parameters squared
-                cases.append(
-                    {
-                        "network": network,
-                        "backend": backend,
-                        "weights": weights,
-                        "structure": structure,
-                        "points": points,
-                        "repetitions": 1 if quick else 5,
-                        "threads": 2,
-                        "device": device,
-                    }
-                )
-    return cases
+def make_cases(given: argparse.Namespace) -> list[Case]:
+    # A matrix of the size of all parameters fits nowhere.
+    parts = [("last_layer", "diag"), ("last_layer", "kron"), ("last_layer", "full"), ("all", "kron"), ("all", "diag")]
+    sizes = {"points": 6, "repetitions": 1} if given.quick else {"points": 64, "repetitions": 5}
+    return [
+        {"network": network, "backend": backend, "weights": weights, "structure": structure}
+        | {**sizes, "threads": 2, "device": given.device}
+        for network in (("tiny",) if given.quick else given.network)
+        for backend in HOSTS
+        for weights, structure in parts
+        if (network, weights, structure) != ("paper", "last_layer", "full")  # 92,170 parameters squared
+    ]
 
 
 def run_case(case: Case) -> Case:
@@ -135,7 +114,8 @@ def run_case(case: Case) -> Case:
         except (cc.UnsupportedError, NotImplementedError, RuntimeError, AttributeError, AssertionError) as error:
             sides.pop(name, None)
             refused[name] = (str(error).splitlines() or [type(error).__name__])[0]
-    seconds = take_turns(sides, case["repetitions"])
+    turns = take_turns(sides, case["repetitions"], ENOUGH_SECONDS)
+    seconds = {name: statistics.median(taken) for name, taken in turns.items()}
     out: Case = {
         name: {"seconds": seconds[name], "peak_mib": peaks[name]} if name in seconds else {"refused": refused[name]}
         for name, _ in attempts
@@ -167,49 +147,21 @@ def contrastive(fix: str, model: nn.Module, x: Tensor, labels: Tensor, case: Cas
     return lambda: getattr(made, case["structure"])(x, labels, N=len(x))
 
 
-def take_turns(sides: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
-    """Median seconds of each side; a slow stretch of the machine meets all of them. A slow side runs less often."""
-    taken: dict[str, list[float]] = {name: [] for name in sides}
-    for _ in range(repetitions):
-        for name, function in sides.items():
-            if sum(taken[name]) > ENOUGH_SECONDS:
-                continue
-            start = time.perf_counter()
-            function()
-            taken[name].append(time.perf_counter() - start)
-    return {name: statistics.median(values) for name, values in taken.items()}
-
-
 def render(results: Case) -> str:
-    """Markdown: one row a case."""
-    machine = results["machine"]
-    place = machine.get("accelerator", f"{machine['cores']} cores of {machine['cpu']}")
-    memory = "what was resident" if "accelerator" not in machine else "what it held"
-    lines = [
-        "# Every host, beside its own classification curvature",
-        "",
-        f"Printed by `python -m benchmarks.backends` on {place}, torch "
-        f"{machine['torch']}, {machine['date']}. One batch of {results['cases'][0]['points']} points, "
-        f"{OUTPUTS} outputs, `arccos`. Seconds (MiB of peak memory above {memory}); `x` is the ratio to the "
-        f"host's classification curvature in the same process, target {TARGET}; `-`: refused, or none.",
-        "",
-        "| network | weights | structure | backend | host, classification | " + " | ".join(FIXES) + " |",
-        "|" + "---|" * (5 + len(FIXES)),
+    """One row a case."""
+    head = ["network", "weights", "structure", "backend", "host, classification", *FIXES]
+    rows = [
+        [case["network"], case["weights"], case["structure"], case["backend"]]
+        + [cell(case.get(name)) for name in ("classification", *FIXES)]
+        for case in results["cases"]
     ]
-    for case in results["cases"]:
-        cells = [cell(case.get(name)) for name in ("classification", *FIXES)]
-        first = [case["network"], case["weights"], case["structure"], case["backend"]]
-        lines.append("| " + " | ".join(first + cells) + " |")
-    ratios = [
-        (case[fix]["ratio"], case, fix) for case in results["cases"] for fix in FIXES if "ratio" in case.get(fix, {})
-    ]
-    above = [(ratio, case, fix) for ratio, case, fix in ratios if ratio > TARGET]
-    lines += ["", f"{len(ratios) - len(above)} of {len(ratios)} ratios are within {TARGET}.", ""]
-    for ratio, case, fix in sorted(above, key=lambda item: -item[0]):
-        lines.append(
-            f"- {ratio:.2f}: {case['network']}, {case['weights']}, {case['structure']}, {case['backend']}, `{fix}`"
-        )
-    return "\n".join(lines) + "\n"
+    text = (
+        f"`python -m benchmarks.backends`, {machine_line(results['machine'])}. One batch of "
+        f"{results['cases'][0]['points']} points, {OUTPUTS} outputs, `arccos`. Seconds (MiB of memory at its "
+        "highest above what was held); `x` is the ratio to the host's classification curvature in the same process; "
+        "`-`: refused, or none."
+    )
+    return f"# Every host, beside its own classification curvature\n\n{text}\n\n{table(head, rows)}\n"
 
 
 def cell(measured: Case | None) -> str:
@@ -219,46 +171,13 @@ def cell(measured: Case | None) -> str:
     return f"{measured['seconds']:.4f} s ({measured['peak_mib']:.0f}){ratio}"
 
 
-def write(results: Case, folder: Path) -> None:
-    """After every case, so that an interruption costs one."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "backends.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    (folder / "backends.md").write_text(render(results), encoding="utf-8")
+def _networks(parser: argparse.ArgumentParser) -> None:
+    names = ["mlp", "paper", "resnet"]
+    parser.add_argument("--network", nargs="+", choices=names, default=names, help="networks (default: all)")
 
 
 def main(arguments: list[str] | None = None) -> Case:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="small sizes, in this process; the figures mean nothing")
-    parser.add_argument("--network", action="append", help="one of mlp, paper, resnet; all by default")
-    parser.add_argument(
-        "--resume", action="store_true", help="keep what the result files hold, measure what is missing"
-    )
-    parser.add_argument("--device", default="cpu", help="where torch computes (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for backends.json and backends.md")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.case:
-        case = json.loads(options.case)
-        torch.set_num_threads(case["threads"])
-        measured = run_case(case)
-        print(json.dumps(measured))
-        return measured
-    results: Case = {"machine": describe(options.device), "quick": options.quick, "cases": []}
-    if options.resume:
-        results = json.loads((options.out / "backends.json").read_text(encoding="utf-8"))
-    known = {tuple(case[key] for key in KEYS) for case in results["cases"]}
-    wanted = options.network
-    cases = [case for case in make_cases(options.quick, options.device) if wanted is None or case["network"] in wanted]
-    for case in cases:
-        if tuple(case[key] for key in KEYS) in known:
-            continue
-        print("...", case["network"], case["backend"], case["weights"], case["structure"], file=sys.stderr)
-        results["cases"].append(
-            {**case, **(run_case(case) if options.quick else run_apart("benchmarks.backends", case))}
-        )
-        write(results, options.out)
-    print(render(results))
-    return results
+    return measure_cases("backends", __doc__, make_cases, run_case, render, arguments, _networks)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,9 @@
 """Claim: the exact diagonal of all parameters takes little more than the backward passes that exactness needs.
 
 For an MLP and the paper's convolutional network: ``cc.ggn`` of every fix beside BackPACK's ``DiagGGNExact`` of a
-cross-entropy loss with as many outputs (target: 1.5 times). For a small vision transformer and a small residual
-network, which BackPACK refuses: beside one backward pass of the batch for each output (target: 3 times, below 2 GiB).
-For a network that is one linear layer: seconds (targets: 0.05 s and 2 s, below 4 GiB). Both sides run in one process,
-in turns.
+cross-entropy loss with as many outputs. For a small vision transformer and a small residual network, which BackPACK
+refuses: beside one backward pass of the batch for each output. For a network that is one linear layer: seconds. Both
+sides run in one process, in turns.
 
     python -m benchmarks.fast_path [--quick]
 """
@@ -12,12 +11,8 @@ in turns.
 from __future__ import annotations
 
 import argparse
-import json
-import resource
-import sys
+import statistics
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import torch
 from laplace.curvature import BackPackGGN
@@ -25,11 +20,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import contrastive_curvature as cc
-from benchmarks.backends import FIXES, make_network, take_turns
-from benchmarks.machine import describe, measure_peak, run_apart, write_results
+from benchmarks.backends import ENOUGH_SECONDS, FIXES, cell, make_network
+from benchmarks.machine import Case, machine_line, measure_cases, measure_peak, table, take_turns
 
-RESULTS = Path(__file__).parent / "results"
-Case = dict[str, Any]
 CLASSES = 10
 
 
@@ -70,20 +63,17 @@ class VisionTransformer(nn.Module):
         return out
 
 
-def make_cases(quick: bool) -> list[Case]:
+def make_cases(given: argparse.Namespace) -> list[Case]:
     """Networks with what each is compared to."""
-    points, times = (6, 1) if quick else (64, 5)
+    quick = given.quick
+    points, times, size = (6, 1, 8) if quick else (64, 5, 32)
     cases: list[Case] = [
-        {"network": name, "points": points, "beside": "BackPACK", "target": 1.5}
-        for name in (("tiny",) if quick else ("mlp", "paper"))
+        {"network": name, "points": points, "beside": "BackPACK"} for name in (("tiny",) if quick else ("mlp", "paper"))
     ]
-    sizes: list[Case] = [{"network": "transformer", "size": 8 if quick else 32}, {"network": "resnet"}]
-    cases += [{**size, "points": points, "beside": "passes", "target": 3.0} for size in sizes]
-    linear = [(8, 4, 6, 0.05)] if quick else [(512, 256, 128, 0.05), (2048, 2048, 128, 2.0)]
-    cases += [
-        {"network": "linear", "features": f, "outputs": d, "points": n, "beside": None, "target_seconds": seconds}
-        for f, d, n, seconds in linear
-    ]
+    for name in ("transformer", "resnet"):
+        cases.append({"network": name, "size": size, "points": points, "beside": "passes"})
+    for width, dim, n in [(8, 4, 6)] if quick else [(512, 256, 128), (2048, 2048, 128)]:
+        cases.append({"network": "linear", "features": width, "outputs": dim, "points": n, "beside": None})
     return [{**case, "repetitions": times, "threads": 2} for case in cases]
 
 
@@ -105,13 +95,13 @@ def run_case(case: Case) -> Case:
         sides = {"beside": partial(beside, model, x, labels), **sides}
     # The high-water mark of a process only rises: a side that stays below an earlier one counts from there.
     peaks = {name: measure_peak(side)[1] for name, side in sides.items()}
-    seconds = take_turns(sides, case["repetitions"])
+    turns = take_turns(sides, case["repetitions"], ENOUGH_SECONDS)
+    seconds = {name: statistics.median(taken) for name, taken in turns.items()}
     out: Case = {name: {"seconds": seconds[name], "peak_mib": peaks[name]} for name in sides}
     for fix in FIXES:
         if beside is not None:
             out[fix]["ratio"] = seconds[fix] / seconds["beside"]
-    out["process_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-    return out
+    return {name.replace("beside", "beside_result"): found for name, found in out.items()}
 
 
 def backpack(model: nn.Module, x: Tensor, labels: Tensor) -> object:
@@ -130,58 +120,24 @@ def passes(model: nn.Module, x: Tensor, _: Tensor) -> object:
 
 
 def render(results: Case) -> str:
-    """Markdown: one row a case."""
-    machine = results["machine"]
-    lines = [
-        "# The exact diagonal of all parameters",
-        "",
-        f"Printed by `python -m benchmarks.fast_path` on {machine['cores']} cores of {machine['cpu']}, torch "
-        f"{machine['torch']}, {machine['date']}, load {machine['load']} at the start. One batch, `arccos`, "
-        "`cc.ggn(structure='diag')` with the analysis of the encoder and the comparison with autograd. Seconds (MiB of "
-        "peak memory above what was resident); `x` is the ratio to the side beside it in the same process: BackPACK's "
-        "`DiagGGNExact` of a classification loss, or one backward pass of the batch for each output.",
-        "",
-        "| network | points | beside | target | its seconds | " + " | ".join(FIXES) + " | process, MiB |",
-        "|" + "---|" * (6 + len(FIXES)),
-    ]
+    """One row a case."""
+    rows = []
     for case in results["cases"]:
-        target = f"{case['target']} x" if "target" in case else f"{case['target_seconds']} s"
         name = case["network"] + (f" {case['features']} -> {case['outputs']}" if case["network"] == "linear" else "")
-        first = [name, str(case["points"]), case["beside"] or "-", target, cell(case.get("beside_result"))]
-        cells = [cell(case[fix]) for fix in FIXES]
-        lines.append("| " + " | ".join([*first, *cells, f"{case['process_mib']:.0f}"]) + " |")
-    return "\n".join(lines) + "\n"
-
-
-def cell(measured: Case | None) -> str:
-    """Seconds, memory and ratio of one side."""
-    if measured is None:
-        return "-"
-    ratio = f", {measured['ratio']:.2f} x" if "ratio" in measured else ""
-    return f"{measured['seconds']:.4f} s ({measured['peak_mib']:.0f}){ratio}"
+        first = [name, case["points"], case["beside"] or "-", cell(case.get("beside_result"))]
+        rows.append([*first, *(cell(case[fix]) for fix in FIXES)])
+    text = (
+        f"`python -m benchmarks.fast_path`, {machine_line(results['machine'])}. One batch, `arccos`, "
+        "`cc.ggn(structure='diag')` with the analysis of the encoder and the comparison with autograd. Seconds (MiB of "
+        "memory at its highest above what was held); `x` is the ratio to the side beside it in the same process: "
+        "BackPACK's `DiagGGNExact` of a classification loss, or one backward pass of the batch for each output."
+    )
+    head = ["network", "points", "beside", "its seconds", *FIXES]
+    return f"# The exact diagonal of all parameters\n\n{text}\n\n{table(head, rows)}\n"
 
 
 def main(arguments: list[str] | None = None) -> Case:
-    """Measure everything, and write the result files."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="small sizes, in this process; the figures mean nothing")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for fast_path.json and fast_path.md")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.case:
-        case = json.loads(options.case)
-        torch.set_num_threads(case["threads"])
-        measured = run_case(case)
-        print(json.dumps(measured))
-        return measured
-    results: Case = {"machine": describe(), "quick": options.quick, "cases": []}
-    for case in make_cases(options.quick):
-        print("...", case["network"], file=sys.stderr)
-        measured = run_case(case) if options.quick else run_apart("benchmarks.fast_path", case)
-        beside = measured.pop("beside", None)
-        results["cases"].append({**case, **measured, **({"beside_result": beside} if beside else {})})
-    write_results(options.out, "fast_path", results, render(results))
-    return results
+    return measure_cases("fast_path", __doc__, make_cases, run_case, render, arguments)
 
 
 if __name__ == "__main__":

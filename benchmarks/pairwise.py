@@ -19,8 +19,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-__all__ = ["pairwise_curvature"]
-
 
 def pairwise_curvature(
     features: Tensor,
@@ -32,7 +30,6 @@ def pairwise_curvature(
     margin: float | None,
     negative_weight: float = 0.5,
     chunk: int | None = None,
-    folded: bool = False,
 ) -> Tensor:
     """Diagonal of the last layer's GGN, summed over listed pairs, unclamped.
 
@@ -46,7 +43,6 @@ def pairwise_curvature(
         negative_weight: ``w_n`` of Eq. 10.
         chunk: How many pairs are held at once; ``None``: all positives of the batch, then all negatives, as in the
             released code.
-        folded: Not the paper's algorithm but what remains of it when the sum over pairs is taken inside the product.
 
     Returns:
         Shape (D F + D,), weights before biases.
@@ -62,7 +58,7 @@ def pairwise_curvature(
         apart = a != b  # a point with itself is no pair
         a, b = a[apart], b[apart]
         for i, j in zip(a.split(chunk or max(1, len(a))), b.split(chunk or max(1, len(b))), strict=True):
-            total += weight * _pull_back(features[i], features[j], *_blocks(z[i], z[j], distance), pd_fix, folded)
+            total += weight * _pull_back(features[i], features[j], *_blocks(z[i], z[j], distance), pd_fix)
     return total
 
 
@@ -84,22 +80,14 @@ def _blocks(z_a: Tensor, z_b: Tensor, distance: str) -> tuple[Tensor, Tensor, Te
     return (both - 3 * c * aa) / n_a**2, h_ab, (both - 3 * c * bb) / n_b**2
 
 
-def _pull_back(
-    phi_a: Tensor, phi_b: Tensor, h_aa: Tensor, h_ab: Tensor, h_bb: Tensor, pd_fix: str, folded: bool
-) -> Tensor:
+def _pull_back(phi_a: Tensor, phi_b: Tensor, h_aa: Tensor, h_ab: Tensor, h_bb: Tensor, pd_fix: str) -> Tensor:
     """``diag(J^T H J)`` of K pairs through the linear layer, summed."""
-    pull = _sum_inside if folded else _each_pair
     if pd_fix == "fixed":  # one end of the pair is held fixed, then the other: no cross terms
-        return pull(h_aa, phi_a, phi_a) + pull(h_bb, phi_b, phi_b)
-    return pull(h_aa, phi_a, phi_a) + 2 * pull(h_ab, phi_a, phi_b) + pull(h_bb, phi_b, phi_b)
+        return _each_pair(h_aa, phi_a, phi_a) + _each_pair(h_bb, phi_b, phi_b)
+    return _each_pair(h_aa, phi_a, phi_a) + 2 * _each_pair(h_ab, phi_a, phi_b) + _each_pair(h_bb, phi_b, phi_b)
 
 
 def _each_pair(h: Tensor, phi_left: Tensor, phi_right: Tensor) -> Tensor:
     diagonal = h.diagonal(dim1=1, dim2=2)
     weights = torch.bmm(diagonal.unsqueeze(2), (phi_left * phi_right).unsqueeze(1)).flatten(1)  # (K, D F)
     return torch.cat([weights.sum(0), diagonal.sum(0)])
-
-
-def _sum_inside(h: Tensor, phi_left: Tensor, phi_right: Tensor) -> Tensor:
-    diagonal = h.diagonal(dim1=1, dim2=2)
-    return torch.cat([(diagonal.T @ (phi_left * phi_right)).flatten(), diagonal.sum(0)])

@@ -5,12 +5,11 @@ Features of N points with 512 numbers each in Parquet files, 1,000 classes; a la
 process of Ray. Ray is started before the clock, its processes (which import torch and this library) after it. Then the
 same with a process that kills itself once in the middle of a part of the fit, and once in the embeddings.
 
-Run: ``python -m benchmarks.ray_jobs [--points N] [--parts K] [--out FOLDER]``.
+    python -m benchmarks.ray_jobs [--points N] [--parts K]
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import signal
 import tempfile
@@ -28,9 +27,8 @@ from laplace import Laplace
 from torch import nn
 
 import contrastive_curvature as cc
-from benchmarks.machine import describe, write_results
+from benchmarks.machine import describe, machine_line, options, table, write_results
 
-RESULTS = Path(__file__).parent / "results"
 WIDTH, DIM, CLASSES, FILES, GROUP = 512, 128, 1_000, 4, 5_000
 _STORE = 200_000_000
 
@@ -131,45 +129,52 @@ def on_ray(source: Path, place: Path, parts: int, exact: Any, *, killed: bool, p
 KINDS = ("statistics", "curvature")
 
 
-def markdown(result: dict[str, Any]) -> str:
+def render(result: dict[str, Any]) -> str:
     """A table of the cases."""
-    machine, rows = result["machine"], result["rows"]
-    one, sizes = rows[0], rows[1]["bytes"]
-    out = ["# Fits and embeddings on a local Ray", ""]
-    out += [
-        f"`python -m benchmarks.ray_jobs` on {machine['cores']} shared cores of {machine['cpu']}, torch "
-        f"{machine['torch']}, Ray {result['ray']}, load {machine['load']} at the start, {machine['date']}: "
-        f"{result['points']:,} points of {WIDTH} features in Parquet, a last layer with {DIM} outputs, `kron`, "
-        f"`negative_samples=2000`, {result['parts']} parts. Starting Ray took {result['start']:.1f} s, which is not in "
-        "the table; starting its processes is, once for each pass of the fit and once for the embeddings.",
-        "",
-        "| | fit, s | embeddings, s | fit, times one process | embeddings, times one process | points of the fit | "
-        "rows written | different ones | uncertainty, largest relative difference |",
-        "|---|" + "--:|" * 8,
+    one, sizes = result["rows"][0], result["rows"][1]["bytes"]
+    rows = [
+        [row["case"], f"{row['fit']:.1f}", f"{row['embed']:.1f}"]
+        + [f"{row[name] / one[name]:.2f}" for name in ("fit", "embed")]
+        + [f"{row[name]:,}" for name in ("points", "rows", "different_rows")]
+        + [f"{row['difference']:.1e}"]
+        for row in result["rows"]
     ]
-    for row in rows:
-        ratios = f"{row['fit'] / one['fit']:.2f} | {row['embed'] / one['embed']:.2f}"
-        seen = f"{row['points']:,} | {row['rows']:,} | {row['different_rows']:,} | {row['difference']:.1e}"
-        out.append(f"| {row['case']} | {row['fit']:.1f} | {row['embed']:.1f} | {ratios} | {seen} |")
-    out += [
+    head = [
         "",
-        f"A fit whose states are all there, called again: {rows[1]['again']:.1f} s. The state of a part has "
-        f"{sizes['statistics'] / 2**20:.1f} MiB after the first pass and {sizes['curvature'] / 2**20:.1f} MiB after "
-        "the second, whatever its number of points.",
-        "",
+        "fit, s",
+        "embeddings, s",
+        "fit, times one process",
+        "embeddings, times one process",
+        "points of the fit",
     ]
-    return "\n".join(out)
+    head += ["rows written", "different ones", "uncertainty, largest relative difference"]
+    return "\n".join(
+        [
+            "# Fits and embeddings on a local Ray",
+            "",
+            f"`python -m benchmarks.ray_jobs`, {machine_line(result['machine'])}, Ray {result['ray']}: "
+            f"{result['points']:,} points of {WIDTH} features in Parquet, a last layer with {DIM} outputs, `kron`, "
+            f"`negative_samples=2000`, {result['parts']} parts. Starting Ray took {result['start']:.1f} s, which is "
+            "not in the table; starting its processes is, once for each pass of the fit and once for the embeddings.",
+            "",
+            table(head, rows),
+            "",
+            f"A fit whose states are all there, called again: {result['rows'][1]['again']:.1f} s. The state of a part "
+            f"has {sizes['statistics'] / 2**20:.1f} MiB after the first pass and {sizes['curvature'] / 2**20:.1f} MiB "
+            "after the second, whatever its number of points.",
+            "",
+        ]
+    )
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measure, print the table, write JSON and Markdown."""
     import ray
 
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--points", type=int, default=200_000)
     parser.add_argument("--parts", type=int, default=8)
-    parser.add_argument("--out", type=Path, default=RESULTS)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     machine = describe()
     with tempfile.TemporaryDirectory() as name:
         place, source = Path(name), Path(name) / "features"
@@ -178,8 +183,8 @@ def main() -> None:
         counted = pq.read_table(place / "one", columns=["identifier"]).num_rows
         rows = [one | {"points": la.n_data, "rows": counted, "different_rows": counted, "difference": 0.0}]
         print(rows[-1], flush=True)
-        options: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
-        _, start = timed(lambda: ray.init(num_cpus=2, object_store_memory=_STORE, **options))
+        quiet: dict[str, Any] = {"include_dashboard": False, "log_to_driver": False}
+        _, start = timed(lambda: ray.init(num_cpus=2, object_store_memory=_STORE, **quiet))
         try:
             for killed in (False, True):
                 case = place / f"ray{killed}"
@@ -189,7 +194,7 @@ def main() -> None:
             ray.shutdown()
     result = {"machine": machine, "ray": ray.__version__, "points": given.points, "parts": given.parts}
     result |= {"start": start, "rows": rows}
-    write_results(given.out, "ray_jobs", result, markdown(result))
+    write_results(given.out, "ray_jobs", result, render(result))
 
 
 if __name__ == "__main__":

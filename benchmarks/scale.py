@@ -1,18 +1,13 @@
 """A fit of the last layer against the number N of points: seconds, memory beyond the file mapping, and their growth.
 
-Claims measured, from features on disk (512 numbers a point, saved by ``contrastive_curvature.features``), with
-embeddings of 128 dimensions and a margin of 0.7:
-
-- with ``negative_samples=2000`` seconds grow at most linearly from 10^4 to 10^6 points (the exponent of a power law),
-  and 10^6 points take less than 90 s and 2 GiB on two cores; ``kron`` less than twice as long as ``diag``;
-- exact over all pairs they grow quadratically;
-- the reported relative standard error, and where all pairs are counted the true one.
+From features on disk (512 numbers a point, saved by ``contrastive_curvature.features``), with embeddings of 128
+dimensions and a margin of 0.7: all pairs, and ``negative_samples=2000``, with the relative standard error that the
+library reports and, where all pairs are counted, the true one.
 
 Every case runs in a process of its own. The points lie around the centres of 1,000 classes in a space of 8 dimensions,
 so that many negatives are inside the margin.
 
-Run: ``python -m benchmarks.scale [--points N ...] [--structures NAME ...] [--folder FOLDER] [--out FOLDER]``, with
-``--device cuda`` on a GPU.
+    python -m benchmarks.scale [--points N ...] [--structures diag kron] [--folder FOLDER] [--device cuda]
 """
 
 from __future__ import annotations
@@ -34,10 +29,9 @@ from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from benchmarks.machine import describe, run_apart, write_results
+from benchmarks.machine import Case, describe, machine_line, options, run_apart, table, write_results
 from contrastive_curvature import FeatureFolder
 
-RESULTS = Path(__file__).parent / "results"
 FEATURES, DIMENSIONS, CLASSES = 512, 128, 1000
 MARGIN = 0.7
 SAMPLES = 2000
@@ -139,85 +133,72 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def exponent(points: list[int], seconds: list[float]) -> float:
-    """Of the power law through the first and the last measurement."""
-    return math.log(seconds[-1] / seconds[0]) / math.log(points[-1] / points[0])
-
-
-def run(points: list[int], structures: list[str], place: Path, device: str) -> list[dict[str, Any]]:
+def run(points: list[int], structures: list[str], place: Path, device: str) -> list[Case]:
     """All cases: sampled for all numbers of points, exact up to :data:`MOST_EXACT`."""
-    rows = []
+    rows: list[Case] = []
     for n in points:
         path = folder_of(n, place)
         for structure in structures:
+            saved = {}
             for samples in (SAMPLES, None) if n <= MOST_EXACT else (SAMPLES,):
-                save = place / f"{structure}-{samples}.npy"
+                saved[samples] = str(place / f"{structure}-{samples}.npy")
                 case = {"path": str(path), "structure": structure, "samples": samples, "device": device}
-                found = run_apart("benchmarks.scale", {**case, "save": str(save)})
+                found = run_apart("benchmarks.scale", {**case, "save": saved[samples]})
                 rows.append({"n": n, "structure": structure, "samples": samples, **found})
                 print(rows[-1], flush=True)
-            if n <= MOST_EXACT:
-                sampled, exact = (np.load(place / f"{structure}-{samples}.npy") for samples in (SAMPLES, None))
-                true = float(np.linalg.norm(sampled - exact) / np.linalg.norm(exact))
-                rows[-2]["true_error"] = true
+            if None in saved:
+                sampled, exact = np.load(saved[SAMPLES]), np.load(saved[None])
+                rows[-2]["true_error"] = float(np.linalg.norm(sampled - exact) / np.linalg.norm(exact))
     return rows
 
 
-def markdown(rows: list[dict[str, Any]], machine: dict[str, Any]) -> str:
-    """A table, and the exponents."""
-    out = ["# A fit of the last layer against the number of points", ""]
-    out += [
-        f"Machine: {machine['cpu']}, {machine['threads']} threads, load {machine['load']}, torch {machine['torch']}, "
-    ]
-    out[-1] += (
-        f"{machine['date']}, {machine['device']}. {FEATURES} features (float16 on disk), {DIMENSIONS} dimensions, "
-    )
-    out[-1] += f"{CLASSES} classes, margin {MARGIN}. `python -m benchmarks.scale`."
-    out += ["", "| points | structure | negatives | seconds | MiB beyond the mapping | reported error | true error |"]
-    out += ["|---|---|---|---|---|---|---|"]
+def render(results: Case) -> str:
+    """A table, and the powers of N that the seconds grow with."""
+    rows, shown = results["rows"], []
     for row in rows:
         negatives = "all" if row["samples"] is None else f"{row['samples']:,}"
-        shown = [f"{row[name]:.1e}" if row.get(name) is not None else "" for name in ("error", "true_error")]
-        out.append(
-            f"| {row['n']:,} | {row['structure']} | {negatives} | {row['seconds']:.2f} | {row['mib']:.0f} | "
-            + " | ".join(shown)
-            + " |"
+        errors = [f"{row[name]:.1e}" if row.get(name) is not None else "" for name in ("error", "true_error")]
+        shown.append(
+            [f"{row['n']:,}", row["structure"], negatives, f"{row['seconds']:.2f}", f"{row['mib']:.0f}", *errors]
         )
-    out += [""]
-    for structure in dict.fromkeys(row["structure"] for row in rows):
-        for samples in dict.fromkeys(row["samples"] for row in rows):
-            mine = [row for row in rows if row["structure"] == structure and row["samples"] == samples]
-            if len(mine) > 1:
-                n, seconds = [row["n"] for row in mine], [row["seconds"] for row in mine]
-                kind = "all pairs" if samples is None else f"{samples:,} negatives"
-                out.append(
-                    f"- `{structure}`, {kind}: seconds grow with N to the power {exponent(n, seconds):.2f} "
-                    f"from {n[0]:,} to {n[-1]:,} points."
-                )
-    return "\n".join(out) + "\n"
+    head = ["points", "structure", "negatives", "seconds", "MiB beyond the mapping", "reported error", "true error"]
+    lines = [
+        "# A fit of the last layer against the number of points",
+        "",
+        f"`python -m benchmarks.scale`, {machine_line(results['machine'])}. {FEATURES} features (float16 on disk), "
+        f"{DIMENSIONS} dimensions, {CLASSES} classes, margin {MARGIN}.",
+        "",
+        table(head, shown),
+        "",
+    ]
+    for structure, samples in dict.fromkeys((row["structure"], row["samples"]) for row in rows):
+        mine = [row for row in rows if (row["structure"], row["samples"]) == (structure, samples)]
+        first, last = mine[0], mine[-1]
+        if first["n"] < last["n"]:
+            power = math.log(last["seconds"] / first["seconds"]) / math.log(last["n"] / first["n"])
+            kind = "all pairs" if samples is None else f"{samples:,} negatives"
+            lines.append(
+                f"- `{structure}`, {kind}: seconds grow with N to the power {power:.2f} from {first['n']:,} to "
+                f"{last['n']:,} points."
+            )
+    return "\n".join(lines) + "\n"
 
 
-def main() -> None:
-    """See the module."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str] | None = None) -> None:
+    parser = options(__doc__)
     parser.add_argument("--points", type=int, nargs="+", default=list(POINTS))
     parser.add_argument("--structures", nargs="+", default=["diag", "kron"])
     parser.add_argument("--folder", type=Path, help="where features are kept; a temporary one without it")
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     if given.case:
         print(json.dumps(measure(json.loads(given.case))))
         return
-    machine = {**describe(), "device": given.device}
-    if given.device == "cuda":
-        machine["device"] = torch.cuda.get_device_name()
     with tempfile.TemporaryDirectory() as temporary:
         place = given.folder or Path(temporary)
         place.mkdir(parents=True, exist_ok=True)
-        rows = run(given.points, given.structures, place, given.device)
-    write_results(given.out, "scale", {"machine": machine, "rows": rows}, markdown(rows, machine))
+        results = {"machine": describe(given.device), "rows": run(given.points, given.structures, place, given.device)}
+    write_results(given.out, "scale", results, render(results))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Claim: a prediction with all its scores takes at most 1.2 forward passes of the encoder, at batch size 1 too.
+"""What a prediction with all its scores takes beside a forward pass of the encoder, at batch size 1 too.
 
 A ResNet-18, a vision transformer (6 blocks of width 384, patches of 16 pixels) and an MLP (784-1024-1024-128), random
 weights, images of 64 x 64; 128 dimensions, the default posterior of the last layer, 8 class centres, 64 calibration
@@ -6,15 +6,13 @@ inputs. "rank 64" keeps so many eigenvectors of the features instead of all 1,02
 runtime, one thread, in turns: ``la(x)`` with all four scores read, and the export in torch (``torch.export``) and in
 onnxruntime.
 
-    python -m benchmarks.serving [--quick]
+    python -m benchmarks.serving [--seconds 8] [--quick]
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import sys
 import tempfile
 import time
 import warnings
@@ -29,16 +27,11 @@ from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature  # noqa: F401  registers the likelihood
-from benchmarks.machine import describe, run_apart, write_results
+from benchmarks.machine import Case, machine_line, measure_cases, table
 
-RESULTS = Path(__file__).parent / "results"
-Case = dict[str, Any]
 NETWORKS = ("resnet18", "vit", "mlp", "mlp, rank 64")
 BATCHES = (1, 32, 256)
-TARGET = 1.2
 _CLASSES = 8
-_SECONDS = 8.0
-"""Time for all sides of one batch size."""
 
 
 def make_encoder(name: str, quick: bool = False) -> tuple[nn.Module, tuple[int, ...]]:
@@ -133,7 +126,6 @@ def largest_difference(sides: dict[str, Callable[[Tensor], Any]], x: Tensor) -> 
 def run_case(case: Case) -> Case:
     """Seconds of every side and their ratios, for every batch size."""
     torch.manual_seed(0)
-    torch.set_num_threads(1)
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")
         made = make_encoder(case["network"], case["quick"])
@@ -155,55 +147,42 @@ def run_case(case: Case) -> Case:
 
 
 def render(results: Case) -> str:
-    """Markdown: one row for every network and batch size."""
-    machine = results["machine"]
-    lines = [
-        "# What scores cost beside the encoder",
-        "",
-        f"Printed by `python -m benchmarks.serving` on {machine['cores']} cores of {machine['cpu']}, torch "
-        f"{machine['torch']}, onnxruntime {machine['onnxruntime']}, {machine['date']}, load {machine['load']} at the "
-        "start; one thread. Milliseconds of the encoder alone, and how many times as long a prediction with mu, kappa, "
-        "uncertainty and p-value takes in the same runtime: the ratio of the fastest turns, and in brackets the median "
-        f"of the ratios of all turns. Target: {TARGET}. 'rank 64' keeps so many eigenvectors of 1,024 features.",
-        "",
-        "| network | batch | torch, ms | `la(x)` | graph, ms | `la.export` pt2 | onnxruntime, ms | `la.export` onnx |",
-        "|---|--:|--:|--:|--:|--:|--:|--:|",
-    ]
+    """One row for every network and batch size."""
+    rows = []
     for case in results["cases"]:
         for row in case["rows"]:
-            cells = []
+            cells = [case["network"], row["batch"]]
             for alone, mine in PAIRS:
                 ratio = row["ratios"][mine]
                 cells += [f"{1e3 * row['seconds'][alone]:.3g}", f"{ratio['of_fastest']:.2f} ({ratio['median']:.2f})"]
-            lines.append(f"| {case['network']} | {row['batch']} | " + " | ".join(cells) + " |")
-    lines += ["", "Largest difference to `la(x)` of 64 random inputs (of mu absolutely, of the others relatively):", ""]
+            rows.append(cells)
+    text = (
+        f"`python -m benchmarks.serving`, {machine_line(results['machine'])}, onnxruntime "
+        f"{results.get('onnxruntime', onnxruntime.__version__)}; one thread. Milliseconds of the encoder alone, and "
+        "how many times as long a prediction with mu, kappa, uncertainty and p-value takes in the same runtime: the "
+        "ratio of the fastest turns, and in brackets the median of the ratios of all turns. 'rank 64' keeps so many "
+        "eigenvectors of 1,024 features."
+    )
+    head = ["network", "batch", "torch, ms", "`la(x)`", "graph, ms", "`la.export` pt2", "onnxruntime, ms"]
+    lines = ["# What scores cost beside the encoder", "", text, "", table([*head, "`la.export` onnx"], rows), ""]
+    lines += ["Largest difference to `la(x)` of 64 random inputs (of mu absolutely, of the others relatively):", ""]
     for case in results["cases"]:
         lines.append(f"- {case['network']}: " + ", ".join(f"{k} {v:.1e}" for k, v in case["difference"].items()))
     return "\n".join(lines) + "\n"
 
 
+def make_cases(given: argparse.Namespace) -> list[Case]:
+    quick = given.quick
+    sizes = {"batches": (1, 3) if quick else BATCHES, "seconds": 0.0 if quick else given.seconds, "threads": 1}
+    return [{"network": name, "quick": quick, **sizes} for name in (("mlp",) if quick else NETWORKS)]
+
+
+def _seconds(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--seconds", type=float, default=8.0, help="time for each network and batch size")
+
+
 def main(arguments: list[str] | None = None) -> Case:
-    """Measure everything, and write the result files."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--quick", action="store_true", help="small sizes, in this process; the figures mean nothing")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for serving.json and serving.md")
-    parser.add_argument("--seconds", type=float, default=_SECONDS, help="time for each network and batch size")
-    parser.add_argument("--case", help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.case:
-        measured = run_case(json.loads(options.case))
-        print(json.dumps(measured))
-        return measured
-    machine = {**describe(), "onnxruntime": onnxruntime.__version__}
-    results: Case = {"machine": machine, "quick": options.quick, "cases": []}
-    for network in ("mlp",) if options.quick else NETWORKS:
-        print("...", network, file=sys.stderr)
-        batches, seconds = ((1, 3), 0.0) if options.quick else (BATCHES, options.seconds)
-        case = {"network": network, "quick": options.quick, "batches": batches, "seconds": seconds}
-        measured = run_case(case) if options.quick else run_apart("benchmarks.serving", case)
-        results["cases"].append({**case, **measured})
-    write_results(options.out, "serving", results, render(results))
-    return results
+    return measure_cases("serving", __doc__, make_cases, run_case, render, arguments, _seconds)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ among the tenth of the corpus with the least uncertainty. Recall is against all 
 Then ``MatchProbability``: its Brier score if the gallery has the whole predictions, if it has what a store keeps, and
 without uncertainties.
 
-Run: ``python -m benchmarks.stores [--sizes N ...] [--queries N] [--out FOLDER]``.
+    python -m benchmarks.stores [--sizes N ...] [--queries N]
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ from torch.nn.functional import affine_grid, grid_sample
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
-from benchmarks.machine import describe, measure_time, run_apart, write_results
+from benchmarks.machine import describe, machine_line, measure_time, options, run_apart, table, write_results
 
-RESULTS = Path(__file__).parent / "results"
 SIZES = (10_000, 100_000)
 STORES = (
     ("FAISS", "flat"),
@@ -199,51 +198,46 @@ def brier(data: dict[str, Any]) -> dict[str, float]:
     return out
 
 
-def markdown(result: dict[str, Any]) -> str:
-    """Tables of the results."""
-    machine, sizes = result["machine"], result["sizes"]
-    out = ["# Vector stores", ""]
-    out += [
-        f"`python -m benchmarks.stores` on {machine['cores']} cores of {machine['cpu']}, torch {machine['torch']}, "
-        f"load {machine['load']}, {machine['date']}: embeddings of digits in {DIM} dimensions, {result['queries']} "
-        "queries, ten hits. Time of a query: of all queries in one call, per query; of one query in a call; of all in "
-        "one call among the tenth of the corpus with the least uncertainty. FAISS and torch with one thread, LanceDB "
-        "with its own threads. Memory: resident memory at its highest above what the process held before, while the "
-        "store was filled, and while it was searched (Lance maps files into memory). Disk: the saved store.",
+def render(result: dict[str, Any]) -> str:
+    """A table for each size."""
+    out = [
+        "# Vector stores",
         "",
+        f"`python -m benchmarks.stores`, {machine_line(result['machine'])}: embeddings of digits in {DIM} dimensions, "
+        f"{result['queries']} queries, ten hits. Time of a query: of all queries in one call, per query; of one query "
+        "in a call; of all in one call among the tenth of the corpus with the least uncertainty. FAISS and torch with "
+        "one thread, LanceDB with its own threads. Memory: resident memory at its highest above what the process held "
+        "before, while the store was filled, and while it was searched (Lance maps files into memory). Disk: the saved "
+        "store.",
     ]
-    for size in sizes:
-        out += [f"## {size:,} embeddings", ""]
-        out += ["| " + " | ".join(COLUMNS) + " |"]
-        out += ["|---|" + "--:|" * 10]
+    for size in result["sizes"]:
+        rows = []
         for row in result["rows"]:
-            if row["size"] != size:
-                continue
-            times = " | ".join(f"{row[name]:.2g}" for name in ("query_ms", "single_ms", "filtered_ms"))
-            recalls = f"{row['recall']:.3f} | {row['filtered_recall']:.3f}"
-            sizes_of = " | ".join(f"{row[name]:.0f}" for name in ("peak_mib", "search_peak_mib", "disk_mib"))
-            seconds = f"{row['add_seconds']:.2f} | {row['index_seconds']:.2f}"
-            out.append(f"| {row['store']} `{row['index']}` | {seconds} | {times} | {recalls} | {sizes_of} |")
-        out.append("")
+            if row["size"] == size:
+                cells = [f"{row['store']} `{row['index']}`", f"{row['add_seconds']:.2f}", f"{row['index_seconds']:.2f}"]
+                cells += [f"{row[name]:.2g}" for name in ("query_ms", "single_ms", "filtered_ms")]
+                cells += [f"{row[name]:.3f}" for name in ("recall", "filtered_recall")]
+                cells += [f"{row[name]:.0f}" for name in ("peak_mib", "search_peak_mib", "disk_mib")]
+                rows.append(cells)
+        out += ["", f"## {size:,} embeddings", "", table(COLUMNS, rows)]
     scores = result["brier"]
-    out += ["## The probability that the best hit is right", ""]
     out += [
+        "",
+        "## The probability that the best hit is right",
+        "",
         f"Brier score, gallery of {scores['gallery']:,}, {scores['wrong']:.1%} of the best hits wrong: "
         f"{scores['predictions']:.4f} with the whole predictions, {scores['store']:.4f} with what a store keeps (one "
         f"concentration in place of a covariance), {scores['cosine']:.4f} from the cosine alone.",
-        "",
     ]
-    return "\n".join(out)
+    return "\n".join(out) + "\n"
 
 
-def main() -> None:
-    """Measure, print the tables, write JSON and Markdown."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str] | None = None) -> None:
+    parser = options(__doc__)
     parser.add_argument("--sizes", type=int, nargs="+", default=list(SIZES))
     parser.add_argument("--queries", type=int, default=500)
-    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--case", help=argparse.SUPPRESS)
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
     if given.case:
         print(json.dumps(measure(json.loads(given.case))))
         return
@@ -255,12 +249,12 @@ def main() -> None:
         save(data, Path(path))
         for size in given.sizes:
             for store, index in STORES:
-                case = {"store": store, "index": index, "size": size, "path": path, "folder": folder}
-                rows.append({"store": store, "index": index, "size": size})
-                rows[-1] |= run_apart("benchmarks.stores", case, OMP_NUM_THREADS="1")
+                case = {"store": store, "index": index, "size": size}
+                found = run_apart("benchmarks.stores", {**case, "path": path, "folder": folder}, OMP_NUM_THREADS="1")
+                rows.append({**case, **found})
                 print(rows[-1], flush=True)
     result = {"machine": machine, "sizes": given.sizes, "queries": given.queries, "rows": rows, "brier": brier(data)}
-    write_results(given.out, "stores", result, markdown(result))
+    write_results(given.out, "stores", result, render(result))
 
 
 if __name__ == "__main__":

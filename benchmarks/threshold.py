@@ -5,29 +5,28 @@ three situations. ``split``: calibrated on a random half of the test inputs, jud
 many splits. ``validation``: calibrated on inputs of their own, where a file has them, judged on all test inputs.
 ``optimistic``: without ``la.calibrate``, so compared with inputs that the encoder was trained on.
 
-Run: ``python -m benchmarks.threshold --cache FOLDER [--only NAME ...] [--out FOLDER]``.
+    python -m benchmarks.threshold --cache FOLDER [--only NAME ...]
 """
 
 from __future__ import annotations
 
+import json
 import math
 import warnings
-from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.transfer.arrays import Floats
-from benchmarks.transfer.feature_file import FeatureFile
+from benchmarks.machine import Case, describe, machine_line, options, table, write_results
+from benchmarks.transfer.feature_file import FeatureFile, Floats, load_features
 from benchmarks.transfer.fitted import DEFAULT, Fitted
-from benchmarks.transfer.script import judge_files
 from contrastive_curvature import OptimisticPValueWarning
 
 ALPHAS = (0.01, 0.05, 0.1)
 SPLITS = 20
 _BATCH = 500
-_WAYS = ("calibrated", "validation", "without")
 
 
 def p_values(reference: Tensor, novelty: Tensor) -> Tensor:
@@ -113,53 +112,70 @@ def _predict(la: Any, features: Floats, *, p_value: bool = False) -> tuple[Tenso
     return novelty, without
 
 
-def markdown(results: Mapping[str, dict[str, Any]], machine: Mapping[str, Any]) -> str:
+def render(results: Case) -> str:
     """Two tables: known inputs, and the others."""
-    heads = " | ".join(f"{alpha:g}" for alpha in ALPHAS)
-    out = ["# What `is_known(alpha)` flags", ""]
-    out += [
-        f"`python -m benchmarks.threshold` on {machine['cores']} cores of {machine['cpu']}, torch {machine['torch']}, "
-        f'{machine["date"]}: the posterior that `Laplace(encoder, likelihood="contrastive")` takes, on the feature '
-        "files of `benchmarks.transfer`.",
-        "",
-        "## Known inputs",
-        "",
-        f"Share of the test inputs that are flagged. Calibrated on a random half of them and judged on the other half, "
-        f"mean of {SPLITS} splits; in brackets the standard deviation between splits over that of binomial counts. "
-        "This must be alpha whatever the encoder, as splits are exchangeable. Validation: calibrated on the file's own "
-        "calibration inputs. Without `la.calibrate`: compared with training inputs; `*` marks test inputs of classes "
-        "that training has not seen.",
-        "",
-        "| encoder | "
-        + " | ".join(f"{what} {alpha:g}" for what in ("calibrated", "validation", "without") for alpha in ALPHAS)
-        + " |",
-        "|---" * (1 + 3 * len(ALPHAS)) + "|",
-    ]
-    for name, found in results.items():
+    known, others = [], []
+    for name, found in results["encoders"].items():
         ratios = [a / b for a, b in zip(found["deviation"], found["expected_deviation"], strict=True)]
         cells = [f"{share:.3f} ({ratio:.1f})" for share, ratio in zip(found["split"], ratios, strict=True)]
         cells += ["" if found["validation"] is None else f"{share:.3f}" for share in found["validation"] or ALPHAS]
         cells += [f"{share:.3f}" for share in found["optimistic"]]
-        out.append(f"| {name}{'*' if found['unseen_classes'] else ''} | " + " | ".join(cells) + " |")
-    out += ["", "## Unknown and harmed inputs", ""]
-    out += [
-        f"Share that is flagged at alpha = {heads.replace(' | ', ' / ')}; harmed at the worst level. Calibrated on the "
-        "file's own calibration inputs where it has them, else on halves of the test inputs.",
-        "",
-        "| encoder | unknown | harmed |",
-        "|---|---|---|",
-    ]
-    for name, found in results.items():
+        known.append([f"{name}{'*' if found['unseen_classes'] else ''}", *cells])
         kinds: dict[bool, list[str]] = {False: [], True: []}
         for other, shares in found["others"].items():
             kinds[" " in other].append(f"{other}: " + " / ".join(f"{share:.2f}" for share in shares))
-        out.append(f"| {name} | " + " | ".join("; ".join(kinds[harmed]) for harmed in (False, True)) + " |")
-    return "\n".join(out) + "\n"
+        others.append([name, *("; ".join(kinds[harmed]) for harmed in (False, True))])
+    ways = [f"{what} {alpha:g}" for what in ("calibrated", "validation", "without") for alpha in ALPHAS]
+    return "\n".join(
+        [
+            "# What `is_known(alpha)` flags",
+            "",
+            f"`python -m benchmarks.threshold`, {machine_line(results['machine'])}: the posterior that "
+            '`Laplace(encoder, likelihood="contrastive")` takes, on the feature files of `benchmarks.transfer`.',
+            "",
+            "## Known inputs",
+            "",
+            "Share of the test inputs that are flagged. Calibrated on a random half of them and judged on the other "
+            f"half, mean of {SPLITS} splits; in brackets the standard deviation between splits over that of binomial "
+            "counts. This must be alpha whatever the encoder, as splits are exchangeable. Validation: calibrated on "
+            "the file's own calibration inputs. Without `la.calibrate`: compared with training inputs; `*` marks test "
+            "inputs of classes that training has not seen.",
+            "",
+            table(["encoder", *ways], known),
+            "",
+            "## Unknown and harmed inputs",
+            "",
+            f"Share that is flagged at alpha = {' / '.join(f'{alpha:g}' for alpha in ALPHAS)}; harmed at the worst "
+            "level. Calibrated on the file's own calibration inputs where it has them, else on halves of the test "
+            "inputs.",
+            "",
+            table(["encoder", "unknown", "harmed"], others),
+            "",
+        ]
+    )
 
 
-def main() -> None:
-    """Judge every feature file of a folder; print the tables, write JSON and Markdown."""
-    judge_files(__doc__, "threshold", judge, markdown, {"alphas": ALPHAS, "splits": SPLITS})
+def main(arguments: list[str] | None = None) -> None:
+    """Judge every feature file of a folder, and write what there is after each of them."""
+    parser = options(__doc__)
+    parser.add_argument("--cache", type=Path, default=Path("runs/transfer"), help="folder with the feature files")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="feature files (default: all); other results are kept"
+    )
+    given = parser.parse_args(arguments)
+    there = sorted(path.stem for path in given.cache.glob("*.npz"))
+    if not there:
+        parser.error(f"--cache: no feature file in {given.cache}; python -m benchmarks.transfer makes them")
+    if missing := [name for name in given.only or () if name not in there]:
+        parser.error(f"--only: no {', '.join(missing)} in {given.cache}; there are {', '.join(there)}")
+    before = given.out / "threshold.json"
+    found = json.loads(before.read_text(encoding="utf-8"))["encoders"] if given.only and before.exists() else {}
+    results = {"machine": describe(), "alphas": ALPHAS, "splits": SPLITS}
+    for name in given.only or there:
+        found[name] = judge(load_features(given.cache / f"{name}.npz"))
+        results["encoders"] = dict(sorted(found.items()))
+        write_results(given.out, "threshold", results, render(results), show=False)
+    print(render(results))
 
 
 if __name__ == "__main__":

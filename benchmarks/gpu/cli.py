@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _drive(parts: list[Part], places: Places, device: str, given: argparse.Namespace) -> int:
-    from benchmarks.gpu.measure import describe
+    from benchmarks.machine import describe
 
     driver = Driver(parts, places.results, places.work / "logs", describe(device), given.pack)
     status = driver.run(60 * given.minutes, given.again)

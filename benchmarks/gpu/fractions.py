@@ -1,6 +1,6 @@
 """What the benchmarks reach of the device's own rates: from their result files and ``rates.json`` beside them.
 
-Operations of ``curvature`` and ``scale`` in closed form, those of ``backends`` and ``lam_cost`` as torch counted them
+Operations of ``curvature`` and ``scale`` in closed form, those of ``backends`` and ``steps`` as torch counted them
 (matrix products and convolutions). Small cases are bound by the start of kernels, and show it.
 
 Run: ``python -m benchmarks.gpu.fractions FOLDER``.
@@ -34,7 +34,7 @@ def counted(name: str, found: dict[str, Any]) -> Iterator[Counted]:
         name: Of the benchmark.
         found: What its result file holds.
     """
-    yield from {"curvature": _curvature, "scale": _scale, "backends": _backends, "lam_cost": _lam_cost}[name](found)
+    yield from {"curvature": _curvature, "scale": _scale, "backends": _backends, "steps": _steps}[name](found)
 
 
 def _curvature(found: dict[str, Any]) -> Iterator[Counted]:
@@ -71,15 +71,12 @@ def _backends(found: dict[str, Any]) -> Iterator[Counted]:
                 yield shown, measured["flop"], 0, measured["seconds"]
 
 
-def _lam_cost(found: dict[str, Any]) -> Iterator[Counted]:
-    for dim, measured in found["dims"].items():
-        for name, step in measured["steps"].items():
-            if step.get("flop"):
-                yield f"D = {dim}, step: {name}", step["flop"], 0, step["seconds"]
-        for name in ("forward", "prediction"):
-            flop = measured["prediction"].get(f"{name}_flop")
-            if flop:
-                yield f"D = {dim}, {name}", flop, 0, measured["prediction"][f"{name}_seconds"]
+def _steps(found: dict[str, Any]) -> Iterator[Counted]:
+    for case in found["cases"]:
+        for name, call in case.get("calls", {}).items():
+            if call.get("flop"):
+                what = "online" if case["kind"] == "online" else f"{case['loss']}, {case['fix']}"
+                yield f"{what}, D = {case['dim']}: {name}", call["flop"], 0, call["seconds"]
 
 
 def render(result: dict[str, Any]) -> str:
@@ -109,7 +106,7 @@ def main(argv: list[str] | None = None) -> None:
     folder = parser.parse_args(argv).folder
     rates = json.loads((folder / "rates.json").read_text(encoding="utf-8"))["rates"]
     rows, missing = [], []
-    for name in ("curvature", "scale", "backends", "lam_cost"):
+    for name in ("curvature", "scale", "backends", "steps"):
         path = folder / f"{name}.json"
         if not path.is_file():
             missing.append(name)

@@ -82,7 +82,7 @@ def real_parts(places: Places, device: str) -> list[Part]:
         Part("curvature", ("-m", "benchmarks.curvature", *on, *images), 3),
         Part("backends", ("-m", "benchmarks.backends", *on), 5),
         Part("scale", ("-m", "benchmarks.scale", *on), 5),
-        Part("lam_cost", ("-m", "benchmarks.lam_cost", *on, *images), 4),
+        Part("steps", ("-m", "benchmarks.steps", *on), 4),
         Part("fractions", ("-m", "benchmarks.gpu.fractions", results), 1),
         Part(
             "table2",
@@ -106,11 +106,7 @@ def rehearsed_parts(places: Places) -> list[Part]:
         Part("curvature", ("-m", "benchmarks.curvature", *on, "--quick"), 1),
         Part("backends", ("-m", "benchmarks.backends", *on, "--quick"), 1),
         Part("scale", ("-m", "benchmarks.scale", *on, "--points", "1000", "2000", "--structures", "diag"), 2),
-        Part(
-            "lam_cost",
-            ("-m", "benchmarks.lam_cost", *on, *images, *sizes, "--dims", "3", "--rounds", "1", "--n-samples", "2"),
-            2,
-        ),
+        Part("steps", ("-m", "benchmarks.steps", *on, "--quick"), 2),
         Part("fractions", ("-m", "benchmarks.gpu.fractions", results), 1),
         Part(
             "table2",

@@ -26,8 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from benchmarks.gpu.measure import describe, finished
-from benchmarks.machine import write_results
+from benchmarks.machine import describe, finished, write_results
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.contrastive_classes import InsideColumns
 from contrastive_curvature.network.encoder import Encoder

@@ -7,12 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmark_data_files import write_mnist
-from benchmark_methods import fit, make_data, make_setting
 from torch import nn
 
 import contrastive_curvature as cc
-from benchmarks import backends, lam_cost
+from benchmarks import backends, fast_path, steps
 from benchmarks.curvature import main
 from benchmarks.pairwise import pairwise_curvature
 
@@ -44,7 +42,7 @@ def test_pairwise_is_ggn(distance, pd_fix, entries, weight):
     margin = float((u[anchors] - u[pairs[-1]]).norm(dim=1).median()) + 1e-6
     kind = {"distance": distance, "pd_fix": pd_fix, "margin": margin, "negative_weight": weight}
     got = cc.ggn(layer, x, pairs=pairs, normalization="sum", subset_of_weights="last_layer", clamp=False, **kind)
-    for options in ({}, {"chunk": 7}, {"folded": True}):
+    for options in ({}, {"chunk": 7}):
         wanted = pairwise_curvature(x, z, pairs, **kind, **options)
         assert (got - wanted).abs().max() <= 1e-10 * wanted.abs().max()
 
@@ -73,24 +71,19 @@ def test_quick_backends_benchmark(tmp_path, capsys):
     assert (tmp_path / "backends.md").read_text() in capsys.readouterr().out
 
 
-@pytest.mark.filterwarnings("ignore::contrastive_curvature.progress.LongRunWarning")  # on a busy machine
-def test_lam_cost(tmp_path, capsys):
-    for name in ("FashionMNIST", "MNIST"):
-        write_mnist(tmp_path, name, {"train": 60, "t10k": 20})
-    sizes = ["--train-size", "60", "--test-size", "20", "--epochs", "1", "--rounds", "1", "--n-samples", "1000"]
-    lam_cost.main(["--data-root", str(tmp_path), "--dims", "3", *sizes, "--out", str(tmp_path)])
-    found = json.loads((tmp_path / "lam_cost.json").read_text())["dims"]["3"]
-    assert found["steps"]["deterministic"]["ratio"] == 1
-    assert len(found["steps"]) == 11
-    assert found["prediction"]["ratio"] > 0
-    for part in ("inside", "outside"):
-        # Twenty random images after one step all look alike to the encoder, so their order is that of the sampling.
-        assert all(-1 <= value <= 1 for value in found["prediction"][part].values())
-    assert (tmp_path / "lam_cost.md").read_text() in capsys.readouterr().out
+@pytest.mark.filterwarnings("ignore")
+def test_quick_fast_path_benchmark(tmp_path, capsys):
+    fast_path.main(["--quick", "--out", str(tmp_path)])
+    cases = json.loads((tmp_path / "fast_path.json").read_text())["cases"]
+    assert [case["network"] for case in cases] == ["tiny", "transformer", "resnet", "linear"]
+    assert all(("ratio" in case["psd"]) == (case["beside"] is not None) for case in cases)
+    assert (tmp_path / "fast_path.md").read_text() in capsys.readouterr().out
 
 
-def test_the_uncertainty_of_sampled_networks_is_that_of_the_closed_form(tmp_path):
-    data = make_data()
-    method = fit("laplace_posthoc", make_setting(), tmp_path, data)
-    drawn = lam_cost.sampled_uncertainty(method.posterior, data.test, 3000)
-    torch.testing.assert_close(drawn, method.predict(data.test).uncertainty, rtol=0.06, atol=0)
+def test_quick_steps_benchmark(tmp_path, capsys):
+    steps.main(["--quick", "--out", str(tmp_path)])
+    online, *others = json.loads((tmp_path / "steps.json").read_text())["cases"]
+    assert online["calls"]["deterministic"]["ratio"] == 1
+    assert len(online["calls"]) == 11
+    assert {case["kind"] for case in others} == {"layer", "output"}
+    assert (tmp_path / "steps.md").read_text() in capsys.readouterr().out

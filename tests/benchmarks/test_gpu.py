@@ -15,8 +15,9 @@ import pytest
 import torch
 from devices import DEVICES
 
+from benchmarks import machine
 from benchmarks.experiments.plan import table_rows
-from benchmarks.gpu import cli, driver, fractions, measure, rates, suite, table2
+from benchmarks.gpu import cli, driver, fractions, rates, suite, table2
 from benchmarks.gpu.driver import Driver, run_limited
 from benchmarks.gpu.parts import Part, Places, real_parts, rehearsed_parts
 
@@ -220,7 +221,7 @@ def test_every_part_is_there_and_rehearsed(device: str, tmp_path: Path) -> None:
     real, rehearsed = real_parts(places, "cuda"), rehearsed_parts(places)
     assert {part.name for part in rehearsed} <= {part.name for part in real}
     assert all(part.minutes > 0 for part in real)
-    assert {"contract", "curvature", "backends", "scale", "lam_cost", "table2"} <= {part.name for part in rehearsed}
+    assert {"contract", "curvature", "backends", "scale", "steps", "table2"} <= {part.name for part in rehearsed}
     for part in (*real, *rehearsed):
         module = ROOT.joinpath(*part.command[1].split("."))
         assert part.command[0] == "-m"
@@ -276,7 +277,7 @@ def test_rates_and_fractions(device: str, tmp_path: Path, capsys: pytest.Capture
     made = json.loads((tmp_path / "fractions.json").read_text())
     # Three products of 10 points with 512 features and 128 dimensions, and the pair sums.
     assert [row["flop"] for row in made["rows"]] == [2 * 10 * (3 * 512 * 128 + m * 257) for m in (5, 10)]
-    assert made["missing"] == ["curvature", "backends", "lam_cost"]
+    assert made["missing"] == ["curvature", "backends", "steps"]
     assert (tmp_path / "fractions.md").read_text() in capsys.readouterr().out
 
 
@@ -289,12 +290,12 @@ def test_fractions_are_of_the_larger_of_both_times(device: str) -> None:
 
 def test_operations_are_counted(device: str) -> None:
     layer, x = torch.nn.Linear(3, 5, bias=False, device=device), torch.randn(7, 3, device=device)
-    assert measure.count_flop(lambda: layer(x)) == 2 * 7 * 3 * 5
+    assert machine.count_flop(lambda: layer(x)) == 2 * 7 * 3 * 5
 
     def broken() -> None:
         raise RuntimeError
 
-    assert measure.count_flop(broken) is None
+    assert machine.count_flop(broken) is None
 
 
 def test_table_2_is_shared_out_whole(device: str) -> None:

@@ -4,6 +4,7 @@ import pytest
 from devices import DEVICES
 
 from benchmarks import scale
+from benchmarks.machine import describe
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -17,8 +18,8 @@ def test_a_fit_is_measured_from_features_on_disk(tmp_path, monkeypatch, device):
         assert found["seconds"] > 0
         assert (found["error"] is None) == (samples is None)
         rows.append({"n": 300, "structure": "diag", "samples": samples, **found})
-    machine = {"cpu": "a", "threads": 1, "load": 0.0, "torch": "2", "date": "today", "device": device}
-    text = scale.markdown([*rows, {**rows[0], "n": 3000, "seconds": 10 * rows[0]["seconds"]}], machine)
+    rows.append({**rows[0], "n": 3000, "seconds": 10 * rows[0]["seconds"]})
+    text = scale.render({"machine": describe(device), "rows": rows})
     assert "to the power 1.00" in text
 
 
