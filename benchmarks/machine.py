@@ -120,14 +120,8 @@ def machine_line(machine: dict[str, Any]) -> str:
 
 def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """A Markdown table, without a line break at its end."""
-    lines = [head, ["---"] * len(head), *rows]
-    return "\n".join("| " + " | ".join(map(str, cells)) + " |" for cells in lines)
-
-
-def mean_and_deviation(values: list[float]) -> str:
-    """Of several seeds; of one seed only its value."""
-    mean = f"{statistics.fmean(values):.3f}"
-    return mean if len(values) < 2 else f"{mean} ± {statistics.stdev(values):.3f}"
+    first, *others = ("| " + " | ".join(map(str, cells)) + " |" for cells in (head, *rows))
+    return "\n".join([first, "|---" * len(head) + "|", *others])
 
 
 def write_results(folder: Path, name: str, result: Case, text: str, show: bool = True) -> None:

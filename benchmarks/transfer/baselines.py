@@ -11,8 +11,6 @@ from contrastive_curvature.embedding.gallery import nearest_others, neighbor_dis
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.sphere import normalize
 
-__all__ = ["ClassGaussians", "FeatureNeighbors", "match_distance", "match_votes", "neighbors"]
-
 _FEATURES = 2**26
 """Numbers in the searched features: 256 MiB, and the time of the search grows with them."""
 

@@ -14,8 +14,6 @@ from contrastive_curvature.errors import ContrastiveCurvatureError
 if TYPE_CHECKING:
     from benchmarks.transfer.recipes.recipe import Recipe
 
-__all__ = ["main"]
-
 _FOLDERS = {"data_root": "data", "cache": "runs/transfer", "output": "benchmarks/results"}
 
 
@@ -105,8 +103,8 @@ def _parser() -> argparse.ArgumentParser:
         type=Path,
         metavar="FILE.npz",
         help="arrays train_features (N, F), train_labels (N,), test_features, test_labels, weight (D, F), bias (D,), "
-        "unknown_NAME (K, F) for any number of names; further ones in benchmarks/transfer/feature_file.py. Or a folder "
-        "of feature folders, see benchmarks/transfer/feature_folders.py",
+        "unknown_NAME (K, F) for any number of names; further ones, and folders of feature folders: "
+        "benchmarks/transfer/feature_file.py",
     )
     add("--name", help="of the result (default: that of the file)")
     add = parser.add_argument_group("both").add_argument

@@ -10,10 +10,8 @@ import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
-from benchmarks.transfer.markdown import head, line
+from benchmarks.machine import table
 from benchmarks.transfer.results import Result, read_results
-
-__all__ = ["FAMILIES", "families_table", "main"]
 
 FAMILIES = {
     "cifar10-resnet56": "CIFAR-10, pretrained ResNet-56",
@@ -56,15 +54,15 @@ def families_table(results: Sequence[Result]) -> str:
         Markdown; every figure is a mean over the encoders of the family.
     """
     names = [f"right? {title}" for title in RIGHT.values()] + [f"known? {title}" for title in KNOWN.values()]
-    out = list(head(["encoders", "mAP@1", *names]))
+    lines = []
     for start, title in FAMILIES.items():
         mine = [result for result in results if result["name"].startswith(start)]
         if mine:
             cells = [_mean([result["map_at_1"] for result in mine])]
             cells += [_mean([_row(result, name)["r_auroc"] for result in mine]) for name in RIGHT]
             cells += [_mean([_unknown(result, name) for result in mine]) for name in KNOWN]
-            out.append(line([f"{title} ({len(mine)})", *cells]))
-    return "\n".join(out) + "\n"
+            lines.append([f"{title} ({len(mine)})", *cells])
+    return table(["encoders", "mAP@1", *names], lines) + "\n"
 
 
 def _row(result: Result, name: str) -> Result:

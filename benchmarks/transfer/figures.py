@@ -12,20 +12,6 @@ from torch import Tensor
 from contrastive_curvature import metrics
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = [
-    "ALPHAS",
-    "REJECTED",
-    "Retrieval",
-    "flagged",
-    "harm_figures",
-    "match_figures",
-    "retrieve",
-    "unknown_figures",
-]
-
-ALPHAS = (0.01, 0.05)
-"""Shares of the known inputs that may be flagged as unknown."""
-
 REJECTED = (0.1, 0.2)
 """Shares of the queries or pairs that are rejected where an error over rejection is one number."""
 
@@ -114,16 +100,3 @@ def harm_figures(unharmed: Tensor, levels: Mapping[int, Tensor]) -> dict[str, An
         "spearman": 0.0 if constant else float(spearmanr(degree.numpy(), score.numpy()).statistic),
         "auroc": {str(level): metrics.auroc(unharmed, part) for level, part in sorted(levels.items())},
     }
-
-
-def flagged(known: Tensor, score: Tensor) -> dict[str, float]:
-    """Share of the inputs whose conformal p-value is at most each of :data:`ALPHAS`.
-
-    Args:
-        known: Scores of the known inputs that are compared with, shape (n,).
-        score: Scores, shape (N,).
-    """
-    n = len(known)
-    below = torch.searchsorted(known.double().sort().values, score.double())
-    p_value = (1 + n - below).double() / (n + 1)
-    return {str(alpha): float((p_value <= alpha).double().mean()) for alpha in ALPHAS}

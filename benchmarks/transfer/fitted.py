@@ -16,8 +16,6 @@ from benchmarks.transfer.feature_file import FeatureFile
 from contrastive_curvature import EmbeddingDistribution, FeatureNormWarning
 from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, expected
 
-__all__ = ["DEFAULT", "STRUCTURES", "Fitted", "Points", "default_structure"]
-
 T = TypeVar("T")
 
 STRUCTURES = ("diag", "kron_lowrank")

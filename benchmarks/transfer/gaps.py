@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from benchmarks.transfer.results import Result
 from benchmarks.transfer.rows import DEFAULT, Needs
 
-__all__ = ["KINDS", "Question", "best", "class_free", "gallery_free", "label_free", "questions", "resolve", "summarise"]
-
 KINDS = ("match", "unknown", "harm")
 """Is the nearest neighbour right (R-AUROC)? Is the input of another kind (AUROC)? Is it harmed (AUROC, worst level)?"""
 

@@ -11,8 +11,6 @@ from scipy import ndimage
 
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["KINDS", "LEVELS", "harm"]
-
 Images = NDArray[np.uint8]
 
 LEVELS = (1, 2, 3, 4, 5)

@@ -12,13 +12,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.transfer.feature_file import FeatureFile
-from benchmarks.transfer.figures import Retrieval, flagged, harm_figures, match_figures, retrieve, unknown_figures
-from benchmarks.transfer.fitted import DEFAULT, Fitted, Points, default_structure
-from benchmarks.transfer.rows import ANSWERS, Row, all_rows
+from benchmarks.transfer.figures import Retrieval, harm_figures, match_figures, retrieve, unknown_figures
+from benchmarks.transfer.fitted import Fitted, Points, default_structure
+from benchmarks.transfer.rows import Row, all_rows
 from benchmarks.transfer.verification import COMBINED, Verified, verify
 from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, expected
-
-__all__ = ["Judgement", "judge"]
 
 
 @dataclass
@@ -76,7 +74,6 @@ def judge(content: FeatureFile, rows: Sequence[Row] | None = None) -> Judgement:
         out.figures["rows"][row.name] = {"title": row.title, "needs": str(row.needs), **found}
     if not out.scores:
         raise InputError(expected("feature file", "data that at least one score can be computed of", str(skipped)))
-    out.figures["flagged"] = _flagged(content, fitted, out)
     out.figures["skipped"] = skipped
     out.figures["warned"] = fitted.warned
     out.figures["seconds"] = round(time.perf_counter() - start, 1)
@@ -144,19 +141,6 @@ def _score(row: Row, fitted: Fitted, points: Points) -> Tensor:
         came = f"shape {tuple(score.shape)}, {int((~score.isfinite()).sum())} of them NaN or infinite"
         raise InputError(expected(f"{row.name} of {points.name}", f"{len(points)} finite scores", came))
     return score
-
-
-def _flagged(content: FeatureFile, fitted: Fitted, out: Judgement) -> dict[str, Any]:
-    """What is compared with -> set of inputs -> alpha -> share of p-values of at most alpha."""
-    row = ANSWERS["known"].replace(f"{DEFAULT}/", f"{default_structure()}/")
-    if row not in out.scores:
-        return {}
-    scores = out.scores[row]
-    known = {"training": fitted.answers(DEFAULT, fitted.training_sample)["novelty"]}
-    if "calibration" in scores:
-        known["calibration"] = scores["calibration"]
-    names = ["test", *(f"unknown_{name}" for name in content.unknown)]
-    return {title: {name: flagged(some, scores[name]) for name in names} for title, some in known.items()}
 
 
 def _figures(content: FeatureFile, scores: Mapping[str, Tensor], out: Judgement) -> dict[str, Any]:

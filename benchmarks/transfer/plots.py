@@ -1,4 +1,4 @@
-"""Plots of one encoder: score against degree of harm, error over rejection; and reliability diagrams."""
+"""Plots of one encoder: score against degree of harm, and error over rejection."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import matplotlib as mpl
 
 mpl.use("Agg")  # files only: no display is needed, nor opened
 
-import numpy as np
 from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from torch import Tensor
@@ -18,9 +17,6 @@ from benchmarks.transfer.gaps import resolve
 from benchmarks.transfer.judge import Judgement
 from benchmarks.transfer.rows import ANSWERS
 from contrastive_curvature import metrics
-from contrastive_curvature.errors import InputError, expected
-
-__all__ = ["draw_all", "draw_harm", "draw_rejection", "reliability_diagram"]
 
 _SHOWN = ("diag/uncertainty", "norm", "mahalanobis", "knn_embedding")
 """Rows beside the library's answers."""
@@ -113,55 +109,6 @@ def draw_rejection(scores: Mapping[str, Tensor], right: Tensor, title: str, what
     axes.legend(fontsize=8)
     axes.set_title(f"Error over rejection\n{title}", fontsize=10)
     return figure
-
-
-def reliability_diagram(
-    predictions: Mapping[str, Tensor], truth: Tensor, title: str, *, bins: int = 10, event: str = "same class"
-) -> Figure:
-    """Draw how often an event happens, over the probability that was said.
-
-    Args:
-        predictions: Title -> probabilities (N,), in [0, 1].
-        truth: Whether it happened, shape (N,).
-        title: Of the figure.
-        bins: Bins with equally many predictions each.
-        event: In the labels.
-
-    Returns:
-        The diagram above a histogram of the probabilities; the legend has the Brier score and the expected calibration
-        error over the same bins.
-
-    Raises:
-        InputError: A probability is outside [0, 1] or missing, or the lengths disagree.
-    """
-    with plt.rc_context(_STYLE):
-        figure, (top, bottom) = plt.subplots(
-            2, 1, figsize=(5.6, 6), layout="constrained", sharex=True, height_ratios=[3, 1]
-        )
-        happened = truth.double().numpy()
-        for name, probability in predictions.items():
-            said = probability.double().numpy()
-            if said.shape != happened.shape or not ((said >= 0) & (said <= 1)).all():
-                raise InputError(expected(name, f"{len(happened)} probabilities in [0, 1]", f"shape {said.shape}"))
-            mean, share, weight = _bins(said, happened, bins)
-            error = float((weight * np.abs(mean - share)).sum())
-            brier = float(np.square(said - happened).mean())
-            top.plot(mean, share, marker="o", markersize=4, label=f"{name} (Brier {brier:.4f}, ECE {error:.4f})")
-            bottom.hist(said, bins=np.linspace(0, 1, 41), histtype="step")
-        top.plot([0, 1], [0, 1], color="black", linewidth=0.8, alpha=0.5)
-        top.set(ylabel=f"share that is {event}", xlim=(0, 1), ylim=(0, 1.02))
-        bottom.set(xlabel=f"probability of {event}", ylabel="count", yscale="log")
-        top.legend(fontsize=8)
-        top.set_title(title, fontsize=10)
-    return figure
-
-
-def _bins(said: np.ndarray, happened: np.ndarray, bins: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Mean probability, share of events and weight of each bin; bins of equal counts, in order of probability."""
-    order = np.argsort(said, kind="stable")
-    parts = [part for part in np.array_split(order, bins) if len(part)]
-    mean, share = (np.array([values[part].mean() for part in parts]) for values in (said, happened))
-    return mean, share, np.array([len(part) for part in parts]) / len(said)
 
 
 def _shown(judgement: Judgement) -> list[str]:

@@ -11,11 +11,9 @@ from typing import Any
 import numpy as np
 
 from benchmarks.machine import write_atomically
-from benchmarks.transfer.feature_folders import files_of
+from benchmarks.transfer.feature_file import files_of
 from benchmarks.transfer.judge import Judgement
 from benchmarks.transfer.rows import all_rows
-
-__all__ = ["VERSION", "Result", "key_of", "read_result", "read_results", "save_scores", "write_result"]
 
 Result = dict[str, Any]
 

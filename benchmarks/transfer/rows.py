@@ -20,8 +20,6 @@ from contrastive_curvature import RetrievalUncertainty
 from contrastive_curvature.embedding.gallery import SHARE
 from contrastive_curvature.hessian.sphere import normalize
 
-__all__ = ["ANSWERS", "Needs", "Row", "all_rows"]
-
 
 class Needs(StrEnum):
     """What a score has to keep after the fit."""

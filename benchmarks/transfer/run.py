@@ -12,13 +12,11 @@ from benchmarks.transfer.feature_file import load_features, save_features
 from benchmarks.transfer.judge import judge
 from benchmarks.transfer.plots import draw_all
 from benchmarks.transfer.results import VERSION, Result, key_of, read_result, read_results, save_scores, write_result
-from benchmarks.transfer.table import encoder_table, summary
+from benchmarks.transfer.tables import encoder_table, summary
 from contrastive_curvature.errors import ContrastiveCurvatureError
 
 if TYPE_CHECKING:
     from benchmarks.transfer.recipes.recipe import Recipe
-
-__all__ = ["RESULTS", "judge_features", "run_recipes", "write_summary", "write_table"]
 
 RESULTS = "transfer"
 """Folder of the results of single encoders, and name of the summary."""

@@ -12,8 +12,6 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import DivergenceError, InputError, expected
 
-__all__ = ["LOSSES", "Training", "order_of_epoch", "seeded", "train"]
-
 LOSSES = ("contrastive", "supcon", "triplet")
 """Contrastive with a margin of 0.7 between directions; SupCon at temperature 0.1; triplets with a margin of 0.2, those
 within the margin and none of the others."""

@@ -11,8 +11,6 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.sphere import normalize
 
-__all__ = ["COMBINED", "Verified", "best_threshold", "true_accept_rate", "verify"]
-
 COMBINED = {"sum": torch.add, "max": torch.maximum}
 """How the scores of the two inputs of a pair become one."""
 

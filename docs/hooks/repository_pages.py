@@ -29,7 +29,7 @@ PAGES = {
 FILES = (
     "CITATION.cff",
     "LICENSE",
-    "benchmarks/transfer/feature_folders.py",
+    "benchmarks/transfer/feature_file.py",
     "contrastive_curvature/io/serving/numpy_scorer.py",
 )
 """Files that pages link to, which are no pages."""

@@ -16,8 +16,6 @@ from benchmarks.transfer.recipes.recipe import Recipe
 from benchmarks.transfer.recipes.small_resnet import small_resnet
 from benchmarks.transfer.train import LOSSES, Training, seeded, train
 
-__all__ = ["CIFAR10"]
-
 _TITLES = {"paper": "paper's network", "resnet": "small ResNet"}
 _TRAINING = {"paper": Training(epochs=4), "resnet": Training(epochs=7, rate=3e-3)}
 # The paper's network has 9216 features: 40 kilobytes an image.

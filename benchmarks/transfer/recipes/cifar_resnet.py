@@ -11,8 +11,6 @@ from torch.nn.functional import pad
 
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["CifarResNet", "load_weights"]
-
 _WIDTHS = (16, 32, 64)
 _MEAN, _DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 """ImageNet's, with which the published weights were trained."""

@@ -22,8 +22,6 @@ from benchmarks.transfer.recipes.recipe import Recipe
 from benchmarks.transfer.recipes.text_encoder import make_text_encoder, parts_of
 from benchmarks.transfer.train import LOSSES, Training, seeded, train
 
-__all__ = ["CLINC150"]
-
 _DIM = 64
 _HARMED = 1000
 # With several queries of each of so many intents in a batch.

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from benchmarks.experiments.data.checks import require
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 
-__all__ = ["SIDE", "FaceNetwork", "LastLayer", "linear_layer"]
-
 SIDE = 112
 """Side in pixels of the images that the network takes."""
 _FILES = ("encoders/mobilefacenet.param", "encoders/mobilefacenet.bin")

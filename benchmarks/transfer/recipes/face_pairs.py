@@ -8,8 +8,6 @@ from pathlib import Path
 from benchmarks.experiments.data.checks import read_lines
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["Face", "FacePair", "read_pairs"]
-
 _HOW = "Get pairs.txt from http://vis-www.cs.umass.edu/lfw/."
 Face = tuple[str, int]
 """A person's name and the number of the image, from one."""

@@ -34,8 +34,6 @@ from benchmarks.transfer.recipes.photographs import load_photographs
 from benchmarks.transfer.recipes.recipe import Recipe
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["FACES", "face_images", "make_faces"]
-
 _CROP = (58, 52, 191, 185)
 """The face in a deep-funneled image of 250 x 250 pixels: left, upper, right and lower edge."""
 _GREY = {"mnist": "mnist", "letters": "omniglot_full"}

@@ -18,8 +18,6 @@ from benchmarks.transfer.recipes.recipe import Recipe
 from benchmarks.transfer.train import LOSSES, Training, seeded, train
 from contrastive_curvature.errors import InputTypeError, expected
 
-__all__ = ["GREY"]
-
 _TITLES = {"fashionmnist": "Fashion-MNIST", "mnist": "MNIST"}
 _OTHER = {"fashionmnist": "mnist", "mnist": "fashionmnist"}
 _SHAPE = (1, 28, 28)

@@ -9,8 +9,6 @@ import numpy as np
 
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["TEXT_KINDS", "harm_text"]
-
 _TYPOS = (0.04, 0.08, 0.14, 0.22, 0.35)
 """Share of the letters that are edited."""
 _DELETED = (0.15, 0.30, 0.45, 0.60, 0.80)

@@ -17,8 +17,6 @@ from benchmarks.experiments.data.registry import OUTSIDE
 from benchmarks.transfer.feature_file import FeatureFile
 from benchmarks.transfer.harm import KINDS, LEVELS, harm
 
-__all__ = ["Augmented", "Images", "Known", "Sizes", "all_features", "choose", "make_inputs", "unknown_images"]
-
 Images = NDArray[np.uint8]
 """Shape (N, H, W, C)."""
 

@@ -31,8 +31,6 @@ from benchmarks.transfer.recipes.recipe import Recipe
 from benchmarks.transfer.train import LOSSES, Training, seeded, train
 from contrastive_curvature.errors import InputTypeError, expected
 
-__all__ = ["OMNIGLOT"]
-
 _DIM = 64
 _SHAPE = (1, 28, 28)
 _TRAIN_EACH, _CHARACTERS, _TEST_EACH = 10, 250, 6

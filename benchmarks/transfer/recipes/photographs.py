@@ -12,8 +12,6 @@ from PIL import Image
 from benchmarks.transfer.recipes.image_encoder import Images, Known, choose, unknown_images
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["load_photographs", "unknown_to_photographs"]
-
 _FOLDER = "CIFAR-10-images"
 _SIDE = 32
 _TRAIN, _TEST = 10_000, 2_000

@@ -15,8 +15,6 @@ from numpy.typing import NDArray
 from benchmarks.experiments.data.checks import require
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["Queries", "read_queries"]
-
 _FILE = "clinc150/data_full.json.gz"
 _HOW = "Get data/data_full.json of https://github.com/clinc/oos-eval (commit 828f809), and gzip it."
 _PARTS = ("train", "val", "test")

@@ -8,8 +8,6 @@ from pathlib import Path
 
 from benchmarks.transfer.feature_file import FeatureFile
 
-__all__ = ["Recipe"]
-
 
 @dataclass(frozen=True)
 class Recipe:

@@ -23,8 +23,6 @@ from benchmarks.transfer.recipes.photographs import load_photographs, unknown_to
 from benchmarks.transfer.recipes.recipe import Recipe
 from benchmarks.transfer.train import LOSSES, Training, seeded, train
 
-__all__ = ["RESNET56", "trunk_features"]
-
 _WEIGHTS = Path("pytorch_resnet_cifar10", "pretrained_models", "resnet56-4bfd9763.th")
 _HOW = "To get it: git clone https://github.com/akamaster/pytorch_resnet_cifar10 DATA_ROOT/pytorch_resnet_cifar10"
 _DEPTH = 56

@@ -8,8 +8,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-__all__ = ["POOLED", "small_resnet"]
-
 POOLED = 256
 """Features before the last layer."""
 

@@ -11,8 +11,6 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
-__all__ = ["make_text_encoder", "parts_of"]
-
 _BUCKETS = 20_000
 _LENGTH = 160
 """Parts of a text that count; the queries of CLINC150 have fewer, but for a few of the longest."""

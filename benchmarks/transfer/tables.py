@@ -1,0 +1,282 @@
+"""The results as Markdown: one table an encoder, and the summary over all of them."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+from benchmarks.machine import table
+from benchmarks.transfer.figures import REJECTED
+from benchmarks.transfer.gaps import (
+    KINDS,
+    Question,
+    best,
+    class_free,
+    gallery_free,
+    label_free,
+    questions,
+    resolve,
+    summarise,
+)
+from benchmarks.transfer.results import Result
+from benchmarks.transfer.rows import ANSWERS, Needs
+
+_LEGEND = (
+    "R-AUROC: AUROC of the score for a wrong nearest neighbour, leave-one-out among the test inputs; 0.5 is chance. "
+    "AUSC: mean precision at 1 while the least certain queries are rejected. Unknown inputs: AUROC (AUPRC in the JSON "
+    "files). Harm: Spearman's correlation of level and score; in brackets the AUROC of the score for the inputs at "
+    "level 3 and at the worst level, among the same inputs unharmed. Bold: the best of the gallery-free scores, "
+    "which keep the posterior, constants or something for each class; in italics a gallery score that is better."
+)
+
+
+Beside = tuple[str, Callable[[str], bool]]
+"""What rows are called that an answer is compared with, and which they are by what they keep."""
+
+_ALL: Beside = ("of all", lambda _: True)
+_FREE: tuple[Beside, ...] = (
+    ("gallery-free", gallery_free),
+    ("that keeps nothing", class_free),
+    ("that keeps classes", lambda needs: needs == Needs.CLASSES),
+)
+
+TARGETS: tuple[tuple[str, str, Beside, float], ...] = (
+    *(("match", "retrieval", beside, 0.01) for beside in _FREE),
+    ("match", "unlabelled", ("without gallery labels", label_free), 0.01),
+    ("match", "gallery", _ALL, 0.01),
+    *(("unknown", "known", beside, 0.02) for beside in _FREE),
+    ("unknown", "gallery", _ALL, 0.01),
+    *(("harm", "known", beside, 0.02) for beside in _FREE),
+    ("harm", "gallery", _ALL, 0.01),
+)
+"""Kind of question, key of :data:`.rows.ANSWERS`, what it is compared with, and the largest gap that is wanted."""
+
+_ASKED = {"match": "right matches", "unknown": "unknown inputs", "harm": "harmed inputs"}
+_SHOWN = {
+    "retrieval": "`uncertainty`",
+    "known": "`novelty`",
+    "gallery": "`RetrievalUncertainty` with labels",
+    "unlabelled": "`RetrievalUncertainty`",
+}
+
+
+def encoder_table(result: Result) -> str:
+    """Every row of one encoder."""
+    return "\n".join([*_encoder(result), "", _LEGEND])
+
+
+def summary(results: Sequence[Result]) -> str:
+    """All encoders: gaps, how far the library's answers are from the best scores, and a line for each encoder."""
+    lines = [
+        "# Does the answer transfer?",
+        "",
+        f"Written by `python -m benchmarks.transfer` from the files in `transfer/`: {len(results)} encoders. Machine: "
+        f"{'; '.join(sorted({_machine(result) for result in results})) or 'none'}. Known inputs are the test inputs; "
+        "each is retrieved among the others.",
+        "",
+        _LEGEND,
+        "",
+        "## Gaps to the best gallery-free score",
+        "",
+        "Over all encoders. Gap: AUROC of the best gallery-free score minus this one's, mean and largest; below zero "
+        "where this one is better. Unknown and harmed inputs count where the best is above 0.6; n is how many "
+        "questions a score answers.",
+        "",
+        _gap_table(results),
+        "",
+        "## The library's answers",
+        "",
+        "What the library says with no option set: `uncertainty` about right matches (R-AUROC), `novelty` about "
+        "unknown and harmed inputs (AUROC, harm at the worst level), and with a labelled gallery "
+        "`RetrievalUncertainty` about all three; without labels it finds unknown and harmed inputs by the same "
+        "threshold, and has a line about right matches. Gap: the best figure of the rows named minus that of the "
+        "answer. Where the classes in use are others than in training, as on faces, rows that keep something for each "
+        "training class say little.",
+        "",
+        _target_table(results),
+        "",
+        "## Encoders",
+        "",
+        "The answers beside the best of the others; means over the unknown and harmed inputs that count. All rows of "
+        "an encoder are in `transfer/NAME.md`.",
+        "",
+        _overview(results),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def _machine(result: Result) -> str:
+    machine = result["machine"]
+    return f"{machine['cpu']}, {machine['threads']} threads, torch {machine['torch']}"
+
+
+def _gap_table(results: Sequence[Result]) -> str:
+    asked = [question for result in results for question in questions(result)]
+    titles = {"match": "R-AUROC", "unknown": "unknown, AUROC", "harm": "worst harm, AUROC"}
+    columns = [name for kind in KINDS for name in (f"{titles[kind]}: n", "mean", "gap", "largest", "at")]
+    lines = []
+    for name, row in _in_order(results):
+        cells = [row["title"], row["needs"]]
+        for kind in KINDS:
+            gaps = summarise(asked, name, kind)
+            cells += (
+                ["0", "", "", "", ""]
+                if gaps is None
+                else [str(gaps.asked), *(f"{v:.3f}" for v in (gaps.mean, gaps.gap, gaps.worst)), gaps.where]
+            )
+        found = [
+            figures["spearman"]
+            for result in results
+            if name in result["rows"]
+            for figures in result["rows"][name].get("harm", {}).values()
+        ]
+        lines.append([*cells, f"{statistics.fmean(found):.3f}" if found else ""])
+    return table(["score", "keeps", *columns, "harm, Spearman"], lines)
+
+
+def _in_order(results: Sequence[Result]) -> Iterable[tuple[str, Any]]:
+    """Rows in the order of the longest result: an encoder may lack one in the middle."""
+    rows = {name: row for result in results for name, row in result["rows"].items()}
+    longest = max(results, key=lambda result: len(result["rows"]), default={"rows": {}})["rows"]
+    return ((name, rows[name]) for name in dict.fromkeys([*longest, *rows]))
+
+
+def _target_table(results: Sequence[Result]) -> str:
+    """How many questions every answer is close to the best for."""
+    asked = [(result, question) for result in results for question in questions(result) if question.counts]
+    lines = []
+    for kind, answer, (beside, allowed), wanted in TARGETS:
+        gaps = []
+        for result, question in asked:
+            row, top = resolve(ANSWERS[answer], result), best(question, allowed)
+            if question.kind == kind and top is not None and row in question.values:
+                gaps.append((top[1] - question.values[row], f"{question.encoder} {question.item}".strip()))
+        if gaps:
+            worst, where = max(gaps)
+            # Figures have four digits: a gap of the target itself is within it.
+            within = sum(gap <= wanted + 1e-9 for gap, _ in gaps)
+            cells = [_SHOWN[answer], _ASKED[kind], beside, f"<= {wanted}", f"{within} of {len(gaps)}"]
+            lines.append([*cells, f"{statistics.fmean(gap for gap, _ in gaps):.3f}", f"{worst:.3f}", where])
+    own = [
+        (question.values[row], result["name"])
+        for result, question in asked
+        if question.kind == "match" and (row := resolve(ANSWERS["retrieval"], result)) in question.values
+    ]
+    low = [f"{name} ({value:.3f})" for value, name in own if value < 0.5]
+    cells = [_SHOWN["retrieval"], _ASKED["match"], "chance", ">= 0.5", f"{len(own) - len(low)} of {len(own)}"]
+    lines.append([*cells, "", "", ", ".join(low)])
+    return table(["answer", "about", "beside the best", "wanted", "met", "mean gap", "largest gap", "at"], lines)
+
+
+def _overview(results: Sequence[Result]) -> str:
+    """A line for each encoder: the library's answers, and the best scores of three kinds."""
+    titles = {"match": "R-AUROC", "unknown": "unknown", "harm": "harm"}
+    # The labels of a gallery change the order of known inputs, and not which inputs are called unknown.
+    with_gallery = {kind: ["unlabelled", "gallery"] if kind == "match" else ["gallery"] for kind in KINDS}
+    columns = []
+    for kind in KINDS:
+        own = [_SHOWN["retrieval" if kind == "match" else "known"], "best that keeps nothing", "best gallery-free"]
+        own += [*(_SHOWN[name] for name in with_gallery[kind]), "best of all"]
+        columns += [f"{titles[kind]}: {what}" for what in own]
+    lines = []
+    for result in results:
+        cells = [f"`{result['name']}`", f"{result['map_at_1']:.3f}"]
+        for kind in KINDS:
+            asked = [question for question in questions(result) if question.counts and question.kind == kind]
+            row = resolve(ANSWERS["retrieval" if kind == "match" else "known"], result)
+            cells.append(_mean([question.values.get(row) for question in asked]))
+            cells += [_mean([_best(question, allowed) for question in asked]) for allowed in (class_free, gallery_free)]
+            cells += [_mean([question.values.get(ANSWERS[name]) for question in asked]) for name in with_gallery[kind]]
+            cells.append(_mean([_best(question, _ALL[1]) for question in asked]))
+        lines.append(cells)
+    return table(["encoder", "mAP@1", *columns], lines)
+
+
+def _best(question: Question, allowed: Callable[[str], bool]) -> float | None:
+    found = best(question, allowed)
+    return None if found is None else found[1]
+
+
+def _mean(figures: Sequence[float | None]) -> str:
+    """Nothing where one is missing: means over different questions could not be compared."""
+    found = [figure for figure in figures if figure is not None]
+    return f"{statistics.fmean(found):.3f}" if found and len(found) == len(figures) else ""
+
+
+def _encoder(result: Result) -> Iterator[str]:
+    sizes = dict(result["sizes"])
+    counts = ", ".join(f"{sizes[name]:,} {name}" for name in ("train", "classes", "test", "features"))
+    yield f"# {result['title']}"
+    yield ""
+    pairs = result.get("pairs")
+    verified = ""
+    if pairs is not None:
+        verified = f" Pairs: {pairs['pairs']:,}, accuracy {pairs['accuracy']:.4f}, true-accept rate at a false-accept "
+        verified += f"rate of 1e-3 {pairs['true_accept']:.4f}."
+        if "new_people" in pairs:
+            verified += f" The {pairs['new_people']:,} pairs of people who are not in training: "
+            verified += f"accuracy {pairs['accuracy_new_people']:.4f}."
+    yield f"`{result['name']}`: {counts}, D = {sizes['dim']}; mAP@1 {result['map_at_1']:.3f}.{verified}"
+    yield ""
+    columns = _columns(result)
+    free = {name for name, row in result["rows"].items() if gallery_free(row["needs"])}
+    lines = []
+    for name, row in result["rows"].items():
+        cells = [row["title"], "" if row["needs"] == Needs.NOTHING else row["needs"]]
+        for figures in columns.values():
+            shown, key, larger = figures[name]
+            cells.append(shown if key is None else _marked(shown, key, name, figures, free, larger))
+        lines.append(cells)
+    yield table(["score", "keeps", *columns], lines)
+    for structure in result["warned"]:
+        yield ""
+        yield f"The fit of `{structure}` warns that its score says little more than the norm of the features."
+    if result["skipped"]:
+        yield ""
+        yield "Left out: " + " ".join(
+            f"{', '.join(f'`{name}`' for name, given in result['skipped'].items() if given == reason)} ({reason})"
+            for reason in dict.fromkeys(result["skipped"].values())
+        )
+
+
+def _columns(result: Result) -> dict[str, dict[str, tuple[str, float | None, bool]]]:
+    """Column -> row -> cell, the figure that the best one is found by, and whether larger is better."""
+    out: dict[str, dict[str, tuple[str, float | None, bool]]] = {}
+    for name, row in result["rows"].items():
+
+        def add(column: str, value: float | None, shown: str = "", larger: bool = True, name: str = name) -> None:
+            text = shown or ("" if value is None else f"{value:.3f}")
+            out.setdefault(column, {})[name] = (text, value, larger)
+
+        add("R-AUROC", row["r_auroc"])
+        add("AUSC", row["ausc"])
+        for unknown, figures in row["unknown"].items():
+            add(f"unknown: {unknown}", figures["auroc"])
+        for kind, figures in row.get("harm", {}).items():
+            levels = [level for level in ("3", max(figures["auroc"], key=int)) if level in figures["auroc"]]
+            aurocs = ", ".join(f"{figures['auroc'][level]:.3f}" for level in dict.fromkeys(levels))
+            add(f"harm: {kind}", figures["spearman"], f"{figures['spearman']:.3f} ({aurocs})")
+        for combined, figures in row.get("pairs", {}).items():
+            share = f"{REJECTED[0]:.0%}"
+            error = figures["error_at"][0]
+            add(f"pairs, {combined}: error, {share} rejected", error, f"{error:.4f}", larger=False)
+    return out
+
+
+def _marked(
+    shown: str,
+    value: float,
+    name: str,
+    figures: dict[str, tuple[str, float | None, bool]],
+    free: set[str],
+    larger: bool,
+) -> str:
+    sign = 1 if larger else -1
+    top = max((sign * key for row, (_, key, _) in figures.items() if row in free and key is not None), default=None)
+    if top is None or sign * value < top:
+        return shown
+    if name in free:
+        return f"**{shown}**"
+    return f"*{shown}*" if sign * value > top else shown
