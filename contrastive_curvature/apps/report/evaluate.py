@@ -9,17 +9,8 @@ from typing import Any
 import torch
 
 from contrastive_curvature import validate
+from contrastive_curvature.apps.report import measure
 from contrastive_curvature.apps.report.evaluation import Evaluation, Missing
-from contrastive_curvature.apps.report.measure import (
-    detection_of,
-    errors_of,
-    groups_of,
-    known_inputs,
-    reliability_of,
-    retrieval_of,
-    search,
-    thresholds_of,
-)
 from contrastive_curvature.apps.report.scored import Data, Scored, score
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.laplace.advice import LabelWarning
@@ -109,19 +100,19 @@ def evaluate(
     }
     known, other, searched = scored["test"], scored.get("unknown"), scored.get("gallery")
     _advise_on_classes(la, known)
-    found = search(known, searched, max(ranks))
+    found = measure.search(known, searched, max(ranks))
     judged = None if other is None else other.judged
     return Evaluation(
         counts={
             **{name: len(scored.get(name, ())) for name in ("test", "unknown", "gallery")},
             "classes": 0 if known.labels is None else len(known.labels.unique()),
         },
-        retrieval=found if isinstance(found, Missing) else retrieval_of(found, ranks),
-        errors=found if isinstance(found, Missing) else errors_of(found, known.uncertainty),
-        reliability=no_votes or (found if isinstance(found, Missing) else reliability_of(known, searched)),
-        detection=detection_of(known.judged, judged),
-        thresholds=thresholds_of(la, known.judged, judged, thresholds),
-        groups=groups_of(known, other, searched, found, class_names),
+        retrieval=found if isinstance(found, Missing) else measure.retrieval(found, ranks),
+        errors=found if isinstance(found, Missing) else measure.errors(found, known.uncertainty),
+        reliability=no_votes or (found if isinstance(found, Missing) else measure.reliability(known, searched)),
+        detection=measure.detection(known.judged, judged),
+        thresholds=measure.thresholds(la, known.judged, judged, thresholds),
+        groups=measure.groups(known, other, searched, found, class_names),
         posterior=_description(la),
     )
 
@@ -173,7 +164,7 @@ def _advise_on_classes(la: Any, known: Scored) -> None:
 def _description(la: Any) -> dict[str, str | int | float | bool | None]:
     """Return what a reader needs to know of a posterior to judge its evaluation, as plain values."""
     precision = la.prior_precision.detach().flatten().double().cpu()
-    n_compared, calibrated = known_inputs(la)
+    n_compared, calibrated = measure.known_inputs(la)
     out: dict[str, Any] = {
         "class": type(la).__name__,
         "structure": str(getattr(la.structure, "value", la.structure)),

@@ -83,7 +83,7 @@ def search(test: Scored, gallery: Scored | None, most: int) -> Search | Missing:
     return Search(metrics.rank_by_labels(found, test.labels, theirs), found[:, 0], size)
 
 
-def retrieval_of(found: Search, ks: list[int]) -> Retrieval:
+def retrieval(found: Search, ks: list[int]) -> Retrieval:
     """Return recall and mAP for all k that there are points for."""
     fitting = [k for k in ks if k <= found.size]
     return Retrieval(
@@ -95,7 +95,7 @@ def retrieval_of(found: Search, ks: list[int]) -> Retrieval:
     )
 
 
-def errors_of(found: Search, uncertainty: Tensor) -> Errors:
+def errors(found: Search, uncertainty: Tensor) -> Errors:
     """Judge an uncertainty, shape (N,), by whether the nearest neighbours are right."""
     right = metrics.average_precision_at_k(found.ranking, 1)
     counted = found.ranking.n_positives > 0
@@ -121,7 +121,7 @@ def errors_of(found: Search, uncertainty: Tensor) -> Errors:
     )
 
 
-def reliability_of(test: Scored, gallery: Scored | None) -> Reliability | Missing:
+def reliability(test: Scored, gallery: Scored | None) -> Reliability | Missing:
     """Let each sampled network vote for the class of every test input, with the label of the nearest neighbour."""
     if test.samples is None or (gallery is not None and gallery.samples is None):
         return Missing("The sampled embeddings would take more than 1 GiB. Give fewer inputs or a smaller n_samples.")
@@ -136,7 +136,7 @@ def reliability_of(test: Scored, gallery: Scored | None) -> Reliability | Missin
     return Reliability(found.expected_calibration_error, metrics.brier_score(votes, test.labels), bins, len(votes))
 
 
-def detection_of(known: Judged | Missing, unknown: Judged | Missing | None) -> Detection | Missing:
+def detection(known: Judged | Missing, unknown: Judged | Missing | None) -> Detection | Missing:
     """Return AUROC and AUPRC of the novelty."""
     if unknown is None:
         return Missing("No unknown inputs were given. Give some of a kind that the encoder was not trained for.")
@@ -155,7 +155,7 @@ def known_inputs(la: Any) -> tuple[int | None, bool]:
     return (None if sample is None else len(sample.features)), False
 
 
-def thresholds_of(
+def thresholds(
     la: Any, known: Judged | Missing, unknown: Judged | Missing | None, alphas: list[float]
 ) -> Thresholds | Missing:
     """Return what is flagged, at the thresholds that are asked for and at many others."""
@@ -195,7 +195,7 @@ def thresholds_of(
     )
 
 
-def groups_of(
+def groups(
     test: Scored, unknown: Scored | None, gallery: Scored | None, found: Search | Missing, names: ClassNames
 ) -> tuple[Group, ...]:
     """Return the most and the least certain test inputs, and those that a threshold flags first and last."""
@@ -215,13 +215,13 @@ def groups_of(
             "Unknown inputs with the smallest novelty: a threshold misses them first.",
         ),
     ]
-    groups = []
+    shown = []
     for scored, kind, title, text in kinds:
         if scored is not None and (extremes := scored.extremes.get(kind)):
             searched = found if scored is test else None
             cards = tuple(_card(scored, extreme, searched, gallery or test, names) for extreme in extremes)
-            groups.append(Group(title, text, cards))
-    return tuple(groups)
+            shown.append(Group(title, text, cards))
+    return tuple(shown)
 
 
 def _card(scored: Scored, extreme: Extreme, found: Search | Missing | None, gallery: Scored, names: ClassNames) -> Card:
