@@ -173,12 +173,18 @@ class ArtifactFolder(Generic[H]):
         return self.header_path.is_file()
 
     def make(self, *, parents: bool = False) -> None:
-        """Make the folder if need be; refuse one with other content."""
+        """Make the folder if need be; refuse one with other content, see :meth:`check`."""
         try:
             self.path.mkdir(parents=parents, exist_ok=True)
         except FileNotFoundError:
             received = f"no folder {self.path.parent}"
             raise InputError(expected(self._argument, "a folder in one that exists", received)) from None
+        self.check()
+
+    def check(self) -> None:
+        """Refuse a folder with other content; one that does not exist is fine."""
+        if not self.path.exists():
+            return
         # Unfinished files and the lock have names that begin with a dot.
         others = [
             name

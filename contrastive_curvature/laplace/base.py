@@ -239,7 +239,7 @@ class ContrastiveLaplace(FittedPosterior):
             folder: The folder; missing parents are made.
             overwrite: Whether a saved posterior that is there may be replaced.
             **options: ``match``, ``example`` and what the model card says (``fitted_on``, ``encoder_source``,
-                ``license``, ``metrics``, ...), see :class:`~contrastive_curvature.io.pretrained.about.SaveOptions`.
+                ``license``, ``metrics``, ...), see :class:`~contrastive_curvature.io.pretrained.SaveOptions`.
 
         Returns:
             The folder.
@@ -255,12 +255,12 @@ class ContrastiveLaplace(FittedPosterior):
         return save_pretrained(self, folder, overwrite=overwrite, **options)
 
     def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Save and upload to the Hugging Face hub (``pip install 'contrastive-curvature[hub]'``).
+        """Save and upload to the Hugging Face hub.
 
         Args:
             repo_id: The repository, ``"user/name"``; it is made where there is none.
             **options: ``private``, ``token``, ``revision``, ``create_pr`` and ``commit_message``, and the options of
-                :meth:`save_pretrained`, see :class:`~contrastive_curvature.io.pretrained.about.PushOptions`.
+                :meth:`save_pretrained`, see :class:`~contrastive_curvature.io.pretrained.PushOptions`.
 
         Returns:
             Address of the upload.
@@ -268,7 +268,7 @@ class ContrastiveLaplace(FittedPosterior):
         Raises:
             NotFittedError: Before ``fit``.
             InputError: An option is malformed, or the hub refuses the upload.
-            UnsupportedError: ``huggingface_hub`` is not installed; or see :meth:`save_pretrained`.
+            UnsupportedError: See :meth:`save_pretrained`.
         """
         from contrastive_curvature.io.pretrained.hub import push_to_hub
 
@@ -333,8 +333,7 @@ class ContrastiveLaplace(FittedPosterior):
             setattr(self, name, state[name])
         self.prior_mean, self.prior_precision = state["prior_mean"], state["prior_precision"]
         self.temperature, self._temperature_given = state["temperature"], state["temperature_given"]
-        # Files of 0.1.0 do not say it.
-        self._prior_chosen = state.get("prior_chosen", True)
+        self._prior_chosen = state["prior_chosen"]
         self.model.output_size = self.n_outputs
         self._hold_curvature(*self.form.loaded(state))
         self.known = self.known.anew(loaded_calibration(state["calibration"], self.keeps_features, like))

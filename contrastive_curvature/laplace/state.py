@@ -43,6 +43,7 @@ _KEYS: dict[str, Any] = {
     "typical_norm": (float, type(None)),
     "class_centres": (dict, type(None)),
     "curvature_error": (float, type(None)),
+    "prior_chosen": bool,
 }
 """Keys of a state, and types of their values."""
 

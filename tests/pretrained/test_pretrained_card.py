@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import yaml  # type: ignore[import-untyped]
 from huggingface_hub import ModelCard
-from hypothesis import given
-from hypothesis import strategies as st
 from saved_cases import encoder, fitted, inputs
 from test_pretrained_round_trip import Steep, same_label
 
 import contrastive_curvature as cc
-from contrastive_curvature.io.pretrained.yaml_text import yaml_text
 
 DEVICE = "cpu"
 """Text is the same on every device."""
@@ -106,27 +101,3 @@ def test_the_code_in_the_card_runs(la: Any, tmp_path: Path) -> None:
     assert "uncertainty" in code
     exec(code.replace("loss=...", "loss=Steep()").replace("relation=...", "relation=same_label"), globals() | names)
     assert "its code is not here" in (tmp_path / "own" / "README.md").read_text()
-
-
-def test_it_is_written_without_the_hubs_package(la: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    monkeypatch.setitem(sys.modules, "yaml", None)
-    folder = la.save_pretrained(tmp_path / "digits", **SAID)
-    assert (folder / "README.md").read_text().startswith("---\nlibrary_name: ")
-    assert cc.load_pretrained(folder, encoder()).n_data == 24
-
-
-# A file on disk has no line ends but its own, and no halves of characters.
-_TEXT = st.text(st.characters(exclude_categories=["Cs"]), min_size=1)
-_SCALAR = _TEXT | st.floats(allow_nan=False, allow_infinity=False) | st.integers() | st.booleans()
-_WORD = st.from_regex(r"key[a-z_-]{0,4}", fullmatch=True)
-
-
-_FLAT = st.dictionaries(_WORD, _SCALAR, min_size=1, max_size=2)
-_LIST = st.lists(_SCALAR | _FLAT, min_size=1, max_size=2)
-_NESTED = st.dictionaries(_WORD, _SCALAR | _FLAT | _LIST, min_size=1, max_size=3)
-
-
-@given(st.dictionaries(_WORD, _SCALAR | _NESTED | st.lists(_NESTED, min_size=1, max_size=2), min_size=1, max_size=3))
-def test_yaml_is_read_back(value: dict[str, Any]) -> None:
-    assert yaml.safe_load(yaml_text(value)) == value

@@ -17,7 +17,7 @@ from contrastive_curvature.apps.cli.readers import read_arrays
 from contrastive_curvature.apps.cli.saved import check_target, write_posterior
 from contrastive_curvature.apps.cli.sources import ArraySource, FeatureFolderSource, Loader, Source, shared_labels
 from contrastive_curvature.errors import expected
-from contrastive_curvature.io.pretrained.losses import KNOWN
+from contrastive_curvature.io.pretrained.posterior import KNOWN_LOSSES
 from contrastive_curvature.losses import RowLoss
 from contrastive_curvature.losses.cosine import CosineLoss
 
@@ -87,7 +87,7 @@ def _made_loss(options: Mapping[str, Any]) -> CosineLoss:
             if short in given:
                 raise BadInputError(expected(f"--{short}, --loss-option {short}", "one of them", "both"))
             given[short] = options[short]
-    losses = {key.removesuffix("Loss").lower(): kind for key, kind in KNOWN.items() if _needs_labels_alone(kind)}
+    losses = {key.removesuffix("Loss").lower(): kind for key, kind in KNOWN_LOSSES.items() if _needs_labels_alone(kind)}
     kind = losses.get(name.replace("-", ""))
     if kind is None:
         raise BadInputError(expected("--loss", f"one of {', '.join(losses)}", name))

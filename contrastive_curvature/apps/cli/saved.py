@@ -41,9 +41,9 @@ def check_target(folder: Path, *, overwrite: bool) -> None:
     if (folder / "config.json").exists() and not overwrite:
         hint = "Give --overwrite to replace it, or another folder."
         raise BadInputError(expected(f"--out {folder}", "a new folder", "one that holds a saved posterior", hint))
-    target = posterior_folder.checked_path(folder)
-    posterior_folder.check_target(target, overwrite=overwrite)
-    check_writable(folder, target)
+    place = posterior_folder.place_of(folder)
+    posterior_folder.check_target(place, overwrite=overwrite)
+    check_writable(folder, place.path)
 
 
 def write_posterior(la: Any, encoder: Encoder, folder: Path, *, overwrite: bool, about: Mapping[str, Any]) -> None:
@@ -59,7 +59,7 @@ def write_posterior(la: Any, encoder: Encoder, folder: Path, *, overwrite: bool,
         overwrite: Whether a saved posterior may be replaced.
         about: Of the data and the encoder, for the model card.
     """
-    target = posterior_folder.checked_path(folder)
+    target = posterior_folder.place_of(folder).path
     if target.exists() and os.listdir(target):
         try:
             _write_encoder(encoder, target)

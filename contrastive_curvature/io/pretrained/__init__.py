@@ -4,9 +4,9 @@
 says what is in it without an encoder. Nothing in such a folder is executed.
 """
 
-from contrastive_curvature.io.pretrained.about import PushOptions, SaveOptions
-from contrastive_curvature.io.pretrained.info import PosteriorInfo, PretrainedInfo, read_info
-from contrastive_curvature.io.pretrained.load import load_match, load_pretrained
+from contrastive_curvature.io.pretrained.folder import PosteriorInfo, PretrainedInfo
+from contrastive_curvature.io.pretrained.load import load_match, load_pretrained, read_info
+from contrastive_curvature.io.pretrained.options import PushOptions, SaveOptions
 
 __all__ = [
     "PosteriorInfo",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -14,81 +14,69 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.network.digest import encoder_digest, state_tensors, tensor_bytes
 from contrastive_curvature.network.encoder import evaluation_mode
 
-__all__ = ["check_encoder", "check_outputs_at", "encoder_of", "plain_encoder", "raw_outputs"]
-
-_WRAPPERS = ("_orig_mod.", "module.")
-"""Prefixes that torch.compile and DistributedDataParallel put before the names of parameters."""
-
-_SHOWN = 3
+Record = tuple[str, str, list[int], str]
+"""Name, type, shape and checksum of a parameter or buffer."""
 
 _SAME_OUTPUTS = {torch.float64: 1e-6, torch.float32: 1e-2}
 """Relative difference of the outputs of one encoder on two devices, at most; half precision has 0.1."""
 
 
 def encoder_of(la: Any) -> nn.Module:
-    """The encoder inside a posterior."""
+    """Return the encoder inside a posterior."""
     model: nn.Module = la.model.model if isinstance(la.model, FeatureExtractor) else la.model
     return model
 
 
-def plain_encoder(model: nn.Module) -> dict[str, Any]:
-    """Names, types, shapes and checksums of all parameters and buffers, and one checksum of all of them."""
-    return {"digest": encoder_digest(model), "tensors": _records(model)}
+def encoder_tensors(model: nn.Module) -> list[Record]:
+    """Return the records of all parameters and buffers."""
+    return [(name, str(t.dtype), list(t.shape), _checksum(t)) for name, t in state_tensors(model)]
 
 
-def check_encoder(model: nn.Module, saved: Mapping[str, Any], argument: str = "encoder") -> None:
-    """Refuse another encoder.
+def check_encoder(model: nn.Module, digest: str, saved: Sequence[Record], argument: str) -> None:
+    """Refuse another encoder, and name some parameters or buffers that differ.
 
     Args:
-        model: What the user gave.
-        saved: From :func:`plain_encoder`.
-        argument: Its name in the message.
-
-    Raises:
-        InputError: A parameter or buffer differs; the message names some that do.
+        model: From the user.
+        digest: Of the encoder that was saved.
+        saved: Its :func:`encoder_tensors`.
+        argument: Name of the encoder in the message.
     """
-    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+    if any(tensor.is_meta for _, tensor in state_tensors(model)):
         hint = "Load its weights: encoder.to_empty(device=...), then encoder.load_state_dict(...)."
         raise InputError(expected(argument, "an encoder with its weights", "one on the device meta", hint))
-    if encoder_digest(model) == saved["digest"]:
+    if encoder_digest(model) == digest:
         return
-    was, now = ({_bare(name): rest for name, *rest in part} for part in (saved["tensors"], _records(model)))
-    missing, more = [name for name in was if name not in now], [name for name in now if name not in was]
-    common = [name for name in was if name in now]
-    shapes = [name for name in common if was[name][1] != now[name][1]]
-    kinds = [name for name in common if was[name][0] != now[name][0]]
-    values = [name for name in common if was[name] != now[name] and name not in (*shapes, *kinds)]
-    wanted = "the encoder that the posterior was saved from"
-    if missing or more:
-        came = "; ".join(
-            text for text in (_some("is missing", missing, "are missing"), _some("is new", more, "are new")) if text
-        )
-        hint = "Build the same architecture, and load its weights."
+    was, now = _by_name(saved), _by_name(encoder_tensors(model))
+    missing, new = [name for name in was if name not in now], [name for name in now if name not in was]
+    kinds, shapes, values = ([name for name in was if name in now and was[name][i] != now[name][i]] for i in range(3))
+    hint = "Build the same architecture, and load its weights."
+    if missing or new:
+        gone = [f"{_some(missing)} {'is' if len(missing) == 1 else 'are'} missing"] if missing else []
+        come = [f"{_some(new)} {'is' if len(new) == 1 else 'are'} new"] if new else []
+        received = "; ".join(gone + come)
     elif shapes:
-        first = shapes[0]
-        came = f"another shape of {_some('', shapes)}: {tuple(now[first][1])} instead of {tuple(was[first][1])}"
-        hint = "Build the same architecture, and load its weights."
+        one = shapes[0]
+        received = f"another shape of {_some(shapes)}: {tuple(now[one][1])} instead of {tuple(was[one][1])}"
     elif kinds:
-        first = kinds[0]
-        came = f"{now[first][0]} instead of {was[first][0]} in {_some('', kinds)}"
-        hint = f"Load its weights in that precision: a conversion, as encoder.to({was[first][0]}), rounds them."
+        one = kinds[0]
+        received = f"{now[one][0]} instead of {was[one][0]} in {_some(kinds)}"
+        hint = f"Load its weights in that precision: a conversion, as encoder.to({was[one][0]}), rounds them."
     elif values:
-        came = f"other numbers in {len(values)} of {len(was)} parameters and buffers: {_some('', values)}"
+        received = f"other numbers in {len(values)} of {len(was)} parameters and buffers: {_some(values)}"
         hint = "Load the encoder's weights first, as encoder.load_state_dict(...); or fit the posterior again."
     else:
-        came = "its parameters in another order"
-        hint = "Build the same architecture, and load its weights."
-    raise InputError(expected(argument, wanted, came, hint))
+        received = "its parameters in another order"
+    raise InputError(expected(argument, "the encoder that the posterior was saved from", received, hint))
 
 
 def raw_outputs(la: Any, x: Any) -> Tensor:
-    """Raw outputs (B, D) of a last-layer posterior's encoder for inputs on its device."""
+    """Return raw outputs (B, D) of a last-layer posterior's encoder for inputs on its device."""
     with evaluation_mode(la.model), torch.no_grad():
         z: Tensor = la.model(x)
     return z.detach()
 
 
-def check_outputs_at(la: Any, x: Any, saved: Tensor, argument: str = "encoder") -> None:
+def check_outputs(la: Any, x: Any, saved: Tensor, argument: str) -> None:
     """Refuse an encoder that has the weights and still computes something else.
 
     Args:
@@ -96,13 +84,8 @@ def check_outputs_at(la: Any, x: Any, saved: Tensor, argument: str = "encoder") 
         x: Inputs that were saved.
         saved: Raw outputs for them, shape (B, D).
         argument: Name of the encoder in the message.
-
-    Raises:
-        InputError: The outputs differ by more than the rounding of another device.
     """
-    now = raw_outputs(la, x)
-    same = now.shape == saved.shape
-    off = float((now.double() - saved.to(now.device).double()).norm()) if same else float("nan")
+    off = float((raw_outputs(la, x).double() - saved.double()).norm())
     # Outputs of zero inputs may be zero.
     size = max(float(saved.double().norm()), torch.finfo(torch.float32).tiny)
     # Written so that NaN is refused too.
@@ -112,26 +95,21 @@ def check_outputs_at(la: Any, x: Any, saved: Tensor, argument: str = "encoder") 
         raise InputError(expected(argument, wanted, f"others, {off / size:.2g} of their norm apart", hint))
 
 
-def _records(model: nn.Module) -> list[list[Any]]:
-    return [[name, str(tensor.dtype), list(tensor.shape), _digest(tensor)] for name, tensor in state_tensors(model)]
-
-
-def _digest(tensor: Tensor) -> str:
+def _checksum(tensor: Tensor) -> str:
     digest = hashlib.sha256()
     for part in tensor_bytes(tensor):
         digest.update(part)
     return digest.hexdigest()[:16]
 
 
-def _bare(name: str) -> str:
-    for prefix in _WRAPPERS:
-        name = name.removeprefix(prefix)
-    return name
+def _by_name(records: Sequence[Record]) -> dict[str, tuple[str, list[int], str]]:
+    # torch.compile and DistributedDataParallel put these before the names.
+    return {
+        name.removeprefix("_orig_mod.").removeprefix("module."): (kind, shape, checksum)
+        for name, kind, shape, checksum in records
+    }
 
 
-def _some(one: str, names: list[str], many: str = "") -> str:
-    """The first few of some names, with what is said of them; empty where there are none."""
-    if not names:
-        return ""
-    shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-    return f"{shown} {one if len(names) == 1 else many}".strip()
+def _some(names: list[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

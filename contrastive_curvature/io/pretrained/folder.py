@@ -1,174 +1,319 @@
-"""Writing the folder of a saved posterior: at every moment it is complete, or not there."""
+"""The folder of a saved posterior: ``config.json``, which names the file of numbers, and a model card."""
 
 from __future__ import annotations
 
 import contextlib
-import os
+import hashlib
 import re
-import secrets
-import shutil
-import sys
-import threading
-from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, ClassVar
 
-from contrastive_curvature.artifact import write_whole
-from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.io.pretrained.config import numbers_named
-from contrastive_curvature.io.pretrained.layout import CARD, CONFIG, TENSORS
-from contrastive_curvature.io.pretrained.target import check_target, checked_path, told
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor
 
-if sys.platform != "win32":
-    import fcntl
+from contrastive_curvature.artifact import VERSION, ArtifactFolder, Header, sha256_of, write_whole
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.io.pretrained.options import About
 
-__all__ = ["check_target", "checked_path", "write_folder"]
+CONFIG, CARD, NUMBERS = "config.json", "README.md", "posterior-*.safetensors"
 
-_held: set[tuple[int, int, int]] = set()
-"""Device and number of the folders that are locked, each with the thread that did it."""
+_NUMBERS = re.compile(r"posterior-[0-9a-f]{16}\.safetensors")
+"""The name has the checksum of the content, so that new numbers never replace those of the present ``config.json``."""
+
+_UNFINISHED = re.compile(rf"\.({CONFIG}|{CARD}|{_NUMBERS.pattern})\.[0-9a-f]{{12}}\.tmp")
+
+_TENSOR, _TUPLE = "$tensor", "$tuple"
 
 
-def write_folder(
-    target: Path, tensors: tuple[str, bytes], config: bytes, card: bytes, *, overwrite: bool = True
-) -> None:
-    """Write a folder such that who reads it finds the complete old content, the complete new one, or no folder.
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
-    A new folder is written beside its place and renamed. In one that is there, the new numbers come first, under a name
-    of their own; then ``config.json``, which names them, is replaced in one step; then the model card, and the old
-    numbers go. Other files stay.
+
+class PosteriorInfo(_Model):
+    """One posterior in a folder.
+
+    Attributes:
+        name: ``"encoder"``; of two towers ``"a"`` or ``"b"``.
+        kind: Name of its class.
+        subset_of_weights: ``"last_layer"``, ``"all"`` or ``"subnetwork"``.
+        hessian_structure: ``"diag"``, ``"kron"``, ``"kron_lowrank"``, ``"full"``, ``"lowrank"`` or ``"gp"``.
+        dtype: Precision of the encoder, as ``"torch.float32"``.
+        n_outputs: Number D of dimensions of an embedding.
+        n_params: Number P of weights that the posterior is about.
+        n_data: Number of points that it was fitted on.
+        loss: The loss with its options.
+        needs_loss: Whether ``loss`` has to be given for loading, because its code is not in the folder.
+        relation: Name of the relation that has to be given for loading, or None.
+        options: Options of the curvature.
+        prior_precision: The prior precision, where it is one number; else None.
+        prior_precisions: How many there are, the smallest and the largest.
+        temperature: Temperature.
+        typical_norm: Mean norm of the raw outputs in training, or None.
+        n_classes: Number of class centres, or None.
+        calibrated: Whether p-values are calibrated.
+        n_calibration: With how many inputs, or None.
+        curvature_error: Relative standard error of a sampled curvature, or None.
+        encoder: Checksum of the weights and buffers of the encoder.
+        n_encoder_tensors: Number of these.
+    """
+
+    name: str
+    kind: str
+    subset_of_weights: str
+    hessian_structure: str
+    dtype: str
+    n_outputs: int
+    n_params: int
+    n_data: int
+    loss: str
+    needs_loss: bool
+    relation: str | None
+    options: dict[str, Any]
+    prior_precision: float | None
+    prior_precisions: tuple[int, float, float]
+    temperature: float
+    typical_norm: float | None
+    n_classes: int | None
+    calibrated: bool
+    n_calibration: int | None
+    curvature_error: float | None
+    encoder: str
+    n_encoder_tensors: int
+
+
+class PretrainedInfo(_Model):
+    """What is in a saved posterior.
+
+    Attributes:
+        folder: Where it is.
+        format_version: Version of the format.
+        versions: Versions of the libraries that wrote it: ``contrastive_curvature``, ``torch``, ``laplace-torch``.
+        towers: Whether it is for two towers.
+        shared: Whether both towers are one module.
+        posteriors: One; of two towers with two modules, two.
+        match: Whether a :class:`~contrastive_curvature.MatchProbability` is in it.
+        metrics: What was measured, by name.
+        about: What else its author said: ``fitted_on``, ``encoder_source``, ``license``, ``evaluated_on``, ...
+        size: Bytes of its numbers.
+    """
+
+    folder: Path
+    format_version: int
+    versions: dict[str, str]
+    towers: bool
+    shared: bool
+    posteriors: tuple[PosteriorInfo, ...]
+    match: bool
+    metrics: dict[str, float]
+    about: dict[str, Any]
+    size: int
+
+    def to_plain(self) -> dict[str, Any]:
+        """Return the same as strings, numbers, lists and dictionaries, for JSON."""
+        return self.model_dump(mode="json")
+
+
+class SavedPosterior(_Model):
+    """One posterior: what is said of it, and what it is made from; states are as :func:`flattened` gives them."""
+
+    info: PosteriorInfo
+    arguments: Any
+    options: Any
+    loss_name: str
+    loss_options: Any
+    backend: str | None
+    encoder: list[tuple[str, str, list[int], str]]
+    example_outputs: Any
+    state: Any
+
+
+class NumbersFile(_Model):
+    """The file of numbers beside ``config.json``."""
+
+    name: str
+    sha256: str
+    size: int
+
+
+class Saved(Header):
+    """Everything that is in the folder but the numbers."""
+
+    kind: ClassVar[str] = "pretrained"
+    file_name: ClassVar[str] = CONFIG
+    described: ClassVar[str] = "a saved posterior"
+    made_by: ClassVar[str] = "Name a folder that la.save_pretrained(folder) wrote."
+    repaired_by: ClassVar[str] = (
+        "Copy or download the folder again, or replace it with la.save_pretrained(folder, overwrite=True)."
+    )
+
+    versions: dict[str, str]
+    towers: bool
+    shared: bool
+    posteriors: list[SavedPosterior]
+    match: Any
+    about: About
+    numbers: NumbersFile
+
+    def info(self, folder: Path) -> PretrainedInfo:
+        """Return what is said of it."""
+        about = self.about.model_dump(exclude_none=True)
+        return PretrainedInfo(
+            folder=folder,
+            format_version=VERSION,
+            versions=self.versions,
+            towers=self.towers,
+            shared=self.shared,
+            posteriors=tuple(one.info for one in self.posteriors),
+            match=self.match is not None,
+            metrics=about.pop("metrics", {}),
+            about=about,
+            size=self.numbers.size,
+        )
+
+
+class TensorTable:
+    """Tensors by name, each kept once also where it stands in several places of a state."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        # The given tensors are kept, because the address of one that is gone may come back.
+        self._names: dict[Any, tuple[str, Tensor]] = {}
+
+    def add(self, name: str, tensor: Tensor) -> str:
+        """Keep a tensor; return the name under which it is kept."""
+        place = (tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+        if tensor.numel() and place in self._names:
+            return self._names[place][0]
+        self._names[place] = (name, tensor)
+        self.tensors[name] = tensor.detach().cpu().contiguous().clone()
+        return name
+
+
+def flattened(value: Any, table: TensorTable, name: str) -> Any:
+    """Return tensors, numbers, texts, None, and dictionaries, lists and tuples of them as JSON writes them.
 
     Args:
-        target: From :func:`checked_path`, seen by :func:`check_target`.
-        tensors: Name and content of the file of numbers.
-        config: Content of ``config.json``.
-        card: Content of the model card.
-        overwrite: Whether a posterior that somebody else has saved there meanwhile may be replaced.
+        value: The value.
+        table: Takes the tensors.
+        name: Of the value, for the names of tensors and for messages.
 
     Raises:
-        InputError: The folder cannot be written, for example because the disk is full, or it holds by now what must not
-            be written. What was there stays.
+        UnsupportedError: Something else stands in it.
     """
-    files = {tensors[0]: tensors[1], CONFIG: config, CARD: card}
-    with told(target):
-        target.parent.mkdir(parents=True, exist_ok=True)
-        if not target.exists() or not os.listdir(target):
-            _remove_abandoned(target)
-            if _write_new(target, files):
-                return
-        with _locked(target):
-            # Between the first check and the lock, somebody else may have written there.
-            check_target(target, overwrite=overwrite)
-            _replace(target, tensors, config, card)
+    if isinstance(value, Tensor):
+        return {_TENSOR: table.add(name, value)}
+    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+        return {key: flattened(part, table, f"{name}.{key}") for key, part in value.items()}
+    if type(value) in (list, tuple):
+        parts = [flattened(part, table, f"{name}.{number}") for number, part in enumerate(value)]
+        return parts if type(value) is list else {_TUPLE: parts}
+    # A text or a number may be of a class of its own, as an enumeration.
+    for plain in (bool, int, float, str):
+        if isinstance(value, plain):
+            return plain(value)
+    if value is not None:
+        msg = (
+            f"{name}: a {type(value).__name__} cannot be saved. Only tensors, numbers, strings, and dictionaries, "
+            "lists and tuples of them can be read back without executing code."
+        )
+        raise UnsupportedError(msg)
+    return None
 
 
-def _write_new(target: Path, files: Mapping[str, bytes]) -> bool:
-    """Write a folder beside its place and rename it; whether that was possible."""
-    made = target.parent / f".{target.name}.{secrets.token_hex(6)}.tmp"
-    made.mkdir()
-    try:
-        with _locked(made):
-            for name, content in files.items():
-                _write(made / name, content)
-            try:
-                os.rename(made, target)
-            except OSError:
-                # Somebody made the folder meanwhile, or this system renames over no empty folder.
-                if target.is_dir():
-                    return False
-                raise
-            return True
-    finally:
-        # Gone by then, if all went well.
-        shutil.rmtree(made, ignore_errors=True)
+def restored(plain: Any, tensors: dict[str, Tensor]) -> Any:
+    """Return what :func:`flattened` was given."""
+    if isinstance(plain, list):
+        return [restored(part, tensors) for part in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if _TENSOR in plain:
+        return tensors[plain[_TENSOR]]
+    if _TUPLE in plain:
+        return tuple(restored(plain[_TUPLE], tensors))
+    return {key: restored(part, tensors) for key, part in plain.items()}
 
 
-def _replace(target: Path, tensors: tuple[str, bytes], config: bytes, card: bytes) -> None:
-    """Write into a folder that is there; who calls it holds the lock."""
-    name, numbers = tensors
-    # The same name means the same numbers; a reader may have them open.
-    there = _holds(target / name, numbers)
-    try:
-        if not there:
-            _write(target / name, numbers)
-        _write(target / CONFIG, config)
-    except BaseException:
-        if not there and numbers_named(target) != name:
-            with contextlib.suppress(OSError):
-                os.unlink(target / name)
-        raise
-    try:
-        _write(target / CARD, card)
-    except OSError as error:
-        came = f"{target / CARD}: {error.strerror or error}"
-        hint = "The new posterior is in the folder, and loads; only its model card is the old one."
-        raise InputError(expected("folder", "a folder that can be written", came, hint)) from error
-    finally:
-        # Listed after the new configuration is there. Of a writer on a system without locks, what its configuration
-        # names stays.
-        kept = {name, numbers_named(target)}
-        # Who reads the old numbers now keeps them; what cannot be removed does no harm.
-        with contextlib.suppress(OSError):
-            for old in [other for other in os.listdir(target) if TENSORS.fullmatch(other) and other not in kept]:
-                with contextlib.suppress(OSError):
-                    os.unlink(target / old)
+def place_of(folder: object, argument: str = "folder") -> ArtifactFolder[Saved]:
+    """Return the folder, with ``~`` and all symbolic links followed."""
+    return ArtifactFolder(folder, Saved, argument, _NUMBERS)
 
 
-def _write(path: Path, content: bytes) -> None:
-    def write(file: BinaryIO) -> None:
-        file.write(content)
-
-    write_whole(path, write)
-
-
-def _holds(path: Path, content: bytes) -> bool:
-    return path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content
-
-
-@contextlib.contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Hold a lock on a folder, which the system releases when the process ends.
+def check_target(place: ArtifactFolder[Saved], *, overwrite: bool) -> None:
+    """Refuse a folder that must not be written, before anything is computed.
 
     Raises:
-        InputError: The same thread holds it, which would wait for itself: a signal came while it saved.
+        InputError: It holds something else than a saved posterior, or one, and ``overwrite`` is false.
     """
-    if sys.platform == "win32":
-        yield
+    place.check()
+    if not place.exists:
         return
-    while True:
-        handle = os.open(folder, os.O_RDONLY)
+    if not any(place.path.glob(NUMBERS)):
+        hint = "Name another folder: this one may hold something that nobody wants to lose."
+        received = f"{place.path}, which holds {CONFIG!r} and no saved posterior"
+        raise InputError(expected("folder", "a new folder, or one with a saved posterior", received, hint))
+    if not overwrite:
+        hint = "Pass overwrite=True to replace it, or name another folder."
+        received = f"{place.path}, which holds a saved posterior"
+        raise InputError(expected("folder", "a new folder", received, hint))
+
+
+def numbers_file(content: bytes) -> NumbersFile:
+    """Return name, checksum and size of the file for these numbers."""
+    sha256 = hashlib.sha256(content).hexdigest()
+    return NumbersFile(name=f"posterior-{sha256[:16]}.safetensors", sha256=sha256, size=len(content))
+
+
+def write(place: ArtifactFolder[Saved], saved: Saved, numbers: bytes, card: str, *, overwrite: bool) -> None:
+    """Write the folder such that a reader finds the old posterior or the new one, complete.
+
+    The numbers come first, under a name of their own; then ``config.json``, which names them, is replaced in one step.
+
+    Raises:
+        InputError: The folder holds by now what must not be replaced.
+    """
+    place.make(parents=True)
+    with place.locked():
+        # Somebody else may have saved there since the first check.
+        check_target(place, overwrite=overwrite)
         try:
-            status = os.fstat(handle)
-            key = (status.st_dev, status.st_ino, threading.get_ident())
-            if key in _held:
-                came = f"{folder}, which this thread is saving to, as when a signal handler saves, too"
-                raise InputError(expected("folder", "a folder that is not being written", came, "Name another folder."))
-            with contextlib.suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_EX)
-            # While it waited, another writer may have renamed a whole folder to this place.
-            if os.path.samestat(status, os.stat(folder)):
-                _held.add(key)
-                try:
-                    yield
-                finally:
-                    _held.discard(key)
-                return
+            write_whole(place.path / saved.numbers.name, lambda file: file.write(numbers))
+            place.write(saved)
         finally:
-            os.close(handle)
+            _remove_remains(place)
+        write_whole(place.path / CARD, lambda file: file.write(card.encode()))
 
 
-def _remove_abandoned(target: Path) -> None:
-    """Remove unfinished folders of killed writers of the same folder."""
-    if sys.platform == "win32":
+def _remove_remains(place: ArtifactFolder[Saved]) -> None:
+    """Remove numbers that ``config.json`` does not name, and unfinished files of killed writers."""
+    try:
+        named = place.read().numbers.name if place.exists else None
+    except InputError:
+        # It is damaged, or of another release: its numbers may be worth something.
         return
-    unfinished = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{12}}\.tmp")
-    with contextlib.suppress(OSError):
-        for name in os.listdir(target.parent):
-            path = target.parent / name
-            if unfinished.fullmatch(name) and path.is_dir() and not path.is_symlink():
-                with contextlib.suppress(OSError):
-                    handle = os.open(path, os.O_RDONLY)
-                    try:
-                        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                        shutil.rmtree(path, ignore_errors=True)
-                    finally:
-                        os.close(handle)
+    for path in place.path.iterdir():
+        old = _NUMBERS.fullmatch(path.name) and path.name != named
+        if old or _UNFINISHED.fullmatch(path.name):
+            # A file that cannot be removed does no harm.
+            with contextlib.suppress(OSError):
+                path.unlink()
+
+
+def read(folder: Path, *, again: bool = True) -> tuple[Saved, dict[str, Tensor]]:
+    """Return what is in a folder, with its tensors on the CPU.
+
+    Raises:
+        InputError: A file is missing, foreign, damaged or of another version.
+    """
+    from safetensors.torch import load_file
+
+    saved = place_of(folder, "source").read()
+    path = folder / saved.numbers.name
+    try:
+        if sha256_of(path) != saved.numbers.sha256:
+            Saved.refuse(str(path), "a damaged one: its checksum is another", Saved.repaired_by)
+        return saved, load_file(path)
+    except FileNotFoundError:
+        if again:
+            # Somebody may have replaced the posterior between the two files.
+            return read(folder, again=False)
+        Saved.refuse(str(path), "no such file", Saved.repaired_by)

@@ -1,8 +1,9 @@
-"""``la.save_pretrained``: a posterior as a folder to keep or to share."""
+"""``la.save_pretrained``: a posterior as a folder to keep or to share, with a model card."""
 
 from __future__ import annotations
 
 from importlib import metadata
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -10,113 +11,134 @@ import torch
 
 import contrastive_curvature
 from contrastive_curvature import validate
-from contrastive_curvature.embedding.match_probability import MatchProbability
 from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.io.pretrained.about import checked_about, checked_repository
-from contrastive_curvature.io.pretrained.card import card_text
-from contrastive_curvature.io.pretrained.config import config_bytes
-from contrastive_curvature.io.pretrained.folder import write_folder
-from contrastive_curvature.io.pretrained.info import info_of
-from contrastive_curvature.io.pretrained.layout import VERSION
-from contrastive_curvature.io.pretrained.numbers import numbers_bytes
-from contrastive_curvature.io.pretrained.records import plain_posterior
-from contrastive_curvature.io.pretrained.target import check_target, checked_path
-from contrastive_curvature.io.pretrained.tree import TensorTable, plain_tree
-from contrastive_curvature.network.inputs import Inputs
+from contrastive_curvature.io.pretrained.folder import (
+    PretrainedInfo,
+    Saved,
+    SavedPosterior,
+    TensorTable,
+    check_target,
+    flattened,
+    numbers_file,
+    place_of,
+    write,
+)
+from contrastive_curvature.io.pretrained.options import (
+    About,
+    SaveOptions,
+    check_repository,
+    is_repository,
+    parsed,
+)
+from contrastive_curvature.io.pretrained.posterior import saved_posterior
+from contrastive_curvature.laplace import ContrastiveLaplace, TwoTowerLaplace
 
-__all__ = ["save_pretrained"]
+LIBRARY = "contrastive-curvature"
+"""Name of this library on the Hugging Face hub and on PyPI."""
+
+_TAGS = (LIBRARY, "laplace", "uncertainty", "embeddings", "metric-learning")
 
 
-def save_pretrained(
-    la: Any,
-    folder: Path | str,
-    *,
-    overwrite: bool = False,
-    match: MatchProbability | None = None,
-    example: Inputs | tuple[Inputs, Inputs] | None = None,
-    repo_id: str | None = None,
-    **about: Any,
-) -> Path:
+def save_pretrained(la: Any, folder: Path | str, *, overwrite: bool = False, **options: Any) -> Path:
     """Write a posterior, or that of two towers, to a folder.
 
     Args:
         la: The posterior.
         folder: The folder; missing parents are made.
         overwrite: Whether a saved posterior that is there may be replaced.
-        match: A fitted :class:`~contrastive_curvature.MatchProbability` for the same encoder, saved with it.
-        example: One or two inputs to save in the place of the made-up ones that a last layer's state keeps, where the
-            encoder does not take those; for two towers a pair of them.
-        repo_id: Name of a repository of the hub, ``"user/name"``, which the card tells how to load from; nothing is
-            uploaded.
-        **about: For the model card, see :class:`~contrastive_curvature.io.pretrained.about.About`.
+        **options: See :class:`~contrastive_curvature.io.pretrained.SaveOptions`.
 
     Returns:
         The folder, with all links followed.
 
     Raises:
         NotFittedError: Before ``fit``.
-        InputError: An option is malformed, the folder holds something already, or it cannot be written.
+        InputError: An option is malformed, or the folder holds something already.
         UnsupportedError: The posterior is of a class of the user's own, or has options that are no plain values.
+        OSError: The folder cannot be written.
     """
+    from safetensors.torch import save
+
     validate.flag("overwrite", overwrite)
-    plain_about = checked_about(about)
-    if repo_id is not None:
-        checked_repository(repo_id)
-    target = checked_path(folder)
-    check_target(target, overwrite=overwrite)
+    given = parsed(SaveOptions, options)
+    if given.repo_id is not None:
+        check_repository(given.repo_id)
+    place = place_of(folder)
+    check_target(place, overwrite=overwrite)
     table = TensorTable()
-    posteriors, shared = _posteriors(la, table, example)
-    config = {
-        "versions": versions(),
-        "towers": shared is not None,
-        "shared": bool(shared),
-        "posteriors": posteriors,
-        "match": _plain_match(match, table),
-        "about": plain_about,
-    }
-    content, config["tensors"] = numbers_bytes(table.tensors)
-    config["format_version"] = VERSION
-    name = repo_id or target.name.encode("utf-8", "replace").decode()
-    card = card_text(info_of(config, target), name, repo_id)
-    write_folder(target, (config["tensors"]["file"], content), config_bytes(config), card.encode(), overwrite=overwrite)
-    return target
+    posteriors = _posteriors(la, table, given.example)
+    match = None if given.match is None else _match_state(given.match)
+    plain_match = flattened(match, table, "match")
+    numbers = save(table.tensors)
+    saved = Saved(
+        versions={
+            "contrastive_curvature": contrastive_curvature.__version__,
+            "torch": str(torch.__version__),
+            # laplace-torch has no attribute of it.
+            "laplace-torch": metadata.version("laplace-torch"),
+        },
+        towers=isinstance(la, TwoTowerLaplace),
+        shared=isinstance(la, TwoTowerLaplace) and la.shared,
+        posteriors=posteriors,
+        match=plain_match,
+        about=About(**{name: getattr(given, name) for name in About.model_fields}),
+        numbers=numbers_file(numbers),
+    )
+    card = _card(saved.info(place.path), given.repo_id)
+    write(place, saved, numbers, card, overwrite=overwrite)
+    return place.path
 
 
-def versions() -> dict[str, str]:
-    """Versions of this library and of those that the numbers of a posterior come from."""
-    # Of laplace-torch only the distribution knows it.
-    return {
-        "contrastive_curvature": contrastive_curvature.__version__,
-        "torch": str(torch.__version__),
-        "laplace-torch": metadata.version("laplace-torch"),
-    }
+def _posteriors(la: Any, table: TensorTable, example: Any) -> list[SavedPosterior]:
+    if isinstance(la, ContrastiveLaplace):
+        return [saved_posterior(la, "encoder", table, "", example)]
+    if not isinstance(la, TwoTowerLaplace):
+        raise InputTypeError(expected("la", "a posterior of likelihood='contrastive'", f"a {type(la).__name__}"))
+    if example is not None and not (isinstance(example, (tuple, list)) and len(example) == 2):
+        raise InputTypeError(expected("example", "inputs of both towers, (a, b)", f"a {type(example).__name__}"))
+    of_a, of_b = example or (None, None)
+    saved = [saved_posterior(la.a, "a", table, "a.", of_a)]
+    return saved if la.shared else [*saved, saved_posterior(la.b, "b", table, "b.", of_b)]
 
 
-def _posteriors(la: Any, table: TensorTable, example: Any) -> tuple[dict[str, Any], bool | None]:
-    """Every posterior by name, and whether two towers share one; None for one encoder."""
-    from contrastive_curvature.laplace import ContrastiveLaplace, TwoTowerLaplace
-
-    if isinstance(la, TwoTowerLaplace):
-        pair = example if isinstance(example, (tuple, list)) and len(example) == 2 else (None, None)
-        if example is not None and pair[0] is None:
-            raise InputTypeError(expected("example", "inputs of both towers, (a, b)", f"a {type(example).__name__}"))
-        made = {"a": plain_posterior(la.a, table, "a.", pair[0])}
-        if not la.shared:
-            made["b"] = plain_posterior(la.b, table, "b.", pair[1])
-        return made, la.shared
-    if not isinstance(la, ContrastiveLaplace):
-        wanted = "a posterior of likelihood='contrastive'"
-        raise InputTypeError(expected("la", wanted, f"a {type(la).__name__}"))
-    return {"encoder": plain_posterior(la, table, "", example)}, None
-
-
-def _plain_match(match: object, table: TensorTable) -> Any:
-    if match is None:
-        return None
-    if not isinstance(match, MatchProbability):
-        raise InputTypeError(expected("match", "a MatchProbability, or None", f"a {type(match).__name__}"))
-    state = match.state_dict()
-    if set(state) == {"version", "use_uncertainty", "curve"}:
+def _match_state(match: Any) -> dict[str, Any]:
+    if not match._fitted:
         hint = "Call match.fit_pairs(...) or match.fit_retrieval(...) first."
         raise InputError(expected("match", "a fitted MatchProbability", "one that is not fitted", hint))
-    return plain_tree(state, table, "match")
+    return match.state_dict()
+
+
+def _card(info: PretrainedInfo, repo_id: str | None) -> str:
+    """Return the model card: Markdown, with metadata for the hub in front."""
+    import jinja2
+    from huggingface_hub import EvalResult, ModelCardData
+
+    about, name = info.about, repo_id or info.folder.name
+    task = about.get("pipeline_tag", "feature-extraction")
+    source = about.get("encoder_source")
+    results = [
+        EvalResult(
+            task_type=task,
+            dataset_type="custom",
+            dataset_name=about.get("evaluated_on", "not named"),
+            metric_type=metric,
+            metric_name=metric,
+            metric_value=value,
+        )
+        for metric, value in info.metrics.items()
+    ]
+    data = ModelCardData(
+        library_name=LIBRARY,
+        pipeline_tag=task,
+        license=about.get("license"),
+        tags=list(dict.fromkeys([*_TAGS, *about.get("tags", ())])),
+        base_model=source if is_repository(source) else None,
+        model_name=name if results else None,
+        eval_results=results or None,
+    )
+    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    environment.filters["cell"] = lambda text: " ".join(text.split()).replace("|", "\\|")
+    template = environment.from_string(files(__package__).joinpath("card.md.jinja").read_text(encoding="utf-8"))
+    return template.render(
+        metadata=data.to_yaml(), info=info, name=name, source=repo_id or "path/to/this/folder", library=LIBRARY
+    )
