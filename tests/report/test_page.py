@@ -169,6 +169,8 @@ def test_numbers_of_the_page_are_those_of_the_evaluation(tmp_path):
     found = evaluate(la, loader(x, labels), unknown=loader(inputs(40, 4, unknown=True)[0]), n_samples=5)
     page = write(found, tmp_path)
     embedded = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
+    for name, curve in json.loads(found.to_json())["curves"].items():
+        assert embedded[name] == curve
     p_value = la(x).p_value.numpy()
     for step in embedded["slider"]:
         share = 100 * np.mean(p_value <= float(step["alpha"]))
