@@ -24,8 +24,10 @@ from contrastive_curvature.network.call import (
     refuse_compiled_layer,
     uncompiled,
 )
+from contrastive_curvature.network.digest import trunk_tensors, versions
 from contrastive_curvature.network.given_features import (
-    SourceCheck,
+    FeatureSource,
+    check_source,
     has_features,
     read_features,
     refuse_features,
@@ -87,7 +89,8 @@ class Encoder(nn.Module):
         self.normalized = False
         self.last_layer_name: str | None = None
         self._probe_points: str | None = None
-        self._check_source = SourceCheck() if takes_features else None
+        self._takes_features = takes_features
+        self._checked: tuple[Any, ...] | None = None
         self._saw_inputs = not has_features(probe)
         if self._saw_inputs:
             self._analyse(probe, last_layer_name)
@@ -96,14 +99,24 @@ class Encoder(nn.Module):
 
     def _stand_in(self, probe: Any, last_layer_name: str | None) -> None:
         """Take what the analysis found when the features were written."""
-        if self._check_source is None:
-            raise refuse_features()
-        source = source_of(probe)
-        self._check_source(self.model, last_layer_name or source.last_layer, source)
+        source = self._check_source(probe, last_layer_name)
         self.last_layer_name, self._runs = source.last_layer, 1
         layer: Any = self.last_layer
         self.dim = self._kept(layer.out_features)
         self.require_last_layer()
+
+    def _check_source(self, x: Mapping[str, Any], last_layer_name: str | None) -> FeatureSource:
+        """Refuse features of another encoder, or where inputs are needed; return where the features are from."""
+        if not self._takes_features:
+            raise refuse_features()
+        source = source_of(x)
+        name = last_layer_name or source.last_layer
+        # Weights are read again only where one of them may have changed.
+        state = (source, name, versions(trunk_tensors(self.model, name)))
+        if state != self._checked:
+            check_source(self.model, name, source)
+            self._checked = state
+        return source
 
     def _kept(self, outputs: int) -> int:
         """Return how many outputs are embeddings: sentence-transformers' ``encode`` cuts what ``forward`` returns."""
@@ -214,11 +227,9 @@ class Encoder(nn.Module):
 
     def features(self, x: Inputs) -> tuple[Tensor, Tensor]:
         """Return raw outputs (N, D), and the inputs of the last layer, (N, F)."""
-        if isinstance(x, Mapping) and has_features(x):
-            if self._check_source is None:
-                raise refuse_features()
+        if has_features(x):
+            self._check_source(x, self.last_layer_name)
             layer = self.require_last_layer()
-            self._check_source(self.model, self.last_layer_name, source_of(x))
             phi = read_features(x, layer)
             # The outputs are those of the encoder, so a layer in half precision computes them as it does for inputs.
             return at_least_float32(layer(phi.to(layer.weight.dtype))), phi

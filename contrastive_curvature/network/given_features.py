@@ -11,19 +11,19 @@ import functools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.network.digest import same_encoder, trunk_fingerprint, trunk_tensors, versions
+from contrastive_curvature.network.digest import same_encoder, trunk_fingerprint
 
 FEATURES = "contrastive_curvature.features"
 """Key of the features, shape (B, F)."""
 
 SOURCE = "contrastive_curvature.source"
-"""Key of the text of :meth:`FeatureSource.to_text`."""
+"""Key of a :class:`FeatureSource` in JSON."""
 
 
 @dataclass(frozen=True)
@@ -50,63 +50,40 @@ class FeatureSource:
         return cls(last_layer_name, layer.in_features, layer.out_features, trunk)
 
     @classmethod
-    def of_plain(cls, plain: Any, argument: str) -> FeatureSource:
-        """Return the inverse of :meth:`to_plain`.
-
-        Raises:
-            InputError: Something else.
-        """
-        kinds = {"last_layer": str, "width": int, "outputs": int, "trunk": list}
-        if not isinstance(plain, Mapping) or {name: type(value) for name, value in plain.items()} != kinds:
-            wanted = "the description of an encoder that contrastive_curvature.features writes"
-            raise InputError(expected(argument, wanted, f"{plain!r}"[:80]))
+    def of_plain(cls, plain: Mapping[str, Any]) -> FeatureSource:
+        """Return the inverse of :meth:`to_plain`."""
         return cls(**{**plain, "trunk": tuple(plain["trunk"])})
 
     def to_plain(self) -> dict[str, Any]:
         """Return strings and numbers only, for JSON."""
         return {**asdict(self), "trunk": list(self.trunk)}
 
-    def to_text(self) -> str:
-        """Return one line of JSON."""
-        return json.dumps(self.to_plain())
-
 
 def feature_inputs(features: Tensor, source: FeatureSource) -> dict[str, Any]:
     """Return a batch of saved features (B, F), as a last-layer posterior takes it in the place of inputs."""
-    return {FEATURES: features, SOURCE: source.to_text()}
+    return {FEATURES: features, SOURCE: json.dumps(source.to_plain())}
 
 
-def has_features(x: Any) -> bool:
+def has_features(x: Any) -> TypeGuard[Mapping[str, Any]]:
     """Return whether a batch holds saved features instead of inputs."""
     return isinstance(x, Mapping) and FEATURES in x
 
 
 def source_of(x: Mapping[str, Any]) -> FeatureSource:
-    """Return the source of a batch of saved features.
-
-    Raises:
-        InputTypeError: The batch has none.
-        InputError: It is malformed.
-    """
-    text = x.get(SOURCE)
-    if not isinstance(text, str):
+    """Return the source of a batch of saved features."""
+    if SOURCE not in x:
         wanted = "features with their source, as a FeatureFolder yields them"
-        raise InputTypeError(expected("x", wanted, f"a {type(text).__name__} under {SOURCE!r}"))
-    return _parsed(text)
+        raise InputTypeError(expected("x", wanted, f"no entry {SOURCE!r}"))
+    return _parsed(x[SOURCE])
 
 
 @functools.lru_cache(maxsize=16)
 def _parsed(text: str) -> FeatureSource:
-    return FeatureSource.of_plain(json.loads(text), f"x[{SOURCE!r}]")
+    return FeatureSource.of_plain(json.loads(text))
 
 
 def read_features(x: Mapping[str, Any], layer: nn.Linear) -> Tensor:
-    """Return the features (B, F) of a batch, for a layer: in its precision, at least float32, and on its device.
-
-    Raises:
-        InputTypeError: No floating-point tensor.
-        InputError: Another shape.
-    """
+    """Return the features (B, F) of a batch, for a layer: in its precision, at least float32, and on its device."""
     phi, wanted = x[FEATURES], f"features of shape (B, {layer.in_features})"
     if not isinstance(phi, Tensor) or not phi.is_floating_point():
         received = f"a tensor of {phi.dtype}" if isinstance(phi, Tensor) else f"a {type(phi).__name__}"
@@ -142,29 +119,14 @@ def difference(model: nn.Module, source: FeatureSource) -> str | None:
     return None
 
 
-class SourceCheck:
-    """Refuses features of another encoder; its weights are read again only where one of them may have changed."""
-
-    def __init__(self) -> None:
-        self._passed: tuple[Any, ...] | None = None
-
-    def __call__(self, model: nn.Module, last_layer_name: str | None, source: FeatureSource) -> None:
-        """Check a source against an encoder, whose last layer alone may have other weights.
-
-        Raises:
-            InputError: Another layer, other sizes, or other weights before the last layer.
-        """
-        tensors = [] if last_layer_name is None else trunk_tensors(model, last_layer_name)
-        state = (source, last_layer_name, versions(tensors))
-        if state == self._passed:
-            return
-        received = difference(model, source)
-        if last_layer_name != source.last_layer:
-            received = f"what layer {source.last_layer!r} takes in, and the last layer is {last_layer_name!r}"
-        if received is not None:
-            hint = (
-                "Load the weights that the encoder had when they were written, or write those of this encoder with "
-                "contrastive_curvature.features(encoder, loader, another_path)."
-            )
-            raise InputError(expected("features", "those of this encoder", received, hint))
-        self._passed = state
+def check_source(model: nn.Module, last_layer_name: str, source: FeatureSource) -> None:
+    """Refuse features of another encoder; the last layer alone may have other weights."""
+    received = difference(model, source)
+    if last_layer_name != source.last_layer:
+        received = f"what layer {source.last_layer!r} takes in, and the last layer is {last_layer_name!r}"
+    if received is not None:
+        hint = (
+            "Load the weights that the encoder had when they were written, or write those of this encoder with "
+            "contrastive_curvature.features(encoder, loader, another_path)."
+        )
+        raise InputError(expected("features", "those of this encoder", received, hint))

@@ -119,7 +119,7 @@ def open_posterior(
         found = encoder_of(spec["encoder"], spec["options"])
     else:
         of = spec["features_of"]
-        source = None if of is None else FeatureSource.of_plain(of, f"{folder}: features_of")
+        source = None if of is None else FeatureSource.of_plain(of)
         weight, identity = weights["weight"], spec["identity"]
         found = last_layer_encoder(weight, weights["bias"], width=weight.shape[1], identity=identity, source=source)
     found.module.to(device).eval()

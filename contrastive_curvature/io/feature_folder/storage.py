@@ -25,9 +25,11 @@ class MemoryMap:
 
     def __init__(self, folder: Path, header: FeatureHeader) -> None:
         self._folder, self._columns, self._rows_per_part = folder, header.columns, header.rows_per_part
+        self._mapped: dict[str, NDArray[Any]] = {}
 
     def write(self, part: int, rows: dict[str, NDArray[Any]]) -> str:
         """Write a part and return its checksum; the files grow part by part."""
+        self._mapped.clear()
         for name, kind in self._columns.items():
             self._path(name).touch()
             with self._path(name).open("r+b") as file:
@@ -62,16 +64,21 @@ class MemoryMap:
 
     def read(self, name: str, rows: slice | NDArray[np.int64]) -> NDArray[Any]:
         """Return rows of a column."""
-        path, kind = self._path(name), self._columns[name]
-        # A killed process may have left a part of a row at the end.
-        n = path.stat().st_size // kind.itemsize
-        # Copy-on-write: torch warns of arrays that cannot be written to, and the file must not change.
-        mapped = np.memmap(path, dtype=kind, mode="c", shape=(n,))
+        mapped = self._map(name)
         if isinstance(rows, slice):
             return mapped[rows]
         # Neighbours on disk are read together.
         order = rows.argsort()
         return mapped[rows[order]][order.argsort()]
+
+    def _map(self, name: str) -> NDArray[Any]:
+        if name not in self._mapped:
+            path, kind = self._path(name), self._columns[name]
+            # A killed process may have left a part of a row at the end.
+            n = path.stat().st_size // kind.itemsize
+            # Copy-on-write: torch warns of arrays that cannot be written to, and the file must not change.
+            self._mapped[name] = np.memmap(path, dtype=kind, mode="c", shape=(n,))
+        return self._mapped[name]
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.bin"
