@@ -89,7 +89,7 @@ class ProcessGroup:
             if not self._over:
                 # The others fail with this one, instead of waiting for it.
                 try:
-                    self._gathered(None, failed=True)
+                    self._gathered(None, failed=f"{type(error).__name__}: {error}")
                 except ProcessError as other:
                     if self._lost:
                         error.add_note(str(other))
@@ -98,15 +98,15 @@ class ProcessGroup:
             self._inside = False
             _running.reset(token)
 
-    def _gathered(self, mine: Any, *, failed: bool = False) -> list[Any]:
+    def _gathered(self, mine: Any, *, failed: str = "") -> list[Any]:
         every: list[Any] = [None] * self.count
         with _interrupts_later():
             self._wait(dist.all_gather_object, every, (failed, mine))
-        others = [rank for rank, (has_failed, _) in enumerate(every) if has_failed]
+        others = [rank for rank, (reason, _) in enumerate(every) if reason]
         if others:
             self._over = True
             which = f"process {others[0]}" if len(others) == 1 else f"the processes {others[:10]}"
-            msg = f"the fit failed in {which} of {self.count}; its own error says why"
+            msg = f"the fit failed in {which} of {self.count}; its own error says why: {every[others[0]][0]}"
             raise ProcessError(msg)
         return [found for _, found in every]
 
@@ -143,7 +143,11 @@ def present_exchange() -> ProcessGroup | None:
     return ProcessGroup() if several else None
 
 
-def check_agreed(exchange: ProcessGroup, facts: Mapping[str, str]) -> None:
+def check_agreed(
+    exchange: ProcessGroup,
+    facts: Mapping[str, str],
+    hint: str = "All processes of one fit need the same encoder, options and earlier fits.",
+) -> None:
     """Refuse to fit together what differs between the processes."""
     every = exchange.gather(dict(facts))
     for rank, other in enumerate(every):
@@ -151,5 +155,4 @@ def check_agreed(exchange: ProcessGroup, facts: Mapping[str, str]) -> None:
             first, found = every[0].get(name), other.get(name)
             if first != found:
                 wanted = f"the same in all {exchange.count} processes"
-                hint = "All processes of one fit need the same encoder, options and earlier fits."
                 raise InputError(expected(name, wanted, f"{first} in process 0, {found} in process {rank}", hint))

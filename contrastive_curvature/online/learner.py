@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from contrastive_curvature import validate
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, expected
 from contrastive_curvature.fit.finite import is_finite
 from contrastive_curvature.fit.loop import DatasetCurvature
@@ -16,27 +18,16 @@ from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
-from contrastive_curvature.laplace.options import given_options
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss
-from contrastive_curvature.network.encoder import evaluation_mode
-from contrastive_curvature.network.inputs import Inputs, input_length, tokenized, tokenized_batch
+from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, tokenized, tokenized_batch
 from contrastive_curvature.network.loader import read_views
 from contrastive_curvature.online.discount import DiscountedCurvature
-from contrastive_curvature.online.options import (
-    CLASSES,
-    check_numbers,
-    check_options,
-    check_probe,
-    describe_callable,
-    describe_options,
-)
+from contrastive_curvature.online.options import batch_options, check_options, described
 from contrastive_curvature.online.posterior import OnlinePosterior
 from contrastive_curvature.online.sampled import AllParameters, LastLayer, SampledEncoder
 from contrastive_curvature.options import Normalization
 from contrastive_curvature.pairs import Pairs
-
-__all__ = ["Miner", "OnlineLaplace"]
 
 Miner = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 """``miner(embeddings (N, D) of unit norm, labels (N,))`` returns index tuples ``(a, p, n)`` or ``(a1, p, a2, n)``, as
@@ -112,7 +103,6 @@ class OnlineLaplace(nn.Module):
     """
 
     discounted: DiscountedCurvature
-    options: Tensor
 
     def __init__(
         self,
@@ -137,74 +127,53 @@ class OnlineLaplace(nn.Module):
         if not isinstance(encoder, nn.Module):
             raise InputTypeError(expected("encoder", "a torch.nn.Module", f"a {type(encoder).__name__}"))
         check_options(memory_factor, n_samples, n_data, subset_of_weights, hessian_structure)
-        check_numbers(prior_precision=prior_precision, temperature=temperature)
-        zero = isinstance(sampling_temperature, (int, float)) and sampling_temperature == 0
-        if isinstance(sampling_temperature, bool) or not zero:
-            check_numbers(sampling_temperature=sampling_temperature)
-        probe = tokenized(encoder, probe, "probe")
-        check_probe(probe)
-        for name, function in (("loss", loss), ("miner", miner), ("curvature_miner", curvature_miner)):
+        numbers = {"prior_precision": prior_precision, "temperature": temperature}
+        if sampling_temperature != 0:
+            numbers["sampling_temperature"] = sampling_temperature
+        for name, value in numbers.items():
+            if value is not None:
+                validate.number(name, value, positive=True)
+        functions = {"loss": loss, "miner": miner, "curvature_miner": curvature_miner}
+        for name, function in functions.items():
             if function is not None and not callable(function):
                 raise InputTypeError(expected(name, "a callable", f"a {type(function).__name__}"))
-        self.n_data, self.n_samples = n_data, n_samples
-        # A training step sees the pairs of its batch only.
-        options = given_options(backend_kwargs)
-        if options.get("loss") is None or isinstance(options["loss"], PairLoss):
-            options = {"pairs": "batch", **options}
-        if options.get("pairs", "batch") != "batch":
-            hint = "A training step sees no other pairs; la.fit(loader) after training uses all pairs of the data set."
-            raise InputError(expected("backend_kwargs: pairs", "'batch' or nothing", repr(options["pairs"]), hint))
-        if options.get("candidates") == "dataset":
-            hint = "A training step sees no other points; la.fit(loader) after training can take those of the data set."
-            raise InputError(expected("backend_kwargs: candidates", "'batch' or nothing", "'dataset'", hint))
-        if options.get("mc_samples") is not None:
-            hint = "A step has few points, and an interrupted training could not go on with the same samples."
-            raise InputError(expected("backend_kwargs: mc_samples", "nothing in training", options["mc_samples"], hint))
-        self.encoder = encoder
+        probe = check_inputs(tokenized(encoder, probe, "probe"), "probe")
+        if input_length(probe) < 2:
+            raise InputError(expected("probe", "a batch of two inputs or more", f"{input_length(probe)} of them"))
+        self.encoder, self.n_data, self.n_samples = encoder, n_data, n_samples
         self._posterior = OnlinePosterior(
             encoder,
             probe,
             n_data,
-            CLASSES[subset_of_weights, hessian_structure],
-            {"backend": backend, "backend_kwargs": options},
+            subset_of_weights,
+            hessian_structure,
+            {"backend": backend, "backend_kwargs": batch_options(backend_kwargs)},
             prior_precision,
             temperature,
             sampling_temperature,
         )
         backend_object = self._posterior.backend
-        if backend_object.options.relation is not None and curvature_miner is not None:
+        relation = backend_object.options.relation
+        if relation is not None and curvature_miner is not None:
             raise InputError(expected("curvature_miner, backend_kwargs: relation", "one of them", "both"))
         self._loss, self._miner, self._curvature_miner = loss, miner, curvature_miner
-        # The loss is a mean over pairs of each type, as usual in metric learning. Checkpoints contain the attribute's
-        # name, which is older than the other pair losses.
+        # The loss is a mean over pairs of each type, as usual in metric learning.
         own_loss = backend_object.loss
-        self._contrastive: CosineLoss = (
+        self._own_loss: CosineLoss = (
             own_loss.replaced(normalization=Normalization.TYPE, negative_weight=0.5)
             if isinstance(own_loss, PairLoss)
             else own_loss
         )
         kind = LastLayer if subset_of_weights == "last_layer" else AllParameters
         self._sampled: SampledEncoder = kind(backend_object, self._posterior.probe, n_data, self._posterior.structure)
-        self.discounted = DiscountedCurvature(self._empty_curvature(), memory_factor)
-        own: dict[str, Any] = {"memory_factor": memory_factor, "n_samples": n_samples, "n_data": n_data}
-        own |= {"subset_of_weights": subset_of_weights, "hessian_structure": hessian_structure}
-        functions = {
-            "loss": loss,
-            "miner": miner,
-            "curvature_miner": curvature_miner,
-            "relation": backend_object.options.relation,
-        }
-        own |= {name: describe_callable(function) for name, function in functions.items()}
-        posterior = self._posterior.options()
-        if "loss" in posterior:
-            # The loss of the curvature, which may be another one than that of the training.
-            posterior["curvature_loss"] = posterior.pop("loss")
-        description = describe_options({**posterior, **own})
-        # Text in a buffer, so that a saved state contains its options in every file format that can store tensors.
-        self.register_buffer("options", torch.tensor(list(description.encode()), dtype=torch.uint8))
-        self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-            lambda module, state, prefix, *_: module.check_state(state, prefix)
-        )
+        self.discounted = DiscountedCurvature(self._sampled.empty(self._posterior.probe), memory_factor)
+        options = self._posterior.options()
+        # The loss of the curvature may be another one than that of the training.
+        options["curvature_loss"] = options.pop("loss", None)
+        options |= {name: described(function) for name, function in {**functions, "relation": relation}.items()}
+        options |= {"memory_factor": memory_factor, "n_samples": n_samples, "n_data": n_data}
+        options |= {"subset_of_weights": subset_of_weights, "hessian_structure": hessian_structure}
+        self.options = {name: str(value) for name, value in options.items()}
 
     def join(self, batch: Any, dict_key_y: str = "labels") -> tuple[Inputs, Tensor | None, Pairs | None]:
         """Turn what a loader yields into the arguments of a call, for a loss of anchors.
@@ -257,17 +226,13 @@ class OnlineLaplace(nn.Module):
         losses: list[Tensor] = []
         terms: list[DatasetCurvature] = []
         for z, context in self._sampled.outputs(x, noise):
-            raw = z.detach()
-            if not bool(raw.isfinite().all()):
+            if not bool(z.isfinite().all()):
                 msg = "the outputs of the encoder are not finite."
                 raise self._diverged(msg)
-            raw = check_outputs(raw, "encoder(x)")
-            losses.append(self._loss_of(z, labels, pairs))
+            raw = check_outputs(z.detach(), "encoder(x)")
+            losses.append(self._loss_of(z, raw, labels, pairs))
             if self.training:
-                mined: Any = pairs
-                if self._curvature_miner is not None:
-                    targets: Any = labels
-                    mined = self._curvature_miner(normalize(raw)[0], targets)
+                mined = _mined(self._curvature_miner, raw, labels, pairs)
                 try:
                     terms.append(self._sampled.curvature(x, raw, context, labels, mined))
                 except UnrepresentableError as error:
@@ -297,53 +262,46 @@ class OnlineLaplace(nn.Module):
             )
         return self._posterior.fitted(self.discounted)
 
-    def check_state(self, state: Mapping[str, Any], prefix: str = "") -> None:
-        """Check a saved state; ``load_state_dict`` calls this method before it loads any entry.
+    def get_extra_state(self) -> Tensor:
+        """Return the options for ``state_dict``: text in a tensor, as some file formats store nothing else."""
+        return torch.tensor(list(json.dumps(self.options, sort_keys=True).encode()), dtype=torch.uint8)
 
-        Args:
-            state: A ``state_dict`` of this module or of a module that contains it.
-            prefix: Prefix of the names of this module in ``state``.
+    def set_extra_state(self, state: Tensor) -> None:
+        """Refuse a state that was saved with other options; ``load_state_dict`` calls this before it loads the rest.
 
         Raises:
-            InputError: The state was saved with other options, or training steps cannot have produced its curvature.
+            InputError: An option differs.
         """
-        if f"{prefix}options" in state:
-            _refuse_other_options(self, state[f"{prefix}options"], f"state_dict[{f'{prefix}options'!r}]")
-        self.discounted.check_state(state, f"{prefix}discounted.")
+        was, now = json.loads(bytes(state.tolist())), self.options
+        differ = sorted(name for name in was | now if was.get(name) != now.get(name))
+        if differ:
+            wanted, received = (", ".join(f"{name}={given.get(name)}" for name in differ) for given in (now, was))
+            raise InputError(expected("state_dict", f"one of an OnlineLaplace with {wanted}", received))
 
-    def _loss_of(self, z: Tensor, labels: Any, given: Pairs | None = None) -> Tensor:
-        # The user's loss gets the outputs of the whole encoder, including a normalisation at its end.
-        loss: Any = self._loss
-        embeddings = z if loss is None else self._sampled.encoder.embeddings(z)
-        if loss is not None and self._miner is None:
-            return loss(embeddings, labels) if given is None else loss(embeddings, labels, given)
-        own, backend = self._contrastive, self._posterior.backend
-        if loss is None and self._miner is None and not isinstance(own, PairLoss):
-            return own.forward(z, labels, pairs=backend.options.relation if given is None else given)
-        raw = check_outputs(z.detach(), "encoder(x)")
-        pairs: Any = given
-        if self._miner is not None:
-            pairs = self._miner(normalize(raw)[0], labels)
-        elif given is None and isinstance(own, PairLoss):
-            pairs = own.mine(raw, labels, backend.options.relation)
-        return own.forward(z, pairs=pairs) if loss is None else loss(embeddings, labels, pairs)
-
-    def _empty_curvature(self) -> Any:
-        """The curvature of no pairs, which is zero and has the right shape."""
-        probe, no_pairs = self._posterior.probe, torch.zeros(0, dtype=torch.int64)
-        with torch.no_grad(), evaluation_mode(self.encoder):
-            (z, context), *_ = self._sampled.outputs(probe, [None])
-            labels = torch.zeros(input_length(probe), dtype=torch.int64, device=z.device)
-            return self._sampled.empty(probe, z, context, labels, (no_pairs,) * 4)
+    def _loss_of(self, z: Tensor, raw: Tensor, labels: Tensor | None, pairs: Any) -> Tensor:
+        """Return the loss of a batch; ``raw`` are its outputs ``z`` without a graph, checked."""
+        own, relation = self._own_loss, self._posterior.backend.options.relation
+        pairs = _mined(self._miner, raw, labels, pairs)
+        if self._loss is not None:
+            # The user's loss gets the outputs of the whole encoder, including a normalisation at its end.
+            embeddings = self._sampled.encoder.embeddings(z)
+            return self._loss(embeddings, labels) if pairs is None else self._loss(embeddings, labels, pairs)
+        if isinstance(own, PairLoss) and pairs is None:
+            targets: Any = labels
+            pairs = own.mine(raw, targets, relation)
+        if isinstance(own, PairLoss) or self._miner is not None:
+            return own.forward(z, pairs=pairs)
+        return own.forward(z, labels, pairs=relation if pairs is None else pairs)
 
     def _check_finite(self, losses: list[Tensor], terms: list[DatasetCurvature]) -> None:
-        checks = {
-            "loss": torch.stack([loss.detach().isfinite().all() for loss in losses]).all(),
-            "curvature": torch.stack([_is_finite(term) for term in terms]).all(),
+        every = {
+            "loss": [loss.detach().isfinite().all() for loss in losses],
+            "curvature": [is_finite(term.curvature) & term.cost.isfinite() & term.loss.isfinite() for term in terms],
         }
-        # All checks are transferred at once, because each transfer waits for the device.
-        for name, finite in zip(checks, torch.stack(list(checks.values())).tolist(), strict=True):
-            if not finite:
+        # Transferred at once, because each transfer waits for the device.
+        finite = torch.stack([torch.stack(each).all() for each in every.values()]).tolist()
+        for name, one in zip(every, finite, strict=True):
+            if not one:
                 msg = f"the {name} is not finite."
                 raise self._diverged(msg)
 
@@ -351,22 +309,6 @@ class OnlineLaplace(nn.Module):
         return DivergenceError(reason, int(self.discounted.steps) + 1)
 
 
-def _is_finite(term: DatasetCurvature) -> Tensor:
-    return is_finite(term.curvature) & term.cost.isfinite().all() & term.loss.isfinite().all()
-
-
-def _refuse_other_options(module: OnlineLaplace, saved: Any, name: str) -> None:
-    try:
-        was = dict(line.split("=", 1) for line in _text(saved).split("\n"))
-    except (AttributeError, TypeError, ValueError):
-        received = f"a tensor of {saved.dtype}" if isinstance(saved, Tensor) else f"a {type(saved).__name__}"
-        raise InputError(expected(name, "the options of an OnlineLaplace as text in bytes", received)) from None
-    now = dict(line.split("=", 1) for line in _text(module.options).split("\n"))
-    differ = sorted(name for name in was | now if was.get(name) != now.get(name))
-    if differ:
-        wanted, received = (", ".join(f"{name}={given.get(name)}" for name in differ) for given in (now, was))
-        raise InputError(expected("state_dict", f"one of an OnlineLaplace with {wanted}", received))
-
-
-def _text(tensor: Tensor) -> str:
-    return bytes(tensor.tolist()).decode()
+def _mined(miner: Miner | None, raw: Tensor, labels: Any, pairs: Any) -> Any:
+    """Return the pairs that a miner selects; without one, those that were given."""
+    return pairs if miner is None else miner(normalize(raw)[0], labels)

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import DivergenceError, InputError
-from contrastive_curvature.laplace import ContrastiveLaplace
+from contrastive_curvature.laplace import (
+    ContrastiveDiagLaplace,
+    ContrastiveDiagLLLaplace,
+    ContrastiveFullLaplace,
+    ContrastiveFullLLLaplace,
+    ContrastiveKronLaplace,
+    ContrastiveKronLLLaplace,
+    ContrastiveKronLowRankLLLaplace,
+    ContrastiveLaplace,
+)
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.prior import average_information
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
@@ -17,8 +26,15 @@ from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.online.discount import DiscountedCurvature
 from contrastive_curvature.options import KFACApprox, Structure
 
-__all__ = ["OnlinePosterior"]
-
+_CLASSES: dict[tuple[str, str], type[ContrastiveLaplace]] = {
+    ("last_layer", "diag"): ContrastiveDiagLLLaplace,
+    ("last_layer", "full"): ContrastiveFullLLLaplace,
+    ("last_layer", "kron"): ContrastiveKronLLLaplace,
+    ("last_layer", "kron_lowrank"): ContrastiveKronLowRankLLLaplace,
+    ("all", "diag"): ContrastiveDiagLaplace,
+    ("all", "full"): ContrastiveFullLaplace,
+    ("all", "kron"): ContrastiveKronLaplace,
+}
 _SAMPLING_PRIOR_SCALE = 1.0
 """Prior scale for sampling weights during training: the prior precision equals the mean diagonal of the curvature.
 Weights without curvature so far are therefore not sampled far from their mean. All published results of online LAM in
@@ -32,8 +48,9 @@ class OnlinePosterior:
         encoder: The encoder.
         probe: A batch of inputs for the analysis of the encoder.
         n_data: Number N of training points.
-        kind: The class of the posteriors.
-        arguments: Further arguments of this class.
+        subset_of_weights: See :class:`~contrastive_curvature.OnlineLaplace`.
+        hessian_structure: See :class:`~contrastive_curvature.OnlineLaplace`.
+        arguments: Further arguments of the posteriors.
         prior_precision: A positive number, or ``None`` for a prior that follows the curvature.
         temperature: A positive number, or ``None`` for the rules of :class:`~contrastive_curvature.OnlineLaplace`.
         sampling_temperature: Temperature of ``q_t`` divided by ``temperature``, or by the mean loss of a point;
@@ -45,14 +62,16 @@ class OnlinePosterior:
         encoder: nn.Module,
         probe: Inputs,
         n_data: int,
-        kind: type[ContrastiveLaplace],
+        subset_of_weights: str,
+        hessian_structure: str,
         arguments: dict[str, Any],
         prior_precision: float | None,
         temperature: float | None,
         sampling_temperature: float | None,
     ) -> None:
         check_model(encoder)
-        self.encoder, self.n_data, self.kind = encoder, n_data, kind
+        self.encoder, self.n_data = encoder, n_data
+        self._kind = _CLASSES[subset_of_weights, hessian_structure]
         self.prior_precision, self.temperature = prior_precision, temperature
         self.sampling_temperature = sampling_temperature
         given = {"prior_precision": prior_precision, "temperature": temperature}
@@ -161,7 +180,7 @@ class OnlinePosterior:
         return float(posterior.cost) / self.n_data if posterior.cost > 0 else 1.0
 
     def _new(self, **changes: Any) -> ContrastiveLaplace:
-        return self.kind.around(self.encoder, self.probe, **{**self._arguments, **changes})
+        return self._kind.around(self.encoder, self.probe, **{**self._arguments, **changes})
 
 
 def _map_tensors(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:

@@ -38,6 +38,11 @@ class Randomness:
         # What has not changed since is the user's setting, such as the labels of all points.
         self._unused = [_lists(sampler) for sampler in self.samplers]
 
+    @property
+    def counts(self) -> list[int]:
+        """Numbers of generators and samplers."""
+        return [len(self.generators), len(self.samplers)]
+
     def begin_epoch(self, epoch: int) -> None:
         """Call ``set_epoch`` of the samplers that have it: a ``DistributedSampler`` would repeat its order without."""
         for sampler in self.samplers:

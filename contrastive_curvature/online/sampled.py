@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.loop import DatasetCurvature, mean_norm
 from contrastive_curvature.fit.structured import structured_curvature
+from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
@@ -27,8 +28,6 @@ from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.options import PDFix, Structure
 from contrastive_curvature.pairs import make_relation
 
-__all__ = ["AllParameters", "LastLayer", "SampledEncoder"]
-
 
 class SampledEncoder(ABC):
     """Runs an encoder with sampled weights, for a training step.
@@ -37,10 +36,11 @@ class SampledEncoder(ABC):
         backend: The curvature backend.
         probe: A batch of inputs, for the analysis of the encoder.
         n_data: Number N of training points.
+        structure: The Hessian structure.
     """
 
-    def __init__(self, backend: ContrastiveBackend, probe: Inputs, n_data: int) -> None:
-        self.backend, self.n_data = backend, n_data
+    def __init__(self, backend: ContrastiveBackend, probe: Inputs, n_data: int, structure: Structure) -> None:
+        self.backend, self.n_data, self.structure = backend, n_data, structure
         self.encoder = backend.encoder(probe)
 
     @abstractmethod
@@ -57,7 +57,7 @@ class SampledEncoder(ABC):
 
     @abstractmethod
     def curvature(self, x: Inputs, z: Tensor, context: Any, targets: Tensor | None, pairs: Any) -> DatasetCurvature:
-        """The contribution of a batch to the curvature of a data set, at sampled weights.
+        """Return the contribution of a batch to the curvature of a data set, at sampled weights.
 
         Args:
             x: A batch of B inputs.
@@ -70,42 +70,36 @@ class SampledEncoder(ABC):
             Unclamped curvature, loss, non-negative loss, and B. Input factors of Kronecker pairs are sums over points.
         """
 
-    def empty(self, x: Inputs, z: Tensor, context: Any, targets: Tensor | None, pairs: Any) -> Any:
-        """The curvature of no pairs, which is zero and has the right shape; arguments as of :meth:`curvature`."""
-        if isinstance(self.backend.loss, PairLoss):
-            return self.curvature(x, z, context, targets, pairs).curvature
-        loss = self.backend.loss
-        try:
+    def empty(self, x: Inputs) -> Any:
+        """Return the curvature of no pairs, which is zero and has the right shape."""
+        pullback = self.backend.pullback(x)
+        with torch.no_grad(), evaluation_mode(self.encoder):
+            z, context = pullback.forward(x)
+            no_pairs = torch.zeros(0, dtype=torch.int64)
             # Other losses may have no notion of no pairs; the shape is the same for all.
-            self.backend.loss = ContrastiveLoss(pd_fix=PDFix.FIXED)
-            return self.curvature(x, z, context, targets, pairs).curvature
-        finally:
-            self.backend.loss = loss
+            hessian = ContrastiveLoss(pd_fix=PDFix.FIXED).data_hessian(
+                z, make_relation(len(z), z.device, None, (no_pairs,) * 4)
+            )
+            return structured_curvature(pullback, context, hessian, self.structure, 1, self.backend.options.kfac_approx)
 
-    def _term(
-        self, pullback: Pullback, z: Tensor, context: Any, targets: Any, pairs: Any, structure: Structure
-    ) -> DatasetCurvature:
-        backend = self.backend
-        if isinstance(backend.loss, PairLoss):
-            given = (targets, backend.options.relation) if pairs is None else (None, pairs)
+    def _term(self, pullback: Pullback, z: Tensor, context: Any, targets: Any, pairs: Any) -> DatasetCurvature:
+        loss, options = self.backend.loss, self.backend.options
+        given = (targets, options.relation) if pairs is None else (None, pairs)
+        hessian: OutputHessian
+        if isinstance(loss, PairLoss):
             relation = make_relation(len(z), z.device, *given)
-            shares = lone_shares(relation, backend.loss.normalization, z.dtype, self.n_data)
-            hessian = backend.loss.data_hessian(z, relation, shares)
+            shares = lone_shares(relation, loss.normalization, z.dtype, self.n_data)
+            hessian = loss.data_hessian(z, relation, shares)
         else:
-            given = (None, pairs) if pairs is not None else (targets, backend.options.relation)
-            hessian = backend.loss.data_hessian(z, backend.loss.relate(z, *given))
-        value = structured_curvature(pullback, context, hessian, structure, 1, backend.options.kfac_approx)
+            hessian = loss.data_hessian(z, loss.relate(z, *given))
+        value = structured_curvature(pullback, context, hessian, self.structure, 1, options.kfac_approx)
         # Scaled as the part of a data set of N points that the B points of this batch contribute.
-        scaled = backend.at_data_scale(DatasetCurvature(value, *hessian.loss_and_cost(), self.n_data))
+        scaled = self.backend.at_data_scale(DatasetCurvature(value, *hessian.loss_and_cost(), self.n_data))
         return replace(scaled, n=len(hessian), typical_norm=mean_norm(z))
 
 
 class LastLayer(SampledEncoder):
     """Samples the last linear layer only, so that all networks share one pass through the other layers."""
-
-    def __init__(self, backend: ContrastiveBackend, probe: Inputs, n_data: int, structure: Structure) -> None:
-        super().__init__(backend, probe, n_data)
-        self.structure = structure
 
     def outputs(self, x: Inputs, noise: list[Tensor | None]) -> Iterator[tuple[Tensor, Any]]:
         """Run the encoder once, and the last layer for every network; yields raw outputs (B, D) and features (B, F)."""
@@ -121,19 +115,18 @@ class LastLayer(SampledEncoder):
             yield linear(features, weight, bias), features.detach()
 
     def curvature(self, x: Inputs, z: Tensor, context: Any, targets: Tensor | None, pairs: Any) -> DatasetCurvature:
-        """The contribution of a batch to the curvature, from the features in ``context``, shape (B, F)."""
+        """Return the contribution of a batch to the curvature, from the features in ``context``, shape (B, F)."""
         dtype = self.encoder.require_last_layer().weight.dtype
         with torch.no_grad(), torch.autocast(z.device.type, enabled=False):
             pullback, features = self.backend.pullback(x), context.to(dtype)
-            return self._term(pullback, z.to(dtype), features, targets, pairs, self.structure)
+            return self._term(pullback, z.to(dtype), features, targets, pairs)
 
 
 class AllParameters(SampledEncoder):
     """Samples all trainable parameters."""
 
     def __init__(self, backend: ContrastiveBackend, probe: Inputs, n_data: int, structure: Structure) -> None:
-        super().__init__(backend, probe, n_data)
-        self.structure = structure
+        super().__init__(backend, probe, n_data, structure)
         self._places = parameter_places(self.encoder)
         self._size = sum(p.numel() for p in self.encoder.parameters() if p.requires_grad)
 
@@ -142,13 +135,9 @@ class AllParameters(SampledEncoder):
         named = [(name, p) for name, p in self.encoder.named_parameters() if p.requires_grad]
         sizes = [p.numel() for _, p in named]
         if sum(sizes) != self._size:
+            wanted = f"{self._size} trainable numbers, as when OnlineLaplace was created"
             hint = "Freeze or unfreeze parameters before creating OnlineLaplace, or create another one."
-            received = f"{sum(sizes)} of them"
-            raise InputError(
-                expected(
-                    "encoder", f"{self._size} trainable numbers, as when OnlineLaplace was created", received, hint
-                )
-            )
+            raise InputError(expected("encoder", wanted, f"{sum(sizes)} of them", hint))
         for shift in noise:
             if shift is None:
                 yield self.encoder(x), None
@@ -160,7 +149,7 @@ class AllParameters(SampledEncoder):
             yield functional_call(self.encoder, everywhere, (x,), tie_weights=False), shift
 
     def curvature(self, x: Inputs, z: Tensor, context: Any, targets: Tensor | None, pairs: Any) -> DatasetCurvature:
-        """The contribution of a batch to the curvature, computed in evaluation mode.
+        """Return the contribution of a batch to the curvature, computed in evaluation mode.
 
         In training mode, batch normalisation would make the output of a point depend on the whole batch, and a point
         would have no Jacobian of its own.
@@ -173,7 +162,7 @@ class AllParameters(SampledEncoder):
         ):
             pullback = self.backend.pullback(x)
             again, inner = pullback.forward(x)
-            return self._term(pullback, again, inner, targets, pairs, self.structure)
+            return self._term(pullback, again, inner, targets, pairs)
 
     @contextmanager
     def _shifted(self, shift: Tensor | None) -> Iterator[None]:

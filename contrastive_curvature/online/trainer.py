@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
 import warnings
 from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +19,16 @@ from tqdm import tqdm
 from contrastive_curvature import validate
 from contrastive_curvature.artifact import final_target
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.fit.exchange import check_agreed
 from contrastive_curvature.network.inputs import tokenized_batch
 from contrastive_curvature.network.loader import check_loader, has_views, read_batch
 from contrastive_curvature.online.checkpoint import load_checkpoint, save_checkpoint
+from contrastive_curvature.online.learner import OnlineLaplace
+from contrastive_curvature.online.options import described, repr_without_addresses
 from contrastive_curvature.online.processes import Processes
 from contrastive_curvature.online.randomness import Randomness
 
 __all__ = ["Trainer"]
-
-_ANEW = "A training must keep the settings it began with; remove {}, or name another file, to start anew."
 
 
 class Trainer:
@@ -98,6 +99,8 @@ class Trainer:
         self._saved_step: int | None = None
         # Taken before the first step, to compare them with the settings of a resumed program.
         self._settings = _settings(step, optimizer, scheduler)
+        # An attention mask may hold -inf.
+        self._infinite = {name for name, buffer in step.named_buffers() if not bool(buffer.isfinite().all())}
 
     def fit(self, train_loader: Iterable[Any], epochs: int) -> None:
         """Train.
@@ -111,8 +114,9 @@ class Trainer:
             InputError: The loader is empty or can be iterated only once; or the checkpoint is damaged, belongs to
                 another or a longer training, is used by another training, or differs between the processes.
             UnsupportedError: The loader has persistent workers, and there is a checkpoint.
-            DivergenceError: The loss or a parameter is not finite. The last good checkpoint stays.
+            DivergenceError: The loss, a parameter or another state is not finite. The last good checkpoint stays.
             OSError: The checkpoint cannot be written. The last one stays.
+            ProcessError: One of these happened in another process of the training.
         """
         validate.count("epochs", epochs)
         check_loader(train_loader, shares=True)
@@ -122,75 +126,72 @@ class Trainer:
                 "Use persistent_workers=False, or checkpoint=None."
             )
             raise UnsupportedError(msg)
-        processes, batches = Processes(self.step), _length(train_loader)
+        processes, randomness, batches = Processes(self.step), Randomness(train_loader), _length(train_loader)
         same = {
             "checkpoint": "none" if self.checkpoint is None else "a file",
-            "checkpoint_every": self.checkpoint_every,
-            "epochs": epochs,
-            "train_loader: number of batches": batches,
+            "checkpoint_every": str(self.checkpoint_every),
+            "epochs": str(epochs),
+            "train_loader: number of batches": str(batches),
         }
         hint = "Use equal trainers in all processes, and loaders of equal length, as with DistributedSampler."
-        for name, value in same.items():
-            processes.require_same(name, value, hint)
+        check_agreed(processes, same, hint)
+        settings = {
+            "processes": str(processes.count),
+            "train_loader: number of batches": str(batches),
+            "train_loader: numbers of random generators and samplers": str(randomness.counts),
+            **self._settings,
+        }
+        frame = {"settings": settings, "workers": getattr(train_loader, "num_workers", 0)}
         with contextlib.ExitStack() as stack:
-            if self.checkpoint is not None:
-                file = self.checkpoint
-                processes.run_in_all(lambda: stack.enter_context(_locked(file)) if processes.rank == 0 else None)
-            self._run(train_loader, epochs, batches, processes)
-
-    def _run(self, train_loader: Iterable[Any], epochs: int, batches: int | None, processes: Processes) -> None:
-        randomness = Randomness(train_loader)
-        frame = {"batches": batches, "workers": getattr(train_loader, "num_workers", 0)}
-        content = processes.run_in_all(lambda: self._read(frame, epochs, randomness, processes))
-        seen = "no file" if content is None else f"that of step {content['steps']}"
-        processes.require_same(str(self.checkpoint), seen, "It must be on a file system that all processes share.")
-        done = 0
-        if content is not None:
-            processes.run_in_all(lambda: self._restore(content, randomness, processes))
-            done = content["batch"]
-        self.step.train()
-        total = None if batches is None else epochs * batches
-        bar = tqdm(total=total, initial=self.steps, desc="[training]", unit="step", disable=not self.progress)
-        with bar:
+            with processes.together():
+                if self.checkpoint is not None and processes.rank == 0:
+                    stack.enter_context(_locked(self.checkpoint))
+            with processes.together():
+                done, after_done = self._resume(frame, epochs, randomness, processes)
+            self.step.train()
+            total = None if batches is None else epochs * batches
+            bar = stack.enter_context(
+                tqdm(total=total, initial=self.steps, desc="[training]", unit="step", disable=not self.progress)
+            )
+            start = randomness.state()
             while self._epoch < epochs:
                 randomness.begin_epoch(self._epoch)
-                start, count = randomness.state(), 0
+                count = 0
                 for batch in train_loader:
                     count += 1
                     if count <= done:
-                        if count == done and content is not None:
+                        if count == done:
                             # Here, because skipping the finished batches has drawn their random numbers again.
-                            randomness.restore(content["processes"][processes.rank]["now"])
+                            randomness.restore(after_done)
                         continue
                     loss = self._train_on_batch(batch)
                     if self.steps % 20 == 0:
                         bar.set_postfix(epoch=f"{self._epoch + 1}/{epochs}", loss=f"{loss:.4f}", refresh=False)
                     bar.update()
                     # Not after the last batch, where the checkpoint of the epoch follows.
-                    if self.steps % self.checkpoint_every == 0 and (batches is None or count < batches):
-                        self._save({**frame, "batch": count}, start, randomness, processes)
+                    if self.steps % self.checkpoint_every == 0 and count != batches:
+                        self._save({**frame, "batch": count}, start, randomness.state(), processes)
                 if count < max(done, 1):
                     wanted = f"at least {done} batches, as before" if done else "at least one batch"
-                    raise InputError(
-                        expected("train_loader", wanted, f"{count} batches" if done else "an empty loader")
-                    )
+                    received = f"{count} batches" if done else "an empty loader"
+                    raise InputError(expected("train_loader", wanted, received))
                 if self.scheduler is not None:
                     self.scheduler.step()
                 self._epoch, done = self._epoch + 1, 0
-                self._save({**frame, "batch": 0}, randomness.state(), randomness, processes)
+                start = randomness.state()
+                self._save({**frame, "batch": 0}, start, start, processes)
 
     def _train_on_batch(self, batch: Any) -> float:
         batch, device = tokenized_batch(self.step, batch), next(self.step.parameters()).device
         # A step that knows what to do with two views is asked.
         join = getattr(getattr(self.step, "module", self.step), "join", None)
-        x, targets, *pairs = (
-            join(batch, self.dict_key_y)
-            if join is not None and has_views(batch)
-            else read_batch(batch, device, self.dict_key_y)
-        )
-        by_name = {"pairs": pairs[0]} if pairs and pairs[0] is not None else {}
+        if join is not None and has_views(batch):
+            x, targets, pairs = join(batch, self.dict_key_y)
+        else:
+            x, targets = read_batch(batch, device, self.dict_key_y)
+            pairs = None
         try:
-            loss = self.step(x, targets, **by_name)
+            loss = self.step(x, targets) if pairs is None else self.step(x, targets, pairs=pairs)
         except DivergenceError as error:
             raise self._diverged(error.reason) from error
         if not isinstance(loss, Tensor) or loss.numel() != 1:
@@ -207,75 +208,96 @@ class Trainer:
         return value
 
     def _diverged(self, reason: str) -> DivergenceError:
-        kept = f" The last good checkpoint, of step {self._saved_step}, is {self.checkpoint}."
+        kept = ""
+        if self._saved_step is not None:
+            kept = f" The last good checkpoint, of step {self._saved_step}, is {self.checkpoint}."
         advice = " In a new training, a smaller learning rate or a larger batch usually helps."
-        kept = "" if self._saved_step is None else kept
         return DivergenceError(f"(epoch {self._epoch + 1}) {reason}{kept}{advice}", self.steps + 1)
 
-    def _save(self, frame: dict[str, Any], start: dict[str, Any], randomness: Randomness, processes: Processes) -> None:
-        processes.run_in_all(self._refuse_divergence)
-        if self.checkpoint is None:
-            return
-        step, optimizer = self.step.state_dict(), self.optimizer.state_dict()
-        own = {
-            "start": start,
-            "now": randomness.state(),
-            # Such as the statistics of a batch normalisation.
-            "step": processes.differences(step),
-            "optimizer": processes.differences({"optimizer": optimizer}),
-        }
-        content = {
-            **frame,
-            "epoch": self._epoch,
-            "steps": self.steps,
-            "settings": self._settings,
-            "step": step,
-            "optimizer": optimizer,
-            "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
-            "processes": processes.gather_plain(own),
-        }
-        file, first = self.checkpoint, self._saved_step is None
-
-        def write() -> None:
-            if processes.rank == 0:
-                save_checkpoint(file, content)
-                if first:
-                    # A state of the user's that cannot be read back should not wait for the next start to say so.
-                    load_checkpoint(file)
-
-        processes.run_in_all(write)
-        self._saved_step = self.steps
-
     def _refuse_divergence(self) -> None:
-        for name, value in self.step.named_parameters():
-            if not bool(value.isfinite().all()):
-                msg = f"parameter {name!r} is not finite after the step before."
+        every: list[tuple[str, Any]] = []
+        for name, parameter in self.step.named_parameters():
+            every.append((f"parameter {name!r}", parameter))
+        for name, buffer in self.step.named_buffers():
+            if name not in self._infinite:
+                every.append((f"buffer {name!r}", buffer))
+        for entry in self.optimizer.state.values():
+            for name, value in entry.items():
+                every.append((f"{name!r} of the optimizer", value))
+        for name, value in every:
+            if isinstance(value, Tensor) and not bool(value.isfinite().all()):
+                msg = f"{name} is not finite after the step before."
                 raise self._diverged(msg)
 
-    def _read(
+    def _save(self, frame: dict[str, Any], start: Any, now: Any, processes: Processes) -> None:
+        """Write a checkpoint, with the random states at the start of the epoch and now."""
+        with processes.together():
+            self._refuse_divergence()
+            if self.checkpoint is None:
+                return
+            step, optimizer = self.step.state_dict(), self.optimizer.state_dict()
+            own = {
+                "start": start,
+                "now": now,
+                # Such as the statistics of a batch normalisation.
+                "step": processes.differences(step),
+                "optimizer": processes.differences({"optimizer": optimizer}),
+            }
+            content = {
+                **frame,
+                "epoch": self._epoch,
+                "steps": self.steps,
+                "step": step,
+                "optimizer": optimizer,
+                "scheduler": None if self.scheduler is None else self.scheduler.state_dict(),
+                "processes": processes.gather_states(own),
+            }
+            if processes.rank == 0:
+                save_checkpoint(self.checkpoint, content)
+                if self._saved_step is None:
+                    # A state of the user's that cannot be read back should not wait for the next start to say so.
+                    load_checkpoint(self.checkpoint)
+        self._saved_step = self.steps
+
+    def _resume(
         self, frame: dict[str, Any], epochs: int, randomness: Randomness, processes: Processes
-    ) -> dict[str, Any] | None:
-        """Return the content of the checkpoint, which is one of this training; ``None`` where there is no file."""
-        file = self.checkpoint
-        if file is None or not file.exists():
-            return None
+    ) -> tuple[int, Any]:
+        """Continue from the checkpoint, if there is one.
+
+        Return how many batches of the epoch are finished, and the random states after them.
+        """
+        content = None
+        if self.checkpoint is not None and self.checkpoint.exists():
+            content = self._read(self.checkpoint, frame, epochs)
+        seen = "no file" if content is None else f"that of step {content['steps']}"
+        check_agreed(processes, {"checkpoint": seen}, "It must be on a file system that all processes share.")
+        if content is None:
+            return 0, None
+        own = content["processes"][processes.rank]
+        # Not a new dictionary, which would have no attribute _metadata with the versions of the modules.
+        content["step"].update(own["step"])
+        self.step.load_state_dict(content["step"])
+        self.optimizer.load_state_dict(own["optimizer"].get("optimizer", content["optimizer"]))
+        if self.scheduler is not None:
+            self.scheduler.load_state_dict(content["scheduler"])
+        randomness.restore(own["start"])
+        self.steps = self._saved_step = content["steps"]
+        self._epoch = content["epoch"]
+        if self.progress and processes.rank == 0:
+            tqdm.write(f"continuing from {self.checkpoint}, step {self.steps}")
+        return content["batch"], own["now"]
+
+    def _read(self, file: Path, frame: dict[str, Any], epochs: int) -> dict[str, Any]:
+        """Return the content of the checkpoint, which is one of this training."""
         content = load_checkpoint(file)
-        if "processes" not in content:
+        if "settings" not in content:
             raise InputError(expected(str(file), "a checkpoint of a Trainer", "other content", "Name another file."))
-        own = content["processes"][processes.rank] if processes.rank < len(content["processes"]) else None
-        before = {"processes": len(content["processes"]), "train_loader: number of batches": content["batches"]}
-        present = {"processes": processes.count, "train_loader: number of batches": frame["batches"]}
-        if own is not None:
-            name = "train_loader: numbers of random generators and samplers"
-            before[name] = [len(own["start"][part]) for part in ("loader", "samplers")]
-            present[name] = [len(randomness.generators), len(randomness.samplers)]
-        for kind in ("optimizer", "scheduler", "step"):
-            before |= {f"{kind}{line}": value for line, value in content["settings"][kind].items()}
-            present |= {f"{kind}{line}": value for line, value in self._settings[kind].items()}
+        before, present = content["settings"], frame["settings"]
         for name in before | present:
             was, now = before.get(name), present.get(name)
             if was != now:
-                raise InputError(expected(name, f"{was}, as before", str(now), _ANEW.format(file)))
+                hint = f"A training must keep the settings it began with; remove {file}, or name another file, "
+                raise InputError(expected(name, f"{was}, as before", str(now), f"{hint}to start anew."))
         started = content["epoch"] + (content["batch"] > 0)
         if started > epochs:
             hint = f"Remove {file} to start anew."
@@ -285,71 +307,37 @@ class Trainer:
                 f"train_loader: num_workers was {content['workers']} and is {frame['workers']}. Data that draw random "
                 "numbers, as augmentations do, will differ from those of a training without interruption."
             )
-            warnings.warn(msg, UserWarning, stacklevel=5)
+            warnings.warn(msg, UserWarning, stacklevel=4)
         return content
 
-    def _restore(self, content: dict[str, Any], randomness: Randomness, processes: Processes) -> None:
-        own = content["processes"][processes.rank]
-        # copy.copy and not a new dictionary, which would drop the attribute _metadata with the versions of the modules.
-        step = copy.copy(content["step"])
-        step.update(own["step"])
-        try:
-            self.step.load_state_dict(step)
-        except InputError as error:
-            msg = f"step: {error} {_ANEW.format(self.checkpoint)}"
-            raise InputError(msg) from None
-        self.optimizer.load_state_dict(own["optimizer"].get("optimizer", content["optimizer"]))
-        if self.scheduler is not None:
-            self.scheduler.load_state_dict(content["scheduler"])
-        randomness.restore(own["start"])
-        self.steps = self._saved_step = content["steps"]
-        self._epoch = content["epoch"]
-        if self.progress and processes.rank == 0:
-            tqdm.write(f"continuing from {self.checkpoint}, step {self.steps}")
+
+def _settings(step: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str]:
+    """Describe what must be the same when a training is resumed."""
+    settings = {"optimizer": type(optimizer).__name__, "scheduler": type(scheduler).__name__}
+    for number, group in enumerate(optimizer.param_groups):
+        for name, value in group.items():
+            if name != "params":
+                settings[f"optimizer: group {number}: {name}"] = described(value)
+    if scheduler is not None:
+        for name, value in scheduler.state_dict().items():
+            settings[f"scheduler: {name}"] = described(value)
+    for number, line in enumerate(repr_without_addresses(step).splitlines(), 1):
+        settings[f"step, line {number} of its modules"] = line
+    for module in step.modules():
+        if isinstance(module, OnlineLaplace):
+            settings |= {f"step: {name}": value for name, value in module.options.items()}
+    return settings
 
 
-def _settings(step: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, dict[str, str]]:
-    """Describe what must be the same when a training is resumed, line by line, as text."""
-    groups = {
-        f": group {number}: {name}": repr(value)
-        for number, group in enumerate(optimizer.param_groups)
-        for name, value in group.items()
-        if name != "params"
-    }
-    schedule = (
-        {} if scheduler is None else {f": {name}": _text(value) for name, value in scheduler.state_dict().items()}
-    )
-    return {
-        "optimizer": {"": type(optimizer).__name__, **groups},
-        "scheduler": {"": type(scheduler).__name__, **schedule},
-        "step": {f", line {number} of its modules": line for number, line in enumerate(repr(step).splitlines(), 1)},
-    }
-
-
-def _text(value: object) -> str:
-    # The address of an object in memory is another one in the next program.
-    return (
-        repr(value)
-        if isinstance(value, (str, bool, int, float, list, tuple, dict, type(None)))
-        else type(value).__name__
-    )
-
-
-@contextlib.contextmanager
-def _locked(checkpoint: Path) -> Any:
+def _locked(checkpoint: Path) -> AbstractContextManager[Any]:
     """Prevent other trainings from using a checkpoint; the system frees the lock when this process ends."""
     target = final_target(checkpoint)
-    lock = FileLock(target.parent / f".{target.name}.lock")
     try:
-        lock.acquire(timeout=0)
+        return FileLock(target.parent / f".{target.name}.lock").acquire(timeout=0)
     except Timeout:
         hint = "Wait until that training has ended, or use another checkpoint for each training and each process."
         received = f"{checkpoint}, which another training is using"
         raise InputError(expected("checkpoint", "a file that no other training uses", received, hint)) from None
-    try:
-        yield
-    finally:
-        lock.release()
 
 
 def _length(loader: Iterable[Any]) -> int | None:

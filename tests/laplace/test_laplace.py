@@ -336,7 +336,7 @@ def by_class(y: Tensor, per: int, classes: int) -> list[list[int]]:
 def test_batches_are_without_bias_however_many_classes(classes: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Most points of a random batch have no positive in it where there are many classes."""
     # Online, the clamp of every step adds what it takes out of negative entries: docs/online.md.
-    monkeypatch.setattr("contrastive_curvature.online.discount.clamp_curvature", lambda raw: raw)
+    monkeypatch.setattr("contrastive_curvature.online.discount.clamp_factors", lambda raw: raw)
     torch.manual_seed(0)
     y = torch.arange(1200) % classes
     x = torch.randn(classes, 8, dtype=torch.float64)[y] + 0.3 * torch.randn(1200, 8, dtype=torch.float64)

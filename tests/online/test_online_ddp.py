@@ -172,7 +172,6 @@ def test_processes_that_share_a_training_share_its_file(tmp_path: Path) -> None:
     one, two = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(PROCESSES))
     for said in (one, two):
         assert "No space left on device" in said["full"]
-        assert said["full"].startswith("OSError")
         assert said["after full"] == said["whole"]
         file = str(tmp_path / "full.pt")
         assert "that of step 12" in said["not shared"]
@@ -183,9 +182,14 @@ def test_processes_that_share_a_training_share_its_file(tmp_path: Path) -> None:
         assert "checkpoint: expected the same in all 2 processes, got a file in process 0, none" in said["one has none"]
         assert "number of batches: expected the same in all 2 processes" in said["uneven"]
         assert f"{file}, which another training is using" in said["in use"]
-        assert all(said[name].startswith("InputError") for name in said if name in ("damaged", "in use", "uneven"))
+        assert all(said[name].startswith("InputError") for name in ("not shared", "another step", "uneven"))
         assert said["orders"][0] != said["orders"][1]  # the sampler was told the epoch
-    assert "(in process 0)" in two["full"]
+    assert one["full"].startswith("OSError")
+    assert two["full"].startswith("ProcessError: the fit failed in process 0 of 2; its own error says why: OSError")
+    assert two["in use"].startswith("ProcessError: the fit failed in process 0 of 2")
+    assert one["damaged"].startswith("ProcessError: the fit failed in process 1 of 2")
+    assert one["in use"].startswith("InputError")
+    assert two["damaged"].startswith("InputError")
     assert one["left"] == [".full.pt.lock", "full.pt", "meet"]
     assert sorted((one["plain"][:10], two["plain"][:10])) == ["InputError", "nothing"]
     assert "which another training is using" in one["plain"] + two["plain"]

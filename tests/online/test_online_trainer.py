@@ -247,3 +247,32 @@ class _Four:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return iter(batches())
+
+
+class Overflowing(Plain):
+    """A finite loss and finite weights, with statistics that overflow at the second step, and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("statistic", torch.ones(2))
+        self.register_buffer("mask", torch.full((2,), -float("inf")), persistent=False)
+
+    def forward(self, x: Any, targets: Tensor) -> Tensor:
+        self.statistic.mul_(1e30)
+        return super().forward(x, targets)
+
+
+def test_statistics_and_states_of_the_optimizer_are_finite_in_every_checkpoint(device: str, tmp_path: Path) -> None:
+    file = tmp_path / "run.pt"
+    step = Overflowing().to(device)
+    trainer = Trainer(step, torch.optim.SGD(step.parameters(), lr=0.1), checkpoint=file, checkpoint_every=1)
+    with pytest.raises(
+        cc.DivergenceError, match=r"buffer 'statistic' is not finite.* checkpoint, of step 1, is .*run\.pt"
+    ):
+        trainer.fit(batches(), 1)
+    assert load_checkpoint(file)["steps"] == 1
+    step = Plain().to(device)
+    optimizer = torch.optim.Adam(step.parameters())
+    optimizer.register_step_post_hook(lambda *_: optimizer.state[step.net.weight]["exp_avg"].fill_(float("inf")))
+    with pytest.raises(cc.DivergenceError, match="'exp_avg' of the optimizer is not finite"):
+        Trainer(step, optimizer).fit(batches(1), 1)
