@@ -127,12 +127,14 @@ class OnlineLaplace(nn.Module):
         if not isinstance(encoder, nn.Module):
             raise InputTypeError(expected("encoder", "a torch.nn.Module", f"a {type(encoder).__name__}"))
         check_options(memory_factor, n_samples, n_data, subset_of_weights, hessian_structure)
-        numbers = {"prior_precision": prior_precision, "temperature": temperature}
-        if sampling_temperature != 0:
-            numbers["sampling_temperature"] = sampling_temperature
+        numbers = {
+            "prior_precision": prior_precision,
+            "temperature": temperature,
+            "sampling_temperature": sampling_temperature,
+        }
         for name, value in numbers.items():
             if value is not None:
-                validate.number(name, value, positive=True)
+                validate.number(name, value, positive=name != "sampling_temperature")
         functions = {"loss": loss, "miner": miner, "curvature_miner": curvature_miner}
         for name, function in functions.items():
             if function is not None and not callable(function):
@@ -148,9 +150,7 @@ class OnlineLaplace(nn.Module):
             subset_of_weights,
             hessian_structure,
             {"backend": backend, "backend_kwargs": batch_options(backend_kwargs)},
-            prior_precision,
-            temperature,
-            sampling_temperature,
+            **numbers,
         )
         backend_object = self._posterior.backend
         relation = backend_object.options.relation
@@ -167,11 +167,11 @@ class OnlineLaplace(nn.Module):
         kind = LastLayer if subset_of_weights == "last_layer" else AllParameters
         self._sampled: SampledEncoder = kind(backend_object, self._posterior.probe, n_data, self._posterior.structure)
         self.discounted = DiscountedCurvature(self._sampled.empty(self._posterior.probe), memory_factor)
-        options = self._posterior.options()
+        options = self._posterior.plain_options()
         # The loss of the curvature may be another one than that of the training.
         options["curvature_loss"] = options.pop("loss", None)
         options |= {name: described(function) for name, function in {**functions, "relation": relation}.items()}
-        options |= {"memory_factor": memory_factor, "n_samples": n_samples, "n_data": n_data}
+        options |= {**numbers, "memory_factor": memory_factor, "n_samples": n_samples, "n_data": n_data}
         options |= {"subset_of_weights": subset_of_weights, "hessian_structure": hessian_structure}
         self.options = {name: str(value) for name, value in options.items()}
 

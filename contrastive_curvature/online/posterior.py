@@ -35,6 +35,15 @@ _CLASSES: dict[tuple[str, str], type[ContrastiveLaplace]] = {
     ("all", "full"): ContrastiveFullLaplace,
     ("all", "kron"): ContrastiveKronLaplace,
 }
+_CLASSES: dict[tuple[str, str], type[ContrastiveLaplace]] = {
+    ("last_layer", "diag"): ContrastiveDiagLLLaplace,
+    ("last_layer", "full"): ContrastiveFullLLLaplace,
+    ("last_layer", "kron"): ContrastiveKronLLLaplace,
+    ("last_layer", "kron_lowrank"): ContrastiveKronLowRankLLLaplace,
+    ("all", "diag"): ContrastiveDiagLaplace,
+    ("all", "full"): ContrastiveFullLaplace,
+    ("all", "kron"): ContrastiveKronLaplace,
+}
 _SAMPLING_PRIOR_SCALE = 1.0
 """Prior scale for sampling weights during training: the prior precision equals the mean diagonal of the curvature.
 Weights without curvature so far are therefore not sampled far from their mean. All published results of online LAM in
@@ -65,6 +74,7 @@ class OnlinePosterior:
         subset_of_weights: str,
         hessian_structure: str,
         arguments: dict[str, Any],
+        *,
         prior_precision: float | None,
         temperature: float | None,
         sampling_temperature: float | None,
@@ -98,17 +108,12 @@ class OnlinePosterior:
         """The Hessian structure."""
         return self._sampling_posterior.structure
 
-    def options(self) -> dict[str, Any]:
-        """All options of the posterior, as strings and numbers."""
-        own = {
-            "prior_precision": self.prior_precision,
-            "temperature": self.temperature,
-            "sampling_temperature": self.sampling_temperature,
-        }
-        return {**self._sampling_posterior.plain_options(), **own}
+    def plain_options(self) -> dict[str, Any]:
+        """Return the options of the curvature as strings and numbers."""
+        return self._sampling_posterior.plain_options()
 
     def fitted(self, discounted: DiscountedCurvature) -> ContrastiveLaplace:
-        """A posterior for the user: the curvature rescaled to the data set, with its prior and temperature."""
+        """Return a posterior for the user: the curvature rescaled to the data set, with its prior and temperature."""
         options = self._arguments["backend_kwargs"]
         # The user may call fit(loader) later, which uses all pairs; other factors than 'expand' exist for batches only.
         if "pairs" in options:
@@ -163,18 +168,19 @@ class OnlinePosterior:
         if self.prior_precision is None:
             diagonal = posterior.curvature_diagonal()
             information = average_information(diagonal, posterior.parameter_sizes(), "scalar")
-            posterior.prior_precision = _SAMPLING_PRIOR_SCALE * posterior._H_factor * information
+            # As precise as the mean diagonal of the curvature, so that weights without curvature stay near their mean.
+            posterior.prior_precision = posterior._H_factor * information
         posterior.mean = torch.zeros_like(posterior.mean)
         return posterior.sample(n_samples)
 
     def _cooling(self, discounted: DiscountedCurvature) -> float:
-        """What the temperature of ``q_t`` is divided by."""
+        """Return what the temperature of ``q_t`` is divided by."""
         if self.sampling_temperature is not None:
             return 1 / self.sampling_temperature
         return 1.0 if self.temperature is not None else float(discounted.remembered)
 
     def _mean_loss(self, posterior: ContrastiveLaplace) -> float:
-        """The temperature that the user gave, else the mean loss of a point, or one where there is no loss."""
+        """Return the temperature that the user gave, else the mean loss of a point, or one where there is no loss."""
         if self.temperature is not None:
             return self.temperature
         return float(posterior.cost) / self.n_data if posterior.cost > 0 else 1.0
