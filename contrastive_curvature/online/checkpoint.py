@@ -12,8 +12,6 @@ import torch
 from contrastive_curvature.artifact import write_whole
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["FORMAT", "VERSION", "load_checkpoint", "save_checkpoint"]
-
 FORMAT = "contrastive_curvature.checkpoint"
 VERSION = 3
 """Increased whenever a file of an older version could be misread."""

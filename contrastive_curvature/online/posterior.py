@@ -9,16 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import DivergenceError, InputError
-from contrastive_curvature.laplace import (
-    ContrastiveDiagLaplace,
-    ContrastiveDiagLLLaplace,
-    ContrastiveFullLaplace,
-    ContrastiveFullLLLaplace,
-    ContrastiveKronLaplace,
-    ContrastiveKronLLLaplace,
-    ContrastiveKronLowRankLLLaplace,
-    ContrastiveLaplace,
-)
+from contrastive_curvature.laplace import ContrastiveKronLowRankLLLaplace, ContrastiveLaplace, classes
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.prior import average_information
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
@@ -27,27 +18,14 @@ from contrastive_curvature.online.discount import DiscountedCurvature
 from contrastive_curvature.options import KFACApprox, Structure
 
 _CLASSES: dict[tuple[str, str], type[ContrastiveLaplace]] = {
-    ("last_layer", "diag"): ContrastiveDiagLLLaplace,
-    ("last_layer", "full"): ContrastiveFullLLLaplace,
-    ("last_layer", "kron"): ContrastiveKronLLLaplace,
+    ("last_layer", "diag"): classes.ContrastiveDiagLLLaplace,
+    ("last_layer", "full"): classes.ContrastiveFullLLLaplace,
+    ("last_layer", "kron"): classes.ContrastiveKronLLLaplace,
     ("last_layer", "kron_lowrank"): ContrastiveKronLowRankLLLaplace,
-    ("all", "diag"): ContrastiveDiagLaplace,
-    ("all", "full"): ContrastiveFullLaplace,
-    ("all", "kron"): ContrastiveKronLaplace,
+    ("all", "diag"): classes.ContrastiveDiagLaplace,
+    ("all", "full"): classes.ContrastiveFullLaplace,
+    ("all", "kron"): classes.ContrastiveKronLaplace,
 }
-_CLASSES: dict[tuple[str, str], type[ContrastiveLaplace]] = {
-    ("last_layer", "diag"): ContrastiveDiagLLLaplace,
-    ("last_layer", "full"): ContrastiveFullLLLaplace,
-    ("last_layer", "kron"): ContrastiveKronLLLaplace,
-    ("last_layer", "kron_lowrank"): ContrastiveKronLowRankLLLaplace,
-    ("all", "diag"): ContrastiveDiagLaplace,
-    ("all", "full"): ContrastiveFullLaplace,
-    ("all", "kron"): ContrastiveKronLaplace,
-}
-_SAMPLING_PRIOR_SCALE = 1.0
-"""Prior scale for sampling weights during training: the prior precision equals the mean diagonal of the curvature.
-Weights without curvature so far are therefore not sampled far from their mean. All published results of online LAM in
-this repository use this value."""
 
 
 class OnlinePosterior:

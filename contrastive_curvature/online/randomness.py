@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["Randomness"]
-
 
 class Randomness:
     """All that draws random numbers while a data loader is iterated.

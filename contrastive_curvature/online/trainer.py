@@ -28,8 +28,6 @@ from contrastive_curvature.online.options import described, repr_without_address
 from contrastive_curvature.online.processes import Processes
 from contrastive_curvature.online.randomness import Randomness
 
-__all__ = ["Trainer"]
-
 
 class Trainer:
     """Trains any module that returns the loss of a batch, such as :class:`OnlineLaplace`.
