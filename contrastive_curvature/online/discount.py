@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from contrastive_curvature import validate
 from contrastive_curvature.fit.finite import clamp_factors
 from contrastive_curvature.fit.loop import DatasetCurvature
 
@@ -55,6 +57,16 @@ class DiscountedCurvature(nn.Module):
             self.register_buffer(name, like.new_zeros(()))
         self.register_buffer("steps", torch.zeros((), dtype=torch.int64, device=like.device))
         self.register_buffer("positive", torch.zeros((), dtype=torch.bool, device=like.device))
+        self.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
+            lambda module, state, prefix, *_: module.check_state(state, prefix)
+        )
+
+    def check_state(self, state: Mapping[str, Any], prefix: str) -> None:
+        """Refuse a saved state with sums of another shape, or that are not finite; torch reports missing ones."""
+        for name, mine in self.named_buffers():
+            key = f"{prefix}{name}"
+            if mine.is_floating_point() and key in state:
+                validate.tensor(f"state_dict[{key!r}]", state[key], tuple(mine.shape))
 
     def add(self, terms: list[DatasetCurvature]) -> None:
         """Add the curvature of one step; with several processes (``torch.distributed``), the sum over all of them.

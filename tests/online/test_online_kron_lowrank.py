@@ -143,8 +143,6 @@ def test_a_spoilt_state_is_refused(number: int) -> None:
     state, name = online.state_dict(), f"discounted.curvature_{number}"
     before = copy.deepcopy(state)
     wrong = [torch.full_like(state[name], float("nan")), state[name].float().long(), state[name][..., :0]]
-    if number == 2:
-        wrong.append(-state[name])
     for value in wrong:
         with pytest.raises(cc.InputError, match=name):
             online.load_state_dict({**state, name: value})
@@ -154,7 +152,7 @@ def test_a_spoilt_state_is_refused(number: int) -> None:
 
 
 def test_refusals() -> None:
-    with pytest.raises(cc.InputError, match="'last_layer' and 'kron_lowrank'"):
+    with pytest.raises(cc.InputError, match=r"hessian_structure: expected one of .*got kron_lowrank"):
         make("kron_lowrank", toy(), subset_of_weights="all")
     with pytest.raises(cc.InputError, match="rank"):
         make("kron_lowrank", toy(), 0)
