@@ -109,10 +109,10 @@ def evaluate(
         },
         retrieval=found if isinstance(found, Missing) else measure.retrieval(found, ranks),
         errors=found if isinstance(found, Missing) else measure.errors(found, known.uncertainty),
-        reliability=no_votes or (found if isinstance(found, Missing) else measure.reliability(known, searched)),
+        reliability=no_votes or (found if isinstance(found, Missing) else measure.reliability(found, known, searched)),
         detection=measure.detection(known.judged, judged),
         thresholds=measure.thresholds(la, known.judged, judged, thresholds),
-        groups=measure.groups(known, other, searched, found, class_names),
+        groups=measure.groups(known, other, found, class_names),
         posterior=_description(la),
     )
 

@@ -31,6 +31,16 @@ ClassNames = Mapping[int, str] | Sequence[str] | None
 _SAME = 1e-5
 """Entries of the directions of one input in another batch differ less, in float32."""
 
+_GROUPS = {
+    "certain": ("Most certain", "The smallest uncertainty: few errors should be here."),
+    "uncertain": ("Least certain", "The largest uncertainty: errors should gather here."),
+    "unusual": (
+        "Known, but unusual",
+        "Known test inputs with the largest novelty: a threshold flags them first, by mistake.",
+    ),
+    "usual": ("Unknown, but usual", "Unknown inputs with the smallest novelty: a threshold misses them first."),
+}
+
 _MOST_FOUND = 0.5
 _MOST_POINTS = 200
 _N_BINS = 40
@@ -44,12 +54,14 @@ class Search:
 
     Attributes:
         ranking: Which of them are right.
-        first: Row of the nearest one in what was searched, shape (N,).
+        labels: Of the test inputs, shape (N,).
+        match: Labels of the nearest neighbours, shape (N,).
         size: Number of points that each input was compared with.
     """
 
     ranking: metrics.Ranking
-    first: Tensor
+    labels: Tensor
+    match: Tensor
     size: int
 
 
@@ -80,7 +92,8 @@ def search(test: Scored, gallery: Scored | None, most: int) -> Search | Missing:
                 "own search."
             )
             warnings.warn(msg, stacklevel=3)
-    return Search(metrics.rank_by_labels(found, test.labels, theirs), found[:, 0], size)
+    match = (test.labels if theirs is None else theirs)[found[:, 0]]
+    return Search(metrics.rank_by_labels(found, test.labels, theirs), test.labels, match, size)
 
 
 def retrieval(found: Search, ks: list[int]) -> Retrieval:
@@ -121,19 +134,17 @@ def errors(found: Search, uncertainty: Tensor) -> Errors:
     )
 
 
-def reliability(test: Scored, gallery: Scored | None) -> Reliability | Missing:
+def reliability(found: Search, test: Scored, gallery: Scored | None) -> Reliability | Missing:
     """Let each sampled network vote for the class of every test input, with the label of the nearest neighbour."""
     if test.samples is None or (gallery is not None and gallery.samples is None):
         return Missing("The sampled embeddings would take more than 1 GiB. Give fewer inputs or a smaller n_samples.")
-    if test.labels is None:
-        return Missing("The test inputs have no labels, so no prediction is right or wrong.")
     searched = () if gallery is None else (gallery.samples, gallery.labels)
-    votes = metrics.retrieval_votes(test.samples, test.labels, *searched)
-    found = metrics.calibration_bins(votes, test.labels)
-    edges = found.edges.tolist()
-    columns = (edges[:-1], edges[1:], found.count.tolist(), found.confidence.tolist(), found.accuracy.tolist())
+    votes = metrics.retrieval_votes(test.samples, found.labels, *searched)
+    curve = metrics.calibration_bins(votes, found.labels)
+    edges = curve.edges.tolist()
+    columns = (edges[:-1], edges[1:], curve.count.tolist(), curve.confidence.tolist(), curve.accuracy.tolist())
     bins = [each for each in map(Bin, *columns) if each.count]
-    return Reliability(found.expected_calibration_error, metrics.brier_score(votes, test.labels), bins, len(votes))
+    return Reliability(curve.expected_calibration_error, metrics.brier_score(votes, found.labels), bins, len(votes))
 
 
 def detection(known: Judged | Missing, unknown: Judged | Missing | None) -> Detection | Missing:
@@ -195,40 +206,22 @@ def thresholds(
     )
 
 
-def groups(
-    test: Scored, unknown: Scored | None, gallery: Scored | None, found: Search | Missing, names: ClassNames
-) -> tuple[Group, ...]:
+def groups(test: Scored, unknown: Scored | None, found: Search | Missing, names: ClassNames) -> tuple[Group, ...]:
     """Return the most and the least certain test inputs, and those that a threshold flags first and last."""
-    kinds = [
-        (test, "certain", "Most certain", "The smallest uncertainty: few errors should be here."),
-        (test, "uncertain", "Least certain", "The largest uncertainty: errors should gather here."),
-        (
-            test,
-            "unusual",
-            "Known, but unusual",
-            "Known test inputs with the largest novelty: a threshold flags them first, by mistake.",
-        ),
-        (
-            unknown,
-            "usual",
-            "Unknown, but usual",
-            "Unknown inputs with the smallest novelty: a threshold misses them first.",
-        ),
-    ]
     shown = []
-    for scored, kind, title, text in kinds:
+    for kind, (title, text) in _GROUPS.items():
+        scored = unknown if kind == "usual" else test
         if scored is not None and (extremes := scored.extremes.get(kind)):
-            searched = found if scored is test else None
-            cards = tuple(_card(scored, extreme, searched, gallery or test, names) for extreme in extremes)
-            shown.append(Group(title, text, cards))
+            searched = found if scored is test and isinstance(found, Search) else None
+            shown.append(Group(title, text, tuple(_card(scored, extreme, searched, names) for extreme in extremes)))
     return tuple(shown)
 
 
-def _card(scored: Scored, extreme: Extreme, found: Search | Missing | None, gallery: Scored, names: ClassNames) -> Card:
+def _card(scored: Scored, extreme: Extreme, found: Search | None, names: ClassNames) -> Card:
     row = extreme.row
     match = right = None
-    if isinstance(found, Search) and gallery.labels is not None:
-        match = _class_name(int(gallery.labels[found.first[row]]), names)
+    if found is not None:
+        match = _class_name(int(found.match[row]), names)
         right = bool(found.ranking.relevant[row, 0]) if int(found.ranking.n_positives[row]) else None
     return Card(
         name=scored.data.name(row),
