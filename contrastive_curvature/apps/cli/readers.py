@@ -42,8 +42,8 @@ def read_arrays(path: Path) -> tuple[dict[str, NDArray[Any]], list[str]]:
             names = getattr(archive, "files", [])
             found = {name: np.asarray(archive[name]) for name in names if name in (*_AXES, "labels", "ids")}
     except Exception as error:  # numpy, zipfile and the decompressors raise many kinds for damaged files
-        received = f"what cannot be read ({error or type(error).__name__})"
-        hint = "Save labels.astype(str), or numbers." if "Object arrays" in str(error) else ""
+        received = f"what cannot be read ({str(error) or type(error).__name__})"
+        hint = "Save numbers or texts, as labels.astype(str)." if "Object arrays" in str(error) else ""
         raise BadInputError(expected(f"{path}", wanted, received, hint)) from error
     if isinstance(archive, np.ndarray):
         hint = "numpy.savez(file, features=...) writes one."
@@ -165,7 +165,7 @@ def read_image(file: Path, encoder: Encoder) -> Any:
         with image.open(file) as opened:
             picture = opened.convert("RGB")
     except Exception as error:  # PIL raises many kinds for damaged files
-        received = f"what cannot be read ({error or type(error).__name__})"
+        received = f"what cannot be read ({str(error) or type(error).__name__})"
         raise BadInputError(expected(f"{file}", "an image", received)) from error
     argument = f"the transform of {encoder.name}"
     assert encoder.transform is not None
