@@ -66,8 +66,10 @@ def test_features_are_mapped_and_the_file_is_safe(device: str, tmp_path: Path) -
     assert (mapped.shape, mapped.dtype) == ((POINTS, WIDTH), np.uint16)
     bits = torch.from_numpy(np.array(mapped).view(np.int16)).view(torch.bfloat16)
     assert torch.equal(bits.float(), torch.from_numpy(folder.numpy()))
+    before = folder.numpy()
     mapped[:] = 0
     folder.verify()
+    assert np.array_equal(folder.numpy(), before)
 
 
 @pytest.mark.parametrize("column", ["features", "target", "identifier"])

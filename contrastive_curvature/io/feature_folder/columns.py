@@ -76,10 +76,9 @@ def check_identifiers(value: Sequence[int] | Sequence[str] | NDArray[Any] | Tens
             received = f"a {type(other[0]).__name__} among them" if other else "none"
             raise InputTypeError(expected("identifiers", wanted, received))
         stored = _texts(list(value))
-    ordered = np.sort(stored)
-    twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    if len(twice):
-        shown = decode_identifiers(twice[:1])[0].item()
+    different, counts = np.unique(stored, return_counts=True)
+    if len(different) < len(stored):
+        shown = decode_identifiers(different[counts > 1][:1]).item()
         raise InputError(expected("identifiers", "a different one for each point", f"{shown!r} twice"))
     return stored
 

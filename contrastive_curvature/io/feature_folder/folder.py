@@ -32,7 +32,7 @@ class FeatureFolder:
             every pass, for what takes the pairs or candidates inside a batch (``pairs="batch"``, losses of anchors).
 
     Attributes:
-        path: The folder.
+        path: The folder, absolute: processes elsewhere have other working directories.
         batch_size: Points of a batch.
         seed: Of the order of the points.
         dtype: torch's type that the features are stored in.
@@ -109,7 +109,7 @@ class FeatureFolder:
     @property
     def identifiers(self) -> NDArray[Any]:
         """Identifiers of all points, shape (N,): int64, or texts."""
-        return decode_identifiers(self._storage.read("identifiers", self._slice()))
+        return decode_identifiers(self._storage.read("identifiers", self._slice()).copy())
 
     @property
     def features(self) -> NDArray[Any]:
@@ -126,7 +126,8 @@ class FeatureFolder:
                 "folder.numpy(start, stop); format='memmap' has one array."
             )
             raise UnsupportedError(msg)
-        return self._storage.read("features", self._slice())
+        # A mapping of its own, so that what is written to it changes no batch either.
+        return storage_of(self.path, self._header).read("features", self._slice())
 
     def numpy(self, start: int = 0, stop: int | None = None) -> NDArray[Any]:
         """Features of some points in memory, shape (stop - start, F), float32 (from float64: float64).

@@ -84,6 +84,10 @@ class MemoryMap:
         return self._folder / f"{name}.bin"
 
 
+_FIELDS = {"features": "features", "targets": "target", "identifiers": "identifier"}
+"""Names of the columns in Parquet files."""
+
+
 class Parquet:
     """``part-000000.parquet`` and so on, with the columns ``features``, ``target`` and ``identifier``.
 
@@ -94,8 +98,8 @@ class Parquet:
     def __init__(self, folder: Path, header: FeatureHeader) -> None:
         self._folder, self._columns, self._rows_per_part = folder, header.columns, header.rows_per_part
         self._arrow, self._parquet = _pyarrow()
-        kinds = zip(("features", "target", "identifier"), self._columns.values(), strict=True)
-        self._schema = self._arrow.schema([(name, self._type(kind)) for name, kind in kinds])
+        fields = [(_FIELDS[name], self._type(kind)) for name, kind in self._columns.items()]
+        self._schema = self._arrow.schema(fields)
         self._kept: dict[str, tuple[int, NDArray[Any]]] = {}
 
     def write(self, part: int, rows: dict[str, NDArray[Any]]) -> str:
@@ -145,8 +149,8 @@ class Parquet:
 
     def _part(self, name: str, part: int) -> NDArray[Any]:
         if name not in self._kept or self._kept[name][0] != part:
-            kind, field = self._columns[name], self._schema.names[list(self._columns).index(name)]
-            column = self._parquet.read_table(self._path(part), columns=[field]).column(0).combine_chunks()
+            kind = self._columns[name]
+            column = self._parquet.read_table(self._path(part), columns=[_FIELDS[name]]).column(0).combine_chunks()
             if kind.kind == "S":
                 column = column.cast(self._arrow.binary())
             flat = (column.flatten() if kind.shape else column).to_numpy(zero_copy_only=False)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature import validate
 from contrastive_curvature.artifact import ArtifactFolder
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.io.feature_folder.columns import check_identifiers, decode, encode, target_type
 from contrastive_curvature.io.feature_folder.folder import FeatureFolder
 from contrastive_curvature.io.feature_folder.header import FORMATS, PRECISIONS, FeatureHeader
@@ -89,10 +89,6 @@ def features(
     dtype = str(dtype).removeprefix("torch.")
     validate.choice("dtype", dtype, PRECISIONS)
     validate.choice("format", format, FORMATS)
-    if last_layer_name is not None and not isinstance(last_layer_name, str):
-        raise InputTypeError(expected("last_layer_name", "a name or None", f"a {type(last_layer_name).__name__}"))
-    if not isinstance(label_key, str):
-        raise InputTypeError(expected("label_key", "a name", f"a {type(label_key).__name__}"))
     if rows_per_part is not None:
         validate.count("rows_per_part", rows_per_part)
     if progress_bar is not None:

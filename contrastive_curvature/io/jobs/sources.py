@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
@@ -22,10 +21,7 @@ class FolderParts:
     """A feature folder in parts, with the interface of :class:`ParquetParts`."""
 
     def __init__(self, folder: FeatureFolder, parts: int | None) -> None:
-        self._count = number_of_parts(parts, len(folder.dataset))
-        # Absolute, because processes elsewhere have other working directories.
-        self._folder = copy.copy(folder)
-        self._folder.path = folder.path.absolute()
+        self._folder, self._count = folder, number_of_parts(parts, len(folder.dataset))
 
     def __len__(self) -> int:
         return self._count
