@@ -117,10 +117,12 @@ def test_a_folder_with_other_files_is_refused(tmp_path, evaluations, name, capsy
     assert sorted(os.listdir(tmp_path / "report")) == names
 
 
-@pytest.mark.parametrize("package", ["jinja2", "matplotlib"])
+@pytest.mark.parametrize("package", ["PIL", "matplotlib"])
 def test_a_missing_package_is_told_before_the_posterior_is_read(tmp_path, monkeypatch, capsys, package):
     monkeypatch.setitem(sys.modules, package, None)
     source(tmp_path)
     words = ["evaluate", tmp_path / "none", "--test", tmp_path / "none.npz", "--out", tmp_path / "report"]
     assert cli.main([str(word) for word in words], standalone_mode=False) == 2
-    assert f"pip install {package}" in capsys.readouterr().err
+    error = capsys.readouterr().err
+    assert f"the package {package}" in error
+    assert "pip install 'contrastive-curvature[report]'" in error

@@ -6,12 +6,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from contrastive_curvature import validate
 from contrastive_curvature.apps import report
 from contrastive_curvature.apps.cli.console import Console
 from contrastive_curvature.apps.cli.outputs import check_writable
 from contrastive_curvature.apps.cli.saved import open_posterior
 from contrastive_curvature.apps.cli.sources import Loader, Source, shared_labels
-from contrastive_curvature.apps.report.folder import check_packages, check_target
+from contrastive_curvature.apps.report.folder import check_target
 
 
 def evaluate(
@@ -30,7 +31,8 @@ def evaluate(
 ) -> None:
     """Measure, and write the page; ``encoder`` has the options of :func:`.open_posterior`."""
     check_writable(out, check_target(out, f"--out {out}"))
-    check_packages("jinja2", "matplotlib", "PIL")
+    for package in ("matplotlib", "PIL"):
+        validate.package("evaluate", package, "report")
     la, made = open_posterior(folder, **encoder)
     for source in sources.values():
         source.prepare(made)

@@ -283,7 +283,7 @@ class Evaluation:
             title: Its heading, plain text.
 
         Raises:
-            UnsupportedError: Jinja2 or Pillow is not installed.
+            UnsupportedError: Pillow is not installed, and pictures of inputs are shown.
             InputError: The folder does not exist, or an item to show is no text and no image.
             OSError: The file cannot be written.
         """
@@ -305,7 +305,7 @@ class Evaluation:
             The files by name.
 
         Raises:
-            UnsupportedError: Jinja2, Pillow or matplotlib is not installed.
+            UnsupportedError: Pillow or matplotlib is not installed.
             InputError: The folder is a file, or holds other files than those of a report.
             OSError: A file cannot be written.
         """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import os
 import secrets
 import shutil
@@ -10,26 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from contrastive_curvature.artifact import write_whole
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, expected
 
 PAGE, NUMBERS = "report.html", "metrics.json"
 CHARTS = frozenset(f"{name}.{kind}" for name in ("novelty", "sparsification", "reliability") for kind in ("png", "svg"))
-
-_NEEDED = {
-    "jinja2": "evaluate: the page is made with Jinja2. Type: pip install jinja2.",
-    "matplotlib": "evaluate: plots are drawn with matplotlib. Type: pip install matplotlib. Or write only the page: "
-    "to_html.",
-    "PIL": "evaluate: pictures of inputs need Pillow. Type: pip install pillow. Or show none, with n_shown=0.",
-}
-
-
-def check_packages(*names: str) -> None:
-    """Refuse what needs a package that is not installed; the message has what to type."""
-    for name in names:
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            raise UnsupportedError(_NEEDED[name]) from None
 
 
 def check_target(folder: Path | str, argument: str = "folder") -> Path:

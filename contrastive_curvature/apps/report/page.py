@@ -10,7 +10,6 @@ from typing import Any
 
 import contrastive_curvature
 from contrastive_curvature.apps.report.evaluation import Errors, Evaluation, Flagged, Missing
-from contrastive_curvature.apps.report.folder import check_packages
 from contrastive_curvature.apps.report.thumbnails import thumbnails
 from contrastive_curvature.errors import InputTypeError, expected
 
@@ -21,7 +20,6 @@ def render(evaluation: Evaluation, title: str) -> bytes:
     """Return the page in UTF-8."""
     if not isinstance(title, str):
         raise InputTypeError(expected("title", "a text", f"a {type(title).__name__}"))
-    check_packages("jinja2")
     import jinja2
     import markupsafe
 

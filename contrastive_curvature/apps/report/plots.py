@@ -5,8 +5,8 @@ from __future__ import annotations
 import io
 from typing import Any
 
+from contrastive_curvature import validate
 from contrastive_curvature.apps.report.evaluation import Errors, Evaluation, Missing, Reliability, Thresholds
-from contrastive_curvature.apps.report.folder import check_packages
 
 # Two colours that people with any colour vision tell apart (Okabe and Ito, 2008).
 _KNOWN, _UNKNOWN, _SOFT = "#0072B2", "#D55E00", "#6b7280"
@@ -14,8 +14,7 @@ _KNOWN, _UNKNOWN, _SOFT = "#0072B2", "#D55E00", "#6b7280"
 
 def draw(evaluation: Evaluation) -> dict[str, bytes]:
     """Return the contents of the files by name; charts that there is no data for are left out."""
-    check_packages("matplotlib")
-    import matplotlib
+    matplotlib = validate.package("plots (to_html writes the page alone)", "matplotlib", "report")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

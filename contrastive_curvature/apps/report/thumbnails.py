@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from contrastive_curvature.apps.report.folder import check_packages
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
 
 SIDE = 112
@@ -71,7 +71,7 @@ def _grey_values(array: np.ndarray, low: float, high: float) -> np.ndarray:
 
 def _address(item: Any) -> str:
     """Return the address of an array of grey values, a Pillow image or an image file."""
-    check_packages("PIL")
+    validate.package("pictures of inputs (n_shown=0 shows none)", "PIL", "report")
     from PIL import Image, UnidentifiedImageError
 
     try:
