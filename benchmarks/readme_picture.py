@@ -1,104 +1,144 @@
-"""The picture of the README: what the numbers say of digits, for an encoder that was trained on 0 to 7 only.
+"""The picture of the README: which questions to answer with the nearest neighbour, and which to refuse.
 
-A small encoder (64-64-8) with the contrastive loss, 60 epochs, digits of scikit-learn. Above: test images of the digits
-0 to 7, those of least and of greatest ``uncertainty``. Below: ``novelty`` of these images, and of the digits 8 and 9,
-which the encoder has never seen, with the threshold of ``is_known(alpha=0.05)``.
+A small text encoder, trained with the supervised contrastive loss on the 15,000 training questions of CLINC150 with
+150 intents. The answer to a question is the intent of its nearest training question. Left: wrong answers among those
+given, while the least certain questions are left out. Right: ``novelty`` of test questions and of questions that have
+none of the intents, with the threshold of ``is_known(alpha=0.05)``, calibrated with the validation questions.
 
-    python -m benchmarks.readme_picture [--out docs/images/digits.png]
+    python -m benchmarks.readme_picture [--data ../shared/data] [--out docs/images/sentences.png]
 """
 
 from __future__ import annotations
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+import torch
+from laplace import Laplace
 from matplotlib.figure import Figure
 from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
-from benchmarks.fitted_digits import fit_digits
+from benchmarks.transfer.recipes.queries import read_queries
+from benchmarks.transfer.recipes.text_encoder import make_text_encoder, parts_of
+from benchmarks.transfer.train import Training, seeded, train
 from contrastive_curvature import metrics
 
-OUT = Path(__file__).parent.parent / "docs" / "images" / "digits.png"
+OUT = Path(__file__).parent.parent / "docs" / "images" / "sentences.png"
 ALPHA = 0.05
-_SHOWN = 12
-_CALIBRATE = 400
-_BLUE, _ORANGE, _GREY = "#0072b2", "#d55e00", "#555555"  # told apart by the colour-blind, too
+_DIM, _ROWS = 64, 1000
+_BLUE, _ORANGE, _GREY = "#0072b2", "#d55e00", "#777777"  # told apart by the colour-blind, too
 
 
 class Scored(NamedTuple):
-    """Images with what the posterior says of them."""
+    """What is known of the test questions and of those without an intent.
 
-    images: Tensor
-    labels: Tensor
-    embedding: cc.EmbeddingDistribution
-
-
-def score(epochs: int = 60) -> tuple[Scored, Scored, float]:
-    """Train, fit and predict.
-
-    Returns:
-        Test images of known digits, images of unknown digits, and the share of wrong nearest neighbours among the
-        known ones.
+    Attributes:
+        wrong: Whether the nearest training question has another intent, shape (N,).
+        uncertainty: Of each test question, shape (N,).
+        distance: One minus the cosine to the nearest training question, shape (N,).
+        known: Predictions for the test questions.
+        unknown: Predictions for the questions without an intent.
     """
-    la, x, y, train, test, unknown = fit_digits(_CALIBRATE, epochs)
-    scored = [Scored(x[rows].view(-1, 8, 8), y[rows], la(x[rows])) for rows in (test, unknown)]
-    nearest = (scored[0].embedding.mu @ la(x[train]).mu.T).argmax(1)
-    wrong = float((y[train][nearest] != scored[0].labels).float().mean())
-    return scored[0], scored[1], wrong
+
+    wrong: Tensor
+    uncertainty: Tensor
+    distance: Tensor
+    known: cc.EmbeddingDistribution
+    unknown: cc.EmbeddingDistribution
 
 
-def draw(known: Scored, unknown: Scored) -> Figure:
+def score(data: Path, epochs: int = 15) -> Scored:
+    """Train, fit, calibrate and predict."""
+    queries = read_queries(data)
+    parts = {part: parts_of(texts) for part, texts in queries.texts.items()}
+    labels = {part: torch.from_numpy(numbers) for part, numbers in queries.labels.items()}
+    with seeded(0):
+        encoder = make_text_encoder(_DIM)
+        training = Training(epochs=epochs, rate=3e-3, batch=256, together=4)
+        train(encoder, lambda rows: parts["train"][rows], labels["train"], "supcon", training, 0)
+    la = Laplace(encoder.eval(), "contrastive")
+    la.fit(DataLoader(TensorDataset(parts["train"], labels["train"]), batch_size=_ROWS))
+    la.optimize_prior_precision()
+    la.calibrate(DataLoader(TensorDataset(parts["val"], labels["val"]), batch_size=_ROWS))
+    gallery, known, unknown = (
+        cc.EmbeddingDistribution.cat([la(rows) for rows in inputs.split(_ROWS)])
+        for inputs in (parts["train"], parts["test"], parts_of(queries.beyond))
+    )
+    cosine, nearest = (known.mu @ gallery.mu.T).max(1)
+    return Scored(labels["train"][nearest] != labels["test"], known.uncertainty, 1 - cosine, known, unknown)
+
+
+def errors(wrong: Tensor, by: Tensor) -> Tensor:
+    """Share of wrong answers among the k surest questions, for every k, shape (N,)."""
+    return wrong[by.argsort()].double().cumsum(0) / torch.arange(1, len(wrong) + 1)
+
+
+def draw(scored: Scored) -> Figure:
     """Draw the picture."""
-    figure = Figure(figsize=(8, 3.9), layout="constrained", facecolor="white")
-    above, below = figure.subfigures(2, 1, height_ratios=(1, 1.25))
-    order = known.embedding.uncertainty.argsort()
-    for row, (title, rows) in enumerate((("most certain", order[:_SHOWN]), ("least certain", order.flip(0)[:_SHOWN]))):
-        for k, i in enumerate(rows.tolist()):
-            axis = above.add_subplot(2, _SHOWN, row * _SHOWN + k + 1)
-            axis.imshow(known.images[i].numpy(), cmap="gray_r")
-            axis.set(xticks=[], yticks=[])
-            axis.spines[:].set_color("#cccccc")
-            if k == 0:
-                axis.set_ylabel(title.replace(" ", "\n"), rotation=0, ha="right", va="center", fontsize=9)
-    above.suptitle("Known digits (0 to 7), ranked by uncertainty", fontsize=10)
+    figure = Figure(figsize=(9, 3.2), layout="constrained", facecolor="white")
+    left, right = figure.subplots(1, 2)
+    share = np.arange(1, len(scored.wrong) + 1) / len(scored.wrong)
+    shown = share >= 0.5
+    for by, colour, label in (
+        (scored.distance, _GREY, "by the cosine to the neighbour"),
+        (scored.uncertainty, _BLUE, "by uncertainty"),
+    ):
+        left.plot(100 * share[shown], 100 * errors(scored.wrong, by).numpy()[shown], color=colour, label=label)
+    left.set(xlabel="questions answered, %", ylabel="wrong among the answers, %", ylim=(0, None))
+    left.set_title("Leave out the least certain", fontsize=10)
+    left.invert_xaxis()
 
-    axis = below.subplots()
-    scores = [group.embedding.novelty.numpy() for group in (known, unknown)]
-    bins = np.linspace(min(map(np.min, scores)), np.quantile(np.concatenate(scores), 0.995), 50)
-    kinds = ((_BLUE, "known: 0 to 7"), (_ORANGE, "never seen: 8 and 9"))
+    scores = [group.novelty.numpy() for group in (scored.known, scored.unknown)]
+    bins = np.linspace(np.quantile(scores[0], 0.001), np.quantile(scores[1], 0.99), 50)
+    kinds = ((_BLUE, "one of the 150 intents"), (_ORANGE, "none of them"))
     for values, (colour, label) in zip(scores, kinds, strict=True):
         weights = np.full(len(values), 100 / len(values))
-        axis.hist(np.clip(values, None, bins[-1]), bins, weights=weights, color=colour, alpha=0.65, label=label)
-    flagged = [100 * float((~group.embedding.is_known(ALPHA)).float().mean()) for group in (known, unknown)]
-    threshold = float(known.embedding.novelty[known.embedding.is_known(ALPHA)].max())
-    axis.axvline(threshold, color=_GREY, linestyle="--", linewidth=1)
-    right = (
-        f" is_known(alpha={ALPHA}) is false →\n flags {flagged[0]:.0f} % of the known, {flagged[1]:.0f} % of the others"
-    )
-    axis.text(threshold, axis.get_ylim()[1] * 0.97, right, va="top", fontsize=9, color=_GREY)
-    axis.set(xlabel="novelty", ylabel="share of images, %")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.legend(frameon=False, loc="center right", fontsize=9)
+        right.hist(np.clip(values, bins[0], bins[-1]), bins, weights=weights, color=colour, alpha=0.65, label=label)
+    threshold = float(scored.known.novelty[scored.known.is_known(ALPHA)].max())
+    right.axvline(threshold, color=_GREY, linestyle="--", linewidth=1)
+    refused = [f"{share:.0f} %" for share in (flagged(scored.known), flagged(scored.unknown))]
+    text = f" is_known(alpha={ALPHA})\n refuses {refused[0]} | {refused[1]} →"
+    right.text(threshold, right.get_ylim()[1] * 0.7, text, va="top", fontsize=9, color=_GREY)
+    right.set(xlabel="novelty", ylabel="share of questions, %")
+    right.set_title("Refuse what the encoder does not know", fontsize=10)
+    for axis in (left, right):
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.legend(frameon=False, fontsize=9)
     return figure
 
 
-def main() -> None:
+def flagged(group: cc.EmbeddingDistribution, alpha: float = ALPHA) -> float:
+    """Per cent of embeddings that are not known."""
+    return 100 * float((~group.is_known(alpha)).double().mean())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Write the picture, and print the figures in it."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=OUT, help="where to write it (default: docs/images/digits.png)")
-    parser.add_argument("--epochs", type=int, default=60, help="of training (default: 60)")
-    arguments = parser.parse_args()
-    known, unknown, wrong = score(arguments.epochs)
-    arguments.out.parent.mkdir(parents=True, exist_ok=True)
-    draw(known, unknown).savefig(arguments.out, dpi=130)
-    both = [group.embedding.novelty for group in (known, unknown)]
-    print(f"wrong nearest neighbours: {wrong:.3f}; AUROC of novelty: {metrics.auroc(*both):.3f}")
+    parser.add_argument(
+        "--data", type=Path, default=Path("../shared/data"), help="folder of clinc150/data_full.json.gz"
+    )
+    parser.add_argument("--out", type=Path, default=OUT, help="where to write it (default: docs/images/sentences.png)")
+    parser.add_argument("--epochs", type=int, default=15, help="of training (default: 15)")
+    given = parser.parse_args(arguments)
+    scored = score(given.data, given.epochs)
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    draw(scored).savefig(given.out, dpi=130)
+    for name, by in (("uncertainty", scored.uncertainty), ("cosine", scored.distance)):
+        curve = errors(scored.wrong, by)
+        told = ", ".join(
+            f"{100 * float(curve[int(share * len(curve)) - 1]):.1f} % of {share:.0%}" for share in (1, 0.9, 0.8)
+        )
+        print(f"wrong answers by {name}: {told}; AUROC {metrics.auroc(by[~scored.wrong], by[scored.wrong]):.3f}")
+    print(f"AUROC of novelty: {metrics.auroc(scored.known.novelty, scored.unknown.novelty):.3f}")
     for alpha in (0.01, ALPHA, 0.1):
-        flagged = [float((~group.embedding.is_known(alpha)).float().mean()) for group in (known, unknown)]
-        print(f"alpha {alpha}: flagged {flagged[0]:.3f} of the known, {flagged[1]:.3f} of the unknown")
+        known, unknown = (flagged(group, alpha) for group in (scored.known, scored.unknown))
+        print(f"alpha {alpha}: refused {known:.1f} %, unknown {unknown:.1f} %")
 
 
 if __name__ == "__main__":

@@ -43,6 +43,17 @@ KNOWN = {
 }
 """Scores for whether an input is of a known kind."""
 
+RIVALS_RIGHT = {"norm": "minus norm", "vmf": "class density", "mahalanobis": "Mahalanobis, features"}
+"""Scores of others for the same question as ``uncertainty``: without a gallery."""
+
+RIVALS_KNOWN = {
+    **RIVALS_RIGHT,
+    "knn_embedding": "10-NN, embedding",
+    "knn_features": "10-NN, features",
+    "match": "distance to match",
+}
+"""Scores of others for the same question as ``novelty``, with and without a gallery."""
+
 
 def families_table(results: Sequence[Result]) -> str:
     """One line a family: mAP@1, R-AUROC of some scores, and mean AUROC over the kinds of unknown inputs of others.
@@ -61,8 +72,18 @@ def families_table(results: Sequence[Result]) -> str:
             cells = [_mean([result["map_at_1"] for result in mine])]
             cells += [_mean([_row(result, name)["r_auroc"] for result in mine]) for name in RIGHT]
             cells += [_mean([_unknown(result, name) for result in mine]) for name in KNOWN]
-            lines.append([f"{title} ({len(mine)})", *cells])
+            right = {
+                title: statistics.mean(_row(one, row)["r_auroc"] for one in mine) for row, title in RIVALS_RIGHT.items()
+            }
+            known = {title: statistics.mean(_unknown(one, row) for one in mine) for row, title in RIVALS_KNOWN.items()}
+            lines.append([f"{title} ({len(mine)})", *cells, _best(right), _best(known)])
+    names += ["right? best other without a gallery", "known? best other"]
     return table(["encoders", "mAP@1", *names], lines) + "\n"
+
+
+def _best(scores: dict[str, float]) -> str:
+    title = max(scores, key=lambda name: scores[name])
+    return f"{scores[title]:.3f} {title}"
 
 
 def _row(result: Result, name: str) -> Result:

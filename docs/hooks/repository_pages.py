@@ -103,5 +103,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:  # noqa: ARG001
-    """Turn the links of a page."""
+    """Turn the links of a page; result files are not searched."""
+    if page.file.src_uri.startswith(FOLDERS):
+        page.meta["search"] = {"exclude": True}
     return rewrite(markdown, page.file.src_uri)

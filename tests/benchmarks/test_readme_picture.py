@@ -1,6 +1,8 @@
 """The README's picture shows what it says it shows."""
 
-import sys
+from __future__ import annotations
+
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,34 +11,37 @@ from benchmarks import readme_picture
 
 
 @pytest.fixture(scope="module")
-def scored():
-    return readme_picture.score(2)
+def scored() -> readme_picture.Scored:
+    torch.manual_seed(0)
+    x, labels = torch.randn(600, 8), torch.arange(600) % 4
+    x += 2 * torch.eye(8)[labels]
+    la = _posterior(x[:300], labels[:300])
+    known, unknown = la(x[300:]), la(9 * torch.randn(100, 8))
+    cosine, nearest = (known.mu @ la(x[:300]).mu.T).max(1)
+    return readme_picture.Scored(labels[nearest] != labels[300:], known.uncertainty, 1 - cosine, known, unknown)
 
 
-def test_known_and_unknown_digits_are_apart(scored):
-    known, unknown, wrong = scored
-    assert set(known.labels.tolist()) == set(range(8))
-    assert set(unknown.labels.tolist()) == {8, 9}
-    assert len(known.images) == len(known.embedding)
-    assert 0 <= wrong < 0.9  # two epochs are better than guessing one of eight
+def _posterior(x: torch.Tensor, labels: torch.Tensor):
+    from laplace import Laplace
+
+    la = Laplace(torch.nn.Linear(8, 3), "contrastive")
+    la.fit([(x, labels)])
+    la.optimize_prior_precision()
+    la.calibrate([(torch.randn(200, 8) + 2 * torch.eye(8)[torch.arange(200) % 4], torch.zeros(200))])
+    return la
 
 
-def test_the_picture_quotes_what_is_flagged(scored):
-    known, unknown, _ = scored
-    figure = readme_picture.draw(known, unknown)
-    (axis,) = figure.subfigs[1].axes
-    told = next(text.get_text() for text in axis.texts)
-    for group in (known, unknown):
-        assert f"{100 * float((group.embedding.p_value <= readme_picture.ALPHA).double().mean()):.0f} %" in told
-    assert len(figure.subfigs[0].axes) == 2 * readme_picture._SHOWN
-    shown = [axis.images[0].get_array() for axis in figure.subfigs[0].axes]
-    least = known.images[known.embedding.uncertainty.argmax()]
-    assert torch.equal(torch.as_tensor(shown[readme_picture._SHOWN].data), least)
+def test_errors_are_those_of_the_surest_questions():
+    wrong, by = torch.tensor([True, False, True, False]), torch.tensor([0.9, 0.1, 0.5, 0.2])
+    assert readme_picture.errors(wrong, by).tolist() == [0, 0, 1 / 3, 1 / 2]
 
 
-def test_the_command_writes_the_picture(scored, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(readme_picture, "score", lambda _: scored)
-    monkeypatch.setattr(sys, "argv", ["readme_picture", "--out", str(tmp_path / "new" / "digits.png")])
-    readme_picture.main()
-    assert (tmp_path / "new" / "digits.png").read_bytes().startswith(b"\x89PNG")
-    assert "AUROC of novelty" in capsys.readouterr().out
+def test_the_command_writes_the_picture_and_what_is_refused(scored, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setattr(readme_picture, "score", lambda *_: scored)
+    readme_picture.main(["--out", str(tmp_path / "new" / "sentences.png")])
+    assert (tmp_path / "new" / "sentences.png").read_bytes().startswith(b"\x89PNG")
+    printed = capsys.readouterr().out
+    share = 100 * float((scored.unknown.p_value <= readme_picture.ALPHA).double().mean())
+    assert f"alpha 0.05: refused {readme_picture.flagged(scored.known):.1f} %, unknown {share:.1f} %" in printed
+    (text,) = readme_picture.draw(scored).axes[1].texts
+    assert f"{share:.0f} %" in text.get_text()
