@@ -103,7 +103,7 @@ def draw(scored: Scored) -> Figure:
     right.axvline(threshold, color=_GREY, linestyle="--", linewidth=1)
     refused = [f"{share:.0f} %" for share in (flagged(scored.known), flagged(scored.unknown))]
     text = f" is_known(alpha={ALPHA})\n refuses {refused[0]} | {refused[1]} →"
-    right.text(threshold, right.get_ylim()[1] * 0.7, text, va="top", fontsize=9, color=_GREY)
+    right.text(threshold, right.get_ylim()[1] * 0.77, text, va="top", fontsize=9, color=_GREY)
     right.set(xlabel="novelty", ylabel="share of questions, %")
     right.set_title("Refuse what the encoder does not know", fontsize=10)
     for axis in (left, right):
