@@ -94,6 +94,9 @@ def _table_name(_: click.Context, option: click.Parameter, path: Path) -> Path:
     if path.suffix.lower() not in (".csv", ".parquet"):
         wanted = "a name that ends in .csv or .parquet"
         raise BadInputError(expected(f"{option.opts[0]} {path}", wanted, f"{path.name!r}"))
+    if not path.parent.is_dir():
+        wanted = "a file in a folder that exists"
+        raise BadInputError(expected(f"{option.opts[0]} {path}", wanted, f"no folder {path.parent}"))
     return path
 
 
