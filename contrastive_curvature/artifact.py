@@ -110,12 +110,17 @@ class Header(BaseModel):
     made_by: ClassVar[str] = ""
     repaired_by: ClassVar[str] = ""
 
+    @classmethod
+    def format_name(cls) -> str:
+        """Return the name of the format as it stands in files."""
+        return f"contrastive_curvature.{cls.kind}"
+
     def dumps(self) -> str:
         """Return the header as JSON, with format, version and checksum."""
         from contrastive_curvature import __version__
 
         content = self.model_dump(mode="json")
-        about = {"format": f"contrastive_curvature.{self.kind}", "version": VERSION, "written_by": __version__}
+        about = {"format": self.format_name(), "version": VERSION, "written_by": __version__}
         return json.dumps({**about, "sha256": _checksum(content), "content": content}, indent=1, allow_nan=False) + "\n"
 
     @classmethod
@@ -125,7 +130,7 @@ class Header(BaseModel):
             whole = json.loads(text)
         except (ValueError, RecursionError):
             cls.refuse(name, "a damaged one: no whole JSON", cls.repaired_by)
-        if not isinstance(whole, dict) or whole.get("format") != f"contrastive_curvature.{cls.kind}":
+        if not isinstance(whole, dict) or whole.get("format") != cls.format_name():
             cls.refuse(name, "something else", cls.made_by)
         if whole.get("version") != VERSION:
             hint = f"contrastive_curvature {whole.get('written_by')} wrote it: use that release, or make it again."

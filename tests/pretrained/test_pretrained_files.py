@@ -326,7 +326,8 @@ def test_missing_files_are_named(la: Any, saved: Path, tmp_path: Path) -> None:
     path.rename(moved)
     with pytest.raises(cc.InputError, match=f"{path}: expected a saved posterior, got no such file"):
         loaded(saved)
-    moved.rename(path)
+    la.save_pretrained(saved, overwrite=True)
+    assert predicts_the_same(la, loaded(saved), DEVICE)
     config.unlink()
     for call in (loaded, cc.pretrained.read_info, cc.pretrained.load_match):
         with pytest.raises(cc.InputError, match=r"expected a saved posterior, got no config\.json there"):

@@ -247,7 +247,8 @@ def check_target(place: ArtifactFolder[Saved], *, overwrite: bool) -> None:
     place.check()
     if not place.exists:
         return
-    if not any(place.path.glob(NUMBERS)):
+    # A damaged folder has the numbers or the name of the format still.
+    if not any(place.path.glob(NUMBERS)) and Saved.format_name().encode() not in place.header_path.read_bytes():
         hint = "Name another folder: this one may hold something that nobody wants to lose."
         received = f"{place.path}, which holds {CONFIG!r} and no saved posterior"
         raise InputError(expected("folder", "a new folder, or one with a saved posterior", received, hint))
