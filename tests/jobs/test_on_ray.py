@@ -134,7 +134,7 @@ def test_a_bad_part_ends_the_job_with_its_own_error(cluster: Any, device: str, t
 
 def test_a_process_that_always_dies_ends_the_job(cluster: Any, device: str, tmp_path: Path) -> None:
     place, la = tmp_path, posterior()
-    with pytest.raises(ProcessError, match=r"Ray gave up one of the parts \[.*2.*\], after max_retries=1"):
+    with pytest.raises(ProcessError, match=r"statistics of part 2: its process has died \(max_retries=1\)"):
         cc.jobs.fit_on_ray(la, source(place / "d", reader(place, {60: 9})), folder=place / "s", max_retries=1)
     # Once the reason is gone, the same call goes on.
     found = cc.jobs.fit_on_ray(la, source(place / "d", reader(place, {})), folder=place / "s")

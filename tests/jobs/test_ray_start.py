@@ -40,7 +40,7 @@ def calls(monkeypatch: pytest.MonkeyPatch, running: bool, parts: list[int], **re
     module = Module(running)
     monkeypatch.setattr(on_ray, "need", lambda *_: module)
     options: dict[str, Any] = {"workers": None, "num_cpus": 1, "num_gpus": 0, "max_retries": 3, "progress_bar": False}
-    # Processes would start here, and the module has none.
+    # The module has no processes.
     with suppress(AttributeError), on_ray._Processes(None, **(options | resources)) as processes:  # type: ignore[arg-type]
         processes.run(print, parts, "embeddings")
     return module.calls

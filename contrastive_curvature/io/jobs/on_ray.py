@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from os import PathLike
@@ -172,7 +173,6 @@ class _Processes:
     started: bool = False
 
     def __post_init__(self) -> None:
-        need("ray.data", "ray")
         self.ray = need("ray", "ray")
         if self.workers is not None:
             validate.count("workers", self.workers)
@@ -193,90 +193,87 @@ class _Processes:
     def run(self, work: Callable[[Any, int], None], parts: Sequence[int], name: str) -> None:
         """Call ``work`` with the posterior and every part; it writes its result itself.
 
+        These are actors and not ``ray.data.map_batches``, which starts a part again without end if its process dies.
+
         Raises:
             ProcessError: A process has died too often.
             Exception: What a part raised, as it is, with a note that names the part.
         """
         if not parts:
             return
-        self._start()
-        rows = self.ray.data.from_items([{"part": part} for part in parts], override_num_blocks=len(parts))
-        rows.context.enable_progress_bars = False
-        rows.context.raise_original_map_exception = True
-        # Without a number of processes, those that have room now; a cluster that grows may have more later.
-        least = self.workers or max(1, self._room(self.ray.available_resources()))
-        pool = self.ray.data.ActorPoolStrategy(
-            min_size=min(least, len(parts)),
-            max_size=min(self.workers or len(parts), len(parts)),
-            # Few, so that faster processes do more parts; with one alone Ray would not add processes later.
-            max_tasks_in_flight_per_actor=2,
-        )
-        done = rows.map_batches(
-            _Worker,
-            batch_size=1,
-            compute=pool,
-            # Once in Ray's store, however many processes take it.
-            fn_constructor_args=(self.ray.put((self.posterior, work)), name),
-            num_cpus=self.num_cpus,
-            num_gpus=self.num_gpus or None,
-            max_task_retries=self.max_retries,
-        )
-        waiting = dict.fromkeys(parts)
+        count = min(self._start(), len(parts))
+        options = {"num_cpus": self.num_cpus, "num_gpus": self.num_gpus}
+        options |= {"max_restarts": -1, "max_task_retries": self.max_retries}
+        worker = self.ray.remote(**options)(_Worker)
+        # Once in Ray's store, however many processes take it; in a list, because Ray reads it for every part otherwise.
+        stored = [self.ray.put((self.posterior, work))]
+        actors = [worker.remote() for _ in range(count)]
+        waiting = iter(parts)
+        # A process that has no room yet gets no part that another one could do.
+        running: dict[Any, tuple[Any, int | None]] = {actor.__ray_ready__.remote(): (actor, None) for actor in actors}
         try:
             with Progress(self.progress_bar).bar(f"[{name}]", len(parts)) as bar:
-                for row in done.iter_rows():
-                    del waiting[int(row["part"])]
-                    bar.update()
+                while bar.n < len(parts):
+                    (done,), _ = self.ray.wait(list(running))
+                    actor, part = running.pop(done)
+                    self._check(done, name, part)
+                    bar.update(part is not None)
+                    following = next(waiting, None)
+                    if following is not None:
+                        running[actor.do.remote(stored, following)] = actor, following
+                        continue
+                    # Processes without a part make room for those that died and are started again.
+                    running = {done: job for done, job in running.items() if job[1] is not None}
+                    busy = [actor for actor, _ in running.values()]
+                    for actor in actors:
+                        if actor not in busy:
+                            self.ray.kill(actor)
+        finally:
+            for actor in actors:
+                self.ray.kill(actor)
+
+    def _check(self, done: Any, name: str, part: int | None) -> None:
+        """Raise the error of a part, or of a process that did not start."""
+        try:
+            self.ray.get(done)
+        except self.ray.exceptions.RayTaskError as error:
+            error.cause.add_note(f"{name} of part {part}, in a process of Ray")
+            raise error.cause from error
         except self.ray.exceptions.RayError as error:
-            cause = getattr(error, "cause", None)
-            if isinstance(cause, _PartError):
-                raise cause.args[0] from error
             msg = (
-                f"{name}: Ray gave up one of the parts {list(waiting)[:5]}, after max_retries={self.max_retries} if a "
-                f"process died: {error}\nWhat is done is kept: call this again with the same arguments, and only the "
-                "rest is computed. A process that needs too much memory wants smaller batches, or more num_cpus, so "
-                "that fewer run at once."
+                f"{name} of part {part}: its process has died (max_retries={self.max_retries}), or its error cannot be "
+                f"pickled: {error}\nWhat is done is kept: call this again with the same arguments, and only the rest "
+                "is computed. A process that needs too much memory wants smaller batches, or more num_cpus, so that "
+                "fewer run at once."
             )
             raise ProcessError(msg) from error
 
-    def _start(self) -> None:
-        if self.ray.is_initialized():
-            return
-        self.started = True
-        self.ray.init()
+    def _start(self) -> int:
+        """Start Ray if it does not run, and return how many processes there may be."""
+        grows = self.ray.is_initialized() or "RAY_ADDRESS" in os.environ
+        if not self.ray.is_initialized():
+            self.started = True
+            self.ray.init()
+        # Processes without room wait until others end, or the cluster has grown; this machine does not grow.
+        if grows:
+            return self.workers or sys.maxsize
         whole = self.ray.cluster_resources()
-        # A cluster may grow, this machine does not: Ray would wait without end.
-        if "RAY_ADDRESS" not in os.environ and not self._room(whole):
-            there = f"at most what Ray has, {whole.get('CPU', 0):g} cores and {whole.get('GPU', 0):g} GPUs"
+        cores, gpus = whole.get("CPU", 0), whole.get("GPU", 0)
+        room = int(min(cores / self.num_cpus, gpus / self.num_gpus if self.num_gpus else cores / self.num_cpus))
+        if not room:
+            there = f"at most what Ray has, {cores:g} cores and {gpus:g} GPUs"
             raise InputError(expected("num_cpus, num_gpus", there, f"{self.num_cpus:g}, {self.num_gpus:g}"))
-
-    def _room(self, resources: dict[str, float]) -> int:
-        """Return the number of processes that fit into cores and GPUs."""
-        cores = resources.get("CPU", 0) / self.num_cpus
-        gpus = resources.get("GPU", 0) / self.num_gpus if self.num_gpus else cores
-        return int(min(cores, gpus))
-
-
-class _PartError(Exception):
-    """Brings the error of a part to the driver as it is."""
+        return self.workers or room
 
 
 class _Worker:
     """One process: it holds the posterior once for all its parts."""
 
-    def __init__(self, stored: Any, name: str) -> None:
-        self._stored, self._name = stored, name
-        self._la: Any = None
+    _la: Any = None
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        part = int(batch["part"][0])
-        try:
-            if self._la is None:
-                posterior, self._work = need("ray", "ray").get(self._stored)
-                self._la = made(posterior)
-            self._work(self._la, part)
-        except Exception as error:
-            error.add_note(f"{self._name} of part {part}, in a process of Ray")
-            # Ray adds its own advice to the message of what is raised here.
-            raise _PartError(error) from error
-        return batch
+    def do(self, stored: list[Any], part: int) -> None:
+        """Compute a part, and write it."""
+        if self._la is None:
+            posterior, self._work = need("ray", "ray").get(stored[0])
+            self._la = made(posterior)
+        self._work(self._la, part)

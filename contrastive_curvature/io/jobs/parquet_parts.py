@@ -43,11 +43,12 @@ def number_of_parts(parts: int | None, rows: int) -> int:
 
 
 class _Group(NamedTuple):
-    """A row group: its file, its number there, and its first row among those of all files."""
+    """A row group: its file, its number there, and its rows among those of all files."""
 
     file: Path
     number: int
     start: int
+    stop: int
 
 
 class ParquetParts:
@@ -176,18 +177,12 @@ class ParquetParts:
             identifiers = table.column(self.identifier) if named else numbers
             yield self.inputs(table), identifiers, [table.column(name) for name in keep]
 
-    def groups(self, start: int, stop: int) -> list[_Group]:
-        """Return the row groups with rows from ``start`` to ``stop``."""
-        ends = [group.start for group in self._groups[1:]] + [self.rows]
-        pairs = zip(self._groups, ends, strict=True)
-        return [group for group, end in pairs if group.start < stop and end > start]
-
     def _open(self, files: list[Path]) -> None:
         """Read the footers of all files."""
         arrow, parquet = need("pyarrow"), need("pyarrow.parquet")
         self.schema: Any = None
         self.rows = 0
-        self._groups: list[_Group] = []
+        self.groups: list[_Group] = []
         digest = hashlib.sha256()
         for file in files:
             try:
@@ -203,10 +198,8 @@ class ParquetParts:
             metadata.write_metadata_file(footer)
             digest.update(f"{file.name} {file.stat().st_size}".encode() + footer.getvalue())
             for number in range(metadata.num_row_groups):
-                n = metadata.row_group(number).num_rows
-                if n:
-                    self._groups.append(_Group(file, number, self.rows))
-                    self.rows += n
+                start, self.rows = self.rows, self.rows + metadata.row_group(number).num_rows
+                self.groups.append(_Group(file, number, start, self.rows))
         if not self.rows:
             raise InputError(expected("source", "at least one row", f"{len(files)} Parquet files without any"))
         self._footers = digest.hexdigest()[:32]
@@ -214,7 +207,7 @@ class ParquetParts:
     def _boundaries(self, count: int) -> list[int]:
         """Return the first rows of parts: those of row groups if no part is empty then, so that none is read twice."""
         even = [self.rows * k // count for k in range(count + 1)]
-        starts = [group.start for group in self._groups] + [self.rows]
+        starts = [group.start for group in self.groups] + [self.rows]
         near = []
         for wanted in even:
             place = bisect_left(starts, wanted)
@@ -271,12 +264,12 @@ class ParquetPart:
     def _rows(self, columns: Sequence[str] | None) -> Iterator[Any]:
         """Yield Arrow tables in order, of any number of rows."""
         arrow, parquet = need("pyarrow"), need("pyarrow.parquet")
-        for path, found in groupby(self._parts.groups(self.start, self.stop), key=lambda group: group.file):
+        mine = [group for group in self._parts.groups if group.start < self.stop and group.stop > self.start]
+        for path, found in groupby(mine, key=lambda group: group.file):
             groups = list(found)
-            row = groups[0].start
+            row, numbers = groups[0].start, [group.number for group in groups]
             # A dataset of pyarrow would keep whole row groups in memory, decoded: three times as much as this.
             with parquet.ParquetFile(path) as file:
-                numbers = [group.number for group in groups]
                 for batch in file.iter_batches(self._parts.batch_size, row_groups=numbers, columns=columns):
                     first, last = max(row, self.start), min(row + len(batch), self.stop)
                     if first < last:
