@@ -103,6 +103,10 @@ def test_feature_folders_are_embedded(texts: bool, device: str, tmp_path: Path) 
     assert found.column("identifier").to_pylist() == names
     with pytest.raises(cc.InputError, match="keep: expected a list of columns of the source"):
         EmbeddingFolder(tmp_path / "g", la, tmp_path / "f", keep=["target"])
+    shuffled = embed(tmp_path / "h", la, cc.FeatureFolder(tmp_path / "f", seed=1), parts=4).to_pydict()
+    assert shuffled["identifier"] != names
+    kappa = dict(zip(names, found.column("kappa").to_pylist(), strict=True))
+    assert [kappa[name] for name in shuffled["identifier"]] == pytest.approx(shuffled["kappa"])
 
 
 def test_what_is_there_is_kept(device: str, tmp_path: Path) -> None:

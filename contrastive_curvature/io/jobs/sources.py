@@ -47,7 +47,9 @@ class FolderParts:
         """Yield inputs, identifiers and no further columns of the batches of a part."""
         del keep
         loader, start = self[part], 0
-        identifiers = need("pyarrow").array(loader.identifiers)
+        # Batches are in another order than identifiers where the folder has a seed.
+        order = loader.numbers.numpy() - loader.dataset.start
+        identifiers = need("pyarrow").array(loader.identifiers[order])
         for x, y in loader:
             yield x, identifiers.slice(start, len(y)), []
             start += len(y)
