@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -154,14 +154,7 @@ class Trainer:
             start = randomness.state()
             while self._epoch < epochs:
                 randomness.begin_epoch(self._epoch)
-                count = 0
-                for batch in train_loader:
-                    count += 1
-                    if count <= done:
-                        if count == done:
-                            # Here, because skipping the finished batches has drawn their random numbers again.
-                            randomness.restore(after_done)
-                        continue
+                for count, batch in _unfinished(train_loader, done, after_done, randomness):
                     loss = self._train_on_batch(batch)
                     if self.steps % 20 == 0:
                         bar.set_postfix(epoch=f"{self._epoch + 1}/{epochs}", loss=f"{loss:.4f}", refresh=False)
@@ -169,10 +162,6 @@ class Trainer:
                     # Not after the last batch, where the checkpoint of the epoch follows.
                     if self.steps % self.checkpoint_every == 0 and count != batches:
                         self._save({**frame, "batch": count}, start, randomness.state(), processes)
-                if count < max(done, 1):
-                    wanted = f"at least {done} batches, as before" if done else "at least one batch"
-                    received = f"{count} batches" if done else "an empty loader"
-                    raise InputError(expected("train_loader", wanted, received))
                 if self.scheduler is not None:
                     self.scheduler.step()
                 self._epoch, done = self._epoch + 1, 0
@@ -307,6 +296,21 @@ class Trainer:
             )
             warnings.warn(msg, UserWarning, stacklevel=4)
         return content
+
+
+def _unfinished(loader: Iterable[Any], done: int, after_done: Any, randomness: Randomness) -> Iterator[tuple[int, Any]]:
+    """Give the batches of an epoch after the first ``done`` ones, with their numbers, counted from one."""
+    count = 0
+    for count, batch in enumerate(loader, 1):
+        if count > done:
+            yield count, batch
+        elif count == done:
+            # Here, because skipping the finished batches has drawn their random numbers again.
+            randomness.restore(after_done)
+    if count < max(done, 1):
+        wanted = f"at least {done} batches, as before" if done else "at least one batch"
+        received = f"{count} batches" if done else "an empty loader"
+        raise InputError(expected("train_loader", wanted, received))
 
 
 def _settings(step: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any) -> dict[str, str]:
