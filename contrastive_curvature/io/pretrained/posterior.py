@@ -145,9 +145,11 @@ def constructor(
     # A contrastive loss may have been given by its options alone, as margin=0.5.
     as_object = "loss" in saved.state["contrastive"]
     if as_object or loss is not None:
-        found = _loss(saved, loss, tensors).to(next(encoder.parameters()).device)
+        found = _loss(saved, loss, tensors)
         if as_object:
-            options["loss"] = found
+            # The class refuses an encoder without parameters.
+            device = next((p.device for p in encoder.parameters()), "cpu")
+            options["loss"] = found if found is loss else found.to(device)
     if backend is not None:
         arguments["backend"] = backend
     elif saved.backend is not None and saved.backend not in KNOWN_BACKENDS:
