@@ -1,16 +1,14 @@
 """What the tests of the command line share besides fixtures."""
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from click.testing import Result
-from safetensors import safe_open
-from safetensors.numpy import save
 
 from contrastive_curvature.apps.cli import saved
 from contrastive_curvature.apps.cli.sources import Columns, Source, open_source
+from contrastive_curvature.artifact import read_tensors, write_tensors
 
 WIDTH, DIM, CLASSES = 12, 4, 5
 WEIGHT = np.random.default_rng(0).normal(size=(DIM, WIDTH)).astype(np.float32)
@@ -42,10 +40,8 @@ def encoder_file(folder: str = "posterior") -> Path:
 def rewrite_encoder(folder: str, **spec: object) -> None:
     """Write another encoder into that file on purpose, with a right checksum."""
     path = encoder_file(folder)
-    with safe_open(path, framework="numpy") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
-        text = json.dumps({**json.loads(file.metadata()["encoder"]), **spec})
-    path.write_bytes(save(tensors, {"encoder": text, "checksum": saved._checksum(text, tensors)}))
+    header, tensors = read_tensors(path, saved.EncoderFile)
+    write_tensors(path, saved.EncoderFile(spec={**header.spec, **spec}), tensors)
 
 
 def error_of(result: Result) -> str:

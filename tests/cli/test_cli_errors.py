@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from cli_support import Run, error_of, rewrite_encoder
 
+from contrastive_curvature import artifact
 from contrastive_curvature.apps.cli import cli, saved
 from contrastive_curvature.apps.cli.console import report
 from contrastive_curvature.errors import DivergenceError, InputError, UnsupportedError
@@ -46,9 +47,13 @@ def test_a_damaged_posterior_is_refused_in_one_line(run: Run, pattern: str, harm
     assert not Path("scores.csv").exists()
 
 
-def test_a_posterior_of_a_later_version_says_what_to_do(run: Run) -> None:
-    rewrite_encoder("posterior", version=99)
-    assert "pip install -U contrastive-curvature" in error_of(run(*SCORE, code=2))
+def test_a_posterior_of_another_version_says_what_to_do(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(artifact, "VERSION", 99)
+    rewrite_encoder("posterior")
+    monkeypatch.undo()
+    said = error_of(run(*SCORE, code=2))
+    assert "version 99" in said
+    assert "use that release" in said
 
 
 def test_a_folder_of_something_else(run: Run) -> None:

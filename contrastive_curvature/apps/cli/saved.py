@@ -9,31 +9,35 @@ another posterior took its place.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import secrets
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
-import safetensors
-import safetensors.numpy
 from numpy.typing import NDArray
 
 from contrastive_curvature.apps.cli.console import BadInputError
 from contrastive_curvature.apps.cli.encoders import LIBRARIES, Encoder, check_device, encoder_of, last_layer_encoder
 from contrastive_curvature.apps.cli.outputs import check_writable
-from contrastive_curvature.artifact import write_whole
+from contrastive_curvature.artifact import Header, read_tensors, write_tensors
 from contrastive_curvature.errors import ContrastiveCurvatureError, expected
 from contrastive_curvature.io.pretrained import folder as posterior_folder
 from contrastive_curvature.io.pretrained import load_pretrained, read_info
 from contrastive_curvature.network.digest import encoder_digest
 from contrastive_curvature.network.given_features import FeatureSource
 
-_VERSION = 2
-_REPAIR = "Copy the folder again, or fit again with --overwrite."
+
+class EncoderFile(Header):
+    """How the encoder of a saved posterior is made again."""
+
+    kind: ClassVar[str] = "encoder"
+    described: ClassVar[str] = "the encoder that fit wrote"
+    repaired_by: ClassVar[str] = "Copy the folder again, or fit again with --overwrite."
+
+    spec: dict[str, Any]
 
 
 def check_target(folder: Path, *, overwrite: bool) -> None:
@@ -131,36 +135,17 @@ def read_encoder(folder: Path) -> tuple[dict[str, Any] | None, dict[str, NDArray
     path = _encoder_file(folder, read_info(folder).posteriors[0].encoder)
     if not path.exists():
         return None, {}
-    try:
-        with safetensors.safe_open(path, framework="numpy") as file:
-            text, checksum = (file.metadata()[name] for name in ("encoder", "checksum"))
-            weights = {name: file.get_tensor(name) for name in sorted(file.keys())}
-        spec = json.loads(text)
-    except (safetensors.SafetensorError, KeyError, TypeError, ValueError) as error:
-        raise BadInputError(expected(f"{path}", "the encoder that fit wrote", "something else", _REPAIR)) from error
-    if spec.get("version") != _VERSION:
-        hint = "Update with: pip install -U contrastive-curvature"
-        raise BadInputError(expected(f"{path}", f"version {_VERSION}", f"{spec.get('version')}", hint))
-    if checksum != _checksum(text, weights):
-        raise BadInputError(expected(f"{path}", "the file as fit wrote it", "other content", _REPAIR))
-    return spec, weights
+    header, weights = read_tensors(path, EncoderFile)
+    return header.spec, {name: weight.numpy() for name, weight in weights.items()}
 
 
 def _write_encoder(encoder: Encoder, folder: Path) -> None:
-    text = json.dumps({"version": _VERSION, **encoder.spec}, allow_nan=False)
-    weights = {}
-    if encoder.width is not None:
-        weights = {name: p.detach().cpu().numpy() for name, p in sorted(encoder.module.named_parameters())}
-    content = safetensors.numpy.save(weights, {"encoder": text, "checksum": _checksum(text, weights)})
-    write_whole(_encoder_file(folder, encoder_digest(encoder.module)), lambda file: file.write(content))
+    weights = dict(encoder.module.named_parameters()) if encoder.width is not None else {}
+    write_tensors(_encoder_file(folder, encoder_digest(encoder.module)), EncoderFile(spec=dict(encoder.spec)), weights)
 
 
 def _encoder_file(folder: Path, digest: str) -> Path:
     return folder / f"encoder-{digest}.safetensors"
-
-
-def _checksum(text: str, weights: Mapping[str, NDArray[Any]]) -> str:
-    return hashlib.sha256(b"".join((text.encode(), *(weight.tobytes() for weight in weights.values())))).hexdigest()
 
 
 def _check_trusted(spec: Mapping[str, Any], folder: Path) -> None:
