@@ -41,7 +41,7 @@ test-oldest: $(OLDEST)/.installed ## the same tests with the oldest versions tha
 
 # Not there: the extras docs, ray and recipes, whose packages move too fast for bounds that would hold for long, and onnx, which
 # needs a later torch. Their tests are left out or skipped, as are those of the benchmarks, which are no part of the package.
-OLDEST_EXTRAS := benchmarks,faiss,hub,lance,miners,parquet,test
+OLDEST_EXTRAS := benchmarks,faiss,lance,miners,parquet,test
 OLDEST_WITHOUT := $(addprefix --ignore=tests/,docs benchmarks jobs/test_on_ray.py jobs/test_ray_runtime.py)
 
 fuzz: $(STAMP) ## the tests of any input with new examples, 500 each; pytest options go into ARGS="..."
@@ -92,7 +92,7 @@ clean: ## remove caches and build products (to make the environment anew as well
 # and what tests, docs and benchmarks need beyond it.
 # pip: -qq still prints errors, and leaves out the warnings about a machine's own index settings, one line per package.
 INSTALL = $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e
-ALL_EXTRAS := benchmarks,docs,faiss,hub,lance,miners,onnx,parquet,ray,recipes,test
+ALL_EXTRAS := benchmarks,docs,faiss,lance,miners,onnx,parquet,ray,recipes,test
 
 $(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
