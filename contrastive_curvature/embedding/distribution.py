@@ -91,8 +91,8 @@ class EmbeddingDistribution:
             posterior have the mean over its training inputs.
 
     Attributes:
-        raw_mean: Mean of the raw outputs, shape (B, D), its norm as the encoder gives it. :attr:`mu` has norm 1;
-            there is no ``mean``, which could be either.
+        raw_mean: Mean of the raw outputs, shape (B, D), its norm as the encoder gives it; :attr:`mu` has
+            norm 1.
 
     Raises:
         InputTypeError: An argument is not a floating-point tensor.

@@ -201,7 +201,7 @@ class CentreCollector:
 
 
 def centres_of(table: ClassTable | None, typical: Rows) -> ClassCentres | None:
-    """Return the centres of classes; ``None`` where there are none, or they say nothing or cost too much."""
+    """Return the centres of classes; ``None`` where there are no classes, too many, or no typical points."""
     if table is None or not len(typical) or table.sums.numel() > MOST_NUMBERS:
         return None
     sample = normalize(typical.columns["outputs"].detach())[0], typical.columns["targets"]

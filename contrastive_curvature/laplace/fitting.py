@@ -164,7 +164,7 @@ class FittedPosterior(CheckedPosterior):
             yield
 
     def look_at(self, probe: Inputs) -> None:
-        """Find out from a few inputs what has to be known before there is a backend, and construct it.
+        """Analyse the encoder with a few inputs, and construct the backend.
 
         Raises:
             InputError: The embeddings have one dimension.

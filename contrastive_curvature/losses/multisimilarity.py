@@ -37,7 +37,7 @@ class MultiSimilarityLoss(RowLoss):
         InputError: An option is unknown or out of range.
 
     Source: Wang et al., Multi-Similarity Loss with General Pair Weighting for Deep Metric Learning, 2019
-    (the loss that its mining and weighting end in).
+    (the loss that results from its mining and weighting).
     """
 
     root_signs = (-1, -1)

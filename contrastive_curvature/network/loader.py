@@ -168,7 +168,7 @@ def _joined(first: Tensor, second: Tensor, argument: str) -> Tensor:
 
 
 def check_loader(loader: Any, argument: str = "train_loader", *, once: bool = False, shares: bool = False) -> None:
-    """Refuse what would give parts of itself, as an array or a data set of points, and loaders of a part of the data.
+    """Refuse arrays and data sets, which would be read as batches of points, and loaders of a part of the data.
 
     Args:
         loader: What the user passed.

@@ -297,7 +297,7 @@ def carries(
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
-        # Some encoders run without a graph only, and have no gradients that could go astray.
+        # Some encoders run only without a graph; they have no gradients that could be wrong.
         with torch.no_grad(), suppress(UnsupportedError):
             return passes() is not None
         return False

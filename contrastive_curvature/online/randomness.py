@@ -15,7 +15,7 @@ class Randomness:
     """All that draws random numbers while a data loader is iterated.
 
     Args:
-        loader: The data loader, torch's or any iterable. One of another class has no generators of its own.
+        loader: The data loader, torch's or any iterable. Only torch's has generators of its own.
 
     Attributes:
         generators: Generators of the loader and its samplers, each once.

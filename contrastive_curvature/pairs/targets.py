@@ -38,7 +38,7 @@ class PartnerRelation(Relation):
 
 
 class TargetMatrix(Relation):
-    """How much of an anchor's target each candidate is; those without any are negatives.
+    """Shares of the candidates in the targets of the anchors; a candidate without a share is a negative.
 
     Args:
         targets: Shape (N, N), not negative, with rows that sum to one; the diagonal is zero.

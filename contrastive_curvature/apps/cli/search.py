@@ -156,7 +156,7 @@ class _Predictions:
         _warn_of_itself(self.console, name, asking.mu.cpu(), searched[nearest])
         hits = nearest.unique()
         if len(hits) == 1:
-            # A search needs two points: any other one, which no query is nearest to.
+            # A search needs two points, so another one is added.
             hits = torch.cat([hits, torch.tensor([0 if int(hits) else 1])]).sort().values
         found, device = self.of(gallery, hits.numpy()), asking.mu.device
         return cc.MatchProbability().fit_retrieval(asking, theirs.to(device), found, classes[hits].to(device))

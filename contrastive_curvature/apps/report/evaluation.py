@@ -229,7 +229,7 @@ class Evaluation:
 
     @property
     def missing(self) -> dict[str, str]:
-        """By name of the part or metric, why it is not there."""
+        """Reasons why parts or metrics are missing, by name."""
         names = ("retrieval", "errors", "reliability", "detection", "thresholds")
         parts = {name: part.reason for name in names if isinstance(part := getattr(self, name), Missing)}
         return parts | {name: value.reason for name, value in self._figures() if isinstance(value, Missing)}

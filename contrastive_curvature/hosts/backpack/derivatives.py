@@ -34,10 +34,10 @@ def hessian_of(module: Any) -> OutputHessian:
 def check_unit_inputs(module: Any, keeps_residual: bool) -> None:
     """Refuse a normalised network whose loss would give another split than its ``distance`` says.
 
-    A loss fed by a normalisation layer gets unit vectors. Through the Jacobian ``P / n`` of that layer a generalised
-    Gauss-Newton keeps ``a P / n^2`` of an ``arccos`` block and loses ``(u t^T + t u^T) / n^2``, so there only
-    ``euclidean``, whose blocks ``d P / n^2`` come out whole, is what it is documented to be. A Hessian adds the second
-    derivative of the layer, which completes ``arccos`` and is what ``euclidean`` leaves out.
+    A loss behind a normalisation layer gets unit vectors. A generalised Gauss-Newton passes its blocks on through the
+    Jacobian ``P / n`` of that layer. It keeps all of an ``euclidean`` block, ``d P / n^2``. Of an ``arccos`` block it
+    keeps ``a P / n^2`` and loses ``(u t^T + t u^T) / n^2``. A Hessian adds the second derivative of the layer: it
+    completes ``arccos``, and adds to ``euclidean`` what this distance leaves out.
     ``keeps_residual`` tells whether the extension adds that second derivative.
     """
     z, distance = module.input0.detach(), module.distance

@@ -77,7 +77,7 @@ def fit_on_ray(
         count = len(data)
         la = made(posterior)
         states = StateFolder(folder, count, data.fingerprint)
-        # Without data the first pass gives nothing but what the states of all parts have in common.
+        # A first pass without data has only what the states of all parts have in common.
         identity = dict(la.part_statistics([], (0, count)).identity)
 
         def first_pass(la: Any, part: int) -> None:
