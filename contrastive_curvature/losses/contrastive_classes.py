@@ -137,7 +137,8 @@ class ContrastiveOfClasses:
         sets: Points that stand for all negatives inside the margin, in sets of which each may stand for all; of no
             effect where no margin decides which negatives count.
         attracting_only: Whether the positive pairs alone count (the ``positive`` fix, Eq. 109).
-        shares: Weights of the classes, where all points of a class have equal counts; ``None`` counts the pairs of ``table``.
+        shares: Weights of the classes, where all points of a class have equal counts; ``None`` counts the pairs of
+            ``table``.
     """
 
     def __init__(
