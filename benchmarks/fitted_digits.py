@@ -12,8 +12,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 
-__all__ = ["FittedDigits", "fit_digits"]
-
 _KNOWN_DIGITS = 8
 _TRAIN = 600
 

@@ -21,8 +21,6 @@ from matplotlib.figure import Figure
 from benchmarks.transfer.families import FAMILIES
 from benchmarks.transfer.results import read_results
 
-__all__ = ["PLOTS", "main", "transfer_points"]
-
 RESULTS = Path(__file__).parent / "results"
 OUT = Path(__file__).parent.parent / "docs" / "images" / "results"
 

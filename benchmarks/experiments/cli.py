@@ -22,8 +22,6 @@ from benchmarks.experiments.plan import DEMO, Table, known_rows, plan_cells, tab
 from contrastive_curvature import Distance, PDFix
 from contrastive_curvature.errors import ContrastiveCurvatureError, UnsupportedError
 
-__all__ = ["main", "parse"]
-
 _UNSET = object()
 _SMALL = {"digits", "fashionmnist", "mnist", SHUFFLED, NONE, None}
 """A few megabytes each: the demonstration fetches them unasked."""

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from pathlib import Path
 
-from benchmarks.experiments.saved import check_number, read_json
+from benchmarks.experiments.saved import read_json
 from benchmarks.machine import write_atomically
 from contrastive_curvature.errors import InputError
-
-__all__ = ["Clock"]
 
 
 class Clock:
@@ -48,7 +47,7 @@ class Clock:
             seconds = read_json(self._path, "seconds", "").get("seconds")
         except InputError:
             return None
-        return float(seconds) if check_number(seconds) and seconds >= 0 else None
+        return seconds if isinstance(seconds, float) and 0 <= seconds < math.inf else None
 
     def _write(self, seconds: float | None) -> None:
         write_atomically(self._path, json.dumps({"seconds": seconds}) + "\n")

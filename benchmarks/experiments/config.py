@@ -20,8 +20,6 @@ from benchmarks.experiments.plan import DEMO, MEMBERS, Table
 from contrastive_curvature import output_hessian
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 
-__all__ = ["Config", "check_config", "check_data", "check_device", "hold_out", "read_data", "settings"]
-
 _LEAST_IMAGES = 20
 _HELD_OUT = 5
 """One in so many training images is held out for the demonstration's threshold."""

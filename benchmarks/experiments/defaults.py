@@ -9,8 +9,6 @@ from typing import Any
 from benchmarks.experiments.data import DATASETS
 from benchmarks.experiments.plan import DEMO, Table
 
-__all__ = ["DEFAULTS", "TABLE_DATA", "DataDefaults", "defaults_of"]
-
 
 @dataclass(frozen=True)
 class DataDefaults:

@@ -10,8 +10,6 @@ from benchmarks.experiments.paper import paper_table
 from benchmarks.experiments.plan import ALPHAS, BASE, COLUMNS, DEMO, QUALITY, known_rows, score_titles
 from benchmarks.experiments.summary import summarize_cells
 
-__all__ = ["demo_markdown", "flagged_markdown"]
-
 _POSTERIOR = "laplace_posthoc"
 _STEPS = (
     ("training", BASE, "fit"),

@@ -17,8 +17,6 @@ from contrastive_curvature import metrics
 from contrastive_curvature.metrics import CalibrationBins
 from contrastive_curvature.metrics.neighbors import Metric
 
-__all__ = ["Evaluation", "Scores", "evaluate"]
-
 DOTS = 3000
 """Embeddings of each set that are kept for a plot: more would hide each other."""
 _REPEATS = 5

@@ -6,25 +6,12 @@ paper's text in several of its figures; each is here under its name with ``_rele
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
 from contrastive_curvature import metrics
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.metrics import Ranking
-
-__all__ = [
-    "auprc_released",
-    "ausc_released",
-    "cluster_diversity",
-    "ece_released",
-    "feature_diversity",
-    "map_released",
-    "r_auroc",
-    "spectral_decay",
-]
 
 
 def r_auroc(uncertainty: Tensor, precision_at_1: Tensor) -> float | None:
@@ -146,68 +133,3 @@ def _check_lengths(uncertainty: Tensor, other: Tensor) -> None:
     if uncertainty.ndim != 1 or uncertainty.shape != other.shape:
         came = f"{tuple(uncertainty.shape)} and {tuple(other.shape)}"
         raise InputError(expected("uncertainty and what it is held against", "the same shape (N,)", came))
-
-
-def cluster_diversity(u: Tensor, labels: Tensor) -> float:
-    """How much the distances within a class differ: their variance, averaged over the classes.
-
-    Args:
-        u: Unit embeddings, shape (N, D).
-        labels: Class of each, shape (N,).
-
-    Returns:
-        The mean over the classes of three or more images of the (biased) variance of the Euclidean distances between
-        all pairs of the class; fewer images have no two distances.
-
-    Raises:
-        InputError: The shapes disagree, or no class has three images.
-
-    Source: Kirchhof et al. (2022), A Non-isotropic Probabilistic Take on Proxy-based Deep Metric Learning, supplement,
-    section L, in words.
-    """
-    _check_rows(u, labels)
-    groups = [u[labels == label].double() for label in labels.unique()]
-    variances = [torch.pdist(group).var(correction=0) for group in groups if len(group) > 2]
-    if not variances:
-        raise InputError(expected("labels", "a class of 3 images or more", "none"))
-    return float(torch.stack(variances).mean())
-
-
-def spectral_decay(u: Tensor) -> float:
-    """How far the embeddings are from using all directions alike.
-
-    Args:
-        u: Unit embeddings, shape (N, D).
-
-    Returns:
-        The Kullback-Leibler divergence, in nats, from the uniform distribution on D values to the singular values of
-        the matrix of the embeddings, divided by their sum: 0 where all are equal, infinite where one is 0.
-
-    Raises:
-        InputError: ``u`` is not a matrix of at least D rows.
-
-    Source: Roth et al. (2020), Revisiting Training Strategies and Generalization Performance in Deep Metric Learning.
-    """
-    if u.ndim != 2 or u.shape[0] < u.shape[1]:
-        raise InputError(expected("u", "shape (N, D) with N >= D", tuple(u.shape)))
-    share = torch.linalg.svdvals(u.double())
-    share = share / share.sum()
-    return float(-(share * len(share)).log().mean())
-
-
-def feature_diversity(u: Tensor) -> float:
-    """``exp(-spectral_decay(u))``: geometric over arithmetic mean of the singular values, in [0, 1], 1 if all agree.
-
-    Args:
-        u: Unit embeddings, shape (N, D).
-
-    Raises:
-        InputError: ``u`` is not a matrix of at least D rows.
-    """
-    return math.exp(-spectral_decay(u))
-
-
-def _check_rows(u: Tensor, labels: Tensor) -> None:
-    if u.ndim != 2 or labels.shape != u.shape[:1]:
-        came = f"{tuple(u.shape)} and {tuple(labels.shape)}"
-        raise InputError(expected("u and labels", "shapes (N, D) and (N,)", came))

@@ -9,8 +9,6 @@ from benchmarks.experiments.defaults import DEFAULTS
 from benchmarks.experiments.paper import PaperTable, paper_table
 from benchmarks.experiments.plan import COLUMNS, MEMBERS, NOVELTY, OWN, UNCERTAINTY, Row, known_rows
 
-__all__ = ["cell", "line", "machines", "markdown"]
-
 _EXTRA = {
     "ece": "ECE",
     "r_auroc": "R-AUROC",

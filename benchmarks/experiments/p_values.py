@@ -11,8 +11,6 @@ from benchmarks.experiments.data import RetrievalData
 from benchmarks.experiments.evaluate import Scores
 from benchmarks.experiments.plan import ALPHAS
 
-__all__ = ["draw_p_values"]
-
 _INSIDE, _OUTSIDE = "C0", "C3"
 _BINS = 20
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-__all__ = ["PaperRow", "PaperTable", "paper_table"]
-
 PaperRow = dict[str, tuple[float, float | None]]
 """Figure -> mean and standard deviation, ``None`` where the paper gives no deviation."""
 

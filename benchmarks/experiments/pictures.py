@@ -18,8 +18,6 @@ from benchmarks.experiments.data import RetrievalData, Split
 from benchmarks.experiments.plan import NOVELTY, OWN
 from benchmarks.experiments.store import Curves
 
-__all__ = ["draw_embeddings", "draw_images", "project"]
-
 _SHOWN = 10
 """Images in a row."""
 _COLOURS = 10

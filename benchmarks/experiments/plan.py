@@ -8,26 +8,6 @@ from typing import Any
 
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = [
-    "BASE",
-    "COLUMNS",
-    "DEMO",
-    "ALPHAS",
-    "MEMBERS",
-    "NOVELTY",
-    "OWN",
-    "QUALITY",
-    "UNCERTAINTY",
-    "Cell",
-    "Row",
-    "Table",
-    "ensembles",
-    "known_rows",
-    "plan_cells",
-    "score_titles",
-    "table_rows",
-]
-
 Table = int | str
 """1 to 4, or :data:`DEMO`."""
 

@@ -27,8 +27,6 @@ from benchmarks.experiments.plan import NOVELTY, OWN, Row, Table, known_rows, sc
 from benchmarks.experiments.store import Curves, load_curves
 from contrastive_curvature import metrics
 
-__all__ = ["draw_all", "label_logarithmic"]
-
 _WITH_IMAGES = ("laplace_posthoc", "laplace_online", "pfe")
 _STYLES = ("-", "--", "-.", ":")
 _INSIDE, _OUTSIDE = "C0", "C3"

@@ -14,8 +14,6 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.metrics import Ranking
 from contrastive_curvature.metrics.neighbors import Metric
 
-__all__ = ["Retrieval", "retrieve"]
-
 _BLOCK = 256
 """Queries that are held against the whole gallery at a time."""
 

@@ -15,8 +15,6 @@ from benchmarks.experiments.store import FORMAT, load_results
 from benchmarks.experiments.summary import summarize_cells
 from benchmarks.machine import write_atomically
 
-__all__ = ["collect", "write_report"]
-
 _SEARCH = ("knn_embedding", "knn_features")
 
 

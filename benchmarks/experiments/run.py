@@ -23,8 +23,6 @@ from benchmarks.experiments.plan import BASE, Cell, Row
 from benchmarks.experiments.store import cell_folder, is_finished, save_cell, save_failure
 from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, expected
 
-__all__ = ["Runner"]
-
 
 class Runner:
     """Fills the cells of one table.

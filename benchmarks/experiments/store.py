@@ -15,26 +15,11 @@ from benchmarks.experiments.config import Config
 from benchmarks.experiments.data import RetrievalData
 from benchmarks.experiments.evaluate import Evaluation, Scores
 from benchmarks.experiments.plan import Cell
-from benchmarks.experiments.saved import check_cell, check_curves, read_json
+from benchmarks.experiments.saved import check_curves, read_cell, read_json
 from benchmarks.machine import write_atomically
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.metrics import CalibrationBins
 from contrastive_curvature.online import load_checkpoint, save_checkpoint
-
-__all__ = [
-    "FORMAT",
-    "Curves",
-    "check_format",
-    "cell_folder",
-    "is_finished",
-    "load_curves",
-    "load_results",
-    "open_folder",
-    "open_run",
-    "result_file",
-    "save_cell",
-    "save_failure",
-]
 
 _CONFIG = "config.json"
 FORMAT = 3
@@ -164,7 +149,7 @@ def is_finished(out: Path, cell: Cell) -> bool:
     path = result_file(out, cell)
     if not path.is_file():
         return False
-    content = _read(path)
+    content = read_cell(path)
     return "failed" not in content and content["members"] == list(cell.members)
 
 
@@ -174,7 +159,7 @@ def load_results(out: Path) -> list[dict[str, Any]]:
     Raises:
         InputError: A file among them is damaged or something else.
     """
-    found = [_read(path) for path in out.glob("seed*/*.json") if path.parent.name[4:].isdecimal()]
+    found = [read_cell(path) for path in out.glob("seed*/*.json") if path.parent.name[4:].isdecimal()]
     return sorted(found, key=lambda cell: (cell["seed"], cell["row"]))
 
 
@@ -219,7 +204,7 @@ def load_curves(out: Path, seed: int, key: str, points: int | None = None) -> Cu
         InputError: The figures or the curves are missing, damaged or something else.
     """
     cell = out / f"seed{seed}" / f"{key}.json"
-    content = _read(cell) if cell.is_file() else {"failed": "not yet"}
+    content = read_cell(cell) if cell.is_file() else {"failed": "not yet"}
     if "failed" in content:
         return None
     path = cell_folder(out, seed, key, tuple(content["members"])) / "curves.pt"
@@ -231,9 +216,3 @@ def load_curves(out: Path, seed: int, key: str, points: int | None = None) -> Cu
         raise InputError(msg) from None
     check_curves(path, found, cell, points)
     return Curves(found)
-
-
-def _read(path: Path) -> dict[str, Any]:
-    content = read_json(path, "a cell's result in JSON", "Remove it, and the cell is evaluated again.")
-    check_cell(path, content)
-    return content

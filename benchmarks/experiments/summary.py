@@ -6,8 +6,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-__all__ = ["Summary", "summarize", "summarize_cells"]
-
 Summary = dict[str, float | int | None]
 """``mean``, ``std`` (of the sample, ``None`` for one value) and the number ``n`` of values."""
 

@@ -12,8 +12,6 @@ from pathlib import Path
 from benchmarks.gpu.driver import Driver
 from benchmarks.gpu.parts import Part, Places, real_parts, rehearsed_parts
 
-__all__ = ["main"]
-
 _RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 _ROOTS = ("runs/data", "data", "../shared/data")
 _TRACES = ("/proc/driver/nvidia/version", "/dev/nvidia0", "/dev/kfd")

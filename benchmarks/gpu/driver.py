@@ -16,8 +16,6 @@ from typing import Any
 
 from benchmarks.gpu.parts import Part
 
-__all__ = ["FAILED", "FINISHED", "UNFINISHED", "Driver", "read_account", "run_limited"]
-
 FINISHED, FAILED, UNFINISHED = "finished", "failed", "unfinished"
 LEAST_SECONDS = 20.0
 """A part is not begun with less time than this."""

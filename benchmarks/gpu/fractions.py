@@ -18,8 +18,6 @@ from benchmarks.gpu.rates import fractions_of
 from benchmarks.machine import write_results
 from benchmarks.scale import DIMENSIONS, FEATURES
 
-__all__ = ["counted", "main"]
-
 Counted = tuple[str, float, float, float]
 """A case with its operations, least bytes (0: unknown) and seconds."""
 

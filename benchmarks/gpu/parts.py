@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 
-__all__ = ["Part", "Places", "real_parts", "rehearsed_parts"]
-
 
 @dataclass(frozen=True)
 class Part:

@@ -33,8 +33,6 @@ from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.options import Structure
 
-__all__ = ["fractions_of", "kernels", "main", "measure_ceilings"]
-
 RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 _MARGIN = 0.7
 _CLASSES = 10

@@ -16,8 +16,6 @@ from xml.etree import ElementTree
 
 from benchmarks.machine import write_results
 
-__all__ = ["main", "read_report"]
-
 _MOST_LISTED = 60
 _NOTHING_CHOSEN = 5
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -25,8 +25,6 @@ from benchmarks.experiments.plan import BASE, Row, table_rows
 from benchmarks.experiments.report import write_report
 from benchmarks.machine import write_atomically
 
-__all__ = ["main", "units"]
-
 _POLL_SECONDS = 0.2
 _OPENING_SECONDS = 180.0
 _TRAINED_ALONE = 2

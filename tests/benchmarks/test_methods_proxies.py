@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from pathlib import Path
 
 import pytest
@@ -12,10 +11,10 @@ from benchmark_methods import CLASSES, make_data, make_images, make_setting
 from torch import Tensor, nn
 
 from benchmarks.experiments.data.split import RetrievalData, TensorSplit
-from benchmarks.experiments.methods.proxies import FIRST, Proxies
-from benchmarks.experiments.methods.proxy_step import DISTANCES, ProxyOptions, ProxyStep
+from benchmarks.experiments.methods import proxies as module
+from benchmarks.experiments.methods.proxies import DISTANCES, Proxies, ProxyStep
 from contrastive_curvature import metrics, vmf
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
+from contrastive_curvature.errors import InputError, UnsupportedError
 
 close = torch.testing.assert_close
 LABELS = torch.tensor([7, -2, 40, 11])
@@ -30,9 +29,9 @@ def toy() -> RetrievalData:
     return dataclasses.replace(data, train=parts["train"], test=parts["test"])
 
 
-def fitted(folder: Path, distance: str, seed: int = 0, epochs: int = 2, lr: float = 1e-3, **options: object) -> Proxies:
+def fitted(folder: Path, distance: str, seed: int = 0, epochs: int = 2, lr: float = 1e-3) -> Proxies:
     folder.mkdir(parents=True, exist_ok=True)
-    method = Proxies(make_setting(epochs=epochs, lr=lr), distance, **options)  # type: ignore[arg-type]
+    method = Proxies(make_setting(epochs=epochs, lr=lr), distance)
     method.fit(toy(), seed, folder)
     return method
 
@@ -47,7 +46,7 @@ def share_right(method: Proxies) -> float:
     """How often the nearest proxy is that of the class; one with axes of its own need not be in the middle of them."""
     test, proxies = toy().test, method.proxies
     z, directions = method.outputs(test), proxies["directions"]
-    if "nivmf" in method.options.distance:
+    if "nivmf" in method.distance:
         d = vmf.nivmf_distance(z, directions, proxies["log_kappa"].exp(), normalized=False)
     else:
         d = vmf.cosine_distance(z, directions)
@@ -113,18 +112,9 @@ class _Points(nn.Module):
         return self.factor * x
 
 
-def make_step(distance: str, **changes: object) -> ProxyStep:
-    given = {
-        "proxy_lr": 10.0,
-        "kappa_lr": 3.0,
-        "temperature": 0.7,
-        "embedding_kappa": 12.0,
-        "proxy_kappa": 9.0,
-        "n_samples": 3,
-    }
-    options = ProxyOptions(distance, **{**given, "normalized": False, **changes})  # type: ignore[arg-type]
+def make_step(distance: str) -> ProxyStep:
     torch.manual_seed(3)
-    return ProxyStep(_Points(), torch.randn(6, 5), LABELS, options)
+    return ProxyStep(_Points(), torch.randn(6, 5), LABELS, distance)
 
 
 def pair_distance(distance: str, step: ProxyStep, z: Tensor, row: int, label: int) -> Tensor:
@@ -139,7 +129,7 @@ def pair_distance(distance: str, step: ProxyStep, z: Tensor, row: int, label: in
     assert step.log_kappa is not None
     other = step.log_kappa[label : label + 1].exp()
     if distance == "nivmf":
-        return -vmf.nivmf_log_prob(nu, m, other, normalized=step.options.normalized).squeeze()
+        return -vmf.nivmf_log_prob(nu, m, other, normalized=False).squeeze()
     a, b = scale * nu, other[:, None] * nn.functional.normalize(m, dim=1)
     log_c = [vmf.log_normalizer(length, nu.shape[1]) for length in ((a + b).norm(dim=1), kappa, other)]
     if distance == "l2":
@@ -170,16 +160,16 @@ def test_loss_is_that_of_a_loop(distance: str) -> None:
 
 
 def test_sampled_loss_is_algorithm_1() -> None:
-    step = make_step("el_nivmf", n_samples=4, normalized=True)
+    step = make_step("el_nivmf")
     z = torch.randn(6, 5)
     torch.manual_seed(0)
     found = step.logits(z)
     torch.manual_seed(0)
     mu, length = vmf.from_embedding(z)
-    samples = vmf.sample(mu, step.scale(length.mean()) * length, 4)
+    samples = vmf.sample(mu, step.scale(length.mean()) * length, 10)
     assert step.log_kappa is not None
     kappa = step.log_kappa.exp()
-    log_f = [vmf.nivmf_log_prob(samples, step.directions[c], kappa[c], normalized=True) for c in range(CLASSES)]
+    log_f = [vmf.nivmf_log_prob(samples, step.directions[c], kappa[c], normalized=False) for c in range(CLASSES)]
     wanted = torch.stack([(one / step.log_temperature.exp()).exp().sum(0).log() for one in log_f], dim=1)
     close(found, wanted, rtol=1e-4, atol=1e-4)
 
@@ -190,17 +180,17 @@ def test_starts_as_asked_and_every_parameter_has_a_gradient_and_a_rate(distance:
     torch.manual_seed(3)
     length = torch.randn(6, 5).norm(dim=1)
     assert (step.scale() * length).mean().item() == pytest.approx(
-        length.mean().item() if distance in ("cosine", "nivmf") else 12
+        length.mean().item() if distance in ("cosine", "nivmf") else module.FIRST[distance][1]
     )
-    assert step.log_temperature.exp().item() == pytest.approx(0.7)
+    assert step.log_temperature.exp().item() == pytest.approx(module.FIRST[distance][0])
     close(step.directions.norm(dim=1), torch.ones(CLASSES))
     if step.log_kappa is not None:
-        close(step.log_kappa.exp(), torch.full_like(step.log_kappa, 9.0))
+        close(step.log_kappa.exp(), torch.full_like(step.log_kappa, module.FIRST[distance][2]))
         assert step.log_kappa.shape == ((CLASSES, 5) if "nivmf" in distance else (CLASSES,))
     groups = step.parameter_groups(0.01)
     found = {id(p): group["lr"] for group in groups for p in group["params"]}
     wanted = {"encoder.factor": 0.01, "directions": 0.1, "log_temperature": 0.1}
-    wanted |= {"log_kappa": 0.03, "log_embedding_kappa": 0.03}
+    wanted |= {"log_kappa": 0.01, "log_embedding_kappa": 0.01}
     assert found == {id(p): pytest.approx(wanted[name]) for name, p in step.named_parameters()}
     step(torch.randn(8, 5), LABELS.repeat(2)).backward()
     largest = {name: p.grad.abs().max().item() for name, p in step.named_parameters() if p.grad is not None}
@@ -219,7 +209,7 @@ def test_concentrations_are_relative_to_the_mean_length_of_the_batch_and_later_o
     by_hand = 0.9 * (0.9 * first + 0.1 * mean) + 0.1 * 1000 * mean
     assert step.mean_length.item() == pytest.approx(by_hand)
     step.eval()
-    assert step.scale().item() == pytest.approx(12 / by_hand)
+    assert step.scale().item() == pytest.approx(30 / by_hand)
     assert not torch.allclose(step.logits(z), step.logits(2 * z), rtol=1e-3)
     step.logits(z)
     assert step.mean_length.item() == pytest.approx(by_hand)
@@ -244,69 +234,17 @@ def test_embeddings_that_are_no_distribution_give_no_samples(distance: str, tmp_
     assert fitted(tmp_path, distance).samples(toy().test, 2, 0) is None
 
 
-def test_first_values_of_every_distance_are_taken() -> None:
-    assert set(FIRST) == set(DISTANCES)
-    for distance, (temperature, embedding_kappa, proxy_kappa) in FIRST.items():
-        options = Proxies(make_setting(), distance).options
-        assert (options.temperature, options.embedding_kappa, options.proxy_kappa) == (
-            temperature,
-            embedding_kappa,
-            proxy_kappa,
-        )
-
-
 @pytest.mark.parametrize("distance", DISTANCES)
 def test_first_logits_follow_the_cosine_alike(distance: str) -> None:
     """At the first values, a logit rises by 0.5 to 1 when the cosine rises by 1, whatever the distance."""
-    options = Proxies(make_setting(), distance).options
     torch.manual_seed(0)
-    step = ProxyStep(_Points(), torch.randn(6, 32), LABELS, options)
+    step = ProxyStep(_Points(), torch.randn(6, 32), LABELS, distance)
     torch.manual_seed(1)
     z = torch.randn(400, 32)
     cosine = -vmf.cosine_distance(z, step.directions.detach())
     logits = step.logits(z).detach()
     logits, cosine = logits - logits.mean(0), cosine - cosine.mean(0)
     assert 0.5 < ((logits * cosine).sum() / cosine.square().sum()).item() < 1.02
-
-
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"distance": "angle"}, "distance: expected one of 'cosine'"),
-        ({"proxy_lr": 0.0}, "proxy_lr: expected a finite number above 0"),
-        ({"kappa_lr": -1.0}, "kappa_lr: expected a finite number above 0"),
-        ({"temperature": math.nan}, "temperature: expected a finite number above 0"),
-        ({"embedding_kappa": -1.0}, "embedding_kappa: expected a finite number above 0"),
-        ({"proxy_kappa": math.inf}, "proxy_kappa: expected a finite number above 0"),
-        ({"n_samples": 0}, "n_samples: expected a whole number, at least 1"),
-    ],
-)
-def test_refuses_values(options: dict[str, object], match: str) -> None:
-    with pytest.raises(InputError, match=match):
-        Proxies(make_setting(), **options)  # type: ignore[arg-type]
-
-
-def test_refuses_a_flag_that_is_none() -> None:
-    with pytest.raises(InputTypeError, match="normalized"):
-        Proxies(make_setting(), normalized="yes")  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize(
-    ("distance", "option"),
-    [
-        ("cosine", {"proxy_kappa": 3.0}),
-        ("cosine", {"kappa_lr": 3.0}),
-        ("cosine", {"embedding_kappa": 3.0}),
-        ("nivmf", {"embedding_kappa": 3.0}),
-        ("nivmf", {"n_samples": 5}),
-        ("el_vmf", {"n_samples": 5}),
-        ("kl_vmf", {"normalized": True}),
-    ],
-)
-def test_refuses_options_without_a_meaning(distance: str, option: dict[str, object]) -> None:
-    (name,) = option
-    with pytest.raises(UnsupportedError, match=rf"{name}: expected None for '{distance}'.*It is an option of"):
-        Proxies(make_setting(), distance, **option)  # type: ignore[arg-type]
 
 
 def test_refuses_positions(tmp_path: Path) -> None:

@@ -11,8 +11,6 @@ from typing import IO
 
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["file_size", "names_in", "open_file"]
-
 
 def open_file(path: Path) -> IO[bytes]:
     """Open a file for reading, in a folder or in an archive.

@@ -13,8 +13,6 @@ from benchmarks.experiments.data.split import FileSplit
 from benchmarks.experiments.data.transforms import cropped, photo_size
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["car_images", "car_split"]
-
 _FOLDER = "stanford_cars"
 _PARTS = (("devkit/cars_train_annos.mat", "cars_train"), ("cars_test_annos_withlabels.mat", "cars_test"))
 _LAST_TRAINING_CLASS = 98

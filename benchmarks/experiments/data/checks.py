@@ -8,8 +8,6 @@ from pathlib import Path
 from benchmarks.experiments.data.archive import names_in
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["check_images", "fetch", "read_lines", "require"]
-
 _NAMED = 8
 """Missing files that a message names."""
 

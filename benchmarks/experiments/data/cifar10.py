@@ -15,8 +15,6 @@ from benchmarks.experiments.data.options import LoadOptions
 from benchmarks.experiments.data.split import RetrievalData, TensorSplit
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["load_cifar10", "svhn_test"]
-
 
 def load_cifar10(root: Path, options: LoadOptions) -> RetrievalData:
     """Read ``ROOT/cifar-10-batches-py``, where torchvision puts and verifies it.

@@ -13,8 +13,6 @@ from benchmarks.experiments.data.split import FileSplit, RetrievalData
 from benchmarks.experiments.data.transforms import augmented, cropped, photo_size
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["bird_images", "bird_split", "load_cub200"]
-
 _FOLDER = "CUB_200_2011"
 _LISTS = ("images.txt", "image_class_labels.txt")
 _URL = "https://data.caltech.edu/records/65de6-vp158/files/CUB_200_2011.tgz"

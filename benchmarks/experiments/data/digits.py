@@ -9,8 +9,6 @@ import torch
 from benchmarks.experiments.data.options import LoadOptions
 from benchmarks.experiments.data.split import RetrievalData, TensorSplit
 
-__all__ = ["load_digits_data"]
-
 _TEST = 600
 _WHITE = 16
 

@@ -13,8 +13,6 @@ from benchmarks.experiments.data.options import LoadOptions
 from benchmarks.experiments.data.split import RetrievalData, TensorSplit
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["CLOTHES", "idx_test", "load_fashionmnist", "load_mnist"]
-
 CLOTHES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt", "sneaker", "bag", "boot")
 """Names of the ten classes."""
 

@@ -15,8 +15,6 @@ from benchmarks.experiments.data.split import FileSplit, RetrievalData
 from benchmarks.experiments.data.transforms import augmented, cropped, photo_size
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["load_folder"]
-
 _FEW = 20
 """Up to so many classes get their names into plots."""
 _HOW = "Put the images there, ROOT/train/CLASS/* and ROOT/test/CLASS/*, and, if there are any, ROOT/ood/**."

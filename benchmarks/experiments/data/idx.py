@@ -16,8 +16,6 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["find_idx", "read_idx"]
-
 _BYTES = 8
 """Type code of unsigned bytes, the only one that these data sets use."""
 

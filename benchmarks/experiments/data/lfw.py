@@ -16,8 +16,6 @@ from benchmarks.experiments.data.split import FileSplit, RetrievalData
 from benchmarks.experiments.data.transforms import augmented, cropped, photo_size
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["load_lfw"]
-
 _FOLDER = "lfw-py"
 _ALIGNMENTS = ("lfw_funneled", "lfw-deepfunneled", "lfw")
 _LISTS = {"train": "peopleDevTrain.txt", "test": "peopleDevTest.txt"}

@@ -14,8 +14,6 @@ from benchmarks.experiments.data.registry import DATASETS
 from benchmarks.experiments.data.split import RetrievalData
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["load_data"]
-
 _LEAST = 2
 """The loss is one of pairs, and retrieval needs another image."""
 

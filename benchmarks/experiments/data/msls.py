@@ -17,8 +17,6 @@ from benchmarks.experiments.data.split import FileSplit, RetrievalData
 from benchmarks.experiments.data.transforms import photo_size, squeezed
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["TEST_CITIES", "TRAINING_CITIES", "load_msls"]
-
 # fmt: off
 TRAINING_CITIES = (
     "trondheim", "london", "boston", "melbourne", "amsterdam", "helsinki", "tokyo", "toronto", "saopaulo", "moscow",

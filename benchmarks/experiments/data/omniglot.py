@@ -22,8 +22,6 @@ from benchmarks.experiments.data.options import LoadOptions
 from benchmarks.experiments.data.split import RetrievalData, TensorSplit
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["load_omniglot", "load_omniglot_full"]
-
 _SIDE = 105
 _URL = "https://raw.githubusercontent.com/brendenlake/omniglot/master/python/"
 _SMALL = {

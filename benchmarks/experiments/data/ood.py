@@ -18,8 +18,6 @@ from benchmarks.experiments.data.split import RetrievalData, Split, TensorSplit
 from benchmarks.experiments.data.transforms import IMAGENET_DEVIATION, IMAGENET_MEAN
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 
-__all__ = ["SizedSplit", "check_ood", "with_ood"]
-
 _LUMINANCE = (0.299, 0.587, 0.114)
 """Weights of red, green and blue in a grey value (ITU-R BT.601, as Pillow and torchvision)."""
 

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["LoadOptions"]
-
 _LEAST_SIZE = 8
 """Side in pixels below which no encoder of the benchmarks has anything to convolve."""
 

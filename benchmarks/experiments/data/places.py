@@ -9,8 +9,6 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["CITY_SPACING", "WithinMetres"]
-
 CITY_SPACING = 1e7
 """Metres that are added to the easting for each city before it in the list. UTM coordinates start anew in every zone,
 so two cities may have the same; eastings stay below 10^6 m, so no two cities come nearer than 9,000 km. At 30 such

@@ -19,8 +19,6 @@ from benchmarks.experiments.data.omniglot import load_omniglot, load_omniglot_fu
 from benchmarks.experiments.data.options import LoadOptions
 from benchmarks.experiments.data.split import RetrievalData, Split
 
-__all__ = ["DATASETS", "NONE", "OUTSIDE", "SHUFFLED", "DatasetEntry", "Outside"]
-
 NONE, SHUFFLED = "none", "shuffled"
 """What may stand for the unknown without being a data set: nothing, and the test images with shuffled quarters."""
 

@@ -12,8 +12,6 @@ from torch.utils.data import Sampler
 
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["PlaceSampler"]
-
 
 class PlaceSampler(Sampler[int]):
     """Groups of images within a radius of a common one, in a new order each time.

@@ -9,8 +9,6 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["shuffle_quarters"]
-
 _ORDERS = [order for order in permutations(range(4)) if all(new % 2 != old % 2 for new, old in enumerate(order))]
 """The four orders in which every quarter changes sides. (Swapping top and bottom only would leave a 1 a 1.)"""
 

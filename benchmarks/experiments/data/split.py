@@ -19,8 +19,6 @@ from benchmarks.experiments.data.archive import file_size, open_file
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.pairs import RelationFunction
 
-__all__ = ["FileSplit", "RetrievalData", "Split", "TensorSplit", "loader"]
-
 
 class Split(Dataset[tuple[Tensor, Tensor]]):
     """N images and one target each.

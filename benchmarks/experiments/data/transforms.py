@@ -10,8 +10,6 @@ from torch import Tensor
 
 from benchmarks.experiments.data.options import LoadOptions
 
-__all__ = ["IMAGENET_DEVIATION", "IMAGENET_MEAN", "PHOTO_SIZE", "augmented", "cropped", "photo_size", "squeezed"]
-
 PHOTO_SIZE = 224
 """Side of the images in pixels (paper, G.1)."""
 

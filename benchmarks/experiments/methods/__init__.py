@@ -6,7 +6,6 @@ import inspect
 from typing import Any
 
 from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.bayesian_triplet import BayesianTriplet
 from benchmarks.experiments.methods.deep_ensemble import DeepEnsemble
 from benchmarks.experiments.methods.deterministic import Deterministic
 from benchmarks.experiments.methods.gated import KNNGated, LaplaceGated
@@ -18,7 +17,7 @@ from benchmarks.experiments.methods.mc_dropout import MCDropout
 from benchmarks.experiments.methods.norm_score import NormScore
 from benchmarks.experiments.methods.pfe import PFE
 from benchmarks.experiments.methods.proxies import Proxies
-from benchmarks.experiments.methods.triplet import TripletDeterministic
+from benchmarks.experiments.methods.triplet import BayesianTriplet, TripletDeterministic
 from benchmarks.experiments.methods.vmf_density import VMFDensity
 from contrastive_curvature.errors import InputError, expected
 

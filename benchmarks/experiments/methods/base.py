@@ -21,8 +21,6 @@ from benchmarks.experiments.networks import make_network
 from contrastive_curvature.metrics.neighbors import Metric
 from contrastive_curvature.pairs import RelationFunction
 
-__all__ = ["Method", "Prediction", "Setting"]
-
 
 @dataclass(frozen=True)
 class Setting:

@@ -16,18 +16,6 @@ from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.pairs import RelationFunction
 from contrastive_curvature.pairs.relation import check_labels
 
-__all__ = [
-    "check_choice",
-    "check_classes",
-    "check_count",
-    "check_fit",
-    "check_positive",
-    "check_saved",
-    "check_training",
-    "fitted",
-    "positive_radius",
-]
-
 T = TypeVar("T")
 
 

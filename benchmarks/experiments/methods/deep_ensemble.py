@@ -19,8 +19,6 @@ from benchmarks.experiments.methods.on_base import check_member
 from benchmarks.experiments.methods.spread import SphereSpread
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["DeepEnsemble", "rotation_onto"]
-
 
 class DeepEnsemble(Method):
     """Mean direction and spread of the members' embeddings.

@@ -15,8 +15,6 @@ from benchmarks.experiments.methods.embed import image_batches, map_batches, uni
 from benchmarks.experiments.methods.training import train
 from contrastive_curvature.network.encoder import Encoder
 
-__all__ = ["Deterministic"]
-
 
 class Deterministic(Method):
     """See the module. Other methods build on its encoder.

@@ -12,8 +12,6 @@ from benchmarks.experiments.data.split import Split, loader
 from benchmarks.experiments.methods.base import Setting
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 
-__all__ = ["CACHE_BYTES", "image_batches", "map_batches", "unit"]
-
 CACHE_BYTES = 2**30
 """Memory that intermediate results of a split may fill; where they need more they are computed again."""
 

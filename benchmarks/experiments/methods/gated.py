@@ -19,8 +19,6 @@ from benchmarks.experiments.methods.on_base import OnBase
 from contrastive_curvature import RetrievalUncertainty
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["KNNGated", "LaplaceGated"]
-
 _CALIBRATION = 2000
 """Training images that say what the uncertainty of a known input is."""
 

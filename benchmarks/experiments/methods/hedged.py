@@ -2,99 +2,265 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Literal
+import math
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import softplus
+from torch.utils.data import DataLoader, Sampler
 
-from benchmarks.experiments.data.split import Split
-from benchmarks.experiments.methods.base import Prediction, Setting
-from benchmarks.experiments.methods.checks import check_choice, check_count, check_positive
-from benchmarks.experiments.methods.hedged_pairs import PairMethod
-from benchmarks.experiments.methods.hedged_steps import HedgedStep, PairTraining, PointStep, mixture
+from benchmarks.experiments.data.split import RetrievalData, Split
+from benchmarks.experiments.methods.base import Method, Prediction, Setting
+from benchmarks.experiments.methods.checks import check_classes, check_fit, check_saved, fitted
+from benchmarks.experiments.methods.embed import map_batches
+from benchmarks.experiments.methods.training import train
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.hedged import match_probability, stratified_samples
+from contrastive_curvature.hedged import (
+    MatchParameters,
+    kl_bound,
+    match_loss,
+    match_probability,
+    soft_contrastive_loss,
+    stratified_samples,
+)
+from contrastive_curvature.hedged.match import inverse_softplus
 
-__all__ = ["Hedged", "HedgedPoint"]
-
+_FLOOR = 1e-6
+"""Smallest variance, so that divergences stay finite."""
+_MISMATCHES = 1_000
+"""Of a batch whose pairs all count: those of 128 images are 8,128, with 64 pairs of samples each."""
+_SLOPE, _INTERCEPT, _MATCH_RATE = 2.0, 3.0, 10.0
+"""First a and b of the match probability, and their learning rate as a multiple of the network's."""
+_FIRST_VARIANCE, _KL_WEIGHT, _SAMPLES = 0.1, 1e-4, 8
 _SEED = 0
 """Of the samples behind the self-mismatch."""
-_MARGIN = 1.0
-_FIRST = {"a": 2.0, "b": 3.0, "match_lr": 10.0}
-"""Of the match probability, where nothing else is said."""
+
+
+def mixture(raw: Tensor, components: int) -> tuple[Tensor, Tensor]:
+    """Means and variances from the outputs of the shared network.
+
+    Args:
+        raw: Shape (N, 2 C D): C means, then C variances before ``softplus``.
+        components: C.
+
+    Returns:
+        Mean and variance, both (N, C, D). Variances are ``softplus(raw + shift) + 1e-6``, and the shift is such that
+        ``raw = 0`` gives the first variance.
+    """
+    mean, spread = raw.unflatten(1, (2, components, -1)).unbind(1)
+    return mean, softplus(spread + inverse_softplus(_FIRST_VARIANCE)) + _FLOOR
+
+
+def choose_pairs(targets: Tensor, most: int = _MISMATCHES) -> tuple[Tensor, Tensor, Tensor]:
+    """All pairs of a batch that match, and of those that do not ``most``, drawn from torch's global generator.
+
+    Args:
+        targets: Class labels, int64 (B,).
+        most: That number.
+
+    Returns:
+        Rows of the first and of the second image, each int64 (P,), and weights (P,). The weights of the matches have
+        the sum 1/2, and those of the mismatches, where a batch has both.
+    """
+    i, j = torch.triu_indices(len(targets), len(targets), 1, device=targets.device).unbind(0)
+    same = targets[i] == targets[j]
+    others = torch.nonzero(~same).squeeze(1)
+    kept = others[torch.randperm(len(others))[:most].to(targets.device)]
+    chosen = torch.cat([torch.nonzero(same).squeeze(1), kept])
+    i, j = i[chosen], j[chosen]
+    matches = targets[i] == targets[j]
+    counts = torch.stack([matches.sum(), (~matches).sum()])
+    each = 1 / (counts.clamp(min=1) * (counts > 0).sum())
+    return i, j, torch.where(matches, each[0], each[1])
+
+
+class PairStep(nn.Module):
+    """The loss of a batch of pairs: of points (Eq. 3), or of mixtures, the VIB objective (Eq. 8).
+
+    An image has the same samples in all its pairs, and its divergence counts twice for each image of the batch
+    (once for each end of a pair), whatever the number of pairs that it is in.
+
+    Args:
+        encoder: Images -> points (N, D), or outputs of a mixture (N, 2 C D).
+        components: C; 0 for points.
+    """
+
+    def __init__(self, encoder: nn.Module, components: int) -> None:
+        super().__init__()
+        self.encoder, self.components = encoder, components
+        self.match = MatchParameters(_SLOPE, _INTERCEPT)
+
+    def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
+        """The network's weights, and the numbers of the match probability with a rate of their own."""
+        return [
+            {"params": list(self.encoder.parameters()), "lr": lr},
+            {"params": list(self.match.parameters()), "lr": lr * _MATCH_RATE},
+        ]
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of the pairs, in which matches weigh as much as mismatches; a scalar."""
+        i, j, weight = choose_pairs(targets)
+        return (weight * self.losses(self.encoder(x), i, j, targets[i] == targets[j])).sum()
+
+    def losses(self, raw: Tensor, i: Tensor, j: Tensor, matches: Tensor) -> Tensor:
+        """The loss of each pair, shape (P,)."""
+        if not self.components:
+            return soft_contrastive_loss(raw[i], raw[j], matches, *self.match(), reduction="none")
+        mean, variance = mixture(raw, self.components)
+        samples = stratified_samples(mean, variance, _SAMPLES)
+        found = match_loss(samples[i], samples[j], matches, *self.match(), average="probability", reduction="none")
+        return found + 2 * _KL_WEIGHT * kl_bound(mean, variance).mean()
+
+
+class PairBatches(Sampler[list[int]]):
+    """Batches of pairs of images, exactly half of them of one class and half of two.
+
+    A batch is a list of ``2 * pairs`` rows; rows ``2 i`` and ``2 i + 1`` are a pair, and the pairs stand in random
+    order. In both halves the first image of a pair is drawn from all images that have a partner, the second from all
+    partners: the other images of its class, or all images of other classes.
+
+    Args:
+        targets: Class labels, int64 (N,): at least two classes, one of them with two images.
+        pairs: Pairs in a batch, an even number.
+        batches: Batches in an epoch.
+        generator: Source of the draws, on the CPU.
+    """
+
+    def __init__(self, targets: Tensor, pairs: int, batches: int, generator: torch.Generator) -> None:
+        _, kinds, counts = targets.unique(return_inverse=True, return_counts=True)
+        self.pairs, self.batches, self.generator = pairs, batches, generator
+        # Places in an order that has one class after the other: a class is an interval.
+        self._order = kinds.argsort(stable=True)
+        self._count = counts[kinds[self._order]]
+        self._start = (counts.cumsum(0) - counts)[kinds[self._order]]
+        self._with_partner = torch.nonzero(self._count > 1).squeeze(1)
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        everyone = torch.arange(len(self._order))
+        for _ in range(self.batches):
+            first = torch.cat([self._draw(self._with_partner), self._draw(everyone)])
+            start, count = self._start[first], self._count[first]
+            matching = torch.arange(self.pairs) < self.pairs // 2
+            # Steps forward, at least one and less than a full turn: inside the class, or past it.
+            turn = torch.where(matching, count, len(self._order))
+            skipped = torch.where(matching, 1, start + count - first)
+            steps = skipped + self._below(torch.where(matching, count - 1, len(self._order) - count))
+            second = torch.where(matching, start + (first - start + steps) % turn, (first + steps) % turn)
+            both = self._order[torch.stack([first, second], 1)]
+            yield both[torch.randperm(self.pairs, generator=self.generator)].flatten().tolist()
+
+    def _draw(self, places: Tensor) -> Tensor:
+        return places[torch.randint(len(places), (self.pairs // 2,), generator=self.generator)]
+
+    def _below(self, bounds: Tensor) -> Tensor:
+        """A whole number from 0 to each bound, without the bound."""
+        return (torch.rand(bounds.shape, dtype=torch.float64, generator=self.generator) * bounds).long()
+
+
+class PairMethod(Method):
+    """An encoder trained on batches of pairs, half of them of one class (section 2.3).
+
+    A batch has ``setting.batch_size / 2`` pairs; ``setting.per_class`` and ``setting.margin`` do not matter. Embeddings
+    are compared by Euclidean distance.
+
+    Args:
+        setting: How the encoder is made and trained; its images have class labels.
+        components: Gaussians of an embedding; 0 for a point.
+
+    Raises:
+        InputError: ``setting.batch_size`` is no multiple of 4.
+        UnsupportedError: The setting's images have positions, not classes.
+    """
+
+    def __init__(self, setting: Setting, components: int) -> None:
+        super().__init__(setting)
+        if setting.relation is not None:
+            msg = f"setting.relation: method {self.name!r} draws pairs from class labels. Use data with classes."
+            raise UnsupportedError(msg)
+        if setting.batch_size < 4 or setting.batch_size % 4:
+            hint = "Half of the pairs match. Or leave the rows hib, hib_mixture and hib_point out of --methods."
+            raise InputError(expected("setting.batch_size", "a multiple of 4", setting.batch_size, hint))
+        self.components = components
+        self._step: PairStep | None = None
+
+    @property
+    def encoder(self) -> nn.Module:
+        """The trained encoder, in evaluation mode.
+
+        Raises:
+            InputError: It was neither trained nor loaded.
+        """
+        return fitted(self._step, self.name).encoder
+
+    @property
+    def match(self) -> tuple[float, float]:
+        """The learned slope ``a`` and intercept ``b`` of the match probability."""
+        a, b = (number.item() for number in fitted(self._step, self.name).match())
+        return a, b
+
+    def raw(self, split: Split) -> Tensor:
+        """Raw outputs of images, on the CPU."""
+        return map_batches(self.encoder, split, self.setting, "embeddings")
+
+    @abstractmethod
+    def predict(self, split: Split) -> Prediction:
+        """See :meth:`Method.predict`."""
+
+    def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
+        """See :meth:`Method.fit`; without ``base``."""
+        check_fit(seed, folder)
+        check_classes(self.setting, data.train, positives=True)
+        step = train(
+            self.setting,
+            data,
+            seed,
+            folder / "training.pt",
+            make_step=lambda encoder, _: PairStep(encoder, self.components).to(self.setting.device),
+            outputs=self._outputs(),
+            batches=_pairs,
+        )
+        assert isinstance(step, PairStep)
+        self._step = step
+
+    def state_dict(self) -> dict[str, Any]:
+        """The weights, the numbers of the match probability, and what outputs mean."""
+        return {"step": dict(fitted(self._step, self.name).state_dict()), "components": self.components}
+
+    def load_state_dict(self, state: dict[str, Any], data: RetrievalData) -> None:
+        """See :meth:`Method.load_state_dict`.
+
+        Raises:
+            InputError: It was trained with another number of components.
+        """
+        check_saved(state, {"components": self.components})
+        encoder = self.setting.make_encoder(outputs=self._outputs())
+        step = PairStep(encoder, self.components).to(self.setting.device)
+        step.load_state_dict(state["step"])
+        self._step = step.eval()
+
+    def _outputs(self) -> int:
+        return self.setting.dim * max(1, 2 * self.components)
 
 
 class HedgedPoint(PairMethod):
     """The document's point embedding: no uncertainty, and no samples.
 
     Args:
-        setting: See :class:`~benchmarks.experiments.methods.hedged_pairs.PairMethod`.
-        loss: ``"soft"``: with a learned threshold (Eq. 3). ``"hard"``: with a margin (Eq. 1).
-        margin: Of the hard loss, on the distance; ``None`` for 1.
-        a: Of the soft loss, as the next two: see :class:`~benchmarks.experiments.methods.hedged_steps.PairTraining`.
-            ``None`` for 2.
-        b: First intercept; ``None`` for 3.
-        match_lr: Of both; ``None`` for 10.
-        pairs: Of a batch, see there.
-        batches: In an epoch.
-        optimizer: Its name.
-
-    Raises:
-        InputError: An option is out of range.
-        UnsupportedError: An option belongs to the other loss, or the setting's images have positions, not classes.
+        setting: See :class:`PairMethod`.
     """
 
     name = "hedged_point"
     title = "Point embedding (HIB's)"
 
-    def __init__(
-        self,
-        setting: Setting,
-        loss: Literal["soft", "hard"] = "soft",
-        margin: float | None = None,
-        a: float | None = None,
-        b: float | None = None,
-        match_lr: float | None = None,
-        pairs: Literal["batch", "drawn"] = "batch",
-        batches: int | None = None,
-        optimizer: Literal["rmsprop", "adam"] = "rmsprop",
-    ) -> None:
-        check_choice("loss", loss, ("soft", "hard"))
-        given = {"margin": margin, "a": a, "b": b, "match_lr": match_lr}
-        for option in ("margin",) if loss == "soft" else ("a", "b", "match_lr"):
-            if given[option] is not None:
-                hint = "It belongs to the other loss: leave it out, or change the loss."
-                raise UnsupportedError(expected(option, f"None with loss={loss!r}", given[option], hint))
-        match = {name: first if given[name] is None else given[name] for name, first in _FIRST.items()}
-        super().__init__(setting, PairTraining(**match, pairs=pairs, batches=batches, optimizer=optimizer))  # type: ignore[arg-type]
-        self.loss: str = loss
-        self.margin = check_positive("margin", _MARGIN if margin is None else margin)
-
-    def meaning(self) -> dict[str, Any]:
-        """See :meth:`PairMethod.meaning`."""
-        return {"loss": self.loss}
-
-    def make_step(self, encoder: nn.Module) -> PointStep:
-        """See :meth:`PairMethod.make_step`."""
-        return PointStep(encoder, self.training, self.margin if self.loss == "hard" else None)
-
-    def outputs(self) -> int:
-        """See :meth:`PairMethod.outputs`."""
-        return self.setting.dim
-
-    @property
-    def threshold(self) -> float:
-        """The distance at which a match is as likely as not, or the margin of the hard loss."""
-        if self.loss == "hard":
-            return self.margin
-        a, b = self.match
-        return b / a
-
-    def draw(self, split: Split, n_samples: int, seed: int) -> Tensor:
-        """The point itself, whatever the number of samples, shape (N, 1, D)."""
-        check_count("n_samples", n_samples)
-        return self.raw(split).unsqueeze(1)
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting, 0)
 
     def predict(self, split: Split) -> Prediction:
         """Points, without uncertainty."""
@@ -102,100 +268,22 @@ class HedgedPoint(PairMethod):
 
 
 class Hedged(PairMethod):
-    """Embeddings that are Gaussians or mixtures of C of them, trained with the VIB objective (Eq. 8).
-
-    A shared network has ``2 C D`` outputs, see :func:`~benchmarks.experiments.methods.hedged_steps.mixture`.
+    """Embeddings that are Gaussians or mixtures of C of them.
 
     Args:
-        setting: See :class:`~benchmarks.experiments.methods.hedged_pairs.PairMethod`.
-        components: C.
-        first_variance: Of a new embedding, > 0.
-        kl_weight: Weight of the divergences to ``N(0, I)``, >= 0.
-        n_samples: Samples K of each image, in training and in its scores; a multiple of C.
-        average: Of :func:`~contrastive_curvature.hedged.match_loss`.
-        divergence: Of :func:`~contrastive_curvature.hedged.vib_objective`.
-        a: See :class:`~benchmarks.experiments.methods.hedged_steps.PairTraining`, as the arguments below.
-        b: First intercept.
-        match_lr: Of both.
-        pairs: Of a batch.
-        batches: In an epoch.
-        optimizer: Its name.
-
-    Raises:
-        InputError: An option is out of range.
-        UnsupportedError: The setting's images have positions, not classes.
+        setting: See :class:`PairMethod`.
+        components: C, a divisor of 8.
     """
 
     name = "hedged"
     title = "Hedged embedding (HIB)"
 
-    def __init__(
-        self,
-        setting: Setting,
-        components: int = 1,
-        first_variance: float = 0.1,
-        kl_weight: float = 1e-4,
-        n_samples: int = 8,
-        average: Literal["log", "probability"] = "probability",
-        divergence: Literal["bound", "sampled"] = "bound",
-        a: float = 2.0,
-        b: float = 3.0,
-        match_lr: float = 10.0,
-        pairs: Literal["batch", "drawn"] = "batch",
-        batches: int | None = None,
-        optimizer: Literal["rmsprop", "adam"] = "rmsprop",
-    ) -> None:
-        super().__init__(setting, PairTraining(a, b, match_lr, pairs, batches, optimizer))
-        self.components = check_count("components", components)
-        self.first_variance = check_positive("first_variance", first_variance)
-        # written so that NaN fails too
-        if not 0 <= kl_weight < float("inf"):
-            raise InputError(expected("kl_weight", "a finite number, at least 0", kl_weight))
-        self.kl_weight = kl_weight
-        self.n_samples = check_count("n_samples", n_samples)
-        self._check_samples(n_samples)
-        check_choice("average", average, ("log", "probability"))
-        check_choice("divergence", divergence, ("bound", "sampled"))
-        self.average, self.divergence = average, divergence
-
-    def make_step(self, encoder: nn.Module) -> HedgedStep:
-        """See :meth:`PairMethod.make_step`."""
-        return HedgedStep(
-            encoder,
-            self.training,
-            components=self.components,
-            first_variance=self.first_variance,
-            kl_weight=self.kl_weight,
-            n_samples=self.n_samples,
-            average=self.average,
-            divergence=self.divergence,
-        )
-
-    def outputs(self) -> int:
-        """See :meth:`PairMethod.outputs`."""
-        return 2 * self.components * self.setting.dim
-
-    def meaning(self) -> dict[str, Any]:
-        """See :meth:`PairMethod.meaning`."""
-        return {"components": self.components, "first_variance": self.first_variance}
+    def __init__(self, setting: Setting, components: int = 1) -> None:
+        super().__init__(setting, components)
 
     def mixtures(self, split: Split) -> tuple[Tensor, Tensor]:
         """Means and variances of images, both (N, C, D), on the CPU."""
-        return mixture(self.raw(split), self.components, self.first_variance)
-
-    def draw(self, split: Split, n_samples: int, seed: int) -> Tensor:
-        """Stratified samples.
-
-        Args:
-            split: N images.
-            n_samples: K, a multiple of C.
-            seed: Of the samples.
-
-        Returns:
-            float32, shape (N, K, D), on the CPU.
-        """
-        self._check_samples(check_count("n_samples", n_samples))
-        return stratified_samples(*self.mixtures(split), n_samples, torch.Generator().manual_seed(seed))
+        return mixture(self.raw(split), self.components)
 
     def predict(self, split: Split) -> Prediction:
         """Means of the mixtures; the self-mismatch (Eq. 9), with the same noise for all images.
@@ -208,29 +296,31 @@ class Hedged(PairMethod):
         return Prediction(mean.mean(1), self._mismatch(mean, variance), {"variance": volume}, metric="euclidean")
 
     def _mismatch(self, mean: Tensor, variance: Tensor) -> Tensor:
-        generator, each = torch.Generator().manual_seed(_SEED), self.n_samples // self.components
+        generator, each = torch.Generator().manual_seed(_SEED), _SAMPLES // self.components
         centre, spread = mean.repeat_interleave(each, 1), variance.sqrt().repeat_interleave(each, 1)
         zero = torch.zeros_like(mean[0])
         # The noise of one image serves all: equal images have equal scores, and ranks have less noise.
         sets = [
-            centre + spread * stratified_samples(zero, torch.ones_like(zero), self.n_samples, generator)
-            for _ in range(2)
+            centre + spread * stratified_samples(zero, torch.ones_like(zero), _SAMPLES, generator) for _ in range(2)
         ]
         return 1 - match_probability(*sets, *self.match)
 
     def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
         """Independent draws from each image's mixture."""
-        check_count("n_samples", n_samples)
-        return self._independent(*self.mixtures(split), n_samples, seed)
-
-    def _independent(self, mean: Tensor, variance: Tensor, n_samples: int, seed: int) -> Iterator[Tensor]:
+        mean, variance = self.mixtures(split)
         generator, images = torch.Generator().manual_seed(seed), torch.arange(len(mean))
         for _ in range(n_samples):
             chosen = torch.randint(self.components, (len(mean),), generator=generator)
             noise = torch.randn(mean[:, 0].shape, generator=generator)
             yield mean[images, chosen] + variance[images, chosen].sqrt() * noise
 
-    def _check_samples(self, n_samples: int) -> None:
-        if n_samples % self.components:
-            wanted = f"a multiple of the {self.components} components"
-            raise InputError(expected("n_samples", wanted, n_samples))
+
+def _pairs(setting: Setting, images: Any, seed: int) -> Iterable[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(seed)
+    batches = math.ceil(len(images) / setting.batch_size)
+    drawn = PairBatches(images.targets, setting.batch_size // 2, batches, generator)
+    return DataLoader(images, batch_sampler=drawn, collate_fn=_same, generator=generator, num_workers=setting.workers)
+
+
+def _same(batch: Any) -> Any:
+    return batch

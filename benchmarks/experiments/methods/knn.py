@@ -18,8 +18,6 @@ from contrastive_curvature.embedding.gallery import neighbor_distance
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.sphere import check_outputs
 
-__all__ = ["NEIGHBORS", "KNNEmbedding", "KNNFeatures", "feature_distance"]
-
 NEIGHBORS = 10
 """Neighbours of these methods, and of the retrieval whose figures the tables show."""
 

@@ -15,8 +15,6 @@ from benchmarks.experiments.methods.sampled import PosteriorMethod, curvature_op
 from benchmarks.experiments.methods.training import train
 from contrastive_curvature.online import OnlineLaplace
 
-__all__ = ["LaplaceOnline"]
-
 
 class LaplaceOnline(PosteriorMethod):
     """Monte-Carlo EM from the first step on; the same scores as post-hoc.

@@ -10,8 +10,6 @@ from benchmarks.experiments.methods.base import Setting
 from benchmarks.experiments.methods.on_base import OnBase
 from benchmarks.experiments.methods.sampled import PosteriorMethod, curvature_options
 
-__all__ = ["LaplacePosthoc"]
-
 
 class LaplacePosthoc(PosteriorMethod, OnBase):
     """The library's default posterior over all pairs of the training set, with its own prior and temperature.

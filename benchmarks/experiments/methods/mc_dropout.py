@@ -20,8 +20,6 @@ from benchmarks.experiments.methods.spread import SphereSpread
 from benchmarks.experiments.methods.training import train
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["MCDropout"]
-
 
 class MCDropout(Method):
     """Mean direction and spread of passes with dropout.

@@ -10,8 +10,6 @@ from benchmarks.experiments.methods.base import Prediction
 from benchmarks.experiments.methods.embed import unit
 from benchmarks.experiments.methods.on_base import OnBase
 
-__all__ = ["NormScore"]
-
 
 class NormScore(OnBase):
     """Long outputs count as certain: those of images that the network answers strongly.

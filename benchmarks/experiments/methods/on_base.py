@@ -12,8 +12,6 @@ from benchmarks.experiments.methods.checks import check_fit, fitted
 from benchmarks.experiments.methods.deterministic import Deterministic
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 
-__all__ = ["OnBase", "check_member"]
-
 
 class OnBase(Method):
     """A score on top of a deterministic encoder, which it leaves as it is.

@@ -18,8 +18,6 @@ from benchmarks.experiments.methods.on_base import OnBase
 from benchmarks.experiments.methods.pfe_head import MutualLikelihoodStep, VarianceHead
 from benchmarks.experiments.methods.training import run_training, seed_everything, training_loader
 
-__all__ = ["PFE"]
-
 
 class PFE(OnBase):
     """Gaussian embeddings: the frozen encoder's mean, and variances by a head on the features before its last layer.

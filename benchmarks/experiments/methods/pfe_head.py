@@ -11,8 +11,6 @@ from torch import Tensor, nn
 from contrastive_curvature import ContrastiveLoss
 from contrastive_curvature.pairs import RelationFunction
 
-__all__ = ["MutualLikelihoodStep", "SharedBatchNorm", "VarianceHead", "mutual_likelihood_score"]
-
 _FLOOR = 1e-6
 """Smallest variance, which keeps the loss bounded for pairs of the same image."""
 

@@ -5,40 +5,49 @@ Source: Kirchhof et al. (2022), A Non-isotropic Probabilistic Take on Proxy-base
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.checks import (
-    check_choice,
-    check_classes,
-    check_count,
-    check_fit,
-    check_positive,
-    check_saved,
-    fitted,
-)
+from benchmarks.experiments.methods.checks import check_classes, check_fit, check_saved, fitted
 from benchmarks.experiments.methods.embed import map_batches, unit
-from benchmarks.experiments.methods.proxy_step import (
-    DISTANCES,
-    DISTRIBUTION,
-    PER_AXIS,
-    PROXY_KAPPA,
-    SAMPLED,
-    WITH_KAPPA,
-    ProxyOptions,
-    ProxyStep,
-)
 from benchmarks.experiments.methods.training import train
-from contrastive_curvature import validate, vmf
-from contrastive_curvature.errors import UnsupportedError, expected
+from contrastive_curvature import vmf
+from contrastive_curvature.errors import UnsupportedError
 
-__all__ = ["FIRST", "Proxies"]
+_CLOSED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
+    "l2": vmf.squared_euclidean_distance,
+    "b_vmf": vmf.bhattacharyya_distance,
+    "el_vmf": vmf.expected_likelihood_distance,
+    "kl_vmf": vmf.kl_distance,
+}
+SAMPLED = "el_nivmf"
+"""The distance that is estimated from samples."""
+PER_AXIS = ("nivmf", SAMPLED)
+"""Distances whose proxies have a concentration for each axis."""
+WITH_KAPPA = (*_CLOSED, SAMPLED)
+"""Distances that an embedding's concentration enters."""
+DISTRIBUTION = tuple(name for name in WITH_KAPPA if name != "l2")
+"""Those that take it for the concentration of a distribution; that of ``"l2"`` has the unit of its temperature."""
+PROXY_KAPPA = (*_CLOSED, *PER_AXIS)
+"""Distances that the proxies' concentrations enter."""
+DISTANCES = ("cosine", *PROXY_KAPPA)
+"""All of them."""
+
+_SHARE = 0.1
+"""Of the newest batch in the running mean of lengths."""
+_PROXY_RATE = 10.0
+"""Learning rate of the proxies' directions and of the temperature as a multiple of the encoder's."""
+_SAMPLES = 10
+"""Of each embedding in training with EL-nivMF, the document's number."""
+
 
 FIRST: dict[str, tuple[float, float, float]] = {
     "cosine": (1.0, 1.0, 1.0),
@@ -56,6 +65,98 @@ softmax that is almost even at first ends in a better recall than a sharp one.
 """
 
 
+class ProxyStep(nn.Module):
+    """The cross-entropy of ``exp(-distance / temperature)`` over all proxies with the label, NCA++ (Eq. 40).
+
+    An embedding is a raw output z of the encoder. Its direction is ``z / |z|``. Its concentration is a learned number
+    times ``|z| / mean of |z|``, over the batch in training and over the last batches afterwards: raw outputs are far
+    shorter than 1 at first and soon 50 times as long, whatever the distance, so that their length by itself is no
+    concentration. EL-nivMF follows Algorithm 1, with its temperature inside the mean over samples.
+
+    Args:
+        encoder: Images -> raw outputs (N, D).
+        probe: A few images on the encoder's device.
+        targets: Class labels of the training images, any integers, shape (N,).
+        distance: One of :data:`DISTANCES`.
+    """
+
+    classes: Tensor
+    mean_length: Tensor
+
+    def __init__(self, encoder: nn.Module, probe: Tensor, targets: Tensor, distance: str) -> None:
+        super().__init__()
+        self.encoder, self.distance = encoder, distance
+        temperature, embedding_kappa, proxy_kappa = FIRST[distance]
+        with torch.no_grad():
+            z = encoder(probe)
+        dim = z.shape[1]
+        self.register_buffer("mean_length", z.norm(dim=1).mean())
+        self.register_buffer("classes", targets.unique().to(probe.device))
+        rows = len(self.classes)
+        # On the encoder's device, and drawn on the CPU: the same start everywhere.
+        self.directions = nn.Parameter(nn.functional.normalize(torch.randn(rows, dim), dim=1).to(probe.device))
+        self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature), device=probe.device))
+        self.log_kappa: nn.Parameter | None = None
+        self.log_embedding_kappa: nn.Parameter | None = None
+        if distance in WITH_KAPPA:
+            first = math.log(embedding_kappa)
+            self.log_embedding_kappa = nn.Parameter(torch.tensor(first, device=probe.device))
+        if distance in PROXY_KAPPA:
+            shape = (rows, dim) if distance in PER_AXIS else (rows,)
+            self.log_kappa = nn.Parameter(torch.full(shape, math.log(proxy_kappa), device=probe.device))
+
+    def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
+        """The encoder's weights, directions and temperature, and concentrations, each with a rate of its own."""
+        groups: list[dict[str, Any]] = [
+            {"params": list(self.encoder.parameters()), "lr": lr},
+            {"params": [self.directions, self.log_temperature], "lr": lr * _PROXY_RATE},
+        ]
+        kappas = [p for p in (self.log_kappa, self.log_embedding_kappa) if p is not None]
+        if kappas:
+            groups.append({"params": kappas, "lr": lr})
+        return groups
+
+    def scale(self, mean_length: Tensor | None = None) -> Tensor:
+        """Concentration of an embedding of length 1; 1 where the distance does not depend on it.
+
+        Args:
+            mean_length: What counts as the mean length; ``None`` for that of the last batches.
+        """
+        if self.log_embedding_kappa is None:
+            return torch.ones_like(self.mean_length)
+        return self.log_embedding_kappa.exp() / (self.mean_length if mean_length is None else mean_length)
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The mean loss of a batch, a scalar."""
+        return cross_entropy(self.logits(self.encoder(x)), torch.searchsorted(self.classes, targets))
+
+    def logits(self, z: Tensor) -> Tensor:
+        """What the softmax over the classes takes.
+
+        Args:
+            z: Raw outputs, shape (B, D).
+
+        Returns:
+            Shape (B, C).
+        """
+        distance, temperature = self.distance, self.log_temperature.exp()
+        mu, length = vmf.from_embedding(z)
+        if distance == "cosine":
+            return -vmf.cosine_distance(mu, self.directions) / temperature
+        assert self.log_kappa is not None
+        mean_length = None
+        if self.training:
+            mean_length = length.mean()
+            self.mean_length.lerp_(mean_length.detach(), _SHARE)
+        kappa, proxy_kappa = self.scale(mean_length) * length, self.log_kappa.exp()
+        # normalized=False: the document's function, which is no density.
+        if distance == SAMPLED:
+            return vmf.el_nivmf_logits(mu, kappa, self.directions, proxy_kappa, temperature, _SAMPLES, normalized=False)
+        if distance == "nivmf":
+            return -vmf.nivmf_distance(mu, self.directions, proxy_kappa, normalized=False) / temperature
+        return -_CLOSED[distance](mu, kappa, self.directions, proxy_kappa) / temperature
+
+
 class Proxies(Method):
     """Every class has a proxy; an image is drawn to that of its class and away from all others.
 
@@ -69,61 +170,14 @@ class Proxies(Method):
             ``"cosine"`` and ``"nivmf"`` do not depend on an embedding's concentration: the score is the length of an
             output that the loss does not see. With them and with ``"l2"``, an embedding is no distribution, and there
             are no samples.
-        proxy_lr: Learning rate of the proxies' directions and of the temperature as a multiple of the encoder's.
-        kappa_lr: The same of concentrations, those of the proxies and the embeddings' mean one, for all but the cosine;
-            ``None`` for 1.
-        temperature: The first one; it is learned. ``None`` for the distance's own in :data:`FIRST`.
-        embedding_kappa: The mean concentration of the first embeddings, where the distance depends on it; ``None`` for
-            the distance's own.
-        proxy_kappa: The first concentration of proxies, for all but the cosine; ``None`` for the distance's own.
-        n_samples: Samples of each embedding in training, for ``"el_nivmf"``; ``None`` for 10, the document's.
-        normalized: Whether the two non-isotropic distances take a density; ``None``, or ``False``, for the document's
-            function, see :func:`contrastive_curvature.vmf.nivmf_log_prob`.
-
-    Raises:
-        InputError: An option is unknown or out of range.
-        UnsupportedError: An option has no meaning for the distance.
     """
 
     name = "proxies"
     title = "Proxies"
 
-    def __init__(
-        self,
-        setting: Setting,
-        distance: str = "el_nivmf",
-        proxy_lr: float = 10.0,
-        kappa_lr: float | None = None,
-        temperature: float | None = None,
-        embedding_kappa: float | None = None,
-        proxy_kappa: float | None = None,
-        n_samples: int | None = None,
-        normalized: bool | None = None,
-    ) -> None:
+    def __init__(self, setting: Setting, distance: str = SAMPLED) -> None:
         super().__init__(setting)
-        check_choice("distance", distance, DISTANCES)
-        for name, value, allowed in (
-            ("kappa_lr", kappa_lr, PROXY_KAPPA),
-            ("embedding_kappa", embedding_kappa, WITH_KAPPA),
-            ("proxy_kappa", proxy_kappa, PROXY_KAPPA),
-            ("n_samples", n_samples, (SAMPLED,)),
-            ("normalized", normalized, PER_AXIS),
-        ):
-            if value is not None and distance not in allowed:
-                shown = ", ".join(map(repr, allowed))
-                raise UnsupportedError(expected(name, f"None for {distance!r}", value, f"It is an option of {shown}."))
-        first = FIRST[distance]
-        self.options = ProxyOptions(
-            distance,
-            check_positive("proxy_lr", proxy_lr),
-            check_positive("kappa_lr", 1.0 if kappa_lr is None else kappa_lr),
-            check_positive("temperature", first[0] if temperature is None else temperature),
-            check_positive("embedding_kappa", first[1] if embedding_kappa is None else embedding_kappa),
-            check_positive("proxy_kappa", first[2] if proxy_kappa is None else proxy_kappa),
-            check_count("n_samples", 10 if n_samples is None else n_samples),
-            False if normalized is None else normalized,
-        )
-        validate.flag("normalized", self.options.normalized)
+        self.distance = distance
         self._encoder: nn.Module | None = None
         self._scale = 1.0
         self._proxies: dict[str, Tensor] = {}
@@ -167,7 +221,7 @@ class Proxies(Method):
         check_classes(self.setting, data.train, positives=False)
 
         def make_step(encoder: nn.Module, probe: Tensor) -> nn.Module:
-            return ProxyStep(encoder, probe, targets, self.options)
+            return ProxyStep(encoder, probe, targets, self.distance)
 
         step = train(self.setting, data, seed, folder / "training.pt", make_step=make_step)
         learned = {name: value for name, value in step.state_dict().items() if not name.startswith("encoder.")}
@@ -190,9 +244,8 @@ class Proxies(Method):
 
     def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor] | None:
         """Draws from each image's own distribution; ``None`` where the distance takes it for none."""
-        check_count("n_samples", n_samples)
         fitted(self._encoder, self.name)
-        return self._draw(split, n_samples, seed) if self.options.distance in DISTRIBUTION else None
+        return self._draw(split, n_samples, seed) if self.distance in DISTRIBUTION else None
 
     def _draw(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
         mu, kappa = vmf.from_embedding(self.outputs(split))
@@ -203,7 +256,7 @@ class Proxies(Method):
     def state_dict(self) -> dict[str, Any]:
         """The weights, what was learned beside them, and the distance."""
         own = {**self.proxies, "scale": torch.tensor(self._scale)}
-        return {"encoder": dict(self.encoder.state_dict()), "proxies": own, "distance": self.options.distance}
+        return {"encoder": dict(self.encoder.state_dict()), "proxies": own, "distance": self.distance}
 
     def load_state_dict(self, state: dict[str, Any], data: RetrievalData) -> None:
         """See :meth:`Method.load_state_dict`.
@@ -211,7 +264,7 @@ class Proxies(Method):
         Raises:
             InputError: It was trained with another distance.
         """
-        check_saved(state, {"distance": self.options.distance})
+        check_saved(state, {"distance": self.distance})
         encoder = self.setting.make_encoder()
         encoder.load_state_dict(state["encoder"])
         self._take(encoder.eval(), {name: value.cpu() for name, value in state["proxies"].items()})

@@ -23,16 +23,6 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.options import Distance, PDFix
 
-__all__ = [
-    "PosteriorMethod",
-    "closed_form",
-    "curvature_options",
-    "default_structure",
-    "draw_embeddings",
-    "read_features",
-    "sampled_embeddings",
-]
-
 _CHUNK = 2**25
 """Numbers that sampled weights, or what they give, may fill at once."""
 

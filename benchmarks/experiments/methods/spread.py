@@ -9,8 +9,6 @@ from benchmarks.experiments.methods.base import Prediction
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.vmf.estimation import sra
 
-__all__ = ["SphereSpread"]
-
 
 class SphereSpread:
     """Takes in samples one after the other; equals :func:`contrastive_curvature.vmf.fit` of all of them.

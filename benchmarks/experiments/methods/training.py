@@ -21,8 +21,6 @@ from contrastive_curvature import ContrastiveLoss, validate
 from contrastive_curvature.online import Trainer
 from contrastive_curvature.pairs import RelationFunction
 
-__all__ = ["DECAY", "ContrastiveStep", "run_training", "seed_everything", "train", "training_loader"]
-
 DECAY = math.exp(-0.1)
 """Factor on the learning rate after every epoch."""
 

@@ -17,8 +17,6 @@ from contrastive_curvature import vmf
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.vmf.estimation import sra
 
-__all__ = ["VMFDensity", "VMFMixture"]
-
 _BLOCK = 2**24
 """Densities held at once."""
 

@@ -9,8 +9,6 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["GeM"]
-
 
 class GeM(nn.Module):
     """Generalised mean over the positions of a feature map, ``(mean_hw x^p)^(1/p)`` for every channel.

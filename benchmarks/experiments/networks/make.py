@@ -14,8 +14,6 @@ from torch import nn
 from benchmarks.experiments.networks.gem import GeM
 from contrastive_curvature.errors import InputError, expected
 
-__all__ = ["NETWORKS", "make_network"]
-
 NETWORKS: dict[str, tuple[int, int, int]] = {
     "digits": (1, 8, 8),
     "fashionmnist": (1, 28, 28),
