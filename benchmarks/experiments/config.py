@@ -14,7 +14,7 @@ from benchmarks.experiments.data import RetrievalData, load_data
 from benchmarks.experiments.data.ood import check_ood
 from benchmarks.experiments.defaults import TABLE_DATA
 from benchmarks.experiments.methods import Setting
-from benchmarks.experiments.methods.knn import NEIGHBORS
+from benchmarks.experiments.methods.scores import NEIGHBORS
 from benchmarks.experiments.networks import NETWORKS
 from benchmarks.experiments.plan import DEMO, MEMBERS, Table
 from contrastive_curvature import output_hessian

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.experiments.data import RetrievalData
-from benchmarks.experiments.methods.knn import NEIGHBORS
+from benchmarks.experiments.methods.scores import NEIGHBORS
 from contrastive_curvature import metrics
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.metrics import Ranking

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from benchmarks.experiments.methods.knn import NEIGHBORS, feature_distance
+from benchmarks.experiments.methods.scores import NEIGHBORS, feature_distance
 from contrastive_curvature import metrics
 from contrastive_curvature.embedding.gallery import nearest_others, neighbor_distance
 from contrastive_curvature.errors import InputError, expected

@@ -13,7 +13,7 @@ from enum import StrEnum
 
 from torch import Tensor
 
-from benchmarks.experiments.methods.vmf_density import VMFMixture
+from benchmarks.experiments.methods.scores import VMFMixture
 from benchmarks.transfer.baselines import ClassGaussians, FeatureNeighbors, match_distance, match_votes, neighbors
 from benchmarks.transfer.fitted import DEFAULT, STRUCTURES, Fitted, Points
 from contrastive_curvature import RetrievalUncertainty

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from benchmarks.experiments import cli
 from benchmarks.experiments.data import TensorSplit, load_data
 from benchmarks.experiments.data.ood import SizedSplit
+from benchmarks.experiments.data.photos import IMAGENET_DEVIATION, IMAGENET_MEAN
 from benchmarks.experiments.data.registry import DATASETS, NONE, OUTSIDE, SHUFFLED
-from benchmarks.experiments.data.transforms import IMAGENET_DEVIATION, IMAGENET_MEAN
 from contrastive_curvature.errors import InputError, UnsupportedError
 
 MEAN, DEVIATION = (torch.tensor(part).view(3, 1, 1) for part in (IMAGENET_MEAN, IMAGENET_DEVIATION))

@@ -7,7 +7,7 @@ from benchmark_data_files import paint, write_cars, write_cub, write_lfw
 from PIL import Image
 
 from benchmarks.experiments.data import load_data
-from benchmarks.experiments.data.transforms import augmented, cropped, squeezed
+from benchmarks.experiments.data.photos import augmented, cropped, squeezed
 from contrastive_curvature.errors import InputError
 
 SIZE = 16

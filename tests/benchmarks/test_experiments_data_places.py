@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from benchmarks.experiments.data import load_data
-from benchmarks.experiments.data.msls import TEST_CITIES, TRAINING_CITIES
-from benchmarks.experiments.data.places import CITY_SPACING, WithinMetres
+from benchmarks.experiments.data.places import CITY_SPACING, TEST_CITIES, TRAINING_CITIES, WithinMetres
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.pairs import make_relation
 

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.experiments.data.places import WithinMetres
-from benchmarks.experiments.data.samplers import PlaceSampler
+from benchmarks.experiments.data.places import PlaceSampler, WithinMetres
 from benchmarks.experiments.data.split import TensorSplit
 from benchmarks.experiments.methods import Setting
 from benchmarks.experiments.methods.training import training_loader

@@ -6,8 +6,8 @@ import struct
 import pytest
 import torch
 
-from benchmarks.experiments.data.idx import read_idx
-from benchmarks.experiments.data.shuffled import shuffle_quarters
+from benchmarks.experiments.data.images import read_idx
+from benchmarks.experiments.data.ood import shuffle_quarters
 from contrastive_curvature.errors import InputError
 
 

@@ -198,14 +198,6 @@ def test_nothing_is_said_before_the_fit(name):
         ("swag", {}, "swag"),
         ("norm", {"k": 3}, "no options"),
         ("mc_dropout", {"rates": 0.1}, "rates"),
-        ("mc_dropout", {"rate": 0.0}, "rate"),
-        ("mc_dropout", {"rate": 1.0}, "rate"),
-        ("mc_dropout", {"rate": float("nan")}, "rate"),
-        ("deep_ensemble", {"members": 1}, "members"),
-        ("deep_ensemble", {"alignment": "rotate"}, "procrustes"),
-        ("pfe", {"epochs": 0}, "epochs"),
-        ("pfe", {"lr": 0.0}, "lr"),
-        ("knn_features", {"gallery_size": 9}, "gallery_size"),
     ],
 )
 def test_wrong_options_are_refused(name, options, says):
@@ -216,13 +208,8 @@ def test_wrong_options_are_refused(name, options, says):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"epochs": 0}, "epochs"),
-        ({"batch_size": 1}, "batch_size"),
-        ({"lr": float("nan")}, "lr"),
-        ({"margin": 2.5}, "margin"),
         ({"per_class": 3}, "multiple"),
         ({"per_class": 2}, "at most 8"),
-        ({"per_class": 0}, "per_class"),
     ],
 )
 def test_settings_that_cannot_train_are_refused_first(changes, says, tmp_path):

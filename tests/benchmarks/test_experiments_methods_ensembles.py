@@ -10,8 +10,8 @@ from torch import nn
 
 from benchmarks.experiments.data.split import TensorSplit
 from benchmarks.experiments.methods import embed, make_method
-from benchmarks.experiments.methods.deep_ensemble import rotation_onto
-from benchmarks.experiments.methods.spread import SphereSpread
+from benchmarks.experiments.methods.embed import SphereSpread
+from benchmarks.experiments.methods.ensembles import rotation_onto
 from contrastive_curvature import vmf
 from contrastive_curvature.errors import InputError
 

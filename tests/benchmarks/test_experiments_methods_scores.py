@@ -13,14 +13,13 @@ from torch.distributions import Normal
 
 from benchmarks.experiments.data.split import TensorSplit
 from benchmarks.experiments.methods import embed, make_method
-from benchmarks.experiments.methods.knn import feature_distance
-from benchmarks.experiments.methods.pfe_head import (
+from benchmarks.experiments.methods.pfe import (
     MutualLikelihoodStep,
     SharedBatchNorm,
     VarianceHead,
     mutual_likelihood_score,
 )
-from benchmarks.experiments.methods.vmf_density import VMFMixture
+from benchmarks.experiments.methods.scores import VMFMixture, feature_distance
 from contrastive_curvature import vmf
 from contrastive_curvature.errors import InputError
 

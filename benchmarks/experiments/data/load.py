@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from benchmarks.experiments.data.files import LoadOptions
 from benchmarks.experiments.data.ood import check_ood, with_ood
-from benchmarks.experiments.data.options import LoadOptions
 from benchmarks.experiments.data.registry import DATASETS
 from benchmarks.experiments.data.split import RetrievalData
 from contrastive_curvature.errors import InputError, expected

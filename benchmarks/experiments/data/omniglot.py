@@ -17,8 +17,7 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from benchmarks.experiments.data.checks import fetch, require
-from benchmarks.experiments.data.options import LoadOptions
+from benchmarks.experiments.data.files import LoadOptions, fetch, require
 from benchmarks.experiments.data.split import RetrievalData, TensorSplit
 from contrastive_curvature.errors import InputError, expected
 

@@ -1,22 +1,56 @@
-"""Images of one data set as the unknown inputs of an encoder that was trained on another."""
+"""Images of one data set, or its own with shuffled quarters, as the unknown inputs of an encoder."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import permutations
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from benchmarks.experiments.data.options import LoadOptions
+from benchmarks.experiments.data.files import LoadOptions
+from benchmarks.experiments.data.photos import IMAGENET_DEVIATION, IMAGENET_MEAN
 from benchmarks.experiments.data.registry import DATASETS, NONE, OUTSIDE, SHUFFLED
-from benchmarks.experiments.data.shuffled import shuffle_quarters
 from benchmarks.experiments.data.split import RetrievalData, Split, TensorSplit
-from benchmarks.experiments.data.transforms import IMAGENET_DEVIATION, IMAGENET_MEAN
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
+
+_ORDERS = [order for order in permutations(range(4)) if all(new % 2 != old % 2 for new, old in enumerate(order))]
+"""The four orders in which every quarter changes sides. (Swapping top and bottom only would leave a 1 a 1.)"""
+
+
+def shuffle_quarters(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Cut each image into quarters, and put them back so that each left one stands on the right, and the reverse.
+
+    Brightness, contrast and every stroke inside a quarter stay exactly the same; only the arrangement, which makes a
+    digit a digit, is destroyed. So a detector cannot win by looking at the histogram of an image, as it can against
+    noise, inverted images or digits of another data set, and the images are no digits any more, as rotated or shifted
+    ones still are (and as mosaics of quarters of different digits, each in its own place, often are).
+
+    Args:
+        images: Shape (N, C, H, W), H and W even.
+        generator: Chooses the order of each image.
+
+    Returns:
+        Shape (N, C, H, W).
+
+    Raises:
+        InputError: The shape is wrong.
+    """
+    if images.ndim != 4 or images.shape[2] % 2 or images.shape[3] % 2:
+        raise InputError(expected("images", "shape (N, C, H, W) with even H and W", tuple(images.shape)))
+    n, channels, height, width = images.shape
+    half = (height // 2, width // 2)
+    quarters = images.reshape(n, channels, 2, half[0], 2, half[1]).permute(0, 2, 4, 1, 3, 5).reshape(n, 4, -1)
+    chosen = torch.randint(len(_ORDERS), (n,), generator=generator)
+    order = torch.tensor(_ORDERS)[chosen].to(images.device)
+    moved = quarters.gather(1, order.unsqueeze(2).expand_as(quarters))
+    back = moved.reshape(n, 2, 2, channels, *half).permute(0, 3, 1, 4, 2, 5)
+    return back.reshape(n, channels, height, width)
+
 
 _LUMINANCE = (0.299, 0.587, 0.114)
 """Weights of red, green and blue in a grey value (ITU-R BT.601, as Pillow and torchvision)."""

@@ -7,16 +7,18 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from benchmarks.experiments.data.cars196 import car_split
-from benchmarks.experiments.data.cifar10 import load_cifar10, svhn_test
-from benchmarks.experiments.data.cub200 import bird_split, load_cub200
-from benchmarks.experiments.data.digits import load_digits_data
-from benchmarks.experiments.data.fashionmnist import idx_test, load_fashionmnist, load_mnist
-from benchmarks.experiments.data.folder import load_folder
-from benchmarks.experiments.data.lfw import load_lfw
-from benchmarks.experiments.data.msls import load_msls
+from benchmarks.experiments.data.files import LoadOptions
+from benchmarks.experiments.data.images import (
+    idx_test,
+    load_cifar10,
+    load_digits_data,
+    load_fashionmnist,
+    load_mnist,
+    svhn_test,
+)
 from benchmarks.experiments.data.omniglot import load_omniglot, load_omniglot_full
-from benchmarks.experiments.data.options import LoadOptions
+from benchmarks.experiments.data.photos import bird_split, car_split, load_cub200, load_folder, load_lfw
+from benchmarks.experiments.data.places import load_msls
 from benchmarks.experiments.data.split import RetrievalData, Split
 
 NONE, SHUFFLED = "none", "shuffled"

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from benchmarks.experiments.data.archive import file_size, open_file
+from benchmarks.experiments.data.files import file_size, open_file
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.pairs import RelationFunction
 
@@ -82,7 +82,7 @@ class FileSplit(Split):
     """Images in files, read when they are asked for.
 
     Args:
-        paths: N files that Pillow can read, in folders or in zip archives (:mod:`benchmarks.experiments.data.archive`).
+        paths: N files that Pillow can read, in folders or in zip archives (:mod:`benchmarks.experiments.data.files`).
         targets: See :class:`Split`.
         transform: Image -> float32 tensor (C, H, W).
     """

@@ -6,19 +6,21 @@ import inspect
 from typing import Any
 
 from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.deep_ensemble import DeepEnsemble
 from benchmarks.experiments.methods.deterministic import Deterministic
-from benchmarks.experiments.methods.gated import KNNGated, LaplaceGated
+from benchmarks.experiments.methods.ensembles import DeepEnsemble, MCDropout
 from benchmarks.experiments.methods.hedged import Hedged, HedgedPoint
-from benchmarks.experiments.methods.knn import KNNEmbedding, KNNFeatures
-from benchmarks.experiments.methods.laplace_online import LaplaceOnline
-from benchmarks.experiments.methods.laplace_posthoc import LaplacePosthoc
-from benchmarks.experiments.methods.mc_dropout import MCDropout
-from benchmarks.experiments.methods.norm_score import NormScore
+from benchmarks.experiments.methods.laplace import LaplaceOnline, LaplacePosthoc
 from benchmarks.experiments.methods.pfe import PFE
 from benchmarks.experiments.methods.proxies import Proxies
+from benchmarks.experiments.methods.scores import (
+    KNNEmbedding,
+    KNNFeatures,
+    KNNGated,
+    LaplaceGated,
+    NormScore,
+    VMFDensity,
+)
 from benchmarks.experiments.methods.triplet import BayesianTriplet, TripletDeterministic
-from benchmarks.experiments.methods.vmf_density import VMFDensity
 from contrastive_curvature.errors import InputError, expected
 
 __all__ = ["METHODS", "Method", "Prediction", "Setting", "make_method"]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import math
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from benchmarks.experiments.data.places import WithinMetres
-from benchmarks.experiments.data.samplers import PlaceSampler
+from benchmarks.experiments.data.places import PlaceSampler, WithinMetres
 from benchmarks.experiments.data.split import Split
 from benchmarks.experiments.methods.base import Setting
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
@@ -17,54 +14,6 @@ from contrastive_curvature.pairs import RelationFunction
 from contrastive_curvature.pairs.relation import check_labels
 
 T = TypeVar("T")
-
-
-def check_count(name: str, value: object, least: int = 1) -> int:
-    """A whole number.
-
-    Raises:
-        InputError: It is none, or below ``least``.
-    """
-    if isinstance(value, bool) or not isinstance(value, int) or value < least:
-        raise InputError(expected(name, f"a whole number, at least {least}", value))
-    return value
-
-
-def check_positive(name: str, value: float, most: float = math.inf) -> float:
-    """A finite number above zero, at most ``most``.
-
-    Raises:
-        InputError: It is not.
-    """
-    # written so that NaN fails too
-    if not (0 < value <= most and math.isfinite(value)):
-        raise InputError(
-            expected(name, "a finite number above 0" + ("" if most == math.inf else f" up to {most}"), value)
-        )
-    return value
-
-
-def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> str:
-    """One of some words.
-
-    Raises:
-        InputError: It is none of them.
-    """
-    if not isinstance(value, str) or value not in allowed:
-        raise InputError(expected(name, f"one of {', '.join(map(repr, allowed))}", value))
-    return value
-
-
-def check_fit(seed: int, folder: Path) -> None:
-    """What every ``fit`` is given.
-
-    Raises:
-        InputError: The seed is outside [0, 2^32), or the folder is not there.
-    """
-    if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed < 2**32:
-        raise InputError(expected("seed", "a whole number in [0, 2^32)", seed))
-    if not folder.is_dir():
-        raise InputError(expected("folder", "a folder that exists", str(folder)))
 
 
 def check_classes(setting: Setting, train: Split, positives: bool) -> None:
@@ -106,19 +55,13 @@ def check_training(setting: Setting, train: Split) -> None:
     """Whether an encoder can be trained on these images in this setting.
 
     Args:
-        setting: Its epochs, learning rate, margin, relation and batches are looked at.
+        setting: Its relation and batches are looked at.
         train: Training images; only their targets are read.
 
     Raises:
-        InputError: A value is out of range, or targets and relation do not go together.
+        InputError: Targets, relation and batches do not go together.
         UnsupportedError: A number of images of each class is asked for, where there are no classes.
     """
-    check_count("setting.epochs", setting.epochs)
-    check_count("setting.batch_size", setting.batch_size, 2)
-    check_count("setting.eval_batch", setting.eval_batch)
-    check_positive("setting.lr", setting.lr)
-    if setting.margin is not None:
-        check_positive("setting.margin", setting.margin, 2)
     if len(train) < 2:
         raise InputError(expected("data.train", "at least 2 images", len(train)))
     if setting.relation is None:
@@ -155,7 +98,6 @@ def positive_radius(relation: RelationFunction) -> float:
 
 def _check_per_class(setting: Setting, train: Split) -> None:
     per_class: Any = setting.per_class
-    check_count("setting.per_class", per_class)
     size = setting.batch_size
     if size % per_class:
         raise InputError(expected("setting.batch_size", f"a multiple of per_class={per_class}", size))

@@ -1,4 +1,4 @@
-"""Passing a split through a network, batch by batch."""
+"""Passing a split through a network, batch by batch; mean direction and spread of sampled embeddings."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.experiments.data.split import Split, loader
-from benchmarks.experiments.methods.base import Setting
+from benchmarks.experiments.methods.base import Prediction, Setting
+from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.vmf.estimation import sra
 
 CACHE_BYTES = 2**30
 """Memory that intermediate results of a split may fill; where they need more they are computed again."""
@@ -61,3 +63,55 @@ def unit(z: Tensor) -> Tensor:
         InputError: One is zero or not finite.
     """
     return normalize(check_outputs(z, "raw outputs"))[0]
+
+
+class SphereSpread:
+    """Takes in samples one after the other; equals :func:`contrastive_curvature.vmf.fit` of all of them.
+
+    Means and sums of squared deviations are updated as Welford (1962) does, which keeps the digits of samples that
+    almost agree. Three arrays of a sample's size are held.
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._first = self._mean = self._squares = torch.empty(0)
+
+    def add(self, u: Tensor) -> None:
+        """Take in one sample.
+
+        Args:
+            u: Unit embeddings, shape (N, D).
+
+        Raises:
+            InputError: Its shape is not that of the samples before.
+        """
+        if not self.count:
+            self._first, self._mean, self._squares = u, torch.zeros_like(u), torch.zeros_like(u)
+        if u.shape != self._mean.shape:
+            raise InputError(expected("u", f"shape {tuple(self._mean.shape)}", tuple(u.shape)))
+        self.count += 1
+        change = u - self._mean
+        self._mean += change / self.count
+        self._squares += change * (u - self._mean)
+
+    def prediction(self) -> Prediction:
+        """Summary of the samples.
+
+        Returns:
+            Mean directions (N, D); uncertainty ``1 / kappa`` (N,) of the von Mises-Fisher distribution fitted to the
+            samples (paper, Eq. 42-43); variant ``"sum_std"`` (N,), the sum over dimensions of the (unbiased) standard
+            deviation, which the code released with the paper scores by.
+
+        Raises:
+            InputError: Fewer than two samples came.
+        """
+        if self.count < 2:
+            raise InputError(expected("samples", "at least 2", self.count, "One says nothing of the spread."))
+        length = self._mean.norm(dim=1)
+        # Samples that cancel have no mean direction; the first stands in, as in vmf.fit.
+        cancelled = (length <= torch.finfo(length.dtype).eps).unsqueeze(1)
+        mean = torch.where(cancelled, self._first, self._mean / length.unsqueeze(1))
+        spread = self._squares.sum(1) / self.count
+        kappa = sra(length.clamp(max=1), spread.clamp(min=0, max=1), self._mean.shape[1])
+        sum_std = (self._squares.clamp(min=0) / (self.count - 1)).sqrt().sum(1)
+        return Prediction(mean, 1 / kappa, {"sum_std": sum_std})

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Sampler
 
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.checks import check_classes, check_fit, check_saved, fitted
+from benchmarks.experiments.methods.checks import check_classes, check_saved, fitted
 from benchmarks.experiments.methods.embed import map_batches
 from benchmarks.experiments.methods.training import train
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
@@ -215,7 +215,6 @@ class PairMethod(Method):
 
     def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
         """See :meth:`Method.fit`; without ``base``."""
-        check_fit(seed, folder)
         check_classes(self.setting, data.train, positives=True)
         step = train(
             self.setting,

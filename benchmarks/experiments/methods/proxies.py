@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.checks import check_classes, check_fit, check_saved, fitted
+from benchmarks.experiments.methods.checks import check_classes, check_saved, fitted
 from benchmarks.experiments.methods.embed import map_batches, unit
 from benchmarks.experiments.methods.training import train
 from contrastive_curvature import vmf
@@ -212,7 +212,6 @@ class Proxies(Method):
         Raises:
             UnsupportedError: The training images have positions instead of classes.
         """
-        check_fit(seed, folder)
         targets = data.train.targets
         if targets.is_floating_point() or targets.ndim != 1:
             msg = "proxies: the training images have positions and no classes for proxies. Take 'deterministic'."

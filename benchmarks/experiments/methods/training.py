@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Sampler
 
-from benchmarks.experiments.data.samplers import PlaceSampler
+from benchmarks.experiments.data.places import PlaceSampler
 from benchmarks.experiments.data.split import RetrievalData, loader
 from benchmarks.experiments.methods.base import Setting
 from benchmarks.experiments.methods.checks import check_training, positive_radius

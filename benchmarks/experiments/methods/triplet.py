@@ -16,7 +16,7 @@ from torch.nn.functional import softplus
 
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.checks import check_classes, check_fit, check_saved, fitted
+from benchmarks.experiments.methods.checks import check_classes, check_saved, fitted
 from benchmarks.experiments.methods.deterministic import Deterministic
 from benchmarks.experiments.methods.embed import map_batches
 from benchmarks.experiments.methods.training import train
@@ -195,7 +195,6 @@ class TripletDeterministic(Deterministic):
         Raises:
             InputError: There is one class, or no class with two images.
         """
-        check_fit(seed, folder)
         check_classes(self.setting, data.train, positives=True)
         relation = self.setting.relation
         checkpoint = folder / "training.pt"
@@ -245,7 +244,6 @@ class BayesianTriplet(Method):
         Raises:
             InputError: There is one class, or no class with two images.
         """
-        check_fit(seed, folder)
         check_classes(self.setting, data.train, positives=True)
         step = train(
             self.setting,

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.experiments.data.checks import require
+from benchmarks.experiments.data.files import require
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 
 SIDE = 112

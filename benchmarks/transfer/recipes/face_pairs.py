@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.experiments.data.checks import read_lines
+from benchmarks.experiments.data.files import read_lines
 from contrastive_curvature.errors import InputError, expected
 
 _HOW = "Get pairs.txt from http://vis-www.cs.umass.edu/lfw/."

@@ -22,8 +22,8 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from benchmarks.experiments.data.lfw import load_lfw
-from benchmarks.experiments.data.options import LoadOptions
+from benchmarks.experiments.data.files import LoadOptions
+from benchmarks.experiments.data.photos import load_lfw
 from benchmarks.experiments.data.split import FileSplit, Split
 from benchmarks.transfer.feature_file import FeatureFile, Pairs
 from benchmarks.transfer.harm import KINDS, LEVELS, harm

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from benchmarks.experiments.data.options import LoadOptions
+from benchmarks.experiments.data.files import LoadOptions
 from benchmarks.experiments.data.registry import DATASETS
 from benchmarks.experiments.data.split import Split, TensorSplit
 from benchmarks.experiments.networks import make_network

@@ -11,8 +11,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from benchmarks.experiments.data.files import LoadOptions
 from benchmarks.experiments.data.ood import SizedSplit
-from benchmarks.experiments.data.options import LoadOptions
 from benchmarks.experiments.data.registry import OUTSIDE
 from benchmarks.transfer.feature_file import FeatureFile
 from benchmarks.transfer.harm import KINDS, LEVELS, harm

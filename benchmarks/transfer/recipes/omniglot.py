@@ -13,8 +13,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from benchmarks.experiments.data.files import LoadOptions
 from benchmarks.experiments.data.omniglot import load_omniglot_full
-from benchmarks.experiments.data.options import LoadOptions
 from benchmarks.experiments.data.split import Split, TensorSplit
 from benchmarks.experiments.networks import make_network
 from benchmarks.transfer.feature_file import FeatureFile

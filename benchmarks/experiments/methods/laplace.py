@@ -1,10 +1,12 @@
-"""Methods with a posterior over the last layer: what it says of images, in closed form and from sampled networks."""
+"""LAM, post-hoc and online: a Laplace posterior over the last layer, in closed form and from sampled networks."""
 
 from __future__ import annotations
 
+import inspect
 import time
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,11 +18,13 @@ from tqdm import tqdm
 from benchmarks.experiments.data.split import RetrievalData, Split, loader
 from benchmarks.experiments.methods.base import Method, Prediction, Setting
 from benchmarks.experiments.methods.checks import fitted
-from benchmarks.experiments.methods.embed import image_batches, unit
-from benchmarks.experiments.methods.spread import SphereSpread
+from benchmarks.experiments.methods.deterministic import OnBase
+from benchmarks.experiments.methods.embed import SphereSpread, image_batches, unit
+from benchmarks.experiments.methods.training import train
 from contrastive_curvature.embedding.known import OptimisticPValueWarning
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.laplace import ContrastiveLaplace
+from contrastive_curvature.online import OnlineLaplace
 from contrastive_curvature.options import Distance, PDFix
 
 _CHUNK = 2**25
@@ -242,3 +246,98 @@ class PosteriorMethod(Method):
         la = self.make_posterior(encoder.eval())
         la.load_state_dict(state["posterior"])
         self._la, self._held_out = la, state["held_out"]
+
+
+class LaplacePosthoc(PosteriorMethod, OnBase):
+    """The library's default posterior over all pairs of the training set, with its own prior and temperature.
+
+    Uncertainty and variants: see :func:`~benchmarks.experiments.methods.laplace.closed_form`.
+
+    Args:
+        setting: How encoders are made and trained.
+        distance: Of the curvature; ``None`` for the library's default.
+        pd_fix: Of the curvature; ``None`` for the library's default.
+        structure: ``hessian_structure`` of the posterior; ``None`` for the library's default, with the fixes
+            ``positive`` and ``full`` for ``"diag"``.
+    """
+
+    name = "laplace_posthoc"
+    title = "LAM (post-hoc)"
+
+    def __init__(
+        self,
+        setting: Setting,
+        distance: str | None = None,
+        pd_fix: str | None = None,
+        structure: str | None = None,
+    ) -> None:
+        super().__init__(setting, curvature_options(setting, distance, pd_fix), structure)
+
+    def fit_on_base(self, data: RetrievalData, seed: int, folder: Path) -> None:
+        """See :meth:`OnBase.fit_on_base`; nothing is trained, and nothing is random."""
+        self.fit_post_hoc(self.base.encoder, data)
+
+    def load_own_state(self, state: dict[str, Any], data: RetrievalData) -> None:
+        """Nothing: the posterior holds the encoder."""
+
+
+class LaplaceOnline(PosteriorMethod):
+    """Monte-Carlo EM from the first step on; the same scores as post-hoc.
+
+    Uncertainty and variants: see :func:`~benchmarks.experiments.methods.laplace.closed_form`.
+
+    Args:
+        setting: How encoders are made and trained.
+        distance: Of the curvature; ``None`` for the library's default.
+        pd_fix: Of the curvature; ``None`` for the library's default.
+        train_samples: Sampled networks a training step.
+        sampling_temperature: Of the sampled weights, in units of the mean loss of a point; ``None`` for the default.
+        curvature: ``"discounted"``: the one that training remembers, as in the paper. ``"refitted"``: that of the
+            final weights over all pairs of the training set, as post-hoc.
+        structure: ``hessian_structure`` of training and posterior; ``None`` for the library's default in training, and
+            of a posterior that is refitted for that of post-hoc.
+    """
+
+    name = "laplace_online"
+    title = "LAM (online)"
+
+    def __init__(
+        self,
+        setting: Setting,
+        distance: str | None = None,
+        pd_fix: str | None = None,
+        train_samples: int = 1,
+        sampling_temperature: float | None = None,
+        curvature: str = "discounted",
+        structure: str | None = None,
+    ) -> None:
+        self._refit = curvature == "refitted"
+        self._online = curvature_options(setting, distance, pd_fix, pairs="batch")
+        default = inspect.signature(OnlineLaplace).parameters["hessian_structure"].default
+        trained = default if structure is None else structure
+        super().__init__(setting, {**self._online, "pairs": "dataset"}, structure if self._refit else trained)
+        self._training: dict[str, Any] = {
+            "hessian_structure": trained,
+            "n_samples": train_samples,
+            "sampling_temperature": sampling_temperature,
+        }
+
+    def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
+        """See :meth:`Method.fit`; without ``base``."""
+
+        def make_step(encoder: nn.Module, probe: Tensor) -> nn.Module:
+            return OnlineLaplace(
+                encoder,
+                probe=probe,
+                n_data=len(data.train),
+                memory_factor=self.setting.memory_factor,
+                **self._training,
+                backend_kwargs=self._online,
+            )
+
+        online = train(self.setting, data, seed, folder / "training.pt", make_step=make_step)
+        if self._refit:
+            self.fit_post_hoc(online.encoder, data)
+        else:
+            self._la = online.laplace()
+            self.calibrate(data)

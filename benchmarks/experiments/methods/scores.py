@@ -1,0 +1,387 @@
+"""Scores on top of a trained encoder: its norm, densities of classes, neighbours, and a score of the retrieval."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from benchmarks.experiments.data.split import RetrievalData, Split
+from benchmarks.experiments.methods.base import Method, Prediction, Setting
+from benchmarks.experiments.methods.checks import check_saved, fitted
+from benchmarks.experiments.methods.deterministic import OnBase
+from benchmarks.experiments.methods.embed import unit
+from benchmarks.experiments.methods.laplace import LaplacePosthoc
+from contrastive_curvature import RetrievalUncertainty, vmf
+from contrastive_curvature.embedding.gallery import neighbor_distance
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.hessian.sphere import check_outputs
+from contrastive_curvature.vmf.estimation import sra
+
+
+class NormScore(OnBase):
+    """Long outputs count as certain: those of images that the network answers strongly.
+
+    Read as the concentration of a von Mises-Fisher distribution around the embedding, the norm is that score too: any
+    decreasing function of it ranks alike.
+
+    Args:
+        setting: That of the encoder.
+    """
+
+    name = "norm"
+    title = "Minus norm of raw output"
+
+    def fit_on_base(self, data: RetrievalData, seed: int, folder: Path) -> None:
+        """Nothing is fitted."""
+
+    def load_own_state(self, state: dict[str, Any], data: RetrievalData) -> None:
+        """Nothing was fitted."""
+
+    def predict(self, split: Split) -> Prediction:
+        """The encoder's unit embeddings; minus the norm, in units of the raw outputs."""
+        z = self.base.outputs(split)
+        return Prediction(unit(z), -z.norm(dim=1))
+
+
+_BLOCK = 2**24
+"""Densities held at once."""
+
+
+class VMFMixture:
+    """A mixture of one von Mises-Fisher distribution for each class, weighted by the classes' frequencies.
+
+    Args:
+        mu: Mean directions, shape (C, D).
+        kappa: Concentrations, shape (C,).
+        log_weight: Logarithms of the frequencies, shape (C,).
+    """
+
+    def __init__(self, mu: Tensor, kappa: Tensor, log_weight: Tensor) -> None:
+        self.mu, self.kappa, self.log_weight = mu.double(), kappa.double(), log_weight.double()
+
+    @classmethod
+    def fit(cls, u: Tensor, labels: Tensor) -> VMFMixture:
+        """Estimate every class (Sra 2012, by :func:`contrastive_curvature.vmf.fit`).
+
+        A class with one image has no spread of its own and takes that of all others together.
+
+        Args:
+            u: Unit embeddings, shape (N, D).
+            labels: Shape (N,).
+
+        Returns:
+            The mixture.
+
+        Raises:
+            InputError: No class has two images.
+        """
+        _, sizes = labels.unique(return_counts=True)
+        if int(sizes.max()) < 2:
+            raise InputError(expected("data.train", "a class with at least 2 images", "one image of every class"))
+        groups = [group.double() for group in u[labels.argsort(stable=True)].split(sizes.tolist())]
+        # For each image of a class of several: squared distance to its class's mean, which is 1 - Rbar^2 on average.
+        spread = torch.cat([(group - group.mean(0)).square().sum(1) for group in groups if len(group) > 1]).mean()
+        pooled = sra((1 - spread).clamp(min=0).sqrt(), spread, u.shape[1])
+        found = [vmf.fit(group) if len(group) > 1 else (group[0], pooled) for group in groups]
+        mu, kappa = (torch.stack(part) for part in zip(*found, strict=True))
+        return cls(mu, kappa, (sizes / sizes.sum()).log())
+
+    def log_prob(self, u: Tensor) -> Tensor:
+        """Log-density with respect to the surface measure.
+
+        Args:
+            u: Unit embeddings, shape (N, D).
+
+        Returns:
+            In nats, float64, shape (N,).
+        """
+        peak = self.log_weight + vmf.log_density_at_mode(self.kappa, self.mu.shape[1])
+        parts = [
+            torch.logsumexp(peak - self.kappa * (1 - rows.double() @ self.mu.T), dim=1)
+            for rows in u.split(max(1, _BLOCK // len(self.mu)))
+        ]
+        return torch.cat(parts)
+
+
+class VMFDensity(OnBase):
+    """Minus the log-density of the embedding under the training classes.
+
+    The score is meant for images of these classes; those of new ones count as out of distribution.
+
+    Args:
+        setting: That of the encoder.
+    """
+
+    name = "vmf_density"
+    title = "vMF density of training classes"
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._mixture: VMFMixture | None = None
+
+    def check_data(self, data: RetrievalData) -> None:
+        """See :meth:`OnBase.check_data`.
+
+        Raises:
+            UnsupportedError: The training images have positions instead of classes.
+        """
+        if data.train.targets.is_floating_point() or data.train.targets.ndim != 1:
+            msg = "vmf_density: the training images have positions and no classes. Take 'knn_embedding' instead."
+            raise UnsupportedError(msg)
+
+    def fit_on_base(self, data: RetrievalData, seed: int, folder: Path) -> None:
+        """Estimate the classes."""
+        plain = data.plain
+        self._mixture = VMFMixture.fit(unit(self.base.outputs(plain)), plain.targets)
+
+    def own_state(self) -> dict[str, Any]:
+        """The mixture."""
+        mixture = fitted(self._mixture, self.name)
+        return {"mu": mixture.mu, "kappa": mixture.kappa, "log_weight": mixture.log_weight}
+
+    def load_own_state(self, state: dict[str, Any], data: RetrievalData) -> None:
+        """See :meth:`OnBase.load_own_state`."""
+        self._mixture = VMFMixture(**{name: value.cpu() for name, value in state.items()})
+
+    def predict(self, split: Split) -> Prediction:
+        """The encoder's unit embeddings; minus the log-density in nats."""
+        u = unit(self.base.outputs(split))
+        return Prediction(u, -fitted(self._mixture, self.name).log_prob(u).float())
+
+
+NEIGHBORS = 10
+"""Neighbours of these methods, and of the retrieval whose figures the tables show."""
+
+_BLOCK_KNN = 2000
+"""Queries at once: beside the gallery no array is larger than their neighbours or their distances."""
+
+
+class KNNEmbedding(OnBase):
+    """Mean cosine distance to the embeddings of the ten nearest training images, without augmentation.
+
+    Args:
+        setting: That of the encoder.
+    """
+
+    name = "knn_embedding"
+    title = "10-NN distance, embedding"
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._gallery: Tensor | None = None
+
+    def check_data(self, data: RetrievalData) -> None:
+        """See :meth:`OnBase.check_data`.
+
+        Raises:
+            InputError: There are fewer than ten training images.
+        """
+        if len(data.train) < NEIGHBORS:
+            raise InputError(expected("data.train", f"at least {NEIGHBORS} images", len(data.train)))
+
+    def fit_on_base(self, data: RetrievalData, seed: int, folder: Path) -> None:
+        """Embed the training images."""
+        self._gallery = self._read_gallery(data.plain)
+
+    def load_own_state(self, state: dict[str, Any], data: RetrievalData) -> None:
+        """Embed the training images again: the encoder and ``data`` determine the embeddings, so no file has them."""
+        self.check_data(data)
+        self.fit_on_base(data, 0, Path())
+
+    def predict(self, split: Split) -> Prediction:
+        """The encoder's unit embeddings; the distance, in [0, 2]."""
+        gallery = fitted(self._gallery, self.name)
+        parts = [self._scores(split.take(rows), gallery) for rows in torch.arange(len(split)).split(_BLOCK_KNN)]
+        return Prediction(torch.cat([u for u, _ in parts]), torch.cat([distance for _, distance in parts]))
+
+    def _read_gallery(self, plain: Split) -> Tensor:
+        return self.base.outputs(plain)
+
+    def _scores(self, split: Split, gallery: Tensor) -> tuple[Tensor, Tensor]:
+        """Unit embeddings and distances of some images."""
+        z = self.base.outputs(split)
+        return unit(z), neighbor_distance(z, gallery, NEIGHBORS)
+
+
+class KNNFeatures(KNNEmbedding):
+    """The same between features, where directions are left that the last layer drops.
+
+    Args:
+        setting: That of the encoder.
+        gallery_size: Training images to search at most, drawn with a fixed seed: their features stay in memory.
+            ``None`` for the setting's ``baseline_features``.
+    """
+
+    name = "knn_features"
+    title = "10-NN distance, features"
+
+    def __init__(self, setting: Setting, gallery_size: int | None = None) -> None:
+        super().__init__(setting)
+        self.gallery_size = setting.baseline_features if gallery_size is None else gallery_size
+
+    def own_state(self) -> dict[str, Any]:
+        """The size that the scores belong to."""
+        return {"gallery_size": self.gallery_size}
+
+    def load_own_state(self, state: dict[str, Any], data: RetrievalData) -> None:
+        """See :meth:`KNNEmbedding.load_own_state`.
+
+        Raises:
+            InputError: The scores were fitted with another gallery size.
+        """
+        check_saved(state, {"gallery_size": self.gallery_size})
+        super().load_own_state(state, data)
+
+    def _read_gallery(self, plain: Split) -> Tensor:
+        rows = torch.randperm(len(plain), generator=torch.Generator().manual_seed(0))[: self.gallery_size]
+        _, phi = self.base.features(plain.take(rows))
+        return check_outputs(phi, "features of training images").to(self.setting.device)
+
+    def _scores(self, split: Split, gallery: Tensor) -> tuple[Tensor, Tensor]:
+        z, phi = self.base.features(split)
+        queries = check_outputs(phi, "features").to(gallery.device)
+        return unit(z), feature_distance(queries, gallery, self.setting.progress).cpu()
+
+
+def feature_distance(queries: Tensor, gallery: Tensor, progress: bool = False) -> Tensor:
+    """Mean cosine distance to the ten nearest gallery points, for long vectors.
+
+    In blocks of queries and of gallery, so that beside both nothing larger than a block times a block is held.
+
+    Args:
+        queries: Features, shape (N, F).
+        gallery: Features, shape (M, F), M >= 10.
+        progress: Whether to show a progress bar.
+
+    Returns:
+        Shape (N,), in [0, 2].
+    """
+    lengths = gallery.norm(dim=1)
+    parts = []
+    for rows in tqdm(queries.split(_BLOCK_KNN), desc="[feature baseline]", leave=False, disable=not progress):
+        unit_rows = rows / rows.norm(dim=1, keepdim=True)
+        best = unit_rows.new_full((len(rows), NEIGHBORS), -1.0)
+        for block, length in zip(gallery.split(_BLOCK_KNN), lengths.split(_BLOCK_KNN), strict=True):
+            best = torch.cat([best, unit_rows @ block.T / length], dim=1).topk(NEIGHBORS, dim=1).values
+        parts.append(1 - best.mean(1))
+    return torch.cat(parts)
+
+
+_CALIBRATION = 2000
+"""Training images that say what the uncertainty of a known input is."""
+
+
+class LaplaceGated(OnBase):
+    """:class:`~contrastive_curvature.RetrievalUncertainty` with the novelty of post-hoc LAM.
+
+    Args:
+        setting: That of the encoder.
+        share: Of the known inputs, how many may be taken for unknown.
+    """
+
+    name = "laplace_gated"
+    title = "LAM (post-hoc) + 10-NN distance, gated"
+
+    def __init__(self, setting: Setting, share: float = 0.05) -> None:
+        super().__init__(setting)
+        self.share = share
+        self._detector: Method | None = None
+        self._score: RetrievalUncertainty | None = None
+
+    def make_detector(self, plain: Split) -> OnBase:
+        """The unfitted method whose score tells who is unknown, for these training images."""
+        # Without sampled variants, which nobody asks for here.
+        return LaplacePosthoc(replace(self.setting, n_samples=0))
+
+    def calibration(self, plain: Split) -> Split:
+        """Training images whose scores are those of known inputs."""
+        rows = torch.randperm(len(plain), generator=torch.Generator().manual_seed(1))[:_CALIBRATION]
+        return plain.take(rows)
+
+    def fit_on_base(self, data: RetrievalData, seed: int, folder: Path) -> None:
+        """Fit the detector, embed the gallery, calibrate."""
+        detector = self.make_detector(data.plain)
+        detector.fit(data, seed, folder, self.base)
+        self._calibrate(detector, data)
+
+    def predict(self, split: Split) -> Prediction:
+        """The encoder's embeddings; the gated score."""
+        found = fitted(self._detector, self.name).predict(split)
+        score = fitted(self._score, self.name)(found.mean, self._novelty(found))
+        return Prediction(found.mean, score, seconds=None)
+
+    def own_state(self) -> dict[str, Any]:
+        """The detector's state."""
+        return {"detector": fitted(self._detector, self.name).state_dict(), "share": self.share}
+
+    def load_own_state(self, state: dict[str, Any], data: RetrievalData) -> None:
+        """See :meth:`OnBase.load_own_state`.
+
+        Raises:
+            InputError: It was fitted with another share.
+        """
+        check_saved(state, {"share": self.share})
+        detector = self.make_detector(data.plain)
+        detector.load_state_dict(state["detector"], data)
+        self._calibrate(detector, data)
+
+    def _calibrate(self, detector: OnBase, data: RetrievalData) -> None:
+        plain = data.plain
+        known = self._novelty(detector.predict(self.calibration(plain)))
+        self._detector = detector
+        self._score = RetrievalUncertainty(self.base.outputs(plain), known, share=self.share)
+
+    def _novelty(self, prediction: Prediction) -> Tensor:
+        found = prediction.uncertainty if prediction.novelty is None else prediction.novelty
+        return fitted(found, "a detector with a score")
+
+
+class KNNGated(LaplaceGated):
+    """The same with the distance in feature space as the novelty.
+
+    Args:
+        setting: That of the encoder.
+        share: Of the known inputs, how many may be taken for unknown.
+        gallery_size: Of the search in feature space at most, ``None`` for the setting's ``baseline_features``; a
+            quarter of the training images is left out of it.
+    """
+
+    name = "knn_gated"
+    title = "10-NN distances, features gate embedding"
+
+    def __init__(self, setting: Setting, share: float = 0.05, gallery_size: int | None = None) -> None:
+        super().__init__(setting, share)
+        self.gallery_size = setting.baseline_features if gallery_size is None else gallery_size
+
+    def make_detector(self, plain: Split) -> OnBase:
+        """See :meth:`LaplaceGated.make_detector`."""
+        return KNNFeatures(self.setting, self._searched(plain))
+
+    def calibration(self, plain: Split) -> Split:
+        """Images that the detector does not search: one of them would be its own nearest neighbour."""
+        # The order in which KNNFeatures draws its gallery.
+        order = torch.randperm(len(plain), generator=torch.Generator().manual_seed(0))
+        return plain.take(order[self._searched(plain) :][:_CALIBRATION])
+
+    def check_data(self, data: RetrievalData) -> None:
+        """See :meth:`OnBase.check_data`.
+
+        Raises:
+            InputError: There are too few training images to leave some out.
+        """
+        least = -(-4 * NEIGHBORS // 3)
+        if len(data.train) < least:
+            raise InputError(expected("data.train", f"at least {least} images", len(data.train)))
+        needed, left = math.ceil(1 / self.share) - 1, len(data.plain) - self._searched(data.plain)
+        if left < needed:
+            wanted = f"{needed} images that are not searched, for share = {self.share}"
+            raise InputError(expected("data.train", wanted, left, "Use more images, or a smaller gallery_size."))
+
+    def _searched(self, plain: Split) -> int:
+        return min(self.gallery_size, 3 * len(plain) // 4)
