@@ -136,6 +136,9 @@ class FeatureFile:
             features, labels = (getattr(self, f"{part}_{what}") for what in ("features", "labels"))
             if features is None and labels is None:
                 continue
+            if features is None or labels is None:
+                absent, there = ("labels", "features") if labels is None else ("features", "labels")
+                raise InputError(expected(f"{part}_{absent}", f"an array beside {part}_{there}", "none"))
             parts[f"{part}_features"] = _features(f"{part}_features", features, width)
             parts[f"{part}_labels"] = _whole(f"{part}_labels", labels, len(parts[f"{part}_features"]))
         tests = len(parts["test_features"])

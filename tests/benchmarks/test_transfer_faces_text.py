@@ -17,10 +17,8 @@ from PIL import Image
 
 from benchmarks.transfer.feature_file import load_features, save_features
 from benchmarks.transfer.harm import KINDS, LEVELS
-from benchmarks.transfer.recipes import RECIPES, clinc150, omniglot, text_encoder
-from benchmarks.transfer.recipes.face_network import SIDE, FaceNetwork, linear_layer
-from benchmarks.transfer.recipes.face_pairs import read_pairs
-from benchmarks.transfer.recipes.faces import make_faces
+from benchmarks.transfer.recipes import RECIPES, clinc150, grey, text_encoder
+from benchmarks.transfer.recipes.faces import SIDE, FaceNetwork, linear_layer, make_faces, read_pairs
 from benchmarks.transfer.recipes.harmed_text import TEXT_KINDS, harm_text
 from benchmarks.transfer.recipes.image_encoder import Sizes
 from benchmarks.transfer.recipes.queries import read_queries
@@ -424,12 +422,12 @@ def test_new_characters_are_judged(tmp_path, monkeypatch):
     write_omniglot_full(tmp_path, {"Greek": 2, "Korean": 2}, {"Tengwar": 3, "Angelic": 2})
     for name in ("MNIST", "FashionMNIST"):
         write_mnist(tmp_path, name, {"t10k": 4})
-    monkeypatch.setattr(omniglot, "_TRAINING", Training(epochs=1, batch=16, together=4))
-    monkeypatch.setattr(omniglot, "_CHARACTERS", 4)
-    monkeypatch.setattr(omniglot, "_SIZES", Sizes(8, 24, 2, 3))
-    omniglot._load.cache_clear()
+    monkeypatch.setattr(grey, "_TRAINING_OMNIGLOT", Training(epochs=1, batch=16, together=4))
+    monkeypatch.setattr(grey, "_CHARACTERS", 4)
+    monkeypatch.setattr(grey, "_SIZES_OMNIGLOT", Sizes(8, 24, 2, 3))
+    grey._load_omniglot.cache_clear()
     made, again = (RECIPES["omniglot-64-supcon"].make(tmp_path, tmp_path, 0) for _ in range(2))
-    omniglot._load.cache_clear()
+    grey._load_omniglot.cache_clear()
     assert made.train_features.shape == (8, 9216)
     assert set(made.train_labels) <= set(range(4))
     characters, counts = np.unique(made.test_labels, return_counts=True)

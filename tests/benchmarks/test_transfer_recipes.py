@@ -13,8 +13,8 @@ from torch import nn
 
 from benchmarks.transfer.feature_file import FeatureFile
 from benchmarks.transfer.harm import KINDS, LEVELS, harm
-from benchmarks.transfer.recipes import RECIPES, cifar10, grey, resnet56
-from benchmarks.transfer.recipes.cifar_resnet import CifarResNet, load_weights
+from benchmarks.transfer.recipes import RECIPES, cifar10, grey
+from benchmarks.transfer.recipes.cifar10 import POOLED, CifarResNet, load_photographs, load_weights, small_resnet
 from benchmarks.transfer.recipes.image_encoder import (
     Augmented,
     Known,
@@ -24,8 +24,6 @@ from benchmarks.transfer.recipes.image_encoder import (
     make_inputs,
     unknown_images,
 )
-from benchmarks.transfer.recipes.photographs import load_photographs
-from benchmarks.transfer.recipes.small_resnet import POOLED, small_resnet
 from benchmarks.transfer.train import LOSSES, Training, seeded, train
 from contrastive_curvature.errors import DivergenceError, InputError
 
@@ -112,11 +110,11 @@ def test_photographs_give_the_same_features_for_the_same_seed(name, data_root, m
 
 
 def test_heads_share_one_trunk(data_root, tmp_path, monkeypatch):
-    monkeypatch.setattr(resnet56, "_DEPTH", 8)
-    monkeypatch.setattr(resnet56, "_SIZES", Sizes(140, 6, 2, 4))
+    monkeypatch.setattr(cifar10, "_DEPTH", 8)
+    monkeypatch.setattr(cifar10, "_SIZES_RESNET56", Sizes(140, 6, 2, 4))
     first = RECIPES["cifar10-resnet56-16-supcon"].make(data_root, tmp_path, 0)
     assert [path.name for path in (tmp_path / "trunks").iterdir()] == ["resnet56-0.npz"]
-    monkeypatch.setattr(resnet56, "load_weights", None)  # the trunk is not run again
+    monkeypatch.setattr(cifar10, "load_weights", None)  # the trunk is not run again
     second = RECIPES["cifar10-resnet56-128-triplet"].make(data_root, tmp_path, 0)
     assert (first.dim, second.dim, first.features) == (16, 128, 64)
     assert same(first, replace(second, weight=first.weight, bias=first.bias))

@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-from benchmarks.transfer.recipes.cifar10 import CIFAR10
+from benchmarks.transfer.recipes.cifar10 import CIFAR10, RESNET56
 from benchmarks.transfer.recipes.clinc150 import CLINC150
 from benchmarks.transfer.recipes.faces import FACES
-from benchmarks.transfer.recipes.grey import GREY
-from benchmarks.transfer.recipes.omniglot import OMNIGLOT
+from benchmarks.transfer.recipes.grey import GREY, OMNIGLOT
 from benchmarks.transfer.recipes.recipe import Recipe
-from benchmarks.transfer.recipes.resnet56 import RESNET56
 
 __all__ = ["RECIPES", "Recipe"]
 

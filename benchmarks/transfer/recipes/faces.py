@@ -1,18 +1,12 @@
-"""Faces: MobileFaceNet, which somebody else trained on other faces, on Labelled Faces in the Wild.
-
-The encoder was not trained on LFW, so the split is the posterior's alone, which is fitted on the 9,525 images of the
-people of ``peopleDevTrain.txt`` and judged on the 3,708 of ``peopleDevTest.txt``; nobody is in both.
-
-The 6,000 pairs of ``pairs.txt`` go over all of LFW, so 4,853 of them show somebody whose images the fit has used with
-their names, so with the answer to some of these pairs; embeddings do not depend on the fit, uncertainties do.
-``pairs_people_in_train`` marks these pairs, so that figures can be given on the 1,147 others, too (870 of them show one
-person). Nobody is in two folds, so a threshold or a calibration from nine folds has seen nobody of the tenth.
-"""
+"""Faces (LFW) with a network that somebody else trained: its weights, the pairs, and the recipe."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -22,17 +16,185 @@ from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
 
-from benchmarks.experiments.data.files import LoadOptions
+from benchmarks.experiments.data.files import LoadOptions, read_lines, require
 from benchmarks.experiments.data.photos import load_lfw
 from benchmarks.experiments.data.split import FileSplit, Split
 from benchmarks.transfer.feature_file import FeatureFile, Pairs
 from benchmarks.transfer.harm import KINDS, LEVELS, harm
-from benchmarks.transfer.recipes.face_network import SIDE, FaceNetwork, linear_layer
-from benchmarks.transfer.recipes.face_pairs import Face, read_pairs
+from benchmarks.transfer.recipes.cifar10 import load_photographs
 from benchmarks.transfer.recipes.image_encoder import Images, unknown_images
-from benchmarks.transfer.recipes.photographs import load_photographs
 from benchmarks.transfer.recipes.recipe import Recipe
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+
+SIDE = 112
+"""Side in pixels of the images that the network takes."""
+_FILES = ("encoders/mobilefacenet.param", "encoders/mobilefacenet.bin")
+_FEATURES, _OUTPUTS = "conv_6dw7_7_batchnorm", "fc1"
+"""Names of the blobs: the 512 pooled features, and the 128 outputs, which are linear in them."""
+_HOW = "Get both from commit 4363116 of https://github.com/liguiyuan/mobilefacenet-ncnn (no licence: for experiments)."
+_LINEAR_TO = 1e-4
+"""Largest deviation of an output from a linear layer, in units of the largest output."""
+
+
+class FaceNetwork:
+    """The network, ready to run on one thread, in float32 throughout.
+
+    Args:
+        data_root: Folder that has ``encoders/mobilefacenet.param`` and ``.bin``.
+
+    Raises:
+        UnsupportedError: The package ``ncnn`` is not installed.
+        InputError: The files are missing or damaged.
+    """
+
+    def __init__(self, data_root: Path) -> None:
+        require(data_root, list(_FILES), _HOW)
+        self._ncnn: Any = _ncnn()
+        self._net = self._ncnn.Net()
+        self._net.opt.num_threads = 1
+        # ncnn rounds to half precision where the processor can; features should not depend on the processor.
+        for option in ("packed", "storage", "arithmetic"):
+            setattr(self._net.opt, f"use_fp16_{option}", False)
+        for read, name in zip((self._net.load_param, self._net.load_model), _FILES, strict=True):
+            if read(str(data_root / name)) != 0:
+                raise InputError(expected(str(data_root / name), "a network of ncnn", "one that ncnn refuses", _HOW))
+
+    def __call__(self, images: Iterable[NDArray[np.uint8]]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        """Run the network on faces.
+
+        Args:
+            images: At least one, uint8, shape (112, 112, 3), RGB.
+
+        Returns:
+            Features (N, 512) and outputs (N, 128), which are not normalised.
+        """
+        features, outputs = zip(*map(self._run, images), strict=True)
+        return np.stack(features), np.stack(outputs)
+
+    def _run(self, image: NDArray[np.uint8]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+        pixels = np.ascontiguousarray(image)
+        mat = self._ncnn.Mat.from_pixels(pixels, self._ncnn.Mat.PixelType.PIXEL_RGB, SIDE, SIDE)
+        extractor = self._net.create_extractor()
+        extractor.input("data", mat)
+        # Copies: ncnn's own memory is gone with the extractor.
+        values = [np.array(extractor.extract(blob)[1], dtype=np.float32).reshape(-1) for blob in (_FEATURES, _OUTPUTS)]
+        return values[0], values[1]
+
+
+def _ncnn() -> ModuleType:
+    try:
+        return importlib.import_module("ncnn")
+    except ImportError as error:
+        msg = f"the recipe of the faces runs its network with the package ncnn ({error}). Run: pip install ncnn"
+        raise UnsupportedError(msg) from None
+
+
+@dataclass(frozen=True)
+class LastLayer:
+    """A linear layer that was found from its inputs and outputs.
+
+    Args:
+        weight: float32, shape (D, F).
+        bias: float32, shape (D,).
+        error: Largest deviation of an output, in units of the largest output.
+    """
+
+    weight: NDArray[np.float32]
+    bias: NDArray[np.float32]
+    error: float
+
+
+def linear_layer(features: NDArray[np.float32], outputs: NDArray[np.float32]) -> LastLayer:
+    """Find the linear layer between two blobs by least squares, in float64.
+
+    The layer and the batch normalisation behind it are one linear layer, which ncnn's file has in parts.
+
+    Args:
+        features: Shape (N, F), N above F.
+        outputs: Shape (N, D).
+
+    Returns:
+        The layer, float32.
+
+    Raises:
+        InputError: There are too few rows, or the outputs are not linear in the features.
+    """
+    rows, width = features.shape
+    wanted = f"more images than the {width} features and a bias have unknowns"
+    if rows <= width:
+        raise InputError(expected("features", wanted, rows))
+    design = np.hstack([features.astype(np.float64), np.ones((rows, 1))])
+    solution, _, rank, _ = np.linalg.lstsq(design, outputs.astype(np.float64), rcond=None)
+    if rank <= width:
+        raise InputError(expected("features", wanted, f"{rows} of rank {rank}"))
+    error = float(np.abs(design @ solution - outputs).max() / np.abs(outputs).max())
+    # written so that NaN fails too
+    if not error <= _LINEAR_TO:
+        raise InputError(expected("outputs", "a linear layer's", f"a relative deviation of {error:.1g}"))
+    return LastLayer(solution[:-1].T.astype(np.float32), solution[-1].astype(np.float32), error)
+
+
+_HOW_PAIRS = "Get pairs.txt from http://vis-www.cs.umass.edu/lfw/."
+Face = tuple[str, int]
+"""A person's name and the number of the image, from one."""
+
+
+@dataclass(frozen=True)
+class FacePair:
+    """Two images.
+
+    Args:
+        left: One.
+        right: The other.
+        fold: From 0.
+    """
+
+    left: Face
+    right: Face
+    fold: int
+
+    @property
+    def same(self) -> bool:
+        """Whether both show the same person."""
+        return self.left[0] == self.right[0]
+
+
+def read_pairs(path: Path) -> list[FacePair]:
+    """Read ``pairs.txt``.
+
+    The first line has the number F of folds and the number P of pairs of one kind in a fold; then every fold has P
+    lines ``NAME NUMBER NUMBER`` (the same person) and P lines ``NAME NUMBER NAME NUMBER`` (two people).
+
+    Args:
+        path: The file.
+
+    Returns:
+        2 F P pairs in the file's order.
+
+    Raises:
+        InputError: It is not such a file.
+    """
+    head, *rest = (line.split() for line in read_lines(path, _HOW_PAIRS))
+    if len(head) != 2 or not all(word.isdecimal() and int(word) > 0 for word in head):
+        raise InputError(
+            expected(str(path), "numbers of folds and of pairs in the first line", " ".join(head), _HOW_PAIRS)
+        )
+    folds, each = map(int, head)
+    if len(rest) != 2 * folds * each:
+        raise InputError(
+            expected(str(path), f"{2 * folds * each} pairs, as its first line states", len(rest), _HOW_PAIRS)
+        )
+    return [_pair(path, words, row // (2 * each), same=row % (2 * each) < each) for row, words in enumerate(rest)]
+
+
+def _pair(path: Path, words: list[str], fold: int, same: bool) -> FacePair:
+    left, right = words[:2], [words[0], *words[2:]] if same else words[2:]
+    good = len(left) == len(right) == 2 and left[1].isdecimal() and right[1].isdecimal()
+    if not good or (left[0] == right[0]) is not same:
+        wanted = "NAME NUMBER NUMBER" if same else "NAME NUMBER NAME NUMBER, of two people,"
+        raise InputError(expected(str(path), f"{wanted} in fold {fold + 1}", " ".join(words), _HOW_PAIRS))
+    return FacePair((left[0], int(left[1])), (right[0], int(right[1])), fold)
+
 
 _CROP = (58, 52, 191, 185)
 """The face in a deep-funneled image of 250 x 250 pixels: left, upper, right and lower edge."""
