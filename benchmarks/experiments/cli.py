@@ -140,14 +140,6 @@ def _table(text: str) -> Table:
     return int(text) if text.isdecimal() else text
 
 
-class _Renamed(argparse.Action):
-    """An option of an earlier version: refused, with the one to type instead."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
-        values = given[1] if isinstance(given[1], list) else [given[1]]
-        parser.error(f"{given[2]} is called {self.const} now: {self.const} {' '.join(values)}")
-
-
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.experiments",
@@ -183,7 +175,6 @@ def _add_what(parser: argparse.ArgumentParser) -> None:
     add("--table", type=_table, choices=list(TABLE_DATA), required=True, help="of the paper, or the demonstration")
     shown = "; ".join(f"{table}: {', '.join(names)}" for table, names in TABLE_DATA.items())
     add("--data", choices=sorted(DEFAULTS), help=f"data set, the table's first by default ({shown})")
-    add("--dataset", action=_Renamed, const="--data", default=argparse.SUPPRESS, help=argparse.SUPPRESS)
     names = ", ".join([*OUTSIDE, SHUFFLED, NONE])
     add(
         "--ood",

@@ -12,10 +12,18 @@ import torch
 from torch import Tensor
 
 from benchmarks.transfer.feature_file import FeatureFile
-from benchmarks.transfer.figures import Retrieval, harm_figures, match_figures, retrieve, unknown_figures
+from benchmarks.transfer.figures import (
+    COMBINED,
+    Retrieval,
+    Verified,
+    harm_figures,
+    match_figures,
+    retrieve,
+    unknown_figures,
+    verify,
+)
 from benchmarks.transfer.fitted import Fitted, Points, default_structure
 from benchmarks.transfer.rows import Row, all_rows
-from benchmarks.transfer.verification import COMBINED, Verified, verify
 from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, expected
 
 

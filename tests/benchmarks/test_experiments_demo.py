@@ -160,13 +160,6 @@ def test_unknown_words_are_refused_by_the_parser(options, capsys):
     assert options[0] in capsys.readouterr().err
 
 
-def test_the_former_name_of_the_data_option_is_refused_with_its_new_one(capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main([*DEMO, "--dataset", "fashionmnist"])
-    assert stop.value.code == 2
-    assert "--dataset is called --data now: --data fashionmnist" in capsys.readouterr().err
-
-
 def test_a_demonstration_goes_on_in_its_folder(run_folder, undrawn, monkeypatch):
     monkeypatch.setattr("benchmarks.experiments.run.evaluate", lambda *_, **__: pytest.fail("computed again"))
     assert cli.main([*TINY, "--seeds", "0", "1", "--out", str(run_folder)]) == 0

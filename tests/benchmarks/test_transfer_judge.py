@@ -22,10 +22,10 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.transfer import baselines, figures, gaps, results, run, tables
 from benchmarks.transfer.cli import main
 from benchmarks.transfer.feature_file import FeatureFile, Pairs, save_features
+from benchmarks.transfer.figures import best_threshold, true_accept_rate, verify
 from benchmarks.transfer.fitted import Fitted, default_structure
 from benchmarks.transfer.judge import Judgement, judge
 from benchmarks.transfer.rows import ANSWERS, Needs, Row, all_rows
-from benchmarks.transfer.verification import best_threshold, true_accept_rate, verify
 from contrastive_curvature import FeatureNormWarning, RetrievalUncertainty, metrics
 from contrastive_curvature.errors import InputError, UnsupportedError
 

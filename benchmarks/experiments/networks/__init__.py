@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from benchmarks.experiments.networks.gem import GeM
-from benchmarks.experiments.networks.make import NETWORKS, make_network
+from benchmarks.experiments.networks.make import NETWORKS, GeM, make_network
 
 __all__ = ["NETWORKS", "GeM", "make_network"]
