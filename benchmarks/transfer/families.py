@@ -77,7 +77,7 @@ def families_table(results: Sequence[Result]) -> str:
             }
             known = {title: statistics.mean(_unknown(one, row) for one in mine) for row, title in RIVALS_KNOWN.items()}
             lines.append([f"{title} ({len(mine)})", *cells, _best(right), _best(known)])
-    names += ["right? best other without a gallery", "known? best other"]
+    names += ["right? best other", "known? best other"]
     return table(["encoders", "mAP@1", *names], lines) + "\n"
 
 
