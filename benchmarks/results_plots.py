@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import statistics
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from benchmarks.transfer.families import FAMILIES
+from benchmarks.transfer.families import FAMILIES, auroc, r_auroc
 from benchmarks.transfer.results import read_results
 
 RESULTS = Path(__file__).parent / "results"
@@ -59,14 +58,8 @@ def transfer_points(folder: Path = RESULTS / "transfer") -> dict[str, dict[str, 
         mine = [result for result in results if result["name"].startswith(start)]
         for question, scores in (("right", _RIGHT), ("known", _KNOWN)):
             for name, score in scores.items():
-                rows = [result["rows"][name.replace("default/", f"{result['default']}/")] for result in mine]
-                values = [
-                    row["r_auroc"]
-                    if question == "right"
-                    else statistics.mean(kind["auroc"] for kind in row["unknown"].values())
-                    for row in rows
-                ]
-                points[question].setdefault(score, {})[title] = statistics.mean(values)
+                mean = r_auroc if question == "right" else auroc
+                points[question].setdefault(score, {})[title] = mean(mine, name)
     return points
 
 

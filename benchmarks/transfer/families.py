@@ -1,13 +1,13 @@
-"""Means over the encoders of one data set and trunk, from the committed results: the table of docs/results.md.
+"""Means over the encoders of one data set and trunk, from the committed results: the first tables of docs/results.md.
 
-``python -m benchmarks.transfer.families`` prints it.
+``python -m benchmarks.transfer.families`` prints them.
 """
 
 from __future__ import annotations
 
 import argparse
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.machine import table
@@ -25,83 +25,73 @@ FAMILIES = {
 }
 """Beginning of an encoder's name, and what stands in the table."""
 
-RIGHT = {
-    "default/uncertainty": "`uncertainty`",
-    "norm": "minus norm",
-    "vmf": "class density",
-    "match": "distance to match",
-    "knn_votes": "votes of 10-NN",
-    "gated_labels": "`RetrievalUncertainty` with labels",
-}
-"""Scores for whether the nearest neighbour is right."""
-
-KNOWN = {
-    "default/novelty": "`novelty`",
-    "norm": "minus norm",
-    "knn_embedding": "10-NN, embedding",
-    "knn_features": "10-NN, features",
-}
-"""Scores for whether an input is of a known kind."""
-
 RIVALS_RIGHT = {"norm": "minus norm", "vmf": "class density", "mahalanobis": "Mahalanobis, features"}
-"""Scores of others for the same question as ``uncertainty``: without a gallery."""
+"""Scores of others that need no gallery."""
 
-RIVALS_KNOWN = {
-    **RIVALS_RIGHT,
-    "knn_embedding": "10-NN, embedding",
-    "knn_features": "10-NN, features",
-    "match": "distance to match",
-}
-"""Scores of others for the same question as ``novelty``, with and without a gallery."""
+RIVALS_KNOWN = {"knn_embedding": "10-NN, embedding", "knn_features": "10-NN, features", "match": "distance to match"}
+"""Scores of others that need the inputs of a gallery or of training."""
+
+RIVALS_LABELLED = {**RIVALS_KNOWN, "knn_votes": "votes of 10-NN"}
+"""Scores of others that need a gallery, some with its labels."""
 
 
 def families_table(results: Sequence[Result]) -> str:
-    """One line a family: mAP@1, R-AUROC of some scores, and mean AUROC over the kinds of unknown inputs of others.
+    """Return two tables with a line for each family: R-AUROC of right neighbours, and AUROC of unknown inputs.
 
     Args:
         results: As :func:`.read_results` gives them.
 
     Returns:
-        Markdown; every figure is a mean over the encoders of the family.
+        Markdown; every figure is a mean over the family's encoders. The best of the others is picked for each line.
     """
-    names = [f"right? {title}" for title in RIGHT.values()] + [f"known? {title}" for title in KNOWN.values()]
-    lines = []
+    right, known = [], []
     for start, title in FAMILIES.items():
         mine = [result for result in results if result["name"].startswith(start)]
         if mine:
-            cells = [_mean([result["map_at_1"] for result in mine])]
-            cells += [_mean([_row(result, name)["r_auroc"] for result in mine]) for name in RIGHT]
-            cells += [_mean([_unknown(result, name) for result in mine]) for name in KNOWN]
-            right = {
-                title: statistics.mean(_row(one, row)["r_auroc"] for one in mine) for row, title in RIVALS_RIGHT.items()
-            }
-            known = {title: statistics.mean(_unknown(one, row) for one in mine) for row, title in RIVALS_KNOWN.items()}
-            lines.append([f"{title} ({len(mine)})", *cells, _best(right), _best(known)])
-    names += ["right? best other", "known? best other"]
-    return table(["encoders", "mAP@1", *names], lines) + "\n"
+            first = f"{title} ({len(mine)})"
+            map_at_1 = statistics.mean(result["map_at_1"] for result in mine)
+            cells = [f"{value:.3f}" for value in (map_at_1, r_auroc(mine, "default/uncertainty"))]
+            labelled = f"{r_auroc(mine, 'gated_labels'):.3f}"
+            right.append(
+                [first, *cells, _best(mine, r_auroc, RIVALS_RIGHT), labelled, _best(mine, r_auroc, RIVALS_LABELLED)]
+            )
+            novelty = f"{auroc(mine, 'default/novelty'):.3f}"
+            known.append([first, novelty, _best(mine, auroc, RIVALS_RIGHT), _best(mine, auroc, RIVALS_KNOWN)])
+    with_labels = ["`RetrievalUncertainty` with labels", "best other with a gallery"]
+    return "\n\n".join(
+        [
+            table(["right neighbour?", "mAP@1", "`uncertainty`", "best other without a gallery", *with_labels], right),
+            table(["known input?", "`novelty`", "best other that stores no inputs", "best other that does"], known),
+        ]
+    )
 
 
-def _best(scores: dict[str, float]) -> str:
-    title = max(scores, key=lambda name: scores[name])
-    return f"{scores[title]:.3f} {title}"
+def r_auroc(results: Sequence[Result], score: str) -> float:
+    """Return the mean R-AUROC of a score over encoders."""
+    return statistics.mean(_row(result, score)["r_auroc"] for result in results)
+
+
+def auroc(results: Sequence[Result], score: str) -> float:
+    """Return the mean over encoders of a score's mean AUROC over the kinds of unknown input."""
+    return statistics.mean(
+        statistics.mean(kind["auroc"] for kind in _row(result, score)["unknown"].values()) for result in results
+    )
+
+
+def _best(results: Sequence[Result], mean: Callable[[Sequence[Result], str], float], scores: dict[str, str]) -> str:
+    values = {title: mean(results, score) for score, title in scores.items()}
+    title = max(values, key=lambda name: values[name])
+    return f"{values[title]:.3f} {title}"
 
 
 def _row(result: Result, name: str) -> Result:
     return result["rows"][name.replace("default/", f"{result['default']}/")]
 
 
-def _unknown(result: Result, name: str) -> float:
-    return statistics.mean(kind["auroc"] for kind in _row(result, name)["unknown"].values())
-
-
-def _mean(values: list[float]) -> str:
-    return f"{statistics.mean(values):.3f}"
-
-
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.transfer.families", description=__doc__)
     parser.add_argument("--results", type=Path, default=Path("benchmarks/results/transfer"), help="folder of results")
-    print(families_table(read_results(parser.parse_args(arguments).results)), end="")
+    print(families_table(read_results(parser.parse_args(arguments).results)))
 
 
 if __name__ == "__main__":

@@ -146,7 +146,7 @@ for alpha in (0.01, 0.05, 0.1):
 
 # %% [markdown]
 # On these queries the uncertainty and the cosine tell out-of-scope queries better than `novelty`, which the p-value is
-# made of; on other encoders it is the other way round ([a comparison](../transfer.html)).
+# made of; on other encoders it is the other way round ([a comparison](../results.html#does-the-answer-transfer)).
 #
 # Some of the queries. Out-of-scope queries with a large p-value look like known ones to this encoder, which sees words
 # and not meaning.

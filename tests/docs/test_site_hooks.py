@@ -35,7 +35,7 @@ formulas = hook("formulas")
         ("recipes/faiss.md", "../../CONTRIBUTING.md#style", "../contributing.md#style"),
         ("changelog.md", "docs/theory.md", "theory.md"),
         ("contributing.md", "CHANGELOG.md", "changelog.md"),
-        ("benchmarks/results/threshold.md", "../../docs/transfer.md", "../../transfer.md"),
+        ("benchmarks/results/threshold.md", "../../docs/results.md", "../../results.md"),
         ("benchmarks/results/threshold.md", "transfer.md", "transfer.md"),
         ("threshold.md", "https://example.org/README.md", "https://example.org/README.md"),
         ("threshold.md", "#the-statistic", "#the-statistic"),

@@ -226,7 +226,7 @@ def fit(console: Console, **options: Any) -> None:
     .csv, .jsonl   columns text and label, with --encoder
 
     The features are what the last linear layer takes in; the embedding is features @ weight.T + bias. Give them where
-    you can: this is what docs/transfer.md evaluates. Embeddings alone are taken as the features of a last layer that is
+    you can: this is what docs/results.md evaluates. Embeddings alone are taken as the features of a last layer that is
     the identity. That was not evaluated there: compare it on your own data before you rely on it.
 
     The losses infonce, supcon, siglip, multi-similarity and triplet compare an input with those of its batch, in a
