@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import pickle
 import random
 from collections import Counter, OrderedDict
@@ -64,9 +63,9 @@ def test_tensors_come_to_the_device_that_is_asked_for(device: str, tmp_path: Pat
     assert load_checkpoint(tmp_path / "a")["weight"].device.type == "cpu"
 
 
-@pytest.mark.parametrize("fine", [OrderedDict(a=torch.ones(2)), Counter({3: 1}), torch.Size([2]), nn.Linear(2, 1)])
-def test_what_optimisers_and_schedulers_keep_is_plain(fine: Any, tmp_path: Path) -> None:
-    content = {"it": fine.state_dict() if isinstance(fine, nn.Module) else fine}
+def test_what_optimisers_and_schedulers_keep_is_plain(tmp_path: Path) -> None:
+    content: dict[str, Any] = {"ordered": OrderedDict(a=torch.ones(2)), "milestones": Counter({3: 1})}
+    content |= {"size": torch.Size([2]), "state": nn.Linear(2, 1).state_dict()}
     save_checkpoint(tmp_path / "a", content)
     assert equal(load_checkpoint(tmp_path / "a"), content)
 
@@ -80,7 +79,9 @@ def test_a_damaged_file_is_refused_or_unharmed(data: st.DataObject, tmp_path_fac
     if kind == "cut":
         raw = raw[: data.draw(st.integers(0, len(raw) - 1))]
     elif kind == "flip":
-        for place in data.draw(st.lists(st.integers(0, len(raw) - 1), min_size=1, max_size=4)):
+        # In the last 1,500 bytes is the directory of the archive, where torch looks its entries up.
+        first = data.draw(st.sampled_from((0, len(raw) - 1500)))
+        for place in data.draw(st.lists(st.integers(first, len(raw) - 1), min_size=1, max_size=6)):
             raw[place] ^= 1 << data.draw(st.integers(0, 7))
     else:
         raw = bytearray(data.draw(st.binary(max_size=200)))
@@ -135,19 +136,3 @@ def test_nothing_in_a_file_is_run(tmp_path: Path) -> None:
     # The harm is a real one.
     pickle.loads(pickle.dumps(content))
     assert trace.exists()
-
-
-@pytest.mark.parametrize(("where", "name"), [(os, "replace"), (os, "fsync"), (torch, "save")])
-def test_a_crash_while_writing_leaves_the_old_file(where: Any, name: str, tmp_path: Path) -> None:
-    path = tmp_path / "a"
-    save_checkpoint(path, CONTENT)
-
-    def crash(*_: Any, **__: Any) -> None:
-        raise KeyboardInterrupt
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(where, name, crash)
-        with pytest.raises(KeyboardInterrupt):
-            save_checkpoint(path, {"weight": torch.zeros(1)})
-    assert equal(load_checkpoint(path), CONTENT)
-    assert os.listdir(tmp_path) == ["a"]

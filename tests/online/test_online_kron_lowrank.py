@@ -1,10 +1,8 @@
-"""Online Laplace with ``hessian_structure="kron_lowrank"``: discounted sketches, equality with ``kron``, saving."""
+"""Online Laplace with ``hessian_structure="kron_lowrank"``: discounted sketches, equality with ``kron``."""
 
 from __future__ import annotations
 
 import copy
-import io
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
-from online_training import Interrupted, Interrupting, make_training, states
+from tables import each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -109,34 +107,7 @@ def test_where_nothing_moves_it_is_the_post_hoc_fit() -> None:
     assert found.n_data == 24
 
 
-def test_a_state_goes_on_bit_for_bit() -> None:
-    online = make("kron_lowrank", toy(), RANK)
-    train(online)
-    file = io.BytesIO()
-    torch.save(online.state_dict(), file)
-    file.seek(0)
-    again = make("kron_lowrank", toy(), RANK)
-    again.load_state_dict(torch.load(file, weights_only=True))
-    assert train(online, seed=1) == train(again, seed=1)
-    for name, value in online.state_dict().items():
-        assert torch.equal(value, again.state_dict()[name]), name
-
-
-@pytest.mark.parametrize("cut", [1, 4, 9])
-def test_an_interrupted_training_ends_as_an_uninterrupted_one(cut: int, tmp_path: Path) -> None:
-    how = ("last_layer", "kron_lowrank")
-    trainer, loader = make_training("generator", None, 1, *how)
-    trainer.fit(loader, 3)
-    truth = states(trainer)
-    trainer, loader = make_training("generator", tmp_path / "run.pt", 2, *how)
-    with pytest.raises(Interrupted):
-        trainer.fit(Interrupting(loader, cut), 3)
-    trainer, loader = make_training("generator", tmp_path / "run.pt", 2, *how)
-    trainer.fit(loader, 3)
-    assert states(trainer) == truth
-
-
-@pytest.mark.parametrize("number", [1, 2])
+@each("number", [1, 2])
 def test_a_spoilt_state_is_refused(number: int) -> None:
     online = make("kron_lowrank", toy(), RANK)
     train(online)
@@ -149,10 +120,3 @@ def test_a_spoilt_state_is_refused(number: int) -> None:
     assert all(torch.equal(value, before[key]) for key, value in online.state_dict().items())
     with pytest.raises(cc.InputError, match="rank=3"):
         make("kron_lowrank", toy(), 3).load_state_dict(state)
-
-
-def test_refusals() -> None:
-    with pytest.raises(cc.InputError, match=r"hessian_structure: expected one of .*got kron_lowrank"):
-        make("kron_lowrank", toy(), subset_of_weights="all")
-    with pytest.raises(cc.InputError, match="rank"):
-        make("kron_lowrank", toy(), 0)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from devices import DEVICES
+from tables import covering, each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -39,22 +40,15 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"encoder": nn.Linear(4, 2).bfloat16()}, cc.InputError, r"model\.float\(\)"),
     ({"encoder": nn.Sequential(nn.Linear(4, 2), nn.Tanh())}, cc.UnsupportedError, "no linear layer computes the raw"),
     ({"probe": torch.zeros(1, 4)}, cc.InputError, "probe: expected a batch of two inputs or more"),
-    ({"probe": [1, 2]}, InputTypeError, "probe: expected .* got a list"),
     ({"n_data": 1}, cc.InputError, "n_data: expected a whole number of at least 2, got 1"),
-    ({"n_data": 10.0}, cc.InputError, "n_data: expected a positive whole number"),
     ({"n_samples": 0}, cc.InputError, "n_samples: expected a positive whole number, got 0"),
-    ({"n_samples": True}, cc.InputError, "n_samples: expected"),
     ({"memory_factor": 1.0}, cc.InputError, r"memory_factor: expected a number in \[0, 1\), got 1.0.* 0.001 here"),
-    ({"memory_factor": -0.1}, cc.InputError, "memory_factor"),
     ({"memory_factor": math.nan}, cc.InputError, "memory_factor"),
-    ({"memory_factor": "0"}, cc.InputError, "memory_factor"),
     ({"loss": 3}, InputTypeError, "loss: expected a callable, got a int"),
     ({"miner": "hard"}, InputTypeError, "miner: expected a callable"),
     ({"curvature_miner": 1}, InputTypeError, "curvature_miner: expected a callable"),
     ({"prior_precision": 0}, cc.InputError, "prior_precision: expected a finite number > 0, got 0"),
-    ({"prior_precision": torch.ones(3)}, cc.InputError, "prior_precision: expected a finite number > 0, got a Tensor"),
     ({"temperature": math.inf}, cc.InputError, "temperature: expected a finite number > 0, got inf"),
-    ({"temperature": "warm"}, cc.InputError, "temperature: expected a finite number > 0, got a str"),
     ({"hessian_structure": "lowrank"}, cc.UnsupportedError, "'diag', 'full' or 'kron'.*post hoc"),
     ({"hessian_structure": "gp"}, cc.UnsupportedError, "cannot be added up"),
     ({"subset_of_weights": "subnetwork"}, cc.UnsupportedError, "'last_layer' or 'all'"),
@@ -72,6 +66,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"backend_kwargs": {"pairs": "dataset"}}, cc.InputError, "pairs: expected 'batch' or nothing, got 'dataset'"),
     ({"backend_kwargs": {"margins": 1}}, cc.InputError, r"backend_kwargs: expected keys among .*\['margins'\]"),
     ({"backend_kwargs": {"margin": 3}}, cc.InputError, "margin"),
+    ({"hessian_structure": "kron_lowrank", "backend_kwargs": {"rank": 0}}, cc.InputError, "rank"),
     ({"backend_kwargs": {"relation": relate}, "curvature_miner": relate}, cc.InputError, "one of them, got both"),
     (
         {"backend_kwargs": {"kfac_approx": "reduce", "pd_fix": "psd"}, "hessian_structure": "kron"},
@@ -81,7 +76,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("wrong", "kind", "message"), REFUSED)
+@each("wrong, kind, message", REFUSED)
 def test_refused_options_say_what_came_and_what_to_do(
     wrong: dict[str, Any], kind: type[Exception], message: str, device: str
 ) -> None:
@@ -90,7 +85,7 @@ def test_refused_options_say_what_came_and_what_to_do(
         OnlineLaplace(arguments.pop("encoder"), **arguments)
 
 
-@pytest.mark.parametrize("labels", [None, torch.zeros(12), torch.zeros(3, dtype=torch.int64)])
+@each("labels", [None, torch.zeros(12), torch.zeros(3, dtype=torch.int64)])
 def test_malformed_labels_are_refused_and_leave_the_posterior(labels: Any, device: str) -> None:
     x, good = data(device)
     online = OnlineLaplace(encoder(device), probe=x, n_data=12)
@@ -114,18 +109,25 @@ class NanLoss(nn.Module):
         return loss * math.nan if self.calls == self.at else loss
 
 
-@pytest.mark.parametrize("subset", ["last_layer", "all"])
-def test_weights_that_are_no_numbers(subset: str, device: str) -> None:
+@covering(1, subset=["last_layer", "all"], cause=["weights", "inputs", "loss"])
+def test_a_step_that_is_no_number_is_named_and_changes_nothing(subset: str, cause: str, device: str) -> None:
     x, labels = data(device)
-    online = OnlineLaplace(encoder(device), probe=x, n_data=12, subset_of_weights=subset)
+    factor = torch.ones((), device=device)
+    loss = {"loss": lambda z, _: (factor * z).mean()} if cause == "loss" else {}
+    online = OnlineLaplace(encoder(device), probe=x, n_data=12, subset_of_weights=subset, **loss)
     online(x, labels)
-    online(x, labels)
-    with torch.no_grad():
-        online.encoder[0].weight[0, 0] = math.nan
-    with pytest.raises(DivergenceError, match="training step 3: the outputs of the encoder are not finite") as caught:
+    before = {name: value.clone() for name, value in online.discounted.state_dict().items()}
+    spoilt, good = {"weights": online.encoder[0].weight.data, "inputs": x.clone(), "loss": factor}[cause], x
+    x = spoilt if cause == "inputs" else x
+    kept = spoilt.clone()
+    spoilt.fill_(math.nan)
+    wanted = "the loss is" if cause == "loss" else "the outputs of the encoder are"
+    with pytest.raises(DivergenceError, match=f"training step 2: {wanted} not finite") as caught:
         online(x, labels)
-    assert caught.value.step == 3
-    assert isinstance(caught.value, cc.errors.ContrastiveCurvatureError)
+    assert caught.value.step == 2
+    assert all(torch.equal(before[name], value) for name, value in online.discounted.state_dict().items())
+    spoilt.copy_(kept)
+    assert bool(online(good, labels).isfinite()), "a bad batch can be skipped"
 
 
 def test_a_full_precision_that_is_not_positive_definite(device: str) -> None:
@@ -188,24 +190,21 @@ def test_an_infinite_learning_rate(tmp_path: Path, device: str) -> None:
         assert not file.exists()
 
 
-@pytest.mark.parametrize(
-    "change",
+@each(
+    "change, name",
     [
-        {"memory_factor": 0.01},
-        {"n_data": 99},
-        {"sampling_temperature": 0.1},
-        {"backend_kwargs": {"pd_fix": "psd"}},
-        {"prior_precision": 3.0},
+        ({"memory_factor": 0.01}, "memory_factor"),
+        ({"n_data": 99}, "n_data"),
+        ({"sampling_temperature": 0.1}, "sampling_temperature"),
+        ({"backend_kwargs": {"pd_fix": "psd"}}, "pd_fix"),
+        ({"prior_precision": 3.0}, "prior_precision"),
     ],
-    ids=str,
 )
-def test_a_state_of_other_options_is_refused(device, change):
-    x = torch.randn(6, 4, device=device)
-
-    def make(**options):
-        return OnlineLaplace(nn.Linear(4, 3).to(device), probe=x, **{"n_data": 6} | options)
+def test_a_state_of_other_options_is_refused(change: dict[str, Any], name: str, device: str) -> None:
+    def make(**options: Any) -> OnlineLaplace:
+        return OnlineLaplace(encoder(device), probe=data(device)[0], **{"n_data": 6} | options)
 
     state = make().state_dict()
     make(backend_kwargs={"distance": "arccos"}).load_state_dict(state)  # the default, spelled out
-    with pytest.raises(cc.InputError, match=f"(?s){next(iter(change)).replace('backend_kwargs', 'pd_fix')}.*"):
+    with pytest.raises(cc.InputError, match=f"(?s){name}"):
         make(**change).load_state_dict(state)

@@ -16,10 +16,11 @@ from hypothesis import strategies as st
 from online_training import CHANCES, Interrupted, Interrupting, flat, make_training, states
 from torch.utils.data import DataLoader, RandomSampler
 
-from contrastive_curvature.online import load_checkpoint
+from contrastive_curvature.online import Trainer, load_checkpoint
 
 ROOT = Path(__file__).resolve().parents[2]
 EPOCHS = 3
+HOW = [("last_layer", structure) for structure in ("diag", "full", "kron", "kron_lowrank")] + [("all", "diag")]
 _TRUTH: dict[tuple[str, ...], list[object]] = {}
 
 
@@ -33,7 +34,7 @@ def truth(*how: str) -> list[object]:
 
 @given(
     chance=st.sampled_from(CHANCES),
-    how=st.sampled_from((("last_layer", "diag"), ("all", "diag"), ("last_layer", "full"), ("last_layer", "kron"))),
+    how=st.sampled_from(HOW),
     every=st.integers(1, 14),
     cuts=st.lists(st.integers(1, 15), min_size=1, max_size=3),
 )
@@ -59,21 +60,22 @@ def test_interrupted_anywhere(
     assert states(trainer) == expected
 
 
-@pytest.mark.parametrize("replacement", [True, False])
-def test_interrupted_in_the_middle_of_a_lazy_sampler(replacement: bool, tmp_path: Path) -> None:
-    """Samplers that draw as they go, more points than there are."""
+@pytest.mark.parametrize("kind", ["sampler", "sampler with replacement", "workers"])
+def test_interrupted_where_numbers_are_drawn_on_the_way(kind: str, tmp_path: Path) -> None:
+    """Samplers that draw more points than there are, as they go; workers, which every epoch seeds anew."""
 
-    def make(file: Path | None) -> tuple[object, DataLoader[object]]:
-        trainer, loader = make_training("none", file)
-        sampler = RandomSampler(
-            loader.dataset, replacement, num_samples=100, generator=torch.Generator().manual_seed(1)
-        )
+    def make(file: Path | None) -> tuple[Trainer, DataLoader[object]]:
+        trainer, loader = make_training("augmented" if kind == "workers" else "none", file)
+        if kind == "workers":
+            return trainer, DataLoader(loader.dataset, 6, shuffle=True, num_workers=1)
+        generator = torch.Generator().manual_seed(1)
+        sampler = RandomSampler(loader.dataset, "with" in kind, num_samples=100, generator=generator)
         return trainer, DataLoader(loader.dataset, 6, sampler=sampler)
 
     whole, loader = make(None)
     whole.fit(loader, 2)
     expected = states(whole)
-    for cut in (5, 12):
+    for cut in (9,) if kind == "workers" else (5, 12):
         trainer, loader = make(tmp_path / "run.pt")
         with pytest.raises(Interrupted):
             trainer.fit(Interrupting(loader, cut), 2)
@@ -96,24 +98,6 @@ def test_a_finished_training_returns_at_once_and_a_longer_one_goes_on(tmp_path: 
     longer, loader = make_training("augmented", file)
     longer.fit(loader, EPOCHS)
     assert states(longer) == truth("augmented", "last_layer", "diag")
-
-
-def test_worker_processes(tmp_path: Path) -> None:
-    """Workers are seeded anew in every epoch from what a checkpoint holds."""
-
-    def make(file: Path | None) -> tuple[object, DataLoader[object]]:
-        trainer, loader = make_training("augmented", file)
-        return trainer, DataLoader(loader.dataset, 6, shuffle=True, num_workers=1)
-
-    whole, loader = make(None)
-    whole.fit(loader, 2)
-    expected = states(whole)
-    trainer, loader = make(tmp_path / "run.pt")
-    with pytest.raises(Interrupted):
-        trainer.fit(Interrupting(loader, 9), 2)
-    trainer, loader = make(tmp_path / "run.pt")
-    trainer.fit(loader, 2)
-    assert states(trainer) == expected
 
 
 SCRIPT = """
