@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -64,6 +65,24 @@ def backward(drawn: Drawn, device: str, *extensions: Any) -> nn.Module:
         value = loss_fn(z, moved.labels) if case.pairs is None else loss_fn(z, moved.labels, pairs=moved.pairs)
         value.backward()
     return model
+
+
+def fixed(kind: str, **more: Any) -> Drawn:
+    """A small network and five points of two classes."""
+    torch.manual_seed(0)
+    model, x = build(kind, 3), torch.randn(5, INPUTS, dtype=torch.float64)
+    options = {"pd_fix": "psd", "distance": "arccos", "margin": None, "negative_weight": 0.2, "normalization": "sum"}
+    return model, x, Case(model(x).detach(), torch.tensor([0, 0, 1, 1, 1]), None, options | more)
+
+
+def check_products(model: nn.Module, field: str, truth: Tensor, size: float) -> None:
+    """Every parameter's product with the unit matrix is its block of the truth."""
+    start = 0
+    for p in model.parameters():
+        block = truth[start : start + p.numel(), start : start + p.numel()]
+        start += p.numel()
+        eye = torch.eye(p.numel(), dtype=p.dtype, device=p.device).view(-1, *p.shape)
+        assert close(getattr(p, field)(eye).flatten(1).detach().cpu(), block, size)
 
 
 def gather(model: nn.Module, field: str) -> Tensor:
@@ -158,12 +177,9 @@ def test_sampled_roots_with_the_noise_fed(drawn: Drawn, device: str) -> None:
 
 
 def test_sampled_roots_have_the_right_mean(device: str) -> None:
-    torch.manual_seed(0)
-    model, x = build("relu", 3), torch.randn(5, INPUTS, dtype=torch.float64)
-    options = {"pd_fix": "psd", "distance": "arccos", "margin": None, "negative_weight": 0.2, "normalization": "sum"}
-    case = Case(model(x).detach(), torch.tensor([0, 0, 1, 1, 1]), None, options)
-    truth = dense_ggn(model, x, **case.all).diagonal()
-    found = torch.stack([gather(backward((model, x, case), device, DiagGGNMC(1)), "diag_ggn_mc") for _ in range(400)])
+    drawn = fixed("relu")
+    truth = dense_ggn(*drawn[:2], **drawn[2].all).diagonal()
+    found = torch.stack([gather(backward(drawn, device, DiagGGNMC(1)), "diag_ggn_mc") for _ in range(400)])
     # Five standard errors, and rounding where an entry has no variance.
     error = 5 * found.std(0) / 400**0.5 + 1e-12 * truth.max()
     assert float(found.std(0).max()) > 0.1 * float(truth.max())
@@ -183,24 +199,17 @@ def test_subsampling_takes_some_of_the_blocks(drawn: Drawn, device: str) -> None
 def test_products_with_every_fix(drawn: Drawn, device: str) -> None:
     """Indefinite and coupled ones: what is propagated is a product with the whole batch's Hessian."""
     truth, size = truth_and_size(drawn)
-    model = backward(drawn, device, GGNMP())
-    start = 0
-    for p in model.parameters():
-        block = truth[start : start + p.numel(), start : start + p.numel()]
-        start += p.numel()
-        eye = torch.eye(p.numel(), dtype=p.dtype, device=device).view(-1, *p.shape)
-        assert close(p.ggnmp(eye).flatten(1).detach().cpu(), block, size)
+    check_products(backward(drawn, device, GGNMP()), "ggnmp", truth, size)
 
 
-def hessian_of_loss(model: nn.Module, x: Tensor, case: Case) -> Tensor:
-    """Dense Hessian of the loss itself with respect to all parameters, by autograd."""
+def hessian_of(function: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> Tensor:
+    """Dense Hessian with respect to all parameters of a function of the outputs, by autograd."""
     names, values = zip(*model.named_parameters(), strict=True)
-    loss_fn = cc.ContrastiveLoss(*(case.options[k] for k in ("margin", "negative_weight", "normalization")))
     sizes = [p.numel() for p in values]
 
     def value(flat: Tensor) -> Tensor:
         split = {n: t.view_as(p) for n, t, p in zip(names, flat.split(sizes), values, strict=True)}
-        return loss_fn(torch.func.functional_call(model, split, (x,)), case.labels, pairs=case.pairs)
+        return function(torch.func.functional_call(model, split, (x,)))
 
     return torch.autograd.functional.hessian(value, torch.cat([p.detach().flatten() for p in values]))
 
@@ -211,14 +220,9 @@ def test_hmp_is_the_hessian_of_the_loss(drawn: Drawn, device: str) -> None:
     model, x, case = drawn
     case.options.update(distance="arccos", pd_fix="full")
     size = truth_and_size(drawn)[1]
-    truth = hessian_of_loss(model, x, case)
-    model = backward(drawn, device, HMP())
-    start = 0
-    for p in model.parameters():
-        block = truth[start : start + p.numel(), start : start + p.numel()]
-        start += p.numel()
-        eye = torch.eye(p.numel(), dtype=p.dtype, device=device).view(-1, *p.shape)
-        assert close(p.hmp(eye).flatten(1).detach().cpu(), block, 1e2 * size)
+    loss_fn = cc.ContrastiveLoss(*(case.options[k] for k in ("margin", "negative_weight", "normalization")))
+    truth = hessian_of(lambda z: loss_fn(z, case.labels, pairs=case.pairs), model, x)
+    check_products(backward(drawn, device, HMP()), "hmp", truth, 1e2 * size)
 
 
 @given(drawn=backpack_cases(("normalised",)))
@@ -248,35 +252,24 @@ def test_a_normalisation_layer_gives_the_euclidean_curvature(drawn: Drawn, devic
         assert close(body.bias.ggnmp(eye).detach().cpu(), truth[-count:, -count:], size)
 
 
-@pytest.mark.parametrize("distance", ["arccos", "euclidean"])
+@each("distance", ["arccos", "euclidean"])
 def test_a_normalisation_layer_with_the_other_distance_is_refused(distance: str, device: str) -> None:
-    torch.manual_seed(0)
-    model, x = build("normalised", 2), torch.randn(4, INPUTS, dtype=torch.float64)
-    options = {"pd_fix": "psd", "distance": distance, "margin": None, "negative_weight": 0.2, "normalization": "sum"}
-    case = Case(model(x).detach(), torch.tensor([0, 0, 1, 1]), None, options)
+    drawn = fixed("normalised", distance=distance)
     good, bad = ((DiagGGNExact, DiagCurvature, GGNMP, KFRA), (HMP, DiagHessian, PCHMP))
     if distance == "arccos":
         good, bad = bad[:2], good
     for extension in bad:
         with pytest.raises(cc.UnsupportedError, match="ends in a normalisation"):
-            backward((model, x, case), device, extension())
+            backward(drawn, device, extension())
     for extension in good:
-        backward((model, x, case), device, extension())
+        backward(drawn, device, extension())
 
 
 def partner_held_fixed(model: nn.Module, x: Tensor, case: Case) -> Tensor:
     """Diagonal of the Hessian of what ``fixed`` stands for: every pair twice, with one of its points held still."""
-    names, values = zip(*model.named_parameters(), strict=True)
-    sizes = [p.numel() for p in values]
     still = torch.nn.functional.normalize(model(x).detach(), dim=1)
     y = cc.output_hessian(model(x).detach(), **case.all).derivatives.dense()[0]
-
-    def value(flat: Tensor) -> Tensor:
-        split = {n: t.view_as(p) for n, t, p in zip(names, flat.split(sizes), values, strict=True)}
-        u = torch.nn.functional.normalize(torch.func.functional_call(model, split, (x,)), dim=1)
-        return -(y * (u @ still.T)).sum()
-
-    return torch.autograd.functional.hessian(value, torch.cat([p.detach().flatten() for p in values])).diagonal()
+    return hessian_of(lambda z: -(y * (torch.nn.functional.normalize(z, dim=1) @ still.T)).sum(), model, x).diagonal()
 
 
 @given(drawn=backpack_cases((*KRONECKER, "smooth", "normalised")))
@@ -295,25 +288,17 @@ SQUARE_ROOTS = (DiagGGNExact, DiagGGNMC, BatchDiagGGNExact, BatchDiagGGNMC, Sqrt
 
 @each("fix", ["fixed", "positive", "full"])
 def test_square_roots_that_do_not_exist_are_refused(fix: str, device: str) -> None:
-    torch.manual_seed(0)
-    model, x = build("relu", 3), torch.randn(5, INPUTS, dtype=torch.float64)
-    options = {"pd_fix": fix, "distance": "arccos", "margin": None, "negative_weight": 0.5, "normalization": "sum"}
-    case = Case(model(x).detach(), torch.tensor([0, 0, 1, 1, 1]), None, options)
+    drawn = fixed("relu", pd_fix=fix)
     extensions = (*SQUARE_ROOTS, PCHMP) + ((KFRA, DiagHessian) if fix != "fixed" else ())
     for extension in extensions:
         with pytest.raises(cc.UnsupportedError, match=r"DiagCurvature\(\).*pd_fix='psd'") as caught:
-            backward((model, x, case), device, extension())
+            backward(drawn, device, extension())
         assert ("indefinite" in str(caught.value)) == (fix == "fixed")
 
 
-def test_convex_products_and_refusals_of_the_host(device: str) -> None:
-    torch.manual_seed(0)
-    model, x = build("linear", 3), torch.randn(5, INPUTS, dtype=torch.float64)
-    options = {"pd_fix": "psd", "distance": "arccos", "margin": None, "negative_weight": 0.5, "normalization": "sum"}
-    case = Case(model(x).detach(), torch.tensor([0, 0, 1, 1, 1]), None, options)
-    truth = dense_ggn(model, x, **case.all)[-3:, -3:]
-    found = backward((model, x, case), device, PCHMP()).bias.pchmp(torch.eye(3, dtype=torch.float64, device=device))
-    assert close(found.detach().cpu(), truth)
+def test_convex_products(device: str) -> None:
+    drawn = fixed("linear")
+    check_products(backward(drawn, device, PCHMP()), "pchmp", dense_ggn(*drawn[:2], **drawn[2].all), 0.0)
 
 
 @pytest.mark.parametrize("extension", [DiagCurvature, DiagGGNExact])

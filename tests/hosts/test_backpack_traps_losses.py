@@ -15,7 +15,8 @@ from backpack import backpack, disable, extend
 from backpack_networks import build
 from devices import DEVICES
 from strategies import INPUTS, close
-from tables import covering
+from tables import covering, each
+from test_backpack_traps import LABELS, data
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -25,18 +26,12 @@ from contrastive_curvature.testing import dense_ggn
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
-LABELS = torch.tensor([0, 0, 1, 1, 1])
-
 
 @pytest.fixture(autouse=True)
 def _registered() -> Iterator[None]:
     register()
     yield
     register()
-
-
-def data(device: str, dtype: torch.dtype = torch.float64) -> Tensor:
-    return torch.randn(len(LABELS), INPUTS, dtype=dtype, device=device)
 
 
 class Residual(nn.Module):
@@ -150,7 +145,7 @@ def test_labels_are_kept_as_long_as_the_embeddings(device: str) -> None:
     assert alive() is None
 
 
-@pytest.mark.parametrize("scale", [5.0, -2.0, 0.0])
+@each("scale", [5.0, -2.0, 0.0])
 def test_scale_of_the_loss(scale: float, device: str) -> None:
     model, x, labels = extend(build("smooth", 3).to(device)), data(device), LABELS.to(device)
     truth = scale * dense_ggn(model, x, labels)
