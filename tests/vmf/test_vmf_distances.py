@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-import numpy as np
 import pytest
 import torch
 from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import covering
+from tables import each
 from torch import Tensor
+from vmf_points import f64, random, sphere
 
 from contrastive_curvature import vmf
 from contrastive_curvature.errors import InputError, InputTypeError
@@ -27,27 +27,6 @@ PROBABILISTIC = (
     d.kl_distance_printed,
 )
 ALL = (*PROBABILISTIC, d.squared_euclidean_distance)
-
-
-def f64(value: object, device: str = "cpu") -> Tensor:
-    return torch.tensor(value, dtype=torch.float64, device=device)
-
-
-def random(*shape: int, seed: int = 0, device: str = "cpu") -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(device)
-
-
-def sphere(dim: int, n: int = 128) -> tuple[Tensor, Tensor]:
-    """Points of the circle (D = 2) or the sphere (D = 3), and their quadrature weights."""
-    angle = torch.arange(4 * n, dtype=torch.float64) * (2 * math.pi / (4 * n))
-    circle = torch.stack([angle.cos(), angle.sin()], 1)
-    if dim == 2:
-        return circle, torch.full((4 * n,), 2 * math.pi / (4 * n), dtype=torch.float64)
-    height, weight = (torch.from_numpy(part) for part in np.polynomial.legendre.leggauss(n))
-    radius = (1 - height.square()).sqrt()
-    flat = radius[:, None, None] * circle
-    points = torch.cat([flat, height[:, None, None].expand(-1, 4 * n, 1)], -1)
-    return points.reshape(-1, 3), (weight[:, None].expand(-1, 4 * n) * (2 * math.pi / (4 * n))).reshape(-1)
 
 
 def integrals(z: Tensor, weights: Tensor, p: tuple[Tensor, Tensor], q: tuple[Tensor, Tensor]) -> dict[Distance, float]:
@@ -245,32 +224,26 @@ def test_one_concentration_for_all_rows() -> None:
 ONE = (torch.ones(2, 3), torch.ones(2), torch.ones(4, 3), torch.ones(4))
 
 
-@covering(
-    1,
-    distance=ALL,
-    at__value__kind__message=[
+@each(
+    "at, value, kind, message",
+    [
         (0, torch.ones(3), InputError, r"mu: expected shape \(rows, D\)"),
         (0, torch.zeros(2, 3), InputError, "mu: expected non-zero vectors"),
         (0, torch.full((2, 3), torch.nan), InputError, "mu: expected finite"),
         (0, [[1.0, 2.0, 3.0]], InputTypeError, "mu: expected a torch.Tensor"),
-        (0, torch.ones(2, 1), InputError, "D >= 2"),
         (1, torch.ones(3), InputError, r"kappa: expected shape \(2,\)"),
         (1, torch.tensor([1.0, -1.0]), InputError, "kappa: expected >= 0"),
-        (1, torch.tensor([1, 1]), InputTypeError, "floating-point"),
         (2, torch.ones(4, 5), InputError, "mu 3, proxy_mu 5"),
         (2, torch.zeros(4, 3), InputError, "proxy_mu: expected non-zero vectors"),
         (3, torch.ones(4, 3), InputError, r"proxy_kappa: expected shape \(4,\)|kappa"),
     ],
 )
-def test_refusals(distance: Distance, at: int, value: object, kind: type[Exception], message: str) -> None:
+def test_refusals(at: int, value: object, kind: type[Exception], message: str) -> None:
     arguments: list[object] = list(ONE)
     arguments[at] = value
-    with pytest.raises(kind, match=message):
-        distance(*arguments)  # type: ignore[arg-type]
-
-
-def test_refusals_of_the_cosine() -> None:
-    with pytest.raises(InputError, match="mu 3, proxy_mu 2"):
-        d.cosine_distance(torch.ones(1, 3), torch.ones(1, 2))
-    with pytest.raises(InputError, match="proxy_mu: expected non-zero"):
-        d.cosine_distance(torch.ones(1, 3), torch.zeros(1, 3))
+    for distance in ALL:
+        with pytest.raises(kind, match=message):
+            distance(*arguments)  # type: ignore[arg-type]
+    if at in (0, 2):
+        with pytest.raises(kind, match=message):
+            d.cosine_distance(arguments[0], arguments[2])  # type: ignore[arg-type]

@@ -9,8 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import each
-from test_vmf_distances import f64, random, sphere
 from torch import Tensor
+from vmf_points import f64, random, sphere
 
 from contrastive_curvature import vmf
 from contrastive_curvature.errors import InputError, InputTypeError
@@ -140,9 +140,7 @@ def test_refusals(at: int, value: object, kind: type[Exception], message: str) -
 def test_refusals_of_samples_and_temperatures() -> None:
     with pytest.raises(InputError, match="n_samples: expected a positive whole number"):
         el_nivmf_distance(*TENSORS, 0)
-    with pytest.raises(InputError, match="n_samples: expected a positive whole number"):
-        el_nivmf_distance(*TENSORS, 2.0)  # type: ignore[arg-type]
-    for wrong in (torch.tensor(0.0), torch.tensor(torch.nan), torch.ones(2), torch.ones(1, 1)):
+    for wrong in (torch.tensor(0.0), torch.tensor(torch.nan), torch.ones(2)):
         with pytest.raises(InputError, match="temperature: expected"):
             el_nivmf_logits(*TENSORS, wrong, 3)
     with pytest.raises(InputTypeError, match="temperature"):

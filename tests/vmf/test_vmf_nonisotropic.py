@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,8 +11,8 @@ from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import each
-from test_vmf_distances import f64, random, sphere
 from torch import Tensor
+from vmf_points import f64, random, sphere
 
 from contrastive_curvature import vmf
 from contrastive_curvature.errors import InputError, InputTypeError
@@ -163,40 +164,29 @@ def test_concentrations_of_any_size_do_not_overflow() -> None:
             assert bool(torch.isfinite(found).all())
 
 
-@each(
-    "arguments, kind, message",
-    [
-        (
-            (torch.ones(2, 3), torch.ones(4, 3), torch.zeros(4, 3)),
-            InputError,
-            "proxy_kappa: expected > 0 for every",
-        ),
-        ((torch.ones(2, 3), torch.ones(4, 3), -torch.ones(4, 3)), InputError, "kappa: expected >= 0"),
-        ((torch.ones(2, 3), torch.ones(4, 3), torch.ones(4)), InputError, r"proxy_kappa: expected shape \(4, 3\)"),
-        ((torch.ones(2, 3), torch.ones(4, 5), torch.ones(4, 5)), InputError, "mu 3, proxy_mu 5"),
-        ((torch.zeros(2, 3), torch.ones(4, 3), torch.ones(4, 3)), InputError, "mu: expected non-zero"),
-        ((torch.ones(3), torch.ones(4, 3), torch.ones(4, 3)), InputError, "mu: expected shape"),
-        ((torch.ones(2, 3), torch.ones(4, 3), 1.0), InputTypeError, "kappa: expected a torch.Tensor"),
-    ],
-)
-def test_refusals_of_the_distance(arguments: tuple[Tensor, ...], kind: type[Exception], message: str) -> None:
-    with pytest.raises(kind, match=message):
-        nivmf_distance(*arguments)
+POINTS, PROXIES = torch.ones(2, 3), torch.ones(4, 3)
 
 
 @each(
-    "arguments, kind, message",
+    "function, arguments, kind, message",
     [
-        ((torch.ones(3), torch.ones(3), torch.zeros(3)), InputError, "kappa: expected > 0 for every axis"),
-        ((torch.ones(3), torch.ones(3), torch.tensor(1.0)), InputError, r"kappa: expected shape \(..., D\)"),
-        ((torch.ones(3), torch.ones(2), torch.ones(3)), InputError, "x 3, mu 2, kappa 3"),
-        ((torch.ones(2, 3), torch.ones(4, 3), torch.ones(3)), InputError, "broadcast"),
-        ((torch.zeros(3), torch.ones(3), torch.ones(3)), InputError, "x: expected non-zero"),
+        (nivmf_distance, (POINTS, PROXIES, 0 * PROXIES), InputError, "proxy_kappa: expected > 0 for every"),
+        (nivmf_distance, (POINTS, PROXIES, -PROXIES), InputError, "kappa: expected >= 0"),
+        (nivmf_distance, (POINTS, PROXIES, torch.ones(4)), InputError, r"proxy_kappa: expected shape \(4, 3\)"),
+        (nivmf_distance, (POINTS, torch.ones(4, 5), torch.ones(4, 5)), InputError, "mu 3, proxy_mu 5"),
+        (nivmf_distance, (0 * POINTS, PROXIES, PROXIES), InputError, "mu: expected non-zero"),
+        (nivmf_distance, (torch.ones(3), PROXIES, PROXIES), InputError, "mu: expected shape"),
+        (nivmf_distance, (POINTS, PROXIES, 1.0), InputTypeError, "kappa: expected a torch.Tensor"),
+        (nivmf_log_prob, (torch.ones(3), torch.ones(3), torch.zeros(3)), InputError, "kappa: expected > 0 for every"),
+        (nivmf_log_prob, (torch.ones(3), torch.ones(3), torch.tensor(1.0)), InputError, r"expected shape \(..., D\)"),
+        (nivmf_log_prob, (torch.ones(3), torch.ones(2), torch.ones(3)), InputError, "x 3, mu 2, kappa 3"),
+        (nivmf_log_prob, (POINTS, PROXIES, torch.ones(3)), InputError, "broadcast"),
+        (nivmf_log_prob, (torch.zeros(3), torch.ones(3), torch.ones(3)), InputError, "x: expected non-zero"),
     ],
 )
-def test_refusals_of_the_density(arguments: tuple[Tensor, ...], kind: type[Exception], message: str) -> None:
+def test_refusals(function: Any, arguments: tuple[Any, ...], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
-        nivmf_log_prob(*arguments)
+        function(*arguments)
 
 
 def test_refusal_of_a_word_for_a_flag() -> None:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from scipy.integrate import quad
 from scipy.optimize import brentq
-from test_vmf_distances import f64, random
+from vmf_points import f64, random
 
 from contrastive_curvature import vmf
 from contrastive_curvature.errors import UnsupportedError
