@@ -77,7 +77,7 @@ def test_a_second_fit_looks_at_the_encoder_anew() -> None:
 @pytest.mark.parametrize(
     ("weights", "structure"),
     [
-        *(("last_layer", s) for s in ("diag", "kron", "full", "gp")),
+        *(("last_layer", s) for s in ("diag", "kron", "kron_lowrank", "full", "gp")),
         *(("all", s) for s in ("diag", "kron", "full", "lowrank", "gp")),
         *(("subnetwork", s) for s in ("diag", "full")),
     ],

@@ -12,7 +12,7 @@ import pytest
 import torch
 from devices import DEVICES
 from laplace import Laplace
-from laplace_combinations import COMBINATIONS, for_every_combination
+from laplace_combinations import for_every_combination
 from tables import covering, each
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -89,9 +89,13 @@ def truth_p_values(for_scale: Tensor, known: Tensor, new: Tensor) -> Tensor:
 @on_every_device
 @for_every_combination
 def test_p_values_by_hand(weights: str, structure: str, device: str) -> None:
-    la, new = fitted(weights, structure, device), inputs(9, 8, device)
-    la.calibrate(given(device=device))
+    host = {"enable_backprop": True} if weights == "all" else {}
+    la, new = fitted(weights, structure, device, **host), inputs(9, 8, device)
     with_features = weights == "last_layer" and structure != "gp"
+    if not with_features:
+        with pytest.raises(cc.NotFittedError, match=r"p_value.*not calibrated.*la\.calibrate\(loader\)"):
+            _ = la(new).p_value
+    la.calibrate(given(device=device))
     known, found = (truth_components(la, x, with_features) for x in (torch.cat(given(device=device)), new))
     if with_features:
         for_scale = truth_components(la, torch.cat([x for x, _ in training(device=device)]), True)
@@ -99,39 +103,12 @@ def test_p_values_by_hand(weights: str, structure: str, device: str) -> None:
         order = torch.randperm(GIVEN, generator=torch.Generator().manual_seed(0)).to(device)
         for_scale, known = known[order[: GIVEN // 3]], known[order[GIVEN // 3 :]]
     p = la(new).p_value
-    assert p.device.type == device
-    assert p.dtype == torch.float64
+    assert (p.device.type, p.dtype, p.requires_grad) == (device, torch.float64, False)
     torch.testing.assert_close(p, truth_p_values(for_scale, known, found), rtol=1e-12, atol=0)
     assert p.unique().numel() > 2
     # An input is flagged at the very alpha that is its p-value.
     for alpha in (0.1, 0.5, float(p[p < 1].max())):
         assert torch.equal(la(new).is_known(alpha), p > alpha)
-
-
-@on_every_device
-@pytest.mark.parametrize("structure", ["kron", "diag", "full"])
-def test_an_encoder_of_one_layer_with_all_weights(structure: str, device: str) -> None:
-    # All weights are those of the last layer: the posteriors are the same, the statistics are not.
-    la = Laplace(nn.Linear(INPUTS, DIM).double().to(device), "contrastive", "all", structure)
-    la.fit(training(device=device))
-    la.optimize_prior_precision()
-    with pytest.raises(cc.NotFittedError, match=r"la\.calibrate"):
-        _ = la(inputs(3, 8, device)).p_value
-    la.calibrate(given(device=device))
-    order = torch.randperm(GIVEN, generator=torch.Generator().manual_seed(0)).to(device)
-    first, rest = torch.cat(given(device=device))[order].split([GIVEN // 3, GIVEN - GIVEN // 3])
-    new = inputs(9, 8, device)
-
-    def components_of(x: Tensor) -> Tensor:
-        rows = []
-        for z, v in zip(la(x).raw_mean, la(x).covariance, strict=True):
-            across = torch.eye(DIM, dtype=z.dtype, device=device) - z.outer(z) / z.norm() ** 2
-            total = (across @ v @ across).trace()
-            rows.append(torch.stack([total, total / z.norm() ** 2, 1 / z.norm()]).log())
-        return torch.stack(rows).detach()
-
-    wanted = truth_p_values(components_of(first), components_of(rest), components_of(new))
-    torch.testing.assert_close(la(new).p_value, wanted, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize(("weights", "structure"), [("last_layer", "kron"), ("all", "diag")])
@@ -157,19 +134,6 @@ def test_at_most_a_share_alpha_is_flagged_over_splits(
         assert share > 0
 
 
-def unknown(n: int) -> Tensor:
-    return 30 * inputs(n, 13)
-
-
-def test_unknown_inputs_are_flagged() -> None:
-    la = fitted("last_layer", "full")
-    la.calibrate(given())
-    far = la.model.encoder.model[:3](unknown(50))
-    assert far.isfinite().all()
-    p = la(unknown(50)).p_value
-    assert float(p.mean()) < float(la(inputs(50, 14)).p_value.mean())
-
-
 @pytest.mark.parametrize("structure", ["diag", "kron", "full"])
 def test_without_calibration_the_training_inputs_stand_in_and_say_so(structure: str) -> None:
     la, new = fitted("last_layer", structure), inputs(9, 8)
@@ -190,18 +154,6 @@ def test_without_calibration_the_training_inputs_stand_in_and_say_so(structure: 
         torch.testing.assert_close(la(new).p_value, truth, rtol=1e-12, atol=0)
         with pytest.raises(cc.InputError, match=r"alpha.*20 known inputs.*at least 99 inputs"):
             la(new).is_known()
-
-
-@pytest.mark.parametrize(
-    ("weights", "structure"), [pair for pair in COMBINATIONS if pair[0] != "last_layer" or pair[1] == "gp"]
-)
-def test_others_ask_for_a_calibration(weights: str, structure: str) -> None:
-    """Posteriors that keep no features of their training inputs."""
-    out = fitted(weights, structure)(inputs(3, 8))
-    with pytest.raises(cc.NotFittedError, match=r"p_value.*not calibrated.*la\.calibrate\(loader\)"):
-        _ = out.p_value
-    with pytest.raises(cc.NotFittedError, match="not calibrated"):
-        out.is_known(0.2)
 
 
 @pytest.mark.filterwarnings("ignore:override=False. this posterior was loaded")
@@ -226,10 +178,6 @@ def test_fits_that_add_up_keep_a_sample_of_both(pairs: str) -> None:
 
 def _other_prior(la: Any) -> None:
     la.prior_precision = la.prior_precision * 1.001
-
-
-def _same_prior(la: Any) -> None:
-    la.prior_precision = la.prior_precision.clone()
 
 
 def _other_prior_in_place(la: Any) -> None:
@@ -258,58 +206,78 @@ def _statistics_of_a_layer(la: Any) -> None:
     next(b for b in la.model.buffers() if b.is_floating_point()).add_(1e-5)
 
 
-CHANGES = [_other_prior, _other_prior_in_place, _other_temperature, _weights]
+def _exchanged_entries(la: Any) -> None:
+    first = next(la.model.parameters())
+    with torch.no_grad():
+        first.copy_(first.flip(1))
+
+
+CHANGES = [_other_prior, _other_prior_in_place, _other_temperature, _weights, _exchanged_entries]
 CHANGES += [_statistics_of_a_layer, _step_of_a_fused_optimizer]
 
 
 @covering(1, weights__structure=[("last_layer", "diag"), ("all", "diag")], change=CHANGES)
 def test_another_posterior_is_noticed(weights: str, structure: str, change: Callable[[Any], None]) -> None:
     la, x = fitted(weights, structure), inputs(3, 8)
+    early = la(x)
     la.calibrate(given())
-    before = la(x).p_value
+    assert torch.equal(early.p_value, la(x).p_value), "a calibration after a prediction counts"
+    before = la(x)
     change(la)
     with pytest.raises(cc.NotFittedError, match=r"another posterior.*la\.calibrate\(loader\) again"):
         _ = la(x).p_value
     with pytest.raises(cc.NotFittedError, match="another posterior"):
         la(x).is_known(0.2)
     la.calibrate(given())
-    assert la(x).p_value.shape == before.shape
+    assert la(x).p_value.shape == (3,)
+    if change not in (_statistics_of_a_layer, _step_of_a_fused_optimizer):  # which move no version counter
+        with pytest.raises(cc.InputError, match=r"p_value.*when it made this prediction.*Call la\(x\) again"):
+            _ = before.p_value
 
 
-def test_the_same_posterior_is_taken_for_it() -> None:
-    la, x = fitted(), inputs(3, 8)
+def test_the_same_posterior_is_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look at all weights is costly: anew after a change that torch has counted, and for a copy."""
+    la, x, looks = fitted(), inputs(3, 8), []
     la.calibrate(given())
-    out = la(x)
+    out, whole = la(x), calibration._fingerprint
     p = out.p_value
-    _same_prior(la)
-    weights = {k: v.clone() for k, v in la.model.model.state_dict().items()}
-    assert torch.equal(out.p_value, p)
+    monkeypatch.setattr(calibration, "_fingerprint", lambda la: looks.append(la) or whole(la))
+    assert torch.equal(out.is_known(0.2), p > 0.2)
+    assert torch.equal(la(x).p_value, p)
+    assert len(looks) == 0
+    with torch.no_grad():
+        next(la.model.parameters()).mul_(1)
+    assert torch.equal(la(x).p_value, p)
+    assert len(looks) == 1
+    assert torch.equal(copy.deepcopy(la)(x).p_value, p)
+    assert len(looks) == 2
+    prior, weights = la.prior_precision.clone(), copy.deepcopy(la.model.model.state_dict())
     _other_prior(la)
-    before = la.prior_precision / 1.001
-    la.prior_precision = before
+    _weights(la)
+    la.prior_precision = prior
     la.model.model.load_state_dict(weights)
     assert torch.equal(la(x).p_value, p)
 
 
-@pytest.mark.parametrize("change", [_other_prior, _other_prior_in_place, _other_temperature, _weights])
-def test_a_prediction_from_before_a_change_has_no_p_value(change: Callable[[Any], None]) -> None:
-    la = fitted()
-    out = la(inputs(3, 8))
-    change(la)
-    with pytest.raises(cc.InputError, match=r"p_value.*when it made this prediction.*Call la\(x\) again"):
+def test_exchanged_prior_precisions_are_another_posterior() -> None:
+    la = fitted("last_layer", "kron")
+    la.prior_precision = torch.tensor([10.0, 0.1])
+    la.calibrate(given())
+    la.prior_precision = torch.tensor([0.1, 10.0])
+    with pytest.raises(cc.NotFittedError, match="another posterior"):
+        _ = la(inputs(3, 1)).p_value
+
+
+@each("override", [True, False])
+def test_a_fit_drops_the_calibration(override: bool) -> None:
+    la, x = fitted("all", "diag"), inputs(3, 8)
+    la.calibrate(given())
+    out = la(x)
+    la.fit(training(1), override=override)
+    with pytest.raises(cc.InputError, match=r"Call la\(x\) again"):
         _ = out.p_value
-
-
-def test_a_fit_drops_the_calibration() -> None:
-    for again in (lambda la: la.fit(training(1)), lambda la: la.fit(training(1), override=False)):
-        la, x = fitted("all", "diag"), inputs(3, 8)
-        la.calibrate(given())
-        out = la(x)
-        again(la)
-        with pytest.raises(cc.InputError, match=r"Call la\(x\) again"):
-            _ = out.p_value
-        with pytest.raises(cc.NotFittedError, match="not calibrated"):
-            _ = la(x).p_value
+    with pytest.raises(cc.NotFittedError, match="not calibrated"):
+        _ = la(x).p_value
 
 
 def test_training_inputs_of_other_weights_are_not_used() -> None:
@@ -323,133 +291,59 @@ def test_training_inputs_of_other_weights_are_not_used() -> None:
         la(inputs(3, 8)).is_known()
 
 
-def test_a_calibration_after_a_prediction_counts() -> None:
-    la = fitted("all", "diag")
-    out = la(inputs(3, 8))
-    la.calibrate(given())
-    assert torch.equal(out.p_value, la(inputs(3, 8)).p_value)
-
-
 def test_what_loaders_yield() -> None:
-    la, x = fitted(), torch.cat(given())
-    labels = torch.arange(GIVEN)
-    found = []
+    la, x, wanted = fitted(), torch.cat(given()), None
     for loader in (
         [x],
-        DataLoader(TensorDataset(x), batch_size=7),
-        DataLoader(TensorDataset(x, labels), batch_size=30, shuffle=True),
+        DataLoader(TensorDataset(x, torch.arange(GIVEN)), batch_size=30, shuffle=True),
         (batch for batch in x.split(4)),
         [(x[:4], None), [x[4:], ["label"] * 26]],
     ):
         la.calibrate(loader, progress_bar=False)
-        found.append(la(inputs(9, 8)).p_value)
-    assert all(torch.equal(p, found[0]) for p in found)
+        p = la(inputs(9, 8)).p_value
+        wanted = p if wanted is None else wanted
+        assert torch.equal(p, wanted)
 
 
-class FromDict(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = body()
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return self.inner(batch["image"])
-
-
-def test_mappings() -> None:
-    la = Laplace(FromDict(), "contrastive", "last_layer", "diag")
-    la.fit([{"image": x, "labels": y} for x, y in training()])
-    la.calibrate([{"image": x} for x in given()])
-    plain = Laplace(body(), "contrastive", "last_layer", "diag")
-    plain.fit(training())
-    plain.calibrate(given())
-    new = inputs(9, 8)
-    assert torch.equal(la({"image": new}).p_value, plain(new).p_value)
-
-
-@pytest.mark.parametrize(("weights", "structure"), [("last_layer", "kron"), ("all", "diag")])
-def test_gradients_do_not_matter(weights: str, structure: str) -> None:
-    plain, graph = fitted(weights, structure), fitted(weights, structure, enable_backprop=True)
-    found = []
-    for la in (plain, graph):
-        la.calibrate(given())
-        found.append(la(inputs(9, 8)).p_value)
-        assert not found[-1].requires_grad
-    assert torch.equal(*found)
-    with torch.inference_mode():
-        plain.calibrate(given())
-        assert torch.equal(plain(inputs(9, 8)).p_value, found[0])
-    assert torch.equal(plain(inputs(9, 8)).p_value, found[0])
-
-
-@pytest.mark.parametrize("how", [{"joint": True}, {"diagonal_output": True}, {"pred_type": "nn", "n_samples": 5}])
-def test_other_predictions_have_none(how: dict[str, Any]) -> None:
-    la = fitted()
-    la.calibrate(given())
-    with pytest.raises(cc.UnsupportedError, match=r"Call la\(x\)\.p_value"):
-        _ = la(inputs(3, 8), **how).p_value
-
-
-BAD: list[tuple[Any, type[Exception], str]] = [
-    (None, cc.InputTypeError, "loader"),
-    (inputs(9, 3), cc.InputTypeError, "loader"),
-    ([], cc.InputError, "at least two known inputs, got 0"),
-    ([inputs(1, 3)], cc.InputError, "at least two known inputs, got 1"),
-    ([torch.empty(0, INPUTS).double()], cc.InputError, "at least one point"),
-    ([inputs(9, 3)[:, :3]], cc.InputError, r"loader: batch 0.*shape \(3,\)"),
-    ([inputs(9, 3), inputs(9, 3).float()], cc.InputError, r"loader: batch 1.*torch\.float32"),
-    ([inputs(9, 3), inputs(9, 3) * torch.nan], cc.InputError, r"loader: batch 1.*NaN or infinity in rows"),
-    ([torch.ones(1, 0, INPUTS).double()], cc.InputError, r"loader: batch 0"),
-    ([[inputs(9, 3)] * 3], cc.InputTypeError, "a list of 3"),
-    ([3.0], cc.InputTypeError, "a float"),
-    ([("text", None)], cc.InputTypeError, "one text"),
+BAD: list[tuple[Any, str]] = [
+    (None, "loader"),
+    (inputs(9, 3), "loader"),
+    ([], "at least two known inputs, got 0"),
+    ([inputs(1, 3)], "at least two known inputs, got 1"),
+    ([torch.empty(0, INPUTS).double()], "at least one point"),
+    ([inputs(9, 3)[:, :3]], r"loader: batch 0.*shape \(3,\)"),
+    ([inputs(9, 3), inputs(9, 3).float()], r"loader: batch 1.*torch\.float32"),
+    ([torch.ones(1, 0, INPUTS).double()], r"loader: batch 0"),
+    ([[inputs(9, 3)] * 3], "a list of 3"),
+    ([3.0], "a float"),
 ]
 
 
-@each("loader, kind, words", BAD)
-def test_malformed_calibration_data_change_nothing(loader: Any, kind: type[Exception], words: str) -> None:
+@each("loader, words", BAD)
+def test_malformed_calibration_data_change_nothing(loader: Any, words: str) -> None:
     la, x = fitted(), inputs(9, 8)
     la.calibrate(given())
     before = la(x).p_value
-    with pytest.raises(kind, match=words):
+    with pytest.raises(cc.InputError, match=words):
         la.calibrate(loader)
     assert torch.equal(la(x).p_value, before)
 
 
-@covering(
-    1,
-    shape=[(1, 0), (1, 1), (2, 5), (3, 3)],
-    weights__structure=[("last_layer", "diag"), ("last_layer", "kron"), ("all", "diag")],
-)
-def test_inputs_with_one_axis_more(weights: str, structure: str, shape: tuple[int, int]) -> None:
-    """A linear layer takes them, and its outputs have another shape."""
-    torch.manual_seed(1)
-    plain = nn.Sequential(nn.Linear(INPUTS, HIDDEN), nn.Tanh(), nn.Linear(HIDDEN, DIM)).double()
-    la = Laplace(plain, "contrastive", weights, structure, backend_kwargs={"pd_fix": "psd"})
-    la.fit(training())
-    with (
-        warnings.catch_warnings(action="ignore"),
-        pytest.raises(cc.InputError, match=r"loader: batch 0 \(counted from 0\): x: expected inputs"),
-    ):
-        la.calibrate([torch.ones(*shape, INPUTS).double()])
-
-
-def test_malformed_arguments() -> None:
-    la = made("last_layer", "diag")
+def test_p_values_that_there_are_not() -> None:
+    la, x = made("last_layer", "diag"), inputs(3, 8)
     with pytest.raises(cc.NotFittedError, match="fit"):
         la.calibrate(given())
     la.fit(training())
-    with pytest.raises(cc.InputTypeError, match="progress_bar"):
-        la.calibrate(given(), progress_bar="no")
     la.calibrate(given())
-    for bad in ("0.1", None, True):
-        with pytest.raises(cc.InputTypeError, match="alpha"):
-            la(inputs(3, 8)).is_known(bad)
-    for bad in (0, 1, -1, float("nan")):
+    for bad in ("0.1", None, True, 0, 1, float("nan")):
         with pytest.raises(cc.InputError, match="alpha"):
-            la(inputs(3, 8)).is_known(bad)
+            la(x).is_known(bad)
     with pytest.raises(cc.InputError, match=r"alpha.*30 known inputs.*at least 99 inputs"):
-        la(inputs(3, 8)).is_known()
-    assert la(inputs(3, 8)).is_known(1 / 31).shape == (3,)
+        la(x).is_known()
+    assert la(x).is_known(1 / 31).shape == (3,)
+    for options in ({"joint": True}, {"diagonal_output": True}, {"pred_type": "nn", "n_samples": 5}):
+        with pytest.raises(cc.UnsupportedError, match=r"Call la\(x\)\.p_value"):
+            _ = la(x, **options).p_value
 
 
 def saved(la: Any) -> dict[str, Any]:
@@ -482,54 +376,28 @@ def test_the_calibration_is_saved(weights: str, structure: str) -> None:
     assert len(loaded.known.calibration.reference.statistics) == GIVEN - GIVEN // 3
 
 
-def test_a_loaded_posterior_around_other_weights_has_no_p_value() -> None:
-    la = fitted()
-    la.calibrate(given())
-    other = made("last_layer", "diag")
-    _weights(other)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        other.load_state_dict(saved(la))
-    with pytest.raises(cc.NotFittedError, match="another posterior"):
-        _ = other(inputs(3, 8)).p_value
-    other.model.model.load_state_dict(body().state_dict())
-    assert torch.equal(other(inputs(3, 8)).p_value, la(inputs(3, 8)).p_value)
-
-
-def _spoil(key: str, new: Callable[[Tensor], Any]) -> Callable[[dict[str, Any]], Any]:
-    return lambda part: {**part, key: new(part[key])}
-
-
-SPOILT: list[tuple[Callable[[dict[str, Any]], Any], str]] = [
-    (lambda _: 3, "got 3"),
-    (lambda _: {}, "got the keys"),
-    (lambda _: [1], "got a list"),
-    (lambda part: {k: v for k, v in part.items() if k != "scale"}, "scale"),
-    (lambda part: {**part, "more": 1}, "more"),
-    (_spoil("statistics", lambda v: v * torch.nan), "finite"),
-    (_spoil("statistics", lambda v: v.float()), "float64"),
-    (_spoil("statistics", lambda v: v.tolist()), "tensor"),
-    (_spoil("location", lambda v: v[:2]), "shape"),
-    (_spoil("location", lambda v: v * torch.inf), "finite"),
-    (_spoil("scale", lambda v: -v), "positive"),
-    (_spoil("scale", lambda v: 0 * v), "positive"),
-    (_spoil("scale", lambda v: v.unsqueeze(0)), "shape"),
-    (_spoil("statistics", lambda v: v[:0]), "statistics"),
-    (_spoil("fingerprint", lambda v: v.float()), "float64"),
-    (_spoil("fingerprint", lambda v: v[:0]), "shape"),
-    (_spoil("fingerprint", lambda _: None), "tensor"),
-    (_spoil("fingerprint", lambda v: v * torch.nan), "finite"),
+SPOILT: list[tuple[str, Callable[[Tensor], Any], str]] = [
+    ("statistics", lambda v: v * torch.nan, "finite"),
+    ("statistics", lambda v: v.float(), "float64"),
+    ("statistics", lambda v: v[:0], "statistics"),
+    ("location", lambda v: v[:2], "shape"),
+    ("scale", lambda v: 0 * v, "positive"),
+    ("fingerprint", lambda v: v[:0], "shape"),
+    ("fingerprint", lambda _: None, "tensor"),
+    ("more", lambda _: 1, "more"),
 ]
 
 
-@each("spoil, words", SPOILT)
-def test_a_spoilt_calibration_is_refused_without_a_trace(spoil: Callable[[dict[str, Any]], Any], words: str) -> None:
+def test_a_spoilt_calibration_is_refused_without_a_trace() -> None:
     la, x = fitted(), inputs(9, 8)
     la.calibrate(given())
     p, state = la(x).p_value, la.state_dict()
-    with pytest.raises(cc.InputError, match=rf"state_dict.*calibration.*{words}"):
-        la.load_state_dict({**state, "calibration": spoil(state["calibration"])})
-    assert torch.equal(la(x).p_value, p)
+    part = state["calibration"]
+    spoilt = [({**part, key: change(part.get(key))}, words) for key, change, words in SPOILT]
+    for wrong, words in (*spoilt, (3, "got 3"), ({}, "got the keys")):
+        with pytest.raises(cc.InputError, match=rf"state_dict.*calibration.*{words}"):
+            la.load_state_dict({**state, "calibration": wrong})
+        assert torch.equal(la(x).p_value, p), words
 
 
 def test_a_calibration_of_another_statistic_is_left_out() -> None:
@@ -558,15 +426,6 @@ def test_an_online_posterior() -> None:
         next(online.parameters()).add_(1e-3)
     with pytest.raises(cc.NotFittedError, match="another posterior"):
         _ = la(x).p_value
-
-
-def test_a_copied_posterior_is_calibrated() -> None:
-    la, x = fitted(), inputs(9, 8)
-    la.calibrate(given())
-    twin = copy.deepcopy(la)
-    assert torch.equal(twin(x).p_value, la(x).p_value)
-    twin.fit(training(1))
-    assert torch.equal(la(x).p_value, la(x).p_value)
 
 
 def test_a_fit_draws_the_same_features_and_leaves_torchs_generator_alone() -> None:
@@ -603,33 +462,6 @@ def test_repeated_inputs_do_not_depend_on_the_batch() -> None:
     assert float((alone <= 0.05).double().mean()) < 0.05 + 3 * (0.05 * 0.95 / 200) ** 0.5
 
 
-def test_exchanged_entries_are_another_posterior() -> None:
-    la = fitted("last_layer", "kron")
-    la.prior_precision = torch.tensor([10.0, 0.1])
-    la.calibrate(given())
-    la.prior_precision = torch.tensor([0.1, 10.0])
-    with pytest.raises(cc.NotFittedError, match="another posterior"):
-        _ = la(inputs(3, 1)).p_value
-    la.prior_precision = torch.tensor([10.0, 0.1])
-    assert la(inputs(3, 1)).p_value.shape == (3,)
-    first = next(la.model.parameters())
-    with torch.no_grad():
-        first.copy_(first.flip(1))
-    with pytest.raises(cc.NotFittedError, match="another posterior"):
-        _ = la(inputs(3, 1)).p_value
-
-
-def test_a_prediction_sees_that_weights_were_replaced() -> None:
-    la = fitted("last_layer", "kron")
-    la.calibrate(given())
-    old = la(inputs(3, 1))
-    weight = next(la.model.parameters())
-    weight.data = weight.data * 3
-    la.calibrate(given())
-    with pytest.raises(cc.InputError, match="Call la"):
-        _ = old.p_value
-
-
 @pytest.mark.parametrize("n", [50, 5000])
 def test_calibrating_with_training_inputs_is_noticed_and_said_to_be_optimistic(n: int) -> None:
     """Of 5,000 points a posterior keeps 2,000."""
@@ -648,29 +480,3 @@ def test_calibrating_with_training_inputs_is_noticed_and_said_to_be_optimistic(n
         warnings.simplefilter("error")
         la.calibrate(others.split(500))
         la.calibrate([x[: n // 25], others])
-
-
-def test_one_look_at_the_weights_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It costs as much as the encoder has weights; anew only after a change that torch has counted."""
-    la, x, looks = fitted(), inputs(9, 8), []
-    la.calibrate(given())
-    whole = calibration._fingerprint
-    monkeypatch.setattr(calibration, "_fingerprint", lambda la: looks.append(la) or whole(la))
-    out = la(x)
-    p = out.p_value
-    assert torch.equal(out.novelty.argsort(stable=True), la(x).novelty.argsort(stable=True))
-    assert torch.equal(out.is_known(0.2), p > 0.2)
-    assert not looks
-
-
-def test_a_change_that_torch_has_seen_and_a_copy_ask_for_another_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    la, x, looks = fitted(), inputs(9, 8), []
-    la.calibrate(given())
-    p, whole = la(x).p_value, calibration._fingerprint
-    monkeypatch.setattr(calibration, "_fingerprint", lambda la: looks.append(la) or whole(la))
-    with torch.no_grad():
-        next(la.model.parameters()).mul_(1)
-    assert torch.equal(la(x).p_value, p)
-    assert len(looks) == 1
-    assert torch.equal(copy.deepcopy(la)(x).p_value, p)
-    assert len(looks) == 2

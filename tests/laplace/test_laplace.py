@@ -186,6 +186,7 @@ def test_fit_is_the_curvature_of_the_whole_set(kind: str, weights: str, structur
     assert la.n_outputs == DIM
     vector = torch.nn.utils.parameters_to_vector((raw[2] if weights == "last_layer" else raw).parameters())
     assert torch.equal(la.mean, vector.detach())
+    assert all(p.grad is None and p.requires_grad for p in la.model.parameters())
 
 
 @pytest.mark.filterwarnings("ignore:hessian_structure='kron.* with pd_fix")
@@ -225,11 +226,12 @@ def test_lowrank_has_the_leading_eigenpairs_of_every_fix(pd_fix: str) -> None:
     assert close(vectors.T @ vectors, torch.eye(4, dtype=torch.float64), tolerance=1e-9)
 
 
-@pytest.mark.parametrize("pd_fix", ["positive", "full"])
-@pytest.mark.parametrize("weights", ["last_layer", "all"])
+@covering(1, weights=["last_layer", "all"], pd_fix=["positive", "full"])
 def test_kron_without_cross_terms_warns_and_with_them_does_not(weights: str, pd_fix: str) -> None:
     with pytest.warns(UserWarning, match=r"overstates.*kfac_approx='reduce'.*pairs='batch'"):
         make(body(), weights, "kron", pd_fix=pd_fix)
+    with pytest.raises(cc.UnsupportedError, match=r"kfac_approx.*pairs='batch'.*expand"):
+        make(body(), weights, "kron", pd_fix=pd_fix, kfac_approx="reduce")
     x, y = data()
     la = make(body(), weights, "kron", pd_fix=pd_fix, kfac_approx="reduce", pairs="batch")
     la.fit([(x, y)])
@@ -237,13 +239,6 @@ def test_kron_without_cross_terms_warns_and_with_them_does_not(weights: str, pd_
     kwargs = {**OPTIONS, "pd_fix": pd_fix, "kfac_approx": "reduce", "subset_of_weights": part}
     truth = cc.ggn(body(), x, y, structure="kron", clamp=False, **kwargs)
     assert all(close(f, g) for u, v in zip(la.H_raw, truth, strict=True) for f, g in zip(u, v, strict=True))
-
-
-@pytest.mark.parametrize("pd_fix", ["positive", "full"])
-@pytest.mark.parametrize("weights", ["last_layer", "all"])
-def test_shared_kron_factors_of_a_data_set_are_refused_before_anything_runs(weights: str, pd_fix: str) -> None:
-    with pytest.raises(cc.UnsupportedError, match=r"kfac_approx.*pairs='batch'.*expand"):
-        make(body(), weights, "kron", pd_fix=pd_fix, kfac_approx="reduce")
 
 
 @on_every_device
@@ -512,35 +507,11 @@ def test_labels_of_every_integer_type(pairs: str, dtype: torch.dtype) -> None:
     x, y = data()
     y = y % 2
     la = make(body(), "last_layer", "diag", pairs=pairs)
-    la.fit(batches(x, y.to(dtype), shuffle=False))
+    la.fit([[x[k : k + 6], y[k : k + 6].to(dtype)] for k in range(0, POINTS, 6)])
     again = make(body(), "last_layer", "diag", pairs=pairs)
     again.fit(batches(x, y, shuffle=False))
     assert close(la.H_raw, again.H_raw)
     assert close(cc.ggn(body(), x, y.to(dtype)), cc.ggn(body(), x, y))
-
-
-def test_one_class_and_lists_as_batches() -> None:
-    x, y = data()
-    la = make(body(), "all", "full")
-    la.fit([[x[:12], torch.zeros_like(y[:12])], [x[12:], torch.zeros_like(y[12:]).int()]])
-    assert close(la.H_raw, curvature(body(), x, torch.zeros_like(y), "all", "full", clamp=False))
-
-
-@for_every_combination
-def test_a_fit_is_deterministic_and_leaves_the_weights_alone(weights: str, structure: str) -> None:
-    x, y = data()
-    model = body()
-    before = [p.clone() for p in model.parameters()]
-    again = [dense_h(make_fitted(model, weights, structure, x, y), structure) for _ in range(2)]
-    assert torch.equal(*again)
-    assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
-    assert all(p.grad is None and p.requires_grad for p in model.parameters())
-
-
-def make_fitted(model: nn.Module, weights: str, structure: str, x: Tensor, y: Tensor) -> Any:
-    la = make(model, weights, structure)
-    la.fit(batches(x, y, shuffle=False))
-    return la
 
 
 @pytest.mark.parametrize("unused", ["never run", "run for nothing"])

@@ -147,16 +147,6 @@ def test_a_joint_covariance_that_does_not_fit_is_refused_before_anything_runs(
         la(x, joint=True)
 
 
-def test_a_marginal_sample_of_variances_alone_forms_no_covariance(monkeypatch: pytest.MonkeyPatch) -> None:
-    la, _, x = posterior("all", "full")
-    asked: list[bool] = []
-    real = la._gaussian
-    monkeypatch.setattr(la, "_gaussian", lambda *args: asked.append(args[2]) or real(*args))
-    samples = la.functional_samples(x, n_samples=3, diagonal_output=True)
-    assert samples.shape == (3, len(x), la.n_outputs)
-    assert asked == [True]
-
-
 @pytest.mark.parametrize("structure", ["diag", "kron"])
 def test_dict_inputs_are_predicted_in_chunks(structure: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Takes(nn.Module):

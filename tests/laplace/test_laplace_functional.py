@@ -125,18 +125,6 @@ def test_bounded_chunks_change_nothing(options: dict[str, Any], monkeypatch: pyt
     assert close(parts.log_prob(parts.mean + 0.1), whole.log_prob(whole.mean + 0.1))
 
 
-@for_both
-def test_survives_a_file(weights: str, tmp_path: Any) -> None:
-    gp, _ = pair(weights, PSD[0], "cpu")
-    torch.save(gp.state_dict(), tmp_path / "gp.pt")
-    again = Laplace(body(), "contrastive", weights, "gp", n_subset=POINTS, backend_kwargs=PSD[0])
-    again.load_state_dict(torch.load(tmp_path / "gp.pt", weights_only=True))
-    x = torch.randn(3, 4, dtype=torch.float64)
-    assert torch.equal(again(x).covariance, gp(x).covariance)
-    generators = [torch.Generator().manual_seed(0) for _ in range(2)]
-    assert torch.equal(again.sample(2, generators[0]), gp.sample(2, generators[1]))
-
-
 class Passes:
     """A loader that gives other batches from the third look on, which is the second pass over the data."""
 

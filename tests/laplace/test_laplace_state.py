@@ -10,44 +10,15 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laplace import Laplace
-from laplace_combinations import for_every_combination
+from laplace_cases import data, fitted, make
+from laplace_combinations import COMBINATIONS, for_every_combination
+from tables import each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-
-on_every_device = pytest.mark.parametrize("device", DEVICES)
-
-
-def encoder(device: str = "cpu") -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().to(device)
-
-
-def data(device: str = "cpu") -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randn(12, 4, generator=generator, dtype=torch.float64)
-    return x.to(device), (torch.arange(12) % 3).to(device)
-
-
-def make(weights: str, structure: str, model: nn.Module | None = None, device: str = "cpu", **host: Any) -> Any:
-    if weights == "subnetwork":
-        host["subnetwork_indices"] = torch.tensor([0, 3, 26, 30, 41])
-    if structure == "gp":
-        host["n_subset"] = 4
-    options: dict[str, Any] = {"margin": 1.2, "pd_fix": "psd"}
-    return Laplace(model or encoder(device), "contrastive", weights, structure, backend_kwargs=options, **host)
-
-
-def fitted(weights: str, structure: str, device: str = "cpu", **host: Any) -> Any:
-    la = make(weights, structure, device=device, **host)
-    x, y = data(device)
-    la.fit([(x[:6], y[:6]), (x[6:], y[6:])])
-    la.optimize_prior_precision()
-    return la
 
 
 def picture(la: Any, x: Tensor) -> list[Any]:
@@ -81,6 +52,7 @@ def kept(weights: str, structure: str) -> tuple[Any, dict[str, Any]]:
     """A fitted object, made once, and its state."""
     if (weights, structure) not in _STATES:
         la = fitted(weights, structure)
+        la.optimize_prior_precision()
         _STATES[weights, structure] = la, copy.deepcopy(la.state_dict())
     la, state = _STATES[weights, structure]
     return la, copy.deepcopy(state)
@@ -168,18 +140,12 @@ def test_a_spoilt_state_is_refused_without_a_trace(weights: str, structure: str,
             la.load_state_dict(state)
 
 
-@for_every_combination
+@each("weights, structure", COMBINATIONS)
 def test_a_missing_key_is_named(weights: str, structure: str) -> None:
     la, state = kept(weights, structure)
     for key in ("mean", "H", "H_raw", "n_data", "temperature", "prior_precision", "backend", "cost"):
         with pytest.raises(cc.InputError, match=rf"state_dict.*\b{key}\b"):
             la.load_state_dict({name: value for name, value in state.items() if name != key})
-
-
-def _first(value: Any) -> Any:
-    while not isinstance(value, Tensor):
-        value = next(iter(value.values())) if isinstance(value, dict) else value[0]
-    return value
 
 
 ATTACKS: list[tuple[str, str, str, Callable[[Any], Any], str]] = [
@@ -213,7 +179,7 @@ ATTACKS: list[tuple[str, str, str, Callable[[Any], Any], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("weights", "structure", "key", "change", "words"), ATTACKS)
+@each("weights, structure, key, change, words", ATTACKS)
 def test_numbers_that_cannot_be_right(
     weights: str, structure: str, key: str, change: Callable[[Any], Any], words: str
 ) -> None:
@@ -238,13 +204,12 @@ def test_numbers_that_cannot_be_right(
     assert torch.equal(fresh(data()[0]).kappa, la(data()[0]).kappa)
 
 
-@for_every_combination
-@on_every_device
-def test_a_true_state_is_taken(weights: str, structure: str, device: str) -> None:
-    la = fitted(weights, structure, device)
-    other = make(weights, structure, device=device)
-    other.load_state_dict(la.state_dict())
-    assert same(picture(other, data(device)[0]), picture(la, data(device)[0]))
+@each("weights, structure", COMBINATIONS)
+def test_a_true_state_is_taken(weights: str, structure: str) -> None:
+    la, state = kept(weights, structure)
+    other = make(weights, structure)
+    other.load_state_dict(state)
+    assert same(picture(other, data()[0]), picture(la, data()[0]))
 
 
 def test_float32_states_of_many_points_are_taken() -> None:
