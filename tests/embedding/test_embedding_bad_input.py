@@ -14,7 +14,6 @@ from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature import metrics
-from contrastive_curvature.embedding.gallery import neighbor_distance
 from contrastive_curvature.embedding.spread import Dense, Joint
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
@@ -45,21 +44,57 @@ def spoilt(value: Tensor, place: Any, number: float) -> Tensor:
     return out
 
 
-MEANS: list[Any] = [
-    None,
-    3,
-    [[1.0, 2.0]],
-    torch.ones(3),
-    torch.ones(2, 2, 2),
-    torch.ones(4, 1),
-    torch.ones(4, 3).long(),
-]
-MEANS += [spoilt(mean(), (1, 2), NAN), spoilt(mean(), (1, 2), INF), spoilt(mean(), 2, 0.0), mean().to(torch.complex64)]
+V = matrices()
+Z = torch.randn(5, B, D, generator=torch.Generator().manual_seed(4))
 
 
-@each("bad", MEANS)
-def test_means(bad: Any) -> None:
-    refused(lambda: cc.EmbeddingDistribution(bad, covariance=matrices()), "raw_mean")
+@each(
+    "name, bad, words",
+    [
+        *(("raw_mean", bad, "") for bad in (None, torch.ones(3), torch.ones(4, 1), torch.ones(4, 3).long())),
+        *(("raw_mean", spoilt(mean(), place, value), "") for place, value in (((1, 2), NAN), ((1, 2), INF), (2, 0.0))),
+        *(("typical_norm", bad, "") for bad in (0, NAN, 10**400, "3", True, torch.tensor(1.0))),
+        ("variance", torch.ones(B, D + 1), "shape"),
+        ("variance", 1.0, "Tensor"),
+        ("variance", torch.ones(B, D).long(), "floating"),
+        ("variance", torch.ones(B, D).double(), "float32"),
+        ("variance", -torch.ones(B, D), ">= 0"),
+        ("variance", spoilt(torch.ones(B, D), (1, 1), NAN), "finite"),
+        ("covariance", torch.ones(B, D), "shape"),
+        ("covariance", V.double(), "float32"),
+        ("covariance", spoilt(V, (1, 1, 1), NAN), "finite"),
+        ("covariance", spoilt(V, (0, 0, 1), 1.1 * float(V[0, 0, 1])), "symmetric"),
+        ("covariance", spoilt(spoilt(V, (2, 0, 1), 50.0), (2, 1, 0), 50.0), "rows [2]"),
+        ("covariance", V - 0.01 * torch.linalg.eigvalsh(V).amax() * 2 * torch.eye(D), "negative eigenvalue"),
+        ("joint_covariance", V, "shape"),
+        ("joint_covariance", torch.eye(B * D).triu() + torch.ones(B * D, B * D).triu(1), "symmetric"),
+        ("joint_covariance", -torch.eye(B * D), "negative eigenvalue"),
+        ("joint_covariance", torch.eye(B * D) * NAN, "finite"),
+        ("samples", None, ""),
+        ("samples", torch.ones(3, 2), ""),
+        ("samples", torch.ones(1, 3, 2), ""),
+        ("samples", torch.ones(4, 3, 2).long(), ""),
+        ("samples", spoilt(Z, (1, 2, 0), NAN), "1 of"),
+    ],
+)
+def test_what_a_distribution_is_made_of(name: str, bad: Any, words: str) -> None:
+    if name == "samples":
+        refused(lambda: cc.EmbeddingDistribution.from_samples(bad), name, words)
+        return
+    spread = {} if "ariance" in name else {"covariance": V}
+    refused(lambda: cc.EmbeddingDistribution(**{"raw_mean": mean(), **spread, name: bad}), name, words)
+
+
+@each("bad", [0, True, 2.5, "3", None])
+def test_numbers_of_samples(bad: Any) -> None:
+    for found in (
+        cc.EmbeddingDistribution(mean(), covariance=V),
+        cc.EmbeddingDistribution(mean(), joint_covariance=torch.eye(B * D)),
+        cc.EmbeddingDistribution.from_samples(Z),
+    ):
+        refused(lambda found=found: found.sample(bad), "n_samples")
+        refused(lambda found=found: found.raw_samples(bad), "n_samples")
+        refused(lambda found=found: found.sample(2, generator=3), "generator", kind=cc.InputTypeError)
 
 
 @on_every_device
@@ -69,38 +104,6 @@ def test_there_is_no_mean(device: str) -> None:
     refused(lambda: found.mean, "raw_mean", "mu (norm 1)", kind=AttributeError)  # type: ignore[attr-defined]
     assert not hasattr(found, "mean")
     assert torch.allclose(found.raw_mean, found.raw_mean.norm(dim=1, keepdim=True) * found.mu)
-
-
-V = matrices()
-NO_SPREADS: list[tuple[str, Any, str]] = [
-    ("variance", torch.ones(B, D + 1), "shape"),
-    ("variance", torch.ones(D), "shape"),
-    ("variance", 1.0, "Tensor"),
-    ("variance", torch.ones(B, D).long(), "floating"),
-    ("variance", torch.ones(B, D).double(), "float32"),
-    ("variance", -torch.ones(B, D), ">= 0"),
-    ("variance", spoilt(torch.ones(B, D), (1, 1), NAN), "finite"),
-    ("variance", spoilt(torch.ones(B, D), (1, 1), INF), "finite"),
-    ("covariance", torch.ones(B, D), "shape"),
-    ("covariance", V[0], "shape"),
-    ("covariance", V.double(), "float32"),
-    ("covariance", spoilt(V, (1, 1, 1), NAN), "finite"),
-    ("covariance", V.triu(), "symmetric"),
-    ("covariance", spoilt(V, (0, 0, 1), 1.1 * float(V[0, 0, 1])), "symmetric"),
-    ("covariance", -V, "negative eigenvalue"),
-    ("covariance", spoilt(spoilt(V, (2, 0, 1), 50.0), (2, 1, 0), 50.0), "rows [2]"),
-    ("covariance", V - 0.01 * torch.linalg.eigvalsh(V).amax() * 2 * torch.eye(D), "negative eigenvalue"),
-    ("joint_covariance", torch.eye(B * D)[:-1], "shape"),
-    ("joint_covariance", V, "shape"),
-    ("joint_covariance", torch.eye(B * D).triu() + torch.ones(B * D, B * D).triu(1), "symmetric"),
-    ("joint_covariance", -torch.eye(B * D), "negative eigenvalue"),
-    ("joint_covariance", torch.eye(B * D) * NAN, "finite"),
-]
-
-
-@each("name, bad, words", NO_SPREADS)
-def test_spreads(name: str, bad: Any, words: str) -> None:
-    refused(lambda: cc.EmbeddingDistribution(mean(), **{name: bad}), name, words)
 
 
 @on_every_device
@@ -120,33 +123,6 @@ def test_what_is_right_up_to_rounding_is_taken(size: float, dtype: torch.dtype, 
         whole = torch.block_diag(*covariance)
         assert torch.equal(cc.EmbeddingDistribution(z, joint_covariance=whole).covariance, covariance)
     assert cc.EmbeddingDistribution(z[:0], variance=z[:0]).raw_mean.shape == (0, D)
-
-
-@each("bad", [-3, 0, True, 2.5, "3", None, NAN])
-def test_numbers_of_samples(bad: Any) -> None:
-    for found in (
-        cc.EmbeddingDistribution(mean(), covariance=V),
-        cc.EmbeddingDistribution(mean(), joint_covariance=torch.eye(B * D)),
-        cc.EmbeddingDistribution.from_samples(torch.randn(5, B, D)),
-    ):
-        refused(lambda found=found: found.sample(bad), "n_samples")
-        refused(lambda found=found: found.raw_samples(bad), "n_samples")
-        refused(lambda found=found: found.sample(2, generator=3), "generator", kind=cc.InputTypeError)
-
-
-@pytest.mark.parametrize(
-    "bad",
-    [None, [1.0], torch.ones(3, 2), torch.ones(1, 3, 2), torch.ones(4, 3, 1), torch.ones(4, 3, 2).long()],
-    ids=lambda s: str(getattr(s, "shape", s)),
-)
-def test_samples(bad: Any) -> None:
-    refused(lambda: cc.EmbeddingDistribution.from_samples(bad), "samples")
-
-
-@pytest.mark.parametrize("number", [NAN, INF])
-def test_samples_are_finite(number: float) -> None:
-    bad = spoilt(torch.randn(5, B, D), (1, 2, 0), number)
-    refused(lambda: cc.EmbeddingDistribution.from_samples(bad), "samples", "finite", "1 of")
 
 
 @on_every_device
@@ -245,76 +221,28 @@ def test_a_joint_covariance_names_the_inputs_that_are_not_finite() -> None:
         cc.EmbeddingDistribution.trusted(mean(), Joint(between.view(B, D, B, D)))
 
 
-@each("bad", [0, -1.0, NAN, INF, 10**400, "3", True, torch.tensor(1.0)])
-def test_typical_norm(bad: Any) -> None:
-    z = mean()
-    refused(lambda: cc.EmbeddingDistribution(z, variance=z.abs(), typical_norm=bad), "typical_norm")
-
-
-def test_retrieval_uncertainty() -> None:
-    gallery, calibration = torch.randn(20, D), torch.rand(60) + 0.1
-    make = cc.RetrievalUncertainty
-    for bad in (None, 3, gallery.tolist(), gallery.long(), gallery[0], gallery * NAN, gallery * 0):
-        refused(lambda bad=bad: make(bad, calibration), "gallery")
-    for bad in (None, 0.5, calibration.tolist(), calibration * NAN, calibration[:0], calibration.unsqueeze(1)):
-        refused(lambda bad=bad: make(gallery, bad), "calibration")
-    for bad in (0, 21, -1, 2.5, "3", True, None):
-        refused(lambda bad=bad: make(gallery, calibration, k=bad), "k:")
-    for bad in (0, 1, -0.1, NAN, "0.1", None, True, torch.tensor(0.1)):
-        refused(lambda bad=bad: make(gallery, calibration, share=bad), "share", "(0, 1)")
-    score = make(gallery, calibration)
-    queries, novelty = torch.randn(5, D), torch.rand(5)
-    assert score(queries, novelty).shape == (5,)
-    refused(lambda: score(torch.randn(5, D + 1), novelty), "embeddings", str(D), str(D + 1))
-    refused(lambda: score(queries, novelty[:3]), "novelty", "(5,)", "(3,)")
-    for bad in (None, queries.tolist(), queries * NAN, queries[0]):
-        refused(lambda bad=bad: score(bad, novelty), "embeddings")
-    for bad in (None, 3.0, novelty * NAN, novelty.bool().tolist()):
-        refused(lambda bad=bad: score(queries, bad), "novelty")
-    refused(lambda: neighbor_distance(queries, gallery, k=21), "k", "20")
-    refused(lambda: neighbor_distance(queries, gallery[:, :2]), "gallery")
-
-
 LABELS = torch.arange(6) % 2
 SAMPLES = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(3))
 HOW = "la.predictive_samples(x, n_samples=..., joint=True)"
 
 
-@covering(
-    1,
-    function=[metrics.retrieval_ece, metrics.retrieval_brier, metrics.retrieval_votes],
-    bad=[
-        SAMPLES[0],
-        SAMPLES[0, 0],
-        SAMPLES.unsqueeze(0),
-        list(SAMPLES[0]),
-        [SAMPLES],
-        None,
-        3,
-        "samples",
-        {"samples": SAMPLES},
-        cc.EmbeddingDistribution(SAMPLES[0], variance=torch.ones(6, 3)),
+@each(
+    "function",
+    [
+        lambda bad: metrics.retrieval_ece(bad, LABELS),
+        lambda bad: metrics.retrieval_brier(bad, LABELS),
+        lambda bad: metrics.retrieval_votes(bad, LABELS),
+        lambda bad: metrics.retrieval_ece(SAMPLES, LABELS, bad, LABELS),
+        lambda bad: metrics.calibration_bins(bad, LABELS),
+        lambda bad: metrics.brier_score(bad, LABELS),
     ],
 )
-def test_sampled_embeddings_of_another_shape(function: Callable[..., Any], bad: Any) -> None:
+def test_samples_of_another_kind(function: Callable[..., Any]) -> None:
     """The message says what to pass."""
-    refused(lambda: function(bad, LABELS), "samples", "(N, D)", HOW, "(S, N, D)")
-    assert function(SAMPLES, LABELS) is not None
-
-
-@pytest.mark.parametrize("bad", [SAMPLES[0, :3], [SAMPLES], 3, "gallery"])
-def test_sampled_galleries_of_another_shape(bad: Any) -> None:
-    labels = torch.arange(6) % 2
-    if isinstance(bad, Tensor):
-        refused(lambda: metrics.retrieval_ece(SAMPLES, LABELS, bad, labels), "gallery_labels", "(3,)")
-        return
-    refused(lambda: metrics.retrieval_ece(SAMPLES, LABELS, bad, labels), "gallery", HOW)
-
-
-@covering(
-    1,
-    function=[metrics.calibration_bins, metrics.brier_score],
-    bad=[SAMPLES, SAMPLES[0], LABELS, None, [LABELS], cc.EmbeddingDistribution(SAMPLES[0], variance=torch.ones(6, 3))],
-)
-def test_votes_of_another_kind(function: Callable[..., Any], bad: Any) -> None:
-    refused(lambda: function(bad, LABELS), "votes", "(S, N)", "retrieval_votes(samples, labels)", HOW)
+    for bad in (
+        SAMPLES.unsqueeze(0),
+        [SAMPLES],
+        3,
+        cc.EmbeddingDistribution(SAMPLES[0], variance=torch.ones(6, 3)),
+    ):
+        refused(lambda bad=bad: function(bad), HOW)

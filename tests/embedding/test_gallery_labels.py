@@ -9,9 +9,8 @@ import torch
 from devices import DEVICES
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tables import each
 
-from contrastive_curvature import InputError, InputTypeError, RetrievalUncertainty, metrics
+from contrastive_curvature import RetrievalUncertainty, metrics
 from contrastive_curvature.embedding.gallery import _nearest_other
 
 KNOWN = torch.arange(5.0)
@@ -175,19 +174,3 @@ def test_gradients_are_finite_where_a_query_is_its_match():
     score(queries, torch.zeros(4)).sum().backward()
     assert bool(queries.grad.isfinite().all())
     assert bool((queries.grad[2:] != 0).any())
-
-
-@each(
-    "labels, error, words",
-    [
-        (torch.zeros(5), InputTypeError, "an integer tensor"),
-        (torch.zeros(5).bool(), InputTypeError, "an integer tensor"),
-        ([0] * 5, InputTypeError, "an integer tensor"),
-        (torch.arange(4), InputError, r"shape \(5,\)"),
-        (torch.zeros(5, 1).long(), InputError, r"shape \(5,\)"),
-        (torch.arange(0), InputError, r"shape \(5,\)"),
-    ],
-)
-def test_labels_that_are_refused(labels, error, words):
-    with pytest.raises(error, match="labels.*" + words):
-        RetrievalUncertainty(torch.eye(5), KNOWN, k=2, share=0.2, labels=labels)

@@ -94,14 +94,6 @@ def test_a_variance_along_the_mean_is_its_rounding() -> None:
     assert bool((components(embedding("covariance", z, 0 * along))[:, 0] < -700).all())
 
 
-def test_a_batch_of_nothing() -> None:
-    for kind in KINDS:
-        found = components(embedding(kind, torch.randn(0, 3), torch.randn(0, 3, 3)), torch.randn(0))
-        assert found.shape == (0, 3)
-        reference = Reference.of(torch.randn(5, 3).double(), torch.randn(5, 3).double())
-        assert reference.p_value(found).shape == (0,)
-
-
 def test_one_unlike_component_is_enough() -> None:
     known = torch.randn(101, 3, dtype=torch.float64)
     standard = Reference.of(known, known)
@@ -214,26 +206,6 @@ def test_points_needed() -> None:
         given_ = points_needed(alpha, splits=True)
         assert len(split(torch.zeros(given_, 1))[1]) >= n
         assert len(split(torch.zeros(given_ - 1, 1))[1]) < n or given_ == 2
-
-
-@each("bad", ["0.1", None, True, torch.tensor(0.1), [0.1]])
-def test_alpha_of_another_type(bad: Any) -> None:
-    with pytest.raises(cc.InputTypeError, match="alpha"):
-        check_alpha(bad)
-
-
-@pytest.mark.parametrize("bad", [0, 1, -0.1, 1.5, math.nan, math.inf])
-def test_alpha_out_of_range(bad: float) -> None:
-    with pytest.raises(cc.InputError, match=r"alpha.*\(0, 1\)"):
-        check_alpha(bad)
-
-
-def test_an_alpha_that_is_too_small_says_how_many_inputs_it_needs() -> None:
-    with pytest.raises(cc.InputError, match=r"alpha.*98 known inputs.*at least 99 inputs"):
-        check_alpha(0.01, 98)
-    with pytest.raises(cc.InputError, match="at least 148 inputs"):
-        check_alpha(0.01, 98, splits=True)
-    assert check_alpha(0.01, 99) == 0.01
 
 
 @pytest.mark.parametrize(

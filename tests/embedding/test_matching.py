@@ -22,7 +22,6 @@ from torch.nn.functional import normalize
 from contrastive_curvature import (
     EmbeddingDistribution,
     InputError,
-    InputTypeError,
     MatchProbability,
     NotFittedError,
     metrics,
@@ -367,25 +366,13 @@ def test_saved_and_loaded(use, curve):
             match.load_state_dict({**match.state_dict(), **other})
 
 
-def spoil(key: str, value: object) -> dict[str, Any]:
-    state = MatchProbability(curve="isotonic").fit_pairs(*noisy_pairs(100, 0)).state_dict()
-    if value is None:
-        del state[key]
-        return state
-    return state | {key: value}
-
-
 @each(
     "key, value",
     [
         ("curve", "logistic"),
         ("use_uncertainty", 1),
-        ("use_uncertainty", None),
         ("version", 1),
-        ("version", None),
         ("pairs.dim", 0),
-        ("pairs.dim", "8"),
-        ("pairs.shift", None),
         ("pairs.shift", [0.0] * 4),
         ("pairs.shift", torch.zeros(4)),
         ("pairs.weight", torch.ones(4, dtype=DOUBLE)),
@@ -395,15 +382,13 @@ def spoil(key: str, value: object) -> dict[str, Any]:
     ],
 )
 def test_malformed_states_are_refused_and_change_nothing(key, value):
-    match = MatchProbability(curve="isotonic").fit_pairs(*noisy_pairs(100, 3))
-    before, test = match.state_dict(), noisy_pairs(5, 4)
-    p = match.same(test.a, test.b)
-    with pytest.raises(InputError, match="state_dict"):
-        match.load_state_dict(spoil(key, value))
-    with pytest.raises(InputError, match="state_dict"):
-        match.load_state_dict([])  # type: ignore[arg-type]
+    match, test = MatchProbability(curve="isotonic").fit_pairs(*noisy_pairs(100, 3)), noisy_pairs(5, 4)
+    p, state = match.same(test.a, test.b), match.state_dict()
+    without = {name: part for name, part in state.items() if name != "pairs.shift"}
+    for wrong in (state | {key: value}, without, []):
+        with pytest.raises(InputError, match="state_dict"):
+            match.load_state_dict(wrong)
     assert torch.equal(match.same(test.a, test.b), p)
-    assert match.state_dict().keys() == before.keys()
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -427,83 +412,66 @@ def test_dtypes_and_kinds_of_distributions(dtype, device):
 
 A, B, SAME = noisy_pairs(40, 0)
 SMALL = EmbeddingDistribution(torch.ones(40, 3), variance=torch.ones(40, 3))
-FEW = torch.arange(40) < 9
 
 
 @each(
-    "a, b, same, error, words",
+    "change, words",
     [
-        (A, B, torch.ones(40, dtype=torch.bool), InputError, "same: expected at least 10 .* got 40 and 0"),
-        (A, B, FEW, InputError, "at least 10"),
-        (A, B, SAME[:39], InputError, r"same: expected shape \(40,\)"),
-        (A, B, SAME.double(), InputTypeError, "same"),
-        (A, B, torch.arange(40), InputError, "labels_a == labels_b"),
-        (A, B, SAME.tolist(), InputTypeError, "same"),
-        (A, B.raw_mean, SAME, InputTypeError, "use_uncertainty=False"),
-        (A, SMALL, SAME, InputError, "D = 8"),
-        (noisy_pairs(39, 0).a, B, SAME, InputError, "39 embeddings"),
-        (A, B, ~SAME, InputError, "does not tell the two kinds apart"),
-        (A, None, SAME, InputTypeError, "b: expected"),
+        ({"same": torch.ones(40, dtype=torch.bool)}, "same: expected at least 10 .* got 40 and 0"),
+        ({"same": SAME[:39]}, r"same: expected shape \(40,\)"),
+        ({"same": SAME.double()}, "same"),
+        ({"same": torch.arange(40)}, "labels_a == labels_b"),
+        ({"same": SAME.tolist()}, "same"),
+        ({"same": ~SAME}, "does not tell the two kinds apart"),
+        ({"b": B.raw_mean}, "use_uncertainty=False"),
+        ({"b": SMALL}, "D = 8"),
+        ({"b": None}, "b: expected"),
+        ({"a": noisy_pairs(39, 0).a}, "39 embeddings"),
     ],
 )
-def test_pairs_refused(a, b, same, error, words):
-    with pytest.raises(error, match=words):
-        MatchProbability().fit_pairs(a, b, same)
+def test_pairs_refused(change, words):
+    with pytest.raises(InputError, match=words):
+        MatchProbability().fit_pairs(**({"a": A, "b": B, "same": SAME} | change))
 
 
 @each(
-    "change, error, words",
+    "change, words",
     [
-        ({"gallery": None}, InputError, "gallery_labels alone"),
-        ({"gallery_labels": None}, InputError, "gallery alone"),
-        ({"labels": torch.zeros(3).long()}, InputError, "labels"),
-        ({"labels": torch.zeros(100)}, InputTypeError, "labels"),
-        ({"labels": torch.full((100,), 999)}, InputError, "labels: expected at least 10 .* got 0 and 100"),
-        ({"gallery_labels": torch.zeros(3).long()}, InputError, "gallery_labels"),
-        ({"gallery": EmbeddingDistribution(torch.ones(1, 8), variance=torch.ones(1, 8))}, InputError, "at least two"),
-        ({"gallery": SMALL}, InputError, "D = 8"),
-        ({"gallery": torch.ones(120, 8)}, InputTypeError, "gallery: expected an EmbeddingDistribution"),
+        ({"gallery": None}, "gallery_labels alone"),
+        ({"gallery_labels": None}, "gallery alone"),
+        ({"labels": torch.zeros(3).long()}, "labels"),
+        ({"labels": torch.zeros(100)}, "labels"),
+        ({"labels": torch.full((100,), 999)}, "labels: expected at least 10 .* got 0 and 100"),
+        ({"gallery_labels": torch.zeros(3).long()}, "gallery_labels"),
+        ({"gallery": EmbeddingDistribution(torch.ones(1, 8), variance=torch.ones(1, 8))}, "at least two"),
+        ({"gallery": SMALL}, "D = 8"),
+        ({"gallery": torch.ones(120, 8)}, "gallery: expected an EmbeddingDistribution"),
     ],
 )
-def test_searches_refused(change, error, words):
-    with pytest.raises(error, match=words):
+def test_searches_refused(change, words):
+    with pytest.raises(InputError, match=words):
         MatchProbability().fit_retrieval(**(noisy_search(100, 0)._asdict() | change))
 
 
-def test_use_before_fit_and_in_another_dimension():
+def test_options_and_use_refused(monkeypatch):
     match, search = MatchProbability(), noisy_search(100, 0)
+    for options in ({"use_uncertainty": 1}, {"curve": "platt"}, {"curve": None}):
+        with pytest.raises(InputError, match=next(iter(options))):
+            MatchProbability(**options)
     with pytest.raises(NotFittedError, match="fit_pairs"):
         match.same(A, B)
     with pytest.raises(NotFittedError, match="fit_retrieval"):
-        match.fit_pairs(*noisy_pairs(100, 0)).nearest(search.queries, search.gallery)
+        match.fit_pairs(A, B, SAME).nearest(search.queries, search.gallery)
     match.fit_retrieval(*search)
-    with pytest.raises(InputError, match="D = 8, that of the fit"):
-        match.same(SMALL, SMALL)
-    with pytest.raises(InputError, match="D = 8, that of the fit"):
-        match.nearest(SMALL)
-    one = EmbeddingDistribution(torch.ones(1, 8), variance=torch.ones(1, 8))
+    for use in (lambda: match.same(SMALL, SMALL), lambda: match.nearest(SMALL)):
+        with pytest.raises(InputError, match="D = 8, that of the fit"):
+            use()
     with pytest.raises(InputError, match="same\\(a, b\\)"):
-        match.nearest(search.queries, one)
-
-
-@each(
-    "options, error",
-    [({"use_uncertainty": 1}, InputTypeError), ({"curve": "platt"}, InputError), ({"curve": None}, InputError)],
-)
-def test_options_refused(options, error):
-    with pytest.raises(error, match=next(iter(options))):
-        MatchProbability(**options)
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_tensors_that_are_not_finite(bad):
+        match.nearest(search.queries, A[:1])
     a, b, same, _ = plain_pairs(100, 0)
-    b[3, 0] = bad
+    b[3, 0] = math.nan
     with pytest.raises(InputError, match="b: expected finite"):
         MatchProbability(use_uncertainty=False).fit_pairs(a, b, same)
-
-
-def test_uncertainties_that_are_not_finite(monkeypatch):
     monkeypatch.setattr(EmbeddingDistribution, "uncertainty", property(lambda self: self.raw_mean[:, 0] * math.nan))
     with pytest.raises(InputError, match="a: expected finite uncertainties"):
         MatchProbability().fit_pairs(A, B, SAME)
