@@ -24,7 +24,7 @@ def made(device: str, name: str = "infonce", **options: Any) -> Any:
     return posterior(*encoders(device), "last_layer", "diag", LOSSES[name](), **options)
 
 
-@pytest.mark.parametrize("wrong", [None, 3, nn.Linear, "an encoder"])
+@each("wrong", [None, nn.Linear])
 def test_encoders_are_modules(wrong: object, device: str) -> None:
     for place, pair in (("encoder_a", (wrong, nn.Linear(2, 2))), ("encoder_b", (nn.Linear(2, 2), wrong))):
         with pytest.raises(cc.InputTypeError, match=f"{place}: expected a torch.nn.Module"):
@@ -59,8 +59,8 @@ def test_losses_and_options(options: dict[str, Any], message: str, device: str) 
         Laplace(towers, "contrastive", "all", "diag", backend_kwargs=options)
 
 
-@pytest.mark.parametrize(
-    ("weights", "structure", "message"),
+@each(
+    "weights, structure, message",
     [
         ("subnetwork", "diag", "subset_of_weights='subnetwork'"),
         ("all", "lowrank", "hessian_structure='lowrank': two towers"),
@@ -128,7 +128,7 @@ def test_batches(device: str) -> None:
         made(device, positives="labels").fit([(a, b)])
 
 
-@pytest.mark.parametrize("name", LOSSES)
+@each("name", LOSSES)
 def test_nothing_to_compare(name: str, device: str, caplog: pytest.LogCaptureFixture) -> None:
     """Batches of one pair have no negative; labels may leave no positive."""
     a, b = (x.to(device) for x in (numbers(0, 4, 4), numbers(1, 4, 2)))
@@ -140,6 +140,7 @@ def test_nothing_to_compare(name: str, device: str, caplog: pytest.LogCaptureFix
     if name != "siglip":
         with pytest.raises(cc.InputError, match=r"at least one anchor with .*, got none of 8"):
             made(device, name).fit([(a, b, (torch.arange(4), torch.arange(4, 8)))])
+    caplog.clear()
     with caplog.at_level(logging.INFO, "contrastive_curvature"):
         made(device, name).fit([(a[:1], b[:1]), (a, b)])
     assert "1 of 2 batches had no inputs that belong together less than others" in caplog.text
