@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tables import covering
 from torch import nn
 
 import contrastive_curvature as cc
@@ -28,10 +29,7 @@ def test_make_names_every_benchmark():
     assert "BENCH: expected one of" in refused.stdout
 
 
-@pytest.mark.parametrize("distance", ["arccos", "euclidean"])
-@pytest.mark.parametrize("pd_fix", ["fixed", "positive", "full"])
-@pytest.mark.parametrize("entries", [3, 4])
-@pytest.mark.parametrize("weight", [0.5, 0.3])
+@covering(2, distance=["arccos", "euclidean"], pd_fix=["fixed", "positive", "full"], entries=[3, 4], weight=[0.5, 0.3])
 def test_pairwise_is_ggn(distance, pd_fix, entries, weight):
     layer = nn.Linear(5, 3).double()
     x = torch.rand(9, 5, dtype=torch.float64)

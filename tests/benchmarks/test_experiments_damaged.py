@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from tables import each
 
 from benchmarks.experiments import cli, config, plots, store
 from benchmarks.experiments.clock import Clock
@@ -79,7 +80,7 @@ def test_damaged_curves_are_named_by_the_command(folder, kind, capsys):
     assert f"Remove {folder / CELL}" in said
 
 
-@pytest.mark.parametrize(
+@each(
     "change",
     [
         {"row": "norm"},

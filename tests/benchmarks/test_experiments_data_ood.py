@@ -6,6 +6,7 @@ import torch
 from benchmark_data_files import write_cub, write_lfw, write_mnist
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each
 
 from benchmarks.experiments import cli
 from benchmarks.experiments.data import TensorSplit, load_data
@@ -89,7 +90,7 @@ def test_fingerprints_tell_sizes_apart():
     assert len({*made, source.fingerprint()}) == 4
 
 
-@pytest.mark.parametrize("name", ["birds", "", "digits"])
+@each("name", ["birds", "", "digits"])
 def test_unknown_names_and_the_known_images_are_refused(name):
     with pytest.raises(InputError, match=r"ood: expected (one of|other images)"):
         load_data("digits", "", ood=name)

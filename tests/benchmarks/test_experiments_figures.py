@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each
 
 from benchmarks.experiments import figures, markdown, plan, summary
 from benchmarks.experiments.clock import Clock
@@ -143,7 +144,7 @@ def test_ablation_is_the_whole_grid():
     assert {row.key for row in rows} >= set(paper_table(1, "fashionmnist").rows)
 
 
-@pytest.mark.parametrize("methods", [["pfe", "pfe"], ["hubs"], [], ["posthoc_arccos_fixed"]])
+@each("methods", [["pfe", "pfe"], ["hubs"], [], ["posthoc_arccos_fixed"]])
 def test_unknown_and_double_rows_are_refused(methods):
     with pytest.raises(InputError, match=r"--methods: expected of table 2, each once: deterministic, "):
         plan.table_rows(2, methods)
@@ -172,8 +173,8 @@ def test_ensembles_share_no_encoder_and_are_planned_when_their_seeds_are_done(se
         assert all(place[seed] < number for seed in cell.members if seed in place)
 
 
-@pytest.mark.parametrize(
-    ("table", "data", "row", "figure", "value"),
+@each(
+    "table, data, row, figure, value",
     [
         (1, "lfw", "posthoc_euclidean_fixed", "auroc", (0.57, 0.25)),
         (1, "lfw", "online_arccos_fixed", "ausc", (0.50, 0.03)),

@@ -6,6 +6,7 @@ import pytest
 import torch
 from benchmark_methods import fit, make_data, make_setting
 from devices import DEVICES
+from tables import each
 
 from benchmarks.experiments.methods import METHODS, make_method
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
@@ -192,8 +193,8 @@ def test_nothing_is_said_before_the_fit(name):
         method.state_dict()
 
 
-@pytest.mark.parametrize(
-    ("name", "options", "says"),
+@each(
+    "name, options, says",
     [
         ("swag", {}, "swag"),
         ("norm", {"k": 3}, "no options"),

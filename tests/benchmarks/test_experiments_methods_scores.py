@@ -9,6 +9,7 @@ from benchmark_methods import fit, make_data, make_images, make_setting
 from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import covering
 from torch.distributions import Normal
 
 from benchmarks.experiments.data.split import TensorSplit
@@ -103,8 +104,7 @@ def test_features_kept_or_not_train_the_same_head(tmp_path, monkeypatch):
     close(found[0], found[1], rtol=1e-3, atol=0)
 
 
-@pytest.mark.parametrize("name", ["pfe", "knn_embedding", "knn_features", "vmf_density"])
-@pytest.mark.parametrize("augment", [False, True])
+@covering(1, name=["pfe", "knn_embedding", "knn_features", "vmf_density"], augment=[False, True])
 def test_images_without_augmentation_are_preferred(name, augment, tmp_path):
     data, setting = make_data(), make_setting()
     base = fit("deterministic", setting, tmp_path, data)

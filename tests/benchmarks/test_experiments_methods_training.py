@@ -7,6 +7,7 @@ import pytest
 import torch
 from benchmark_methods import fit, make_data, make_images, make_setting
 from devices import DEVICES
+from tables import covering
 
 from benchmarks.experiments.data.split import RetrievalData, TensorSplit
 from benchmarks.experiments.methods import embed, make_method
@@ -39,10 +40,10 @@ def fragile_data():
     return dataclasses.replace(data, train=Fragile(data.train.pixels, data.train.targets))
 
 
-@pytest.mark.parametrize("reads", [1, 3, 5])
-@pytest.mark.parametrize(
-    ("name", "changes"),
-    [
+@covering(
+    1,
+    reads=[1, 3, 5],
+    name__changes=[
         ("deterministic", {}),
         ("mc_dropout", {}),
         ("deterministic", {"per_class": 4}),
@@ -50,7 +51,6 @@ def fragile_data():
         ("deep_ensemble", {}),
         ("laplace_online", {}),
     ],
-    ids=["deterministic", "mc_dropout", "per_class", "pfe", "deep_ensemble", "laplace_online"],
 )
 def test_an_interrupted_training_ends_as_an_uninterrupted_one(name, changes, reads, tmp_path, monkeypatch):
     # PFE's head then reads images in training, instead of their features before

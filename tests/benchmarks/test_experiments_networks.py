@@ -6,6 +6,7 @@ import torch
 from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import each
 from torch import nn
 
 from benchmarks.experiments.networks import NETWORKS, GeM, make_network
@@ -73,19 +74,19 @@ def test_dropout_stands_once_between_all_trainable_parts(name):
     assert all(module.p == 0.3 for _, module in parts if isinstance(module, nn.Dropout))
 
 
-@pytest.mark.parametrize("name", ["", "resnet18", "FashionMNIST"])
+@each("name", ["", "resnet18", "FashionMNIST"])
 def test_unknown_networks_are_refused(name):
     with pytest.raises(InputError, match="name: expected one of 'digits', 'fashionmnist'"):
         make_network(name, 3)
 
 
-@pytest.mark.parametrize("dim", [1, 0, -3, 2.0, True, "3", None])
+@each("dim", [1, 0, -3, 2.0, True, "3", None])
 def test_impossible_dimensions_are_refused(dim):
     with pytest.raises(InputError, match="dim: expected a whole number, at least 2"):
         make_network("resnet50", dim)  # before any weights are looked for
 
 
-@pytest.mark.parametrize("dropout", [-0.1, 1.0, math.nan])
+@each("dropout", [-0.1, 1.0, math.nan])
 def test_impossible_dropout_rates_are_refused(dropout):
     with pytest.raises(InputError, match="dropout: expected at least 0 and below 1"):
         make_network("resnet50", 3, dropout)
@@ -145,7 +146,7 @@ def test_gem_learns_its_exponent_and_passes_gradients(device):
     assert torch.autograd.gradcheck(lambda x, p: torch.func.functional_call(pool, {"p": p}, (x,)), (x, pool.p))
 
 
-@pytest.mark.parametrize("arguments", [{"p": 0.5}, {"p": math.nan}, {"eps": 0.0}, {"eps": math.inf}])
+@each("arguments", [{"p": 0.5}, {"p": math.nan}, {"eps": 0.0}, {"eps": math.inf}])
 def test_gem_refuses_what_is_no_mean(arguments):
     with pytest.raises(InputError, match=next(iter(arguments))):
         GeM(**arguments)

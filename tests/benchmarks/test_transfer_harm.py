@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy import ndimage
+from tables import covering, each
 
 from benchmarks.transfer.harm import KINDS, LEVELS, harm
 from contrastive_curvature.errors import InputError
@@ -20,8 +21,7 @@ def pictures(shape, seed=0):
     return np.rint(255 * (smooth - low) / (high - low)).astype(np.uint8)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("shape", [(60, 28, 28), (40, 24, 40, 3)])
+@covering(1, kind=KINDS, shape=[(60, 28, 28), (40, 24, 40, 3)])
 def test_more_harm_is_further_from_the_image(kind, shape):
     images = pictures(shape)
     far = [np.abs(harm(images, kind, level, 3).astype(int) - images).mean() for level in LEVELS]
@@ -108,8 +108,8 @@ def test_a_bar_turns_by_the_degrees_of_its_level():
     assert senses == {-1, 1}
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
+@each(
+    "changed, message",
     [
         ({"images": np.zeros((2, 9, 9))}, "images.*uint8.*float64"),
         ({"images": np.zeros((9, 9), dtype=np.uint8)}, "images.*shape"),

@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
+from tables import each
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -359,8 +360,8 @@ def test_verification_needs_folds_and_both_kinds_of_pairs() -> None:
 # What is refused
 
 
-@pytest.mark.parametrize(
-    ("change", "named"),
+@each(
+    "change, named",
     [
         (lambda c: replace(c, train_labels=np.arange(120)), "train_labels"),
         (lambda c: replace(c, train_labels=np.zeros(120, int)), "train_labels"),

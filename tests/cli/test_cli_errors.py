@@ -12,6 +12,7 @@ import click
 import numpy as np
 import pytest
 from cli_support import Run, encoder_file, error_of
+from tables import covering
 
 from contrastive_curvature import artifact
 from contrastive_curvature.apps.cli import cli, saved
@@ -27,8 +28,11 @@ def saved_files(pattern: str) -> Path:
     return found[0]
 
 
-@pytest.mark.parametrize("pattern", ["config.json", "posterior-*.safetensors", "encoder-*.safetensors"])
-@pytest.mark.parametrize("harm", ["truncated", "missing", "foreign", "flipped"])
+@covering(
+    1,
+    pattern=["config.json", "posterior-*.safetensors", "encoder-*.safetensors"],
+    harm=["truncated", "missing", "foreign", "flipped"],
+)
 def test_a_damaged_posterior_is_refused_in_one_line(run: Run, pattern: str, harm: str) -> None:
     file = saved_files(pattern)
     whole = file.read_bytes()
@@ -85,9 +89,9 @@ def test_a_full_disk_while_a_posterior_is_written(run: Run, monkeypatch: pytest.
     assert {file.name: file.read_bytes() for file in Path("posterior").iterdir()} == before
 
 
-@pytest.mark.parametrize("at", ["encoder-", "config.json", "posterior-", "README.md"])
-@pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
-@pytest.mark.parametrize("tidy", [True, False], ids=["interrupted", "killed"])
+@covering(
+    2, at=["encoder-", "config.json", "posterior-", "README.md"], error=[KeyboardInterrupt, OSError], tidy=[True, False]
+)
 def test_replacing_a_posterior_leaves_the_old_or_the_new_one(
     run: Run, monkeypatch: pytest.MonkeyPatch, at: str, error: type[BaseException], tidy: bool
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from cli_support import BIAS, DIM, WEIGHT, WIDTH, Run, error_of, points
 from laplace import Laplace
+from tables import each
 from torch import nn
 
 import contrastive_curvature as cc
@@ -122,8 +123,8 @@ def test_a_folder_of_something_else_is_never_written(run: Run) -> None:
     assert [each.name for each in Path("photos").iterdir()] == ["a.txt"]
 
 
-@pytest.mark.parametrize(
-    ("extra", "wanted"),
+@each(
+    "extra, wanted",
     [
         (("--margin", "3"), "margin"),
         (("--loss", "supcon", "--margin", "0.3"), "temperature"),

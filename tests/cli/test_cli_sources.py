@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from cli_support import BIAS, WEIGHT, Run, error_of, opened, points
+from tables import covering
 from test_cli_fit import layer
 from test_cli_score import column, read
 from torch import nn
@@ -125,8 +126,7 @@ def test_an_archive_is_never_unpickled(run: Run) -> None:
     assert not Path("exploded").exists()
 
 
-@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 no archive", b"half"])
-@pytest.mark.parametrize("name", ["bad.npz", "bad.csv", "bad.jsonl", "bad.xyz"])
+@covering(1, content=[b"", b"PK\x03\x04 no archive", b"half"], name=["bad.npz", "bad.csv", "bad.jsonl", "bad.xyz"])
 def test_files_that_are_not_what_they_say(run: Run, name: str, content: bytes) -> None:
     whole = Path("new.npz").read_bytes()
     Path(name).write_bytes(whole[: len(whole) // 2] if content == b"half" else content)

@@ -12,6 +12,7 @@ import pytest
 import torch
 from devices import DEVICES
 from feature_networks import POINTS, Counting, Interrupted, data, encoder, loader
+from tables import covering
 
 import contrastive_curvature as cc
 
@@ -155,10 +156,10 @@ def _first_weight(model: Any) -> Any:
     return model
 
 
-@pytest.mark.parametrize("complete", [False, True])
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
+@covering(
+    1,
+    complete=[False, True],
+    change__message=[
         ({"dtype": "float32"}, "dtype: expected 'float64'.*got 'float32'"),
         ({"format": "parquet"}, "format: expected 'memmap'.*got 'parquet'"),
         ({"rows_per_part": 13}, "rows_per_part: expected 12.*got 13"),

@@ -16,6 +16,7 @@ from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from job_cases import INPUTS, POINTS, assert_same, data, fit_in, fitted, posterior, table, write
+from tables import covering
 
 import contrastive_curvature as cc
 from contrastive_curvature.io.jobs.parquet_parts import number_of_parts
@@ -76,9 +77,10 @@ def test_parts_are_whole_row_groups_where_there_are_enough(device: str, tmp_path
     assert [part.start for part in cc.jobs.ParquetParts(folder, POINTS)] == list(range(POINTS))
 
 
-@pytest.mark.parametrize("structure", ["diag", "kron", "kron_lowrank", "full"])
-@pytest.mark.parametrize(
-    "options", [{}, {"negative_samples": None}, {"loss": cc.SupConLoss(), "candidates": "dataset"}]
+@covering(
+    1,
+    structure=["diag", "kron", "kron_lowrank", "full"],
+    options=[{}, {"negative_samples": None}, {"loss": cc.SupConLoss(), "candidates": "dataset"}],
 )
 def test_a_fit_of_parts_is_that_of_the_whole(
     structure: str, options: dict[str, Any], device: str, tmp_path: Path

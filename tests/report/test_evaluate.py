@@ -7,6 +7,7 @@ import pytest
 import torch
 from devices import DEVICES
 from report_cases import fitted, inputs, loader
+from tables import each
 
 from contrastive_curvature import OptimisticPValueWarning, metrics
 from contrastive_curvature.apps.report import Data, Missing, evaluate
@@ -244,8 +245,8 @@ def test_metrics_are_finite_plain_numbers(device):
     assert sum(plain["curves"]["thresholds"]["unknown"]) == pytest.approx(1, abs=1e-3)
 
 
-@pytest.mark.parametrize(
-    ("options", "error", "names"),
+@each(
+    "options, error, names",
     [
         ({"ks": (0,)}, InputError, "ks"),
         ({"ks": 5}, InputTypeError, "ks"),

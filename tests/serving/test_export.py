@@ -15,6 +15,7 @@ import torch
 from devices import DEVICES
 from laplace import Laplace
 from serving_cases import INPUTS, STRUCTURES, assert_same, fitted, inputs, truth
+from tables import covering
 from test_served_encoder import mapped_posterior
 from torch import Tensor, nn
 
@@ -42,9 +43,9 @@ def run_onnx(path: Path, x: Tensor | dict[str, Tensor]) -> list[np.ndarray]:
     return session.run(None, {name: value.cpu().numpy() for name, value in feed.items()})
 
 
-@pytest.mark.parametrize("centres", [True, False])
-@pytest.mark.parametrize("calibrated", [True, False])
-@pytest.mark.parametrize("structure", ["diag", "kron", "full", "kron_lowrank of rank 2"])
+@covering(
+    2, centres=[True, False], calibrated=[True, False], structure=["diag", "kron", "full", "kron_lowrank of rank 2"]
+)
 def test_torch_export(device: str, structure: str, calibrated: bool, centres: bool, tmp_path: Path) -> None:
     la = fitted(structure, calibrated=calibrated, centres=centres, dtype=torch.float32, device=device)
     path = tmp_path / "model.pt2"

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.numpy import save_file
 from serving_cases import STRUCTURES, assert_same, fitted, inputs, truth
+from tables import covering
 
 from contrastive_curvature.embedding import known
 from contrastive_curvature.embedding.distribution import turning_angle
@@ -27,10 +28,13 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 SUFFIXES = ("npz", "safetensors")
 
 
-@pytest.mark.parametrize("centres", [True, False])
-@pytest.mark.parametrize("calibrated", [True, False])
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-10), (torch.float32, 1e-5)])
+@covering(
+    2,
+    centres=[True, False],
+    calibrated=[True, False],
+    structure=STRUCTURES,
+    dtype__tolerance=[(torch.float64, 1e-10), (torch.float32, 1e-5)],
+)
 def test_the_scorer_is_la(
     device: str,
     structure: str,
@@ -162,8 +166,7 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("suffix", SUFFIXES)
-@pytest.mark.parametrize("case", WRONG)
+@covering(1, suffix=SUFFIXES, case=WRONG)
 def test_what_is_wrong_is_refused_on_load(device: str, case: str, suffix: str, tmp_path: Path) -> None:
     arrays, metadata = saved(tmp_path / "scorer.safetensors", device)
     change, says = WRONG[case]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from devices import DEVICES
 from digits_corpus import STORES, make_store, small
+from tables import each
 
 import contrastive_curvature as cc
 
@@ -99,7 +100,7 @@ SEARCHES = [
 ]
 
 
-@pytest.mark.parametrize(("given", "error", "text"), SEARCHES)
+@each("given, error, text", SEARCHES)
 def test_refused_searches(device, given, error, text, store):
     given = dict(given)
     queries = given.pop("queries", torch.ones(2, 8))
