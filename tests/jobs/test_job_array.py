@@ -25,7 +25,8 @@ import contrastive_curvature as cc
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "job_array.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "large_data.md").read_text(encoding="utf-8")
+(SECTION,) = re.findall(r"^## A job array\n(.*?)^## ", PAGE, re.DOTALL | re.MULTILINE)
 WIDTH, DIM, PARTS = 512, 128, 3
 
 # Notes its arguments, and answers with the number of a job.
@@ -33,7 +34,7 @@ SBATCH = '#!/bin/bash\nprintf "%q " "$@" >> submitted\necho >> submitted\nwc -l 
 
 
 def block(language: str) -> str:
-    (found,) = re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+    (found,) = re.findall(rf"```{language}\n(.*?)```", SECTION, re.DOTALL)
     return found
 
 
