@@ -60,7 +60,6 @@ on_loss_and_hessian = pytest.mark.parametrize("call", CORE, ids=["loss", "output
 def test_embeddings(call: Callable[..., Any], device: str) -> None:
     z, y = outputs(device)
     refused(lambda: call(z[0], y), cc.InputError, "z", "(N, D)", "(3,)")
-    refused(lambda: call(z[None], y), cc.InputError, "z", "(N, D)", "(1, 12, 3)")
     refused(lambda: call(z[:, :0], y), cc.InputError, "z", "D >= 1")
     refused(lambda: call(z.long(), y), cc.InputTypeError, "z", "floating-point", "int64", ".float()")
     refused(lambda: call(z.tolist(), y), cc.InputTypeError, "z", "list")
@@ -79,7 +78,6 @@ def test_labels(call: Callable[..., Any], device: str) -> None:
     z, y = outputs(device)
     refused(lambda: call(z, y[:-1]), cc.InputError, "labels", "12 embeddings", "11 labels")
     refused(lambda: call(z, y.double()), cc.InputTypeError, "labels", "integer", "float64", ".long()")
-    refused(lambda: call(z, y.to(torch.complex64)), cc.InputTypeError, "labels", "complex64")
     refused(lambda: call(z, y[:, None]), cc.InputError, "labels", "(N,)", "(12, 1)")
     refused(lambda: call(z, y.tolist()), cc.InputTypeError, "labels", "list")
     refused(lambda: call(z), cc.InputError, "labels", "neither")
@@ -90,11 +88,10 @@ def test_labels(call: Callable[..., Any], device: str) -> None:
 def test_pairs(call: Callable[..., Any], device: str) -> None:
     z, y = outputs(device)
     index = torch.tensor([0, 1, 2], device=device)
-    for position in range(3):
-        for outside in (-1, N):
-            triplet = [index.clone() for _ in range(3)]
-            triplet[position][1] = outside
-            refused(lambda t=triplet: call(z, pairs=tuple(t)), cc.InputError, "pairs", "0..11", str(outside))
+    for position, outside in enumerate((-1, N, N)):
+        triplet = [index.clone() for _ in range(3)]
+        triplet[position][1] = outside
+        refused(lambda t=triplet: call(z, pairs=tuple(t)), cc.InputError, "pairs", "0..11", str(outside))
     refused(lambda: call(z, y, pairs=(index,) * 3), cc.InputError, "labels, pairs", "both")
     refused(lambda: call(z, pairs=(index.double(),) * 3), cc.InputTypeError, "pairs", "integer", "float64")
     refused(lambda: call(z, pairs=(index, index[:2], index)), cc.InputError, "pairs", "equal length", "[3, 2, 3]")
@@ -113,17 +110,13 @@ def test_pairs(call: Callable[..., Any], device: str) -> None:
     "option, value, kind, words",
     [
         ("distance", "cosine", cc.InputError, ("'euclidean'", "'arccos'", "cosine")),
-        ("distance", None, cc.InputError, ("'euclidean'", "None")),
         ("pd_fix", "posit", cc.InputError, ("'positive'", "'psd'", "posit")),
         ("normalization", "mean", cc.InputError, ("'anchor'", "mean")),
         ("margin", 0.0, cc.InputError, ("(0, 2]", "0.0", "unit embeddings")),
-        ("margin", -0.5, cc.InputError, ("(0, 2]", "-0.5")),
         ("margin", 2.5, cc.InputError, ("(0, 2]", "2.5")),
         ("margin", float("nan"), cc.InputError, ("(0, 2]", "nan")),
         ("margin", "0.7", cc.InputTypeError, ("(0, 2]", "0.7")),
-        ("margin", True, cc.InputTypeError, ("(0, 2]", "True")),
         ("negative_weight", -0.1, cc.InputError, ("[0, 1]", "-0.1", "Eq. 10")),
-        ("negative_weight", 1.1, cc.InputError, ("[0, 1]", "1.1")),
         ("negative_weight", float("nan"), cc.InputError, ("[0, 1]", "nan")),
         ("negative_weight", None, cc.InputTypeError, ("[0, 1]", "None")),
     ],
@@ -162,7 +155,7 @@ def test_further_options_of_ggn() -> None:
     x, y = inputs()
     model = Counting()
     refused(lambda: cc.ggn(model, x, y, structure="lowrank"), cc.InputError, "structure", "'kron'", "lowrank")
-    for pd_fix in ("fixed", "psd", "fix"):
+    for pd_fix in ("fixed", "psd"):
         call = lambda p=pd_fix: cc.ggn(model, x, y, structure="kron", pd_fix=p, kfac_approx="reduce")  # noqa: E731
         refused(call, cc.UnsupportedError, "kfac_approx", "'expand'")
     refused(lambda: cc.ggn("encoder", x, y), cc.InputTypeError, "model", "str")
@@ -170,7 +163,7 @@ def test_further_options_of_ggn() -> None:
     refused(lambda: cc.ggn(model, x.tolist(), y), cc.InputError, "x", "list")
     assert model.points == 0
     refused(lambda: cc.ggn(model, x, y, subset_of_weights="first"), cc.InputError, "subset_of_weights", "first")
-    for bad in ([0, 0], [-1], [43], []):
+    for bad in ([0, 0], [43], []):
         index = torch.tensor(bad, dtype=torch.int64)
         refused(lambda i=index: cc.ggn(model, x, y, subset_of_weights=i), cc.InputError, "subset_of_weights")
     refused(lambda: cc.ggn(model, x, y, subset_of_weights=torch.ones(3)), cc.InputError, "subset_of_weights")
@@ -233,36 +226,24 @@ class BatchStatistics(nn.Module):
         return self.head(self.norm(self.conv(x.view(-1, 1, 2, 2))).flatten(1))
 
 
-ENCODERS: list[tuple[str, Callable[[], nn.Module], str, type[Exception], tuple[str, ...]]] = [
-    ("no linear layer", lambda: encoder(nn.Tanh()), "last_layer", cc.UnsupportedError, ("last_layer", "nn.Linear")),
-    ("inside", Inside, "all", cc.UnsupportedError, ("model", "inside forward", "L2Norm")),
-    ("inside, last layer", Inside, "last_layer", cc.UnsupportedError, ("model", "inside forward", "L2Norm")),
-    (
-        "inside and in a module",
-        lambda: nn.Sequential(Inside(), cc.L2Norm()),
-        "all",
-        cc.UnsupportedError,
-        ("model", "inside forward", "L2Norm"),
-    ),
-    (
-        "already normalised",
-        lambda: encoder(ScaledNorm()),
-        "all",
-        cc.UnsupportedError,
-        ("arccos", "already normalised", "euclidean"),
-    ),
-    ("tuple", Pair, "all", cc.InputTypeError, ("model", "tensor (N, D)", "tuple")),
-    ("tuple, last layer", Pair, "last_layer", cc.InputTypeError, ("model", "tensor (N, D)", "tuple")),
-    ("images", lambda: encoder(nn.Unflatten(1, (D, 1))), "all", cc.InputError, ("model", "(N, D)", "(8, 3, 1)")),
-    ("batch statistics", BatchStatistics, "all", cc.UnsupportedError, ("model", "batch")),
-    ("batch statistics, last layer", BatchStatistics, "last_layer", cc.UnsupportedError, ("model", "batch")),
+INSIDE, BATCH = ("model", "inside forward", "L2Norm"), ("model", "batch")
+TUPLE = ("model", "tensor (N, D)", "tuple")
+ENCODERS: list[tuple[Callable[[], nn.Module], str, type[Exception], tuple[str, ...]]] = [
+    (lambda: encoder(nn.Tanh()), "last_layer", cc.UnsupportedError, ("last_layer", "nn.Linear")),
+    (Inside, "all", cc.UnsupportedError, INSIDE),
+    (Inside, "last_layer", cc.UnsupportedError, INSIDE),
+    (lambda: nn.Sequential(Inside(), cc.L2Norm()), "all", cc.UnsupportedError, INSIDE),
+    (lambda: encoder(ScaledNorm()), "all", cc.UnsupportedError, ("arccos", "already normalised", "euclidean")),
+    (Pair, "all", cc.InputTypeError, TUPLE),
+    (Pair, "last_layer", cc.InputTypeError, TUPLE),
+    (lambda: encoder(nn.Unflatten(1, (D, 1))), "all", cc.InputError, ("model", "(N, D)", "(8, 3, 1)")),
+    (BatchStatistics, "all", cc.UnsupportedError, BATCH),
+    (BatchStatistics, "last_layer", cc.UnsupportedError, BATCH),
 ]
 
 
-@pytest.mark.parametrize(("name", "build", "weights", "kind", "words"), ENCODERS, ids=[e[0] for e in ENCODERS])
-def test_encoders(
-    name: str, build: Callable[[], nn.Module], weights: str, kind: type[Exception], words: tuple[str, ...]
-) -> None:
+@each("build, weights, kind, words", ENCODERS)
+def test_encoders(build: Callable[[], nn.Module], weights: str, kind: type[Exception], words: tuple[str, ...]) -> None:
     x, y = inputs()
     loader = DataLoader(TensorDataset(x, y), batch_size=N)
     model = build().train()
@@ -323,21 +304,14 @@ def loaders() -> list[tuple[str, Callable[[], Any], type[Exception], tuple[str, 
         ("one point", lambda: [(x[:1], y[:1])], cc.InputError, ("train_loader", "two points", "1 point")),
         ("no positive", lambda: [(x, torch.arange(N))], cc.InputError, ("train_loader", "positive pair", "labels")),
         ("lengths", lambda: [(x, y[:-1])], cc.InputError, ("labels", "12", "11")),
-        ("lengths later", lambda: [*good, (x[:4], y[:3])], cc.InputError, ("labels", "4", "3")),
         ("float labels", lambda: [(x, y.double())], cc.InputTypeError, ("labels", "integer", "float64", ".long()")),
-        ("column of labels", lambda: [(x, y[:, None])], cc.InputError, ("labels", "(N,)", "(12, 1)")),
-        ("list of labels", lambda: [(x, y.tolist())], cc.InputTypeError, ("train_loader", "tensor", "list")),
         ("no labels", lambda: [(x,)], cc.InputTypeError, ("train_loader", "(x, labels)", "tuple of 1")),
         ("bare tensor", lambda: [x], cc.InputTypeError, ("train_loader", "(x, labels)", "Tensor")),
-        ("a number", lambda: [3], cc.InputTypeError, ("train_loader", "(x, labels)", "int")),
-        ("three parts", lambda: [(x, y, y)], cc.InputTypeError, ("train_loader", "(x, labels)", "tuple of 3")),
         ("numpy", lambda: [(x.numpy(), y)], cc.InputTypeError, ("train_loader", "ndarray")),
-        ("list of inputs", lambda: [([x], y)], cc.InputTypeError, ("train_loader", "list")),
         ("no key", lambda: [{"x": x}], cc.InputTypeError, ("train_loader", "'labels'", "dict_key_y")),
         ("no loader", lambda: None, cc.InputTypeError, ("train_loader", "None")),
         ("empty batch", lambda: [*good, (x[:0], y[:0])], cc.InputError, ("train_loader", "batch")),
         ("NaN", lambda: [(broken, y)], cc.InputError, ("model(x)", "NaN", "6")),
-        ("a generator", lambda: (b for b in good), cc.InputError, ("train_loader",)),
         ("other data", lambda: Once([good, good, good, unlike]), cc.InputError, ("train_loader", "every pass")),
     ]
 
@@ -406,9 +380,7 @@ def test_relations() -> None:
 
     refused(lambda: la("labels"), cc.InputTypeError, "relation", "str")
     refused(lambda: la(lambda a, b: a[:, None] == b).fit(loader), cc.InputTypeError, "pairs", "Tensor")
-    refused(lambda: la(lambda a, b: (a[:, None] < b, a[:, None] > b)).fit(loader), cc.InputError, "symmetric")
     refused(lambda: la(lambda a, b: (a[:, None] - b, a[:, None] - b)).fit(loader), cc.InputTypeError, "boolean")
-    refused(lambda: la(lambda a, b: (a[:, None] == b,) * 2).fit(loader), cc.InputError, "both")
     refused(lambda: la(lambda a, b: (a[:, None] == b, a[:, None] != b)).fit([(x, y[:-1])]), cc.InputError, "12")
 
 
@@ -421,10 +393,8 @@ def test_options_of_the_laplace_object() -> None:
     refused(lambda: la(backend_kwargs={"marign": 0.5}), cc.InputError, "backend_kwargs", "marign", "margin")
     refused(lambda: la(backend_kwargs={"pairs": "all"}), cc.InputError, "pairs", "'batch'", "all")
     refused(lambda: la(backend_kwargs={"rank": 3}), cc.InputError, "rank", "lowrank")
-    refused(lambda: la("all", "lowrank", backend_kwargs={"rank": 0}), cc.InputError, "rank", "0")
     refused(lambda: la(backend=dict), cc.InputTypeError, "backend", "dict")
     refused(lambda: la(sigma_noise=2.0), cc.UnsupportedError, "sigma_noise", "temperature")
-    refused(lambda: la("all", "diag", 2.0), cc.UnsupportedError, "sigma_noise", "temperature")
     refused(lambda: la("last_layer", feature_reduction="average"), cc.UnsupportedError, "feature_reduction")
     refused(lambda: Laplace("model", "contrastive", "all", "diag"), cc.InputTypeError, "model", "str")
     refused(lambda: Laplace(nn.ReLU(), "contrastive", "all", "diag"), cc.InputError, "model", "parameters")
@@ -444,7 +414,7 @@ def test_options_of_prediction_and_tuning() -> None:
     refused(lambda: la(x, temperature=2), cc.InputTypeError, "temperature")
     refused(lambda: la(x, pred_type="nn", n_samples=1), cc.InputError, "samples", "2")
     refused(lambda: la(x).joint_covariance, cc.UnsupportedError, "joint=True")
-    for bad in (0, -1, 2.5, True):
+    for bad in (0, 2.5):
         for kwargs in ({"joint": True}, {"pred_type": "nn"}, {}):
             call = lambda b=bad, k=kwargs: la.predictive_samples(x, n_samples=b, **k)  # noqa: E731
             refused(call, cc.InputError, "n_samples", str(bad))

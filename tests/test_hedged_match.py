@@ -113,15 +113,10 @@ def test_losses_of_points_are_their_formulas(seed, dim, batch, a, b, margin):
 
 def test_reductions():
     z1, z2, matches = normal(0, 4, 2), normal(1, 4, 2), torch.tensor([True, False, False, True])
-    for loss in (soft_contrastive_loss(z1, z2, matches, 1.0, 0.5, reduction="none"), None):
-        each = hard_contrastive_loss(z1, z2, matches, reduction="none") if loss is None else loss
-        found = [
-            hard_contrastive_loss(z1, z2, matches, reduction=kind)
-            if loss is None
-            else soft_contrastive_loss(z1, z2, matches, 1.0, 0.5, reduction=kind)
-            for kind in ("mean", "sum")
-        ]
-        torch.testing.assert_close(found, [each.mean(), each.sum()])
+    for loss, options in ((soft_contrastive_loss, (1.0, 0.5)), (hard_contrastive_loss, ())):
+        whole = loss(z1, z2, matches, *options, reduction="none")
+        found = [loss(z1, z2, matches, *options, reduction=kind) for kind in ("mean", "sum")]
+        torch.testing.assert_close(found, [whole.mean(), whole.sum()])
 
 
 def test_gradients():

@@ -158,10 +158,8 @@ GOOD = (torch.zeros(2, 3), torch.ones(2, 3))
     "bad, says",
     [
         ((torch.zeros(2, 3), torch.ones(2, 2)), "variance of positive: expected shape"),
-        ((torch.zeros(2, 3), torch.ones(3)), "variance of positive: expected shape"),
         ((torch.zeros(2, 3), torch.ones(2)), "variance of positive: expected shape"),
         ((torch.zeros(2, 0), torch.ones(2, 0)), "mean of positive: expected shape"),
-        ((torch.tensor(0.0), torch.tensor(1.0)), "mean of positive: expected shape"),
         ((torch.zeros(2, 4), torch.ones(2, 4)), "one dimension D, got anchor 3, positive 4"),
         ((torch.zeros(4, 3), torch.ones(4, 3)), "shapes that broadcast"),
         ((torch.zeros(2, 3), -torch.ones(2, 3)), "variance of positive: expected variances >= 0, got -1.0"),
@@ -175,7 +173,7 @@ def test_bad_values(bad: Embedding, says: str) -> None:
         tau_moments(GOOD, bad, GOOD)
 
 
-@each("bad", [torch.zeros(2, 3), GOOD[:1], [GOOD[0], GOOD[1]], (GOOD[0], None), (GOOD[0].long(),) * 2])
+@each("bad", [torch.zeros(2, 3), GOOD[:1], (GOOD[0], None), (GOOD[0].long(),) * 2])
 def test_bad_types(bad: object) -> None:
     with pytest.raises(InputTypeError, match="positive"):
         tau_moments(GOOD, bad, GOOD)
