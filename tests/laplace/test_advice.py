@@ -42,9 +42,13 @@ def fitted(device: str, labels: Tensor | None = None, weights: str = "last_layer
     return la
 
 
-@pytest.mark.parametrize("weights", ["last_layer", "all"])
-def test_a_prior_that_nobody_chose_is_said_once(weights: str, device: str) -> None:
-    la, x = fitted(device, weights=weights), inputs(device)
+@pytest.mark.parametrize(
+    ("weights", "structure"), [("last_layer", "diag"), ("all", "diag"), ("all", "lowrank"), ("last_layer", "gp")]
+)
+def test_a_prior_that_nobody_chose_is_said_once(weights: str, structure: str, device: str) -> None:
+    x, more = inputs(device), {"n_subset": 6} if structure == "gp" else {}
+    la: Any = Laplace(encoder(device), "contrastive", weights, structure, backend_kwargs={"pd_fix": "psd"}, **more)
+    la.fit([(x, (torch.arange(N) % 3).to(device))])
     with pytest.warns(cc.DefaultPriorWarning, match=r"optimize_prior_precision\(\)") as caught:
         la(x, on_invalid="nan")
     assert Path(caught[0].filename) == Path(__file__)
@@ -102,15 +106,6 @@ def test_a_saved_posterior_says_whether_its_prior_was_chosen(weights: str, devic
     la.prior_precision = 1.0
     la.save_pretrained(tmp_path / "folder", overwrite=True)
     cc.load_pretrained(tmp_path / "folder", encoder=encoder(device))(x)
-
-
-@pytest.mark.parametrize(("weights", "structure"), [("all", "lowrank"), ("last_layer", "gp")])
-def test_every_fit_says_it(weights: str, structure: str, device: str) -> None:
-    more: Any = {"n_subset": 6} if structure == "gp" else {}
-    la: Any = Laplace(encoder(device), "contrastive", weights, structure, backend_kwargs={"pd_fix": "psd"}, **more)
-    la.fit([(inputs(device), (torch.arange(N) % 3).to(device))])
-    with pytest.warns(cc.DefaultPriorWarning):
-        la(inputs(device))
 
 
 def test_towers_and_posteriors_that_were_not_fitted(device: str) -> None:

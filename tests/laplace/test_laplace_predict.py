@@ -122,6 +122,8 @@ def test_predictions_have_the_linearised_covariance(weights: str, structure: str
     assert close(joint.joint_covariance, flat @ covariance @ flat.T)
     assert close(joint.covariance, truth)
     assert close(joint.kappa, kappa)
+    assert la(x[:0], joint=True).joint_covariance.shape == (0, 0)
+    assert la(x[:0]).uncertainty.shape == (0,)
     diagonal = la(x, diagonal_output=True)
     assert close(diagonal.covariance, torch.diag_embed(truth.diagonal(dim1=1, dim2=2)))
 
@@ -197,13 +199,6 @@ def test_a_covariance_has_its_graph_wherever_it_is_asked_for_first(structure: st
     assert x.grad is not None
 
 
-@for_every_combination
-def test_no_inputs_have_no_predictions(weights: str, structure: str) -> None:
-    la, _, x = posterior(weights, structure)
-    assert la(x[:0], joint=True).joint_covariance.shape == (0, 0)
-    assert la(x[:0]).uncertainty.shape == (0,)
-
-
 @on_every_device
 def test_sampled_networks_are_summarised(device: str) -> None:
     la, _, x = posterior("all", "diag", device)
@@ -261,8 +256,7 @@ def test_effective_parameters_of_any_prior(weights: str, structure: str) -> None
     assert torch.equal(la.prior_precision, before)
 
 
-@for_every_combination
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@covering(1, dtype=[torch.float32, torch.float64], weights__structure=COMBINATIONS)
 def test_choosing_the_prior_again_changes_nothing(weights: str, structure: str, dtype: torch.dtype) -> None:
     x, y = data()
     # Twice to the last bit, or a calibration would be out of date; and in any mode of torch.
