@@ -15,6 +15,8 @@ import contrastive_curvature as cc
 from contrastive_curvature.fit.finite import eigenpairs
 from contrastive_curvature.laplace.forms import decompose_factors
 
+pytestmark = pytest.mark.parametrize("device", DEVICES)
+
 N, WIDTH, D = 24, 6, 3
 
 
@@ -31,7 +33,7 @@ def batches(value: float, device: str) -> list[tuple[Tensor, Tensor]]:
 
 
 # Through tanh, infinity gives outputs like any; through ReLU, 1e20 does, and its square overflows float32.
-OUTLIERS = [pytest.param(nn.Tanh(), float("inf"), id="infinite"), pytest.param(nn.ReLU(), 1e20, id="huge")]
+OUTLIERS = [(nn.Tanh(), float("inf")), (nn.ReLU(), 1e20)]
 STRUCTURES = [
     ("all", "diag", {}),
     ("all", "kron", {}),
@@ -43,9 +45,7 @@ STRUCTURES = [
 ]
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize(("activation", "value"), OUTLIERS)
-@pytest.mark.parametrize(("weights", "structure", "more"), STRUCTURES, ids=[f"{a}-{b}" for a, b, _ in STRUCTURES])
+@covering(2, activation__value=OUTLIERS, weights__structure__more=STRUCTURES)
 def test_no_structure_keeps_it(
     weights: str, structure: str, more: dict[str, Any], activation: nn.Module, value: float, device: str
 ) -> None:
@@ -56,10 +56,19 @@ def test_no_structure_keeps_it(
     assert not la.n_data, "a refused fit leaves no posterior"
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@covering(1, structure=["diag", "kron", "full", "lowrank"], backend=[None, cc.ContrastiveGGN])
-def test_the_message_names_layer_and_batch(structure: str, backend: Any, device: str) -> None:
-    la = Laplace(encoder(nn.Tanh(), device), "contrastive", "all", structure, backend=backend)
+@each(
+    "structure, backend, options",
+    [
+        ("diag", None, {"pairs": "batch"}),
+        ("diag", None, {"pairs": "batch", "pd_fix": "full"}),
+        ("diag", cc.ContrastiveGGN, {"pd_fix": "full"}),
+        ("kron", None, {}),
+        ("full", cc.ContrastiveGGN, {}),
+        ("lowrank", None, {}),
+    ],
+)
+def test_the_message_names_layer_and_batch(structure: str, backend: Any, options: dict[str, Any], device: str) -> None:
+    la = Laplace(encoder(nn.Tanh(), device), "contrastive", "all", structure, backend=backend, backend_kwargs=options)
     with pytest.raises(cc.InputError) as caught:
         la.fit(batches(float("inf"), device))
     message = str(caught.value)
@@ -67,17 +76,6 @@ def test_the_message_names_layer_and_batch(structure: str, backend: Any, device:
         assert word in message, message
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kind", ["dataset", "batch"])
-@pytest.mark.parametrize("pd_fix", ["fixed", "full"])
-def test_both_kinds_of_fit_and_coupled_fixes(kind: str, pd_fix: str, device: str) -> None:
-    options = {"pairs": kind, "pd_fix": pd_fix}
-    la = Laplace(encoder(nn.Tanh(), device), "contrastive", "all", "diag", backend_kwargs=options)
-    with pytest.raises(cc.InputError, match=r"layer '0' \(parameter '0.weight'\), first in batch 1"):
-        la.fit(batches(float("inf"), device))
-
-
-@pytest.mark.parametrize("device", DEVICES)
 @each("structure", ["diag", "kron", "full"])
 def test_ggn_and_backends_refuse_it(structure: str, device: str) -> None:
     model = encoder(nn.Tanh(), device)
@@ -87,9 +85,11 @@ def test_ggn_and_backends_refuse_it(structure: str, device: str) -> None:
     for kind in (cc.ContrastiveGGN, cc.BackPackContrastiveGGN, cc.CurvlinopsContrastiveGGN, cc.StochManContrastiveGGN):
         with pytest.raises(cc.InputError, match="finite"):
             getattr(kind(model), structure)(x, labels)
+    # The operator's own check of two equal products is the first to multiply.
+    with pytest.raises(cc.InputError, match="finite"):
+        cc.ContrastiveGGNLinearOperator(model, cc.ContrastiveLoss(), None, [(x, labels)])
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_a_subnetwork_is_named_by_its_parameters(device: str) -> None:
     model = encoder(nn.Tanh(), device)
     x, labels = batches(float("inf"), device)[1]
@@ -101,7 +101,6 @@ def test_a_subnetwork_is_named_by_its_parameters(device: str) -> None:
     assert cc.ggn(model, x, labels, subset_of_weights=indices[:1]).isfinite().all()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_the_last_layer_is_named(device: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, D)).to(device)
@@ -114,17 +113,6 @@ def test_the_last_layer_is_named(device: str) -> None:
         cc.ggn(model, x, labels, subset_of_weights="last_layer")
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_an_operator_refuses_it(device: str) -> None:
-    model = encoder(nn.Tanh(), device)
-    # Its own check of two equal products is the first to multiply.
-    with pytest.raises(cc.InputError, match="finite"):
-        cc.ContrastiveGGNLinearOperator(
-            model, cc.ContrastiveLoss(), list(model.parameters()), batches(float("inf"), device)
-        )
-
-
-@pytest.mark.parametrize("device", DEVICES)
 def test_eigenvalues_that_cannot_be_had_are_an_error_of_ours(device: str) -> None:
     """laplace-torch's decomposition would call ``exit()``, with status 0."""
     for value in (float("nan"), float("inf")):
@@ -136,7 +124,7 @@ def test_eigenvalues_that_cannot_be_had_are_an_error_of_ours(device: str) -> Non
             decompose_factors([[torch.eye(3, device=device), matrix]])
 
 
-def test_the_decomposition_is_the_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_decomposition_is_the_hosts(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
     from laplace.utils import Kron
 
     torch.manual_seed(0)

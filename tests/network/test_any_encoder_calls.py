@@ -86,24 +86,6 @@ def test_a_mapping_arrives_as_forward_wants_it(device: str, kind: type[Base], wr
     assert set(batch) == {"x", "attention_mask", "labels"}
 
 
-class WithMargin(Base):
-    """As the head of ArcFace: with a label it returns logits."""
-
-    def forward(self, x: Tensor, label: Tensor | None = None) -> Tensor:
-        assert label is None
-        return self.inner(x)
-
-
-def test_labels_of_another_name_stay_outside(device: str) -> None:
-    model, x = WithMargin().to(device), torch.randn(N, 4, dtype=torch.float64).to(device)
-    batch = {"x": x, "label": LABELS.to(device)}
-    torch.testing.assert_close(ModelCall("label")(model, batch), model.inner(x))
-    torch.testing.assert_close(Encoder(model, batch, label_key="label")(batch), model.inner(x))
-    anything = Rest().to(device)
-    batch["attention_mask"] = torch.ones_like(x)
-    torch.testing.assert_close(ModelCall("label")(anything, batch), anything.inner(x))
-
-
 def returns(entries: Any) -> nn.Module:
     class Returns(Base):
         def forward(self, x: Tensor) -> Any:
@@ -534,18 +516,16 @@ def test_a_layer_that_cannot_be_copied_says_what_to_type(device: str) -> None:
 
 def test_with_last_layer_refuses(device: str) -> None:
     x = torch.randn(N, 4).to(device)
-    linear = nn.Sequential(nn.Linear(4, DIM), cc.L2Norm()).to(device)
-    with pytest.raises(cc.InputError, match=r"does not end in a linear layer, got layer '0' at its end. Pass it to"):
-        cc.with_last_layer(linear, x)
-    with pytest.raises(cc.InputTypeError, match="model: expected a torch"):
-        cc.with_last_layer(None, x)  # type: ignore[arg-type]
-    tanh = nn.Sequential(nn.Linear(4, DIM), nn.Tanh()).to(device)
-    with pytest.raises(cc.InputTypeError, match="x: expected a tensor or a mapping"):
-        cc.with_last_layer(tanh, None)
-    with pytest.raises(cc.InputError, match="x: expected a batch of at least one point"):
-        cc.with_last_layer(tanh, x[:0])
-    with pytest.raises(cc.InputError, match="x: expected inputs that the model can process"):
-        cc.with_last_layer(tanh, x[:, :2])
+    linear, tanh = (nn.Sequential(nn.Linear(4, DIM), end).to(device) for end in (cc.L2Norm(), nn.Tanh()))
+    for model, batch, message in (
+        (linear, x, r"does not end in a linear layer, got layer '0' at its end. Pass it to"),
+        (None, x, "model: expected a torch"),
+        (tanh, None, "x: expected a tensor or a mapping"),
+        (tanh, x[:0], "x: expected a batch of at least one point"),
+        (tanh, x[:, :2], "x: expected inputs that the model can process"),
+    ):
+        with pytest.raises((cc.InputError, cc.InputTypeError), match=message):
+            cc.with_last_layer(model, batch)  # type: ignore[arg-type]
 
 
 class _WithClasses(nn.Module):
@@ -570,6 +550,10 @@ def test_labels_under_another_name_are_not_given_to_the_encoder(weights: str, de
     named.fit([batch])
     plain.fit([(x, y)])
     assert named.n_outputs == 4
+    everything = Rest().to(device)  # a forward that takes any keyword
+    more = {"x": torch.randn(N, 4, device=device).double(), "attention_mask": torch.ones(N, 4, device=device)}
+    found = ModelCall("label")(everything, {**more, "label": LABELS.to(device)})
+    torch.testing.assert_close(found, everything.inner(more["x"]))
     n = plain.H.numel()  # of all weights, those of the classes come last, and have no part in embeddings
     torch.testing.assert_close(named.H[:n], plain.H)
     assert bool((named.H[n:] == 0).all())

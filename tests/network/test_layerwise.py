@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -14,6 +14,7 @@ import torch
 from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
+from lambda_networks import Lambda, parameter
 from strategies import DISTANCES, FIXES, close, network_cases
 from tables import covering
 from torch import Tensor, nn
@@ -31,23 +32,6 @@ from contrastive_curvature.testing.cases import truth_and_size
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 LABELS = torch.tensor([0, 0, 1, 1, 2, 2])
-
-
-class Lambda(nn.Module):
-    """Modules and parameters by name, and a function of them and the input."""
-
-    def __init__(self, forward: Callable[..., Tensor], **parts: Any) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            setattr(self, name, part)
-        self._forward = forward
-
-    def forward(self, x: Any) -> Tensor:
-        return self._forward(self, x)
-
-
-def parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(*shape))
 
 
 def transformer(m: Any, x: Tensor) -> Tensor:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from devices import DEVICES
+from lambda_networks import Lambda, parameter
 from strategies import FIXES, close
 from tables import covering
 from torch import Tensor, nn
@@ -36,19 +36,6 @@ pytestmark = [
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1])
 
 
-class Lambda(nn.Module):
-    """Modules and parameters by name, and a function of them and the input."""
-
-    def __init__(self, forward: Callable[..., Tensor], **parts: Any) -> None:
-        super().__init__()
-        for name, part in parts.items():
-            setattr(self, name, part)
-        self._forward = forward
-
-    def forward(self, x: Any) -> Tensor:
-        return self._forward(self, x)
-
-
 class Product(torch.autograd.Function):
     """A function that no function mode sees."""
 
@@ -61,10 +48,6 @@ class Product(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         x, w = ctx.saved_tensors
         return gradients[0] * w, (gradients[0] * x).sum(0)
-
-
-def parameter(*shape: int) -> nn.Parameter:
-    return nn.Parameter(torch.randn(shape))
 
 
 def sorted_points(m: Any, x: Tensor) -> Tensor:
@@ -141,16 +124,21 @@ def found_names(caught: list[warnings.WarningMessage]) -> set[str]:
     return set(text.split("'")[1::2])
 
 
+def check(model: nn.Module, x: Any, device: str, pd_fix: str = "fixed") -> None:
+    """Compare the diagonal of all weights with the dense oracle."""
+    truth = dense_ggn(model, x, LABELS.to(device), pd_fix=pd_fix, margin=None)
+    found = cc.ggn(model, x, LABELS.to(device), pd_fix=pd_fix, margin=None, clamp=False)
+    assert close(found, truth.diagonal(), float(truth.abs().max()), 1e-9)
+
+
 @covering(1, pd_fix=FIXES, kind=list(networks()))
 def test_what_a_later_point_does_is_noticed_and_exact(kind: str, pd_fix: str, device: str) -> None:
     model, x, names = networks()[kind]
     model, x = model.double().to(device), x.double().to(device)
-    truth = dense_ggn(model, x, LABELS.to(device), pd_fix=pd_fix, margin=None)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        found = cc.ggn(model, x, LABELS.to(device), pd_fix=pd_fix, margin=None, clamp=False)
+        check(model, x, device, pd_fix)
     assert found_names(caught) == names
-    assert close(found, truth.diagonal(), float(truth.abs().max()), 1e-9)
 
 
 @pytest.mark.parametrize("kind", list(networks()))
@@ -221,10 +209,8 @@ def test_scalars_and_empty_parameters(pd_fix: str, device: str) -> None:
         c=nn.Linear(4, 3),
     )
     model, x = model.double().to(device), torch.randn(8, 4, dtype=torch.float64, device=device)
-    truth = dense_ggn(model, x, LABELS.to(device), pd_fix=pd_fix, margin=None)
     with pytest.warns(UserWarning, match=r"1 parameters \('temperature'\)"):
-        found = cc.ggn(model, x, LABELS.to(device), pd_fix=pd_fix, margin=None, clamp=False)
-    assert close(found, truth.diagonal(), float(truth.abs().max()), 1e-9)
+        check(model, x, device, pd_fix)
 
 
 def test_sparse_gradients(device: str) -> None:
@@ -251,10 +237,8 @@ def test_layers_in_vmap(shared: bool, device: str) -> None:
 
     model = Lambda(forward, a=layer, c=nn.Linear(4, 3)).double().to(device)
     x = torch.randn(8, 4, dtype=torch.float64, device=device)
-    truth = dense_ggn(model, x, LABELS.to(device), margin=None)
     with pytest.warns(UserWarning, match="'a.weight'"):
-        found = cc.ggn(model, x, LABELS.to(device), margin=None, clamp=False)
-    assert close(found, truth.diagonal(), float(truth.abs().max()), 1e-9)
+        check(model, x, device)
 
 
 def padded_transformer(masked: bool) -> nn.Module:
@@ -276,8 +260,7 @@ def test_transformers_with_padding(device: str) -> None:
     padding[6, 2:] = padding[2, 3:] = True
     x = {"x": torch.randn(8, 4, 4, dtype=torch.float64), "padding": padding}
     model = padded_transformer(masked=True)
-    truth = dense_ggn(model, x, LABELS, margin=None)
-    assert close(cc.ggn(model, x, LABELS, margin=None, clamp=False), truth.diagonal(), float(truth.abs().max()), 1e-9)
+    check(model, x, device)
     with pytest.raises(cc.UnsupportedError, match="enable_nested_tensor=False"):
         cc.ggn(padded_transformer(masked=False), x, LABELS)
 
@@ -382,7 +365,5 @@ def test_one_layer_in_two_shapes(device: str) -> None:
 
     model = Lambda(forward, w=parameter(4, 2, 3, 3), c=nn.Linear(4, 3)).double().to(device)
     x = torch.randn(8, 2, 5, 5, dtype=torch.float64, device=device)
-    truth = dense_ggn(model, x, LABELS.to(device), margin=None)
     with pytest.warns(UserWarning, match=r"1 parameters \('w'\)"):
-        found = cc.ggn(model, x, LABELS.to(device), margin=None, clamp=False)
-    assert close(found, truth.diagonal(), float(truth.abs().max()), 1e-9)
+        check(model, x, device)

@@ -116,8 +116,7 @@ def test_predictions_of_one_posterior(kind: str, tail: tuple[nn.Module, ...]) ->
     check([predict(seed) for seed in range(THREADS)], lambda: model(inputs(9)).detach())
 
 
-@pytest.mark.parametrize("kind", ["last layer", "all, torch.func", "all, BackPACK"])
-@pytest.mark.parametrize("pred_type", ["glm", "nn"])
+@covering(1, pred_type=["glm", "nn"], kind=["last layer", "all, torch.func", "all, BackPACK"])
 def test_samples_of_one_posterior(kind: str, pred_type: str) -> None:
     model = build(cc.L2Norm())
     la = Laplace(model, "contrastive", **POSTERIORS[kind])
@@ -156,11 +155,6 @@ def test_fits_of_one_encoder(kind: str) -> None:
 
     plain = [lambda: model(inputs(9)).detach(), lambda: other(inputs(8)).detach()]
     check([fit(1), fit(2)], *plain, rounds=6)
-
-
-def test_jacobians_by_backpack_in_several_threads() -> None:
-    backend = BackPackContrastiveGGN(build())
-    check([lambda s=seed: backend.jacobians(inputs(s, 4 + s)) for seed in range(THREADS)], rounds=10)
 
 
 def test_products_never_show_in_the_users_model() -> None:
