@@ -27,7 +27,7 @@ from backpack.extensions import (
 )
 from backpack_networks import FLAT, SEQUENTIAL, Drawn, backpack_cases, build, truth_and_size
 from devices import DEVICES
-from hypothesis import assume, given
+from hypothesis import assume, example, given
 from strategies import INPUTS, Case, close
 from tables import each
 from torch import Tensor, nn
@@ -215,6 +215,7 @@ def hessian_of(function: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor
 
 
 @given(drawn=backpack_cases(("relu", "no bias", "linear", "normalised")))
+@example(drawn=fixed("normalised"))
 def test_hmp_is_the_hessian_of_the_loss(drawn: Drawn, device: str) -> None:
     """With ``arccos`` and ``full``, and through a normalisation layer too."""
     model, x, case = drawn
