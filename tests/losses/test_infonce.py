@@ -63,18 +63,14 @@ def test_value_is_a_sum_over_positive_pairs(case: Case, tau: float, reduction: s
     assert float(loss(moved.z, **moved.given)) == pytest.approx(truth, rel=1e-11, abs=1e-14 / tau)
 
 
-@given(case=cases(), tau=temperatures, reduction=reductions)
-def test_hessian_is_that_of_autograd(case: Case, tau: float, reduction: str, device: str) -> None:
+@given(
+    case=cases(), tau=temperatures, reduction=reductions, fix=st.sampled_from(("full", "ggn")), seed=st.integers(0, 99)
+)
+def test_derivatives_are_those_of_autograd(
+    case: Case, tau: float, reduction: str, fix: str, seed: int, device: str
+) -> None:
     check_hessian(InfoNCELoss(tau, reduction), case, device, size(tau))
-
-
-@given(case=cases(), tau=temperatures, fix=st.sampled_from(("full", "ggn")), seed=st.integers(0, 99))
-def test_products_and_cross_blocks_agree_with_dense(case: Case, tau: float, fix: str, seed: int, device: str) -> None:
     check_products(InfoNCELoss(tau, pd_fix=fix), case, device, size(tau), seed)
-
-
-@given(case=cases(), tau=temperatures)
-def test_second_order_part_is_positive_semidefinite(case: Case, tau: float, device: str) -> None:
     check_ggn_is_psd(InfoNCELoss(tau), case, device, size(tau))
 
 

@@ -58,18 +58,14 @@ def test_value_is_a_sum_over_candidates(case: Case, chosen: Any, reduction: str,
     assert float(loss(moved.z, **moved.given)) == pytest.approx(truth, rel=1e-12, abs=1e-12)
 
 
-@given(case=cases(), chosen=options, reduction=reductions)
-def test_hessian_is_that_of_autograd(case: Case, chosen: Any, reduction: str, device: str) -> None:
+@given(
+    case=cases(), chosen=options, reduction=reductions, fix=st.sampled_from(("full", "ggn")), seed=st.integers(0, 99)
+)
+def test_derivatives_are_those_of_autograd(
+    case: Case, chosen: Any, reduction: str, fix: str, seed: int, device: str
+) -> None:
     check_hessian(MultiSimilarityLoss(*chosen, reduction), case, device, size(*chosen))
-
-
-@given(case=cases(), chosen=options, fix=st.sampled_from(("full", "ggn")), seed=st.integers(0, 99))
-def test_products_and_cross_blocks_agree_with_dense(case: Case, chosen: Any, fix: str, seed: int, device: str) -> None:
     check_products(MultiSimilarityLoss(*chosen, pd_fix=fix), case, device, size(*chosen), seed)
-
-
-@given(case=cases(), chosen=options)
-def test_second_order_part_is_positive_semidefinite(case: Case, chosen: Any, device: str) -> None:
     check_ggn_is_psd(MultiSimilarityLoss(*chosen), case, device, size(*chosen))
 
 
