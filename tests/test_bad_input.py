@@ -393,6 +393,7 @@ def test_options_of_the_laplace_object() -> None:
     refused(lambda: la(backend_kwargs={"marign": 0.5}), cc.InputError, "backend_kwargs", "marign", "margin")
     refused(lambda: la(backend_kwargs={"pairs": "all"}), cc.InputError, "pairs", "'batch'", "all")
     refused(lambda: la(backend_kwargs={"rank": 3}), cc.InputError, "rank", "lowrank")
+    refused(lambda: la("all", "lowrank", backend_kwargs={"rank": 0}), cc.InputError, "rank", "0")
     refused(lambda: la(backend=dict), cc.InputTypeError, "backend", "dict")
     refused(lambda: la(sigma_noise=2.0), cc.UnsupportedError, "sigma_noise", "temperature")
     refused(lambda: la("last_layer", feature_reduction="average"), cc.UnsupportedError, "feature_reduction")
