@@ -65,6 +65,16 @@ def test_no_more_than_the_share_of_new_known_inputs_is_flagged():
             assert share - 1 / (n + 1) < flagged / (n + 1) <= share + 1e-12
 
 
+@given(factor=st.floats(1e-3, 1e3), shift=st.floats(-10, 10), seed=st.integers(0, 99))
+def test_units_of_the_novelty_do_not_matter(factor, shift, seed):
+    gallery, queries = draw(20, 3, seed), draw(9, 3, seed + 1)
+    calibration, novelty = draw(50, 1, seed + 2).flatten(), draw(9, 1, seed + 3).flatten()
+    one = RetrievalUncertainty(gallery, calibration)(queries, novelty)
+    other = RetrievalUncertainty(gallery, factor * calibration + shift)(queries, factor * novelty + shift)
+    # The shift costs digits of the smallest factor: 10 / 1e-3 times eps.
+    assert torch.allclose(one, other, rtol=1e-9, atol=1e-9)
+
+
 @given(m=st.integers(3, 15), seed=st.integers(0, 99), data=st.data())
 def test_an_input_is_no_neighbour_of_itself(m, seed, data):
     k, gallery = data.draw(st.integers(1, m - 1)), draw(m, 4, seed)

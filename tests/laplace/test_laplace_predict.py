@@ -545,3 +545,14 @@ class _nothing:
     def __enter__(self) -> None: ...
 
     def __exit__(self, *_: object) -> None: ...
+
+
+@on_every_device
+@pytest.mark.parametrize("structure", ["diag", "full"])
+def test_samples_of_a_subnetwork_move_its_weights_alone(structure: str, device: str) -> None:
+    indices = torch.tensor([0, 3, 26], device=device)
+    model = body(cc.L2Norm(), device=device)
+    la = Laplace(model, "contrastive", "subnetwork", structure, subnetwork_indices=indices)
+    la.fit([data(device)])
+    moved = (la.sample(50) - la.mean).abs().amax(0) > 0
+    assert moved.nonzero().flatten().tolist() == indices.tolist()
