@@ -161,7 +161,6 @@ NO_NAMES: list[Any] = [
     "me",
     "me/x/y",
     "me/x y",
-    "me/x\n",
     'me/x")',
     "-me/x",
     "me/x.",
@@ -171,7 +170,7 @@ NO_NAMES: list[Any] = [
 ]
 
 
-@pytest.mark.parametrize("repo_id", [*NO_NAMES, "me/" + 97 * "x", "mé/x", 3, 5.0, ["me/x"]])
+@pytest.mark.parametrize("repo_id", [*NO_NAMES, "me/" + 97 * "x", 3, 5.0, ["me/x"]])
 def test_names_of_repositories_are_checked_before_anything_is_saved(
     la: Any, hub: Hub, tmp_path: Path, repo_id: Any
 ) -> None:

@@ -115,6 +115,7 @@ def test_onnx_of_float64_and_of_outputs_that_have_no_scores(device: str, tmp_pat
     assert_same([value[good] for value in found], [value[good] for value in want], 1e-6)
 
 
+@needs_onnx
 def test_inputs_in_a_mapping_of_any_length(device: str, tmp_path: Path) -> None:
     la, x = mapped_posterior(device)
     axes = {name: [1] for name in x}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import threading
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,7 @@ def test_p_values_without_a_calibration_and_with_one_of_another_posterior(device
         ("", {}, cc.InputError, "path: expected a name"),
         ("a.npz", {"example": torch.ones(2, INPUTS)}, cc.InputError, "example: expected nothing for format='npz'"),
         ("a.npz", {"dynamic_axes": [1]}, cc.InputError, "dynamic_axes: expected nothing for format='npz'"),
-        ("a.onnx", {"example": [1.0]}, cc.InputTypeError, "example: expected a tensor or a mapping"),
+        ("a.pt2", {"example": [1.0]}, cc.InputTypeError, "example: expected a tensor or a mapping"),
         ("a.pt2", {"example": torch.ones(0, INPUTS)}, cc.InputError, "example: expected a batch of at least one point"),
         ("a.pt2", {"example": torch.ones(2, INPUTS + 1)}, cc.InputError, "x: expected"),
         ("a.pt2", {"example": torch.full((2, INPUTS), torch.nan)}, cc.InputError, "x: expected inputs with finite"),
@@ -175,6 +176,7 @@ def test_an_onnx_file_that_onnxruntime_would_not_load(device: str, tmp_path: Pat
     refused(tmp_path, cc.UnsupportedError, r"bfloat16.*'\.pt2'.*\.half\(\)", la, tmp_path / "a.onnx", x)
 
 
+@pytest.mark.skipif(find_spec("onnxscript") is None, reason="the extra onnx is not installed")
 @pytest.mark.parametrize("package", ["onnx", "onnxscript"])
 def test_without_a_package_of_onnx(device: str, package: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import importlib

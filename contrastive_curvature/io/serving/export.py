@@ -199,8 +199,8 @@ def _check_same(program: Any, module: ServedEncoder, batch: Any, mu: Tensor) -> 
 
 
 def _pt2_file(program: Any, module: ServedEncoder) -> Callable[[BinaryIO], object]:
-    # Without the inputs that it was traced with.
-    program.example_inputs = None
+    # Without the inputs that it was traced with. The setter of torch 2.6 takes no None.
+    program._example_inputs = None
     return lambda file: torch.export.save(program, file, extra_files={METADATA: json.dumps(module.metadata)})
 
 
