@@ -225,27 +225,6 @@ class ArtifactFolder(Generic[H]):
         write_whole(self.header_path, lambda file: file.write(header.dumps().encode()))
 
 
-def pack(header: Header, tensors: Mapping[str, Tensor]) -> bytes:
-    """Return tensors in the safetensors format, with a header and a checksum."""
-    from safetensors.torch import save
-
-    plain = _plain(tensors)
-    return save(plain, _metadata(header, plain))
-
-
-def unpack(content: bytes, kind: type[H], name: str) -> tuple[H, dict[str, Tensor]]:
-    """Return what :func:`pack` was given; ``name`` stands for it in error messages."""
-    from safetensors.torch import load
-
-    length = int.from_bytes(content[:8], "little")
-    try:
-        metadata = json.loads(content[8 : 8 + length]).get("__metadata__") or {}
-        tensors = load(content)
-    except (SafetensorError, ValueError, AttributeError, RecursionError):
-        kind.refuse(name, "a damaged one, or something else", kind.repaired_by)
-    return _checked(metadata, tensors, kind, name)
-
-
 def write_tensors(path: Path | str, header: Header, tensors: Mapping[str, Tensor]) -> None:
     """Write a safetensors file with a header and a checksum, without a copy of the tensors in memory."""
     from safetensors.torch import save_file

@@ -53,7 +53,23 @@ def save_state(state: State, path: Path | str) -> None:
         InputError: The path is no regular file in a folder that exists.
         OSError: The file cannot be written.
     """
-    write_tensors(path, *split(state))
+    found = state.found
+    kept = dict(found.kept) if state.probe is None else {**found.kept, _PROBE: state.probe}
+    tensors = {f"sums/{name}": part for name, part in found.sums.items()}
+    for name, rows in kept.items():
+        tensors[f"kept/{name}/numbers"] = rows.numbers
+        tensors |= {f"kept/{name}/columns/{column}": part for column, part in rows.columns.items()}
+    if found.classes is not None:
+        tensors |= {f"classes/{name}": part for name, part in vars(found.classes).items()}
+    header = StateHeader(
+        of=state.kind,
+        identity=state.identity,
+        origins=dict(sorted(state.origins.items())),
+        count=state.count,
+        kept={name: (rows.size, rows.seed) for name, rows in kept.items()},
+        contributions=found.contributions,
+    )
+    write_tensors(path, header, tensors)
 
 
 def load_state(path: Path | str) -> State:
@@ -73,27 +89,6 @@ def load_state(path: Path | str) -> State:
     table = ClassTable(**classes) if classes else None
     found = Findings(n, _under(tensors, "sums/"), kept, table, header.contributions)
     return State(header.of, header.identity, header.origins, header.count, found, probe)
-
-
-def split(state: State) -> tuple[StateHeader, dict[str, Tensor]]:
-    """Return what stands in the header of a state's file, and its tensors."""
-    found = state.found
-    kept = dict(found.kept) if state.probe is None else {**found.kept, _PROBE: state.probe}
-    tensors = {f"sums/{name}": part for name, part in found.sums.items()}
-    for name, rows in kept.items():
-        tensors[f"kept/{name}/numbers"] = rows.numbers
-        tensors |= {f"kept/{name}/columns/{column}": part for column, part in rows.columns.items()}
-    if found.classes is not None:
-        tensors |= {f"classes/{name}": part for name, part in vars(found.classes).items()}
-    header = StateHeader(
-        of=state.kind,
-        identity=state.identity,
-        origins=dict(sorted(state.origins.items())),
-        count=state.count,
-        kept={name: (rows.size, rows.seed) for name, rows in kept.items()},
-        contributions=found.contributions,
-    )
-    return header, tensors
 
 
 def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
@@ -11,9 +13,7 @@ from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.artifact import pack
 from contrastive_curvature.fit.state import Findings, State
-from contrastive_curvature.io.states import split
 from contrastive_curvature.losses.logistic import LogisticLoss
 
 __all__ = [
@@ -162,7 +162,10 @@ def close_states(one: State, other: State, tolerance: float = 1e-12) -> bool:
 
 def content_of(state: State) -> bytes:
     """What a file of a state holds."""
-    return pack(*split(state))
+    with TemporaryDirectory() as folder:
+        file = Path(folder) / "state"
+        state.save(file)
+        return file.read_bytes()
 
 
 def close_findings(one: Findings, other: Findings, tolerance: float) -> bool:
