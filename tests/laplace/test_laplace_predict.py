@@ -172,20 +172,17 @@ def test_joint_samples_are_networks(weights: str, structure: str, device: str) -
 
 @on_every_device
 @for_every_combination
-def test_marginal_and_joint_samples_agree_in_distribution(weights: str, structure: str, device: str) -> None:
+def test_marginal_samples_have_the_predicted_distribution(weights: str, structure: str, device: str) -> None:
     la, _, x = posterior(weights, structure, device)
     x, count = x[:3], 20_000
     gaussian = la(x)
     root = torch.linalg.cholesky(torch.linalg.inv(gaussian.covariance))
-    # Joint samples of a whole network are slow; test_joint_samples_are_networks has them exactly.
-    for joint in (False, True) if weights == "last_layer" else (False,):
-        generator = torch.Generator(device).manual_seed(1)
-        raw = la.functional_samples(x, "glm", count, generator=generator, joint=joint)
-        white = torch.einsum("sbd,bde->bse", raw - gaussian.raw_mean, root)
-        eye = torch.eye(DIM, dtype=white.dtype, device=device)
-        # Standard deviations of sqrt(2 / count) and less, six of them.
-        assert float((white.mT @ white / count - eye).abs().max()) < 6 * math.sqrt(2 / count)
-        assert float(white.mean(1).abs().max()) < 6 / math.sqrt(count)
+    raw = la.functional_samples(x, "glm", count, generator=torch.Generator(device).manual_seed(1))
+    white = torch.einsum("sbd,bde->bse", raw - gaussian.raw_mean, root)
+    eye = torch.eye(DIM, dtype=white.dtype, device=device)
+    # Standard deviations of sqrt(2 / count) and less, six of them.
+    assert float((white.mT @ white / count - eye).abs().max()) < 6 * math.sqrt(2 / count)
+    assert float(white.mean(1).abs().max()) < 6 / math.sqrt(count)
 
 
 @pytest.mark.parametrize("structure", ["kron", "kron_lowrank"])
@@ -214,12 +211,7 @@ def test_sampled_networks_are_summarised(device: str) -> None:
 
 
 def curvature_of(weights: str, structure: str) -> Tensor:
-    x, y = data()
-    return dense_truth(body(), x, y, weights, structure)
-
-
-def diagonal_of(weights: str, structure: str) -> Tensor:
-    return curvature_of(weights, structure).diagonal()
+    return dense_truth(body(), *data(), weights, structure)
 
 
 def well_determined(curvature: Tensor, prior: Tensor) -> float:
@@ -256,39 +248,17 @@ def test_effective_parameters_of_any_prior(weights: str, structure: str) -> None
     assert torch.equal(la.prior_precision, before)
 
 
-@covering(1, dtype=[torch.float32, torch.float64], weights__structure=COMBINATIONS)
-def test_choosing_the_prior_again_changes_nothing(weights: str, structure: str, dtype: torch.dtype) -> None:
+@each("structure", ["kron_lowrank", "diag"])
+def test_choosing_the_prior_again_changes_nothing(structure: str) -> None:
+    """Twice to the last bit, or a calibration would be out of date; and in any mode of torch."""
     x, y = data()
-    # Twice to the last bit, or a calibration would be out of date; and in any mode of torch.
-    la = fitted(body().to(dtype), weights, structure, x.to(dtype), y)
+    la = fitted(body().float(), "last_layer", structure, x.float(), y)
     la.optimize_prior_precision()
     wanted = (la.temperature, la.prior_precision.tolist())
     la.temperature = 1e30
     with torch.inference_mode():
         la.optimize_prior_precision()
     assert (la.temperature, la.prior_precision.tolist()) == wanted
-    la.optimize_prior_precision()
-    assert (la.temperature, la.prior_precision.tolist()) == wanted
-
-
-@for_every_combination
-def test_sampled_networks_have_at_most_twice_the_loss_to_second_order(weights: str, structure: str) -> None:
-    la = fitted(body(), weights, structure, *data())
-    la.optimize_prior_precision()
-    curvature = curvature_of(weights, structure)
-    covariance = torch.linalg.inv(curvature / la.temperature + torch.eye(len(curvature)) * la.prior_precision)
-    assert 0 < (curvature @ covariance).trace() / 2 < float(la.cost)
-
-
-@each("strength", [0, -1.0, math.nan, math.inf, True, "weak"])
-def test_a_strength_out_of_range_is_refused(strength: Any) -> None:
-    la, _, _ = posterior("last_layer", "diag")
-    before = la.prior_precision.clone()
-    with pytest.raises(cc.InputError, match="strength: expected a finite number > 0"):
-        la.optimize_prior_precision(strength=strength)
-    with pytest.raises(cc.InputError, match="strength for 'unit_information': expected None"):
-        la.optimize_prior_precision(method="unit_information", strength=1.0)
-    assert torch.equal(before, la.prior_precision)
 
 
 @for_every_combination
@@ -296,7 +266,7 @@ def test_a_given_temperature_stays_and_unit_information_is_a_share(weights: str,
     la, _, _ = posterior(weights, structure)
     la.optimize_prior_precision()
     assert la.temperature == TEMPERATURE
-    average = (diagonal_of(weights, structure).mean() / TEMPERATURE).reshape(1)
+    average = (curvature_of(weights, structure).diagonal().mean() / TEMPERATURE).reshape(1)
     assert close(la.prior_precision, 0.01 * average)
     la.optimize_prior_precision(method="unit_information")
     assert close(la.prior_precision, average / POINTS)
@@ -332,7 +302,7 @@ def test_structured_priors(weights: str, structure: str, prior: str, method: str
     if method == "marglik":
         assert float(la.log_marginal_likelihood()) > evidence
         return
-    diagonal = diagonal_of(weights, structure) / la.temperature
+    diagonal = curvature_of(weights, structure).diagonal() / la.temperature
     truth = {
         "scalar": diagonal.mean().reshape(1),
         "layerwise": torch.stack([part.mean() for part in diagonal.split(sizes)]),
@@ -345,38 +315,19 @@ REFUSED = [("last_layer", "kron", "diag"), ("last_layer", "kron_lowrank", "diag"
 REFUSED += [(*combination, prior) for combination in SUBNET for prior in ("layerwise", "diag")]
 
 
-@covering(
-    1, method=["average_information", "marglik"], weights__structure__prior=[*REFUSED, ("all", "diag", "nonsense")]
-)
-def test_priors_without_room_work_or_are_refused_and_nothing_changes(
-    weights: str, structure: str, prior: str, method: str
-) -> None:
+@each("weights, structure, prior", REFUSED)
+def test_priors_without_room_are_refused_and_nothing_changes(weights: str, structure: str, prior: str) -> None:
     """Kronecker factors have no room for one precision a weight; a subnetwork has no layers."""
-    x, y = data()
-    la = fitted(body(), weights, structure, x, y, host={"prior_precision": PRIOR})
-    evidence = float(la.log_marginal_likelihood())
-    try:
-        la.optimize_prior_precision(method=method, prior_structure=prior, n_steps=5)
-    except cc.ContrastiveCurvatureError as error:
-        message = str(error)
-    else:
-        assert weights == "subnetwork"
-        assert bool(torch.isfinite(la(x).kappa).all())
-        assert float(la.log_marginal_likelihood()) != evidence
-        return
-    assert "prior_structure" in message
-    assert la.temperature == 1.0
-    assert float(la.log_marginal_likelihood()) == evidence
+    la = fitted(body(), weights, structure, *data(), host={"prior_precision": PRIOR})
+    with pytest.raises(cc.ContrastiveCurvatureError, match="prior_structure"):
+        la.optimize_prior_precision(prior_structure=prior)
+    assert (la.temperature, float(la.prior_precision)) == (1.0, PRIOR)
 
 
-@on_every_device
-@pytest.mark.parametrize("pred_type", ["glm", "nn"])
-@pytest.mark.parametrize(("weights", "structure"), [LAST[0], *LOWRANK, SUBNET[1]])
-def test_grid_search_takes_the_minimum_of_the_criterion(
-    weights: str, structure: str, pred_type: str, device: str
-) -> None:
-    la, _, x = posterior(weights, structure, device)
-    y = data(device)[1]
+@covering(1, pred_type=["glm", "nn"], weights__structure=[LAST[0], *LOWRANK, SUBNET[1]])
+def test_grid_search_takes_the_minimum_of_the_criterion(weights: str, structure: str, pred_type: str) -> None:
+    la, _, x = posterior(weights, structure)
+    y = data()[1]
     seen: list[Tensor] = []
     scores = [4.0, 1.0, 3.0, 2.0]
 
@@ -445,16 +396,16 @@ def test_a_posterior_survives_a_file(weights: str, structure: str, device: str) 
     assert torch.equal(other.prior_precision, la.prior_precision)
 
 
-@for_every_combination
-def test_an_encoder_with_other_weights_is_noticed(weights: str, structure: str) -> None:
-    la, _, x = posterior(weights, structure)
+@each("weights", ["last_layer", "all"])
+def test_an_encoder_with_other_weights_is_noticed(weights: str) -> None:
+    la, _, x = posterior(weights, "diag")
     state = roundtrip(la)
     other = body(cc.L2Norm())
     with torch.no_grad():
         # Far from the last layer, whose weights the posterior could compare by itself.
         next(other.parameters()).mul_(1.01)
     with pytest.warns(UserWarning, match="other weights than the one"):
-        make(other, weights, structure, host={"temperature": TEMPERATURE}).load_state_dict(state)
+        make(other, weights, "diag", host={"temperature": TEMPERATURE}).load_state_dict(state)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         la(x)
@@ -467,36 +418,23 @@ def test_an_encoder_with_other_weights_is_noticed(weights: str, structure: str) 
 )
 def test_a_file_of_other_options_is_refused(other: dict[str, Any]) -> None:
     la, _, x = posterior("last_layer", "diag")
-    state = roundtrip(la)
     stranger = make(body(), "last_layer", "diag", host={"temperature": TEMPERATURE}, **other)
     with pytest.raises(cc.InputError, match="state_dict"):
-        stranger.load_state_dict(state)
+        stranger.load_state_dict(la.state_dict())
     with pytest.raises(AttributeError, match="fit"):
         stranger(x)
-    with pytest.raises(ValueError, match="hessian_structure"):
-        make(body(), "last_layer", "full", host={"temperature": TEMPERATURE}).load_state_dict(state)
-    del state["contrastive"]
-    with pytest.raises(cc.InputError, match="state_dict"):
-        make(body(), "last_layer", "diag").load_state_dict(state)
 
 
 @for_every_combination
-def test_temperature_scales_the_covariance(weights: str, structure: str) -> None:
-    """``P = H / T + prior``: a likelihood and a prior twice as strong halve the covariance."""
-    x, y = data()
-    model = body()
-    la = fitted(model, weights, structure, x, y, host={"temperature": 1.0, "prior_precision": 2.0})
-    half = fitted(model, weights, structure, x, y, host={"temperature": 0.5, "prior_precision": 4.0})
+def test_a_temperature_and_a_prior_count_when_they_are_set_later(weights: str, structure: str) -> None:
+    """``P = H / T + prior``: nothing that was computed with the old ones may be kept."""
+    la = fitted(body(), weights, structure, *data(), host={"temperature": 1.0, "prior_precision": 2.0})
+    x, _ = data()
     before = la(x).covariance
-    assert close(half(x).covariance, before / 2)
-    # Set later, it has to count as well: nothing that was computed with the old one may be kept.
-    la.temperature, la.prior_precision = 0.5, 4.0
+    la.temperature = 0.5
+    assert not close(la(x).covariance, before)
+    la.prior_precision = 4.0
     assert close(la(x).covariance, before / 2)
-    la.prior_precision = 2.0
-    la(x)
-    la.temperature = 0.25
-    la_again = fitted(model, weights, structure, x, y, host={"temperature": 0.25, "prior_precision": 2.0})
-    assert close(la(x).covariance, la_again(x).covariance)
 
 
 @on_every_device
@@ -518,6 +456,7 @@ def test_predictions_can_be_differentiated(weights: str, structure: str, device:
     assert not silent(point).kappa.requires_grad
 
 
+@pytest.mark.filterwarnings("ignore:.*point by point")
 def test_gradients_through_a_module_that_cannot_be_vectorised() -> None:
     """Its Jacobians are taken point by point; their part in the gradient must not get lost in silence."""
 
@@ -535,16 +474,8 @@ def test_gradients_through_a_module_that_cannot_be_vectorised() -> None:
         la = make(model, "all", "diag", host={"enable_backprop": True})
         la.fit(batches(x, y))
         point = x[:2].clone().requires_grad_()
-        with pytest.warns(UserWarning, match="point by point") if isinstance(model, Stubborn) else _nothing():
-            kappa = la(point).kappa.sum()
-        gradients.append(torch.autograd.grad(kappa, point)[0])
+        gradients.append(torch.autograd.grad(la(point).kappa.sum(), point)[0])
     assert close(gradients[1], gradients[0])
-
-
-class _nothing:
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, *_: object) -> None: ...
 
 
 @on_every_device
