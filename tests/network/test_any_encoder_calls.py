@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,9 @@ from tables import covering, each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.fit.share import _length, _selected
 from contrastive_curvature.network.call import ModelCall
 from contrastive_curvature.network.encoder import Encoder
-from contrastive_curvature.network.inputs import same_tokens, tokenized_batch
-from contrastive_curvature.network.loader import has_views
+from contrastive_curvature.network.inputs import same_tokens
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -67,12 +66,7 @@ class Rest(Base):
         return self.inner(x * kwargs["attention_mask"])
 
 
-class Extra(Base):
-    def forward(self, batch: dict[str, Tensor], scale: float = 1.0) -> Tensor:
-        return self.inner(batch["x"] * scale)
-
-
-@covering(1, kind=[Whole, WholeNamedLikeAnEntry, One, Several, Anything, Rest, Extra], wrapped=[False, True])
+@covering(1, kind=[Whole, WholeNamedLikeAnEntry, One, Several, Anything, Rest], wrapped=[False, True])
 def test_a_mapping_arrives_as_forward_wants_it(device: str, kind: type[Base], wrapped: bool) -> None:
     model = kind().to(device)
     x = torch.randn(N, 4, dtype=torch.float64).to(device)
@@ -80,9 +74,7 @@ def test_a_mapping_arrives_as_forward_wants_it(device: str, kind: type[Base], wr
     if wrapped and kind is not Anything:
         # Its own forward takes anything.
         model = torch.nn.DataParallel(model) if device == "cpu" else model
-    call = ModelCall()
-    for _ in range(2):
-        torch.testing.assert_close(call(model, batch), kind().to(device).inner(x))
+    torch.testing.assert_close(ModelCall()(model, batch), kind().to(device).inner(x))
     assert set(batch) == {"x", "attention_mask", "labels"}
 
 
@@ -96,12 +88,9 @@ def returns(entries: Any) -> nn.Module:
 
 UNCLEAR = [
     (lambda z: {"last_hidden_state": z[:, None]}, r"EncoderOutput\(model, 'last_hidden_state', pooling='mean'\)"),
-    (lambda z: {"last_hidden_state": z[:, None], "pooler_output": z}, r"EncoderOutput\(model, 'pooler_output'\) or"),
-    (lambda z: {"pooler_output": z}, r"EncoderOutput\(model, 'pooler_output'\)"),
     (lambda z: {"text_embeds": z, "image_embeds": z}, r"EncoderOutput\(model, 'text_embeds'\) or .*'image_embeds'"),
     (lambda z: {"first": z, "second": z}, r"'first' \(6, 3\), 'second' \(6, 3\)"),
     (lambda z: (z, z[:, None]), r"EncoderOutput\(model, 0\)"),
-    (lambda _: {"logits": None}, r"got a dict\. Wrap it in a module whose forward returns the embeddings"),
     (lambda _: "text", r"got a str\. Wrap it"),
     (lambda z: z[:, None], r"shape \(6, 1, 3\).*EncoderOutput\(model, pooling='mean'\)"),
     (lambda z: z[0], r"got shape \(3,\)\. One row is one embedding: pool or flatten"),
@@ -118,27 +107,17 @@ def test_what_is_not_clear_is_refused_with_what_to_type(device: str, entries: An
 CLEAR = [
     lambda z: {"sentence_embedding": z, "token_embeddings": z[:, None], "pooler_output": 2 * z},
     lambda z: {"text_embeds": z, "last_hidden_state": z[:, None]},
-    lambda z: {"anything": z},
     lambda z: {"anything": z, "count": torch.tensor(3), "ids": torch.ones(len(z), 2, dtype=torch.int64)},
 ]
 
 
-@pytest.mark.parametrize("entries", CLEAR, ids=range(len(CLEAR)))
+@each("entries", CLEAR)
 def test_what_is_clear_is_found(device: str, entries: Any) -> None:
     model, x = returns(entries).to(device), torch.randn(N, 4, dtype=torch.float64).to(device)
     torch.testing.assert_close(Encoder(model, x)(x), model.inner(x))
 
 
-def test_an_output_that_is_missing_later_is_refused(device: str) -> None:
-    model, x = returns(lambda z: {"embedding" if len(z) > 1 else "other": z}).to(device), torch.randn(N, 4).double()
-    call = ModelCall()
-    call(model, x.to(device))
-    with pytest.raises(cc.InputTypeError, match="a tensor 'embedding' among its outputs, as before"):
-        call(model, x[:1].to(device))
-
-
-@pytest.mark.parametrize("side", ["left", "right"])
-@pytest.mark.parametrize("pooling", ["mean", "first", "last"])
+@each("pooling, side", product(["mean", "first", "last"], ["left", "right"]))
 def test_pooling_counts_tokens_of_the_mask_alone(device: str, pooling: str, side: str) -> None:
     class Tokens(Base):
         def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> dict[str, Tensor]:
@@ -157,18 +136,12 @@ def test_pooling_counts_tokens_of_the_mask_alone(device: str, pooling: str, side
     torch.testing.assert_close(encoder({"x": x}), torch.stack([pool(model.inner(part)) for part in x]))
 
 
-def test_pooling_of_places_and_its_refusals(device: str) -> None:
+def test_pooling_of_places_and_refused_options(device: str) -> None:
     model = nn.Conv2d(1, DIM, 1).to(device)
     x = torch.randn(2, 1, 4, 4).to(device)
     torch.testing.assert_close(cc.EncoderOutput(model, pooling="mean")(x), model(x).mean((2, 3)))
-    with pytest.raises(cc.InputError, match=r"an output \(N, T, D\) for pooling='first', got shape \(2, 3, 4, 4\)"):
-        cc.EncoderOutput(model, pooling="first")(x)
     with pytest.raises(cc.InputError, match=r"None or one of \['mean', 'first', 'last'\], got 'max'"):
         cc.EncoderOutput(model, pooling="max")
-    with pytest.raises(cc.InputTypeError, match="output: expected the name of an output"):
-        cc.EncoderOutput(model, True)
-    with pytest.raises(cc.InputTypeError, match="model: expected a torch"):
-        cc.EncoderOutput("bert")  # type: ignore[arg-type]
     named = cc.EncoderOutput(returns(lambda z: {"a": z, "b": z}).to(device), "c")
     with pytest.raises(cc.InputError, match=r"output: expected one of the outputs of Returns, \['a', 'b'\], got 'c'"):
         named(torch.randn(2, 4, dtype=torch.float64).to(device))
@@ -184,11 +157,9 @@ class Sentences(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.words, self.dense = nn.Embedding(len(WORDS) + 1, 5).double(), nn.Linear(5, DIM).double()
-        self.prompts: dict[str, str] = {"query": "red "}
-        self.default_prompt_name: str | None = None
 
-    def preprocess(self, inputs: list[str], prompt: str | None = None) -> dict[str, Any]:
-        rows = [[WORDS[word] for word in ((prompt or "") + text).split()] for text in inputs]
+    def preprocess(self, inputs: list[str]) -> dict[str, Any]:
+        rows = [[WORDS[word] for word in text.split()] for text in inputs]
         longest = max(map(len, rows))
         ids = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
         return {"input_ids": ids, "attention_mask": (ids != 0).long(), "modality": "text"}
@@ -211,25 +182,11 @@ def fitted(model: nn.Module, **options: Any) -> Any:
     return la
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"subset_of_weights": "all", "hessian_structure": "diag"},
-        {
-            "subset_of_weights": "all",
-            "hessian_structure": "gp",
-            "n_subset": 4,
-            "backend_kwargs": {"pd_fix": "psd"},
-        },
-    ],
-    ids=["default", "all", "gp"],
-)
-@pytest.mark.filterwarnings("ignore:calibrate. about", "ignore:Jacobians are taken point by point")
-def test_texts_are_what_their_tokens_are(device: str, options: dict[str, Any], tmp_path: Path) -> None:
+@pytest.mark.filterwarnings("ignore:calibrate. about")
+def test_texts_are_what_their_tokens_are(device: str, tmp_path: Path) -> None:
     model = Sentences().to(device)
-    la = fitted(model, **options)
-    of_tokens: Any = Laplace(model, "contrastive", **options)
+    la = fitted(model)
+    of_tokens: Any = Laplace(model, "contrastive")
     parts = [model.preprocess(TEXTS[:2]), model.preprocess(TEXTS[2:])]
     of_tokens.fit([(parts[0], LABELS[:2]), (parts[1], LABELS[2:])], progress_bar=False)
     of_tokens.optimize_prior_precision()
@@ -238,12 +195,6 @@ def test_texts_are_what_their_tokens_are(device: str, options: dict[str, Any], t
     torch.testing.assert_close(found.kappa, wanted.kappa)
     la.calibrate([TEXTS[:3], (TEXTS[3:], LABELS[3:])], progress_bar=False)
     assert la(["a cat sat"]).p_value.shape == (1,)
-    if options:
-        return
-    state = la.state_dict()
-    again: Any = Laplace(model, "contrastive")
-    again.load_state_dict(state)
-    torch.testing.assert_close(again(TEXTS).kappa, found.kappa)
     folder = cc.features(model, [(TEXTS, LABELS)], tmp_path / "features", progress_bar=False)
     of_features: Any = Laplace(model, "contrastive")
     of_features.fit(folder, progress_bar=False)
@@ -267,46 +218,13 @@ def test_texts_in_ggn_training_and_views(device: str) -> None:
     torch.testing.assert_close(la.typical_norm, of_tokens.typical_norm)
 
 
-def test_views_of_texts_have_one_length(device: str) -> None:
-    model = Sentences().to(device)
-    (first, second), y = tokenized_batch(model, (("cat", "dog"), ["a red cat", "a"]), "loader"), None
-    assert first["input_ids"].shape == second["input_ids"].shape == (2, 3)
-    ((a, b), y) = tokenized_batch(model, ((["cat"], ["a cat"]), LABELS[:1]), "loader")
-    assert a["input_ids"].shape == b["input_ids"].shape == (1, 2)
-    assert y is not None
-    x, y = tokenized_batch(model, (["cat", "dog"], LABELS[:2]), "loader")
-    assert not has_views((x, y))
-    towers = tokenized_batch((model, nn.Linear(2, 2)), (["cat", "dog"], torch.zeros(2, 2), LABELS[:2]), "loader")
-    assert towers[0]["input_ids"].shape == (2, 1)
-    with pytest.raises(cc.InputTypeError, match=r"batches \(x, labels\), got texts without labels"):
-        tokenized_batch(model, ["a cat", "a dog"], "loader")
-    assert tokenized_batch(model, [], "loader") == []
-
-
-def test_the_default_prompt_stands_before_texts(device: str) -> None:
-    model, labels = Sentences().to(device), LABELS.to(device)
-    plain = cc.ggn(model, [f"red {text}" for text in TEXTS], labels)
-    model.default_prompt_name = "query"
-    torch.testing.assert_close(cc.ggn(model, TEXTS, labels), plain)
-
-
 def test_texts_without_a_tokenizer_are_refused(device: str) -> None:
     model = nn.Linear(4, DIM).to(device)
     la: Any = Laplace(model, "contrastive")
     with pytest.raises(cc.InputTypeError, match=r"got a list of texts\. This encoder has no method 'tokenize'"):
         la.fit([(TEXTS, LABELS)], progress_bar=False)
-    with pytest.raises(cc.InputTypeError, match="got a list of texts"):
-        cc.ggn(model, TEXTS, LABELS.to(device))
-
     with pytest.raises(cc.InputTypeError, match=r"x: expected a list of texts, got one text\. Pass \[text\]"):
         cc.ggn(Sentences().to(device), "a cat", LABELS.to(device))  # type: ignore[arg-type]
-
-    class Broken(Sentences):
-        def preprocess(self, inputs: list[str], prompt: str | None = None) -> Any:
-            return super().preprocess(inputs[:1], prompt)
-
-    with pytest.raises(cc.InputError, match=r"6 points from Broken\.preprocess, got a dict of 1 points"):
-        cc.ggn(Broken().to(device), TEXTS, LABELS.to(device))
 
 
 def test_an_exported_graph_of_texts_takes_tokens(device: str, tmp_path: Path) -> None:
@@ -324,7 +242,7 @@ def _tokens(device: str, *rows: str) -> dict[str, Tensor]:
     return {"input_ids": 7 * mask, "attention_mask": mask}
 
 
-@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.uint8], ids=str)
+@each("dtype", [torch.int64, torch.bool])
 def test_padding_goes_where_there_is_padding(device: str, dtype: torch.dtype) -> None:
     short, full = _tokens(device, "11", "11"), _tokens(device, "111", "111")
     for masked, wanted in ((("0011", "1111"), "0011"), (("1100", "1111"), "1100")):
@@ -343,32 +261,9 @@ def test_padding_goes_where_there_is_padding(device: str, dtype: torch.dtype) ->
     for parts in ([_tokens(device, "11"), full], [_tokens(device, "11"), left, right, full]):
         with pytest.raises(cc.InputError, match=r"batches of 2 and 3 tokens whose masks do not show.*max_length"):
             same_tokens(parts)
-    images = [torch.ones(2, 3), torch.ones(2, 2)]
-    assert same_tokens(images) == images
 
 
-def test_rows_of_texts_are_chosen_as_those_of_tensors(device: str) -> None:
-    """As processes do that share a data set."""
-    rows = torch.tensor([True, False, True])
-    batch = (["a", "cat", "dog"], torch.arange(3).to(device))
-    assert _length(batch) == 3
-    texts, labels = _selected(batch, rows)
-    assert texts == ["a", "dog"]
-    assert labels.tolist() == [0, 2]
-
-
-def test_half_precision_gets_a_last_layer_in_float32(device: str) -> None:
-    model = nn.Sequential(nn.Linear(4, DIM), nn.Tanh()).bfloat16().to(device)
-    x = torch.randn(N, 4).bfloat16().to(device)
-    encoder = cc.with_last_layer(model, x)
-    assert encoder.last_layer.weight.dtype == torch.float32
-    la: Any = Laplace(encoder, "contrastive")
-    la.fit([(x, LABELS)], progress_bar=False)
-    la.optimize_prior_precision()
-    torch.testing.assert_close(la(x).mu, nn.functional.normalize(model(x).float()))
-
-
-@pytest.mark.parametrize("normalize", [False, True])
+@each("normalize", [False, True])
 def test_with_last_layer_changes_no_embedding(device: str, normalize: bool) -> None:
     torch.manual_seed(0)
     parts = [nn.Linear(4, DIM), nn.Dropout(), nn.Tanh(), *([cc.L2Norm()] if normalize else [])]
@@ -381,14 +276,9 @@ def test_with_last_layer_changes_no_embedding(device: str, normalize: bool) -> N
     encoder.eval()
     torch.testing.assert_close(nn.functional.normalize(encoder(x)), nn.functional.normalize(model(x)))
     assert encoder(x).norm(dim=1).std() > 1e-3
-    la: Any = Laplace(encoder, "contrastive")
-    la.fit([(x, labels)], progress_bar=False)
-    la.optimize_prior_precision()
-    torch.testing.assert_close(la(x).mu, nn.functional.normalize(model(x)))
     assert cc.ggn(encoder, x, labels, subset_of_weights="last_layer").shape == (DIM * DIM,)
-    # Saved and loaded as any module.
-    other = cc.with_last_layer(nn.Sequential(*parts).double().to(device), x)
-    other.load_state_dict(encoder.state_dict())
+    # Half precision gets a layer in single precision.
+    assert cc.with_last_layer(model.bfloat16(), x.bfloat16()).last_layer.weight.dtype == torch.float32
 
 
 class Lora(nn.Module):
@@ -422,18 +312,13 @@ def linear() -> nn.Linear:
 LINEAR_ENDS: dict[str, Callable[[], list[nn.Module]]] = {
     "batch norm": lambda: [linear(), nn.BatchNorm1d(DIM)],
     "batch norm without weights": lambda: [linear(), nn.BatchNorm1d(DIM, affine=False), nn.Dropout()],
-    "batch norm, before the module of a normalisation": lambda: [linear(), nn.BatchNorm1d(DIM), cc.L2Norm()],
     "two layers": lambda: [nn.Linear(5, 5), nn.ReLU(), linear(), nn.BatchNorm1d(DIM)],
     "weight norm": lambda: [nn.utils.parametrizations.weight_norm(linear())],
-    "old weight norm": lambda: [nn.utils.weight_norm(linear())],
     "spectral norm": lambda: [nn.utils.parametrizations.spectral_norm(linear())],
-    "old spectral norm": lambda: [nn.utils.spectral_norm(linear())],
-    "adapter": lambda: [Lora()],
     "adapter and batch norm": lambda: [Lora(), nn.BatchNorm1d(DIM)],
 }
 
 
-@pytest.mark.filterwarnings("ignore:.*weight_norm.*deprecated", "ignore:.*taken point by point")
 @covering(1, inside=[False, True], end=LINEAR_ENDS)
 def test_a_linear_end_is_one_layer(device: str, end: str, inside: bool) -> None:
     """In evaluation mode it is; the layer is solved for here from what the end makes of points of its own."""
@@ -447,10 +332,9 @@ def test_a_linear_end_is_one_layer(device: str, end: str, inside: bool) -> None:
     model.eval()
     encoder = cc.with_last_layer(model, x)
     trunk = parts[:-2] if end == "two layers" else []
-    keep = [part for part in parts[len(trunk) :] if not isinstance(part, cc.L2Norm)]
     phi = torch.cat([torch.zeros(1, 5), torch.eye(5)]).double().to(device)
     with torch.no_grad():
-        z = nn.Sequential(*keep)(phi)
+        z = nn.Sequential(*parts[len(trunk) :])(phi)
     weight, bias = encoder.last_layer.weight, encoder.last_layer.bias
     torch.testing.assert_close(weight, (z[1:] - z[0]).T)
     torch.testing.assert_close(bias, z[0])
@@ -462,18 +346,8 @@ def test_a_linear_end_is_one_layer(device: str, end: str, inside: bool) -> None:
         la: Any = Laplace(network, "contrastive", hessian_structure="diag", backend_kwargs={"negative_weight": 0.1})
         la.fit([(x, labels)], progress_bar=False)
         found.append((la(x).mu, la(x).kappa, la.H))
-        torch.testing.assert_close(la(x).mu, nn.functional.normalize(model(x)))
-        all_weights: Any = Laplace(network, "contrastive", subset_of_weights="all", hessian_structure="diag")
-        all_weights.fit([(x, labels)], progress_bar=False)
-        torch.testing.assert_close(all_weights(x).mu, nn.functional.normalize(model(x)))
+    torch.testing.assert_close(found[0][0], nn.functional.normalize(model(x)))
     torch.testing.assert_close(found[0], found[1])
-
-
-NOT_LINEAR: dict[str, Callable[[], nn.Module]] = {
-    "layer norm": lambda: nn.Sequential(nn.Linear(4, DIM), nn.LayerNorm(DIM)),
-    "batch norm alone": lambda: nn.Sequential(nn.Linear(4, DIM), nn.Tanh(), nn.BatchNorm1d(DIM)),
-    "beside": lambda: Beside(),
-}
 
 
 class Beside(nn.Module):
@@ -487,10 +361,10 @@ class Beside(nn.Module):
         return self.a(x.tanh()) * self.b(x).sigmoid()
 
 
-@pytest.mark.parametrize("end", NOT_LINEAR)
-def test_any_other_end_gets_an_identity(device: str, end: str) -> None:
+@each("make", [lambda: nn.Sequential(nn.Linear(4, DIM), nn.LayerNorm(DIM)), Beside])
+def test_any_other_end_gets_an_identity(device: str, make: Any) -> None:
     torch.manual_seed(0)
-    model, x = NOT_LINEAR[end]().double().eval().to(device), torch.randn(N, 4, dtype=torch.float64).to(device)
+    model, x = make().double().eval().to(device), torch.randn(N, 4, dtype=torch.float64).to(device)
     encoder = cc.with_last_layer(model, x)
     assert torch.equal(encoder.last_layer.weight, torch.eye(DIM, dtype=torch.float64, device=device))
     torch.testing.assert_close(encoder(x), model(x))
@@ -502,30 +376,13 @@ def test_equal_points_do_not_show_a_linear_end(device: str) -> None:
     assert cc.with_last_layer(model.to(device), x.expand(3, 4).to(device)).replaced is None
 
 
-def test_a_layer_that_cannot_be_copied_says_what_to_type(device: str) -> None:
-    model = nn.Sequential(nn.utils.spectral_norm(nn.Linear(4, 5)), nn.Tanh(), nn.Linear(5, DIM)).to(device)
-    x, labels = torch.randn(N, 4).to(device), LABELS.to(device)
-    model(x)
-    with pytest.raises(cc.UnsupportedError, match=r"cannot be copied.*with torch.no_grad\(\): model\(x\)"):
-        Laplace(model, "contrastive")
-    with torch.no_grad():
-        model(x)
-    la: Any = Laplace(model, "contrastive", backend_kwargs={"negative_weight": 0.1})
-    la.fit([(x, labels)], progress_bar=False)
-
-
 def test_with_last_layer_refuses(device: str) -> None:
     x = torch.randn(N, 4).to(device)
     linear, tanh = (nn.Sequential(nn.Linear(4, DIM), end).to(device) for end in (cc.L2Norm(), nn.Tanh()))
-    for model, batch, message in (
-        (linear, x, r"does not end in a linear layer, got layer '0' at its end. Pass it to"),
-        (None, x, "model: expected a torch"),
-        (tanh, None, "x: expected a tensor or a mapping"),
-        (tanh, x[:0], "x: expected a batch of at least one point"),
-        (tanh, x[:, :2], "x: expected inputs that the model can process"),
-    ):
-        with pytest.raises((cc.InputError, cc.InputTypeError), match=message):
-            cc.with_last_layer(model, batch)  # type: ignore[arg-type]
+    with pytest.raises(cc.InputError, match="does not end in a linear layer, got layer"):
+        cc.with_last_layer(linear, x)
+    with pytest.raises(cc.InputError, match="x: expected a batch of at least one point"):
+        cc.with_last_layer(tanh, x[:0])
 
 
 class _WithClasses(nn.Module):

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from devices import DEVICES
+from tables import covering, each
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -63,7 +64,7 @@ def points(device: str, n: int = 6) -> Tensor:
     return torch.randn(n, WIDTH, generator=torch.Generator().manual_seed(1)).to(device)
 
 
-@pytest.mark.parametrize("kind", BESIDE)
+@each("kind", BESIDE)
 def test_what_adds_nothing_yet_is_not_overlooked(device: str, kind: str) -> None:
     raw, x = BESIDE[kind], points(device)
     with pytest.raises(cc.UnsupportedError, match="no module at its end does it"):
@@ -78,8 +79,7 @@ def test_what_adds_nothing_yet_is_not_overlooked(device: str, kind: str) -> None
         plain.require_last_layer()
 
 
-@pytest.mark.parametrize("frozen", [False, True])
-@pytest.mark.parametrize("end", ["function", "module", "none"])
+@covering(1, frozen=[False, True], end=["function", "module", "none"])
 def test_a_momentum_copy_is_not_the_head(device: str, end: str, frozen: bool) -> None:
     ends: dict[str, Callable[[Head, Tensor], Tensor]] = {
         "function": lambda s, x: F.normalize(with_momentum(s, x), dim=1),
@@ -109,19 +109,18 @@ def test_a_learned_temperature_may_lie_beside_the_layer(device: str) -> None:
         torch.testing.assert_close(encoder(x.to(dtype)), model.h(model.hidden(x.to(dtype))).float())
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("share", [1e-3, 0.08])
-def test_what_is_nearly_the_output_is_not_the_output(device: str, dtype: torch.dtype, share: float) -> None:
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_what_is_nearly_the_output_is_not_the_output(device: str, dtype: torch.dtype) -> None:
     def near(s: Head, x: Tensor) -> Tensor:
         h = s.h(s.hidden(x))
-        return F.normalize(h + share * F.normalize(s.square(torch.tanh(h)), dim=1) * h.norm(dim=1, keepdim=True), dim=1)
+        return F.normalize(h + 0.08 * F.normalize(s.square(torch.tanh(h)), dim=1) * h.norm(dim=1, keepdim=True), dim=1)
 
     model, x = Head(near).to(device, dtype), points(device).to(dtype)
     with pytest.raises(cc.UnsupportedError, match="no module at its end does it"):
         Encoder(model, x)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@each("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_rounding_is_told_from_another_vector(device: str, dtype: torch.dtype) -> None:
     z = torch.randn(200, 64, generator=torch.Generator().manual_seed(0)).to(device, dtype)
     for unit in (F.normalize(z, dim=1), z / z.norm(dim=1, keepdim=True), F.normalize(z.float(), dim=1).to(dtype)):
@@ -133,7 +132,7 @@ def test_rounding_is_told_from_another_vector(device: str, dtype: torch.dtype) -
     assert not feeds(z, moved)
 
 
-@pytest.mark.parametrize("half", [torch.float16, torch.bfloat16], ids=str)
+@each("half", [torch.float16, torch.bfloat16])
 def test_a_normalisation_in_half_precision_is_seen(device: str, half: torch.dtype) -> None:
     model = Head(lambda s, x: F.normalize(s.h(s.hidden(x)).to(half), dim=1).float()).to(device)
     x = points(device, 40)
@@ -147,8 +146,7 @@ class Scaled(nn.Module):
         return 10 * F.normalize(z, dim=1)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
-@pytest.mark.parametrize("kind", ["function", "module"])
+@each("kind, rows", [("function", 1), ("function", 3), ("module", 1)])
 def test_a_scaled_normalisation_is_seen_in_one_point(device: str, kind: str, rows: int) -> None:
     model = Head(lambda s, x: s.scaled(s.h(s.hidden(x))))
     model.scaled = Scaled() if kind == "module" else Scaled().forward
@@ -168,12 +166,3 @@ def test_a_scaled_normalisation_is_seen_in_one_point(device: str, kind: str, row
     for batch in (x[:1], x):
         with pytest.raises(cc.UnsupportedError, match="has norm 1, and no module at its end does it"):
             Encoder(twice, batch)
-
-
-def test_hooks_of_the_user_see_no_graph(device: str) -> None:
-    seen: list[bool] = []
-    model, x = Head(lambda s, x: F.normalize(s.h(s.hidden(x)), dim=1)).to(device), points(device)
-    model.t.register_forward_hook(lambda _, __, out: seen.append(out.requires_grad))
-    assert Encoder(model, x).last_layer_name == "h"
-    assert seen
-    assert not any(seen)

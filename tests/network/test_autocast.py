@@ -11,17 +11,12 @@ from laplace import Laplace
 from tables import covering
 from torch import Tensor, nn
 
-import contrastive_curvature as cc
-
 STRUCTURES: list[tuple[str, str, dict[str, Any]]] = [
     ("last_layer", "diag", {}),
-    ("last_layer", "kron", {}),
-    ("last_layer", "full", {}),
     ("last_layer", "gp", {"n_subset": 20, "backend_kwargs": {"pd_fix": "psd"}}),
     ("all", "diag", {}),
     ("all", "kron", {}),
     ("all", "full", {}),
-    ("all", "lowrank", {}),
 ]
 
 
@@ -40,7 +35,9 @@ class Autocast(nn.Module):
 
 @pytest.mark.parametrize("device", DEVICES)
 @covering(1, lifts=[True, False], weights__structure__more=STRUCTURES)
-def test_every_structure(weights: str, structure: str, more: dict[str, Any], lifts: bool, device: str) -> None:
+def test_posteriors_are_nearly_those_of_full_precision(
+    weights: str, structure: str, more: dict[str, Any], lifts: bool, device: str
+) -> None:
     torch.manual_seed(0)
     x, labels = torch.randn(40, 6, device=device), (torch.arange(40) % 4).to(device)
     net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).to(device)
@@ -54,15 +51,3 @@ def test_every_structure(weights: str, structure: str, more: dict[str, Any], lif
         assert la(x[:4], pred_type="nn", n_samples=2).kappa.isfinite().all()
     # bfloat16 has three digits, and Kronecker factors multiply what two of them lose.
     assert torch.allclose(*kappa, rtol=0.2 if structure == "kron" else 0.1)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
-def test_ggn(structure: str, device: str) -> None:
-    torch.manual_seed(0)
-    x, labels = torch.randn(12, 6, device=device), (torch.arange(12) % 4).to(device)
-    net = nn.Sequential(nn.Linear(6, 16), nn.ReLU(), nn.Linear(16, 3)).to(device)
-    found = [cc.ggn(model, x, labels, structure=structure) for model in (Autocast(net, False), net)]
-    first, second = ([f] if isinstance(f, Tensor) else [g for pair in f for g in pair] for f in found)
-    for a, b in zip(first, second, strict=True):
-        assert float((a - b).norm()) < 0.05 * float(b.norm())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from devices import DEVICES
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from lambda_networks import Lambda, parameter
 from strategies import DISTANCES, FIXES, close, network_cases
@@ -186,13 +185,6 @@ def lacking() -> dict[str, tuple[nn.Module, Any, set[str]]]:
             torch.randn(6, 4),
             {"c.weight"},
         ),
-        "transposed": (
-            Lambda(
-                lambda m, x: m.c(F.linear(torch.tanh(m.a(x)), m.a.weight.t())), a=nn.Linear(4, 4), c=nn.Linear(4, 3)
-            ),
-            torch.randn(6, 4),
-            {"a.weight"},
-        ),
         "weight norm": (
             nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4)), nn.Tanh(), nn.Linear(4, 3)),
             torch.randn(6, 4),
@@ -294,10 +286,11 @@ def test_drawn_networks(drawn: Any, device: str) -> None:
     assert close(found.cpu(), truth.diagonal(), size)
 
 
+@settings(max_examples=12)
 @given(
-    kind=st.sampled_from(["transformer", "tokens", "convolutions", "mapping", "tied"]),
+    kind=st.sampled_from(["tokens", "convolutions", "mapping"]),
     fix=st.sampled_from(FIXES),
-    chunk=st.integers(1, 2000),
+    chunk=st.sampled_from((5, 60, 700)),
     tile=st.integers(1, 4),
 )
 def test_chunks_and_tiles_change_nothing(kind: str, fix: str, chunk: int, tile: int, device: str) -> None:
@@ -365,84 +358,3 @@ def test_one_point_no_point_one_output_and_frozen_parameters(device: str) -> Non
         part = jacobian[rows]
         assert close(found, (part * hessian.blocks[rows].dense().flatten(1) * part).sum(0), 1e-12)
     assert pullback.output_covariance(x[:0], torch.ones(pullback.n_params, device=device).double()).shape == (0, 1, 1)
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_lower_precision(dtype: torch.dtype, device: str) -> None:
-    model, x = networks()["convolutions"]
-    wide = networks()["convolutions"][0].to(device)
-    model = model.to(device, dtype)
-    wide.load_state_dict({k: v.double() for k, v in model.state_dict().items()})
-    x = x.to(device)
-    hessian = cc.output_hessian(wide(x).detach(), LABELS.to(device), margin=None)
-    truth = LayerwisePullback(Encoder(wide, x)).block_term(x, hessian.blocks, Structure.DIAG)
-    hessian = cc.output_hessian(wide(x).detach().float(), LABELS.to(device), margin=None)
-    with no_warning():
-        found = LayerwisePullback(Encoder(model, x.to(dtype))).block_term(x.to(dtype), hessian.blocks, Structure.DIAG)
-    assert found.dtype == torch.float32
-    # Seven digits, three and two; the sums cancel, and a deep network adds its own rounding.
-    tolerance = {torch.float32: 1e-4, torch.float16: 0.05, torch.bfloat16: 0.3}[dtype]
-    assert close(found.double(), truth, tolerance=tolerance)
-
-
-def test_batches_after_the_first_are_watched(device: str) -> None:
-    """A network that takes another way for some points: noticed when they come, and the result is exact."""
-
-    def forward(m: Any, x: Tensor) -> Tensor:
-        y = m.a(x) + (m.c.weight.sum() if bool((x > 100).any()) else 0)
-        return m.c(torch.tanh(y) if not bool((x > 100).any()) else torch.tanh(m.a(torch.tanh(y))))
-
-    torch.manual_seed(0)
-    model = Lambda(forward, a=nn.Linear(4, 4), c=nn.Linear(4, 3)).double().eval()
-    x = torch.randn(6, 4, dtype=torch.float64)
-    later = x.clone()
-    later[:, 0] += 200
-    pullback = LayerwisePullback(Encoder(model.to(device), x.to(device)))
-    for batch in (x, later):
-        z = model(batch.to(device)).detach()
-        hessian = cc.output_hessian(z, LABELS.to(device), margin=None)
-        jacobian = dense_jacobian(model, batch.to(device))
-        truth = jacobian.T @ hessian.dense().reshape(18, 18) @ jacobian
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            found = pullback.block_term(batch.to(device), hessian.blocks, Structure.DIAG)
-        assert close(found, truth.diagonal(), float(truth.abs().max()))
-        assert any("'a.weight'" in str(w.message) for w in caught) == (batch is later)
-
-
-def test_other_threads_and_modules_are_left_alone(device: str) -> None:
-    model, x = networks()["transformer"]
-    model, x = model.to(device), x.to(device)
-    before = {name: (id(p), p.requires_grad) for name, p in model.named_parameters()}
-    hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
-    truth, stop, wrong = model(x).detach(), threading.Event(), []
-
-    def use() -> None:
-        while not stop.is_set():
-            if not torch.equal(model(x).detach(), truth):
-                wrong.append(True)
-
-    thread = threading.Thread(target=use)
-    thread.start()
-    try:
-        hessian = cc.output_hessian(truth, LABELS.to(device), margin=None)
-        for _ in range(3):
-            LayerwisePullback(Encoder(model, x)).curvature(x, hessian, Structure.DIAG)
-    finally:
-        stop.set()
-        thread.join()
-    assert not wrong
-    assert {name: (id(p), p.requires_grad) for name, p in model.named_parameters()} == before
-    assert [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()] == hooks
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_inference_mode(device: str) -> None:
-    model, x = networks()["tied"]
-    model = model.to(device)
-    with torch.inference_mode():
-        inputs = x.to(device)
-        hessian = cc.output_hessian(model(inputs), LABELS.to(device), margin=None)
-        found = LayerwisePullback(Encoder(model, inputs)).curvature(inputs, hessian, Structure.DIAG)
-    again = cc.output_hessian(model(x.to(device)).detach(), LABELS.to(device), margin=None)
-    assert close(found, LayerwisePullback(Encoder(model, x.to(device))).curvature(x.to(device), again, Structure.DIAG))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gc
 import warnings
-import weakref
 from typing import Any
 
 import pytest
@@ -12,7 +10,7 @@ import torch
 from devices import DEVICES
 from lambda_networks import Lambda, parameter
 from strategies import FIXES, close
-from tables import covering
+from tables import covering, each
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import _get_current_function_mode
@@ -139,25 +137,18 @@ def test_what_a_later_point_does_is_noticed_and_exact(kind: str, pd_fix: str, de
         warnings.simplefilter("always")
         check(model, x, device, pd_fix)
     assert found_names(caught) == names
-
-
-@pytest.mark.parametrize("kind", list(networks()))
-def test_covariances_of_a_later_batch(kind: str, device: str) -> None:
-    model, x, _ = networks()[kind]
-    model, x = model.double().to(device), x.double().to(device)
+    # Covariances, and a network that was analysed with two of its points.
     pullback = LayerwisePullback(Encoder(model, x[:2]))
-    with torch.no_grad():
-        for rows in (slice(0, 2), slice(0, 8), slice(5, 7)):
-            _, context = pullback.forward(x[rows])
+    variance = torch.linspace(0.1, 2, pullback.n_params, dtype=x.dtype, device=device)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for rows in (slice(0, 2), slice(0, 8)):
+            found = pullback.output_covariance(pullback.forward(x[rows])[1], variance)
             jacobian = dense_jacobian(model, x[rows]).view(len(x[rows]), 3, -1)
-            variance = torch.linspace(0.1, 2, jacobian.shape[2], dtype=x.dtype, device=device)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                found = pullback.output_covariance(context, variance)
             assert close(found, (jacobian * variance) @ jacobian.mT, tolerance=1e-9)
 
 
-@pytest.mark.parametrize("sorted_batches", [1, 3, 6, 9, 20])
+@each("sorted_batches", [1, 9])
 def test_another_order_in_later_batches_gives_no_wrong_sum(sorted_batches: int, device: str) -> None:
     """The first batches are in order already, so that nothing shows there; a random later look notices it."""
     torch.manual_seed(0)
@@ -189,7 +180,7 @@ def test_ordinary_networks_keep_their_speed(device: str) -> None:
     """Every row is its point's own: no warning, whatever the number of points."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.LayerNorm(4), nn.Linear(4, 2)).to(device)
-    for n in (2, 5, 16, 17, 300):
+    for n in (2, 17, 300):
         x, y = torch.randn(n, 4, device=device), torch.arange(n, device=device) % 2
         with warnings.catch_warnings():
             warnings.filterwarnings("error", message=".*point by point")
@@ -197,7 +188,7 @@ def test_ordinary_networks_keep_their_speed(device: str) -> None:
                 cc.ggn(model, x, y, pd_fix=fix)
 
 
-@pytest.mark.parametrize("pd_fix", FIXES)
+@each("pd_fix", FIXES)
 def test_scalars_and_empty_parameters(pd_fix: str, device: str) -> None:
     torch.manual_seed(0)
     model = Lambda(
@@ -226,7 +217,7 @@ def test_sparse_gradients(device: str) -> None:
     assert close(found, truth.diagonal(), float(truth.abs().max()), 1e-9)
 
 
-@pytest.mark.parametrize("shared", [False, True])
+@each("shared", [False, True])
 def test_layers_in_vmap(shared: bool, device: str) -> None:
     torch.manual_seed(0)
     layer = nn.Linear(4, 4)
@@ -300,15 +291,6 @@ def test_factors_of_another_kind_are_not_added_up(device: str) -> None:
             pullback.kron_factors(x + 60, hessian.blocks, 16)
 
 
-def test_variances_of_other_parameters_are_refused(device: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).to(device)
-    x = torch.randn(8, 4, device=device)
-    model[0].bias.requires_grad_(False)
-    pullback = LayerwisePullback(Encoder(model, x))
-    with pytest.raises(cc.InputError, match="the 35 trainable parameters that have variances, got 31"):
-        pullback.output_covariance(x, torch.ones(35, device=device))
-
-
 def test_an_error_in_any_call_leaves_nothing_behind(device: str) -> None:
     count, wrong = 0, 0
 
@@ -333,27 +315,6 @@ def test_an_error_in_any_call_leaves_nothing_behind(device: str) -> None:
         assert torch.is_grad_enabled()
         assert all(module.training for module in model.modules())
         assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-
-
-def test_runs_are_freed_without_a_collection(device: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3)).to(device)
-    x = torch.randn(8, 4, device=device)
-    hessian = cc.output_hessian(model(x).detach(), LABELS.to(device))
-    pullback = LayerwisePullback(Encoder(model, x))
-    made: list[weakref.ref[Any]] = []
-    gc.disable()
-    try:
-        pullback.run_layers(x, lambda: None)
-        for rows, tape in pullback.tapes(x):
-            assert rows == slice(0, 8)
-            made.append(weakref.ref(tape))
-            made.extend(weakref.ref(piece.part) for piece in tape.pieces)
-        del tape
-        pullback.curvature(x, hessian, Structure.DIAG)
-        assert len(made) > 1
-        assert all(reference() is None for reference in made)
-    finally:
-        gc.enable()
 
 
 def test_one_layer_in_two_shapes(device: str) -> None:
