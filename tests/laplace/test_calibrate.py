@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -15,10 +14,8 @@ from laplace import Laplace
 from laplace_combinations import for_every_combination
 from tables import covering, each
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
-from contrastive_curvature.laplace import calibration
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 INPUTS, HIDDEN, DIM, TRAINED, GIVEN = 4, 6, 3, 20, 30
@@ -111,32 +108,26 @@ def test_p_values_by_hand(weights: str, structure: str, device: str) -> None:
         assert torch.equal(la(new).is_known(alpha), p > alpha)
 
 
-@pytest.mark.parametrize(("weights", "structure"), [("last_layer", "kron"), ("all", "diag")])
-@pytest.mark.parametrize(("n", "alphas"), [(20, (0.1, 0.3)), (61, (0.025, 0.2))])
-def test_at_most_a_share_alpha_is_flagged_over_splits(
-    weights: str, structure: str, n: int, alphas: tuple[float, ...]
-) -> None:
+def test_at_most_a_share_alpha_is_flagged_over_splits() -> None:
     """Of one pool of known inputs, with an encoder of random weights."""
-    la, pool, splits = fitted(weights, structure), inputs(n + 40, 11), 80
+    n, alphas, splits = 61, (0.025, 0.2), 80
+    la, pool = fitted("last_layer", "kron"), inputs(n + 40, 11)
     flagged = torch.zeros(splits, len(alphas))
     for i in range(splits):
         order = torch.randperm(len(pool), generator=torch.Generator().manual_seed(i))
         la.calibrate([pool[order[:n]]])
         new = la(pool[order[n:]])
         flagged[i] = torch.stack([(~new.is_known(alpha)).float().mean() for alpha in alphas])
-    # Twelve comparisons at four standard errors each: one fails by chance with a probability below 1e-3.
+    # Four comparisons at four standard errors each: one fails by chance with a probability below 1e-3.
     error = 4 * flagged.std(0) / splits**0.5
-    count = n if weights == "last_layer" else n - n // 3
     for share, alpha, noise in zip(flagged.mean(0).tolist(), alphas, error.tolist(), strict=True):
-        assert share < alpha + noise
+        assert 0 < share < alpha + noise
         # Neither wasteful: as many as whole numbers of inputs allow.
-        assert share > int(alpha * (count + 1) + 1e-9) / (count + 1) - noise
-        assert share > 0
+        assert share > int(alpha * (n + 1) + 1e-9) / (n + 1) - noise
 
 
-@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
-def test_without_calibration_the_training_inputs_stand_in_and_say_so(structure: str) -> None:
-    la, new = fitted("last_layer", structure), inputs(9, 8)
+def test_without_calibration_the_training_inputs_stand_in_and_say_so() -> None:
+    la, new = fitted("last_layer", "kron"), inputs(9, 8)
     out = la(new)
     with pytest.warns(cc.OptimisticPValueWarning, match=r"optimistic.*la\.calibrate\(loader\)") as caught:
         p = out.p_value
@@ -156,32 +147,29 @@ def test_without_calibration_the_training_inputs_stand_in_and_say_so(structure: 
             la(new).is_known()
 
 
-@pytest.mark.filterwarnings("ignore:override=False. this posterior was loaded")
 @pytest.mark.parametrize("pairs", ["dataset", "batch"])
 def test_fits_that_add_up_keep_a_sample_of_both(pairs: str) -> None:
     la = Laplace(body(), "contrastive", "last_layer", "diag", backend_kwargs={"pairs": pairs})
     la.fit(training(0))
     la.fit(training(1), override=False)
     rows = la.known.sample.features.columns["features"]
-    x = torch.cat([x for seed in (0, 1) for x, _ in training(seed)])
-    truth = body()[:3](x).detach()
+    truth = body()[:3](torch.cat([x for seed in (0, 1) for x, _ in training(seed)])).detach()
     torch.testing.assert_close(rows.sort(0).values, truth.sort(0).values)
     la.fit(training(1))
     assert len(la.known.sample.features) == TRAINED
-    # What was not seen cannot be sampled.
+
+
+@pytest.mark.filterwarnings("ignore:override=False. this posterior was loaded")
+def test_a_loaded_posterior_has_no_sample_of_what_was_fitted_before() -> None:
     loaded = made("last_layer", "diag")
     loaded.load_state_dict(fitted().state_dict())
     loaded.fit(training(1), override=False)
     with pytest.raises(cc.NotFittedError):
-        _ = loaded(x).p_value
+        _ = loaded(inputs(9, 8)).p_value
 
 
 def _other_prior(la: Any) -> None:
     la.prior_precision = la.prior_precision * 1.001
-
-
-def _other_prior_in_place(la: Any) -> None:
-    la.prior_precision.mul_(2)
 
 
 def _other_temperature(la: Any) -> None:
@@ -212,22 +200,21 @@ def _exchanged_entries(la: Any) -> None:
         first.copy_(first.flip(1))
 
 
-CHANGES = [_other_prior, _other_prior_in_place, _other_temperature, _weights, _exchanged_entries]
+CHANGES = [_other_prior, _other_temperature, _weights, _exchanged_entries]
 CHANGES += [_statistics_of_a_layer, _step_of_a_fused_optimizer]
 
 
-@covering(1, weights__structure=[("last_layer", "diag"), ("all", "diag")], change=CHANGES)
-def test_another_posterior_is_noticed(weights: str, structure: str, change: Callable[[Any], None]) -> None:
-    la, x = fitted(weights, structure), inputs(3, 8)
+@covering(1, weights=["last_layer", "all"], change=CHANGES)
+def test_another_posterior_is_noticed(weights: str, change: Callable[[Any], None]) -> None:
+    la, x = fitted(weights, "diag"), inputs(3, 8)
     early = la(x)
     la.calibrate(given())
     assert torch.equal(early.p_value, la(x).p_value), "a calibration after a prediction counts"
     before = la(x)
     change(la)
-    with pytest.raises(cc.NotFittedError, match=r"another posterior.*la\.calibrate\(loader\) again"):
-        _ = la(x).p_value
-    with pytest.raises(cc.NotFittedError, match="another posterior"):
-        la(x).is_known(0.2)
+    for ask in (lambda: la(x).p_value, lambda: la(x).is_known(0.2)):
+        with pytest.raises(cc.NotFittedError, match=r"another posterior.*la\.calibrate\(loader\) again"):
+            ask()
     la.calibrate(given())
     assert la(x).p_value.shape == (3,)
     if change not in (_statistics_of_a_layer, _step_of_a_fused_optimizer):  # which move no version counter
@@ -235,22 +222,14 @@ def test_another_posterior_is_noticed(weights: str, structure: str, change: Call
             _ = before.p_value
 
 
-def test_the_same_posterior_is_taken_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A look at all weights is costly: anew after a change that torch has counted, and for a copy."""
-    la, x, looks = fitted(), inputs(3, 8), []
+def test_the_same_posterior_is_taken_for_it() -> None:
+    la, x = fitted(), inputs(3, 8)
     la.calibrate(given())
-    out, whole = la(x), calibration._fingerprint
-    p = out.p_value
-    monkeypatch.setattr(calibration, "_fingerprint", lambda la: looks.append(la) or whole(la))
-    assert torch.equal(out.is_known(0.2), p > 0.2)
-    assert torch.equal(la(x).p_value, p)
-    assert len(looks) == 0
+    p = la(x).p_value
     with torch.no_grad():
         next(la.model.parameters()).mul_(1)
     assert torch.equal(la(x).p_value, p)
-    assert len(looks) == 1
     assert torch.equal(copy.deepcopy(la)(x).p_value, p)
-    assert len(looks) == 2
     prior, weights = la.prior_precision.clone(), copy.deepcopy(la.model.model.state_dict())
     _other_prior(la)
     _weights(la)
@@ -268,12 +247,11 @@ def test_exchanged_prior_precisions_are_another_posterior() -> None:
         _ = la(inputs(3, 1)).p_value
 
 
-@each("override", [True, False])
-def test_a_fit_drops_the_calibration(override: bool) -> None:
+def test_a_fit_drops_the_calibration() -> None:
     la, x = fitted("all", "diag"), inputs(3, 8)
     la.calibrate(given())
     out = la(x)
-    la.fit(training(1), override=override)
+    la.fit(training(1), override=False)
     with pytest.raises(cc.InputError, match=r"Call la\(x\) again"):
         _ = out.p_value
     with pytest.raises(cc.NotFittedError, match="not calibrated"):
@@ -291,31 +269,12 @@ def test_training_inputs_of_other_weights_are_not_used() -> None:
         la(inputs(3, 8)).is_known()
 
 
-def test_what_loaders_yield() -> None:
-    la, x, wanted = fitted(), torch.cat(given()), None
-    for loader in (
-        [x],
-        DataLoader(TensorDataset(x, torch.arange(GIVEN)), batch_size=30, shuffle=True),
-        (batch for batch in x.split(4)),
-        [(x[:4], None), [x[4:], ["label"] * 26]],
-    ):
-        la.calibrate(loader, progress_bar=False)
-        p = la(inputs(9, 8)).p_value
-        wanted = p if wanted is None else wanted
-        assert torch.equal(p, wanted)
-
-
 BAD: list[tuple[Any, str]] = [
-    (None, "loader"),
     (inputs(9, 3), "loader"),
-    ([], "at least two known inputs, got 0"),
     ([inputs(1, 3)], "at least two known inputs, got 1"),
-    ([torch.empty(0, INPUTS).double()], "at least one point"),
     ([inputs(9, 3)[:, :3]], r"loader: batch 0.*shape \(3,\)"),
     ([inputs(9, 3), inputs(9, 3).float()], r"loader: batch 1.*torch\.float32"),
-    ([torch.ones(1, 0, INPUTS).double()], r"loader: batch 0"),
     ([[inputs(9, 3)] * 3], "a list of 3"),
-    ([3.0], "a float"),
 ]
 
 
@@ -335,7 +294,7 @@ def test_p_values_that_there_are_not() -> None:
         la.calibrate(given())
     la.fit(training())
     la.calibrate(given())
-    for bad in ("0.1", None, True, 0, 1, float("nan")):
+    for bad in ("0.1", 0, float("nan")):
         with pytest.raises(cc.InputError, match="alpha"):
             la(x).is_known(bad)
     with pytest.raises(cc.InputError, match=r"alpha.*30 known inputs.*at least 99 inputs"):
@@ -346,30 +305,18 @@ def test_p_values_that_there_are_not() -> None:
             _ = la(x, **options).p_value
 
 
-def saved(la: Any) -> dict[str, Any]:
-    """Through a file, as users keep it."""
-    file = io.BytesIO()
-    torch.save(la.state_dict(), file)
-    file.seek(0)
-    return dict(torch.load(file, weights_only=True))
-
-
-@for_every_combination
+@each("weights, structure", [("last_layer", "kron"), ("all", "diag")])
 def test_the_calibration_is_saved(weights: str, structure: str) -> None:
     la, x = fitted(weights, structure), inputs(9, 8)
     la.calibrate(given())
-    p = la(x).p_value
     loaded = made(weights, structure)
-    loaded.load_state_dict(saved(la))
-    torch.testing.assert_close(loaded(x).p_value, p, rtol=0, atol=0)
+    loaded.load_state_dict(la.state_dict())
+    torch.testing.assert_close(loaded(x).p_value, la(x).p_value, rtol=0, atol=0)
     loaded.prior_precision = 5.0
     with pytest.raises(cc.NotFittedError, match="another posterior"):
         _ = loaded(x).p_value
     # A posterior that was not calibrated takes the calibration away.
-    plain = fitted(weights, structure).state_dict()
-    assert plain["calibration"] is None
-    loaded.load_state_dict(saved(la))
-    loaded.load_state_dict(plain)
+    loaded.load_state_dict(fitted(weights, structure).state_dict())
     with pytest.raises(cc.NotFittedError, match="not calibrated"):
         _ = loaded(x).p_value
     loaded.calibrate(given())
@@ -378,12 +325,9 @@ def test_the_calibration_is_saved(weights: str, structure: str) -> None:
 
 SPOILT: list[tuple[str, Callable[[Tensor], Any], str]] = [
     ("statistics", lambda v: v * torch.nan, "finite"),
-    ("statistics", lambda v: v.float(), "float64"),
     ("statistics", lambda v: v[:0], "statistics"),
     ("location", lambda v: v[:2], "shape"),
     ("scale", lambda v: 0 * v, "positive"),
-    ("fingerprint", lambda v: v[:0], "shape"),
-    ("fingerprint", lambda _: None, "tensor"),
     ("more", lambda _: 1, "more"),
 ]
 
@@ -393,10 +337,10 @@ def test_a_spoilt_calibration_is_refused_without_a_trace() -> None:
     la.calibrate(given())
     p, state = la(x).p_value, la.state_dict()
     part = state["calibration"]
-    spoilt = [({**part, key: change(part.get(key))}, words) for key, change, words in SPOILT]
-    for wrong, words in (*spoilt, (3, "got 3"), ({}, "got the keys")):
+    for key, change, words in SPOILT:
+        wrong = {**state, "calibration": {**part, key: change(part.get(key))}}
         with pytest.raises(cc.InputError, match=rf"state_dict.*calibration.*{words}"):
-            la.load_state_dict({**state, "calibration": wrong})
+            la.load_state_dict(wrong)
         assert torch.equal(la(x).p_value, p), words
 
 
@@ -411,45 +355,12 @@ def test_a_calibration_of_another_statistic_is_left_out() -> None:
         _ = la(inputs(3, 8)).p_value
 
 
-def test_an_online_posterior() -> None:
-    online = cc.OnlineLaplace(body(), probe=inputs(TRAINED, 0), n_data=TRAINED, hessian_structure="diag")
-    x, y = inputs(TRAINED, 0), torch.arange(TRAINED) % 3
-    online.train()
-    for _ in range(3):
-        online(x, y).backward()
-    la = online.eval().laplace()
-    with pytest.raises(cc.NotFittedError, match="not calibrated"):
-        _ = la(x).p_value
-    la.calibrate(given())
-    assert bool((la(x).p_value > 0).all())
-    with torch.no_grad():
-        next(online.parameters()).add_(1e-3)
-    with pytest.raises(cc.NotFittedError, match="another posterior"):
-        _ = la(x).p_value
-
-
-def test_a_fit_draws_the_same_features_and_leaves_torchs_generator_alone() -> None:
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(2500, INPUTS, generator=generator, dtype=torch.float64)
-    y = torch.arange(2500) % 3
-    rows = []
-    for size in (100, 1100):
-        la = made("last_layer", "kron")
-        state = torch.get_rng_state()
-        la.fit(list(zip(x.split(size), y.split(size), strict=True)))
-        assert torch.equal(torch.get_rng_state(), state)
-        rows.append(la.known.sample.features.columns["features"].sort(0).values)
-    assert len(rows[0]) == 2000
-    torch.testing.assert_close(*rows)
-
-
 def test_repeated_inputs_do_not_depend_on_the_batch() -> None:
     """In float32, products of matrices round differently in batches of another size; many inputs are equal."""
     torch.manual_seed(0)
     encoder = nn.Sequential(nn.Linear(6, 128), nn.ReLU(), nn.Linear(128, 32))
     la = Laplace(encoder, "contrastive")
-    x, labels = torch.randn(300, 6), torch.arange(300) % 5
-    la.fit(DataLoader(TensorDataset(x, labels), batch_size=60))
+    la.fit([(torch.randn(300, 6), torch.arange(300) % 5)])
     la.optimize_prior_precision()
 
     def known(n: int) -> Tensor:
@@ -459,12 +370,11 @@ def test_repeated_inputs_do_not_depend_on_the_batch() -> None:
     new = known(200)
     alone = torch.cat([la(one).p_value for one in new.split(1)])
     assert torch.allclose(alone, la(new).p_value, rtol=0, atol=2 / 501)
-    assert float((alone <= 0.05).double().mean()) < 0.05 + 3 * (0.05 * 0.95 / 200) ** 0.5
 
 
-@pytest.mark.parametrize("n", [50, 5000])
-def test_calibrating_with_training_inputs_is_noticed_and_said_to_be_optimistic(n: int) -> None:
+def test_calibrating_with_training_inputs_is_noticed_and_said_to_be_optimistic() -> None:
     """Of 5,000 points a posterior keeps 2,000."""
+    n = 5000
     la, x, others = made("last_layer", "kron"), inputs(n, 0), inputs(n, 3)
     la.fit([(part, torch.arange(len(part)) % 3) for part in x.split(500)])
     some = n // 4
