@@ -68,11 +68,11 @@ bench: $(STAMP) ## a benchmark: BENCH=curvature (default) or another name below,
 tables: $(STAMP) ## measure what every backend can do, and write it into docs/backends.md
 	$(PY) -W ignore tests/backend_tables.py docs/backends.md
 
-# A machine with a GPU may have no network: then a Python with torch, and wheels of the rest in .whl (docs/large_data.md).
+# A machine with a GPU may have no network: then a Python with torch, and wheels of the rest in .whl (CONTRIBUTING.md).
 GPU_PYTHON ?= $(if $(wildcard $(PY)),$(PY),$(PYTHON))
 GPU_SITE := build/site
 
-gpu: ## on a GPU: tests, contract, benchmarks, table 2, in under 40 minutes, docs/large_data.md; ARGS=--rehearse: tiny, on the CPU
+gpu: ## on a GPU: tests, contract, benchmarks, table 2, in under 40 minutes, CONTRIBUTING.md; ARGS=--rehearse: tiny, on the CPU
 	@if [ "$(GPU_PYTHON)" != "$(PY)" ] && ls .whl/*.whl >/dev/null 2>&1; then \
 	  $(GPU_PYTHON) -m pip install -q --no-index --no-deps --no-compile --upgrade --target $(GPU_SITE) .whl/*.whl; fi
 	@PYTHONPATH="$(GPU_SITE):.:$$PYTHONPATH" $(GPU_PYTHON) -m benchmarks.gpu $(ARGS)

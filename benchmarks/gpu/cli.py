@@ -37,7 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         device = "cuda"
     if importlib.util.find_spec("torch") is None:
-        hint = "make lint sets up .venv; or name another one: make gpu GPU_PYTHON=python3.12 (docs/large_data.md)"
+        hint = "make lint sets up .venv; or name another one: make gpu GPU_PYTHON=python3.12 (CONTRIBUTING.md)"
         print(f"error: {sys.executable} has no torch. {hint}", file=sys.stderr)
         return 2
     work = given.work / ("rehearsal" if given.rehearse else "all")
