@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from curvlinops import (
-    CGInverseLinearOperator,
-    LSMRInverseLinearOperator,
-    SubmatrixLinearOperator,
-    hutchinson_diag,
-    hutchinson_trace,
-    hutchpp_trace,
-    xdiag,
-    xtrace,
-)
+from curvlinops import CGInverseLinearOperator, SubmatrixLinearOperator, hutchinson_diag
 from curvlinops.examples import IdentityLinearOperator
-from curvlinops.papyan2020traces.spectrum import lanczos_approximate_spectrum
 from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.sparse.linalg import eigsh
 from strategies import Case, close, network_cases
-from tables import covering
+from tables import covering, each
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -120,71 +110,18 @@ def test_deterministic_tools_of_the_host(pd_fix: str, distance: str) -> None:
     assert np.allclose(np.sort(largest), values[-3:], rtol=1e-9, atol=1e-9 * abs(values).max())
     twice = 2.0 * operator - operator
     assert close(twice @ torch.eye(total, dtype=torch.float64), truth, size)
-
-
-@pytest.mark.parametrize("inverse", ["cg", "lsmr"])
-def test_damped_inverses(inverse: str) -> None:
-    drawn = fixed_case("psd")
-    truth, _ = truth_and_size(*drawn)
-    operator = make_operator(drawn, 4)
-    shapes = [tuple(p.shape) for p in drawn[0].parameters()]
-    damped = operator + 0.5 * IdentityLinearOperator(shapes, torch.device("cpu"), torch.float64)
-    if inverse == "cg":
-        inverted: Any = CGInverseLinearOperator(damped, eps=0, tolerance=1e-10, max_iter=200, max_tridiag_iter=200)
-    else:
-        inverted = LSMRInverseLinearOperator(damped, atol=1e-14, btol=1e-14, maxiter=300)
-    total = len(truth)
-    b = torch.linspace(-1, 1, total, dtype=torch.float64)
-    wanted = torch.linalg.solve(truth + 0.5 * torch.eye(total, dtype=torch.float64), b)
-    assert close(inverted @ b, wanted, tolerance=1e-8)
-
-
-def test_spectral_density_has_the_moments_of_the_spectrum() -> None:
-    drawn = fixed_case("psd")
-    values = torch.linalg.eigvalsh(truth_and_size(*drawn)[0])
-    operator = make_operator(drawn, 4)
-    torch.manual_seed(0)
-    ends = (float(values[0]), float(values[-1]))
-    grid, density = lanczos_approximate_spectrum(operator, len(values), num_repeats=60, boundaries=ends, margin=0.5)
-    width = grid[1] - grid[0]
-    assert abs(float(density.sum() * width) - 1) < 0.05
-    assert abs(float((grid * density).sum() * width) - float(values.mean())) < 0.1 * float(values[-1])
-
-
-class EveryRademacher:
-    """All sign vectors one after the other, so that an estimator's mean over them is its expectation."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, module: Any, total: int) -> None:
-        self.vectors = iter(torch.tensor(list(product((-1.0, 1.0), repeat=total)), dtype=torch.float64))
-        monkeypatch.setattr(module, "random_vector", lambda *_, **__: next(self.vectors))
-
-
-@pytest.mark.parametrize(("name", "estimator"), [("trace", hutchinson_trace), ("diagonal", hutchinson_diag)])
-def test_hutchinson_is_unbiased_over_all_sign_vectors(name: str, estimator: Any, monkeypatch: Any) -> None:
-    import importlib
-
-    drawn = fixed_case("full")
-    params = list(drawn[0].parameters())[-1:]
-    operator = make_operator(drawn, 4, params=params)
-    truth = dense_ggn(drawn[0], drawn[1], **drawn[2].all)[-4:, -4:]
-    module = importlib.import_module(f"curvlinops.{name}.hutchinson")
-    EveryRademacher(monkeypatch, module, 4)
-    found = sum(estimator(operator, num_matvecs=1) for _ in range(16)) / 16
-    assert close(found, truth.trace() if name == "trace" else truth.diagonal(), truth.abs().max())
-
-
-@pytest.mark.parametrize("estimator", [xtrace, hutchpp_trace, xdiag])
-def test_estimators_with_deflation_are_unbiased(estimator: Any) -> None:
-    """The mean of many is within four of its own standard errors of the truth, which are small."""
-    drawn = fixed_case("full")
-    truth = dense_ggn(*drawn[:2], **drawn[2].all)
-    wanted = truth.diagonal() if estimator is xdiag else truth.trace()
-    operator = make_operator(drawn, 6)
-    torch.manual_seed(0)
-    found = torch.stack([estimator(operator, num_matvecs=6) for _ in range(120)])
-    error = found.std(0) / len(found) ** 0.5
-    assert bool(((found.mean(0) - wanted).abs() <= 4 * error + 1e-12 * truth.abs().max()).all())
-    assert float(error.max()) < 0.1 * float(truth.diagonal().abs().sum())
+    if pd_fix == "full":
+        torch.manual_seed(0)
+        drawn_diagonals = torch.stack([hutchinson_diag(operator, num_matvecs=1) for _ in range(100)])
+        error = 4 * drawn_diagonals.std(0) / 10 + 1e-12 * size
+        assert bool(((drawn_diagonals.mean(0) - truth.diagonal()).abs() <= error).all())
+    if pd_fix == "psd":
+        shapes = [tuple(p.shape) for p in drawn[0].parameters()]
+        damped = operator + 0.5 * IdentityLinearOperator(shapes, torch.device("cpu"), torch.float64)
+        inverted = CGInverseLinearOperator(damped, eps=0, tolerance=1e-10, max_iter=200, max_tridiag_iter=200)
+        b = torch.linspace(-1, 1, total, dtype=torch.float64)
+        wanted = torch.linalg.solve(truth + 0.5 * torch.eye(total, dtype=torch.float64), b)
+        assert close(inverted @ b, wanted, tolerance=1e-8)
 
 
 def test_the_model_is_left_alone_and_normalisation_looked_through() -> None:
@@ -196,6 +133,10 @@ def test_the_model_is_left_alone_and_normalisation_looked_through() -> None:
     assert all(module.training for module in wrapped.modules())
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in wrapped.modules())
     assert all(p.grad is None for p in wrapped.parameters())
+    # An operator keeps the values of its construction, also where the model becomes another of the same outputs.
+    with torch.no_grad():
+        model[2].weight *= 10
+    assert close(operator @ torch.eye(len(truth), dtype=torch.float64), truth)
 
 
 def test_what_the_operator_refuses() -> None:
@@ -206,15 +147,8 @@ def test_what_the_operator_refuses() -> None:
         make(model, nn.MSELoss(), None, [(x, y)])
     with pytest.raises(cc.InputError, match=r"data: .*empty loader"):
         make(model, loss, None, [])
-    with pytest.raises(cc.InputError, match=r"data: .*iterated several times"):
-        make(model, loss, None, iter([(x, y)]))
     with pytest.raises(cc.InputError, match="parameters of the model"):
         make(model, loss, [nn.Parameter(torch.zeros(2))], [(x, y)])
-    with pytest.raises(cc.InputError, match="twice"):
-        make(model, loss, list(model.parameters())[:1] * 2, [(x, y)])
-    with pytest.raises(cc.InputError, match=r"Call model.float"):
-        make(model.bfloat16(), loss, None, [(x, y)])
-    model.double()
 
     class Shuffled:
         def __iter__(self) -> Any:
@@ -237,7 +171,7 @@ def test_a_shuffling_loader_is_taken_in_the_order_of_its_data() -> None:
         assert close(operator @ torch.eye(len(truth), dtype=torch.float64), truth)
 
 
-@pytest.mark.parametrize("pd_fix", ["positive", "fixed", "full", "psd"])
+@each("pd_fix", ["positive", "fixed", "full", "psd"])
 def test_another_loss(pd_fix: str) -> None:
     """Without closed forms of its blocks."""
     model, x, case = fixed_case()
@@ -246,18 +180,6 @@ def test_another_loss(pd_fix: str) -> None:
     truth = jacobian.T @ loss.output_hessian(case.z, case.labels).dense() @ jacobian
     operator = ContrastiveGGNLinearOperator(model, loss, None, [(x[:4], case.labels[:4]), (x[4:], case.labels[4:])])
     assert close(operator @ torch.eye(len(truth), dtype=torch.float64), truth)
-
-
-def test_kfac_of_another_loss() -> None:
-    model, x, y = conv_case()
-    loss = LogisticLoss(scale=2.0, bias=-0.3, pd_fix="psd")
-    host = contrastive_kfac(model, x, y, loss=loss)
-    ours = cc.ggn(model, x, y, structure="kron", loss=loss, clamp=False)
-    blocks = weight_blocks(model, host @ torch.eye(host.shape[0], dtype=torch.float64))
-    kron = [torch.kron(*f) for f in ours if len(f) == 2]
-    assert all(close(a.detach(), b) for a, b in zip(blocks, kron, strict=True))
-    with pytest.raises(cc.InputError, match="margin"):
-        contrastive_kfac(model, x, y, loss=loss, margin=0.5)
 
 
 def conv_case() -> tuple[nn.Module, Tensor, Tensor]:
@@ -275,23 +197,15 @@ def weight_blocks(model: nn.Module, matrix: Tensor) -> list[Tensor]:
     return [matrix[a:b, a:b] for a, b in ends]
 
 
-@pytest.mark.parametrize("distance", ["arccos", "euclidean"])
-def test_kfac_of_the_host_has_our_factors(distance: str) -> None:
+@each("options", [{"distance": "arccos"}, {"distance": "euclidean"}, {"loss": LogisticLoss(2.0, -0.3, pd_fix="psd")}])
+def test_kfac_of_the_host_has_our_factors(options: dict[str, Any]) -> None:
     model, x, y = conv_case()
-    ours = cc.ggn(model, x, y, structure="kron", pd_fix="psd", distance=distance, clamp=False)
-    host = contrastive_kfac(model, x, y, distance=distance)
+    fix = {} if "loss" in options else {"pd_fix": "psd"}
+    ours = cc.ggn(model, x, y, structure="kron", clamp=False, **fix, **options)
+    host = contrastive_kfac(model, x, y, **options)
     blocks = weight_blocks(model, host @ torch.eye(host.shape[0], dtype=torch.float64))
     kron = [torch.kron(*f) for f in ours if len(f) == 2]
     assert all(close(a.detach(), b) for a, b in zip(blocks, kron, strict=True))
-
-
-def test_blocks_that_happen_to_be_psd_need_no_projection() -> None:
-    model, x, y = conv_case()
-    options = {"pd_fix": "fixed", "distance": "euclidean", "negative_weight": 0.0}
-    host = contrastive_kfac(model, x, y, **options)
-    ours = cc.ggn(model, x, y, structure="kron", clamp=False, **options)
-    blocks = weight_blocks(model, host @ torch.eye(host.shape[0], dtype=torch.float64))
-    assert all(close(a.detach(), torch.kron(*f)) for a, f in zip(blocks, ours[::2], strict=True))
 
 
 def test_ekfac_has_the_exact_curvature_along_the_eigenvectors_of_kfac() -> None:

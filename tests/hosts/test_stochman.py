@@ -12,13 +12,11 @@ import torch
 from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
-from laplace import Laplace
 from stochman import nnj
 from strategies import Case, close, options, pair_kinds
 from tables import each
 from test_stochman_rules import scatter_statistics
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.errors import UnsupportedError
@@ -26,14 +24,12 @@ from contrastive_curvature.hosts.stochman import StochManPullback, to_nnj
 from contrastive_curvature.laplace.backends.stochman import StochManContrastiveGGN
 from contrastive_curvature.network import pullback as limits
 from contrastive_curvature.network.encoder import Encoder
-from contrastive_curvature.network.raw_outputs import Place
 from contrastive_curvature.options import Structure
 from contrastive_curvature.testing import dense_ggn, dense_jacobian
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 NETWORKS = {
-    "linear": lambda d: nn.Linear(4, d),
     "in-place relu": lambda d: nn.Sequential(nn.Linear(4, 5, bias=False), nn.ReLU(inplace=True), nn.Linear(5, d)),
     "conv": lambda d: nn.Sequential(
         nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 2, 2, padding=1, bias=False), nn.Tanh(), nn.MaxPool2d(2), nn.Flatten(),
@@ -104,20 +100,6 @@ def test_diag_and_full_are_exact(drawn: tuple[nn.Module, Tensor, Case], elements
     assert close(full.cpu(), truth, size)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in NETWORKS if kind != "tied"])
-def test_kron_is_that_of_torch_func(kind: str, device: str) -> None:
-    torch.manual_seed(0)
-    model = build(kind, 3).to(device)
-    x, labels = torch.randn(6, 4, dtype=torch.float64, device=device), torch.arange(6, device=device) % 3
-    found, truth = (
-        backend(model, pd_fix="psd").kron(x, labels)[1].kfacs for backend in (StochManContrastiveGGN, cc.ContrastiveGGN)
-    )
-    assert [[f.shape for f in group] for group in found] == [[f.shape for f in group] for group in truth]
-    for group, other in zip(found, truth, strict=True):
-        for f, g in zip(group, other, strict=True):
-            assert close(f, g)
-
-
 RULES = {
     "conv": ({"Linear.weight": 1, "Linear.input": 1, "MaxPool2d.input": 1, "Tanh.input": 1, "Conv2d.weight": 1}, ()),
     "biased conv": ({}, ("layer '1' (Conv2d): StochMan's rule gives (3, 2) where there is (3, 4)",)),
@@ -178,22 +160,6 @@ def test_jacobians_subnetwork_and_last_layer(seed: int, size: int, device: str) 
     assert close(found, truth[indices][:, indices], float(truth.abs().max()))
 
 
-@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
-@pytest.mark.parametrize("subset", ["all", "last_layer"])
-def test_in_laplace(structure: str, subset: str, device: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(build("norms", 3), cc.L2Norm()).to(device)
-    data = TensorDataset(torch.randn(12, 4, dtype=torch.float64, device=device), torch.arange(12, device=device) % 3)
-    fits = []
-    options = {"pd_fix": "psd"} | ({"rank": "full"} if (subset, structure) == ("last_layer", "kron") else {})
-    for backend in (StochManContrastiveGGN, cc.ContrastiveGGN):
-        la = Laplace(model, "contrastive", subset, structure, backend=backend, backend_kwargs=options)
-        la.fit(DataLoader(data, batch_size=5))
-        fits.append(la.posterior_precision)
-    a, b = ((f.to_matrix() if structure == "kron" else f) for f in fits)
-    assert close(a, b)
-
-
 def test_conversion_shares_parameters_and_leaves_the_model_alone(device: str) -> None:
     torch.manual_seed(0)
     for kind in NETWORKS:
@@ -212,58 +178,15 @@ def test_conversion_shares_parameters_and_leaves_the_model_alone(device: str) ->
         assert close(made(x).detach(), model(x).detach())
 
 
-def test_conversion_shares_nothing_but_parameters(device: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).to(device)
-    made = to_nnj(model)
-    assert (type(made), *map(type, made)) == (nnj.Sequential, nnj.Linear, nnj.BatchNorm1d)
-    assert made[1].running_mean is model[1].running_mean
-    made[0].register_forward_hook(lambda *_: None)
-    made[0].bias = None
-    assert not model[0]._forward_hooks
-    assert model[0].bias is not None
-
-
-def test_parameters_are_read_when_the_curvature_is(device: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(3, 2).double().to(device)
-    x, labels = torch.randn(4, 3, dtype=torch.float64, device=device), torch.tensor([0, 0, 1, 1], device=device)
-    backend = StochManContrastiveGGN(model)
-    backend.diag(x, labels)
-    with torch.no_grad():
-        model.weight.mul_(2)
-    assert close(backend.diag(x, labels)[1], dense_ggn(model, x, labels).diagonal())
-
-
-@pytest.mark.parametrize("pd_fix", ["fixed", "full"])
-def test_one_normalisation_in_two_places(pd_fix: str, device: str) -> None:
+def test_one_normalisation_in_two_places(device: str) -> None:
     norm = cc.L2Norm()
     raw = nn.Sequential(nn.Linear(4, 3), norm, nn.Linear(3, 2)).double().to(device)
     model = nn.Sequential(*raw, norm)
     x, labels = torch.randn(5, 4, dtype=torch.float64, device=device), torch.arange(5, device=device) % 2
-    truth = dense_ggn(raw, x, labels, pd_fix=pd_fix)
-    backend = StochManContrastiveGGN(model, pd_fix=pd_fix)
+    truth = dense_ggn(raw, x, labels, pd_fix="full")
+    backend = StochManContrastiveGGN(model, pd_fix="full")
     assert close(backend.full(x, labels)[1], truth)
     assert close(backend.diag(x, labels)[1], truth.diagonal(), float(truth.abs().max()))
-    assert close(backend.jacobians(x)[0].flatten(0, 1), dense_jacobian(raw, x))
-
-
-class Doubling(nn.Sequential):
-    def forward(self, x: Tensor) -> Tensor:
-        return 2 * super().forward(x)
-
-
-class Shifted(nn.Linear):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) + 1
-
-
-class Residual(nn.Module):
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.inner(x)
 
 
 def hooked() -> nn.Module:
@@ -273,15 +196,9 @@ def hooked() -> nn.Module:
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "own module": (lambda: nn.Sequential(nn.Tanh(), Doubling(nn.Linear(4, 4))), "'1' \\(Doubling\\)"),
-    "own linear": (lambda: Shifted(4, 4), "'model' \\(Shifted\\)"),
-    "gelu": (lambda: nn.Sequential(nn.Linear(4, 4), nn.GELU()), "'1' \\(GELU\\) has no counterpart"),
-    "bilinear": (lambda: nn.Sequential(nn.Sequential(nn.Bilinear(4, 4, 4))), "'0.0' \\(Bilinear\\)"),
+    "own linear": (lambda: type("Shifted", (nn.Linear,), {})(4, 4), "'model' \\(Shifted\\)"),
+    "gelu": (lambda: nn.Sequential(nn.Sequential(nn.Linear(4, 4), nn.GELU())), "'0.1' \\(GELU\\) has no counterpart"),
     "hook": (hooked, "forward hook"),
-    "weight norm": (
-        lambda: nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(4, 4))),
-        "'0' \\(ParametrizedLinear\\)",
-    ),
     "batch statistics": (lambda: nn.Sequential(nn.BatchNorm1d(4, track_running_stats=False)), "track_running_stats"),
     "batch axis": (lambda: nn.Sequential(nn.Flatten(0)), "'0' \\(Flatten\\) has no counterpart there with these axes"),
     "unknown axis": (lambda: nn.Unflatten(1, (2, -1)), "'model' \\(Unflatten\\) has no counterpart"),
@@ -294,18 +211,6 @@ def test_refuses_by_layer_and_names_the_alternative(kind: str, device: str) -> N
     make, named = REFUSED[kind]
     with pytest.raises(UnsupportedError, match=named + ".*Use backend=ContrastiveGGN \\(torch.func\\)"):
         to_nnj(make().to(device))
-
-
-def test_refuses_what_it_cannot_reach(device: str) -> None:
-    x = torch.randn(4, 4, device=device)
-    model = nn.Sequential(nn.Linear(4, 3), nn.GRU(3, 2)).to(device)
-    with pytest.raises(UnsupportedError, match=r"'1' \(GRU\).*ContrastiveGGN"):
-        to_nnj(model)
-    odd = nn.Sequential(nn.Linear(4, 3), Residual(nn.Sequential(nn.Linear(3, 3), cc.L2Norm()))).to(device)
-    encoder = Encoder(odd, x)
-    encoder.place = Place(odd[1].inner[1], normalizes=True)
-    with pytest.raises(UnsupportedError, match="in the midst of another layer"):
-        StochManContrastiveGGN(odd).all_parameters(encoder)
 
 
 def test_package_is_imported_when_asked_for(device: str) -> None:

@@ -10,7 +10,6 @@ import torch
 from devices import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from stochman import nnj
 from strategies import close
 from tables import covering, each
 from test_stochman import build
@@ -29,8 +28,8 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 CALCULATORS = {"euclidean": ContrastiveHessianCalculator, "arccos": ArccosHessianCalculator}
 LONG = {"pos": "positive", "fix": "fixed", "full": "full", "psd": "psd"}
-UNTIED = ("linear", "in-place relu", "conv", "biased conv", "conv1d", "norms", "frozen", "host")
-FAST = ("linear", "in-place relu", "frozen", "host")
+UNTIED = ("in-place relu", "conv", "biased conv", "conv1d", "norms", "frozen", "host")
+FAST = ("in-place relu", "frozen", "host")
 
 Drawn = tuple[nn.Module, Tensor, tuple[Tensor, ...], str, dict[str, Any]]
 
@@ -75,7 +74,7 @@ def input_jacobian(model: nn.Module, x: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("speed", ["half", "slow"])
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(drawn=drawn_cases(), elements=st.sampled_from((2**25, 300, 30)), widest=st.sampled_from((1024, 3)))
 def test_hessian_wrt_weights_is_exact(drawn: Drawn, elements: int, widest: int, speed: str, device: str) -> None:
     model, x = drawn[:2]
@@ -101,7 +100,7 @@ def test_hessian_wrt_weights_is_exact(drawn: Drawn, elements: int, widest: int, 
 
 
 @pytest.mark.parametrize("speed", ["half", "slow"])
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(drawn=drawn_cases(), widest=st.sampled_from((1024, 3)))
 def test_hessian_wrt_inputs_is_exact(drawn: Drawn, widest: int, speed: str, device: str) -> None:
     model, x = drawn[:2]
@@ -178,23 +177,12 @@ def test_fast_is_the_diagonal_sweep(drawn: Drawn, device: str) -> None:
     assert close(of_inputs, m.diagonal(dim1=1, dim2=2), size)
 
 
-@pytest.mark.parametrize("distance", CALCULATORS)
-def test_long_names_are_the_short_ones(distance: str, device: str) -> None:
-    torch.manual_seed(0)
-    network = nnj.Sequential(nnj.Linear(4, 3), cc.L2Norm()).to(device)
-    x, tuples = torch.randn(5, 4, device=device), tuple(torch.randint(0, 5, (3, 6), device=device))
-    for short, long in LONG.items():
-        a, b = (CALCULATORS[distance](method=name).compute_hessian(x, network, tuples) for name in (short, long))
-        assert torch.equal(a, b)
-
-
 @each(
     "options, error, message",
     [
         ({"wrt": "weights"}, InputError, "wrt: expected one of 'weight', 'input'"),
         ({"shape": "diag"}, InputError, "shape: expected one of 'diagonal', 'block', 'full'"),
         ({"speed": "quick"}, InputError, "speed: expected one of 'slow', 'half', 'fast'"),
-        ({"method": ""}, InputError, "method: expected one of 'positive'"),
         ({"margin": 3}, InputError, "margin: expected"),
         ({"speed": "fast", "shape": "full"}, UnsupportedError, "cross-layer.*speed='half'"),
         ({"speed": "fast", "method": "pos"}, UnsupportedError, "every pair.*speed='half'"),
@@ -207,43 +195,15 @@ def test_refuses_options(options: dict[str, Any], error: type[Exception], messag
 
 def test_refuses_networks_it_has_no_answer_for(device: str) -> None:
     x, tuples = torch.randn(4, 4, device=device), tuple(torch.tensor([[0], [1], [2]], device=device))
-    with pytest.raises(UnsupportedError, match="L2Norm"):
-        ContrastiveHessianCalculator().compute_hessian(x, nn.Linear(4, 2).to(device), tuples)
-    with pytest.raises(UnsupportedError, match=r"'1' \(GELU\)"):
-        ArccosHessianCalculator().compute_hessian(x, nn.Sequential(nn.Linear(4, 2), nn.GELU()).to(device), tuples)
-    conv = nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 2, 1), nn.Flatten()).to(device)
-    with pytest.raises(UnsupportedError, match=r"layer '1' \(Conv1d\): StochMan has no sandwich.*speed='half'"):
-        ArccosHessianCalculator(speed="fast").compute_hessian(x, conv, tuples)
-    soft = nn.Sequential(nn.Softplus(threshold=1), nn.Linear(4, 2)).to(device)
-    with pytest.raises(UnsupportedError, match=r"layer '0' \(Softplus\): .*threshold.*speed='half'"):
-        ArccosHessianCalculator(wrt="input", speed="fast").compute_hessian(x, soft, tuples)
-    tied = build("tied", 2).float().to(device)
-    for options in ({"speed": "fast"}, {"speed": "slow", "shape": "block"}):
-        with pytest.raises(UnsupportedError, match=r"shared between layers.*speed='half'"):
-            ArccosHessianCalculator(**options).compute_hessian(x, tied, tuples)
-    with pytest.raises(InputError, match="indices"):
-        ArccosHessianCalculator().compute_hessian(x, nn.Linear(4, 2).to(device), (tuples[0], tuples[1], tuples[2] + 9))
-
-
-@covering(1, distance=CALCULATORS, tail=[nn.Identity(), nn.Dropout(0.5), nn.Flatten(), cc.L2Norm(), nnj.Reshape(3)])
-def test_what_passes_the_normalisation_on_changes_nothing(tail: nn.Module, distance: str, device: str) -> None:
-    torch.manual_seed(0)
-    norm = cc.L2Norm()
-    network = nn.Sequential(nn.Linear(4, 3), norm, nn.Linear(3, 3), norm).to(device)
-    x, tuples = torch.randn(5, 4, device=device), tuple(torch.randint(0, 5, (3, 6), device=device))
-    for wrt in ("weight", "input"):
-        calculator = CALCULATORS[distance](wrt=wrt, shape="full", method="full")
-        plain = calculator.compute_hessian(x, network, tuples)
-        for longer in (nn.Sequential(network, tail), nn.Sequential(network, tail, norm, tail)):
-            assert torch.equal(calculator.compute_hessian(x, longer, tuples), plain)
-            assert torch.equal(calculator.compute_loss(x, longer, tuples), calculator.compute_loss(x, network, tuples))
-
-
-def test_norms_of_parts_of_an_embedding_are_no_normalisation(device: str) -> None:
-    network = nn.Sequential(nn.Linear(4, 4), nn.Unflatten(1, (2, 2)), cc.L2Norm(), nn.Flatten()).to(device)
-    x, tuples = torch.randn(5, 4, device=device), tuple(torch.randint(0, 5, (3, 6), device=device))
-    with pytest.raises(UnsupportedError, match="does not end in L2Norm"):
-        ContrastiveHessianCalculator().compute_hessian(x, network, tuples)
+    conv = nn.Sequential(nn.Unflatten(1, (2, 2)), nn.Conv1d(2, 2, 1), nn.Flatten())
+    for calculator, network, message in (
+        (ContrastiveHessianCalculator(), nn.Linear(4, 2), "L2Norm"),
+        (ArccosHessianCalculator(), nn.Sequential(nn.Linear(4, 2), nn.GELU()), r"'1' \(GELU\)"),
+        (ArccosHessianCalculator(speed="fast"), conv, r"layer '1' \(Conv1d\): StochMan has no sandwich.*speed='half'"),
+        (ArccosHessianCalculator(speed="fast"), build("tied", 2).float(), r"shared between layers.*speed='half'"),
+    ):
+        with pytest.raises(UnsupportedError, match=message):
+            calculator.compute_hessian(x, network.to(device), tuples)
 
 
 @covering(1, speed=["half", "slow"], method=LONG)
@@ -260,7 +220,7 @@ def test_tied_weights_are_exact(speed: str, method: str, device: str) -> None:
         )
 
 
-@pytest.mark.parametrize("speed", ["half", "slow", "fast"])
+@each("speed", ["half", "slow", "fast"])
 def test_no_points_and_no_pairs_give_zeros(speed: str, device: str) -> None:
     network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).to(device)
     none = tuple(torch.zeros(3, 0, dtype=torch.long, device=device))
@@ -274,29 +234,3 @@ def test_no_points_and_no_pairs_give_zeros(speed: str, device: str) -> None:
         assert torch.equal(of_inputs, torch.zeros(n, 4, 4, device=device))
         gradient = ArccosHessianCalculator().compute_gradient(x, network, none)
         assert torch.equal(gradient, torch.zeros(23, device=device))
-
-
-def test_takes_the_hosts_networks(device: str) -> None:
-    torch.manual_seed(0)
-    network = nnj.Sequential(nnj.Linear(4, 3), nnj.Tanh(), nnj.Linear(3, 2)).to(device)
-    x, tuples = torch.randn(5, 4, device=device), tuple(torch.randint(0, 5, (4, 6), device=device))
-    plain = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).to(device)
-    plain.load_state_dict(network.state_dict())
-    a, b = (ArccosHessianCalculator().compute_hessian(x, m, tuples) for m in (network, plain))
-    assert torch.equal(a, b)
-
-
-def test_works_in_inference_mode_and_leaves_no_gradient(device: str) -> None:
-    torch.manual_seed(0)
-    network = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2), cc.L2Norm()).to(device)
-    x, tuples = torch.randn(5, 4, device=device), tuple(torch.randint(0, 5, (3, 6), device=device))
-    for method in LONG:
-        calculator = ContrastiveHessianCalculator(method=method)
-        with torch.inference_mode():
-            inside = calculator.compute_hessian(x, network, tuples)
-        outside = calculator.compute_hessian(x, network, tuples)
-        assert torch.equal(inside, outside)
-        assert not outside.requires_grad
-    assert all(p.grad is None for p in network.parameters())
-    calculator.compute_loss(x, network, tuples).backward()
-    assert all(p.grad is not None for p in network.parameters())

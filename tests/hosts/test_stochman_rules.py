@@ -18,41 +18,33 @@ import contrastive_curvature as cc
 from contrastive_curvature.hosts.stochman import sweep as limits
 from contrastive_curvature.hosts.stochman import to_nnj
 from contrastive_curvature.hosts.stochman.rules import RefusedError, find_rule
-from contrastive_curvature.hosts.stochman.sweep import Sweep, feature_maps
+from contrastive_curvature.hosts.stochman.sweep import Sweep
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
-IMAGE, SERIES, FLAT, TOKENS, VOLUME = (2, 4, 4), (2, 5), (4,), (3, 4), (2, 3, 3, 3)
+IMAGE, SERIES, FLAT, TOKENS = (2, 4, 4), (2, 5), (4,), (3, 4)
 MODES = {"ff": (False, False), "fd": (False, True), "df": (True, False), "dd": (True, True)}
 ALL, NONE = tuple(MODES), ()
 
 # Layer, shape of a point, rules for inputs that are exact, rules for parameters that are exact.
 LAYERS: dict[str, tuple[Any, tuple[int, ...], tuple[str, ...], tuple[str, ...]]] = {
     "linear": (lambda: nnj.Linear(4, 3), FLAT, ALL, ALL),
-    "linear without bias": (lambda: nnj.Linear(4, 3, bias=False), FLAT, ALL, ALL),
     "linear of tokens": (lambda: nnj.Linear(4, 2), TOKENS, NONE, NONE),
-    "positive linear": (lambda: nnj.PosLinear(4, 2), FLAT, NONE, NONE),
     "conv2d": (lambda: nnj.Conv2d(2, 3, 2, bias=False), IMAGE, ALL, ALL),
     "conv2d padded": (lambda: nnj.Conv2d(2, 2, (3, 2), padding=1, bias=False), IMAGE, ALL, ALL),
     "conv2d with a bias": (lambda: nnj.Conv2d(2, 3, 2), IMAGE, ALL, ("dd",)),
     "conv2d strided": (lambda: nnj.Conv2d(2, 3, 2, stride=2, bias=False), IMAGE, ALL, NONE),
     "conv2d with a rest": (lambda: nnj.Conv2d(2, 3, 3, stride=2, bias=False), IMAGE, NONE, NONE),
-    "conv2d dilated": (lambda: nnj.Conv2d(2, 3, 2, dilation=2, bias=False), IMAGE, ALL, NONE),
     "conv2d grouped": (lambda: nnj.Conv2d(2, 4, 2, groups=2, bias=False), IMAGE, ALL, NONE),
-    "conv2d of a wide border": (lambda: nnj.Conv2d(2, 3, 2, padding=2, bias=False), IMAGE, ALL, NONE),
     "conv2d same": (lambda: nn.Conv2d(2, 3, 3, padding="same", bias=False), IMAGE, NONE, NONE),
     "conv2d circular": (
         lambda: nnj.Conv2d(2, 3, 3, padding=1, padding_mode="circular", bias=False), IMAGE, NONE, NONE
     ),
     "conv1d": (lambda: nnj.Conv1d(2, 3, 2, stride=2, padding=1), SERIES, NONE, NONE),
-    "conv3d": (lambda: nnj.Conv3d(2, 2, 2), VOLUME, NONE, NONE),
     "transposed conv2d": (lambda: nnj.ConvTranspose2d(2, 3, 2), IMAGE, NONE, NONE),
     "upsample": (lambda: nnj.Upsample(scale_factor=2), IMAGE, ("ff", "fd", "df"), NONE),
-    "upsample bilinear": (lambda: nnj.Upsample(scale_factor=2, mode="bilinear"), IMAGE, NONE, NONE),
     "max pool": (lambda: nnj.MaxPool2d(2), IMAGE, ALL, NONE),
     "overlapping max pool": (lambda: nnj.MaxPool2d(3, stride=1, padding=1), IMAGE, NONE, NONE),
-    "dilated max pool": (lambda: nnj.MaxPool2d(2, stride=2, dilation=2), IMAGE, NONE, NONE),
-    "max pool 1d": (lambda: nnj.MaxPool1d(2), SERIES, NONE, NONE),
     "flatten": (nnj.Flatten, IMAGE, ALL, NONE),
     "reshape": (lambda: nnj.Reshape(2, 2, 1), FLAT, ALL, NONE),
     "identity": (nnj.Identity, IMAGE, ALL, NONE),
@@ -60,9 +52,7 @@ LAYERS: dict[str, tuple[Any, tuple[int, ...], tuple[str, ...], tuple[str, ...]]]
     "batch norm 2d": (lambda: nnj.BatchNorm2d(2), IMAGE, ALL, NONE),
     "batch norm without weights": (lambda: nnj.BatchNorm1d(4, affine=False), FLAT, NONE, NONE),
     "softmax": (lambda: nnj.Softmax(1), FLAT, NONE, NONE),
-    "softmax of tokens": (lambda: nnj.Softmax(2), TOKENS, NONE, NONE),
     "leaky relu, of another derivative at zero": (nnj.LeakyReLU, FLAT, NONE, NONE),
-    "prelu, the same": (nnj.PReLU, FLAT, NONE, NONE),
     "reciprocal": (lambda: nnj.Reciprocal(9.0), FLAT, ALL, NONE),
     "hard tanh": (nnj.Hardtanh, FLAT, ALL, NONE),
     "hard tanh of other limits": (lambda: nnj.Hardtanh(-9, 9), FLAT, NONE, NONE),
@@ -182,31 +172,6 @@ def test_one_sweep_gives_every_layers_block(seed: int, b: int, elements: int, de
                 block = truth[part, part]
                 assert close(found[k], block.diagonal() if shape == "diagonal" else block, size)
             assert close(end, of_inputs.diagonal(dim1=1, dim2=2) if shape == "diagonal" else of_inputs, size)
-
-
-@settings(max_examples=8)
-@given(seed=st.integers(0, 2**16), diagonal=st.booleans())
-def test_approximate_sweep_keeps_diagonals_between_layers(seed: int, diagonal: bool, device: str) -> None:
-    """The definition of ``speed="fast"``; and it is no exact one."""
-    torch.manual_seed(seed)
-    network = to_nnj(nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 3), nn.Linear(3, 2)).double().to(device))
-    x = torch.randn(2, 4, dtype=torch.float64).to(device)
-    m = torch.eye(2, dtype=torch.float64, device=x.device).expand(2, 2, 2) + 0.5
-    start = m.diagonal(dim1=1, dim2=2) if diagonal else m
-    sweep = Sweep(list(network), x, (-1, 0, 2, 3), approximate=True, diagonal=diagonal)
-    found = sweep.run(x, lambda rows: start[rows])
-    end = found.pop(-1)
-    maps = feature_maps(list(network), x)
-    kept = torch.diag_embed(start) if diagonal else start
-    for k in reversed(range(4)):
-        wrt_input, wrt_weight = autograd_jacobians(network[k], maps[k])
-        if k in found:
-            assert close(found[k], (wrt_weight.mT @ kept @ wrt_weight).diagonal(dim1=1, dim2=2).sum(0))
-        kept = torch.diag_embed((wrt_input.mT @ kept @ wrt_input).diagonal(dim1=1, dim2=2))
-    assert set(found) == {0, 2, 3}
-    assert close(end, kept.diagonal(dim1=1, dim2=2))
-    exact = Sweep(list(network), x, (0,)).run(x, lambda rows: m[rows])[0]
-    assert not close(found[0], exact, tolerance=1e-6)
 
 
 def test_says_which_layer_it_cannot_take(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
