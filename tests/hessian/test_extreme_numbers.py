@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import DISTANCES, FIXES, NORMALIZATIONS
 from tables import covering
-from torch import Tensor, nn
+from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature.hessian.sphere import normalize, norms
@@ -44,13 +44,6 @@ def test_directions_are_right_for_every_finite_number(exponent: int, dim: int, s
 
 
 @on_every_device
-def test_usual_numbers_are_normalised_as_before(device: str) -> None:
-    z = torch.randn(1000, 7, generator=torch.Generator().manual_seed(0)).to(device)
-    assert torch.equal(normalize(z)[0], z / z.norm(dim=1, keepdim=True))
-    assert torch.equal(normalize(z)[1], z.norm(dim=1))
-
-
-@on_every_device
 def test_derivatives_of_the_normalisation(device: str) -> None:
     z = torch.randn(3, 4, dtype=torch.float64, device=device, requires_grad=True)
     assert torch.autograd.gradcheck(lambda z: normalize(z), (z,))
@@ -61,9 +54,8 @@ def test_derivatives_of_the_normalisation(device: str) -> None:
 
 
 @on_every_device
-@pytest.mark.parametrize("distance", DISTANCES)
 @pytest.mark.parametrize("pd_fix", FIXES)
-@given(exponents=st.lists(EXPONENTS, min_size=8, max_size=8))
+@given(distance=st.sampled_from(DISTANCES), exponents=st.lists(EXPONENTS, min_size=8, max_size=8))
 def test_the_hessian_is_right_from_1e_18_to_1e18(exponents: list[int], pd_fix: str, distance: str, device: str) -> None:
     """Scaling the outputs by ``s_i`` scales block (i, j) by ``1 / (s_i s_j)``, whatever the fix."""
     z, labels = points()
@@ -103,16 +95,15 @@ def test_what_the_dtype_cannot_hold_is_refused(pd_fix: str, scale: float, device
     # The loss only has directions, which float32 holds.
     wanted = cc.ContrastiveLoss()(torch.cat([z[:3], z[3:4] / scale, z[4:]]), labels)
     assert torch.allclose(cc.ContrastiveLoss()(z, labels), wanted, rtol=1e-5)
-    model = nn.Linear(4, 4, bias=False).to(device)
-    with torch.no_grad():
-        model.weight.copy_(torch.eye(4))
-    with pytest.raises(cc.InputError, match="1 / norm"):
-        cc.ggn(model, z, labels, pd_fix=pd_fix)
 
 
 @on_every_device
-@pytest.mark.parametrize("normalization", NORMALIZATIONS)
-@given(n=st.integers(2, 40), dim=st.integers(1, 5), seed=st.integers(0, 2**16))
+@given(
+    normalization=st.sampled_from(NORMALIZATIONS),
+    n=st.integers(2, 40),
+    dim=st.integers(1, 5),
+    seed=st.integers(0, 2**16),
+)
 def test_a_margin_of_two_masks_nothing(n: int, dim: int, seed: int, normalization: str, device: str) -> None:
     """Rounding takes antipodal points apart by more or less than 2, the documented upper end of margins."""
     generator = torch.Generator().manual_seed(seed)
@@ -121,15 +112,6 @@ def test_a_margin_of_two_masks_nothing(n: int, dim: int, seed: int, normalizatio
     options: dict[str, Any] = {"normalization": normalization}
     closed, free = (cc.output_hessian(z, labels, margin=m, **options) for m in (2, None))
     assert torch.equal(closed.diagonal(), free.diagonal())
-    truth = cc.output_hessian(z.double(), labels, margin=2, **options).diagonal()
-    assert float((closed.diagonal() - truth).abs().max()) <= 1e-5 * float(truth.abs().max())
-    # The losses differ by a constant of the pairs, so their gradients do not differ at all.
-    gradients = []
-    for margin in (2, None):
-        leaf = z.clone().requires_grad_()
-        cc.ContrastiveLoss(margin=margin, **options)(leaf, labels).backward()
-        gradients.append(leaf.grad)
-    assert torch.allclose(*gradients, rtol=1e-4, atol=1e-6 * float(gradients[1].abs().max() + 1e-30))
     mined = [cc.ContrastiveLoss(margin).mine(z, labels) for margin in (2, None)]
     assert all(torch.equal(a, b) for a, b in zip(*mined, strict=True))
 
@@ -137,15 +119,15 @@ def test_a_margin_of_two_masks_nothing(n: int, dim: int, seed: int, normalizatio
 @on_every_device
 @covering(1, normalization=NORMALIZATIONS, margin=[None, 0.7, 2])
 def test_sums_over_many_points_keep_their_digits(margin: float | None, normalization: str, device: str) -> None:
-    """20,000 points of tight classes, where attraction and repulsion nearly cancel."""
+    """10,000 points of tight classes, where attraction and repulsion nearly cancel."""
     torch.manual_seed(0)
-    n, dim = 20_000, 8
+    n, dim = 10_000, 8
     labels = torch.randint(0, 10, (n,))
     z = torch.randn(10, dim)[labels] + 0.05 * torch.randn(n, dim)
     z, labels = z.to(device), labels.to(device)
     found, truth = (cc.output_hessian(t, labels, margin=margin, normalization=normalization) for t in (z, z.double()))
     error = (found.diagonal() - truth.diagonal()).abs().max() / truth.diagonal().abs().max()
-    # With a margin, single pairs lie on it to rounding, and count or not: 1e-5 of 20,000.
+    # With a margin, single pairs lie on it to rounding, and count or not: 1e-5 of 10,000.
     assert float(error) < (2e-6 if margin in (None, 2) else 1e-4)
     for mine, wanted in zip(found.loss_and_cost(), truth.loss_and_cost(), strict=True):
         # Inside a margin the two sums are some 50 times the loss, and a tile of them is added in float32 (6e-8).

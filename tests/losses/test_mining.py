@@ -44,19 +44,3 @@ def test_all_positives_and_the_negatives_inside_the_margin(
     assert all(t.dtype == torch.int64 and t.ndim == 1 and t.device.type == device for t in (a1, p, a2, neg))
     found = [list(zip(i.tolist(), j.tolist(), strict=True)) for i, j in ((a1, p), (a2, neg))]
     assert [sorted(f) for f in found] == [sorted(attract), sorted(repel)]
-
-
-@given(seed=st.integers(0, 999))
-def test_only_they_have_a_cost(seed: int, device: str) -> None:
-    """The sum of the costs of the active pairs is that of all pairs."""
-    torch.manual_seed(seed)
-    z, labels = torch.randn(8, 3, dtype=torch.float64, device=device), torch.randint(0, 3, (8,), device=device)
-    loss = cc.ContrastiveLoss(0.7, normalization="sum")
-    assert torch.allclose(loss(z, pairs=loss.mine(z, labels)), loss(z, labels))
-
-
-def test_labels_are_checked(device: str) -> None:
-    z = torch.randn(4, 2, device=device)
-    for wrong in (torch.zeros(3, dtype=torch.int64), torch.zeros(4), torch.zeros(4, 1, dtype=torch.int64)):
-        with pytest.raises(cc.InputError, match="labels"):
-            cc.ContrastiveLoss().mine(z, wrong)

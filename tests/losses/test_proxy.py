@@ -11,8 +11,8 @@ import torch
 from devices import DEVICES
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from loss_cases import check_hessian, cosine_hessian, numbers, unit
 from pytorch_metric_learning import losses
-from row_cases import numbers
 from strategies import DISTANCES, close
 from tables import each
 from torch import Tensor, nn
@@ -20,8 +20,6 @@ from torch import Tensor, nn
 import contrastive_curvature as cc
 from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.losses.proxy import ProxyLoss
-from contrastive_curvature.pairs import make_relation
-from contrastive_curvature.testing import dense_jacobian
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -53,7 +51,7 @@ class Drawn:
 
 
 def cosines(z: Tensor, proxies: Tensor) -> Tensor:
-    return (z / z.norm(dim=1, keepdim=True)) @ (proxies / proxies.norm(dim=1, keepdim=True)).T
+    return unit(z) @ unit(proxies).T
 
 
 @st.composite
@@ -89,43 +87,18 @@ def by_hand(s: Tensor, labels: Tensor, scale: float, margin: float, kind: str, r
 
 def oracle(drawn: Drawn, distance: str, fix: str) -> Tensor:
     """The Hessian (N D, N D) as the fix and the distance want it, by autograd of :func:`by_hand`."""
-    if fix == "psd_parts":
-        second = oracle(drawn, distance, "ggn")
-        values, vectors = torch.linalg.eigh(oracle(drawn, distance, "full") - second)
-        return vectors @ torch.diag(values.clamp(min=0)) @ vectors.T + second
-    z, (n, dim) = drawn.z, drawn.z.shape
-    proxies = drawn.proxies / drawn.proxies.norm(dim=1, keepdim=True)
+    proxies = unit(drawn.proxies)
 
-    def unit(z: Tensor) -> Tensor:
-        return z / z.norm(dim=1, keepdim=True)
+    def cosine(u: Tensor) -> Tensor:
+        return u @ proxies.T if distance == "arccos" else 1 - (u.unsqueeze(1) - proxies).square().sum(2) / 2
+
+    def repelling(slope: Tensor) -> Tensor:
+        return 1 - torch.nn.functional.one_hot(drawn.labels, len(proxies)).to(slope)
 
     def value(s: Tensor) -> Tensor:
         return by_hand(s, drawn.labels, **drawn.options)
 
-    def cosine(u: Tensor) -> Tensor:
-        if distance == "arccos":
-            return u @ proxies.T
-        return 1 - (u.unsqueeze(1) - proxies).square().sum(2) / 2
-
-    s = (unit(z) @ proxies.T).requires_grad_()
-    (slope,) = torch.autograd.grad(value(s), s)
-    mine = torch.zeros_like(slope)
-    mine[torch.arange(n), drawn.labels] = 1
-    dropped = {"ggn": slope, "ggn_fixed": slope, "positive": slope * (1 - mine)}.get(fix, torch.zeros_like(slope))
-
-    def left(u: Tensor) -> Tensor:
-        # A loss minus its tangent line has no first-order part.
-        return value(cosine(u)) - (dropped * cosine(u)).sum()
-
-    if distance == "arccos":
-        out = torch.autograd.functional.hessian(lambda z: left(unit(z)), z).reshape(n * dim, -1)
-    else:
-        jacobian = torch.autograd.functional.jacobian(unit, z).reshape(n * dim, -1)
-        out = jacobian.T @ torch.autograd.functional.hessian(left, unit(z)).reshape(n * dim, -1) @ jacobian
-    if fix == "psd":
-        values, vectors = torch.linalg.eigh(out)
-        out = vectors @ torch.diag(values.clamp(min=0)) @ vectors.T
-    return out
+    return cosine_hessian(drawn.z, cosine, value, repelling, distance, fix)
 
 
 @given(drawn=problems())
@@ -144,40 +117,16 @@ def test_hessian_is_that_of_autograd(drawn: Drawn, distance: str, fix: str, devi
     margin_on_angle = drawn.options["kind"] == "arcface" and drawn.options["margin"] > 0
     assume(not (fix in ("ggn", "ggn_fixed", "psd_parts") and margin_on_angle))
     loss, z, labels = drawn.on(device, distance=distance, pd_fix=fix)
-    found, truth, (n, dim) = loss.output_hessian(z, labels), oracle(drawn, distance, fix), drawn.z.shape
+    found, truth = loss.output_hessian(z, labels), oracle(drawn, distance, fix)
     # Autograd subtracts numbers of the size of the second derivatives: what cancels leaves their rounding errors.
-    floor = 1e-5 * drawn.size
-    assert close(found.dense().cpu(), truth, floor)
-    assert close(found.diagonal().flatten().cpu(), truth.diagonal(), floor)
-    unit = torch.eye(n * dim, dtype=z.dtype, device=device).view(n, dim, -1)
-    assert close(found.matvec(unit).reshape(n * dim, -1).cpu(), truth, floor)
-    total = truth.view(n, dim, n, dim).diagonal(dim1=0, dim2=2).sum(2)
-    assert close(found.blocks.total().cpu(), total, floor)
+    check_hessian(found, truth, 1e-5 * drawn.size)
+    # Points do not see each other.
+    assert not found.coupled
+    assert not found.linked().any()
     if fix in ("ggn", "ggn_fixed", "psd", "psd_parts"):
         assert found.is_psd()
         low = float(torch.linalg.eigvalsh(found.dense()).min())
         assert low >= -1e-12 * max(float(truth.abs().max()), drawn.size)
-
-
-@given(drawn=problems())
-def test_full_is_the_hessian_of_the_loss(drawn: Drawn, device: str) -> None:
-    loss, z, labels = drawn.on(device, pd_fix="full")
-    truth = torch.autograd.functional.hessian(lambda z: loss(z, labels), z).reshape(z.numel(), -1)
-    assert close(loss.output_hessian(z, labels).dense(), truth, 1e-5 * drawn.size)
-
-
-@given(drawn=problems(), distance=st.sampled_from(DISTANCES))
-def test_points_do_not_see_each_other(drawn: Drawn, distance: str, device: str) -> None:
-    loss, z, labels = drawn.on(device, distance=distance)
-    full, fixed = (loss.output_hessian(z, labels, pd_fix=fix) for fix in ("full", "fixed"))
-    assert torch.equal(full.dense(), fixed.dense())
-    assert not full.coupled
-    everything = slice(0, len(z))
-    assert not full.cross(everything, everything).forms(*[z.unsqueeze(2)] * 2).any()
-    assert not full.linked().any()
-    assert len(list(full.derivatives.row_blocks())) == 1
-    assert full.derivatives.second_matmul(z.unsqueeze(2)) is None
-    assert not full.derivatives.matmul(z).any()
 
 
 def pml(kind: str, classes: int, dim: int, scale: float, margin: float) -> nn.Module:
@@ -208,7 +157,7 @@ def test_equals_pytorch_metric_learning(drawn: Drawn, device: str) -> None:
     assert close(ours_w, theirs_w.T, size, 1e-6)
 
 
-@pytest.mark.parametrize(("kind", "margin"), KINDS)
+@each("kind, margin", KINDS)
 def test_float32_keeps_its_digits_where_a_softmax_is_concentrated(kind: str, margin: float, device: str) -> None:
     z, proxies = numbers(0, 300, 3).float(), numbers(1, 6, 3).float()
     labels = torch.arange(300, device=device) % 6
@@ -257,7 +206,7 @@ def test_an_embedding_on_its_proxy_is_named_with_a_margin_on_the_angle(device: s
     assert bool(opposite.dense().isfinite().all())
 
 
-@pytest.mark.parametrize(("kind", "margin"), KINDS)
+@each("kind, margin", KINDS)
 def test_one_class_or_no_point_is_flat(kind: str, margin: float, device: str) -> None:
     z, labels = torch.ones(2, 3, device=device), torch.zeros(2, dtype=torch.int64, device=device)
     loss = ProxyLoss(2 * z[:1], 16.0, margin, kind, pd_fix="full")
@@ -281,52 +230,23 @@ def test_a_mean_counts_times_its_points_in_a_data_set(drawn: Drawn, device: str)
     assert (found.derivatives.anchors, found.derivatives.skipped) == (len(z), 0)
 
 
-@pytest.mark.parametrize("structure", ["diag", "full"])
-@pytest.mark.parametrize(("kind", "margin"), [("softmax", 0.0), ("arcface", 0.4)])
-def test_parameter_curvature(kind: str, margin: float, structure: str, device: str) -> None:
-    model = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    x, labels = numbers(0, 6, 4), torch.arange(6) % 3
-    loss = ProxyLoss(numbers(1, 3, 3), 5.0, margin, kind, pd_fix="full")
-    jacobian, dense = dense_jacobian(model, x), loss.output_hessian(model(x).detach(), labels).dense()
-    truth = jacobian.T @ dense @ jacobian
-    given = {"loss": loss.to(device), "structure": structure, "clamp": False}
-    found = cc.ggn(model.to(device), x.to(device), labels.to(device), **given).cpu()
-    assert close(found, truth.diagonal() if structure == "diag" else truth)
-
-
 def test_proxies_are_trained_and_told_apart(device: str) -> None:
-    proxies = numbers(0, 700, 50).float().to(device)
-    loss = ProxyLoss(nn.Parameter(proxies.clone()))
+    weights = numbers(0, 70, 5).float().to(device)
+    loss, z, labels = ProxyLoss(nn.Parameter(weights.clone())), numbers(1, 3, 5).float().to(device), torch.arange(3)
     assert [name for name, _ in loss.named_parameters()] == ["proxies"]
-    assert torch.equal(loss.proxies, proxies)
-    before = repr(loss)
-    assert len(before) < 250
-    assert "(700, 50)" in before
-    fixed = ProxyLoss(proxies)
+    before, fixed = repr(loss), ProxyLoss(weights)
+    assert "(70, 5)" in before
     assert not list(fixed.parameters())
     assert list(fixed.state_dict()) == ["proxies"]
-    assert repr(fixed) == before == repr(ProxyLoss(proxies.T.contiguous().T))
+    assert repr(fixed) == before
     optimizer = torch.optim.SGD(loss.parameters(), 1.0)
-    loss(numbers(1, 3, 50).float().to(device), torch.arange(3, device=device)).backward()
+    loss(z, labels.to(device)).backward()
     optimizer.step()
     assert repr(loss) != before
     assert loss.replaced(pd_fix="psd").proxies is loss.proxies
-    hessian = loss.output_hessian(numbers(1, 3, 50).float().to(device), torch.arange(3, device=device))
-    assert not hessian.diagonal().requires_grad
-    assert "reduction='sum'" in repr(ProxyLoss(proxies, reduction="sum"))
-    half = ProxyLoss(proxies.bfloat16())
-    assert half.proxies.dtype == torch.bfloat16
-    assert half(numbers(1, 3, 50).to(device), torch.arange(3, device=device)).dtype == torch.float64
-
-
-def test_a_host_finds_what_a_call_was_given(device: str) -> None:
-    loss, labels = ProxyLoss(torch.eye(3, device=device)), torch.arange(2, device=device)
-    z = torch.rand(2, 3, device=device, requires_grad=True)
-    loss(z, labels)
-    given = loss.given_with(z)
-    assert given is not None
-    assert given[0] is labels
-    assert loss.given_with(torch.rand(2, 3)) is None
+    assert not loss.output_hessian(z, labels.to(device)).diagonal().requires_grad
+    weights.zero_()
+    assert repr(fixed) == before, "the proxies are the loss's own"
 
 
 def test_the_default_fix_is_positive_semidefinite(device: str) -> None:
@@ -335,67 +255,24 @@ def test_the_default_fix_is_positive_semidefinite(device: str) -> None:
     assert [str(fix) for fix in chosen.values()] == ["psd_parts", "psd_parts", "psd_parts", "psd", "psd"]
 
 
-EYE = torch.eye(3)
-WRONG_OPTIONS: dict[str, tuple[dict[str, Any], str]] = {
-    "list": ({"proxies": [[1.0]]}, "proxies.*Tensor"),
-    "whole numbers": ({"proxies": torch.ones(2, 2, dtype=torch.int64)}, "proxies.*floating"),
-    "vector": ({"proxies": torch.ones(3)}, "proxies.*shape"),
-    "zero proxy": ({"proxies": torch.tensor([[1.0, 0], [0, 0]])}, r"proxies.*rows \[1\]"),
-    "NaN proxy": ({"proxies": EYE / 0}, "proxies.*NaN"),
-    "scale": ({"scale": 0.0}, "scale"),
-    "margin": ({"margin": -0.1, "kind": "cosface"}, "margin"),
-    "margin of a softmax": ({"margin": 0.1}, "margin.*softmax.*cosface"),
-    "degrees": ({"margin": 28.6, "kind": "arcface"}, "margin.*pi.*radians"),
-    "kind": ({"kind": "sphereface"}, "kind.*arcface"),
-    "reduction": ({"reduction": "none"}, "reduction"),
-    "fix": ({"pd_fix": "exact"}, "pd_fix"),
-    "distance": ({"distance": "l1"}, "distance"),
-}
+A = torch.tensor([0, 1])
 
 
-@each("name", WRONG_OPTIONS)
-def test_wrong_options_are_named(name: str, device: str) -> None:
-    del device
-    options, words = WRONG_OPTIONS[name]
-    with pytest.raises(cc.InputError, match=words):
-        ProxyLoss(**{"proxies": EYE, **options})
-
-
-@each("fix", ["ggn", "ggn_fixed", "psd_parts"])
-def test_the_second_order_part_alone_is_refused_with_a_margin_on_the_angle(fix: str, device: str) -> None:
-    del device
-    with pytest.raises(cc.UnsupportedError, match=f"{fix}.*ProxyLoss is not convex.*psd"):
-        ProxyLoss(EYE, margin=0.5, kind="arcface", pd_fix=fix)
-    loss = ProxyLoss(EYE, margin=0.5, kind="arcface")
-    with pytest.raises(cc.UnsupportedError, match=f"{fix}.*ProxyLoss is not convex.*psd"):
-        loss.output_hessian(EYE + 0.1, torch.arange(3), pd_fix=fix)
-
-
-WRONG_CALLS: dict[str, tuple[dict[str, Any], str]] = {
-    "too large": ({"labels": torch.tensor([0, 3])}, r"labels.*0\.\.2.*label 3 of point 1"),
-    "negative": ({"labels": torch.tensor([-1, 0])}, r"labels.*label -1 of point 0"),
-    "floats": ({"labels": torch.zeros(2)}, "labels.*integer"),
-    "too few": ({"labels": torch.tensor([0])}, "labels.*2 embeddings"),
-    "none": ({}, "labels"),
-    "pairs": ({"pairs": (torch.tensor([0]),) * 3}, "pairs.*class labels"),
-    "width": ({"z": torch.ones(2, 4), "labels": torch.tensor([0, 1])}, "z.*3 numbers.*4"),
-    "zero": ({"z": torch.zeros(2, 3), "labels": torch.tensor([0, 1])}, "z.*norm"),
-}
-
-
-@each("name", WRONG_CALLS)
-def test_wrong_input_is_named(name: str, device: str) -> None:
-    given, words = WRONG_CALLS[name]
-    given = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in given.items()}
-    loss = ProxyLoss(EYE.to(device))
-    z = given.pop("z", torch.ones(2, 3, device=device))
+@each(
+    "given, words",
+    [
+        ({"labels": A + 2}, r"labels.*0\.\.2.*label 3 of point 1"),
+        ({"labels": A - 1}, r"labels.*label -1 of point 0"),
+        ({"labels": torch.zeros(2)}, "labels.*integer"),
+        ({"labels": A[:1]}, "labels.*2 embeddings"),
+        ({}, "labels"),
+        ({"pairs": (A, A, A)}, "pairs.*class labels"),
+        ({"z": torch.ones(2, 4), "labels": A}, "z.*3 numbers.*4"),
+    ],
+)
+def test_wrong_input_is_named(given: dict[str, Any], words: str, device: str) -> None:
+    moved = {key: value.to(device) if isinstance(value, Tensor) else value for key, value in given.items()}
+    loss, z = ProxyLoss(torch.eye(3, device=device)), moved.pop("z", torch.ones(2, 3, device=device))
     for call in (loss, loss.output_hessian):
         with pytest.raises(cc.InputError, match=words):
-            call(z, **given)
-
-
-def test_a_relation_without_labels_is_named(device: str) -> None:
-    z, index = torch.ones(2, 3, device=device), torch.tensor([0], device=device)
-    listed = make_relation(2, torch.device(device), pairs=(index, index + 1, index))
-    with pytest.raises(cc.InputError, match=r"relation.*class labels.*EdgeRelation"):
-        ProxyLoss(EYE.to(device)).derivatives(listed, z)
+            call(z, **moved)
