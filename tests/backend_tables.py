@@ -47,14 +47,32 @@ _RANK = 2
 
 
 def structure_table(backends: Iterable[str] = BACKENDS) -> str:
-    """Return Markdown: one row a combination of weights and structure, one column a backend."""
-    names = list(backends)
-    lines = _header(["weights", "structure", *(f"`{name}`" for name in names)])
+    """Return Markdown: what every backend gives for each structure; structures with one answer share a row."""
+    lines = _header(["weights", "structures", "in every backend"])
     for weights, structures in ROWS:
-        for structure in structures:
-            cells = [_describe(_survey(getattr(cc, name), weights, structure)) for name in names]
-            lines.append(_row([f"`{weights}`", f"`{structure}`", *cells]))
+        rows = {
+            structure: [_describe(_survey(getattr(cc, name), weights, structure)) for name in backends]
+            for structure in structures
+        }
+        for answers, alike in _alike(rows).items():
+            lines.append(_row([f"`{weights}`", ", ".join(f"`{name}`" for name in alike), _together(answers, backends)]))
     return "\n".join(lines)
+
+
+def _alike(rows: dict[str, list[str]]) -> dict[tuple[str, ...], list[str]]:
+    """Group the names of rows with the same cells."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name, cells in rows.items():
+        groups.setdefault(tuple(cells), []).append(name)
+    return groups
+
+
+def _together(answers: Iterable[str], backends: Iterable[str]) -> str:
+    """Join the answers of all backends; where they differ, each names its backends."""
+    groups = _alike({name: [answer] for name, answer in zip(backends, answers, strict=True)})
+    if len(groups) == 1:
+        return next(iter(groups))[0]
+    return "; ".join(f"{', '.join(f'`{name}`' for name in names)}: {answer}" for (answer,), names in groups.items())
 
 
 _FIXES = tuple(map(PDFix, FIXES))
@@ -62,11 +80,15 @@ _FIXES = tuple(map(PDFix, FIXES))
 
 
 def layer_table(backends: Iterable[str] = BACKENDS) -> str:
-    """Return Markdown, one row a kind of network: whether ``diag``, ``full`` and ``kron`` of all weights are exact."""
+    """Return Markdown: whether ``diag``, ``full`` and ``kron`` of all weights are exact; equal networks share a row."""
     names = list(backends)
     lines = _header(["encoder with", *(f"`{name}`" for name in names)])
-    for kind, description in NETWORKS.items():
-        lines.append(_row([description, *(_describe_layer(getattr(cc, name), kind) for name in names)]))
+    rows = {
+        description: [_describe_layer(getattr(cc, name), kind) for name in names]
+        for kind, description in NETWORKS.items()
+    }
+    for cells, alike in _alike(rows).items():
+        lines.append(_row(["; ".join(alike), *cells]))
     return "\n".join(lines)
 
 

@@ -42,10 +42,13 @@ def test_a_stale_page_is_noticed(tables: dict[str, str], monkeypatch: pytest.Mon
 def test_every_backend_and_structure_has_its_place(tables: dict[str, str]) -> None:
     structures, layers = tables["structures"], tables["layers"]
     for backend in support.BACKENDS:
-        assert f"`{backend}`" in structures
         assert f"`{backend}`" in layers
+    found = [(weights, name) for weights, kinds in support.ROWS for name in kinds]
     rows = [line.split("|")[1:3] for line in structures.splitlines()[2:]]
-    assert len({tuple(row) for row in rows}) == sum(len(kinds) for _, kinds in support.ROWS)
+    named = [(weights.strip(" `"), name.strip(" `")) for weights, names in rows for name in names.split(",")]
+    assert sorted(named) == sorted(found)
+    assert support._together(["exact", "refused", "exact"], "abc") == "`a`, `c`: exact; `b`: refused"
+    assert support._together(["exact", "exact"], "ab") == "exact"
     # torch.func takes everything that anybody takes.
     assert all(line.split("|")[2].strip().startswith("exact") for line in layers.splitlines()[2:])
 
