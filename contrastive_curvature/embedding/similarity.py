@@ -108,12 +108,9 @@ def similarity(
     With mean ``m`` and covariance ``C`` of each direction, ``E[cos] = m_a . m_b`` and ``Var[cos] = m_a^T C_b m_a +
     m_b^T C_a m_b + tr(C_a C_b)`` are exact for independent directions; ``m`` and ``C`` are those of
     :func:`contrastive_curvature.embedding.similarity.directions`, to second order in the spread of the raw outputs. A
-    pair takes O(D) for diagonal covariances and O(D^2) for dense ones, all pairs together a few matrix products. They
-    are computed in float64, because cosines near one lose their spread in float32, and returned in the dtype of the
-    arguments.
-
-    ``docs/matching.md`` has the measured errors, and says where the closed form fails: in two or three dimensions where
-    the norm of a raw output may reach zero, and where one or two directions have most of the spread.
+    pair takes O(D) for diagonal covariances and O(D^2) for dense ones, in float64. The closed form fails in two or
+    three dimensions where the norm of a raw output may reach zero, and where one or two directions have most of the
+    spread (``docs/matching.md``).
 
     Args:
         a: Distribution over N embeddings of dimension D. Or a tensor of embeddings without uncertainty, of any norm,
@@ -124,8 +121,7 @@ def similarity(
     Returns:
         Mean and variance of the cosines, shape (N,), or (N, M) if ``pairwise``. Distributions from samples enter with
         the mean and the covariance of their normalised samples. The two embeddings of a pair count as independent, also
-        where samples of both come from the same networks; ``(a.sample(n, g) * b.sample(n, h)).sum(-1)`` with paired
-        samples keeps such a dependence. An embedding paired with itself counts as two independent draws.
+        where samples of both come from the same networks.
 
     Raises:
         InputTypeError: An argument has a wrong type, or both are tensors.

@@ -55,12 +55,9 @@ def ggn(
     r"""Generalised Gauss-Newton of a loss of cosines, ``J^T H J``, over all pairs of a batch.
 
     ``J`` is the Jacobian of the raw outputs (before any l2-normalisation) and ``H`` the output Hessian
-    (:func:`~contrastive_curvature.output_hessian`). The model is run in evaluation mode and left as it
-    was; a model in half precision is computed in float32.
-
-    ``diag`` and ``full`` are exact for every distance and fix. ``kron`` is the K-FAC approximation
-    (:mod:`contrastive_curvature.network.kron`); ``kfac_approx`` says how it treats the cross terms of ``positive`` and
-    ``full`` (:mod:`contrastive_curvature.fit.structured`).
+    (:func:`~contrastive_curvature.output_hessian`). ``diag`` and ``full`` are exact for every distance and fix;
+    ``kron`` is the K-FAC approximation. The model is run in evaluation mode and left as it was; a model in half
+    precision is computed in float32.
 
     Args:
         model: Any module that maps ``x`` to (N, D); an l2-normalisation module at its end is looked through.
@@ -71,13 +68,10 @@ def ggn(
         loss: A loss (:mod:`contrastive_curvature.losses`); ``None`` takes the contrastive one with ``margin``,
             ``negative_weight`` and ``normalization``.
         distance: ``"arccos"`` (normalisation in the loss) or ``"euclidean"`` (in the network, linearised).
-        pd_fix: ``"fixed"``, ``"positive"``, ``"full"`` or ``"psd"``, and for losses with second derivatives ``"ggn"``,
-            ``"ggn_fixed"`` or ``"psd_parts"``, see :class:`~contrastive_curvature.options.PDFix`; ``"fix"`` and
-            ``"pos"`` are understood.
+        pd_fix: See :class:`~contrastive_curvature.options.PDFix`.
         margin: Distance of unit embeddings below which a negative counts, in (0, 2], or ``None`` for all.
         negative_weight: ``w_n`` of the paper's Eq. 10, in [0, 1].
-        normalization: ``"sum"``: every unordered pair enters once, positives with weight ``1 - w_n``, negatives with
-            ``-w_n``. ``"type"`` and ``"anchor"``: see :class:`~contrastive_curvature.options.Normalization`.
+        normalization: See :class:`~contrastive_curvature.options.Normalization`.
         structure: ``"diag"``, ``"full"`` or ``"kron"``.
         subset_of_weights: ``"all"`` trainable parameters, ``"last_layer"``, or an integer tensor of indices into the
             flattened trainable parameters (a subnetwork).

@@ -38,12 +38,10 @@ class ProxyLoss(CosineLoss):
     - ``arcface``: ``phi(s) = cos(theta + m)`` with the angle ``theta = arccos(s)`` to the own proxy. Beyond
       ``theta = pi - m``, where that would rise again, ``phi(s) = s - m sin(m)``, as in pytorch-metric-learning.
 
-    Embeddings do not see each other: the curvature treats the proxies as constants, so the blocks of single points are
-    the whole Hessian in the outputs, and ``pd_fix="full"`` and ``"fixed"`` are the same. ``"positive"`` keeps the
-    first-order part of the own proxy. The second-order part, which ``"ggn"`` keeps alone, is positive semidefinite for
-    ``softmax`` and ``cosface``. For ``arcface`` with a margin it can be indefinite, since ``phi`` is convex and stands
-    with a minus sign, so ``"ggn"`` and ``"psd_parts"`` are refused there. The derivatives of ``arcface`` are infinite
-    where an embedding lies on its own proxy.
+    The curvature treats the proxies as constants, so ``pd_fix="full"`` and ``"fixed"`` are the same. ``"positive"``
+    keeps the first-order part of the own proxy. The second-order part is positive semidefinite for ``softmax`` and
+    ``cosface``; for ``arcface`` with a margin it can be indefinite, and the derivatives are infinite where an embedding
+    lies on its own proxy.
 
     The same losses in pytorch-metric-learning, with its weights ``W`` of shape (D, C):
 

@@ -28,11 +28,9 @@ class SoftContrastiveLoss(PairLoss):
     With ``squared=True`` the logit is ``2 a s - 2 a + b``, that of :class:`~contrastive_curvature.losses.LogisticLoss`
     with ``scale=2 a`` and ``bias=b - 2 a``: convex in the cosines, with a positive semidefinite second-order part.
 
-    With ``squared=False``, the form of the paper, the second derivative in the cosine is ``a^2 p (1 - p) / d^2`` plus
-    ``a p / d^3`` for a negative or minus ``a (1 - p) / d^3`` for a positive, with ``p = sigma(-a d + b)``: negative for
-    positives with ``a d p < 1``, among them all that are close, so that the second-order part alone (``pd_fix="ggn"``)
-    is indefinite. It is unbounded where two embeddings meet (``d = 0``): the value exists, with a zero gradient of that
-    pair, and the Hessian is refused.
+    With ``squared=False``, the form of the paper, the second derivative in the cosine is negative for close positives,
+    so that the second-order part alone (``pd_fix="ggn"``) is indefinite. It is unbounded where two embeddings meet
+    (``d = 0``): the value exists, with a zero gradient of that pair, and the Hessian is refused.
 
     The paper has points anywhere and not on the sphere:
     :func:`contrastive_curvature.hedged.soft_contrastive_loss`.

@@ -46,55 +46,38 @@ class OnlineLaplace(nn.Module):
         la = online.laplace()              # a fitted laplace object
         out = la(x)                        # out.mu, out.kappa, out.uncertainty
 
-    Each call samples weights from the present posterior ``q_t = N(theta_t, P_t^-1)`` and returns the mean loss of the
-    sampled networks. The gradient of this mean with respect to ``theta`` is the expected gradient of Eq. 79. Each call
-    also adds the mean clamped curvature of the sampled networks to a discounted sum (Eq. 80): ``R_{t+1} = (1 - alpha)
-    R_t + E_q[H_t]``. A discounted number of points ``w_{t+1} = (1 - alpha) w_t + B`` rescales the sum to the size of
-    the data set, ``H = (N / w) R``. The posterior precision therefore has the size of the post-hoc one for every
-    ``alpha``, and the zero start value of the sum causes no bias (as in Adam).
-
-    :meth:`laplace` returns a posterior with precision ``P = H / T + prior``, with ``T`` and the prior by the rules of
-    ``la.optimize_prior_precision()``. During training the prior precision is the mean diagonal of ``H / T`` itself, and
-    ``T`` is the mean loss of a point, divided by the discounted number of steps, which grows towards ``1 / alpha``:
-    ``q_t`` has the precision of the sum over steps, as in Eq. 80, and the sampled noise becomes small. (At the mean
-    loss itself the noise is as large as the weights, and the encoder retrieves worse: ``docs/online.md``.) The first
-    step is deterministic, because there is no curvature for a prior yet.
+    Each call samples weights from the present posterior and returns the mean loss of the sampled networks (Eq. 79). It
+    also adds their mean clamped curvature to a discounted sum (Eq. 80), ``R_{t+1} = (1 - alpha) R_t + H_t``, which
+    :meth:`laplace` brings to the size of the data set (``docs/online.md``). The first step is deterministic.
 
     The object is a ``torch.nn.Module`` that contains the encoder as ``encoder`` and the posterior as buffers, so
     optimisers, Lightning and Accelerate treat it as any model. If ``torch.distributed`` runs, the curvatures of all
-    processes are added, so that the processes share one posterior; pairs are formed within the batch of each process.
-    In evaluation mode, a call returns the loss of the mean weights and does not update the posterior.
+    processes are added; pairs are formed within the batch of each process. In evaluation mode, a call returns the loss
+    of the mean weights and does not update the posterior.
 
     Args:
-        encoder: Any module that maps a batch to (N, D). It may end in an l2-normalisation module; the posterior is then
-            that of the outputs before the normalisation.
+        encoder: Any module that maps a batch to (N, D). It may end in an l2-normalisation module.
         probe: A batch of two inputs or more, for the analysis of the encoder.
         n_data: Number N of training points.
         loss: ``loss(z, labels)`` of the outputs ``z`` of the encoder or, with a ``miner``, ``loss(z, labels,
-            indices)``, as the losses of pytorch-metric-learning. By default the contrastive loss (Eq. 1), averaged over
-            positive pairs and over negative pairs separately.
+            indices)``, as the losses of pytorch-metric-learning. By default the loss of the curvature.
         miner: Selects the pairs of the loss. By default all positive pairs, and the negative pairs inside the margin.
-        curvature_miner: Selects the pairs of the curvature. By default all pairs of the batch, by the options of the
-            curvature.
+        curvature_miner: Selects the pairs of the curvature. By default all pairs of the batch.
         memory_factor: ``alpha`` in [0, 1), the fraction of the sum that each step forgets. The paper has 0.0001;
             ``hessian_memory_factor=0.999`` of the released code is 0.001 here.
         n_samples: Number of sampled networks per step.
         subset_of_weights: ``"last_layer"`` or ``"all"``.
         hessian_structure: ``"diag"``, ``"full"``, ``"kron"``, or for the last layer ``"kron_lowrank"``; all but the
-            first decompose matrices at every step, which is slower. With ``"kron_lowrank"`` the cost grows with the
-            rank; ``backend_kwargs=dict(rank=32)`` is faster than the default.
-        prior_precision: A positive number, used for ``q_t`` and for the final posterior, whose temperature is then the
-            mean loss of a point; ``None`` for the rules above.
-        temperature: A positive number, the constant ``T`` of both posteriors; ``None`` for the rule above.
-        sampling_temperature: Temperature of ``q_t`` in units of ``temperature`` or, without it, of the mean loss of a
-            point; 0 trains deterministically and only accumulates the curvature. ``None`` for the rule above, or 1 if
-            ``temperature`` is given.
-        backend: The class that computes curvatures, as in ``laplace.Laplace``; by default ``ContrastiveGGN``, which is
-            exact for every encoder.
-        backend_kwargs: Options of the curvature, documented in the backend: ``distance``, ``pd_fix``, ``margin``,
-            ``negative_weight``, ``normalization``, ``relation``, ``kfac_approx``, or ``loss``, any loss of this
-            library: the curvature is that of this loss, whatever ``loss`` above is. The default loss uses the margin
-            (or this loss) and the relation too. With two views of every input see :meth:`join`.
+            first decompose matrices at every step.
+        prior_precision: A positive number for both posteriors; ``None`` for the rule of
+            ``la.optimize_prior_precision()``, and the mean diagonal of the precision during training.
+        temperature: A positive number for both posteriors; ``None`` for the rule of ``la.optimize_prior_precision()``,
+            and the mean loss of a point over the discounted number of steps during training.
+        sampling_temperature: Temperature of the sampled weights in units of ``temperature`` or, without it, of the mean
+            loss of a point; 0 trains deterministically and only accumulates the curvature.
+        backend: The class that computes curvatures, as in ``laplace.Laplace``; by default ``ContrastiveGGN``.
+        backend_kwargs: Options of the curvature, as in ``laplace.Laplace``. With two views of every input see
+            :meth:`join`.
 
     Raises:
         InputError: An option is unknown or out of range.

@@ -33,15 +33,12 @@ class Trainer:
     """Trains any module that returns the loss of a batch, such as :class:`OnlineLaplace`.
 
     If a training is killed and the same program starts it again, it continues from its last checkpoint. On a CPU the
-    result is the same to the last bit, including the order of the data and the sampled weights. For this, random
-    augmentations must use the generators of torch, NumPy or Python, and the step must keep its whole state in its
-    ``state_dict``. One file belongs to one training: the random seed comes from the checkpoint and not from the
-    program, and a checkpoint is refused if optimiser, scheduler or modules have other settings now.
+    result is the same to the last bit, if random augmentations use the generators of torch, NumPy or Python, and the
+    step keeps its whole state in its ``state_dict``. A checkpoint is refused if optimiser, scheduler or modules have
+    other settings now, or while another training uses the file.
 
     Processes that share a training (``torch.distributed`` with a ``DistributedDataParallel`` or an ``OnlineLaplace`` in
-    the step) share the file: rank 0 writes the states of all processes, and each process restores its own random
-    generators. The number of processes must be the same as before, and all must see the same file. A second training
-    that uses the file at the same time is refused.
+    the step) share the file, which all must see: rank 0 writes the states of all. Their number must stay the same.
 
     Args:
         step: Module to train; ``step(x, targets)`` returns the loss of a batch, with its graph.

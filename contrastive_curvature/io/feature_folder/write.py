@@ -52,13 +52,11 @@ def features(
 ) -> FeatureFolder:
     """Write what the last linear layer of an encoder takes in, with targets and identifiers, into a folder.
 
-    Afterwards ``fit``, ``optimize_prior_precision``, ``calibrate`` and ``measure_classes`` of a last-layer posterior
-    take the folder in place of the loader, without another forward pass through the encoder. The last layer itself may
-    be trained further in between; everything before it must stay as it is.
+    ``fit``, ``optimize_prior_precision``, ``calibrate`` and ``measure_classes`` of a last-layer posterior take the
+    folder in place of the loader. The last layer may be trained further; everything before it must stay as it is.
 
-    A run that was interrupted goes on when it is called again with the same arguments: parts that are there with the
-    right checksum are kept and compared with the data, the rest is computed. A folder that is complete is checked and
-    returned. Nothing that is there is overwritten by features of another encoder, other options or other data.
+    A run that was interrupted goes on when it is called again with the same arguments. A complete folder is checked and
+    returned. Features of another encoder, other options or other data overwrite nothing.
 
     Args:
         encoder: Any module that maps a batch to (N, D) and ends in a linear layer, after which only an l2-normalisation

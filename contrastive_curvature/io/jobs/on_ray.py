@@ -39,21 +39,17 @@ def fit_on_ray(
 ) -> Any:
     """Fit a posterior to data that many processes read, a part at a time.
 
-    Every part's state is written to ``folder`` as soon as it is computed. A process that dies is started again with the
-    part that it had, which is computed again alone; after the death of this process, the same call goes on with the
-    parts that are missing. Nothing is lost, and nothing counts twice.
-
-    Ray is started if it has not been (``ray.init``), and then stopped at the end.
+    Every part's state is written to ``folder`` as soon as it is computed. The part of a process that dies is computed
+    again; after the death of this process, the same call goes on with the missing parts. Ray is started if it does not
+    run, and then stopped at the end.
 
     Args:
-        posterior: A posterior that is not fitted yet, which every process gets a copy of; or a function without
-            arguments that makes one, in every process and here. With GPUs use a function, and bring the encoder to
-            ``"cuda"`` in it where there is one.
+        posterior: A posterior that is not fitted yet, copied to every process; or a function without arguments that
+            makes one, in every process and here. On GPUs use a function that brings the encoder to ``"cuda"``.
         source: Parquet files (a path, or a list of them), a :class:`ParquetParts`, or a feature folder or its path; on
             a file system that all machines see.
         folder: Where the states are kept, on such a file system.
-        parts: Number of parts; ``None`` for one per 50,000 rows, at least 16 and at most 1,000. What one process does
-            at a time, and what is computed again if it dies.
+        parts: Number of parts; ``None`` for one per 50,000 rows, at least 16 and at most 1,000.
         batch_size: Rows of a batch; ``None`` for 4,096.
         read: See :class:`ParquetParts`.
         columns: See :class:`ParquetParts`.
@@ -112,9 +108,9 @@ def embed_on_ray(
 ) -> EmbeddingFolder:
     """Embed a corpus in processes of Ray that hold encoder and posterior once.
 
-    Writes one Parquet file a part, completely or not at all, see :class:`EmbeddingFolder`. A process that dies is
-    started again with the part that it had; after the death of this process, the same call goes on with the parts that
-    are missing. Ray is started if it has not been, and then stopped at the end.
+    Writes one Parquet file a part (:class:`EmbeddingFolder`). The part of a process that dies is computed again; after
+    the death of this process, the same call goes on with the missing parts. Ray is started if it does not run, and then
+    stopped at the end.
 
     Args:
         posterior: The fitted posterior, which every process gets a copy of; or a function without arguments that makes
