@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from contrastive_curvature.online import OnlineLaplace, Trainer
 
-__all__ = ["CHANCES", "checksum", "flat", "Interrupted", "Interrupting", "make_training", "states"]
+__all__ = ["CHANCES", "checksum", "Interrupted", "Interrupting", "make_training", "states"]
 
 CHANCES = ("generator", "global", "numpy sampler", "augmented", "none")
 """Where the order of the data, and the data, come from."""

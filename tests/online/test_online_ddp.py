@@ -1,4 +1,4 @@
-"""Several processes and one checkpoint: of one training they share, or of trainings that must not meet."""
+"""Several processes that train one encoder: one posterior, one checkpoint; and trainings that must not meet."""
 
 from __future__ import annotations
 
@@ -8,9 +8,6 @@ import errno
 import json
 import os
 import signal
-import subprocess
-import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,6 +16,7 @@ import pytest
 import torch
 from filelock import FileLock
 from online_training import checksum, make_training
+from tables import each
 from torch import Tensor, distributed, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
@@ -27,7 +25,6 @@ from contrastive_curvature.online import OnlineLaplace, Trainer, load_checkpoint
 from contrastive_curvature.online import trainer as trainer_file
 
 PROCESSES, EPOCHS = 2, 3
-ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
 
 
@@ -99,7 +96,6 @@ def several(rank: int, folder: Path) -> None:
                 patch.setattr(trainer_file, "save_checkpoint", Full())
             trainer, loader = make(rank, folder / "full.pt")
             said["full"] = refusal(lambda: trainer.fit(loader, EPOCHS))
-        said["left"] = sorted(os.listdir(folder)) if rank == 0 else None
         trainer, loader = make(rank, folder / "full.pt")
         trainer.fit(loader, EPOCHS)
         said["after full"] = checksum(ended(trainer))
@@ -108,18 +104,10 @@ def several(rank: int, folder: Path) -> None:
         before = checksum(ended(trainer))
         said["not shared"] = refusal(lambda: trainer.fit(loader, EPOCHS))
         trainer, loader = make(rank, folder / f"other{rank}.pt")
-        if rank == 0:
-            save_checkpoint(folder / "other0.pt", load_checkpoint(folder / "full.pt"))
-        else:
-            other = {**load_checkpoint(folder / "full.pt"), "steps": 3}
-            save_checkpoint(folder / "other1.pt", other)
+        content = load_checkpoint(folder / "full.pt")
+        save_checkpoint(folder / f"other{rank}.pt", content if rank == 0 else {**content, "steps": 3})
         said["another step"] = refusal(lambda: trainer.fit(loader, EPOCHS))
-        if rank == 1:
-            (folder / "other1.pt").write_bytes(b"damaged")
-        said["damaged"] = refusal(lambda: trainer.fit(loader, EPOCHS))
         assert checksum(ended(trainer)) == before  # as they were made
-        trainer, loader = make(rank, folder / "one.pt" if rank == 0 else None)
-        said["one has none"] = refusal(lambda: trainer.fit(loader, EPOCHS))
         trainer, loader = make(rank, folder / "uneven.pt")
         batches = list(loader)[rank:]
         said["uneven"] = refusal(lambda: trainer.fit(batches, EPOCHS))
@@ -129,73 +117,11 @@ def several(rank: int, folder: Path) -> None:
         with FileLock(folder / ".full.pt.lock") if rank == 0 else contextlib.nullcontext():
             distributed.barrier()
             said["in use"] = refusal(lambda: trainer.fit(loader, EPOCHS))
-        # Steps that share nothing.
-        trainer = Trainer(Plain(), SGD(), checkpoint=folder / "plain.pt")
-        x = torch.ones(2, 1), torch.zeros(2)
-        trainer.step.wait = folder / "refused"
-        said["plain"] = refusal(lambda: trainer.fit([x], 1))
-        if said["plain"] != "nothing":
-            (folder / "refused").touch()
+    if rank == 0:
+        with group(0, folder, "alone", 1):
+            trainer, loader = make(0, folder / "full.pt")
+            said["alone"] = refusal(lambda: trainer.fit(loader, EPOCHS))
     (folder / f"{rank}.json").write_text(json.dumps(said))
-
-
-class Plain(nn.Module):
-    """A training of one process, whose step lasts until the other process has been refused."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(1))
-        self.wait: Path | None = None
-
-    def forward(self, x: Tensor, _: Tensor) -> Tensor:
-        for _ in range(3000):
-            if self.wait is None or self.wait.exists():
-                break
-            time.sleep(0.02)
-        return (self.weight * x).square().sum()
-
-
-def SGD() -> torch.optim.Optimizer:
-    return torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
-
-
-def alone(rank: int, folder: Path) -> None:
-    """Another number of processes."""
-    with group(rank, folder, "alone", 1):
-        trainer, loader = make(rank, folder / "full.pt")
-        (folder / "alone.json").write_text(json.dumps(refusal(lambda: trainer.fit(loader, EPOCHS))))
-
-
-def test_processes_that_share_a_training_share_its_file(tmp_path: Path) -> None:
-    multiprocessing.spawn(several, (tmp_path,), nprocs=PROCESSES)
-    multiprocessing.spawn(alone, (tmp_path,), nprocs=1)
-    one, two = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(PROCESSES))
-    for said in (one, two):
-        assert "No space left on device" in said["full"]
-        assert said["after full"] == said["whole"]
-        file = str(tmp_path / "full.pt")
-        assert "that of step 12" in said["not shared"]
-        assert "no file in process 1. It must be on a file system that all processes share" in said["not shared"]
-        assert "that of step 12" in said["another step"]
-        assert "that of step 3" in said["another step"]
-        assert "other1.pt: expected a checkpoint of version 3, got a file that cannot be read" in said["damaged"]
-        assert "checkpoint: expected the same in all 2 processes, got a file in process 0, none" in said["one has none"]
-        assert "number of batches: expected the same in all 2 processes" in said["uneven"]
-        assert f"{file}, which another training is using" in said["in use"]
-        assert all(said[name].startswith("InputError") for name in ("not shared", "another step", "uneven"))
-        assert said["orders"][0] != said["orders"][1]  # the sampler was told the epoch
-    assert one["full"].startswith("OSError")
-    assert two["full"].startswith("ProcessError: the fit failed in process 0 of 2; its own error says why: OSError")
-    assert two["in use"].startswith("ProcessError: the fit failed in process 0 of 2")
-    assert one["damaged"].startswith("ProcessError: the fit failed in process 1 of 2")
-    assert one["in use"].startswith("InputError")
-    assert two["damaged"].startswith("InputError")
-    assert one["left"] == [".full.pt.lock", "full.pt", "meet"]
-    assert sorted((one["plain"][:10], two["plain"][:10])) == ["InputError", "nothing"]
-    assert "which another training is using" in one["plain"] + two["plain"]
-    assert len(load_checkpoint(tmp_path / "full.pt")["processes"]) == PROCESSES
-    said = json.loads((tmp_path / "alone.json").read_text())
-    assert "processes: expected 2, as before, got 1. A training must keep" in said
 
 
 def training(rank: int, folder: Path, slow: bool, name: str) -> None:
@@ -204,14 +130,12 @@ def training(rank: int, folder: Path, slow: bool, name: str) -> None:
         if slow:
             trainer.step.register_forward_pre_hook(lambda *_: time.sleep(0.05))
         trainer.fit(loader, EPOCHS)
-        torch.save(ended(trainer), folder / f"{name}{rank}.pt")
+        (folder / f"{name}{rank}").write_text(checksum(ended(trainer)))
 
 
-def test_all_killed_and_started_again(tmp_path: Path) -> None:
-    file = tmp_path / "run.pt"
-    multiprocessing.spawn(training, (tmp_path, False, "whole"), nprocs=PROCESSES)
-    file.unlink()
-    victims = multiprocessing.spawn(training, (tmp_path, True, "killed"), nprocs=PROCESSES, join=False)
+def kill_and_start_again(folder: Path) -> None:
+    file = folder / "run.pt"
+    victims = fork(training, (folder, True, "killed"), join=False)
     while not file.exists() or load_checkpoint(file)["steps"] < 6:
         assert all(process.is_alive() for process in victims.processes)
         time.sleep(0.02)
@@ -221,70 +145,119 @@ def test_all_killed_and_started_again(tmp_path: Path) -> None:
         process.join()
         assert process.exitcode == -signal.SIGKILL
     assert 6 <= load_checkpoint(file)["steps"] < 12
-    assert (tmp_path / ".run.pt.lock").exists()  # left by the kill, and in nobody's way
-    multiprocessing.spawn(training, (tmp_path, False, "again"), nprocs=PROCESSES)
+    assert (folder / ".run.pt.lock").exists()  # left by the kill, and in nobody's way
+    fork(training, (folder, False, "again"))
+
+
+def of_process(rank: int) -> list[tuple[Tensor, Tensor]]:
+    """Batches of another size and another content in each process."""
+    generator = torch.Generator().manual_seed(rank)
+    sizes = [6 + 2 * rank, 8, 6]
+    return [(torch.randn(n, 4, generator=generator, dtype=torch.float64), torch.arange(n) % 2) for n in sizes]
+
+
+def remembering(structure: str) -> OnlineLaplace:
+    torch.manual_seed(0)
+    encoder = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+    how = {"n_data": 40, "memory_factor": 0.1, "hessian_structure": structure, "sampling_temperature": 0}
+    return OnlineLaplace(encoder, probe=of_process(0)[0][0], **how)
+
+
+def remember(rank: int, folder: Path, structure: str) -> None:
+    with group(rank, folder, f"meet {structure}"):
+        online = remembering(structure)
+        wrapped = DistributedDataParallel(online)
+        for x, labels in of_process(rank):
+            # No optimiser: the weights stay, so that single processes can be compared with.
+            wrapped(x, labels).backward()
+        torch.save(online.discounted.state_dict(), folder / f"{structure}{rank}.pt")
+
+
+def fork(function: Any, arguments: tuple[Any, ...], join: bool = True) -> Any:
+    return multiprocessing.start_processes(function, arguments, PROCESSES, join=join, start_method="fork")
+
+
+def conduct(_: int, folder: Path) -> None:
+    """Everything, from one fresh process that forks: what it imports is imported once."""
+    fork(several, (folder,))
+    kill_and_start_again(folder)
+    for structure in ("diag", "kron"):
+        fork(remember, (folder, structure))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("processes")
+    multiprocessing.spawn(conduct, (made,), nprocs=1)
+    return made
+
+
+def test_processes_that_share_a_training_share_its_file(folder: Path) -> None:
+    one, two = (json.loads((folder / f"{rank}.json").read_text()) for rank in range(PROCESSES))
+    for said in (one, two):
+        assert "No space left on device" in said["full"]
+        assert said["after full"] == said["whole"]
+        assert "that of step 12" in said["not shared"]
+        assert "no file in process 1. It must be on a file system that all processes share" in said["not shared"]
+        assert "that of step 12" in said["another step"]
+        assert "that of step 3" in said["another step"]
+        assert "number of batches: expected the same in all 2 processes" in said["uneven"]
+        assert f"{folder / 'full.pt'}, which another training is using" in said["in use"]
+        assert said["orders"][0] != said["orders"][1]  # the sampler was told the epoch
+    assert one["full"].startswith("OSError")
+    assert two["full"].startswith("ProcessError: the fit failed in process 0 of 2; its own error says why: OSError")
+    assert one["in use"].startswith("InputError")
+    assert two["in use"].startswith("ProcessError: the fit failed in process 0 of 2")
+    assert len(load_checkpoint(folder / "full.pt")["processes"]) == PROCESSES
+    assert "processes: expected 2, as before, got 1. A training must keep" in one["alone"]
+
+
+def test_all_killed_and_started_again(folder: Path) -> None:
     for rank in range(PROCESSES):
-        found, wanted = (torch.load(tmp_path / f"{name}{rank}.pt", weights_only=True) for name in ("again", "whole"))
-        assert found["steps"] == 12
-        assert checksum(found) == checksum(wanted)
+        whole = json.loads((folder / f"{rank}.json").read_text())["whole"]
+        assert (folder / f"again{rank}").read_text() == whole
 
 
-SECOND = """
-import sys
-from pathlib import Path
-from online_training import make_training
-trainer, loader = make_training("generator", Path(sys.argv[1]), 3)
-try:
-    trainer.fit(loader, 2)
-except Exception as error:
-    print(type(error).__name__, error)
-else:
-    print("trained", trainer.steps)
-"""
-
-
-def second(file: Path) -> str:
-    path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SECOND, str(file)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
+@each("structure", ["diag", "kron"])
+def test_all_processes_remember_the_batches_of_all(structure: str, folder: Path) -> None:
+    found = [torch.load(folder / f"{structure}{rank}.pt", weights_only=True) for rank in range(PROCESSES)]
+    alone = []
+    for rank in range(PROCESSES):
+        online = remembering(structure)
+        for x, labels in of_process(rank):
+            online(x, labels)
+        alone.append(online.discounted.state_dict())
+    for name in found[0]:
+        assert torch.equal(found[0][name], found[1][name])
+        if name in ("steps", "remembered", "positive"):
+            assert torch.equal(found[0][name], alone[0][name])
+        else:
+            wanted = alone[0][name] + alone[1][name]
+            assert torch.allclose(found[0][name], wanted, rtol=1e-12, atol=1e-14 * float(wanted.abs().max()))
+    assert float(found[0]["points"]) == pytest.approx(0.9**2 * 14 + 0.9 * 16 + 12)
 
 
 def test_the_same_program_started_twice(tmp_path: Path) -> None:
-    """Also by another name of the same file, and from a thread; and the lock goes with the first."""
+    """Also by another name of the same file; and the lock goes with the first, also with one that fails."""
     file, link = tmp_path / "run.pt", tmp_path / "link.pt"
     link.symlink_to("run.pt")
     trainer, loader = make_training("generator", file, 3)
     said: list[str] = []
 
     def meanwhile(*_: Any) -> None:
-        if not said:
-            said.append(second(link))
-            other, data = make_training("generator", link, 3)
-            thread = threading.Thread(target=lambda: said.append(refusal(lambda: other.fit(data, 2))))
-            thread.start()
-            thread.join()
+        other, data = make_training("generator", link, 3)
+        said.append(refusal(lambda: other.fit(data, 2)))
+        msg = "broken"
+        raise ValueError(msg)
 
-    trainer.step.register_forward_pre_hook(meanwhile)
-    trainer.fit(loader, 1)
-    assert said[0].startswith("InputError checkpoint: expected a file that no other training uses, got ")
-    assert "which another training is using. Wait until that training has ended" in said[0]
-    assert "which another training is using" in said[1]
-    assert sorted(os.listdir(tmp_path)) == [".run.pt.lock", "link.pt", "run.pt"]
-    assert second(file).split() == ["trained", "8"]
-
-
-def test_a_failed_training_gives_its_file_back(tmp_path: Path) -> None:
-    trainer, loader = make_training("generator", tmp_path / "run.pt", 3)
-    handle = trainer.step.register_forward_pre_hook(lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
+    handle = trainer.step.register_forward_pre_hook(meanwhile)
+    with pytest.raises(ValueError, match="broken"):
         trainer.fit(loader, 1)
+    assert said[0].startswith("InputError: checkpoint: expected a file that no other training uses, got ")
+    assert "which another training is using. Wait until that training has ended" in said[0]
     handle.remove()
     trainer.fit(loader, 1)
-    assert sorted(os.listdir(tmp_path)) == [".run.pt.lock", "run.pt"]
+    again, loader = make_training("generator", file, 3)
+    again.fit(loader, 2)
+    assert again.steps == 8
+    assert sorted(os.listdir(tmp_path)) == [".run.pt.lock", "link.pt", "run.pt"]

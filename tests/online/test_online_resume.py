@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from online_training import CHANCES, Interrupted, Interrupting, flat, make_training, states
+from online_training import CHANCES, Interrupted, Interrupting, make_training, states
+from tables import each
 from torch.utils.data import DataLoader, RandomSampler
 
-from contrastive_curvature.online import Trainer, load_checkpoint
+from contrastive_curvature.online import Trainer
 
-ROOT = Path(__file__).resolve().parents[2]
 EPOCHS = 3
 HOW = [("last_layer", structure) for structure in ("diag", "full", "kron", "kron_lowrank")] + [("all", "diag")]
 _TRUTH: dict[tuple[str, ...], list[object]] = {}
@@ -32,6 +27,7 @@ def truth(*how: str) -> list[object]:
     return _TRUTH[how]
 
 
+@settings(max_examples=12)
 @given(
     chance=st.sampled_from(CHANCES),
     how=st.sampled_from(HOW),
@@ -60,7 +56,7 @@ def test_interrupted_anywhere(
     assert states(trainer) == expected
 
 
-@pytest.mark.parametrize("kind", ["sampler", "sampler with replacement", "workers"])
+@each("kind", ["sampler with replacement", "workers"])
 def test_interrupted_where_numbers_are_drawn_on_the_way(kind: str, tmp_path: Path) -> None:
     """Samplers that draw more points than there are, as they go; workers, which every epoch seeds anew."""
 
@@ -69,9 +65,10 @@ def test_interrupted_where_numbers_are_drawn_on_the_way(kind: str, tmp_path: Pat
         if kind == "workers":
             return trainer, DataLoader(loader.dataset, 6, shuffle=True, num_workers=1)
         generator = torch.Generator().manual_seed(1)
-        sampler = RandomSampler(loader.dataset, "with" in kind, num_samples=100, generator=generator)
+        sampler = RandomSampler(loader.dataset, True, num_samples=100, generator=generator)
         return trainer, DataLoader(loader.dataset, 6, sampler=sampler)
 
+    (tmp_path / "run.pt").unlink(missing_ok=True)
     whole, loader = make(None)
     whole.fit(loader, 2)
     expected = states(whole)
@@ -98,53 +95,3 @@ def test_a_finished_training_returns_at_once_and_a_longer_one_goes_on(tmp_path: 
     longer, loader = make_training("augmented", file)
     longer.fit(loader, EPOCHS)
     assert states(longer) == truth("augmented", "last_layer", "diag")
-
-
-SCRIPT = """
-import json, os, signal, sys, time
-from pathlib import Path
-import torch
-torch.set_num_threads(1)
-from contrastive_curvature.online import load_checkpoint
-from online_training import make_training
-
-def start(file, slow):
-    child = os.fork()  # a process of its own, without the seconds that imports take
-    if child:
-        return child
-    trainer, loader = make_training("augmented", Path(file), 2, "all")
-    if slow:
-        trainer.step.register_forward_pre_hook(lambda *_: time.sleep(0.1))
-    trainer.fit(loader, 3)
-    os._exit(0)
-
-whole, killed = sys.argv[1:]
-assert os.waitpid(start(whole, False), 0)[1] == 0
-victim = start(killed, True)
-while not Path(killed).exists() or load_checkpoint(killed)["steps"] < 6:
-    assert os.waitpid(victim, os.WNOHANG) == (0, 0)
-    time.sleep(0.02)
-os.kill(victim, signal.SIGKILL)
-signalled = os.WTERMSIG(os.waitpid(victim, 0)[1])
-at = load_checkpoint(killed)["steps"]
-assert os.waitpid(start(killed, False), 0)[1] == 0
-print(json.dumps([signalled, at]))
-"""
-
-
-def test_really_killed(tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole.pt", tmp_path / "killed.pt"
-    path = os.pathsep.join((str(ROOT), str(ROOT / "tests")))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", SCRIPT, str(whole), str(killed)],
-        env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    signalled, at = json.loads(done.stdout)
-    assert signalled == signal.SIGKILL
-    assert 6 <= at < 12
-    assert load_checkpoint(whole)["steps"] == 12
-    assert flat(load_checkpoint(whole)) == flat(load_checkpoint(killed))
