@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import pickle
+from collections.abc import Callable
 from typing import Any
 
 import laplace
@@ -17,8 +18,7 @@ from torch import Tensor, nn
 import contrastive_curvature as cc
 from contrastive_curvature.laplace import ContrastiveDiagLaplace
 
-NAN, INF = math.nan, math.inf
-NO_COUNT = [0, True, 2.5, None]
+NAN, X = math.nan, data()[0]
 
 
 @pytest.fixture(scope="module")
@@ -56,81 +56,49 @@ def test_use_before_fitting_is_one_error(weights: str, structure: str) -> None:
     assert float(la.prior_precision) == 1
 
 
-def test_the_error_is_what_callers_of_laplace_torch_expect() -> None:
-    assert issubclass(cc.NotFittedError, AttributeError)
-    assert issubclass(cc.NotFittedError, ValueError)
+@each(
+    "name, call",
+    [
+        ("n_samples", lambda la: la.sample(0)),
+        ("n_samples", lambda la: la(X, pred_type="nn", n_samples=2.5)),
+        ("n_samples", lambda la: la.functional_samples(X, n_samples=0)),
+        ("n_samples", lambda la: la.predictive_samples(X, n_samples=0, joint=True)),
+        ("n_samples", lambda la: la.optimize_prior_precision(n_samples=0)),
+        ("generator", lambda la: la.sample(2, generator=3)),
+        ("generator", lambda la: la(X, generator=3)),
+        ("joint", lambda la: la(X, joint=1)),
+        ("joint", lambda la: la.functional_samples(X, joint=1)),
+        ("diagonal_output", lambda la: la(X, diagonal_output=1)),
+        ("normalized", lambda la: la.log_prob(la.mean, normalized=1)),
+    ],
+)
+def test_options_of_predictions(name: str, call: Callable[[Any], Any], la: Any) -> None:
+    refused(lambda: call(la), name)
 
 
-@each("bad", NO_COUNT)
-def test_numbers_of_samples(bad: Any, la: Any) -> None:
-    x = data()[0]
-    for call in (
-        lambda: la.sample(bad),
-        lambda: la(x, pred_type="nn", n_samples=bad),
-        lambda: la.functional_samples(x, n_samples=bad),
-        lambda: la.predictive_samples(x, n_samples=bad, joint=True),
-        lambda: la.optimize_prior_precision(n_samples=bad),
-    ):
-        refused(call, "n_samples", "positive whole number")
-
-
-def test_sources_of_randomness_and_flags(la: Any) -> None:
-    x = data()[0]
-    for call in (
-        lambda: la.sample(2, generator=3),
-        lambda: la.functional_samples(x, generator=3),
-        lambda: la(x, generator=3),
-    ):
-        refused(call, "generator", "torch.Generator")
-    for name, call in (
-        ("joint", lambda: la(x, joint=1)),
-        ("diagonal_output", lambda: la(x, diagonal_output=1)),
-        ("fitting", lambda: la(x, fitting=1)),
-        ("joint", lambda: la.functional_samples(x, joint=1)),
-        ("diagonal_output", lambda: la.predictive_samples(x, diagonal_output=1)),
-        ("normalized", lambda: la.log_prob(la.mean, normalized=1)),
-    ):
-        refused(call, name, "True or False")
-
-
-PRECISIONS = ["1", None, NAN, -1.0, 0, True, [1.0, 2.0], torch.empty(0), torch.ones(2, 2), torch.tensor([1.0, -1.0])]
-PRECISIONS += [torch.tensor(1j)]
-MEANS = ["0", None, NAN, True, [0.0], torch.empty(0), torch.ones(2, 2), torch.zeros(7)]
-TEMPERATURES = ["1", None, NAN, INF, 0, True, [1.0], torch.ones(2), 10**400]
-PRIORS = [("prior_precision", bad) for bad in PRECISIONS] + [("prior_mean", bad) for bad in MEANS]
-PRIORS += [("temperature", bad) for bad in TEMPERATURES]
+PRIORS = [
+    *(("prior_precision", bad) for bad in (NAN, -1.0, [1.0, 2.0], torch.tensor([1.0, -1.0]))),
+    *(("prior_mean", bad) for bad in ("0", NAN, torch.ones(2, 2))),
+    *(("temperature", bad) for bad in (NAN, 0, torch.ones(2))),
+]
 
 
 @each("name, bad", PRIORS)
-def test_prior_and_temperature(name: str, bad: Any, la: Any) -> None:
-    before = la.prior_precision.clone(), la.prior_mean, la.temperature
-    refused(lambda: setattr(la, name, bad), name)
-    if not (name == "prior_mean" and isinstance(bad, Tensor) and len(bad) == 7):  # the data show how many there are
-        refused(lambda: make(**{name: bad}), name)
+def test_prior_and_temperature(name: str, bad: Any, every: dict[tuple[str, str], Any]) -> None:
+    for one in every.values():
+        before = one.prior_precision.clone(), one.prior_mean, one.temperature
+        refused(lambda one=one: setattr(one, name, bad), name)
+        assert (one.prior_precision, one.prior_mean, one.temperature) == before
+    refused(lambda: make(**{name: bad}), name)
     if name == "prior_precision":
-        if bad is not None:
-            refused(lambda: la.log_marginal_likelihood(prior_precision=bad), name)
+        la = every["last_layer", "diag"]
+        refused(lambda: la.log_marginal_likelihood(prior_precision=bad), name)
         refused(lambda: la.optimize_prior_precision(method="marglik", n_steps=1, init_prior_prec=bad), "prior_prec")
-    assert torch.equal(la.prior_precision, before[0])
-    assert (la.prior_mean, la.temperature) == before[1:]
-
-
-@each("weights, structure", COMBINATIONS)
-def test_every_posterior_refuses_a_prior(weights: str, structure: str, every: dict[tuple[str, str], Any]) -> None:
-    for one in (every[weights, structure], make(weights, structure)):
-        for name in ("prior_precision", "prior_mean", "temperature"):
-            refused(lambda one=one, name=name: setattr(one, name, NAN), name)
 
 
 @each(
     "weights, structure, size",
-    [
-        ("last_layer", "kron", 18),
-        ("all", "kron", 43),
-        ("subnetwork", "diag", 5),
-        ("all", "gp", 43),
-        ("all", "full", 5),
-    ],
+    [("last_layer", "kron", 18), ("subnetwork", "diag", 5), ("all", "gp", 43), ("all", "full", 5)],
 )
 def test_sizes_that_a_structure_has_no_room_for(
     weights: str, structure: str, size: int, every: dict[tuple[str, str], Any]
@@ -149,42 +117,19 @@ def test_sizes_are_held_against_the_data() -> None:
     assert la.prior_mean.tolist() == [3] * 18
 
 
-def test_arguments_of_the_constructor(la: Any) -> None:
+def test_arguments_of_the_constructor() -> None:
     def made(*args: Any, **kwargs: Any) -> Any:
         return laplace.Laplace(encoder(), "contrastive", *args, **kwargs)
 
-    refused(lambda: made("last_layer", "diag", backend_kwargs="margin"), "backend_kwargs", kind=cc.InputTypeError)
+    refused(lambda: made("last_layer", "diag", backend_kwargs="margin"), "backend_kwargs")
     refused(lambda: make(temprature=2.0), "temprature", "temperature")
     refused(lambda: made("all", "diag", *range(1, 20)), "arguments")
     refused(lambda: ContrastiveDiagLaplace(encoder(), "contrastive", 1.0, 2.0, prior_precision=3.0), "prior_precision")
-    refused(lambda: make(sigma_noise="2"), "sigma_noise", kind=cc.UnsupportedError)
-    refused(lambda: setattr(la, "sigma_noise", 2.0), "sigma_noise", kind=cc.UnsupportedError)
-    with pytest.raises(ValueError, match="sigma_noise"):
-        la.log_marginal_likelihood(sigma_noise=2.0)
-    for bad in NO_COUNT:
-        refused(lambda bad=bad: make("all", "gp", n_subset=bad), "n_subset")
+    refused(lambda: make("all", "gp", n_subset=0), "n_subset")
     refused(lambda: made("last_layer", "lowrank"), "lowrank", "last_layer", "'kron'", kind=cc.UnsupportedError)
     # The order that the host's classes have, and its enumerations, which are strings.
     assert ContrastiveDiagLaplace(encoder(), "contrastive", 1.0, 2.0).prior_precision == 2
     made(laplace.SubsetOfWeights.ALL, laplace.HessianStructure.DIAG)
-
-
-@each(
-    "arguments, options, words",
-    [
-        (("all", "bogus"), {}, "Unsupported Laplace combination"),
-        (("bogus",), {}, "Unsupported Laplace combination"),
-        (("subnetwork", "kron"), {}, "Subnetwork Laplace requires a full or diagonal Hessian"),
-        (("all", "diag"), {"functional_approximation": "nystrom"}, "functional_approximation"),
-        (("subnetwork", "diag"), {"subnetwork_indices": [0, 1]}, "Subnetwork indices"),
-        (("subnetwork", "diag"), {"subnetwork_indices": torch.tensor([0, 43])}, "Subnetwork indices"),
-        (("subnetwork", "full"), {"subnetwork_indices": torch.tensor([1, 1])}, "Subnetwork indices"),
-        (("subnetwork", "full"), {}, "subnetwork_indices"),
-    ],
-)
-def test_what_the_host_refuses_itself(arguments: tuple[str, ...], options: dict[str, Any], words: str) -> None:
-    with pytest.raises((ValueError, TypeError), match=words):
-        laplace.Laplace(encoder(), "contrastive", *arguments, **options)
 
 
 @each("weights, structure", COMBINATIONS)
@@ -192,17 +137,9 @@ def test_inputs(weights: str, structure: str, every: dict[tuple[str, str], Any])
     """Linear layers take any number of axes, so the encoder itself refuses no shape."""
     la, x = every[weights, structure], data()[0].clone()
     x[[3, 7], 1] = NAN
-    calls = (
-        la,
-        lambda x: la(x, joint=True),
-        lambda x: la(x, diagonal_output=True),
-        lambda x: la(x, pred_type="nn", n_samples=2),
-        lambda x: la.functional_samples(x, n_samples=2, joint=True),
-    )
-    for call in calls:
+    for call in (la, lambda x: la(x, joint=True), lambda x: la.functional_samples(x, n_samples=2, joint=True)):
         refused(lambda call=call: call(x), "x:", "[3, 7]", "NaN or infinity themselves")
         refused(lambda call=call: call(data()[0][None]), "x", "shape (1, 12, 4)", "outputs of shape (1, 12, 3)")
-        refused(lambda call=call: call(data()[0][0]), "x", "shape (4,)", "outputs of shape (3,)")
         refused(lambda call=call: call([1.0]), "x:", "a tensor or a mapping")
     refused(lambda: la("x"), "x:", "a list of texts")
 
@@ -214,8 +151,6 @@ def test_values_of_densities(weights: str, structure: str, every: dict[tuple[str
     for call in (la.log_prob, la.square_norm):
         refused(lambda call=call: call(good[:-1]), "value", f"({len(good)})")
         refused(lambda call=call: call(good * NAN), "value", "finite")
-        refused(lambda call=call: call(good.tolist()), "value", "list")
-        refused(lambda call=call: call(good.float()), "value", "float32")
     assert float(la.square_norm(good)) == 0
     assert float(la.square_norm(good + 1)) > 0
     step = la.log_prob(good) - la.log_prob(good + 1)
@@ -225,7 +160,6 @@ def test_values_of_densities(weights: str, structure: str, every: dict[tuple[str
         return
     for call in (la.functional_variance, la.functional_covariance):
         refused(lambda call=call: call(torch.ones(2, 3, len(good) + 1)), "Js", str(len(good)))
-        refused(lambda call=call: call([1.0]), "Js", "list")
 
 
 @each("weights, structure", [("all", "lowrank"), ("subnetwork", "full"), ("subnetwork", "diag")])
@@ -248,17 +182,18 @@ def test_densities_that_the_host_has_not_are_gaussian(
 @each(
     "options, words",
     [
-        *(({"method": "marglik", "n_steps": bad}, "n_steps") for bad in NO_COUNT),
-        *(({"method": "gridsearch", "grid_size": bad}, "grid_size") for bad in NO_COUNT),
-        *(({"method": "marglik", "lr": bad}, "lr") for bad in (0, NAN, "x", None, True)),
+        ({"strength": 0}, "strength: expected a finite number > 0"),
+        ({"method": "unit_information", "strength": 1.0}, "strength for 'unit_information': expected None"),
+        ({"method": "marglik", "n_steps": 0}, "n_steps"),
+        ({"method": "marglik", "lr": 0}, "lr"),
         ({"method": "marglik", "n_steps": 4, "lr": 1e3}, "lr"),
-        *(({"method": "gridsearch", "log_prior_prec_base": bad}, "log_prior_prec_base") for bad in (0, NAN, True)),
-        *(({"method": "gridsearch", "log_prior_prec_min": bad}, "log_prior_prec_min") for bad in (NAN, None, True)),
-        *(({"method": "gridsearch", "log_prior_prec_max": bad}, "log_prior_prec_max") for bad in (400, NAN, "x")),
+        ({"method": "gridsearch", "grid_size": 0}, "grid_size"),
+        ({"method": "gridsearch", "log_prior_prec_base": 0}, "log_prior_prec_base"),
+        ({"method": "gridsearch", "log_prior_prec_min": NAN}, "log_prior_prec_min"),
+        ({"method": "gridsearch", "log_prior_prec_max": 400}, "log_prior_prec_max"),
         ({"method": "gridsearch", "val_loader": 3}, "val_loader"),
         ({"method": "gridsearch", "loss": "brier"}, "callable"),
         ({"method": "cv"}, "method"),
-        ({"method": None}, "method"),
         ({"prior_structure": "bogus"}, "prior_structure"),
     ],
 )
