@@ -43,13 +43,6 @@ def test_every_fit_takes_the_centres_of_its_data(weights: str, structure: str) -
     assert torch.allclose(la(x).uncertainty, angle.arctan(), rtol=1e-9)
 
 
-@pytest.mark.parametrize("options", [{"pairs": "batch"}, {"pairs": "batch", "pd_fix": "psd"}], ids=str)
-def test_a_fit_over_batches_takes_the_same_centres(options: dict[str, Any]) -> None:
-    la = Laplace(body(), "contrastive", "last_layer", "diag", backend_kwargs=options)
-    la.fit(batches(*data()))
-    assert same(la.class_centres, truth())
-
-
 def test_targets_that_are_no_class_labels_have_no_centres() -> None:
     x, _ = data()
 
@@ -83,26 +76,17 @@ def test_a_second_fit_adds_its_classes() -> None:
     assert same(la.class_centres, truth())
 
 
-@pytest.mark.parametrize("by", ["class", "half"])
-def test_two_fits_are_the_batches_of_one(by: str) -> None:
-    """Of sets that are made up alike; with one class each, the centres are still those of both classes."""
+def test_fits_of_one_class_each_have_the_centres_of_both() -> None:
     x, _ = data()
-    y = torch.arange(len(x)) // (len(x) // 2) if by == "class" else torch.arange(len(x)) % 2
-    parts = [(x[: len(x) // 2], y[: len(x) // 2]), (x[len(x) // 2 :], y[len(x) // 2 :])]
-    options = {"pairs": "batch", "pd_fix": "psd"}
-    added, whole = (Laplace(body(), "contrastive", "last_layer", "diag", backend_kwargs=options) for _ in range(2))
-    added.fit(parts[:1])
-    assert (added.class_centres is None) == (by == "class")
-    added.fit(parts[1:], override=False)
-    whole.fit(parts)
+    half = len(x) // 2
+    y = torch.arange(len(x)) // half
+    la = Laplace(body(), "contrastive", "last_layer", "diag", backend_kwargs={"pairs": "batch", "pd_fix": "psd"})
+    la.fit([(x[:half], y[:half])])
+    assert la.class_centres is None
+    la.fit([(x[half:], y[half:])], override=False)
     wanted = ClassCentres.of(body()(x), y)
     assert wanted is not None
-    assert same(added.class_centres, wanted)
-    assert same(whole.class_centres, wanted)
-    for la in (added, whole):
-        la.optimize_prior_precision()
-    assert torch.allclose(added.H_raw, whole.H_raw, rtol=1e-10)
-    assert torch.allclose(added(x).uncertainty, whole(x).uncertainty, rtol=1e-10)
+    assert same(la.class_centres, wanted)
 
 
 def test_a_loaded_posterior_says_that_it_lost_what_is_typical() -> None:
@@ -113,38 +97,25 @@ def test_a_loaded_posterior_says_that_it_lost_what_is_typical() -> None:
         other.fit(batches(x, y + 100), override=False)
 
 
-@pytest.mark.parametrize("weights", ["last_layer", "all"])
-def test_they_are_saved_and_loaded(weights: str) -> None:
-    x, _ = data()
-    la = fitted(body(), weights, "diag", *data())
+def test_they_are_saved_and_loaded() -> None:
+    x, y = data()
+    extreme = torch.tensor([-(2**63), -1, 0, 2**63 - 1])[y]
+    la, other = fitted(body(), "last_layer", "diag", x, extreme), make(body(), "last_layer", "diag")
     file = io.BytesIO()
     torch.save(la.state_dict(), file)
     file.seek(0)
-    other = make(body(), weights, "diag")
     other.load_state_dict(torch.load(file, weights_only=True))
-    assert same(other.class_centres, truth())
+    assert la.class_centres is not None
+    assert same(other.class_centres, la.class_centres)
     assert torch.equal(other(x).uncertainty, la(x).uncertainty)
     la.class_centres = None
     other.load_state_dict(la.state_dict())
     assert other.class_centres is None
 
 
-def test_any_labels_are_saved_and_loaded() -> None:
-    x, y = data()
-    extreme = torch.tensor([-(2**63), -1, 0, 2**63 - 1])[y]
-    la = fitted(body(), "last_layer", "diag", x, extreme)
-    other = make(body(), "last_layer", "diag")
-    other.load_state_dict(la.state_dict())
-    assert la.class_centres is not None
-    assert same(other.class_centres, la.class_centres)
-
-
 MUTATIONS: list[tuple[str, Any, str]] = [
     ("labels", torch.tensor([0.0, 1.0, 2.0]), "int64"),
-    ("labels", [0, 1, 2], "a tensor"),
     ("sums", torch.full((4, 3), torch.nan, dtype=torch.float64), "finite"),
-    ("sums", torch.zeros(2, 3, dtype=torch.float64), "shape"),
-    ("sums", torch.zeros(4, 3), "float64"),
     ("typical", float("nan"), "finite"),
     ("n", 0, "a number of points"),
 ]
@@ -158,9 +129,6 @@ def test_a_malformed_state_is_refused_and_nothing_changes(key: str, value: Any, 
     with pytest.raises(cc.InputError, match=rf"class_centres.*{message}"):
         la.load_state_dict(state)
     assert same(la.class_centres, truth())
-    state["class_centres"] = {"labels": 1}
-    with pytest.raises(cc.InputError, match=r"class_centres.*a dictionary of labels"):
-        la.load_state_dict(state)
 
 
 def test_measured_apart_from_a_fit_and_refused_with_everything_as_it_was() -> None:
@@ -171,12 +139,7 @@ def test_measured_apart_from_a_fit_and_refused_with_everything_as_it_was() -> No
     la.measure_classes(batches(x, y), progress_bar=False)
     assert same(la.class_centres, truth())
     assert not torch.allclose(la(x).uncertainty, before)
-    for bad in (
-        [],
-        batches(x, torch.zeros_like(y)),
-        batches(x, y.float() + 0.5),
-        batches(torch.full_like(x, torch.nan), y),
-    ):
+    for bad in ([], batches(x, torch.zeros_like(y)), batches(x, y.float() + 0.5)):
         with pytest.raises(cc.InputError):
             la.measure_classes(bad)
         assert same(la.class_centres, truth())

@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laplace import Laplace
 from laplace_cases import data, fitted, make
-from laplace_combinations import COMBINATIONS, for_every_combination
 from tables import each
 from torch import Tensor, nn
 
@@ -45,6 +44,11 @@ def same(a: Any, b: Any) -> bool:
     return type(a) is type(b) and a == b
 
 
+KINDS = [
+    *(("last_layer", structure) for structure in ("diag", "kron", "kron_lowrank")),
+    *(("all", structure) for structure in ("full", "lowrank", "gp")),
+    ("subnetwork", "diag"),
+]
 _STATES: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {}
 
 
@@ -117,8 +121,8 @@ def loads_or_refuses(la: Any, state: Any, x: Tensor) -> bool:
     return False
 
 
-@for_every_combination
-@settings(max_examples=60, deadline=None)
+@pytest.mark.parametrize(("weights", "structure"), KINDS)
+@settings(max_examples=30, deadline=None)
 @given(draw=st.data())
 def test_a_spoilt_state_is_refused_without_a_trace(weights: str, structure: str, draw: st.DataObject) -> None:
     la, state = kept(weights, structure)
@@ -140,42 +144,30 @@ def test_a_spoilt_state_is_refused_without_a_trace(weights: str, structure: str,
             la.load_state_dict(state)
 
 
-@each("weights, structure", COMBINATIONS)
-def test_a_missing_key_is_named(weights: str, structure: str) -> None:
-    la, state = kept(weights, structure)
-    for key in ("mean", "H", "H_raw", "n_data", "temperature", "prior_precision", "backend", "cost"):
+def test_a_missing_key_is_named() -> None:
+    la, state = kept("last_layer", "diag")
+    for key in state.keys() - {"data"}:
         with pytest.raises(cc.InputError, match=rf"state_dict.*\b{key}\b"):
             la.load_state_dict({name: value for name, value in state.items() if name != key})
 
 
 ATTACKS: list[tuple[str, str, str, Callable[[Any], Any], str]] = [
-    ("last_layer", "diag", "H", lambda h: h.sum(), "shape"),
     ("last_layer", "diag", "H", lambda h: h[:1], "shape"),
     ("all", "diag", "H_raw", lambda h: h.fill_(float("nan")), "NaN"),
     ("all", "full", "H", lambda h: h.diagonal(), "shape"),
     ("last_layer", "kron", "H", lambda h: [[h[0][0]], *h[1:]], "H"),
-    ("all", "kron", "H", lambda h: h[:-1], "H"),
     ("all", "kron", "H", lambda h: [[f * float("inf") for f in g] for g in h], "NaN"),
     ("all", "lowrank", "H", lambda h: h[0], "2 parts"),
-    ("subnetwork", "diag", "H", lambda h: h.repeat(2), "shape"),
-    ("last_layer", "diag", "mean", lambda m: m * float("nan"), "NaN"),
-    ("last_layer", "diag", "mean", lambda m: m[:-1], "shape"),
     ("last_layer", "diag", "mean", lambda m: m.float(), "float64"),
     ("last_layer", "diag", "data", lambda _: None, "data"),
-    ("last_layer", "diag", "n_data", lambda _: "12", "int"),
     ("last_layer", "diag", "n_data", lambda _: -12, "whole number"),
-    ("last_layer", "diag", "temperature", lambda _: "1", "float"),
     ("last_layer", "diag", "temperature", lambda _: 0.0, "temperature"),
     ("last_layer", "diag", "cost", lambda _: -1.0, "not negative"),
     ("last_layer", "diag", "loss", lambda _: float("inf"), "finite"),
     ("last_layer", "diag", "prior_precision", lambda p: -p, "positive numbers"),
-    ("last_layer", "diag", "prior_precision", lambda p: p.repeat(3), "entries"),
     ("last_layer", "kron", "prior_precision", lambda p: p.repeat(18), "entries"),
-    ("last_layer", "diag", "prior_mean", lambda p: p * float("nan"), "finite"),
-    ("last_layer", "diag", "backend", lambda _: "Mine", "backend=..."),
     ("last_layer", "diag", "cls_name", lambda _: "ContrastiveFullLLLaplace", "hessian_structure"),
     ("last_layer", "diag", "likelihood", lambda _: "regression", "contrastive"),
-    ("last_layer", "diag", "enable_backprop", lambda _: 0, "bool"),
 ]
 
 
@@ -204,27 +196,16 @@ def test_numbers_that_cannot_be_right(
     assert torch.equal(fresh(data()[0]).kappa, la(data()[0]).kappa)
 
 
-@each("weights, structure", COMBINATIONS)
-def test_a_true_state_is_taken(weights: str, structure: str) -> None:
-    la, state = kept(weights, structure)
-    other = make(weights, structure)
-    other.load_state_dict(state)
-    assert same(picture(other, data()[0]), picture(la, data()[0]))
-
-
-def test_float32_states_of_many_points_are_taken() -> None:
+@each("structure", ["full", "kron", "lowrank"])
+def test_float32_states_of_many_points_are_taken(structure: str) -> None:
     """The rounding of sums over data is no asymmetry, and no negative curvature."""
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 30), nn.ReLU(), nn.Linear(30, 8))
+    model = nn.Sequential(nn.Linear(20, 8), nn.ReLU(), nn.Linear(8, 4))
     x, y = 10 * torch.randn(600, 20), torch.arange(600) % 5
-    for structure in ("full", "kron", "lowrank"):
-        for fix in ("fixed", "full") if structure != "kron" else ("fixed",):
-            options = {"pd_fix": fix, "margin": None}
-            la = Laplace(model, "contrastive", "all", structure, backend_kwargs=options)
-            la.fit([(x[k : k + 100], y[k : k + 100]) for k in range(0, 600, 100)])
-            other = Laplace(model, "contrastive", "all", structure, backend_kwargs=options)
-            other.load_state_dict(la.state_dict())
-            assert torch.equal(other(x[:3]).covariance, la(x[:3]).covariance)
+    la, other = (Laplace(model, "contrastive", "all", structure, backend_kwargs={"margin": None}) for _ in range(2))
+    la.fit([(x[k : k + 100], y[k : k + 100]) for k in range(0, 600, 100)])
+    other.load_state_dict(la.state_dict())
+    assert torch.equal(other(x[:3]).covariance, la(x[:3]).covariance)
 
 
 class Mine(cc.ContrastiveGGN):
@@ -240,19 +221,6 @@ def test_a_backend_of_ones_own_is_kept_and_asked_for() -> None:
     assert type(again.backend) is Mine
     with pytest.raises(cc.InputError, match=r"backend'\].*'Mine'.*backend=\.\.\."):
         make("last_layer", "diag").load_state_dict(state)
-
-
-def test_factors_that_cannot_be_decomposed_do_not_end_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    la, state = kept("all", "kron")
-
-    def exits(*_: object) -> None:
-        raise SystemExit
-
-    monkeypatch.setattr("laplace.utils.matrix.symeig", exits)
-    la.load_state_dict(state)
-    state["H"] = state["H_raw"] = [[f * float("nan") for f in group] for group in state["H"]]
-    with pytest.raises(cc.InputError, match="finite"):
-        la.load_state_dict(state)
 
 
 def test_what_is_no_state() -> None:
