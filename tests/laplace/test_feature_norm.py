@@ -62,12 +62,6 @@ def test_others_are_not_warned_of() -> None:
     fit(pooled(99))  # too few points for a rank correlation
 
 
-def test_it_can_be_silenced() -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", cc.FeatureNormWarning)
-        assert fit(pooled()).n_data == 300
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("make", [pooled, sparse])
 def test_the_correlation_is_that_of_the_posteriors_own_variance(make: Any, bias: bool) -> None:

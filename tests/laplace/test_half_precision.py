@@ -81,36 +81,16 @@ def test_every_prediction_is_that_of_the_weights_in_float32(structure: str, dtyp
 
 
 @pytest.mark.parametrize("dtype", HALF)
-def test_p_values_normalised_outputs_and_states(dtype: torch.dtype, device: str, tmp_path: Path) -> None:
+def test_p_values_normalised_outputs_and_states(dtype: torch.dtype, device: str) -> None:
     half, single, x = pair("kron_lowrank", dtype, device, cc.L2Norm())
-    # Before a calibration with the training inputs, and after it with others: ranks among 40 and 20 move by few.
-    assert float((half(x).p_value - single(x.float()).p_value).abs().max()) < 0.1
     half.calibrate([x])
     single.calibrate([x.float()])
+    # Ranks among 20 move by few.
     assert float((half(x).p_value - single(x.float()).p_value).abs().max()) < 0.1
     again: Any = Laplace(encoder(dtype, device, cc.L2Norm()), "contrastive")
-    torch.save(half.state_dict(), tmp_path / "state")
-    again.load_state_dict(torch.load(tmp_path / "state", weights_only=True))
+    again.load_state_dict(half.state_dict())
     assert torch.equal(again(x).uncertainty, half(x).uncertainty)
     assert torch.equal(again(x).p_value, half(x).p_value)
-    half.export(tmp_path / "served.pt2", x)
-    served = torch.export.load(tmp_path / "served.pt2").module()(x[:3])
-    for name, value in zip(("mu", "kappa", "uncertainty", "p_value"), served, strict=True):
-        torch.testing.assert_close(value, getattr(half(x[:3]), name), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"loss": cc.SupConLoss(0.1)},
-        {"negative_samples": 10},
-        {"pairs": "batch"},
-    ],
-    ids=str,
-)
-def test_other_losses_and_pairs(options: dict[str, Any], device: str) -> None:
-    half, single, x = pair("kron", torch.float16, device, backend_kwargs=options)
-    assert near(half(x).covariance, single(x.float()).covariance, torch.float16)
 
 
 @covering(1, dtype=HALF, structure=STRUCTURES)
@@ -126,54 +106,33 @@ def test_features_on_disk_are_as_good_as_inputs(
         la.optimize_prior_precision()
         posteriors.append(la)
     truth, found = posteriors
-    assert found.posterior_precision is not None
-    for name in ("prior_precision", "mean"):
-        assert getattr(found, name).dtype == torch.float32
+    assert found.prior_precision.dtype == found.mean.dtype == torch.float32
     for name in ("raw_mean", "kappa", "uncertainty", "covariance"):
         one, other = getattr(found(x[:5]), name), getattr(truth(x[:5]), name)
         assert one.dtype == torch.float32
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max()))
-    again: Any = Laplace(encoder(dtype, device), "contrastive", hessian_structure=structure)
-    again.load_state_dict(found.state_dict())
-    assert torch.equal(again(x).uncertainty, found(x).uncertainty)
 
 
-def test_features_on_disk_and_priors(device: str, tmp_path: Path) -> None:
-    dtype = torch.bfloat16
-    half, _, new = pair("kron_lowrank", dtype, device)
-    x, labels = data(device, dtype)
-    folder = cc.features(encoder(dtype, device), [(x[:40], labels[:40])], tmp_path / "features")
-    saved: Any = Laplace(encoder(dtype, device), "contrastive")
-    saved.fit(folder)
-    saved.optimize_prior_precision()
-    assert near(saved(new).uncertainty, half(new).uncertainty, dtype)
-    for method in ({"method": "marglik", "n_steps": 2}, {"method": "gridsearch", "val_loader": [(x, labels)]}):
-        half.optimize_prior_precision(**method)
-        assert half.prior_precision.dtype == torch.float32
+@each("method", ["marglik", "gridsearch"])
+def test_priors_are_float32(method: str, device: str) -> None:
+    half, _, _ = pair("kron_lowrank", torch.bfloat16, device)
+    half.optimize_prior_precision(method=method, val_loader=[data(device, torch.bfloat16)], n_steps=2, grid_size=3)
+    assert half.prior_precision.dtype == torch.float32
 
 
-def test_gradients_reach_half_inputs(device: str) -> None:
-    half, _, x = pair("diag", torch.bfloat16, device, enable_backprop=True)
-    x = x.clone().requires_grad_()
-    half(x).uncertainty.sum().backward()
-    assert x.grad is not None
-    assert bool(x.grad.isfinite().all())
-    assert float(x.grad.abs().max()) > 0
-
-
-@each("weights, structure", [("all", "diag"), ("all", "kron"), ("subnetwork", "full")])
-def test_other_weights_are_refused_with_what_to_type(weights: str, structure: str, device: str) -> None:
-    indices = {"subnetwork_indices": torch.tensor([0])} if weights == "subnetwork" else {}
-    with pytest.raises(cc.InputError, match=r"model\.float\(\).*subset_of_weights='last_layer'"):
-        Laplace(encoder(torch.float16, device), "contrastive", weights, structure, **indices)
-
-
-def test_a_gp_and_training_are_refused_too(device: str) -> None:
-    model = encoder(torch.bfloat16, device)
-    with pytest.raises(cc.InputError, match=r"model\.float\(\).*hessian_structure='kron_lowrank'"):
-        Laplace(model, "contrastive", "last_layer", "gp", n_subset=5)
-    with pytest.raises(cc.InputError, match=r"model\.float\(\).*autocast"):
-        cc.OnlineLaplace(model, loss=cc.SupConLoss(0.1), probe=data(device, torch.bfloat16)[0][:8], n_data=N)
+@each(
+    "arguments, options",
+    [
+        (("all", "diag"), {}),
+        (("subnetwork", "full"), {"subnetwork_indices": torch.tensor([0])}),
+        (("last_layer", "gp"), {"n_subset": 5}),
+    ],
+)
+def test_other_posteriors_are_refused_with_what_to_type(
+    arguments: tuple[str, str], options: dict[str, Any], device: str
+) -> None:
+    with pytest.raises(cc.InputError, match=r"model\.float\(\)"):
+        Laplace(encoder(torch.float16, device), "contrastive", *arguments, **options)
 
 
 def test_inputs_of_another_dtype_are_named(device: str) -> None:

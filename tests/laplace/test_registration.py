@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from typing import Any
 
 import pytest
@@ -33,9 +32,8 @@ def flat(H):
         return [H]
     return [t for part in H.eigenvalues + H.eigenvectors for t in part]
 
-CASES = [("last_layer", s, b) for s in ("diag", "kron", "full") for b in (CurvlinopsGGN, BackPackGGN)]
-CASES += [("all", s, b) for s in ("diag", "kron", "full") for b in (CurvlinopsGGN, BackPackGGN)]
-CASES += [("last_layer", "diag", CurvlinopsEF), ("subnetwork", "diag", CurvlinopsGGN)]
+CASES = [(w, s, CurvlinopsGGN) for w in ("last_layer", "all") for s in ("diag", "kron", "full")]
+CASES += [("all", "diag", BackPackGGN), ("last_layer", "diag", CurvlinopsEF)]
 CASES += [("subnetwork", "full", CurvlinopsGGN), ("all", "gp", CurvlinopsGGN)]
 
 def results():
@@ -124,8 +122,6 @@ loader = DataLoader(TensorDataset(x, y), batch_size=5, shuffle=True)
 made = {}
 for call in (
     lambda: Laplace(net(), likelihood="contrastive"),
-    lambda: Laplace(net(), "contrastive", "all", "diag"),
-    lambda: laplace.Laplace(net(), "contrastive", "last_layer", "diag", backend_kwargs={"margin": 0.9}),
     lambda: Laplace(net(), "contrastive", "last_layer", "kron", backend_kwargs={"rank": "full"}),
     lambda: laplace.Laplace(model=net(), likelihood="contrastive", hessian_structure="full", subset_of_weights="all"),
 ):
@@ -140,7 +136,6 @@ chosen = {}
 for name, call in {
     "default": lambda: Laplace(net(), "contrastive"),
     "all": lambda: Laplace(net(), "contrastive", SubsetOfWeights.ALL),
-    "string": lambda: Laplace(net(), "contrastive", hessian_structure="kron"),
     "enumeration": lambda: Laplace(net(), "contrastive", hessian_structure=HessianStructure.KRON),
     "positional": lambda: Laplace(net(), "contrastive", "last_layer", "kron_lowrank", 1.0, 2.5),
     "unknown": lambda: Laplace(net(), "contrastive", "last_layer", "bogus"),
@@ -169,77 +164,46 @@ ours = [c for c in _all_subclasses(BaseLaplace) if c.__module__.startswith("cont
 of_host = {c._key for c in classes() if hasattr(c, "_key")}
 out["collisions"] = sorted(str(c._key) for c in ours if hasattr(c, "_key") and (c._key in of_host or len(c._key) < 3))
 out["ours"] = len(ours)
-refusals = {}
-for name, call in {
-    "nonsense": lambda: Laplace(net(), "nonsense"),
-    "combination": lambda: Laplace(net(), "regression", "all", "bogus"),
-    "missing": lambda: Laplace(),
-    "approximation": lambda: Laplace(net(), "regression", "all", "gp", functional_approximation="bogus"),
-}.items():
-    def attempt():
-        try:
-            call()
-        except (ValueError, TypeError) as error:
-            return f"{type(error).__name__}: {error}"
-    refusals[name] = attempt()
-    cc.unregister()
-    out["same errors"] = out.get("same errors", True) and attempt() == refusals[name]
-    cc.register()
-
+def attempt():
+    try:
+        Laplace(net(), "regression", "all", "bogus")
+    except ValueError as error:
+        return str(error)
+with_us = attempt()
 cc.unregister()
 cc.unregister()
 out["restored"] = state() == first and sys.modules["laplace.laplace"]._all_subclasses is _all_subclasses
+out["same error"] = attempt() == with_us
 out["after"] = results()
-refused = []
-for call in (lambda: Laplace(net(), "contrastive"),):
-    try:
-        call()
-    except ValueError as error:
-        refused.append(type(error).__name__)
-out["refused"] = refused
+try:
+    Laplace(net(), "contrastive")
+except ValueError as error:
+    out["refused"] = type(error).__name__
 cc.register()
 out["again"] = type(Laplace(net(), "contrastive", "all", "diag")).__name__
-out["again_same"] = results() == out["after"]
 print(json.dumps(out))
 """
     )
-    out, printed = run(script)
-    out["printed"] = printed
+    out, out["printed"] = run(script)
     return out
 
 
 def test_ordinary_results_are_bit_identical(plain: Any, registered: Any) -> None:
     assert registered["with"] == plain
     assert registered["after"] == plain
-    assert registered["again_same"]
-
-
-def test_the_comparison_covers_the_hosts_structures(plain: Any) -> None:
-    """A comparison of errors with errors would prove nothing."""
+    # A comparison of errors with errors would prove nothing.
     worked = [key for key, value in plain.items() if isinstance(value, list)]
-    failed = {key: value for key, value in plain.items() if not isinstance(value, list) and "/" in key}
-    assert len(worked) >= 26, failed
+    assert len(worked) >= 18
     assert {key.split("/")[2] for key in worked} == {"diag", "kron", "full", "gp"}
-    assert all(value[0].startswith("laplace.") for key, value in plain.items() if key in worked)
-    assert len({hashlib.sha256(value[1].encode()).digest() for key, value in plain.items() if key in worked}) > 20
 
 
 def test_calls_work_however_laplace_was_imported(registered: Any) -> None:
-    assert registered["made"] == {
-        "ContrastiveKronLowRankLLLaplace": True,
-        "ContrastiveDiagLaplace": True,
-        "ContrastiveDiagLLLaplace": True,
-        "ContrastiveKronLLLaplace": True,
-        "ContrastiveFullLaplace": True,
-    }
+    assert registered["made"] == dict.fromkeys(
+        ("ContrastiveKronLowRankLLLaplace", "ContrastiveKronLLLaplace", "ContrastiveFullLaplace"), True
+    )
     assert registered["again"] == "ContrastiveDiagLaplace"
-
-
-def test_structures_for_names_that_were_imported_before(registered: Any) -> None:
     chosen = registered["chosen"]
-    assert {chosen[name] for name in ("default", "positional", "string", "enumeration")} == {
-        "ContrastiveKronLowRankLLLaplace"
-    }
+    assert {chosen[name] for name in ("default", "positional", "enumeration")} == {"ContrastiveKronLowRankLLLaplace"}
     assert chosen["all"] == "ContrastiveKronLaplace"
     assert chosen["damping"] == "ContrastiveKronLLLaplace"
     assert chosen["prior"] == 2.5
@@ -249,19 +213,14 @@ def test_structures_for_names_that_were_imported_before(registered: Any) -> None
 
 
 def test_one_function_is_replaced_and_put_back(registered: Any) -> None:
-    assert registered["untouched"]
-    assert registered["idempotent"]
-    assert registered["same errors"]
-    assert registered["restored"]
-    assert registered["refused"] == ["ValueError"]
+    for what in ("untouched", "idempotent", "same error", "restored"):
+        assert registered[what], what
+    assert registered["refused"] == "ValueError"
 
 
-def test_a_users_subclass_keeps_working(registered: Any) -> None:
+def test_a_users_subclass_keeps_working_and_our_classes_have_keys_of_their_own(registered: Any) -> None:
     assert registered["subclass"]
     assert registered["found"] == "Mine"
-
-
-def test_our_classes_have_keys_of_their_own(registered: Any) -> None:
     assert registered["ours"] >= 9
     assert registered["collisions"] == []
 
@@ -270,20 +229,3 @@ def test_import_is_silent_and_light(registered: Any) -> None:
     """BackPACK, curvlinops and (through torchmetrics) matplotlib come with laplace-torch; nothing heavy comes by us."""
     assert registered["brought"] == []
     assert registered["printed"] == ""
-
-
-def test_import_alone_is_silent_and_works_first() -> None:
-    """Our package before laplace-torch, and every import that it causes."""
-    script = (
-        "import sys, json, io, contextlib\n"
-        "caught = io.StringIO()\n"
-        "with contextlib.redirect_stdout(caught), contextlib.redirect_stderr(caught):\n"
-        "    import warnings; warnings.simplefilter('ignore')\n"
-        "    import contrastive_curvature\n"
-        "from laplace import Laplace\n"
-        "import torch\n"
-        "made = Laplace(torch.nn.Linear(2, 2), 'contrastive', 'all', 'diag')\n"
-        "heavy = [m for m in ('stochman',) if m in sys.modules]\n"
-        "print(json.dumps([type(made).__name__, heavy, caught.getvalue()]))"
-    )
-    assert run(script) == (["ContrastiveDiagLaplace", [], ""], "")

@@ -57,16 +57,6 @@ def divisions(draw: st.DrawFn) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-@st.composite
-def batches(draw: st.DrawFn) -> tuple[list[list[int]], list[int]]:
-    """Batches that have two points of a class, and the part that each belongs to."""
-    order = draw(st.permutations(range(N)))
-    sizes = draw(st.sampled_from(([4, 4, 4], [8, 4], [5, 7], [12])))
-    starts = [sum(sizes[:k]) for k in range(len(sizes))]
-    groups = [order[start : start + size] for start, size in zip(starts, sizes, strict=True)]
-    return groups, [draw(st.integers(0, 3)) for _ in groups]
-
-
 def loader_of(case: str, device: str, chosen: list[int], sizes: list[int]) -> Any:
     if not chosen:
         return []
@@ -130,31 +120,6 @@ def test_the_number_of_all_points_decides_in_parts_as_in_one_process(
     assert (la.curvature_error is None) is (many > N)
 
 
-@pytest.mark.parametrize("case", [case for case in ALONE if case != "mc samples"])
-@settings(max_examples=5)
-@given(drawn=batches(), data=st.data())
-def test_parts_of_whole_batches(
-    case: str, drawn: tuple[list[list[int]], list[int]], data: st.DataObject, device: str
-) -> None:
-    groups, owners = drawn
-    loaders: list[Any] = []
-    for part in range(4):
-        mine = [group for group, owner in zip(groups, owners, strict=True) if owner == part]
-        together = [k for group in mine for k in group]
-        loaders.append(loader_of(case, device, together, [len(group) for group in mine]))
-    order, pairs = data.draw(st.permutations(range(4))), data.draw(st.lists(st.integers(0, 99), max_size=4))
-    la = make(case, device)
-    statistics = State.merged([la.part_statistics(part, (k, 4)) for k, part in enumerate(loaders)])
-    second = [la.part_curvature(part, (k, 4), statistics) for k, part in enumerate(loaders)]
-    curvature = State.merged(second)
-    assert close_states(merged_in(second, order, pairs), curvature)
-    la.fit_parts(statistics, curvature)
-    whole = make(case, device)
-    every = [k for group in groups for k in group]
-    whole.fit(loader_of(case, device, every, [len(group) for group in groups]))
-    same_posterior(la, whole, device)
-
-
 @pytest.mark.parametrize("case", list(CASES))
 def test_every_step_may_run_in_a_process_of_its_own(case: str, device: str, tmp_path: Path) -> None:
     """States go through files, and a part that was lost is computed again to the bit."""
@@ -181,11 +146,10 @@ def test_every_step_may_run_in_a_process_of_its_own(case: str, device: str, tmp_
         same_posterior(la, whole, device)
 
 
-@each("case", ["sampled", "kron_lowrank", "exact"])
-def test_p_values_are_those_of_the_whole(case: str, device: str) -> None:
+def test_p_values_are_those_of_the_whole(device: str) -> None:
+    case = "kron_lowrank"
     parts = [batches_of(case, device, [4], torch.arange(4) + 4 * k) for k in range(3)]
-    la, _, _ = fit_in_parts(case, device, parts)
-    whole = make(case, device)
+    la, whole = fit_in_parts(case, device, parts)[0], make(case, device)
     whole.fit(batches_of(case, device, [4] * 3))
     known = DataLoader(TensorDataset(*points(case, device, 40, seed=9)), batch_size=16)
     for one in (la, whole):
@@ -214,37 +178,6 @@ def test_shuffled_views_of_a_data_set_keep_their_numbers(device: str) -> None:
     whole.fit(shuffled)
     assert la.class_centres is whole.class_centres is None
     same_posterior(la, whole, device)
-
-
-def test_tokens_of_any_length_are_parts(device: str) -> None:
-    class Tokens(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table, self.last = nn.Embedding(9, 4), nn.Linear(4, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.last(self.table(x).mean(1))
-
-    torch.manual_seed(0)
-    model = Tokens().double().to(device)
-    generator = torch.Generator().manual_seed(0)
-    parts: list[Any] = []
-    for k in range(3):
-        x = torch.randint(0, 9, (6, 3 + k), generator=generator).to(device)
-        parts.append([(x, torch.arange(6, device=device) % 2)])
-
-    def posterior(**options: Any) -> Any:
-        return Laplace(model, "contrastive", "all", "full", backend_kwargs={"margin": 0.9, **options})
-
-    la, whole = posterior(negative_samples=5), posterior(negative_samples=5)
-    fit_with(la, parts)
-    numbers = torch.cat([2**40 * k + torch.arange(6) for k in range(3)])
-    whole.fit(Numbered([part[0] for part in parts], numbers))
-    assert torch.allclose(la.H, whole.H, rtol=1e-10, atol=1e-10 * float(whole.H.abs().max()))
-    # Cross terms keep the inputs of the sample.
-    coupled = posterior(negative_samples=18, pd_fix="full")
-    with pytest.raises(InputError, match=r"loader: input: expected one shape for every point, \(3,\)"):
-        coupled.fit(Numbered([part[0] for part in parts], numbers))
 
 
 def test_a_point_that_dominates_is_named_with_its_part(device: str) -> None:
@@ -284,13 +217,7 @@ def test_states_that_do_not_belong_together_are_refused(device: str) -> None:
         other.model.model[0].weight[0, 0] += 1e-12
     with pytest.raises(InputError, match=r"states: encoder: expected .* in all parts"):
         first[0].merge(other.part_statistics(parts[1], (1, 2)))
-    for more, name in (
-        ({"margin": 0.8}, "loss"),
-        ({"negative_samples": 8}, "options"),
-        ({"structure": "full"}, "structure"),
-        ({"weights": "all"}, "weights"),
-        ({"pd_fix": "psd"}, "loss"),
-    ):
+    for more, name in (({"margin": 0.8}, "loss"), ({"structure": "full"}, "structure")):
         changed = make("sampled", device, **more)
         with pytest.raises(InputError, match=f"states: {name}: expected .* in all parts"):
             first[0].merge(changed.part_statistics(parts[1], (1, 2)))
@@ -298,7 +225,6 @@ def test_states_that_do_not_belong_together_are_refused(device: str) -> None:
             changed.part_curvature(parts[1], (1, 2), whole)
         with pytest.raises(InputError, match=f"statistics: {name}: expected"):
             changed.fit_parts(whole, State.merged(second))
-        assert changed.n_data == 0
     # Both passes over part 0, once with another part 1.
     x, y = parts[1].batches[0]
     alien = State.merged([first[0], la.part_statistics(Numbered([(x, y // 2)], parts[1].numbers), (1, 2))])
@@ -355,12 +281,10 @@ def test_other_points_in_the_second_pass_are_refused(case: str, kind: str, devic
 
 
 def test_a_point_in_two_parts_is_refused(device: str) -> None:
-    for case in ("sampled", "exact", "supcon sampled"):
-        part = batches_of(case, device, [6], torch.arange(6))
-        la = make(case, device)
-        whole = State.merged([la.part_statistics(part, (k, 2)) for k in range(2)])
-        with pytest.raises(InputError, match=r"statistics: expected every point in one part, got point \d twice"):
-            la.part_curvature(part, (0, 2), whole)
+    la, part = make("sampled", device), batches_of("sampled", device, [6], torch.arange(6))
+    whole = State.merged([la.part_statistics(part, (k, 2)) for k in range(2)])
+    with pytest.raises(InputError, match=r"statistics: expected every point in one part, got point \d twice"):
+        la.part_curvature(part, (0, 2), whole)
 
 
 def test_the_same_data_under_other_numbers_are_refused(device: str) -> None:
@@ -373,17 +297,7 @@ def test_the_same_data_under_other_numbers_are_refused(device: str) -> None:
     assert State.merged([first[0], other]).n == 80
 
 
-def test_subnetworks_of_other_weights_are_refused(device: str) -> None:
-    (x, y), first = points("sampled", device), []
-    for k in range(2):
-        more = {"subnetwork_indices": torch.tensor([k, 3, 5], device=device), "backend_kwargs": {"negative_samples": 9}}
-        la = Laplace(encoder(device), "contrastive", "subnetwork", "full", **more)
-        first.append(la.part_statistics([(x[k::2], y[k::2])], (k, 2)))
-    with pytest.raises(InputError, match="weights: expected subnetwork of 3"):
-        State.merged(first)
-
-
-@each("part", [3, (0,), (0.0, 2), (2, 2), (-1, 2), (0, 0)])
+@each("part", [3, (2, 2), (-1, 2)])
 def test_malformed_parts_are_refused(part: Any, device: str) -> None:
     la = make("sampled", device)
     with pytest.raises(InputError, match="part: expected"):
@@ -392,24 +306,12 @@ def test_malformed_parts_are_refused(part: Any, device: str) -> None:
 
 def test_malformed_states_are_refused(device: str) -> None:
     la, parts, first, _ = states("sampled", device)
-    with pytest.raises(InputError, match="states: expected at least one"):
-        State.merged([])
     with pytest.raises(InputTypeError, match="states: expected several states, as a list"):
         State.merged(first[0])  # type: ignore[arg-type]
-    with pytest.raises(InputTypeError, match="states: expected states of parts of a data set, got a str"):
-        State.merged([first[0], "file"])  # type: ignore[list-item]
     with pytest.raises(InputError, match="part: expected one of 2 parts"):
         la.part_curvature(parts[0], (0, 3), State.merged(first))
-    with pytest.raises(InputTypeError, match="progress_bar"):
-        la.part_statistics(parts[0], (0, 2), "yes")
-
-
-def test_data_without_any_point_are_refused(device: str) -> None:
-    for case in ("sampled", "pairs of batches", "anchors of batches"):
-        la = make(case, device)
-        with pytest.raises(InputError, match="statistics: expected at least one point"):
-            fit_with(la, [[], []])
-        assert la.n_data == 0
+    with pytest.raises(InputError, match="statistics: expected at least one point"):
+        fit_with(la, [[], []])
 
 
 class Unread:
@@ -424,25 +326,21 @@ class Unread:
 
 
 @each(
-    "options, message",
+    "structure, options, message",
     [
-        ({"pd_fix": "full", "negative_samples": None}, "pd_fix='full': every point is coupled"),
-        ({"loss": cc.SupConLoss(), "candidates": "dataset"}, "candidates='dataset' in parts"),
+        ("diag", {"pd_fix": "full", "negative_samples": None}, "pd_fix='full': every point is coupled"),
+        ("diag", {"loss": cc.SupConLoss(), "candidates": "dataset"}, "candidates='dataset' in parts"),
+        ("lowrank", {"pd_fix": "psd"}, "does not add up over parts of the data"),
+        ("gp", {"pd_fix": "psd"}, "does not add up over parts of the data"),
     ],
 )
-def test_fits_that_do_not_come_in_parts_are_refused_at_once(options: dict[str, Any], message: str, device: str) -> None:
-    la = Laplace(encoder(device), "contrastive", "last_layer", "diag", backend_kwargs=options)
+def test_fits_that_do_not_come_in_parts_are_refused_at_once(
+    structure: str, options: dict[str, Any], message: str, device: str
+) -> None:
+    host = {"n_subset": 5} if structure == "gp" else {}
+    la = Laplace(encoder(device), "contrastive", "all", structure, backend_kwargs=options, **host)
     with pytest.raises(UnsupportedError, match=re.escape(message)):
         la.part_statistics(Unread(device), (0, 2))
-
-
-@each("structure", ["lowrank", "gp"])
-def test_structures_that_do_not_add_up_are_refused_at_once(structure: str, device: str) -> None:
-    host = {"n_subset": 5} if structure == "gp" else {}
-    la = Laplace(encoder(device), "contrastive", "all", structure, backend_kwargs={"pd_fix": "psd"}, **host)
-    for call in (la.part_statistics, lambda *a: la.part_curvature(*a, State("statistics", {}, {}, 0))):
-        with pytest.raises(UnsupportedError, match="does not add up over parts of the data"):
-            call(Unread(device), (0, 1))
 
 
 def test_a_refused_fit_leaves_the_last_one(device: str) -> None:
