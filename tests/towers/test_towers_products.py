@@ -72,7 +72,7 @@ def test_full_product_is_that_of_autograd(device: str) -> None:
     assert close(torch.cat(found), truth, tolerance=1e-10)
 
 
-@covering(2, weights=["all", "last_layer"], fix=["full", "ggn", "fixed"], name=LOSSES)
+@covering(1, weights=["all", "last_layer"], fix=["full", "ggn", "fixed"], name=LOSSES)
 def test_one_module_for_both(name: str, fix: str, weights: str, device: str) -> None:
     """One set of parameters, with all that couples the two kinds of inputs."""
     one, _ = encoders(device)

