@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import logging
 import math
-import re
 from pathlib import Path
 from typing import Any
 
@@ -139,9 +138,9 @@ def test_views_are_simclrs_loss(device: str) -> None:
     assert close(by_labels.loss, 24 * cc.InfoNCELoss(0.2)(z, y[:12].repeat(2)))
 
 
-def test_every_loss_and_every_fix_stands_on_the_pages(device: str) -> None:
+def test_every_loss_and_every_fix_stands_on_the_page(device: str) -> None:
     del device
-    losses, theory = ((DOCS / name).read_text(encoding="utf-8") for name in ("losses.md", "theory.md"))
+    losses = (DOCS / "losses.md").read_text(encoding="utf-8")
     rows = [line for line in losses.splitlines() if line.startswith("| `")]
     kinds = [
         kind
@@ -155,7 +154,6 @@ def test_every_loss_and_every_fix_stands_on_the_pages(device: str) -> None:
         assert found, f"{name} has no row in the table at the top of docs/losses.md"
     for fix in cc.PDFix:
         assert f'| `"{fix}"` |' in losses
-        assert re.search(rf"^\| `{fix}` (\(|\|)", theory, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", ROW_LOSSES)
