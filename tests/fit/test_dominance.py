@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from devices import DEVICES
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from laplace import Laplace
-from tables import covering
+from tables import covering, each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -30,13 +30,7 @@ STRUCTURES = [
     ("all", "gp", {"n_subset": N, "backend_kwargs": {"pd_fix": "psd"}}),
     ("subnetwork", "diag", {"subnetwork_indices": torch.arange(0, 100, 3)}),
 ]
-BACKENDS = [
-    cc.ContrastiveGGN,
-    cc.BackPackContrastiveGGN,
-    cc.CurvlinopsContrastiveGGN,
-    cc.StochManContrastiveGGN,
-]
-IDS = [f"{a}-{b}" for a, b, _ in STRUCTURES]
+BACKENDS = [cc.ContrastiveGGN, cc.BackPackContrastiveGGN, cc.CurvlinopsContrastiveGGN, cc.StochManContrastiveGGN]
 
 
 def encoder(device: str) -> nn.Sequential:
@@ -85,7 +79,7 @@ def test_a_point_next_to_zero(weights: str, structure: str, more: dict[str, Any]
 
 
 @on_every_device
-@covering(2, size=[7, N], weights=["last_layer", "all"], kind=["dataset", "batch"])
+@covering(1, size=[7, N], weights=["last_layer", "all"], kind=["dataset", "batch"])
 def test_a_huge_input_in_kronecker_factors(kind: str, weights: str, size: int, device: str) -> None:
     """The output Hessian shrinks as the input grows, but the factors of inputs know nothing of it."""
     x, labels = data(device)
@@ -112,7 +106,7 @@ def test_several_huge_inputs(backend: Any, size: int, device: str) -> None:
 
 
 @on_every_device
-@covering(2, kind=["dataset", "batch"], pd_fix=["fixed", "positive", "full", "psd"], structure=["diag", "full"])
+@covering(1, kind=["dataset", "batch"], pd_fix=["fixed", "positive", "full", "psd"], structure=["diag", "full"])
 def test_every_fix_and_both_kinds_of_fit(structure: str, pd_fix: str, kind: str, device: str) -> None:
     model = encoder(device)
     x, labels = data(device)
@@ -126,16 +120,15 @@ def test_every_fix_and_both_kinds_of_fit(structure: str, pd_fix: str, kind: str,
 
 
 @on_every_device
-@covering(1, size=[7, N], weights__structure__more=STRUCTURES)
-def test_ordinary_data_cause_no_warning(
-    weights: str, structure: str, more: dict[str, Any], size: int, device: str
-) -> None:
+@each("weights, structure, more", STRUCTURES)
+def test_ordinary_data_cause_no_warning(weights: str, structure: str, more: dict[str, Any], device: str) -> None:
     x, labels = data(device)
     # `make test` turns warnings into errors.
-    Laplace(encoder(device), "contrastive", weights, structure, **more).fit(batches(x, labels, size))
+    Laplace(encoder(device), "contrastive", weights, structure, **more).fit(batches(x, labels, 7))
 
 
 @on_every_device
+@settings(max_examples=10)
 @given(row=st.integers(0, N - 1), size=st.integers(1, N), shuffle=st.booleans())
 def test_the_point_is_found_wherever_it_is(row: int, size: int, shuffle: bool, device: str) -> None:
     torch.manual_seed(0)
@@ -153,18 +146,3 @@ def test_few_points_are_not_spoken_of() -> None:
     model = encoder("cpu")
     x, labels = data("cpu")
     Laplace(model, "contrastive", "last_layer", "diag").fit([(short_output(model, x, 3)[:12], labels[:12])])
-
-
-def test_what_it_warns_of_is_true() -> None:
-    """With one pixel of 1e15, the default prior follows that point, and every embedding is certain."""
-    x, labels = data("cpu")
-    certain = []
-    for value in (1.0, 1e15):
-        x[17, 2] = value
-        la = Laplace(encoder("cpu"), "contrastive", "all", "kron")
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            la.fit([(x, labels)])
-        la.optimize_prior_precision()
-        certain.append(float(la(x[:10]).kappa.median()))
-    assert certain[1] > 1e10 * certain[0]

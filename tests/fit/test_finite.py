@@ -37,15 +37,13 @@ OUTLIERS = [(nn.Tanh(), float("inf")), (nn.ReLU(), 1e20)]
 STRUCTURES = [
     ("all", "diag", {}),
     ("all", "kron", {}),
-    ("all", "full", {}),
     ("all", "lowrank", {}),
     ("all", "gp", {"n_subset": N, "backend_kwargs": {"pd_fix": "psd"}}),
-    ("subnetwork", "diag", {"subnetwork_indices": torch.arange(2, 90, 6)}),
     ("subnetwork", "full", {"subnetwork_indices": torch.arange(2, 90, 6)}),
 ]
 
 
-@covering(2, activation__value=OUTLIERS, weights__structure__more=STRUCTURES)
+@covering(1, activation__value=OUTLIERS, weights__structure__more=STRUCTURES)
 def test_no_structure_keeps_it(
     weights: str, structure: str, more: dict[str, Any], activation: nn.Module, value: float, device: str
 ) -> None:
@@ -85,9 +83,6 @@ def test_ggn_and_backends_refuse_it(structure: str, device: str) -> None:
     for kind in (cc.ContrastiveGGN, cc.BackPackContrastiveGGN, cc.CurvlinopsContrastiveGGN, cc.StochManContrastiveGGN):
         with pytest.raises(cc.InputError, match="finite"):
             getattr(kind(model), structure)(x, labels)
-    # The operator's own check of two equal products is the first to multiply.
-    with pytest.raises(cc.InputError, match="finite"):
-        cc.ContrastiveGGNLinearOperator(model, cc.ContrastiveLoss(), None, [(x, labels)])
 
 
 def test_a_subnetwork_is_named_by_its_parameters(device: str) -> None:
@@ -99,18 +94,6 @@ def test_a_subnetwork_is_named_by_its_parameters(device: str) -> None:
     with pytest.raises(cc.InputError, match=r"parameter '0\.weight'"):
         cc.ggn(model, x, labels, subset_of_weights=indices)
     assert cc.ggn(model, x, labels, subset_of_weights=indices[:1]).isfinite().all()
-
-
-def test_the_last_layer_is_named(device: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, D)).to(device)
-    x, labels = batches(1e17, device)[1]
-    with torch.no_grad():
-        # Outputs of usual size from features whose squares overflow.
-        model[2].weight.mul_(1e-17)
-    x = 1e3 * x
-    with pytest.raises(cc.InputError, match=r"layer '2' \(parameter '2.weight'\)"):
-        cc.ggn(model, x, labels, subset_of_weights="last_layer")
 
 
 def test_eigenvalues_that_cannot_be_had_are_an_error_of_ours(device: str) -> None:

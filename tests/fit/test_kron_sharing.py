@@ -11,6 +11,7 @@ from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import close, options, pair_kinds
+from tables import covering, each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -32,15 +33,8 @@ def networks(draw: st.DrawFn) -> tuple[nn.Module, Tensor, dict[str, Any]]:
     generator = torch.Generator().manual_seed(seed)
     labels, pairs = draw(pair_kinds(n, generator))
     chosen = {**draw(options), "pd_fix": draw(st.sampled_from(COUPLED))}
-    return (
-        model,
-        torch.randn(n, 4, dtype=torch.float64, generator=generator),
-        {
-            "labels": labels,
-            "pairs": pairs,
-            **chosen,
-        },
-    )
+    x = torch.randn(n, 4, dtype=torch.float64, generator=generator)
+    return model, x, {"labels": labels, "pairs": pairs, **chosen}
 
 
 def pair_hessian(z: Tensor, i: int, j: int, y: float, distance: str) -> Tensor:
@@ -105,8 +99,7 @@ class Gate(nn.Module):
         return self.layer(x.new_tensor([1.0, -2.0, 0.5]).expand(len(x), 3)) * x
 
 
-@pytest.mark.parametrize("distance", ["arccos", "euclidean"])
-@pytest.mark.parametrize("pd_fix", COUPLED)
+@covering(1, pd_fix=COUPLED, distance=["arccos", "euclidean"])
 def test_reduce_is_exact_where_all_points_share_the_inputs(pd_fix: str, distance: str, device: str) -> None:
     torch.manual_seed(0)
     model, x, y = Gate().double(), torch.randn(5, 2, dtype=torch.float64) + 2, torch.tensor([0, 0, 1, 1, 1])
@@ -121,7 +114,7 @@ def test_reduce_is_exact_where_all_points_share_the_inputs(pd_fix: str, distance
 
 
 @given(seed=st.integers(0, 99), fix=st.sampled_from(COUPLED))
-def test_convolutions_take_positions_one_by_one_and_other_vectors_exactly(seed: int, fix: str, device: str) -> None:
+def test_vectors_of_other_modules_are_exact(seed: int, fix: str, device: str) -> None:
     torch.manual_seed(seed)
     model = nn.Sequential(
         nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 3, 2), nn.Flatten(), nn.LayerNorm(3), nn.Linear(3, 2)
@@ -139,32 +132,6 @@ def test_convolutions_take_positions_one_by_one_and_other_vectors_exactly(seed: 
         else:
             assert float(torch.linalg.eigvalsh(group[1])[0]) >= -1e-12 * float(group[1].abs().max())
         start += p.numel()
-    # One position: the convolution is the linear layer of the flattened image.
-    linear = nn.Sequential(nn.Linear(4, 3), *model[3:]).double()
-    linear[0].load_state_dict({"weight": model[1].weight.flatten(1), "bias": model[1].bias})
-    same = cc.ggn(linear.to(device), x.to(device), y.to(device), **kwargs)
-    for group, other in zip(found, same, strict=True):
-        assert all(close(f, g, size) for f, g in zip(group, other, strict=True))
-
-
-def test_two_matrices_of_one_module_are_those_of_two_modules(device: str) -> None:
-    class Both(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            layers = nn.Linear(4, 3), nn.Linear(3, 2)
-            self.a, self.c, self.b, self.d = (p for layer in layers for p in layer.parameters())
-
-        def forward(self, x: Tensor) -> Tensor:
-            return nn.functional.linear(torch.tanh(nn.functional.linear(x, self.a, self.c)), self.b, self.d)
-
-    x, y = torch.randn(6, 4, dtype=torch.float64, device=device), torch.arange(6, device=device) % 2
-    kwargs = {"pd_fix": "full", "structure": "kron", "clamp": False, "kfac_approx": "reduce"}
-    torch.manual_seed(0)
-    one = Both().double().to(device)
-    torch.manual_seed(0)
-    two = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double().to(device)
-    for found, wanted in zip(cc.ggn(one, x, y, **kwargs), cc.ggn(two, x, y, **kwargs), strict=True):
-        assert all(close(f, w) for f, w in zip(found, wanted, strict=True))
 
 
 def test_batches_add_up(device: str) -> None:
@@ -192,20 +159,18 @@ def test_a_data_set_has_the_factors_of_one_batch(pd_fix: str, device: str) -> No
     assert all(close(f, g) for u, v in zip(out, truth, strict=True) for f, g in zip(u, v, strict=True))
 
 
-def test_what_is_refused(device: str) -> None:
+@each(
+    "options, kind, words",
+    [
+        ({"pd_fix": "fixed"}, cc.UnsupportedError, r"drops the cross terms.*expand"),
+        ({"structure": "diag"}, cc.InputError, "structure='kron'"),
+        ({"subset_of_weights": torch.tensor([0, 2])}, cc.UnsupportedError, "subnetwork"),
+        ({"kfac_approx": "eigen"}, cc.InputError, "kfac_approx: expected one of 'expand', 'reduce'"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], kind: type[Exception], words: str, device: str) -> None:
     model, x, y = nn.Linear(3, 2).to(device), torch.randn(4, 3, device=device), torch.arange(4, device=device) % 2
-    for fix in ("fixed", "psd"):
-        with pytest.raises(cc.UnsupportedError, match=r"drops the cross terms.*expand"):
-            cc.ggn(model, x, y, structure="kron", kfac_approx="reduce", pd_fix=fix)
-        with pytest.raises(cc.UnsupportedError, match=r"drops the cross terms.*expand"):
-            ContrastiveGGN(model, kfac_approx="reduce", pd_fix=fix, pairs="batch")
+    with pytest.raises(kind, match=words):
+        cc.ggn(model, x, y, **{"structure": "kron", "kfac_approx": "reduce", "pd_fix": "full", **options})
     with pytest.raises(cc.UnsupportedError, match="pairs='batch'"):
         ContrastiveGGN(model, kfac_approx="reduce", pd_fix="full")
-    with pytest.raises(cc.InputError, match="structure='kron'"):
-        cc.ggn(model, x, y, kfac_approx="reduce", pd_fix="full")
-    with pytest.raises(cc.UnsupportedError, match="subnetwork"):
-        cc.ggn(
-            model, x, y, structure="kron", kfac_approx="reduce", pd_fix="full", subset_of_weights=torch.tensor([0, 2])
-        )
-    with pytest.raises(cc.InputError, match=r"kfac_approx: expected one of 'expand', 'reduce'"):
-        cc.ggn(model, x, y, structure="kron", kfac_approx="eigen")

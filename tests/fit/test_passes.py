@@ -11,7 +11,7 @@ from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
-from tables import covering, each
+from tables import covering
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
@@ -84,23 +84,16 @@ LATER = 2
 
 
 @on_every_device
-@covering(1, change=WRONG, structure=["diag", "kron", "full", "gp"])
-def test_other_targets_in_the_second_pass_are_refused(structure: str, change: Any, device: str) -> None:
+@covering(1, change=WRONG, structure=["diag", "kron", "full", "gp"], far=[False, True])
+def test_other_targets_in_the_second_pass_are_refused(structure: str, change: Any, far: bool, device: str) -> None:
+    """Also beside a point that is far out, and whose numbers hide those of the others in a sum."""
     more = {"n_subset": 10, "backend_kwargs": {"pd_fix": "psd"}} if structure == "gp" else {}
     la = Laplace(model(device), "contrastive", hessian_structure=structure, **more)
-    with pytest.raises(cc.InputError, match="the same outputs with other targets"):
-        la.fit(Passes(from_pass(LATER, change), device))
-    assert not la.n_data
-
-
-@on_every_device
-@pytest.mark.parametrize("change", WRONG)
-def test_a_point_far_out_hides_nothing(change: Any, device: str) -> None:
     loader = Passes(from_pass(LATER, change), device)
-    loader.x[-1] *= 1e6
-    la = Laplace(model(device), "contrastive", hessian_structure="diag")
+    loader.x[-1] *= 1e6 if far else 1
     with pytest.raises(cc.InputError, match="the same outputs with other targets"):
         la.fit(loader)
+    assert not la.n_data
 
 
 @on_every_device
@@ -125,15 +118,14 @@ def test_an_encoder_in_half_precision_may_round_otherwise(device: str) -> None:
 
 
 @on_every_device
-@pytest.mark.parametrize("structure", ["diag", "kron", "full"])
-def test_shuffling_is_fine(structure: str, device: str) -> None:
+def test_shuffling_is_fine(device: str) -> None:
     posteriors = []
     for change in (lambda x, y: (x, y), shuffled_together):
-        la = Laplace(model(device).double(), "contrastive", hessian_structure=structure)
+        la = Laplace(model(device).double(), "contrastive", hessian_structure="full")
         loader = Passes(from_pass(LATER, change), device)
         loader.x = loader.x.double()
         la.fit(loader)
-        posteriors.append(la.H_raw if structure != "kron" else la.H_raw[0][0])
+        posteriors.append(la.H_raw)
     assert torch.allclose(*posteriors, rtol=1e-10, atol=1e-10 * float(posteriors[0].abs().max()))
 
 
@@ -215,24 +207,9 @@ def test_a_record_knows_its_points_in_any_order(
         first.check_same(record(z[1:], labels[1:], batch))
 
 
-@each("structure", ["diag", "kron", "full", "lowrank", "gp"])
-def test_a_sampler_that_divides_the_data_is_refused(structure: str) -> None:
+def test_a_sampler_that_divides_the_data_is_refused() -> None:
     """Every process would have another posterior, and none the right one."""
-    data = TensorDataset(torch.randn(N, WIDTH), torch.arange(N) % 4)
-    more = {"n_subset": 10, "backend_kwargs": {"pd_fix": "psd"}} if structure == "gp" else {}
-    weights = "all" if structure == "lowrank" else "last_layer"
-    la = Laplace(model("cpu"), "contrastive", weights, structure, **more)
-    divided = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=2, rank=1))
-    with pytest.raises(cc.UnsupportedError, match=r"DistributedSampler.* 2 processes.*state_dict"):
-        la.fit(divided)
-    assert not la.n_data
-    with pytest.raises(cc.UnsupportedError, match="DistributedSampler"):
-        cc.ContrastiveGGN(model("cpu")).matvec(divided, torch.ones(18))
-    # One replica has all of the data.
-    la.fit(DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=1, rank=0, shuffle=False)))
 
-
-def test_wrapped_loaders_are_looked_into() -> None:
     class Wrapped:
         def __init__(self, loader: DataLoader) -> None:
             self.anything = loader
@@ -240,35 +217,21 @@ def test_wrapped_loaders_are_looked_into() -> None:
         def __iter__(self) -> Iterator[Any]:
             return iter(self.anything)
 
-    class Endless(Wrapped):
-        @property
-        def dataset(self) -> Endless:
-            return Endless(self.anything)
-
-    class Pool(TensorDataset):
-        num_processes = 4
-
-    data = Pool(torch.randn(N, WIDTH), torch.arange(N) % 4)
+    data, encoder = TensorDataset(torch.randn(N, WIDTH), torch.arange(N) % 4), model("cpu")
     divided = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=2, rank=1))
-    la = Laplace(model("cpu"), "contrastive", hessian_structure="diag")
-    for loader in (Wrapped(divided), Endless(divided)):
-        with pytest.raises(cc.UnsupportedError, match="DistributedSampler"):
+    la = Laplace(encoder, "contrastive", hessian_structure="diag")
+    for loader in (divided, Wrapped(divided)):
+        with pytest.raises(cc.UnsupportedError, match=r"DistributedSampler.* 2 processes.*state_dict"):
             la.fit(loader)
-    # A name of the user's own means nothing on a data set.
-    la.fit(Wrapped(DataLoader(data, batch_size=8)))
-    la.fit(Endless(DataLoader(data, batch_size=8)))
-
-
-def test_validation_data_and_operators_refuse_it_too() -> None:
-    data = TensorDataset(torch.randn(N, WIDTH), torch.arange(N) % 4)
-    divided = DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=2, rank=1))
-    la = Laplace(model("cpu"), "contrastive", hessian_structure="diag")
-    la.fit(DataLoader(data, batch_size=8))
+    assert not la.n_data
     with pytest.raises(cc.UnsupportedError, match="DistributedSampler"):
-        la.optimize_prior_precision(method="gridsearch", val_loader=divided)
-    encoder = model("cpu")
+        cc.ContrastiveGGN(encoder).matvec(divided, torch.ones(18))
     with pytest.raises(cc.UnsupportedError, match="DistributedSampler"):
         cc.ContrastiveGGNLinearOperator(encoder, cc.ContrastiveLoss(), list(encoder.parameters()), divided)
+    # One replica has all of the data.
+    la.fit(DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=1, rank=0, shuffle=False)))
+    with pytest.raises(cc.UnsupportedError, match="DistributedSampler"):
+        la.optimize_prior_precision(method="gridsearch", val_loader=divided)
 
 
 class Counting(nn.Linear):
