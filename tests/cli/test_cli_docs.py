@@ -34,11 +34,3 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert {"posterior", "photo_posterior", "scores.csv", "hits.csv", "photos.parquet"} <= written
     assert ran == set(cli.commands) - {"evaluate"}
     sys.modules.pop("my_encoder", None)
-
-
-def test_the_page_names_every_command_and_every_column(tmp_path: Path) -> None:
-    assert all(f"`{name} " in PAGE for name in cli.commands)
-    help_text = CliRunner().invoke(cli, ["score", "--help"]).stdout
-    for column in ("kappa", "uncertainty", "novelty", "p_value", "known"):
-        assert f"`{column}`" in PAGE
-        assert column in help_text

@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli_support import Run, error_of, opened, rewrite_encoder
-from test_cli_score import column, read
+from cli_support import Run, error_of, rewrite_encoder
+from tables import each
+from test_cli_score import read
 from torch import nn
 
 from contrastive_curvature.apps.cli.saved import open_posterior
@@ -25,10 +26,6 @@ def encoder(width=4, seed=0):
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, width))
 
 
-def precise(dtype):
-    return encoder().to(getattr(torch, dtype))
-
-
 def with_transform():
     from PIL import Image
 
@@ -43,10 +40,6 @@ def number():
     return 3
 
 
-def fails():
-    raise RuntimeError("no weights here")
-
-
 def leaves():
     raise SystemExit(0)
 
@@ -55,8 +48,6 @@ def bad_transform(kind):
     def transform(image):
         if kind == "raises":
             raise OSError("no such table")
-        if kind == "leaves":
-            raise SystemExit(0)
         return [1.0]
 
     return encoder(), transform
@@ -121,106 +112,24 @@ def test_a_transform_of_the_user(run: Run, images: Path) -> None:
     assert len(read("scores.csv")) == 25
 
 
-def test_features_of_the_users_encoder(run: Run, images: Path) -> None:
-    from torch.utils.data import DataLoader, TensorDataset
-
-    import contrastive_curvature as cc
-
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Flatten(), nn.Linear(192, 16), nn.ReLU(), nn.Linear(16, 4))
-    x, labels = torch.randn(60, 192), torch.arange(60) % 3
-    cc.features(module, DataLoader(TensorDataset(x, labels), batch_size=20), "saved")
-    run("fit", "saved", "--out", "p", "--encoder", f"{images}:encoder", "--calibration-share", 0.5)
-    np.savez("inputs.npz", inputs=x.numpy())
-    again = ("--encoder", f"{images}:encoder", "--alpha", 0.1)
-    run("score", "p", "saved", "--out", "features.csv", *again)
-    run("score", "p", "inputs.npz", "--out", "inputs.csv", *again)
-    # The same inputs, once from saved features: one matrix product in batches of another size.
-    np.testing.assert_allclose(
-        column(read("features.csv"), "uncertainty"), column(read("inputs.csv"), "uncertainty"), rtol=1e-4
-    )
-    np.savez("bare.npz", features=np.ones((3, 16)))
-    assert "bare features" in error_of(run("score", "p", "bare.npz", "--out", "none.csv", *again, code=2))
-
-
-@pytest.mark.parametrize(
-    ("function", "options", "wanted"),
+@each(
+    "function, options, wanted",
     [
         ("number", "{}", "a torch.nn.Module"),
-        ("fails", "{}", "no weights here"),
         ("leaves", "{}", "SystemExit"),
         ("bad_transform", '{"kind": "raises"}', "no such table"),
-        ("bad_transform", '{"kind": "leaves"}', "SystemExit"),
         ("bad_transform", '{"kind": "list"}', "a list"),
         ("nothing", "{}", "got none of that name"),
         ("encoder", '{"nonsense": 1}', "nonsense"),
         ("encoder", "[1]", "JSON object"),
-        ("encoder", '{"seed": NaN}', "JSON object"),
     ],
 )
 def test_functions_that_give_no_encoder(run: Run, images: Path, function: str, options: str, wanted: str) -> None:
     fit = ("fit", "train", "--out", "p", "--encoder", f"{images}:{function}", "--encoder-options", options)
     error = error_of(run(*fit, code=2))
     assert wanted in error
-    assert function in error or "--encoder-options" in error
     assert "train/cat/0.png" in error or function != "bad_transform"
-    assert not Path("p").exists()
-
-
-def test_a_module_that_ends_the_process_is_an_error(run: Run, images: Path) -> None:
-    Path(f"{images}_ends.py").write_text("raise SystemExit(0)\n")
-    error = error_of(run("fit", "train", "--out", "p", "--encoder", f"{images}_ends:encoder", code=2))
-    assert "SystemExit" in error
-    assert not Path("p").exists()
-
-
-@pytest.mark.parametrize("kind", ["raises", "leaves"])
-def test_a_transform_of_texts_that_fails_is_named(run: Run, images: Path, kind: str) -> None:
-    Path("t.csv").write_text("text,label\nred,a\nblue,b\n")
-    options = ("--encoder", f"{images}:bad_transform", "--encoder-options", json.dumps({"kind": kind}))
-    error = error_of(run("fit", "t.csv", "--out", "p", *options, code=2))
-    assert "bad_transform" in error
-    assert "t.csv" in error
-
-
-def test_class_folders_that_are_links(run: Run, images: Path) -> None:
-    Path("linked").mkdir()
-    Path("linked/dog").mkdir()
-    for file in Path("train/dog").iterdir():
-        Path("linked/dog", file.name).symlink_to(file.absolute())
-    Path("linked/cat").symlink_to(Path("train/cat").absolute())
-    found, wanted = opened("linked"), opened("train")
-    assert found.ids == wanted.ids
-    assert found.classes.tolist() == wanted.classes.tolist()
-    Path("linked/null").symlink_to("/dev/null")
-    assert opened("linked").ids == wanted.ids
-    for name, target in (("fox", "nowhere"), ("circle", "circle")):
-        Path("linked", name).symlink_to(target)
-        fit = ("fit", "linked", "--out", "p", "--encoder", f"{images}:encoder")
-        assert f"linked/{name}: expected" in error_of(run(*fit, code=2))
-        Path("linked", name).unlink()
-
-
-def test_a_picture_that_unpacks_to_too_much_is_named(run: Run, images: Path) -> None:
-    from PIL import Image, PngImagePlugin
-
-    notes = PngImagePlugin.PngInfo()
-    notes.add_text("note", "x" * (PngImagePlugin.MAX_TEXT_CHUNK + 1), zip=True)
-    Image.new("RGB", (8, 8)).save("train/dog/3.png", pnginfo=notes)
-    error = error_of(run("fit", "train", "--out", "p", "--encoder", f"{images}:encoder", code=2))
-    assert "train/dog/3.png" in error
-
-
-@pytest.mark.parametrize("text", ["mine", ":f", "mine:", "no_such_module_anywhere:f"])
-def test_texts_that_name_no_encoder(run: Run, images: Path, text: str) -> None:
-    assert "--encoder" in error_of(run("fit", "train", "--out", "p", "--encoder", text, code=2))
-
-
-def test_a_picture_that_cannot_be_read_is_named(run: Run, images: Path) -> None:
-    whole = Path("train/dog/3.png").read_bytes()
-    Path("train/dog/3.png").write_bytes(whole[: len(whole) // 2])
-    error = error_of(run("fit", "train", "--out", "p", "--encoder", f"{images}:encoder", code=2))
-    assert "train/dog/3.png" in error
+    assert "--encoder" in error_of(run("fit", "train", "--out", "p", "--encoder", "no_such_module:f", code=2))
     assert not Path("p").exists()
 
 
@@ -246,9 +155,6 @@ def test_a_model_of_timm(run: Run, images: Path, monkeypatch: pytest.MonkeyPatch
     run("score", "../p", "../known", "--out", "../again.csv", "--batch-size", 8)
     monkeypatch.chdir("..")
     assert read("again.csv") == read("scores.csv")
-    Path("bad.pth").write_bytes(b"nothing")
-    assert "timm:test_resnet" in error_of(run(*fit, '{"checkpoint_path": "bad.pth"}', "--overwrite", code=2))
-    assert "nowhere" in error_of(run(*fit, '{"checkpoint_path": "nowhere"}', "--overwrite", code=2))
 
 
 def test_names_that_timm_does_not_know_and_no_timm(run: Run, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -309,17 +215,3 @@ def test_a_model_of_sentence_transformers_and_its_own_code(run: Run, sentences: 
     rewrite_encoder("p", options={"model_kwargs": {"trust_remote_code": True}})
     assert "trust_remote_code" in error_of(run("score", "p", "train.csv", "--out", "none.csv", code=2))
     assert not Path("exploded").exists()
-
-
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float64"])
-def test_encoders_of_another_precision(run: Run, images: Path, dtype: str) -> None:
-    again = ("--encoder", f"{images}:precise")
-    run("fit", "train", "--out", "p", *again, "--encoder-options", json.dumps({"dtype": dtype}))
-    run("score", "p", "known", "--out", "images.csv", *again)
-    from PIL import Image
-
-    files = opened("known").files  # type: ignore[attr-defined]
-    pixels = [np.asarray(Image.open(file), dtype=np.float32).transpose(2, 0, 1) / 255 for file in files]
-    np.savez("inputs.npz", inputs=np.stack(pixels))
-    run("score", "p", "inputs.npz", "--out", "inputs.csv", *again)
-    assert column(read("images.csv"), "uncertainty").tolist() == column(read("inputs.csv"), "uncertainty").tolist()

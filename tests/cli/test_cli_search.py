@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from cli_support import CLASSES, Run, error_of, points
+from cli_support import Run, error_of, points
 from test_cli_score import column, read
 
 import contrastive_curvature as cc
@@ -59,13 +59,6 @@ def test_in_very_many_dimensions_the_cosine_alone_decides(run: Run, monkeypatch:
     np.testing.assert_allclose(column(read("hits.csv"), "match_probability"), right, rtol=1e-4)
 
 
-def test_a_gallery_of_one_point(run: Run) -> None:
-    np.savez("one.npz", **points(1, 8))
-    one = ("search", "posterior", "--gallery", "one.npz", "--queries", "new.npz", "--out", "hits.csv", "-k", 1)
-    run(*one)
-    assert "two points" in error_of(run(*one, "--validation", "validation.npz", code=2))
-
-
 def test_a_saved_match_probability_is_used(run: Run) -> None:
     la, _ = open_posterior(Path("posterior"))
     gallery, labels = embedded("train.npz")
@@ -76,46 +69,29 @@ def test_a_saved_match_probability_is_used(run: Run) -> None:
     np.testing.assert_allclose(column(read("hits.csv")[::5], "match_probability"), right, rtol=1e-4)
 
 
-def test_a_gallery_without_classes(run: Run) -> None:
-    np.savez("bare.npz", features=np.load("train.npz")["features"])
-    run("search", "posterior", "--gallery", "bare.npz", "--queries", "new.npz", "--out", "hits.csv")
-    assert "label" not in read("hits.csv")[0]
-    bare = ("search", "posterior", "--gallery", "bare.npz", "--queries", "new.npz", "--out", "none.csv")
-    assert "--gallery bare.npz" in error_of(run(*bare, "--validation", "validation.npz", code=2))
-    assert not Path("none.csv").exists()
-
-
-def test_classes_of_two_kinds_are_refused(run: Run) -> None:
-    found = points(60, 7)
-    np.savez("names.npz", features=found["features"], labels=np.array(list("abcde"))[found["labels"]])
-    assert "numbers and texts" in error_of(run(*SEARCH, "--validation", "names.npz", code=2))
-
-
-def test_more_neighbours_than_points(run: Run) -> None:
-    np.savez("few.npz", **points(3, 8, CLASSES))
-    few = ("search", "posterior", "--gallery", "few.npz", "--queries", "new.npz", "--out", "hits.csv")
-    assert "3" in error_of(run(*few, "-k", 4, code=2))
-    assert run(*few, "-k", 3).exit_code == 0
-
-
-@pytest.mark.parametrize("missing", ["--gallery", "--queries", "--out"])
-def test_what_has_to_be_given(run: Run, missing: str) -> None:
-    place = SEARCH.index(missing)
-    assert missing in error_of(run(*SEARCH[:place], *SEARCH[place + 2 :], code=2))
-
-
 @pytest.mark.parametrize("at_once", [2**26, 16])
-@pytest.mark.parametrize("option", ["--queries", "--validation"])
-def test_a_gallery_that_is_searched_for_itself(
-    run: Run, monkeypatch: pytest.MonkeyPatch, option: str, at_once: int
-) -> None:
+def test_a_gallery_that_is_searched_for_itself(run: Run, monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     monkeypatch.setattr("contrastive_curvature.apps.cli.search._AT_ONCE", at_once)
     found = np.load("train.npz")
     np.savez("some.npz", features=found["features"][50:80], labels=found["labels"][50:80])
-    given = {"--gallery": "train.npz", "--queries": "new.npz", "--validation": "validation.npz", option: "some.npz"}
-    arguments = [each for pair in given.items() for each in pair]
+    search = ("search", "posterior", "--gallery", "train.npz", "--out", "hits.csv", "--batch-size", 16)
+    result = run(*search, "--queries", "some.npz", "--validation", "validation.npz")
+    assert "--queries some.npz: most of these inputs are in the gallery" in result.stderr
     # An input that is its own neighbour is never wrong, and P(match) needs some that are.
-    code = 2 if option == "--validation" else 0
-    result = run("search", "posterior", *arguments, "--out", "hits.csv", "--batch-size", 16, code=code)
-    assert f"{option} some.npz: most of these inputs are in the gallery" in result.stderr
+    result = run(*search, "--queries", "new.npz", "--validation", "some.npz", code=2)
+    assert "--validation some.npz: most of these inputs are in the gallery" in result.stderr
     assert "in the gallery" not in run(*SEARCH).stderr
+
+
+def test_galleries_and_validations_that_do_not_fit(run: Run) -> None:
+    few, found = points(3, 8), points(60, 7)
+    np.savez("few.npz", **few)
+    np.savez("one.npz", **{name: value[:1] for name, value in few.items()})
+    np.savez("names.npz", features=found["features"], labels=np.array(list("abcde"))[found["labels"]])
+    assert "numbers and texts" in error_of(run(*SEARCH, "--validation", "names.npz", code=2))
+    search = ("search", "posterior", "--queries", "new.npz", "--out", "hits.csv", "--gallery")
+    assert "3" in error_of(run(*search, "few.npz", "-k", 4, code=2))
+    run(*search, "few.npz", "-k", 3)
+    run(*search, "one.npz", "-k", 1)
+    assert "two points" in error_of(run(*search, "one.npz", "-k", 1, "--validation", "validation.npz", code=2))
+    assert "--gallery" in error_of(run(*search[:-1], code=2))

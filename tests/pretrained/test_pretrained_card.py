@@ -48,41 +48,6 @@ def test_the_hub_reads_the_metadata(la: Any, tmp_path: Path) -> None:
     ]
 
 
-def test_what_is_left_out_is_left_out(la: Any, tmp_path: Path) -> None:
-    text = (la.save_pretrained(tmp_path / "digits") / "README.md").read_text()
-    data: Any = ModelCard(text).data
-    assert (data.license, data.base_model, data.eval_results) == (None, None, None)
-    assert "Its author has not said" in text
-    assert "Not evaluated" in text
-    assert "## Notes" not in text
-    # A sentence about the encoder is no repository.
-    other = la.save_pretrained(tmp_path / "other", encoder_source="mine, from scratch") / "README.md"
-    data = ModelCard(other.read_text()).data
-    assert data.base_model is None
-    assert "Source: mine, from scratch" in other.read_text()
-
-
-def test_the_card_says_what_the_posterior_is(la: Any, tmp_path: Path) -> None:
-    text = (la.save_pretrained(tmp_path / "digits", **SAID) / "README.md").read_text()
-    info = cc.pretrained.read_info(tmp_path / "digits").posteriors[0]
-    for row in (
-        "| weights | last_layer |",
-        "| structure | kron_lowrank |",
-        "| points | 24 |",
-        f"| loss | `{info.loss}` |",
-        f"| prior precision | {float(la.prior_precision):.6g} |",
-        f"| temperature | {la.temperature:.6g} |",
-        "| calibrated | with 20 inputs |",
-        "| class centres | 3 |",
-        "| auroc | 0.9688 |",
-        "| recall@1 \\| own | 1e-07 |",
-    ):
-        assert row in text
-    for part in ("1,797 digits", "Not for faces.", "## Limits", info.encoder, cc.__version__, "## How to load"):
-        assert part in text
-    assert "made up, unless its author gave an `example`" in text
-
-
 def code_of(folder: Path) -> str:
     (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
     return code.replace("path/to/this/folder", str(folder))
