@@ -14,15 +14,13 @@ from devices import DEVICES
 from feature_networks import POINTS, WIDTH, data, encoder, loader
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tables import covering, each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.io.feature_folder.header import PRECISIONS
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
-
-for_every_format = pytest.mark.parametrize("format", ["memmap", "parquet"])
-DTYPES = tuple(PRECISIONS)
 
 
 def write(path: Path, device: str, **options: Any) -> cc.FeatureFolder:
@@ -36,8 +34,7 @@ def hidden(device: str) -> Tensor:
         return encoder(device)[:2](data(device)[0]).cpu()
 
 
-@for_every_format
-@pytest.mark.parametrize("dtype", DTYPES)
+@covering(1, format=["memmap", "parquet"], dtype=PRECISIONS)
 def test_content(format: str, dtype: str, device: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "f", device, format=format, dtype=dtype)
     wanted = hidden(device).to(getattr(torch, dtype))
@@ -56,36 +53,17 @@ def test_content(format: str, dtype: str, device: str, tmp_path: Path) -> None:
     assert (folder.width, folder.dtype, folder.last_layer_name) == (WIDTH, wanted.dtype, "2")
     assert len(folder.dataset) == POINTS
     assert torch.equal(folder.numbers, torch.arange(POINTS))
-    assert f"{POINTS} x {WIDTH}, {dtype}" in repr(folder)
 
 
-def test_features_are_mapped_and_the_file_is_safe(device: str, tmp_path: Path) -> None:
-    folder = write(tmp_path / "f", device, dtype="bfloat16")
-    mapped = folder.features
-    assert isinstance(mapped, np.memmap)
-    assert (mapped.shape, mapped.dtype) == ((POINTS, WIDTH), np.uint16)
-    bits = torch.from_numpy(np.array(mapped).view(np.int16)).view(torch.bfloat16)
-    assert torch.equal(bits.float(), torch.from_numpy(folder.numpy()))
-    before = folder.numpy()
-    mapped[:] = 0
-    folder.verify()
-    assert np.array_equal(folder.numpy(), before)
-
-
-@pytest.mark.parametrize("column", ["features", "target", "identifier"])
-def test_parquet_files_of_another_kind_are_refused(column: str, device: str, tmp_path: Path) -> None:
-    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+def test_parquet_files_of_another_kind_are_refused(device: str, tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
     folder = write(tmp_path / "f", device, format="parquet")
     path = folder.path / "part-000000.parquet"
-    table = parquet.read_table(path)
-    place = table.column_names.index(column)
-    for other in (arrow.array(["text"] * 12), None):
-        changed = table.remove_column(place) if other is None else table.set_column(place, column, other)
-        parquet.write_table(changed, path)
-        with pytest.raises(cc.InputError, match=r"part-000000.parquet: expected a Parquet file with the columns"):
-            next(iter(cc.FeatureFolder(folder.path)))
-        with pytest.raises(cc.InputError, match="points 0 to 11 are damaged"):
-            folder.verify()
+    parquet.write_table(parquet.read_table(path).drop_columns("target"), path)
+    with pytest.raises(cc.InputError, match=r"part-000000.parquet: expected a Parquet file with the columns"):
+        next(iter(cc.FeatureFolder(folder.path)))
+    with pytest.raises(cc.InputError, match="points 0 to 11 are damaged"):
+        folder.verify()
 
 
 def test_parquet_is_read_by_others(device: str, tmp_path: Path) -> None:
@@ -129,9 +107,8 @@ def test_shards_are_a_partition(
     assert inner.dataset.start == shards[-1].dataset.start
 
 
-@for_every_format
-def test_pickle_opens_the_same_points(format: str, device: str, tmp_path: Path) -> None:
-    shard = cc.FeatureFolder(write(tmp_path / "f", device, format=format).path, batch_size=5).shard(1, 3)
+def test_pickle_opens_the_same_points(device: str, tmp_path: Path) -> None:
+    shard = cc.FeatureFolder(write(tmp_path / "f", device).path, batch_size=5).shard(1, 3)
     stored = pickle.dumps(shard)
     assert len(stored) < 1000
     again = pickle.loads(stored)
@@ -139,10 +116,10 @@ def test_pickle_opens_the_same_points(format: str, device: str, tmp_path: Path) 
     assert np.array_equal(again.numpy(), shard.numpy())
 
 
-@for_every_format
-@pytest.mark.parametrize(
-    "targets",
-    [torch.rand(POINTS, 2, 3), torch.arange(POINTS) % 2 == 0, torch.rand(POINTS).double(), torch.arange(POINTS).int()],
+@covering(
+    1,
+    format=["memmap", "parquet"],
+    targets=[torch.rand(POINTS, 2, 3), torch.arange(POINTS) % 2 == 0, torch.rand(POINTS).double()],
 )
 def test_targets_of_other_kinds(format: str, targets: Tensor, device: str, tmp_path: Path) -> None:
     x, _ = data(device)
@@ -176,17 +153,8 @@ def test_mappings_and_plain_batches(device: str, tmp_path: Path) -> None:
         cc.features(OfMapping(), given_batches, tmp_path / "g")
 
 
-@pytest.mark.parametrize(
-    "identifiers", [torch.arange(POINTS) * 3, np.arange(POINTS, dtype=np.uint8), [2**62 - i for i in range(POINTS)]]
-)
-def test_identifiers_that_are_numbers(identifiers: Any, device: str, tmp_path: Path) -> None:
-    folder = write(tmp_path / "f", device, identifiers=identifiers)
-    assert folder.identifiers.dtype == np.int64
-    assert folder.identifiers.tolist() == [int(i) for i in identifiers]
-
-
-@pytest.mark.parametrize(
-    ("damage", "message"),
+@each(
+    "damage, message",
     [
         (lambda _: {}, "something else"),
         (lambda header: header | {"version": 9}, "a feature folder of version 2, got version 9"),
@@ -196,31 +164,21 @@ def test_identifiers_that_are_numbers(identifiers: Any, device: str, tmp_path: P
 def test_damaged_header_is_refused(damage: Any, message: str, device: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "f", device)
     path = folder.path / "header.json"
-    path.write_text(json.dumps(damage(json.loads(path.read_text()))))
+    whole = path.read_text()
+    path.write_text(json.dumps(damage(json.loads(whole))))
     with pytest.raises(cc.InputError, match=message):
         cc.FeatureFolder(folder.path)
+    path.write_text(whole)
 
 
-@pytest.mark.parametrize(
-    ("options", "kind"),
-    [
-        ({"batch_size": 0}, cc.InputError),
-        ({"batch_size": 2.5}, cc.InputError),
-        ({"seed": "a"}, cc.InputTypeError),
-        ({"seed": True}, cc.InputTypeError),
-    ],
-)
-def test_options_of_the_folder(options: dict[str, Any], kind: type[Exception], device: str, tmp_path: Path) -> None:
+def test_options_of_the_folder(device: str, tmp_path: Path) -> None:
     folder = write(tmp_path / "f", device)
-    with pytest.raises(kind, match=next(iter(options))):
-        cc.FeatureFolder(folder.path, **options)
-    with pytest.raises(cc.InputTypeError, match="path: expected a path of a folder"):
-        cc.FeatureFolder(3)  # type: ignore[arg-type]
+    for options in ({"batch_size": 0}, {"batch_size": 2.5}, {"seed": "a"}):
+        with pytest.raises(cc.InputError, match=next(iter(options))):
+            cc.FeatureFolder(folder.path, **options)
     with pytest.raises(cc.InputError, match=r"a feature folder, got no header\.json"):
         cc.FeatureFolder(tmp_path)
-    for index, count in ((-1, 2), (2, 2), (0, 0)):
-        with pytest.raises(cc.InputError, match=r"index|count"):
-            folder.shard(index, count)
-    for start, stop in ((-1, 2), (3, 2), (0, POINTS + 1)):
-        with pytest.raises(cc.InputError, match="start, stop"):
-            folder.numpy(start, stop)
+    with pytest.raises(cc.InputError, match="index"):
+        folder.shard(2, 2)
+    with pytest.raises(cc.InputError, match="start, stop"):
+        folder.numpy(0, POINTS + 1)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -47,7 +45,7 @@ def cluster() -> Iterator[Any]:
         ray.shutdown()
 
 
-def reader(place: Path, deaths: dict[int, int], signal_number: int = signal.SIGKILL) -> Callable[[dict[str, Any]], Any]:
+def reader(place: Path, deaths: dict[int, int]) -> Callable[[dict[str, Any]], Any]:
     """A ``read`` whose process dies in the middle of a part, some times, and that notes whatever it has read."""
     (place / "notes").mkdir(parents=True, exist_ok=True)
 
@@ -58,7 +56,7 @@ def reader(place: Path, deaths: dict[int, int], signal_number: int = signal.SIGK
             died = sum(1 for _ in place.glob(f"died-{at}-*"))
             if first == at and died < times:
                 (place / f"died-{at}-{died}").touch()
-                os.kill(os.getpid(), signal_number)
+                os.kill(os.getpid(), signal.SIGKILL)
         return torch.from_numpy(batch["features"]), torch.from_numpy(batch["target"])
 
     return read
@@ -139,42 +137,3 @@ def test_a_process_that_always_dies_ends_the_job(cluster: Any, device: str, tmp_
     # Once the reason is gone, the same call goes on.
     found = cc.jobs.fit_on_ray(la, source(place / "d", reader(place, {})), folder=place / "s")
     assert_same(found, fitted(), data()[0][:20])
-
-
-SCRIPT = """
-import sys, time, torch
-import contrastive_curvature as cc
-import ray
-sys.path.insert(0, {tests!r})
-from job_cases import posterior
-from pathlib import Path
-
-def read(batch):
-    time.sleep(0.2)
-    return torch.from_numpy(batch["features"]), torch.from_numpy(batch["target"])
-
-ray.init({address!r}, log_to_driver=False)
-parts = cc.jobs.ParquetParts({data!r}, {parts}, batch_size=10, read=read)
-cc.jobs.fit_on_ray(posterior(), parts, folder={states!r}, workers=1)
-"""
-
-
-def test_a_killed_driver_goes_on(cluster: Any, device: str, tmp_path: Path) -> None:
-    parts, states = source(tmp_path / "d", reader(tmp_path, {})), tmp_path / "s"
-    names = {"tests": str(Path(__file__).parent), "data": str(tmp_path / "d"), "states": str(states), "parts": PARTS}
-    script = SCRIPT.format(address=cluster.address_info["address"], **names)
-    driver = subprocess.Popen([sys.executable, "-W", "ignore", "-c", script], stderr=subprocess.PIPE)
-    try:
-        for _ in range(1200):
-            if len(list(states.glob("statistics-*"))) >= 2:
-                break
-            assert driver.poll() is None, driver.stderr and driver.stderr.read().decode()[-3000:]
-            time.sleep(0.1)
-    finally:
-        driver.kill()
-        driver.communicate()
-    kept = {path: path.stat().st_mtime_ns for path in states.glob("statistics-*")}
-    assert 2 <= len(kept) < PARTS
-    found = cc.jobs.fit_on_ray(posterior(), parts, folder=states)
-    assert_same(found, fitted(), data()[0][:20])
-    assert all(path.stat().st_mtime_ns == time for path, time in kept.items())

@@ -7,23 +7,12 @@ from pathlib import Path
 
 import pytest
 from devices import DEVICES
-from fresh import run
 from job_cases import data, posterior, write
+from tables import each
 
 import contrastive_curvature as cc
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
-
-
-def test_the_import_brings_neither(device: str) -> None:
-    del device
-    script = """
-import json, sys
-import contrastive_curvature as cc
-cc.jobs.fit_on_ray, cc.jobs.ParquetParts
-print(json.dumps([name for name in ("ray", "pyarrow") if name in sys.modules]))
-"""
-    assert run(script)[0] == []
 
 
 def test_missing_packages_are_named(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -39,8 +28,8 @@ def test_missing_packages_are_named(device: str, tmp_path: Path, monkeypatch: py
         cc.jobs.ParquetParts(tmp_path / "d")
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
+@each(
+    "options, message",
     [
         ({"workers": 0}, "workers: expected a positive"),
         ({"num_cpus": 0}, "num_cpus: expected a finite number > 0"),

@@ -25,78 +25,54 @@ def store(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
     return made
 
 
-def damaged(part: int, value: float, device: str) -> tuple[Any, ...]:
-    parts = [t.clone().to(device) for t in small(3, seed=1)]
+def damaged(part: int, value: float) -> tuple[torch.Tensor, ...]:
+    parts = [t.clone() for t in small(3, seed=1)]
     parts[part][1] = value
     return tuple(parts)
 
 
 ADDITIONS = [
-    ({"embeddings": (0, float("nan"))}, cc.InputError, "mu: expected finite"),
-    ({"embeddings": (0, float("inf"))}, cc.InputError, "mu: expected finite"),
-    ({"embeddings": (0, 0.0)}, cc.InputError, "mu: expected non-zero rows"),
-    ({"embeddings": (1, -1.0)}, cc.InputError, "kappa: expected numbers >= 0 .* got -1 to"),
-    ({"embeddings": (1, float("nan"))}, cc.InputError, "kappa: expected finite"),
-    ({"embeddings": (2, -0.5)}, cc.InputError, "uncertainty: expected numbers >= 0"),
-    ({"embeddings": (2, float("nan"))}, cc.InputError, "uncertainty: expected finite"),
-    ({"ids": [41, 42]}, cc.InputError, "ids: expected 3, one for each embedding, got 2"),
-    ({"ids": [41, 42, 41]}, cc.InputError, r"ids: expected identifiers that are all different, got \[41\] more"),
-    ({"ids": [41, 7, 42]}, cc.InputError, r"ids: expected identifiers that are not in the store yet, got \[7\]"),
-    ({"ids": ["a", "b", "c"]}, cc.InputTypeError, "ids: expected whole numbers, as those in the store, got 'a'"),
-    ({"ids": [41, "b", 42]}, cc.InputTypeError, "ids: expected .* whole numbers.* got values of type int, str"),
-    ({"ids": [41, True, 42]}, cc.InputTypeError, "ids: .* got values of type bool, int"),
-    ({"ids": [41, 42, 2**70]}, cc.InputError, "ids: expected numbers that int64 can hold"),
-    ({"ids": torch.ones(3)}, cc.InputTypeError, "ids: .* got values of type float"),
-    ({"ids": np.array([1, 2, 2**64 - 1], dtype=np.uint64)}, cc.InputError, "ids: expected numbers that int64"),
-    ({"ids": torch.ones(3, 1).long()}, cc.InputTypeError, "ids: .* got values of type list"),
-    ({"ids": {41, 42, 43}}, cc.InputTypeError, "ids: .* got a set"),
-    ({"ids": "abc"}, cc.InputTypeError, "ids: .* got a str"),
-    ({"embeddings": torch.ones(3, 8)}, cc.InputTypeError, "embeddings: expected an EmbeddingDistribution"),
-    ({"embeddings": (torch.ones(3, 8),)}, cc.InputTypeError, "embeddings: .* got a tuple"),
-    ({"embeddings": small(3, 7)}, cc.InputError, "embeddings: expected D = 8, that of the store, got D = 7"),
-    ({"embeddings": (torch.ones(3, 8), torch.ones(2), torch.ones(3))}, cc.InputError, "kappa: expected shape"),
-    ({"embeddings": (torch.ones(0, 8), torch.ones(0), torch.ones(0))}, cc.InputError, "mu: expected shape"),
-    ({"embeddings": (torch.ones(3, 8).long(), torch.ones(3), torch.ones(3))}, cc.InputTypeError, "mu: expected a"),
+    ({"embeddings": damaged(0, float("nan"))}, "mu: expected finite"),
+    ({"embeddings": damaged(0, 0.0)}, "mu: expected non-zero rows"),
+    ({"embeddings": damaged(1, -1.0)}, "kappa: expected numbers >= 0 .* got -1 to"),
+    ({"embeddings": damaged(2, -0.5)}, "uncertainty: expected numbers >= 0"),
+    ({"embeddings": torch.ones(3, 8)}, "embeddings: expected an EmbeddingDistribution"),
+    ({"embeddings": small(3, 7)}, "embeddings: expected D = 8, that of the store, got D = 7"),
+    ({"embeddings": (torch.ones(3, 8), torch.ones(2), torch.ones(3))}, "kappa: expected shape"),
     (
         {"embeddings": (torch.ones(3, 8).double(), 1e300 * torch.ones(3).double(), torch.ones(3))},
-        cc.InputError,
         "kappa: expected numbers >= 0 that torch.float32 can hold",
     ),
+    ({"ids": [41, 42]}, "ids: expected 3, one for each embedding, got 2"),
+    ({"ids": [41, 42, 41]}, r"ids: expected identifiers that are all different, got \[41\] more"),
+    ({"ids": [41, 7, 42]}, r"ids: expected identifiers that are not in the store yet, got \[7\]"),
+    ({"ids": ["a", "b", "c"]}, "ids: expected whole numbers, as those in the store, got 'a'"),
+    ({"ids": [41, "b", 42]}, "ids: expected .* whole numbers.* got values of type int, str"),
+    ({"ids": np.array([1, 2, 2**64 - 1], dtype=np.uint64)}, "ids: expected numbers that int64"),
+    ({"ids": torch.ones(3)}, "ids: .* got values of type float"),
 ]
 
 
-@pytest.mark.parametrize(("given", "error", "text"), ADDITIONS)
-def test_a_refused_addition_changes_nothing(device, given, error, text, store):
-    given = {"ids": [41, 42, 43], "embeddings": small(3, seed=1), **given}
-    value = given["embeddings"]
-    if isinstance(value, tuple) and not isinstance(value[0], torch.Tensor):
-        value = damaged(*value, device)
-    with pytest.raises(error, match=text):
-        store.add(given["ids"], value)
+@each("given, text", ADDITIONS)
+def test_a_refused_addition_changes_nothing(device, given, text, store):
+    with pytest.raises(cc.InputError, match=text):
+        store.add(**{"ids": [41, 42, 43], "embeddings": small(3, seed=1), **given})
     assert len(store) == 40
     store.add([41, 42, 43], small(3, seed=1))
-    assert len(store) == 43
+    store.delete([41, 42, 43])
 
 
 SEARCHES = [
     ({"k": 0}, cc.InputError, "k: expected a positive whole number"),
-    ({"k": 2.0}, cc.InputError, "k: expected a positive whole number"),
     ({"k": 41}, cc.InputError, "k: expected at most 40, the number of embeddings, got 41"),
     ({"max_uncertainty": 1e-9}, cc.InputError, "k: expected at most 0, the number of embeddings"),
     ({"max_uncertainty": float("nan")}, cc.InputError, "max_uncertainty: expected a finite number >= 0"),
-    ({"max_uncertainty": -1}, cc.InputError, "max_uncertainty: expected a finite number >= 0"),
-    ({"max_uncertainty": "0.5"}, cc.InputTypeError, "max_uncertainty: expected a finite number >= 0"),
     ({"effort": 10}, cc.UnsupportedError, "effort: expected None for a 'flat' index, got 10"),
-    ({"where": 3}, (cc.InputError, cc.UnsupportedError), "where: expected"),
-    ({"where": ""}, (cc.InputError, cc.UnsupportedError), "where: expected"),
     ({"where": "nonsense > 3"}, (cc.InputError, cc.UnsupportedError), "where: expected"),
-    ({"where": "id = (3"}, (cc.InputError, cc.UnsupportedError), "where: expected"),
     ({"queries": torch.ones(2, 7)}, cc.InputError, "queries: expected D = 8, that of the store, got D = 7"),
     ({"queries": torch.zeros(2, 8)}, cc.InputError, "queries: expected non-zero rows"),
     ({"queries": torch.full((2, 8), float("nan"))}, cc.InputError, "queries: expected finite"),
-    ({"queries": torch.ones(0, 8)}, cc.InputError, "queries: expected shape"),
     ({"queries": [1, 2]}, cc.InputTypeError, "queries: expected a torch.Tensor"),
-    ({"queries": (torch.ones(2, 8),)}, cc.InputTypeError, "queries: .* got a tuple"),
 ]
 
 
@@ -115,7 +91,6 @@ def test_an_empty_store(device, kind, tmp_path):
     assert len(store) == 0
     assert store.dim is None
     assert store.index == "flat"
-    assert "0 embeddings" in repr(store)
     with pytest.raises(cc.InputError, match="search: expected embeddings in the store, got an empty one"):
         store.search(torch.ones(1, 8, device=device))
     with pytest.raises(cc.InputError, match="create_index: expected embeddings in the store"):
@@ -130,28 +105,16 @@ def test_an_empty_store(device, kind, tmp_path):
     assert int(store.search(torch.ones(1, 8, device=device), 1).ids) == 1
 
 
-def test_indices_that_do_not_exist(device, store):
-    with pytest.raises(cc.InputError, match="kind: expected one of 'flat', "):
-        store.create_index("annoy")
-    for kind in store.kinds:
-        with pytest.raises(cc.InputError, match="create_index: expected"):
-            store.create_index(kind, trees=3)
-    with pytest.raises(cc.InputError, match="a positive whole number"):
-        store.create_index(list(store.kinds)[1], **{next(iter(store.kinds[list(store.kinds)[1]])): 0})
-    assert store.index == "flat"
-    assert len(store.search(torch.ones(2, 8, device=device), 3)) == 2
-
-
-@pytest.mark.parametrize(
-    ("kind", "index", "options", "text"),
+@each(
+    "kind, index, options, text",
     [
         ("faiss", "ivf", {"lists": 50}, r"got {'lists': 50} \(.*at least as large as number of clusters"),
         ("faiss", "hnsw", {"links": 1}, r"got {'links': 1} \(FAISS needs two links"),
         ("lance", "ivf_pq", {"sub_vectors": 3}, r"got {'sub_vectors': 3} \(sub_vectors must divide 8"),
     ],
 )
-def test_options_that_do_not_fit(device, kind, index, options, text, tmp_path):
-    store = make_store(kind, tmp_path)
+def test_options_that_do_not_fit(device, kind, index, options, text, tmp_path_factory):
+    store = make_store(kind, tmp_path_factory.mktemp(kind))
     store.add(range(40), small())
     with pytest.raises(cc.InputError, match=f"create_index: expected options of '{index}' for 40 .* in 8 dim.* {text}"):
         store.create_index(index, **options)
@@ -178,12 +141,11 @@ def test_delete(device, store):
     assert int(store.search(vectors[3:4], 1).ids) == 3
 
 
-@pytest.mark.parametrize("index", ["hnsw", "ivf"])
-def test_faiss_cannot_delete_from_other_indices(device, index):
+def test_faiss_cannot_delete_from_other_indices(device):
     store = cc.FaissStore()
     store.add(range(40), small())
-    store.create_index(index)
-    with pytest.raises(cc.UnsupportedError, match=f"delete: expected a 'flat' index, got '{index}'"):
+    store.create_index("hnsw")
+    with pytest.raises(cc.UnsupportedError, match="delete: expected a 'flat' index, got 'hnsw'"):
         store.delete([3])
     assert len(store) == 40
 
@@ -195,40 +157,28 @@ def test_strings_as_identifiers(device, kind, tmp_path):
     store.add(names, small())
     vectors = small()[0].to(device)
     assert store.search(vectors, 1).ids[:, 0].tolist() == names
-    mu, kappa = store.search(vectors, 2).hits()
-    assert (len(mu), len(kappa)) == (80, 80)  # two for each of the queries
     store.delete(names[20:])
     with pytest.raises(cc.InputTypeError, match="ids: expected strings, as those in the store"):
         store.add(range(3), small(3, seed=1))
     with pytest.raises(cc.InputError, match="not in the store yet"):
         store.add([names[30], names[5]], small(2, seed=1))
     assert len(store) == 20
-    result = store.search(vectors, 3)
-    assert result.retrieval_uncertainty(torch.ones(40), torch.ones(99)).shape == (40,)
 
 
-PAYLOADS = [
-    ({}, cc.InputError, r"payload: expected columns \['label'\], as in the store, got \[\]"),
-    ({"label": [1, 2]}, cc.InputError, r"payload\['label'\]: expected 3 values"),
-    (
-        {"label": ["a", "b", "c"]},
-        cc.InputTypeError,
-        r"payload\['label'\]: expected int64, as .*: 'c' as",
-    ),
-    ({"label": [1.0, 1.5, 2.0]}, cc.InputTypeError, r"payload\['label'\]: expected int64, as in the store, got .*1.5"),
-    ({"label": [1, "b", 3]}, cc.InputTypeError, r"payload\['label'\]: expected numbers, strings or bools"),
-    ({"label": [1, 2, 3], "kappa": [1, 2, 3]}, cc.InputError, "payload: expected names of small letters"),
-    ({"label": [1, 2, 3], "other": [1, 2, 3]}, cc.InputError, "payload: expected columns"),
-    ({"label": [1, 2, 3], "new": [None, None, None]}, cc.InputTypeError, r"payload\['new'\]: expected values that say"),
-    ({"la bel": [1, 2, 3]}, cc.InputError, "payload: expected names of small letters"),
-]
-
-
-@pytest.mark.parametrize(("payload", "error", "text"), PAYLOADS)
-def test_refused_payloads(device, payload, error, text, tmp_path):
-    store = make_store("lance", tmp_path)
+@each(
+    "payload, text",
+    [
+        ({}, r"payload: expected columns \['label'\], as in the store, got \[\]"),
+        ({"label": [1, 2]}, r"payload\['label'\]: expected 3 values"),
+        ({"label": [1.0, 1.5, 2.0]}, r"payload\['label'\]: expected int64, as in the store, got .*1.5"),
+        ({"label": [1, "b", 3]}, r"payload\['label'\]: expected numbers, strings or bools"),
+        ({"label": [1, 2, 3], "kappa": [1, 2, 3]}, "payload: expected names of small letters"),
+    ],
+)
+def test_refused_payloads(device, payload, text, tmp_path_factory):
+    store = make_store("lance", tmp_path_factory.mktemp("payload"))
     store.add(range(40), small(), payload={"label": torch.arange(40, device=device)})
-    with pytest.raises(error, match=text):
+    with pytest.raises(cc.InputError, match=text):
         store.add([41, 42, 43], small(3, seed=1), payload=payload)
     assert len(store) == 40
 
