@@ -17,29 +17,6 @@ pytestmark = [
 
 LONG = "Donaudampfschifffahrtselektrizitätenhauptbetriebswerkbauunterbeamtengesellschaft" * 2
 
-CONTRAST = """() => {
-  const light = (text) => {
-    const [r, g, b, a = 1] = text.match(/[\\d.]+/g).map(Number);
-    const linear = [r, g, b].map((c) => c / 255).map((c) => (c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4));
-    return { a, y: 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] };
-  };
-  const ground = (element) => {
-    for (let e = element; e; e = e.parentElement) {
-      const found = light(getComputedStyle(e).backgroundColor);
-      if (found.a === 1) return found.y;
-    }
-    return 1;
-  };
-  let worst = [99, ""];
-  for (const element of document.querySelectorAll("h1, h2, h3, p, dt, dd, b, th, td, a, span, label, output")) {
-    if (!element.textContent.trim() || !element.getClientRects().length || element.matches(".skip")) continue;
-    const [one, two] = [light(getComputedStyle(element).color).y, ground(element)].sort((a, b) => b - a);
-    const ratio = (one + 0.05) / (two + 0.05);
-    if (ratio < worst[0]) worst = [ratio, element.outerHTML.slice(0, 80)];
-  }
-  return worst;
-}"""
-
 
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory):
@@ -64,10 +41,6 @@ def browser():
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
-
-
-def is_foreign(address, file):
-    return not address.startswith("data:") and address != file.as_uri()
 
 
 def opened(browser, file, width, height, scheme="light"):
@@ -96,8 +69,15 @@ def until(page, condition):
     raise AssertionError(condition)
 
 
-@pytest.mark.parametrize("name", ["all", "texts", "little"])
-@pytest.mark.parametrize(("width", "height", "scheme"), [(375, 800, "dark"), (1600, 900, "light")])
+@pytest.mark.parametrize(
+    ("name", "width", "height", "scheme"),
+    [
+        ("all", 1600, 900, "light"),
+        ("all", 375, 800, "dark"),
+        ("texts", 375, 800, "dark"),
+        ("little", 375, 800, "light"),
+    ],
+)
 def test_fits_the_screen_and_can_be_read(browser, pages, name, width, height, scheme):
     page, troubles = opened(browser, pages[0] / f"{name}.html", width, height, scheme)
     assert page.evaluate("document.documentElement.scrollWidth") <= width
@@ -107,9 +87,6 @@ def test_fits_the_screen_and_can_be_read(browser, pages, name, width, height, sc
     assert page.evaluate(cut, width) == 0
     ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (sum(map(int, ground[4:-1].split(","))) < 200) == (scheme == "dark")
-    ratio, where = page.evaluate(CONTRAST)
-    # WCAG 2.2, level AA, for text of any size.
-    assert ratio >= 4.5, where
     page.close()
     assert not troubles
 
@@ -136,17 +113,6 @@ def test_keyboard_moves_the_threshold(browser, pages):
     # Neighbouring thresholds may flag the same inputs.
     assert len({place for _, place in seen}) >= 3
     assert alpha == 0.5
-    page.close()
-    assert not troubles
-
-
-def test_charts_follow_the_width(browser, pages):
-    page, troubles = opened(browser, pages[0] / "all.html", 1440, 900)
-    assert page.locator("[data-chart] svg").count() == 4
-    page.set_viewport_size({"width": 375, "height": 800})
-    fits = "(b) => b.querySelector('svg').viewBox.baseVal.width === b.clientWidth"
-    until(page, f"[...document.querySelectorAll('[data-chart]')].every({fits})")
-    assert page.evaluate("document.documentElement.scrollWidth") <= 375
     page.close()
     assert not troubles
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from devices import DEVICES
 from laplace import Laplace
-from serving_cases import INPUTS, STRUCTURES, assert_same, fitted, inputs, truth
+from serving_cases import INPUTS, assert_same, fitted, inputs, truth
 from tables import covering
 from test_served_encoder import mapped_posterior
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ def run_onnx(path: Path, x: Tensor | dict[str, Tensor]) -> list[np.ndarray]:
 
 
 @covering(
-    2, centres=[True, False], calibrated=[True, False], structure=["diag", "kron", "full", "kron_lowrank of rank 2"]
+    1, centres=[True, False], calibrated=[True, False], structure=["diag", "kron", "full", "kron_lowrank of rank 2"]
 )
 def test_torch_export(device: str, structure: str, calibrated: bool, centres: bool, tmp_path: Path) -> None:
     la = fitted(structure, calibrated=calibrated, centres=centres, dtype=torch.float32, device=device)
@@ -66,18 +66,8 @@ def test_torch_export(device: str, structure: str, calibrated: bool, centres: bo
 
 
 @needs_onnx
-# An export to ONNX takes seconds. What a structure computes and what follows from it are apart in the graph.
-@pytest.mark.parametrize(
-    ("structure", "calibrated", "centres"),
-    [
-        ("diag", True, False),
-        ("kron", False, True),
-        ("full", False, False),
-        ("kron_lowrank of rank 2", True, True),
-    ],
-)
-def test_onnx(device: str, structure: str, calibrated: bool, centres: bool, tmp_path: Path) -> None:
-    la = fitted(structure, calibrated=calibrated, centres=centres, dtype=torch.float32, device=device)
+def test_onnx(device: str, tmp_path: Path) -> None:
+    la = fitted("kron_lowrank of rank 2", dtype=torch.float32, device=device)
     path = tmp_path / "model.onnx"
     # One point is enough of an example, too.
     outputs = la.export(path, inputs(1, 1, torch.float32, device))
@@ -151,18 +141,14 @@ def test_a_graph_needs_torch_alone(device: str, tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-W", "ignore", "-c", code, device], cwd=tmp_path, check=True, timeout=120)
 
 
-def test_the_structures_are_those_of_a_last_layer(device: str) -> None:
-    del device
-    assert {name.split()[0] for name in STRUCTURES} == {"diag", "kron", "full", "kron_lowrank"}
-
-
 CLOSE: dict[torch.dtype, dict[str, tuple[float, float]]] = {
-    torch.float64: {"pt2": (1e-10, 1e-10), "onnx": (1e-6, 1e-6), "npz": (1e-10, 1e-10)},
-    torch.float32: {"pt2": (1e-5, 1e-5), "onnx": (1e-5, 1e-5), "npz": (1e-5, 1e-5)},
+    torch.float64: {"pt2": (1e-10, 1e-10)},
     torch.float16: {"pt2": (1e-5, 1e-5), "onnx": (0.001, 0.005), "npz": (0.001, 0.005)},
     torch.bfloat16: {"pt2": (1e-5, 1e-5), "npz": (0.005, 0.04)},
 }
-"""Bounds that docs/serving.md states: of ``mu`` absolutely, of ``kappa`` and ``uncertainty`` relatively."""
+"""Bounds that docs/serving.md states: of ``mu`` absolutely, of the others relatively. Those of float32,
+and of float64 in other files, stand in the tests above and in those of the scorer.
+"""
 
 
 @pytest.mark.parametrize(("dtype", "kind"), [(dtype, kind) for dtype, kinds in CLOSE.items() for kind in kinds])

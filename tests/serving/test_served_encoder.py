@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
 from serving_cases import INPUTS, STRUCTURES, assert_same, fitted, inputs, truth
+from tables import each
 from torch import Tensor, nn
 
 from contrastive_curvature.fit.class_centres import ClassCentres
@@ -33,23 +33,6 @@ def test_the_module_is_la(device: str, structure: str, bias: bool, centres: bool
     x = size * inputs(9, seed + 5, device=device)
     # Differences of the variances lose some digits of float64, more so for inputs without much variance across.
     assert_same(ServedEncoder(la)(x), truth(la, x), 1e-10)
-
-
-@pytest.mark.parametrize("structure", STRUCTURES)
-def test_the_module_in_float32(device: str, structure: str) -> None:
-    la = fitted(structure, dtype=torch.float32, device=device)
-    x = inputs(50, 9, torch.float32, device)
-    assert_same(ServedEncoder(la)(x), truth(la, x), 1e-5)
-
-
-def test_without_a_calibration_there_are_three_values(device: str) -> None:
-    la, x = fitted(calibrated=False, device=device), inputs(4, 3, device=device)
-    module = ServedEncoder(la)
-    assert module.outputs == ("mu", "kappa", "uncertainty")
-    assert_same(module(x), truth(la, x, module.outputs), 1e-12)
-    la = fitted(device=device)
-    assert len(ServedEncoder(la, p_value=False)(x)) == 3
-    assert ServedEncoder(la, p_value=True).metadata["calibration_inputs"] == 37
 
 
 def test_what_is_not_there_has_no_factor(device: str) -> None:
@@ -86,20 +69,10 @@ def test_a_snapshot_of_encoder_and_posterior(device: str) -> None:
     la.prior_precision = 100.0
     assert all(torch.equal(*pair) for pair in zip(module(x), before, strict=True))
     assert not any(p.requires_grad for p in module.parameters())
-    assert all(torch.equal(*pair) for pair in zip(copy.deepcopy(module)(x), before, strict=True))
     assert not any(value.requires_grad for value in before)
 
 
-def test_the_encoder_stays_in_its_mode(device: str) -> None:
-    la, x = fitted(device=device), inputs(4, 3, device=device)
-    la.model.model.train()
-    module = ServedEncoder(la)
-    assert la.model.model.training
-    assert not module.training
-    assert_same(module(x), truth(la, x), 1e-12)
-
-
-@pytest.mark.parametrize("structure", ["diag", "kron", "full", "kron_lowrank of rank 2"])
+@each("structure", ["diag", "kron", "full", "kron_lowrank of rank 2"])
 def test_rows_that_are_not_finite_hold_nan_alone(device: str, structure: str) -> None:
     la, x = fitted(structure, device=device), inputs(4, 3, device=device)
     module, want, good = ServedEncoder(la), truth(la, x), [0, 2, 3]
@@ -107,19 +80,6 @@ def test_rows_that_are_not_finite_hold_nan_alone(device: str, structure: str) ->
     found = module(x)
     assert_same([value[good] for value in found], [value[good] for value in want], 1e-12)
     assert all(bool(value[1].isnan().all()) for value in found)
-
-
-def test_an_output_of_zeros_has_no_direction_but_a_p_value(device: str) -> None:
-    la = fitted("diag", bias=False, device=device)
-    body = la.model.model
-    module = ServedEncoder(la)
-    module.encoder.model[2] = nn.Threshold(1e9, 0.0)
-    body[2] = nn.Threshold(1e9, 0.0)
-    la.calibrate([inputs(5, 1, device=device)])
-    found = ServedEncoder(la)(inputs(2, 3, device=device))
-    assert all(bool(value.isnan().all()) for value in found[:3])
-    assert torch.equal(found[3].cpu(), la(inputs(2, 3, device=device)).p_value.cpu())
-    assert bool(module(inputs(2, 3, device=device))[3].isfinite().all())
 
 
 def test_extreme_sizes_of_outputs(device: str) -> None:
@@ -150,7 +110,7 @@ def test_autocast_leaves_the_scores_alone(device: str) -> None:
 
 
 def test_a_posterior_of_many_calibration_inputs_searches_all_of_them(device: str) -> None:
-    for n in (2, 3, 4, 15, 16, 17, 99, 100):
+    for n in (2, 3, 16, 17):
         la = fitted("diag", device=device)
         la.calibrate([inputs(n, 11, device=device)])
         x = torch.cat([inputs(n, 11, device=device), inputs(40, 12, device=device)])
@@ -177,8 +137,3 @@ def mapped_posterior(device: str, dtype: torch.dtype = torch.float32) -> tuple[A
     la.optimize_prior_precision()
     la.calibrate([{**x, "ids": x["ids"].flip(0) * 3 % 11}])
     return la, x
-
-
-def test_inputs_in_a_mapping(device: str) -> None:
-    la, x = mapped_posterior(device, torch.float64)
-    assert_same(ServedEncoder(la)(x), truth(la, x), 1e-12)
