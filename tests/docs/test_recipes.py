@@ -40,7 +40,3 @@ def test_every_recipe_is_listed():
     listed = set(re.findall(r"\]\((\w+\.md)\)", index))
     assert listed == {page.name for page in RECIPES}
     assert len(RECIPES) >= 10
-
-
-def test_blocks_keep_line_numbers():
-    assert blocks("# t\n```python\na = 1\n```\n```py\nb\n```\n```python\nc\n```\n") == [(2, "a = 1\n"), (8, "c\n")]

@@ -10,10 +10,8 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
-import pytest
 from markdown_pages import ROOT, tokens
 
 PAGES = ("README.md", "docs/quickstart.md", "docs/which_score.md")
@@ -55,24 +53,3 @@ def test_examples_pass_strict_mypy(tmp_path):
     assert [line for line in errors if "wrong.py" not in line] == [], found.stdout
     lines = [int(match[1]) for line in errors if (match := re.search(r"wrong\.py:(\d+): error", line))]
     assert set(lines) == {5, 6, 7}, found.stdout
-
-
-def test_the_package_says_that_it_is_typed():
-    import contrastive_curvature
-
-    assert (Path(contrastive_curvature.__file__).parent / "py.typed").is_file()
-
-
-def test_the_advised_settings_are_what_the_examples_are_checked_with():
-    (advice,) = re.findall(r"```toml\n(.*?)```", (ROOT / "docs/faq.md").read_text(encoding="utf-8"), re.DOTALL)
-    advised = tomllib.loads(advice)["tool"]["mypy"]
-    ours = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["mypy"]
-    assert advised.pop("strict") is ours["strict"] is True
-    (override,) = advised.pop("overrides")
-    assert override in ours["overrides"]
-    assert advised == {}
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_programs_of_pages_are_whole(page):
-    compile(code_of(page), page, "exec")

@@ -59,7 +59,3 @@ def test_a_package_in_two_extras_has_one_bound() -> None:
         requirement = Requirement(text)
         found.setdefault(canonicalize_name(requirement.name), set()).add(str(requirement.specifier))
     assert {name for name, bounds in found.items() if len(bounds) > 1} == set()
-
-
-def test_every_extra_of_the_oldest_run_exists() -> None:
-    assert makefile("OLDEST_EXTRAS") <= set(EXTRAS)
