@@ -88,12 +88,3 @@ class Rows:
         index = torch.arange(N, device=self.z.device)
         out[index, :, index] = own / self.n.square().view(-1, 1, 1)
         return out.reshape(N * D, N * D)
-
-    def weights_and_vectors(self) -> tuple[Tensor, list[tuple[int, Tensor]]]:
-        """``W`` (N, M) of the squares ``u_j u_j^T``, and the signs and vectors ``v_r`` (N, D)."""
-        assert self.terms.second is not None
-        weights, vectors = self.terms.second + self.terms.second.T, []
-        for sign, q in zip(self.loss.root_signs, self.terms.roots, strict=True):
-            weights = weights + sign * q.square().T
-            vectors.append((sign, self.factor**0.5 * q @ self.u))
-        return self.factor * weights, vectors

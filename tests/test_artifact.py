@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+from tables import each
 from torch import Tensor
 
 import contrastive_curvature as cc
@@ -60,30 +61,20 @@ def changed(header: str, **changes: Any) -> str:
 REFUSED = [
     ("", "no whole JSON. Make it again"),
     (BOX.dumps()[:-9], "no whole JSON"),
-    ("[]", "something else. Make one"),
     ('{"format": "other"}', "something else. Make one"),
     (Crate(sizes=[]).dumps(), "something else. Make one"),
     (changed(BOX.dumps(), version=9, written_by="7.1"), "a box of version 2, got version 9. contrastive_curvature 7.1"),
-    (changed(BOX.dumps(), version=1), "got version 1"),
     (changed(BOX.dumps(), content={"sizes": [2, 4]}), "its checksum is another. Make it again"),
 ]
 
 
-@pytest.mark.parametrize(("text", "message"), REFUSED)
+@each("text, message", REFUSED)
 def test_a_header_of_something_else_is_refused(text: str, message: str, tmp_path: Path) -> None:
     folder = ArtifactFolder(tmp_path, Box)
     folder.header_path.write_text(text)
     with pytest.raises(cc.InputError, match=message.replace(".", r"\.")) as caught:
         folder.read()
     assert str(folder.header_path) in str(caught.value)
-
-
-def test_wrong_fields_are_named() -> None:
-    wrong = Box.model_construct(sizes=["many"])
-    with pytest.warns(UserWarning, match="serializer"):
-        text = wrong.dumps()
-    with pytest.raises(cc.InputError, match=r"sizes\.0: Input should be a valid integer"):
-        Box.loads(text, "here")
 
 
 def test_every_changed_or_missing_byte_is_noticed(tmp_path: Path) -> None:
@@ -106,12 +97,8 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(cc.InputError, match=r"'thesis\.tex' in it and no header\.json"):
         ArtifactFolder(tmp_path, Box).make()
-    with pytest.raises(cc.InputError, match=r"thesis\.tex, which is a file"):
-        ArtifactFolder(tmp_path / "thesis.tex", Box)
     with pytest.raises(cc.InputError, match="expected a folder in one that exists"):
         ArtifactFolder(tmp_path / "a" / "b", Box).make()
-    with pytest.raises(cc.InputTypeError, match="a path of a folder, got 3"):
-        ArtifactFolder(3, Box)
     with pytest.raises(cc.InputError, match=r"a box, got no header\.json there. Make one"):
         ArtifactFolder(tmp_path, Box).read()
     assert os.listdir(tmp_path) == ["thesis.tex"]

@@ -5,20 +5,18 @@ test_house, and the formulas of docs/theory.md in test_docs_theory.
 from __future__ import annotations
 
 import logging
-import math
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from devices import DEVICES
-from docs_rows import LABELS, ROW_LOSSES, D, N, close, numbers
+from docs_rows import close, numbers
 from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.losses.cosine import CosineLoss
-from contrastive_curvature.losses.rows import RowTerms
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -36,25 +34,6 @@ def fitted(encoder: nn.Module, batches: Any, loss: CosineLoss, **options: Any) -
     la.fit(batches)
     la.optimize_prior_precision()
     return la
-
-
-class Tripled(cc.InfoNCELoss):
-    """Three times InfoNCE."""
-
-    def _value(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        return 3 * super()._value(cosine, positive, negative)
-
-    def _terms(self, cosine: Tensor, positive: Tensor, negative: Tensor, statistics: Tensor) -> RowTerms:
-        terms = super()._terms(cosine, positive, negative, statistics)
-        assert terms.second is not None
-        return RowTerms(3 * terms.first, 3 * terms.second, tuple(math.sqrt(3) * q for q in terms.roots))
-
-
-def test_a_constant_factor_of_a_loss_cancels(device: str) -> None:
-    encoder, x, y = small(device)
-    one, three = (fitted(encoder, [(x, y)], kind(0.2)) for kind in (cc.InfoNCELoss, Tripled))
-    assert close(three(x).covariance, one(x).covariance, 1e-9)
-    assert close(three.loss, 3 * one.loss)
 
 
 def test_a_mean_counts_times_its_anchors(device: str) -> None:
@@ -101,28 +80,6 @@ def test_anchors_without_a_positive_are_counted(device: str, caplog: pytest.LogC
         fitted(encoder, [(x, torch.arange(24, device=device))], cc.InfoNCELoss(0.2))
 
 
-def test_pairs_that_are_listed_twice(device: str) -> None:
-    """A loss of pairs does not change; a softmax does."""
-    z, labels = numbers(0, N, D).to(device), LABELS.to(device)
-    i, j = torch.combinations(torch.arange(N, device=device)).unbind(1)
-    same = labels[i] == labels[j]
-    once = i[same], j[same], i[~same], j[~same]
-    twice = tuple(torch.cat(two) for two in ((once[0], once[1]), (once[1], once[0]), (once[2], once[3]), once[3:1:-1]))
-    for of_pairs in (cc.ContrastiveLoss(), cc.LogisticLoss(), cc.ContrastiveLoss(normalization="type")):
-        assert close(of_pairs(z, pairs=twice), of_pairs(z, labels))
-    for of_anchors in (cc.InfoNCELoss(), cc.SupConLoss()):
-        assert close(of_anchors(z, pairs=once), of_anchors(z, labels))
-        assert float(of_anchors(z, pairs=twice)) > 1.001 * float(of_anchors(z, labels))
-
-
-def test_soft_threshold_on_squared_distances_is_logistic(device: str) -> None:
-    z, labels = numbers(0, N, D).to(device), LABELS.to(device)
-    soft, logistic = cc.SoftContrastiveLoss(4.0, 5.0, squared=True), cc.LogisticLoss(8.0, -3.0)
-    for fix in cc.PDFix:
-        pair = [loss.output_hessian(z, labels, pd_fix=fix).dense() for loss in (soft, logistic)]
-        assert close(*pair)
-
-
 def test_views_are_simclrs_loss(device: str) -> None:
     encoder, x, y = small(device)
     first, second = x[:12], x[12:]
@@ -154,57 +111,3 @@ def test_every_loss_and_every_fix_stands_on_the_page(device: str) -> None:
         assert found, f"{name} has no row in the table at the top of docs/losses.md"
     for fix in cc.PDFix:
         assert f'| `"{fix}"` |' in losses
-
-
-@pytest.mark.parametrize("name", ROW_LOSSES)
-def test_defaults_of_pd_fix(name: str, device: str) -> None:
-    assert ROW_LOSSES[name].pd_fix is cc.PDFix.PSD_PARTS
-    proxies = numbers(0, 3, D).to(device)
-    assert cc.ProxyLoss(proxies).pd_fix is cc.CoSENTLoss().pd_fix is cc.PDFix.PSD_PARTS
-    assert cc.ProxyLoss(proxies, margin=0.5, kind="arcface").pd_fix is cc.PDFix.PSD
-    assert cc.LogisticLoss().pd_fix is cc.ContrastiveLoss().pd_fix is cc.PDFix.FIXED
-
-
-class PoolingHead(nn.Module):
-    """The end of SigLIP's image tower: attention to a probe, and a residual block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.probe = nn.Parameter(torch.randn(1, 1, 8))
-        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
-        self.fc1, self.fc2 = nn.Linear(8, 12), nn.Linear(12, 8)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        pooled = self.attention(self.probe.expand(len(tokens), -1, -1), tokens, tokens)[0][:, 0]
-        return pooled + self.fc2(nn.functional.gelu(self.fc1(pooled)))
-
-
-class TextTower(nn.Module):
-    """Takes what a tokenizer gives."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding, self.head = nn.Embedding(20, 8), nn.Linear(8, 8)
-
-    def forward(self, tokens: dict[str, Tensor]) -> Tensor:
-        kept = tokens["attention_mask"].unsqueeze(2).to(self.embedding.weight.dtype)
-        return self.head((self.embedding(tokens["input_ids"]) * kept).sum(1) / kept.sum(1))
-
-
-def test_towers_like_those_of_siglip(device: str) -> None:
-    """An image tower that ends in a residual block, of which one layer is not frozen, beside a tower of tokens."""
-    torch.manual_seed(0)
-    images, texts = PoolingHead().to(device).requires_grad_(False), TextTower().to(device).requires_grad_(False)
-    images.fc2.requires_grad_(True)
-    texts.head.requires_grad_(True)
-    tokens = {"input_ids": torch.randint(0, 20, (12, 5), device=device)}
-    tokens["attention_mask"] = torch.ones_like(tokens["input_ids"])
-    batch = torch.randn(12, 7, 8, device=device), tokens
-    options = {"loss": cc.SigLIPLoss(5.0, -2.0)}
-    la = Laplace(cc.TwoTowers(images, texts), "contrastive", "all", "kron", backend_kwargs=options)
-    la.fit([batch])
-    la.optimize_prior_precision()
-    assert la.a.mean.numel() == 12 * 8 + 8
-    assert la.b.mean.numel() == 8 * 8 + 8
-    assert bool((la.a(batch[0]).uncertainty > 0).all())
-    assert cc.similarity(la.a(batch[0]), la.b(tokens), pairwise=True).mean.shape == (12, 12)

@@ -14,8 +14,6 @@ import contrastive_curvature as cc
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
-SMOOTH = [name for name in ROW_LOSSES if name != "triplet"]
-
 
 @covering(1, distance=["arccos", "euclidean"], name=ROW_LOSSES)
 def test_hessian_is_a_first_and_a_second_part(name: str, distance: str, device: str) -> None:
@@ -32,82 +30,6 @@ def test_hessian_is_a_first_and_a_second_part(name: str, distance: str, device: 
     if distance == "arccos":
         exact = torch.autograd.functional.hessian(lambda z: rows.loss(z, rows.labels), rows.z)
         assert close(torch.as_tensor(exact).reshape(N * D, N * D), first + second, 1e-11)
-
-
-@pytest.mark.parametrize("name", SMOOTH)
-def test_second_part_without_an_array_of_pairs_and_dimensions(name: str, device: str) -> None:
-    """Moments, diagonals, Gram sums and products, and the couplings by the roots."""
-    rows = Rows(ROW_LOSSES[name], device)
-    u, s, n = rows.u, rows.cosine, rows.n
-    whole = rows.second_part().view(N, D, N, D)
-    weights, vectors = rows.weights_and_vectors()
-    index = torch.arange(N, device=device)
-    moments = torch.einsum("ij,ja,jb->iab", weights, u, u)
-    diagonal = weights @ u.square() - 2 * u * ((weights * s) @ u)
-    along = (weights * s.square()).sum(1)
-    diagonal = diagonal + u.square() * along.unsqueeze(1)
-    for sign, v in vectors:
-        tangent = v - (v * u).sum(1, keepdim=True) * u
-        moments = moments + sign * v[:, :, None] * v[:, None, :]
-        diagonal = diagonal + sign * tangent.square()
-    projected = rows.projector @ moments @ rows.projector
-    assert close(projected / n.square().view(-1, 1, 1), whole[index, :, index])
-    assert close(diagonal, projected.diagonal(dim1=1, dim2=2))
-    a = 1 / n.square()
-    mixed = u.T @ (a.unsqueeze(1) * ((weights * s) @ u))
-    gram = u.T @ ((weights.T @ a).unsqueeze(1) * u) - mixed - mixed.T + u.T @ ((a * along).unsqueeze(1) * u)
-    for sign, v in vectors:
-        tangent = v - (v * u).sum(1, keepdim=True) * u
-        gram = gram + sign * tangent.T @ (a.unsqueeze(1) * tangent)
-    found = rows.loss.output_hessian(rows.z, rows.labels, pd_fix="ggn")
-    assert close(gram, found.blocks.total())
-    assert close(diagonal * a.unsqueeze(1), found.diagonal())
-    x = numbers(5, N, D).to(device)
-    t = torch.einsum("iab,ib->ia", rows.projector, x) / n.unsqueeze(1)
-    moved = t @ u.T + u @ t.T
-    r = torch.einsum("ijk,ik->ij", rows.curvature_of_rows(), moved)
-    product = torch.einsum("iab,ib->ia", rows.projector, r @ u + r.T @ u) / n.unsqueeze(1)
-    assert close(product, found.matvec(x))
-    # What c leaves of the blocks between two points is the squares of W.
-    assert rows.terms.second is not None
-    between = found.dense().view(N, D, N, D).clone()
-    tangents = torch.einsum("iab,jb->ija", rows.projector, u) / n.view(-1, 1, 1)
-    c = rows.factor * (rows.terms.second + rows.terms.second.T)
-    between -= torch.einsum("ij,ija,jib->iajb", c, tangents, tangents)
-    for sign, q, (_, v) in zip(rows.loss.root_signs, rows.terms.roots, vectors, strict=True):
-        entry = rows.factor**0.5 * torch.einsum("ib,bia->iba", q, tangents)
-        entry[index, index] += torch.einsum("iab,ib->ia", rows.projector, v) / n.unsqueeze(1)
-        between -= sign * torch.einsum("iba,icd->bacd", entry, entry)
-    between[index, :, index] = 0
-    assert bool(between.abs().max() < 1e-11 * whole.abs().max())
-
-
-@pytest.mark.parametrize("name", ["infonce", "supcon"])
-def test_another_origin_changes_nothing(name: str, device: str) -> None:
-    rows = Rows(ROW_LOSSES[name], device)
-    assert rows.loss.shift_invariant
-    c, u = rows.terms.second, rows.u
-    assert c is not None
-    zero = rows.curvature_of_rows().sum(2)
-    assert bool(zero.abs().max() < 1e-12 * float(c.abs().max()))
-    for i in range(N):
-        top = int(c[i].argmax())
-        o, others = u[top], torch.arange(N, device=device) != top
-        moment = torch.einsum("jk,ja,kb->ab", rows.curvature_of_rows()[i], u, u) / rows.factor
-        moved = torch.einsum("j,ja,jb->ab", c[i], u - o, u - o)
-        weight, mean = c[i][others].sum(), c[i][others] @ u[others]
-        from_vectors = torch.einsum("j,ja,jb->ab", c[i][others], u[others], u[others])
-        plus, minus = weight.sqrt() * o - mean / weight.sqrt(), mean / weight.sqrt()
-        assert close(from_vectors + plus[:, None] * plus - minus[:, None] * minus, moved)
-        as_candidate = c[i, top]
-        by_others = torch.zeros_like(as_candidate)
-        for sign, q in zip(rows.loss.root_signs, rows.terms.roots, strict=True):
-            v = q[i] @ (u - o)
-            moved = moved + sign * v[:, None] * v
-            as_candidate = as_candidate + sign * q[i, top] ** 2
-            by_others = by_others - sign * q[i, top] * q[i][others].sum()
-        assert close(moved, moment, 1e-10)
-        assert abs(float(as_candidate - by_others)) < 1e-10 * float(c.max())
 
 
 def test_table_of_rows(device: str) -> None:

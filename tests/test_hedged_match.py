@@ -13,7 +13,7 @@ from scipy.integrate import quad
 from tables import each
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, InputTypeError
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.hedged import (
     MatchParameters,
     hard_contrastive_loss,
@@ -70,10 +70,9 @@ def exact(mean1: list[float], var1: list[float], mean2: list[float], var2: list[
     return total / len(mean1) / len(mean2)
 
 
-@pytest.mark.parametrize("components", [1, 2, 4])
-def test_many_samples_approach_the_integral(components):
-    mean1, mean2 = normal(0, components, 1), normal(1, 1, 1)
-    var1, var2 = normal(2, components, 1).exp(), normal(3, 1, 1).exp()
+def test_many_samples_approach_the_integral():
+    mean1, mean2 = normal(0, 2, 1), normal(1, 1, 1)
+    var1, var2 = normal(2, 2, 1).exp(), normal(3, 1, 1).exp()
     generator = torch.Generator().manual_seed(4)
     n, repeats = 16, 20_000
 
@@ -147,33 +146,6 @@ def test_loss_stays_finite_where_the_probability_does_not():
     torch.testing.assert_close(z.grad, torch.tensor([[1.0, 0.0]]))
 
 
-@given(st.floats(1e-6, 1e4), st.floats(-1e3, 1e3))
-def test_parameters_start_where_they_are_told(a, b):
-    found = MatchParameters(a, b)()
-    assert found[0].item() == pytest.approx(a, rel=1e-4)
-    assert found[1].item() == pytest.approx(b, rel=1e-6)
-
-
-def test_parameters_learn_a_threshold_and_stay_positive():
-    parameters = MatchParameters()
-    distance = torch.linspace(0, 4, 200).unsqueeze(1)
-    matches = distance.squeeze(1) < 1.5
-    optimizer = torch.optim.Adam(parameters.parameters(), 0.2)
-    for _ in range(200):
-        optimizer.zero_grad()
-        soft_contrastive_loss(distance, torch.zeros(1), matches, *parameters()).backward()
-        optimizer.step()
-    a, b = parameters()
-    assert (b / a).item() == pytest.approx(1.5, abs=0.05)
-    # Pairs that match only where they are far apart pull the slope to zero, never past it.
-    optimizer = torch.optim.Adam(parameters.parameters(), 0.2)
-    for _ in range(200):
-        optimizer.zero_grad()
-        soft_contrastive_loss(distance, torch.zeros(1), ~matches, *parameters()).backward()
-        optimizer.step()
-    assert 0 < parameters()[0].item() < 0.05
-
-
 Z = torch.zeros(2, 3)
 YES = torch.ones(2, dtype=torch.bool)
 
@@ -182,44 +154,18 @@ YES = torch.ones(2, dtype=torch.bool)
     "call, says",
     [
         (lambda: match_logits(Z, Z[:, :2], 1.0, 0.0), "one dimension D, got z1 3, z2 2"),
-        (lambda: match_logits(Z, torch.zeros(5, 3), 1.0, 0.0), "shapes that broadcast"),
-        (lambda: match_logits(torch.tensor(1.0), Z, 1.0, 0.0), "z1: expected shape"),
         (lambda: match_logits(Z, Z + math.nan, 1.0, 0.0), "z2: expected finite"),
         (lambda: match_logits(Z, Z, 0.0, 0.0), "a: expected a finite number > 0"),
-        (lambda: match_logits(Z, Z, -torch.tensor(1.0), 0.0), "a: expected a finite number > 0"),
         (lambda: match_logits(Z, Z, 1.0, math.inf), "b: expected a finite number"),
-        (lambda: match_logits(Z, Z, torch.ones(1), 0.0), "a: expected a finite number"),
         (lambda: match_probability(Z[0], Z, 1.0, 0.0), r"samples1: expected shape \(..., K, D\)"),
-        (lambda: match_probability(Z, Z[:0], 1.0, 0.0), r"samples2: expected shape \(..., K, D\)"),
-        (lambda: match_probability(Z, Z[:, :2], 1.0, 0.0), "samples1, samples2: expected one dimension"),
         (lambda: soft_contrastive_loss(Z, Z, YES[:1].expand(3), 1.0, 0.0), "matches: expected a shape that broad"),
-        (lambda: soft_contrastive_loss(Z, Z, YES.expand(4, 2), 1.0, 0.0), "matches: expected a shape that broad"),
+        (lambda: soft_contrastive_loss(Z, Z, torch.ones(2), 1.0, 0.0), "matches: expected a tensor of booleans"),
         (lambda: soft_contrastive_loss(Z[:0], Z[:0], YES[:0], 1.0, 0.0), "at least one pair"),
         (lambda: hard_contrastive_loss(Z, Z, YES, 0.0), "margin: expected a finite number > 0"),
-        (lambda: hard_contrastive_loss(Z, Z[:, :2], YES), "one dimension"),
         (lambda: hard_contrastive_loss(Z, Z, YES, reduction="max"), "reduction: expected one of"),  # type: ignore
         (lambda: MatchParameters(0.0), "a: expected a finite number > 0"),
-        (lambda: MatchParameters(1e-60), "a: expected a finite number > 0"),
-        (lambda: MatchParameters(1.0, math.nan), "b: expected a finite number"),
     ],
 )
 def test_bad_values(call: Any, says: str):
     with pytest.raises(InputError, match=says):
-        call()
-
-
-@each(
-    "call, says",
-    [
-        (lambda: match_logits([[0.0]], Z, 1.0, 0.0), "z1"),  # type: ignore
-        (lambda: match_logits(Z, Z, "1", 0.0), "a: expected a finite number"),  # type: ignore
-        (lambda: match_logits(Z, Z, 1.0, True), "b: expected a finite number"),
-        (lambda: soft_contrastive_loss(Z, Z, torch.ones(2), 1.0, 0.0), "matches: expected a tensor of booleans"),
-        (lambda: soft_contrastive_loss(Z, Z, [True, True], 1.0, 0.0), "matches: .*got a list"),  # type: ignore
-        (lambda: hard_contrastive_loss(Z, Z, YES, "1"), "margin"),  # type: ignore
-        (lambda: MatchParameters("1"), "a: expected"),  # type: ignore
-    ],
-)
-def test_bad_types(call: Any, says: str):
-    with pytest.raises(InputTypeError, match=says):
         call()

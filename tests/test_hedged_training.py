@@ -13,15 +13,12 @@ from tables import each
 from torch import Tensor
 from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal, kl_divergence
 
-from contrastive_curvature.errors import InputError, InputTypeError
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.hedged import (
-    MatchParameters,
     kl_bound,
     kl_estimate,
     match_loss,
-    match_probability,
     self_mismatch,
-    soft_contrastive_loss,
     stratified_samples,
     vib_objective,
 )
@@ -76,15 +73,6 @@ def test_samples_have_the_moments_of_their_component():
     assert bool(((drawn.var(1) - variance).abs() < 4.5 * variance * math.sqrt(2 / n)).all())
 
 
-def test_gradients_flow_through_samples():
-    mean, variance = (t.requires_grad_() for t in mixture(0, 2, 2, 3))
-
-    def draw(m: Tensor, v: Tensor) -> Tensor:
-        return stratified_samples(m, v, 4, torch.Generator().manual_seed(0))
-
-    assert torch.autograd.gradcheck(draw, (mean, variance))
-
-
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 5), FILLED)
 def test_bound_is_the_mean_of_closed_forms(seed, components, dim, batch):
     mean, variance = mixture(seed, *batch, components, dim)
@@ -104,34 +92,6 @@ def test_estimate_is_the_mean_log_ratio(seed, components, dim, batch):
     found = kl_estimate(drawn, mean, variance)
     assert found.shape == batch
     torch.testing.assert_close(found, right, rtol=1e-10, atol=1e-12)
-
-
-def test_no_embeddings_have_no_divergences():
-    none = mixture(0, 0, 2, 3)
-    assert kl_bound(*none).shape == kl_estimate(torch.zeros(0, 4, 3), *none).shape == (0,)
-
-
-@pytest.mark.parametrize("components", [1, 2, 4])
-def test_estimate_lies_within_log_c_below_the_bound(components):
-    mean, variance = mixture(5, components, 2)
-    n = 80_000
-    drawn = stratified_samples(mean, variance, n, torch.Generator().manual_seed(0))
-    ratio = distribution(mean, variance).log_prob(drawn) - standard(mean[0]).log_prob(drawn)
-    error = float(ratio.std()) / math.sqrt(n)
-    found, bound = float(kl_estimate(drawn, mean, variance)), float(kl_bound(mean, variance))
-    assert found <= bound + 4 * error
-    assert found >= bound - math.log(components) - 4 * error
-    if components > 1:
-        assert found < bound - 0.1
-
-
-def test_bound_is_off_by_log_c_for_components_that_are_apart():
-    mean = torch.tensor([[-30.0], [30.0]], dtype=torch.float64)
-    variance = torch.ones_like(mean)
-    drawn = stratified_samples(mean, variance, 1000)
-    exact = kl_bound(mean, variance) - math.log(2)
-    ratio = distribution(mean, variance).log_prob(drawn) - standard(mean[0]).log_prob(drawn)
-    torch.testing.assert_close(kl_estimate(drawn, mean, variance), exact, rtol=0, atol=4.5 * float(ratio.std()) / 30)
 
 
 @given(
@@ -158,14 +118,6 @@ def test_match_loss_is_its_loop(seed, k1, k2, dim, batch, dtype):
         assert float(by_log.flatten()[row]) == pytest.approx(-sum(map(math.log, so)) / len(so), **close)
         assert float(by_probability.flatten()[row]) == pytest.approx(-math.log(sum(so) / len(so)), **close)
     assert bool((by_probability <= by_log + 1e-5).all())
-
-
-def test_one_sample_each_is_the_soft_contrastive_loss():
-    z1, z2 = mixture(0, 5, 1, 3)
-    matches = torch.tensor([True, False, True, False, False])
-    right = soft_contrastive_loss(z1[:, 0], z2[:, 0], matches, 1.0, 0.3)
-    for how in ("log", "probability"):
-        torch.testing.assert_close(match_loss(z1, z2, matches, 1.0, 0.3, average=how), right)
 
 
 def test_log_of_the_mean_stays_finite_far_away():
@@ -217,41 +169,12 @@ def test_gradients_of_the_objective(average, divergence):
     assert torch.autograd.gradcheck(loss, (*flat, a, b))
 
 
-def test_a_batch_against_a_batch_is_all_pairs():
-    mean, variance = mixture(0, 5, 2, 3)
-    drawn = stratified_samples(mean, variance, 4)
-    table = match_probability(drawn.unsqueeze(1), drawn, 1.0, 0.5)
-    assert table.shape == (5, 5)
-    for row in range(5):
-        torch.testing.assert_close(table[row, 3], match_probability(drawn[row], drawn[3], 1.0, 0.5))
-
-
 def test_uncertainty_grows_with_the_spread_from_that_of_a_point():
     variance = torch.tensor([1e-16, 1e-2, 1.0, 100.0, 1e10], dtype=torch.float64)[:, None, None].expand(-1, 1, 2)
     found = self_mismatch(torch.randn(5, 1, 2).double(), variance, 1.0, 0.7, n_samples=64)
     assert bool((found.diff() > 0).all())
     assert float(found[0]) == pytest.approx(1 / (1 + math.exp(0.7)), abs=1e-6)
     assert float(found[-1]) == pytest.approx(1, abs=1e-3)
-
-
-def test_it_hedges_an_ambiguous_input_and_only_that():
-    # Two classes at given inputs, and a third input that is of either class with equal chance.
-    torch.manual_seed(0)
-    raw = torch.nn.Parameter(torch.tensor([[0.5, 0.0], [-0.5, 0.0], [0.1, 0.0]]))
-    parameters = MatchParameters(2.0, 2.0)
-    optimizer = torch.optim.Adam([raw, *parameters.parameters()], 0.05)
-    for _ in range(300):
-        labels = torch.randint(2, (2, 64))
-        inputs = torch.where(torch.rand(2, 64) < 0.4, 2, labels)
-        mean, log_variance = raw[inputs].unbind(-1)
-        one, two = ((mean[i].view(-1, 1, 1), (log_variance[i] - 2).exp().view(-1, 1, 1)) for i in (0, 1))
-        optimizer.zero_grad()
-        loss = vib_objective(one, two, labels[0] == labels[1], *parameters(), kl_weight=1e-3, average="probability")
-        loss.backward()
-        optimizer.step()
-    mean, variance = raw.detach()[:, :1, None], (raw.detach()[:, 1:, None] - 2).exp()
-    uncertainty = self_mismatch(mean, variance, *parameters(), n_samples=256).detach()
-    assert float(uncertainty[2]) > float(uncertainty[:2].max()) + 0.1
 
 
 ONE = mixture(0, 2, 2, 3)
@@ -262,32 +185,16 @@ YES = torch.ones(2, dtype=torch.bool)
     "call, says",
     [
         (lambda: stratified_samples(*ONE, 3), "n_samples: expected a multiple of the 2 components"),
-        (lambda: stratified_samples(*ONE, 0), "n_samples: expected a positive whole number"),
         (lambda: stratified_samples(ONE[0][0, 0], ONE[1][0, 0]), r"mean: expected shape .*unsqueeze\(-2\)"),
-        (lambda: stratified_samples(ONE[0], ONE[1][:, :1]), "variance: expected shape"),
         (lambda: stratified_samples(ONE[0], 0 * ONE[1]), "variance: expected variances > 0"),
         (lambda: kl_bound(ONE[0] + math.inf, ONE[1]), "mean: expected finite"),
-        (lambda: kl_bound(ONE[0], ONE[1] * math.nan), "variance: expected finite"),
         (lambda: kl_estimate(ONE[0][..., :2], *ONE), "one dimension D, got samples"),
-        (lambda: kl_estimate(torch.zeros(5, 4, 3), *ONE), "shapes that broadcast"),
         (lambda: match_loss(*ONE, YES, 1.0, 0.0, average="mean"), "average: expected one of"),  # type: ignore
-        (lambda: match_loss(*ONE, YES, -1.0, 0.0), "a: expected a finite number > 0"),
         (lambda: vib_objective(ONE, ONE, YES, 1.0, 0.0, kl_weight=-1.0), "kl_weight"),
         (lambda: vib_objective(ONE, ONE, YES, 1.0, 0.0, kl_weight=1.0, divergence="kl"), "divergence"),  # type: ignore
-        (lambda: vib_objective(ONE, (ONE[0], -ONE[1]), YES, 1.0, 0.0, kl_weight=1.0), "variance of second: expected v"),
-        (lambda: vib_objective(ONE, ONE, YES[:0], 1.0, 0.0, kl_weight=1.0), "matches: expected a shape"),
         (lambda: self_mismatch(*ONE, 0.0, 0.0), "a: expected a finite number > 0"),
     ],
 )
 def test_bad_values(call: Any, says: str):
     with pytest.raises(InputError, match=says):
         call()
-
-
-def test_bad_types():
-    with pytest.raises(InputTypeError, match="first: expected a tuple"):
-        vib_objective(ONE[0], ONE, YES, 1.0, 0.0, kl_weight=1.0)  # type: ignore
-    with pytest.raises(InputTypeError, match="mean"):
-        kl_bound(ONE[0].long(), ONE[1])
-    with pytest.raises(InputTypeError, match="generator"):
-        stratified_samples(*ONE, 4, 0)  # type: ignore

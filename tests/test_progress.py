@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import warnings
-from typing import Any
 
 import pytest
 import torch
@@ -12,27 +10,8 @@ from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature import progress as progress_file
 from contrastive_curvature.losses import pair_derivatives
-from contrastive_curvature.progress import LongRunWarning, Progress
-
-
-class Clock:
-    """A clock that moves by ``step`` seconds whenever it is read."""
-
-    def __init__(self, step: float) -> None:
-        self.ticks = itertools.count(0, step)
-
-    def monotonic(self) -> float:
-        return next(self.ticks)
-
-    perf_counter = monotonic
-
-
-def slow(monkeypatch: pytest.MonkeyPatch, *modules: Any, step: float = 100.0) -> None:
-    clock = Clock(step)
-    for module in modules:
-        monkeypatch.setattr(module, "time", clock)
+from contrastive_curvature.progress import LongRunWarning
 
 
 def batches(n: int = 40) -> list[tuple[Tensor, Tensor]]:
@@ -67,25 +46,6 @@ def test_many_pairs_are_told_of_before_any_is_formed(monkeypatch: pytest.MonkeyP
         cc.output_hessian(z, labels, negative_weight=0.0)
         cc.output_hessian(z, pairs=(*near, *far))
         cc.output_hessian(z[:10], labels[:10])
-
-
-def test_bars_come_after_ten_seconds_unless_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def shown(show: bool | None, elapsed: float) -> str:
-        with monkeypatch.context() as patch, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            if elapsed:
-                slow(patch, progress_file, step=elapsed)
-            for _ in Progress(show).over(range(1000), "[work]"):
-                pass
-        return capsys.readouterr().err
-
-    assert "[work]" in shown(True, 0)
-    assert "[work]" not in shown(False, 100)
-    assert "[work]" not in shown(None, 0)
-    # The clock of the computation says that ten seconds have passed before this loop begins.
-    assert "[work]" in shown(None, 100)
 
 
 def test_fit_shows_bars_by_request(capsys: pytest.CaptureFixture[str]) -> None:

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from tables import each
 from torch import Tensor
 
-from contrastive_curvature import vmf
-from contrastive_curvature.errors import InputError, InputTypeError
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.triplet import bayesian_triplet_loss, log_normal_cdf, tau_moments_vmf
 
 Embedding = tuple[Tensor, Tensor]
@@ -27,20 +26,6 @@ def embeddings(seed: int, dim: int, kappa: float, batch: tuple[int, ...] = ()) -
         return mu, kappa * torch.randn(batch, generator=generator, dtype=torch.float64).exp()
 
     return [one(), one(), one()]
-
-
-@pytest.mark.parametrize("kappa", [0.0, 2.0, 100.0])
-@pytest.mark.parametrize("dim", [2, 3, 16])
-def test_moments_are_those_of_samples(dim: int, kappa: float) -> None:
-    three = embeddings(dim, dim, kappa)
-    moments = tau_moments_vmf(*three)
-    count = 40_000
-    generator = torch.Generator().manual_seed(1)
-    a, p, n = (vmf.sample(mu, one, count, generator) for mu, one in three)
-    tau = (a - p).square().sum(1) - (a - n).square().sum(1)
-    centred = tau - moments.mean
-    assert abs(centred.mean()) < 4 * tau.std() / math.sqrt(count)
-    assert abs(centred.square().mean() - moments.variance) < 4 * centred.square().std() / math.sqrt(count)
 
 
 def by_matrices(three: list[Embedding]) -> tuple[float, float]:
@@ -83,20 +68,6 @@ def test_without_concentration_nothing_is_left_but_the_dimension() -> None:
         moments = tau_moments_vmf(*embeddings(0, dim, 0.0))
         assert moments.mean.item() == 0
         assert moments.variance.item() == pytest.approx(8 / dim)
-
-
-def test_concentrated_embeddings_are_gaussians_but_for_the_length_of_the_mean() -> None:
-    """To first order: means shortened by (D - 1) / (2 kappa), and variances of 1 / kappa in the tangent."""
-    dim, kappa = 5, 1e7
-    three = [(mu, torch.full((20,), kappa, dtype=torch.float64)) for mu, _ in embeddings(0, dim, 1.0, (20,))]
-    a, p, n = (torch.nn.functional.normalize(mu, dim=-1) for mu, _ in three)
-    moments = tau_moments_vmf(*three)
-    torch.testing.assert_close(moments.mean, 2 * (1 - (dim - 1) / kappa) * (a * (n - p)).sum(-1), rtol=1e-6, atol=0)
-    # tau = 2 <a, n - p>, and each of the three moves on its own tangent.
-    moves = [n - p, a, a]
-    tangent = [move - (move * own).sum(-1, keepdim=True) * own for move, own in zip(moves, (a, p, n), strict=True)]
-    wanted = sum(4 * part.square().sum(-1) / kappa for part in tangent)
-    torch.testing.assert_close(moments.variance, wanted, rtol=1e-5, atol=0)
 
 
 @pytest.mark.parametrize("kappa", [0.0, 0.3, 1.4, 5.0, 200.0])
@@ -146,23 +117,13 @@ TWO = (torch.ones(2, 3), torch.ones(2))
     "bad, says",
     [
         ((torch.ones(2, 3), torch.ones(2, 1)), "kappa of positive: expected shape"),
-        ((torch.ones(2, 3), torch.ones(3)), "kappa of positive: expected shape"),
         ((torch.zeros(2, 3), torch.ones(2)), "mu of positive: expected non-zero vectors"),
-        ((torch.ones(2, 1), torch.ones(2)), "mu of positive: expected"),
         ((torch.ones(2, 4), torch.ones(2)), "one dimension D, got anchor 3, positive 4"),
-        ((torch.ones(4, 3), torch.ones(4)), "shapes that broadcast"),
         ((torch.ones(2, 3), -torch.ones(2)), "kappa of positive: expected >= 0"),
-        ((torch.ones(2, 3), torch.full((2,), math.nan)), "kappa of positive: expected finite"),
     ],
 )
 def test_bad_values(bad: Embedding, says: str) -> None:
     with pytest.raises(InputError, match=says):
-        tau_moments_vmf(TWO, bad, TWO)
-
-
-@each("bad", [TWO[0], TWO[:1], (TWO[0], None), (TWO[0].long(), TWO[1])])
-def test_bad_types(bad: object) -> None:
-    with pytest.raises(InputTypeError, match="positive"):
         tau_moments_vmf(TWO, bad, TWO)
 
 
