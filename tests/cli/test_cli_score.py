@@ -1,9 +1,7 @@
 """``score``: the library's numbers in a file that is whole or not there, in batches of any size."""
 
 import csv
-import errno
 import json
-import os
 import sys
 from pathlib import Path
 
@@ -89,20 +87,6 @@ def test_a_row_that_is_not_finite_is_named(run: Run) -> None:
     assert not Path("scores.csv").exists()
 
 
-@each("ending", ["csv", "parquet"])
-def test_a_full_disk_leaves_what_was_there(run: Run, monkeypatch: pytest.MonkeyPatch, ending: str) -> None:
-    out = Path(f"scores.{ending}")
-    out.write_bytes(b"before")
-
-    def full(_: int) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(os, "fsync", full)
-    names = sorted(os.listdir())
-    assert "disk is full" in error_of(run("score", "posterior", "new.npz", "--out", out, code=1))
-    assert (out.read_bytes(), sorted(os.listdir())) == (b"before", names)
-
-
 @each(
     "wanted, words",
     [
@@ -120,13 +104,3 @@ def test_options_that_do_not_fit_are_refused_first(
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     Path("posterior.csv").mkdir(exist_ok=True)
     assert wanted in error_of(run("score", "posterior", "new.npz", *words, code=2))
-
-
-ODD = ["a,b", 'q"uote', "new\nline", "carriage\rhere", "both\r\n", "\r", "", " space "]
-
-
-def test_odd_identifiers_come_back_as_they_are(run: Run) -> None:
-    np.savez("odd.npz", features=points(len(ODD), 6)["features"], ids=np.array(ODD))
-    run("score", "posterior", "odd.npz", "--out", "scores.csv", "--batch-size", 3)
-    assert [row["id"] for row in read("scores.csv")] == ODD
-    assert Path("scores.csv").read_bytes().count(b"\r") == sum(each.count("\r") for each in ODD)

@@ -186,16 +186,3 @@ def test_other_weights_than_the_last_layers_are_refused(device: str, tmp_path: P
         la(next(iter(folder))[0])
     with pytest.raises(cc.UnsupportedError, match="subset_of_weights='last_layer'"):
         cc.ggn(model, next(iter(folder))[0], y, structure="diag", loss=cc.ContrastiveLoss())
-
-
-def test_malformed_features_are_refused(device: str, tmp_path: Path) -> None:
-    model, (x, y) = encoder(device), data(device)
-    folder = cc.features(model, loader(x, y), tmp_path / "f", dtype="float64")
-    la, (inputs, _) = fitted(model, folder), next(iter(folder))
-    for wrong in (torch.zeros(3, WIDTH + 1, device=device), torch.zeros(3, WIDTH, 1, device=device)):
-        with pytest.raises(cc.InputError, match="shape"):
-            la({**inputs, "contrastive_curvature.features": wrong})
-        with pytest.raises(cc.InputError, match="shape"):
-            la.fit([({**inputs, "contrastive_curvature.features": wrong}, y[:3])])
-    with pytest.raises(cc.InputError, match="with their source"):
-        la({"contrastive_curvature.features": inputs["contrastive_curvature.features"]})

@@ -66,22 +66,6 @@ def test_parquet_files_of_another_kind_are_refused(device: str, tmp_path: Path) 
         folder.verify()
 
 
-def test_parquet_is_read_by_others(device: str, tmp_path: Path) -> None:
-    parquet = pytest.importorskip("pyarrow.parquet")
-    folder = write(
-        tmp_path / "f", device, format="parquet", dtype="float16", identifiers=[f"é{i}" for i in range(POINTS)]
-    )
-    tables = [parquet.read_table(path) for path in sorted(folder.path.glob("*.parquet"))]
-    assert [table.num_rows for table in tables] == [12, 12, 12, 12, 2]
-    assert tables[0].column_names == ["features", "target", "identifier"]
-    assert tables[1].column("identifier")[0].as_py() == "é12"
-    assert np.array(tables[4].column("features").to_pylist()).shape == (2, WIDTH)
-    with pytest.raises(cc.UnsupportedError, match="Parquet files have no one array"):
-        _ = folder.features
-    with pytest.raises(cc.UnsupportedError, match="seed: Parquet files are read in their order"):
-        cc.FeatureFolder(folder.path, seed=0)
-
-
 @settings(max_examples=15)
 @given(count=st.integers(1, 70), rows=st.integers(1, 60), size=st.integers(1, 60), seed=st.none() | st.integers(0, 9))
 def test_shards_are_a_partition(

@@ -155,25 +155,6 @@ def test_other_number_of_points_is_refused(device: str, tmp_path: Path) -> None:
     assert content(tmp_path / "f") == kept
 
 
-def test_last_layer_alone_may_have_changed(device: str, tmp_path: Path) -> None:
-    write(tmp_path / "f", device)
-    kept, model = content(tmp_path / "f"), encoder(device)
-    with torch.no_grad():
-        model[2].weight.zero_().add_(torch.rand_like(model[2].weight))
-    write(tmp_path / "f", device, model=model)
-    assert content(tmp_path / "f") == kept
-
-
-def test_foreign_folders_are_left_alone(device: str, tmp_path: Path) -> None:
-    (tmp_path / "photos").mkdir()
-    (tmp_path / "photos" / "cat.png").write_bytes(b"meow")
-    with pytest.raises(cc.InputError, match=r"path: .*'cat.png' in it"):
-        write(tmp_path / "photos", device)
-    with pytest.raises(cc.InputError, match="path: expected a folder in one that exists"):
-        write(tmp_path / "no" / "folder", device)
-    assert [path.name for path in tmp_path.iterdir()] == ["photos"]
-
-
 def test_two_writers_exclude_each_other(device: str, tmp_path: Path) -> None:
     class Nested:
         def __iter__(self) -> Any:

@@ -84,19 +84,3 @@ def test_another_source_or_number_of_parts_is_refused(device: str, tmp_path: Pat
         cc.jobs.StateFolder(tmp_path / "states", 3, parts.fingerprint)
     with pytest.raises(cc.InputError, match="with the same source"):
         cc.jobs.StateFolder(tmp_path / "states", PARTS, "other")
-
-
-def test_folders_of_others_are_left_alone(device: str, tmp_path: Path) -> None:
-    del device
-    (tmp_path / "thesis.tex").write_text("x")
-    with pytest.raises(cc.InputError, match=r"has 'thesis.tex' in it"):
-        cc.jobs.StateFolder(tmp_path, 2)
-    with pytest.raises(cc.InputError, match="no folder"):
-        cc.jobs.StateFolder(tmp_path / "a" / "b", 2)
-    with pytest.raises(cc.InputError, match="count: expected a positive"):
-        cc.jobs.StateFolder(tmp_path / "c", 0)
-    (tmp_path / "m").mkdir()
-    (tmp_path / "m" / "_job.json").write_text("{}")
-    with pytest.raises(cc.InputError, match="something else"):
-        cc.jobs.StateFolder(tmp_path / "m", 2)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["m", "thesis.tex"]

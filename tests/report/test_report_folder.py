@@ -1,6 +1,5 @@
 """The folder of a report: never among other files, and never the files of two evaluations."""
 
-import errno
 import os
 import sys
 
@@ -58,26 +57,6 @@ def test_plots_of_an_earlier_evaluation_go(tmp_path, evaluations):
     second.save(tmp_path / "new")
     assert CHARTS - set(contents(tmp_path / "new"))
     assert contents(tmp_path / "report") == {**contents(tmp_path / "new"), ".hidden": b"kept"}
-
-
-@pytest.mark.parametrize("name", ["metrics.json", "report.html"])
-def test_a_full_disk_changes_nothing(tmp_path, evaluations, monkeypatch, name):
-    first, second = evaluations
-    first.save(tmp_path / "report")
-    before, real = contents(tmp_path / "report"), os.replace
-
-    def full(source, target):
-        # The files are whole when they get their names.
-        if os.path.basename(target) == name and ".tmp" in os.path.basename(source):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        real(source, target)
-
-    monkeypatch.setattr(os, "replace", full)
-    for folder in ("report", "new"):
-        with pytest.raises(OSError, match="No space"):
-            second.save(tmp_path / folder)
-    assert contents(tmp_path / "report") == before
-    assert os.listdir(tmp_path) == ["report"]
 
 
 @pytest.mark.parametrize("name", ["metrics.json", "novelty.svg", "report.html"])
