@@ -56,14 +56,12 @@ class MatchProbability:
     The second cannot be answered by the first: a best hit of many is not like a pair picked at random.
 
     A logistic regression (scikit-learn, features standardised) on the cosine and, unless switched off, the log of the
-    variance of the angle between the two (to first order: that of each direction along the great circle through both,
-    added), its product with the cosine, and the logs of both uncertainties. At given uncertainties the probability
-    never falls as the cosine grows. An uncertainty beyond those of the validation data counts as the largest (or the
-    smallest) of them.
+    variance of the angle between the two, its product with the cosine, and the logs of both uncertainties. At given
+    uncertainties the probability never falls as the cosine grows. An uncertainty beyond those of the validation data
+    counts as the largest (or the smallest) of them.
 
-    Fit it on data that the encoder was not trained on, and that is like what comes later: the same share of pairs of
-    one class, of queries without a match and of harmed inputs, a gallery of about the same size. A probability holds
-    for the mixture that it was fitted on.
+    Fit it on data that the encoder was not trained on, of the same mixture as later: the same share of pairs of one
+    class, of queries without a match and of corrupted inputs, a gallery of about the same size.
 
     Args:
         use_uncertainty: If false, the cosine alone; then plain tensors of embeddings are accepted too.

@@ -159,14 +159,13 @@ class ContrastiveLaplace(FittedPosterior):
         """Take known inputs to compare others with: afterwards ``la(x).p_value`` and ``la(x).is_known(alpha)`` hold.
 
         On new inputs that are exchangeable with these, as from one shuffled data set, at most a share alpha has a
-        p-value of at most alpha, on average over calibration sets; the encoder and the posterior may be arbitrarily
-        bad. To stay exact, the statistic is standardised with other inputs than it is compared with: with a sample of
-        the training inputs that a last layer's ``fit`` keeps, so that all n calibration inputs count. Where there is
-        none (other weights than the last layer's, ``gp``, a loaded posterior, :class:`OnlineLaplace`) it takes a third
-        of the calibration inputs, always the same for the same n, and two thirds count.
+        p-value of at most alpha, on average over calibration sets, however bad the encoder. The statistic is
+        standardised with a sample of the training inputs that a last layer's ``fit`` keeps. Without a sample (other
+        weights than the last layer's, ``gp``, a loaded posterior, :class:`OnlineLaplace`) a third of the calibration
+        inputs takes its place, and two thirds count.
 
         Call it after everything that changes the posterior: another fit drops the calibration, and with another prior
-        precision, temperature or encoder p-values are refused until it is called again. :meth:`state_dict` saves it.
+        precision, temperature or encoder p-values are refused until it is called again.
 
         Args:
             loader: Batches ``(x, labels)``, whose labels are not used, or ``x`` alone; run over once. Best inputs that
@@ -372,18 +371,16 @@ class ContrastiveLaplace(FittedPosterior):
             x: A batch of B inputs.
             pred_type: ``"glm"``: Gaussian over the raw outputs of the linearised network, in closed form, no samples
                 (exact for a last layer). ``"nn"``: from networks with sampled weights.
-            joint: With ``"glm"``, keep the covariance between inputs, (B D)^2 numbers. It needs the Jacobians of all
-                inputs at once, B D P numbers for P weights, and is refused above
-                :data:`~contrastive_curvature.laplace.prediction.JOINT_ELEMENTS` numbers, 16 GiB in float32.
+            joint: With ``"glm"``, keep the covariance between inputs, (B D)^2 numbers. It needs B D P numbers for P
+                weights, and is refused above 16 GiB in float32.
             link_approx: Must be left alone: a sphere has no link function.
             n_samples: Number of networks for ``"nn"``.
             diagonal_output: With ``"glm"``, compute only the variances of the raw outputs.
             generator: Source of randomness for ``"nn"``.
             fitting: Of no effect; laplace-torch passes it.
             on_invalid: What happens where an input has no embedding, because its output or its variance is NaN or
-                infinite. ``"error"``: an error that names the rows. ``"nan"``: these rows are NaN, ``is_known`` is
-                false, and so with outputs of zeros, which have no direction; all other rows are what they are in a
-                batch without these.
+                infinite, or its output is zero. ``"error"``: an error that names the rows. ``"nan"``: these rows are
+                NaN and ``is_known`` is false; other rows do not change.
             **model_kwargs: Refused.
 
         Returns:

@@ -47,9 +47,8 @@ class LanceStore(VectorStore):
     """A corpus on disk, searched by LanceDB (``pip install lancedb pyarrow``); it may be larger than memory.
 
     It is the folder of one Lance table, with the columns ``id``, ``vector``, ``kappa``, ``uncertainty`` and those of
-    the payload, which every program that knows Lance can read. Every change is complete or does not happen, also if the
-    process is killed. One process writes at a time; a store that is open elsewhere shows what was there when it was
-    opened. A process that was forked from one that had used LanceDB is refused: its threads do not survive that.
+    the payload. Every change is complete or does not happen, also if the process is killed. One process writes at a
+    time; a store that is open elsewhere shows the version that it opened. It refuses to work after a fork.
 
     Indices of :meth:`create_index`:
 

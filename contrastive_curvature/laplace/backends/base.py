@@ -83,10 +83,9 @@ class ContrastiveBackend(GGNInterface, ABC):
         normalization: See :class:`~contrastive_curvature.ContrastiveLoss`.
         pairs: ``"dataset"``: exact over all pairs of the data set. ``"batch"``: only pairs inside a batch, rescaled.
         candidates: Of a loss of anchors (:class:`~contrastive_curvature.losses.rows.RowLoss`): ``"batch"``, the
-            default, sums over batches as they are, as in training, in one pass; ``"dataset"`` compares an anchor with
-            all points.
-        negatives_per_anchor: With ``candidates="dataset"``: how many negatives an anchor had in training, so that all
-            N - 1 together make the comparison as hard as those; ``None`` counts each fully.
+            default, as in training, in one pass; ``"dataset"`` compares an anchor with all points.
+        negatives_per_anchor: With ``candidates="dataset"``: number of negatives an anchor had in training, as which all
+            N - 1 together weigh; ``None`` counts each fully.
         positives: Where a loader has two views of every input, and labels: ``"views"`` of one input belong together, or
             inputs with the same of the ``"labels"``; ``None``: labels for losses of classes, views for the others.
         relation: Instead of class labels, a callable on the loader's targets that returns two boolean masks.
@@ -94,11 +93,10 @@ class ContrastiveBackend(GGNInterface, ABC):
             input factor, there ``None`` to choose it from the spectrum.
         kfac_approx: How the Kronecker structure treats the two points of a pair, see
             :class:`~contrastive_curvature.options.KFACApprox`; all but ``"expand"`` need ``pairs="batch"``.
-        negative_samples: Number M of points, drawn uniformly, that stand for all negatives: a price of N M instead of
-            N^2 (``docs/large_data.md``). ``None`` counts all pairs. ``"auto"``, the default, counts all pairs of fewer
-            than 30,000 points, and takes 2,000 from there on, where the fix and the structure have no cross terms or
-            products with all pairs; the log says which it was. For class labels, with
-            ``pairs="dataset"`` or ``candidates="dataset"``; the relative standard error of the curvature is reported.
+        negative_samples: Number M of points, drawn uniformly, that replace all negatives: a price of N M instead of N^2
+            (``docs/large_data.md``). ``None`` counts all pairs. ``"auto"``, the default, takes 2,000 from 30,000 points
+            on, where the fix and the structure have no cross terms or products with all pairs. For class labels, with
+            ``pairs="dataset"`` or ``candidates="dataset"``.
         mc_samples: ``None``: exact. K: an unbiased estimate of the structures ``diag`` and ``kron`` from K random
             backward passes, see :func:`contrastive_curvature.ggn`; the same samples at every fit.
         options: All of these, parsed; those that are given by name besides it replace its own.
