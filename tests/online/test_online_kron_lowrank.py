@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import pytest
@@ -10,10 +9,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
-from tables import each
 from torch import Tensor, nn
 
-import contrastive_curvature as cc
 from contrastive_curvature.network.sketch import sketch_matrix
 from contrastive_curvature.online import OnlineLaplace
 
@@ -81,17 +78,6 @@ def test_the_discounted_sum_is_the_sketch_of_that_of_kron(
     assert all(close(p[0], q[0]) for p, q in zip(rest, others, strict=True))
 
 
-@pytest.mark.parametrize("n_samples", [1, 2])
-def test_at_full_rank_training_is_that_of_kron(n_samples: int) -> None:
-    mine = make("kron_lowrank", toy(width=10), 10, n_samples=n_samples)
-    theirs = make("kron", toy(width=10), n_samples=n_samples)
-    assert train(mine) == pytest.approx(train(theirs), rel=1e-7)
-    x = batches()[1][0]
-    a, b = mine.laplace(), theirs.laplace()
-    assert close(a(x).covariance, b(x).covariance, 1e-6)
-    assert float(a.log_marginal_likelihood()) == pytest.approx(float(b.log_marginal_likelihood()), rel=1e-6)
-
-
 def test_where_nothing_moves_it_is_the_post_hoc_fit() -> None:
     online = make("kron_lowrank", toy(), RANK, memory_factor=0.0, sampling_temperature=0.0)
     train(online, lr=0.0)
@@ -105,18 +91,3 @@ def test_where_nothing_moves_it_is_the_post_hoc_fit() -> None:
     assert close(found(x).covariance, la(x).covariance, 1e-9)
     found.fit(batches())
     assert found.n_data == 24
-
-
-@each("number", [1, 2])
-def test_a_spoilt_state_is_refused(number: int) -> None:
-    online = make("kron_lowrank", toy(), RANK)
-    train(online)
-    state, name = online.state_dict(), f"discounted.curvature_{number}"
-    before = copy.deepcopy(state)
-    wrong = [torch.full_like(state[name], float("nan")), state[name].float().long(), state[name][..., :0]]
-    for value in wrong:
-        with pytest.raises(cc.InputError, match=name):
-            online.load_state_dict({**state, name: value})
-    assert all(torch.equal(value, before[key]) for key, value in online.state_dict().items())
-    with pytest.raises(cc.InputError, match="rank=3"):
-        make("kron_lowrank", toy(), 3).load_state_dict(state)

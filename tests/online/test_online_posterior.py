@@ -13,6 +13,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from laplace import Laplace
 from strategies import DISTANCES, build_network, close, make_inputs
+from tables import covering, each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -111,8 +112,7 @@ def test_without_motion_and_forgetting_it_is_the_post_hoc_fit(
     assert close(ours.variance, theirs.variance, tolerance=1e-7)
 
 
-@pytest.mark.parametrize("structure", STRUCTURES)
-@pytest.mark.parametrize("subset", SUBSETS)
+@covering(1, structure=STRUCTURES, subset=SUBSETS)
 def test_predicts_samples_and_saves_as_any_laplace(structure: str, subset: str, tmp_path: Path, device: str) -> None:
     how = {"subset_of_weights": subset, "hessian_structure": structure}
     online, x, labels = trained(device, **how)
@@ -165,80 +165,28 @@ def test_given_prior_and_temperature_are_kept(device: str) -> None:
         assert la.temperature == pytest.approx(float(online.discounted.cost / online.discounted.points))
 
 
-def test_the_first_step_draws_from_the_prior_where_there_is_one(device: str) -> None:
-    encoder, x, labels = toy(device)
-    mean = OnlineLaplace(encoder, probe=x, n_data=12).eval()(x, labels)
-    loss = [OnlineLaplace(encoder, probe=x, n_data=12, prior_precision=4.0)(x, labels).item() for _ in range(2)]
-    assert loss[0] != loss[1]
-    assert mean.item() not in loss
-    strict = OnlineLaplace(encoder, probe=x, n_data=12, prior_precision=1e30)
-    assert strict(x, labels).item() == pytest.approx(mean.item())
-
-
 def test_no_posterior_without_a_step_or_a_positive_pair(device: str) -> None:
     encoder, x, _ = toy(device)
-    for structure in STRUCTURES:
-        fix = {"pd_fix": "positive", "kfac_approx": "reduce" if structure == "kron" else "expand"}
-        online = OnlineLaplace(encoder, probe=x, n_data=12, hessian_structure=structure, backend_kwargs=fix)
-        with pytest.raises(cc.InputError, match=r"laplace\(\): expected at least one training step"):
-            online.laplace()
-        online(x, torch.arange(12, device=device))
-        with pytest.raises(cc.InputError, match="positive pairs, got 1 steps, and no positive curvature"):
-            online.laplace()
+    fix = {"pd_fix": "positive"}
+    online = OnlineLaplace(encoder, probe=x, n_data=12, hessian_structure="diag", backend_kwargs=fix)
+    with pytest.raises(cc.InputError, match=r"laplace\(\): expected at least one training step"):
+        online.laplace()
+    online(x, torch.arange(12, device=device))
+    with pytest.raises(cc.InputError, match="positive pairs, got 1 steps, and no positive curvature"):
+        online.laplace()
 
 
-def test_memory_forgets_at_the_rate_that_is_asked_for(device: str) -> None:
-    encoder, x, labels = toy(device)
-    online = OnlineLaplace(
-        encoder, probe=x, n_data=100, memory_factor=0.25, prior_precision=1e30, backend_kwargs={"pd_fix": "psd"}
-    )
-    counts = []
-    for _ in range(4):
-        online(x, labels)
-        counts.append(float(online.discounted.points))
-    assert counts == pytest.approx([12 * sum(0.75**k for k in range(t + 1)) for t in range(4)])
-    assert int(online.discounted.steps) == 4
-    # The same batch again and again is the same data set, however much of it is remembered.
-    h = online.laplace().H
-    once = OnlineLaplace(encoder, probe=x, n_data=100, backend_kwargs={"pd_fix": "psd"})
-    once(x, labels)
-    assert close(h, once.laplace().H, tolerance=1e-9)
-
-
-def test_training_separates_classes_and_knows_where_it_has_not_been(device: str) -> None:
-    torch.manual_seed(0)
-    centres = torch.tensor([[2.0, 0.0], [-1.0, 1.7], [-1.0, -1.7]], device=device)
-    labels = torch.arange(150, device=device) % 3
-    x = centres[labels] + 0.3 * torch.randn(150, 2, device=device)
-    encoder = nn.Sequential(nn.Linear(2, 32), nn.Tanh(), nn.Linear(32, 3)).to(device)
-    online = OnlineLaplace(encoder, probe=x, n_data=150, backend_kwargs={"pd_fix": "psd"})
-    optimizer = torch.optim.Adam(online.parameters(), lr=1e-2)
-    before = online.eval()(x, labels).item()
-    online.train()
-    for step in range(200):
-        rows = torch.arange(step % 5, 150, 5, device=device)
-        optimizer.zero_grad()
-        online(x[rows], labels[rows]).backward()
-        optimizer.step()
-    assert online.eval()(x, labels).item() < before / 5
-    la = online.laplace()
-    near, between = la(x).kappa.median(), la(torch.zeros(1, 2, device=device)).kappa
-    assert 4 * float(between) < float(near)
-
-
-@pytest.mark.parametrize("prior", [None, 2.0])
-@pytest.mark.parametrize(
-    ("options", "factor"),
+@each(
+    "options, factor, prior",
     [
-        ({}, None),
-        ({"sampling_temperature": 1}, 1.0),
-        ({"sampling_temperature": 0.01}, 0.01),
-        ({"temperature": 0.5}, 1.0),
-        ({"temperature": 0.5, "sampling_temperature": 0.25}, 0.25),
+        ({}, None, None),
+        ({}, None, 2.0),
+        ({"sampling_temperature": 0.01}, 0.01, None),
+        ({"temperature": 0.5}, 1.0, 2.0),
+        ({"temperature": 0.5, "sampling_temperature": 0.25}, 0.25, None),
     ],
-    ids=str,
 )
-def test_width_of_the_sampled_weights(options, factor, prior, device):
+def test_width_of_the_sampled_weights(options: Any, factor: Any, prior: Any, device: str) -> None:
     """The standard deviation of many deviations is that of a posterior at its own, colder temperature."""
     online, _, _ = trained(device, prior_precision=prior, memory_factor=0.1, **options)
     la = online.laplace()

@@ -195,21 +195,6 @@ def test_a_step_is_equations_79_and_80(setup: Any, source: str, device: str) -> 
             assert close(new, truth, 1e-3, 1e-8)
 
 
-@given(setup=setups())
-def test_the_scale_is_that_of_the_backend(setup: Any, device: str) -> None:
-    encoder, ((x, labels), _), how, settings = setup
-    how["structure"], how["subset_of_weights"] = "diag", "all"
-    how.pop("kfac_approx", None)
-    encoder = encoder.to(device)
-    online = make_online(encoder, x.to(device), how, **{**settings, "prior_precision": None})
-    options = {k: v for k, v in how.items() if k not in ("structure", "subset_of_weights")}
-    loss, diagonal = cc.ContrastiveGGN(encoder, **options).diag(x.to(device), labels.to(device), N=N_DATA)
-    online(x.to(device), labels.to(device))
-    assert close(remembered(online)[0], diagonal.clamp(min=0), 1e-3)
-    assert torch.allclose(online.discounted.value, loss, rtol=1e-10, atol=1e-14)
-    assert float(online.discounted.points) == len(x)
-
-
 def test_losses_and_miners_of_metric_learning(device: str) -> None:
     losses = pytest.importorskip("pytorch_metric_learning.losses")
     miners = pytest.importorskip("pytorch_metric_learning.miners")
