@@ -21,12 +21,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.hosts.curvlinops import ContrastiveGGNLinearOperator, contrastive_ekfac, contrastive_kfac
-from contrastive_curvature.hosts.curvlinops import kfac as kfac_file
 from contrastive_curvature.hosts.curvlinops import operator as operator_file
-from contrastive_curvature.laplace.backends.curvlinops import CurvlinopsContrastiveGGN
 from contrastive_curvature.losses import LogisticLoss
 from contrastive_curvature.losses.choice import choose_loss
-from contrastive_curvature.options import Structure
 from contrastive_curvature.testing import dense_ggn, dense_jacobian
 from contrastive_curvature.testing.cases import truth_and_size
 
@@ -221,19 +218,6 @@ def test_ekfac_has_the_exact_curvature_along_the_eigenvectors_of_kfac() -> None:
         if a.shape[0] <= 4:  # distinct eigenvalues: the eigenvectors are unique
             q = torch.kron(torch.linalg.eigh(g)[1], torch.linalg.eigh(a)[1])
             assert close(block, q @ torch.diag((q.T @ exact @ q).diagonal()) @ q.T)
-
-
-def test_the_backend_uses_the_host_where_it_can(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, x, y = conv_case()
-    calls: list[int] = []
-    original = kfac_file._host_factors
-    monkeypatch.setattr(kfac_file, "_host_factors", lambda *args: calls.append(1) or original(*args))
-    for pd_fix, used in (("psd", 1), ("fixed", 0), ("full", 0)):
-        calls.clear()
-        found = CurvlinopsContrastiveGGN(model, pd_fix=pd_fix).fit([(x[:4], y[:4]), (x[4:], y[4:])], Structure.KRON)
-        truth = cc.ggn(model, x, y, structure="kron", pd_fix=pd_fix, clamp=False)
-        assert all(close(f, g) for u, v in zip(found.curvature, truth, strict=True) for f, g in zip(u, v, strict=True))
-        assert len(calls) == 2 * used
 
 
 def test_what_kfac_refuses() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -20,11 +17,9 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.hosts.stochman import StochManPullback, to_nnj
+from contrastive_curvature.hosts.stochman import to_nnj
 from contrastive_curvature.laplace.backends.stochman import StochManContrastiveGGN
 from contrastive_curvature.network import pullback as limits
-from contrastive_curvature.network.encoder import Encoder
-from contrastive_curvature.options import Structure
 from contrastive_curvature.testing import dense_ggn, dense_jacobian
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -100,52 +95,6 @@ def test_diag_and_full_are_exact(drawn: tuple[nn.Module, Tensor, Case], elements
     assert close(full.cpu(), truth, size)
 
 
-RULES = {
-    "conv": ({"Linear.weight": 1, "Linear.input": 1, "MaxPool2d.input": 1, "Tanh.input": 1, "Conv2d.weight": 1}, ()),
-    "biased conv": ({}, ("layer '1' (Conv2d): StochMan's rule gives (3, 2) where there is (3, 4)",)),
-    "norms": ({}, ("layer '0.1' (BatchNorm1d): StochMan has no sandwich of its parameters",)),
-    "tied": ({}, ("layer '0': it shares a parameter with another", "layer '2': it shares a parameter with another")),
-}
-
-
-@pytest.mark.parametrize("kind", RULES)
-def test_the_diagonal_is_stochmans(kind: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    model = build(kind, 2).to(device)
-    x, labels = torch.randn(5, 4, dtype=torch.float64, device=device), torch.arange(5, device=device) % 2
-    hessian = cc.output_hessian(model(x).detach(), labels)
-    pullback = StochManPullback(Encoder(model, x))
-    first = pullback.block_term(x, hessian.blocks, Structure.DIAG)
-    used: Counter[str] = Counter()
-
-    def spy(layer: str, of: str) -> None:
-        kind, name = getattr(nnj, layer), f"_jacobian_wrt_{of}_sandwich"
-        rule = getattr(kind, name)
-        monkeypatch.setattr(kind, name, lambda *a, **k: (used.update([f"{layer}.{of}"]), rule(*a, **k))[1])
-
-    for layer in ("Linear", "Conv2d", "MaxPool2d", "Tanh"):
-        for of in ("weight", "input"):
-            spy(layer, of)
-    again = pullback.block_term(x, hessian.blocks, Structure.DIAG)
-    assert torch.equal(first, again)
-    assert close(first, dense_ggn(model, x, labels).diagonal())
-    rules, reasons = RULES[kind]
-    assert used == rules
-    assert pullback.reasons == list(reasons)
-
-
-def test_refuses_layers_that_are_not_the_encoders_any_more(device: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh()).to(device)
-    x = torch.randn(5, 4, device=device)
-    encoder = Encoder(model, x)
-    pullback = StochManPullback(encoder)
-    model[0].weight = nn.Parameter(torch.ones(3, 4, device=device))
-    blocks = cc.output_hessian(model(x).detach(), torch.arange(5, device=device) % 2).blocks
-    with pytest.raises(UnsupportedError, match=r"other outputs than the encoder.*ContrastiveGGN"):
-        pullback.block_term(x, blocks, Structure.DIAG)
-
-
 @given(seed=st.integers(0, 99), size=st.integers(1, 12))
 def test_jacobians_subnetwork_and_last_layer(seed: int, size: int, device: str) -> None:
     torch.manual_seed(seed)
@@ -211,8 +160,3 @@ def test_refuses_by_layer_and_names_the_alternative(kind: str, device: str) -> N
     make, named = REFUSED[kind]
     with pytest.raises(UnsupportedError, match=named + ".*Use backend=ContrastiveGGN \\(torch.func\\)"):
         to_nnj(make().to(device))
-
-
-def test_package_is_imported_when_asked_for(device: str) -> None:
-    code = "import sys, contrastive_curvature; sys.exit('stochman' in sys.modules)"
-    assert subprocess.run([sys.executable, "-W", "ignore", "-c", code], check=False).returncode == 0

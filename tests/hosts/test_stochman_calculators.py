@@ -218,19 +218,3 @@ def test_tied_weights_are_exact(speed: str, method: str, device: str) -> None:
         assert close(
             calculator(drawn, shape=shape, speed=speed).compute_hessian(*moved(drawn, device)).cpu(), truth, size
         )
-
-
-@each("speed", ["half", "slow", "fast"])
-def test_no_points_and_no_pairs_give_zeros(speed: str, device: str) -> None:
-    network = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 2)).to(device)
-    none = tuple(torch.zeros(3, 0, dtype=torch.long, device=device))
-    for n in (0, 2):
-        x = torch.ones(n, 4, device=device)
-        diagonal = ArccosHessianCalculator(speed=speed).compute_hessian(x, network, none)
-        blocks = ArccosHessianCalculator(speed=speed, shape="block").compute_hessian(x, network, none)
-        assert torch.equal(diagonal, torch.zeros(23, device=device))
-        assert [tuple(block.shape) for block in blocks] == [(15, 15), (8, 8)]
-        of_inputs = ArccosHessianCalculator(speed=speed, wrt="input", shape="block").compute_hessian(x, network, none)
-        assert torch.equal(of_inputs, torch.zeros(n, 4, 4, device=device))
-        gradient = ArccosHessianCalculator().compute_gradient(x, network, none)
-        assert torch.equal(gradient, torch.zeros(23, device=device))

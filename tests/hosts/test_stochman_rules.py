@@ -172,23 +172,3 @@ def test_one_sweep_gives_every_layers_block(seed: int, b: int, elements: int, de
                 block = truth[part, part]
                 assert close(found[k], block.diagonal() if shape == "diagonal" else block, size)
             assert close(end, of_inputs.diagonal(dim1=1, dim2=2) if shape == "diagonal" else of_inputs, size)
-
-
-def test_says_which_layer_it_cannot_take(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    network = build(device)
-    x = torch.randn(3, 1, 3, 3, dtype=torch.float64, device=device)
-
-    def reason(k: int, layer: nn.Module) -> str:
-        layers = list(network)
-        layers[k] = layer.double().to(device)
-        with pytest.raises(RefusedError) as refused:
-            Sweep(layers, x, (0, 4, 6))
-        return str(refused.value)
-
-    biased = reason(0, nnj.Conv2d(1, 2, 2))
-    assert biased == "layer '0' (Conv2d): StochMan's rule gives (3, 8) where there is (3, 10)"
-    assert reason(5, cc.L2Norm()).startswith("layer '5' (L2Norm)")
-    monkeypatch.setattr(limits, "WIDEST", 7)
-    wide = "layer '2' (MaxPool2d): StochMan would hold 64 numbers for every point, more than 49"
-    assert reason(5, nnj.ReLU()) == wide

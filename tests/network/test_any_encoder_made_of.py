@@ -132,15 +132,6 @@ def test_rounding_is_told_from_another_vector(device: str, dtype: torch.dtype) -
     assert not feeds(z, moved)
 
 
-@each("half", [torch.float16, torch.bfloat16])
-def test_a_normalisation_in_half_precision_is_seen(device: str, half: torch.dtype) -> None:
-    model = Head(lambda s, x: F.normalize(s.h(s.hidden(x)).to(half), dim=1).float()).to(device)
-    x = points(device, 40)
-    encoder = Encoder(model, x[:8])
-    assert encoder.last_layer_name == "h"
-    torch.testing.assert_close(encoder(x), model.h(model.hidden(x)))
-
-
 class Scaled(nn.Module):
     def forward(self, z: Tensor) -> Tensor:
         return 10 * F.normalize(z, dim=1)

@@ -16,15 +16,13 @@ import pytest
 import torch
 from backpack import disable
 from laplace import Laplace
-from tables import covering, each
+from tables import covering
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.hosts.backpack import BackPackPullback
 from contrastive_curvature.hosts.curvlinops import ContrastiveGGNLinearOperator
 from contrastive_curvature.laplace.backends.backpack import BackPackContrastiveGGN
 from contrastive_curvature.laplace.backends.curvlinops import CurvlinopsContrastiveGGN
-from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.module import MathAttention
 
 LABELS = torch.arange(6) % 3
@@ -152,16 +150,6 @@ def test_nothing_changes_while_it_works(call: Callable[[nn.Module], Any], attent
     assert not any(m._forward_hooks or m._forward_pre_hooks or m._backward_hooks for m in model.modules())
 
 
-def test_a_compiled_part_is_taken_as_it_was_written() -> None:
-    torch.manual_seed(0)
-    part = nn.Sequential(nn.Linear(4, 4), nn.Tanh()).double()
-    compiled = nn.Sequential(torch.compile(part, backend="eager"), nn.Linear(4, 3).double()).eval()
-    plain = nn.Sequential(part, compiled[1])
-    found = BackPackPullback(Encoder(compiled, data())).vjp(data(), torch.ones(6, 1, 3, dtype=torch.float64))
-    wanted = BackPackPullback(Encoder(plain, data())).vjp(data(), torch.ones(6, 1, 3, dtype=torch.float64))
-    assert torch.allclose(found, wanted)
-
-
 @covering(2, mask=["none", "bool", "float", "causal"], scale=[None, 0.3], grouped=[False, True])
 def test_attention_in_plain_operations(mask: str, scale: float | None, grouped: bool) -> None:
     query, key, value = (torch.randn(2, 4, n, 3, dtype=torch.float64) for n in (5, 6, 6))
@@ -175,20 +163,3 @@ def test_attention_in_plain_operations(mask: str, scale: float | None, grouped: 
     with MathAttention():
         found = nn.functional.scaled_dot_product_attention(query, key, value, enable_gqa=grouped, **options)
     assert torch.allclose(found, wanted, rtol=1e-12, atol=1e-12)
-
-
-@each("weights", [False, True])
-def test_attention_layers_in_plain_operations(weights: bool) -> None:
-    """The layer's own forward, and the function that it calls, go another way than the fused kernel."""
-    layer, x = nn.MultiheadAttention(4, 2, batch_first=True).double(), torch.randn(3, 5, 4, dtype=torch.float64)
-    padding = torch.zeros(3, 5, dtype=torch.bool)
-    padding[0, 3:] = True
-    wanted = layer(x, x, x, key_padding_mask=padding, need_weights=weights)
-    with MathAttention():
-        found = layer(x, x, x, key_padding_mask=padding, need_weights=weights)
-        h = x.clone().requires_grad_()
-        out = layer(h, h, h, need_weights=weights)[0]
-        (g,) = torch.autograd.grad(out.square().sum(), h, create_graph=True)
-        torch.autograd.grad(g.sum(), h)  # fused attention has no second derivative
-    assert torch.allclose(found[0], wanted[0])
-    assert (found[1] is None) == (wanted[1] is None) == (not weights)

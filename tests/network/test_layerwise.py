@@ -18,7 +18,6 @@ from strategies import DISTANCES, FIXES, close, network_cases
 from tables import covering
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 
 import contrastive_curvature as cc
 from contrastive_curvature.network import layer_parts, layerwise
@@ -65,9 +64,6 @@ def networks() -> dict[str, tuple[nn.Module, Any]]:
     torch.manual_seed(0)
     tied, other = nn.Linear(4, 4), nn.Linear(4, 4)
     other.weight = tied.weight
-    hooked = nn.Linear(4, 4)
-    hooked.register_forward_hook(lambda _, __, out: 2 * out)
-    hooked.register_forward_pre_hook(lambda _, args: (torch.tanh(args[0]),))
     made: dict[str, tuple[nn.Module, Any]] = {
         "transformer": (
             Lambda(
@@ -127,16 +123,6 @@ def networks() -> dict[str, tuple[nn.Module, Any]]:
             torch.randn(6, 4),
         ),
         "tied": (nn.Sequential(tied, nn.Tanh(), other, nn.Tanh(), nn.Linear(4, 3)), torch.randn(6, 4)),
-        "hooked": (nn.Sequential(hooked, nn.Linear(4, 3)), torch.randn(6, 4)),
-        "checkpoint": (
-            Lambda(
-                lambda m, x: m.c(checkpoint(lambda h: torch.tanh(m.b(h)), torch.tanh(m.a(x)), use_reentrant=False)),
-                a=nn.Linear(4, 4),
-                b=nn.Linear(4, 4),
-                c=nn.Linear(4, 3),
-            ),
-            torch.randn(6, 4),
-        ),
         "mapping": (
             Lambda(
                 lambda m, x: m.c(torch.tanh(m.e(x["ids"]).mean(1) + m.a(input=x["x"]) * x["mask"].unsqueeze(1))),

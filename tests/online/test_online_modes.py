@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-import io
-import weakref
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -136,20 +134,6 @@ def test_frozen_parameters_are_neither_random_nor_trained(device: str) -> None:
     encoder.requires_grad_()
     with pytest.raises(cc.InputError, match=rf"encoder: expected {size} trainable numbers"):
         online(x, labels)
-
-
-def test_a_probe_is_no_view_of_the_data(device: str) -> None:
-    x, labels = data(device)
-    images = torch.randn(20000, 4, dtype=torch.float64, device=device)
-    online = OnlineLaplace(noisy_encoder(device), probe=images[:8], n_data=30)
-    online(x, labels)
-    file = io.BytesIO()
-    torch.save(online.laplace().state_dict(), file)
-    assert file.tell() < 50_000
-    alive = weakref.ref(images)
-    del images
-    gc.collect()
-    assert alive() is None
 
 
 @pytest.mark.usefixtures("few_objects")
