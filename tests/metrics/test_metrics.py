@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import math
-import time
 
 import pytest
 import torch
@@ -35,8 +34,7 @@ def naive_neighbors(queries: torch.Tensor, gallery: torch.Tensor | None, k: int)
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+@covering(2, backend=BACKENDS, dtype=[torch.float16, torch.float32, torch.float64])
 def test_neighbors_agree_with_the_full_similarity_matrix(backend: str, dtype: torch.dtype, device: str) -> None:
     # float16 inputs are compared as what they are, so no neighbour changes; gaps between random cosines exceed 1e-6
     queries = torch.randn(60, 5, generator=generator(0)).to(device, dtype)
@@ -47,12 +45,7 @@ def test_neighbors_agree_with_the_full_similarity_matrix(backend: str, dtype: to
         assert torch.equal(found, naive_neighbors(queries, held, 4))
 
 
-@covering(
-    2,
-    backend=BACKENDS,
-    metric=["cosine", "euclidean"],
-    spread__clusters=[(0.01, 1), (0.001, 1), (0.01, 10), (1e-4, 10), (0.0, 10)],
-)
+@covering(1, backend=BACKENDS, metric=["cosine", "euclidean"], spread__clusters=[(0.001, 1), (1e-4, 10), (0.0, 10)])
 def test_close_points_are_told_apart(backend: str, metric: str, spread: float, clusters: int) -> None:
     """As scikit-learn's brute force in float64 does; float32 inner products lose ``1 - cosine``."""
     g = generator(0)
@@ -80,12 +73,6 @@ def test_leave_one_out_with_duplicates(backend: str) -> None:
         assert all(len(set(row)) == k for row in found.tolist())
         if k < 5:
             assert 5 not in found[:5]
-
-
-def test_length_does_not_matter_to_neighbors() -> None:
-    points = torch.randn(30, 4, generator=generator(2))
-    scale = 10.0 ** torch.linspace(-30, 30, 30)[:, None]
-    assert torch.equal(metrics.nearest_neighbors(points * scale, k=3), metrics.nearest_neighbors(points, k=3))
 
 
 def test_backend_rule(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,16 +119,6 @@ def test_average_precision_agrees_with_torchmetrics(seed: int, k: int, missed: i
             assert value.item() == pytest.approx(theirs * retrieved / min(k, total.item()), rel=1e-5)
 
 
-@given(st.integers(0, 10**6))
-def test_recall_grows_and_precision_is_below_recall(seed: int) -> None:
-    labels = torch.randint(4, (25,), generator=generator(seed))
-    found = metrics.nearest_neighbors(torch.randn(25, 3, generator=generator(seed)), k=8)
-    ranking = metrics.rank_by_labels(found, labels)
-    recalls = [metrics.recall_at_k(ranking, k) for k in range(1, 9)]
-    assert recalls == sorted(recalls)
-    assert all(metrics.map_at_k(ranking, k) <= recalls[k - 1] + 1e-12 for k in range(1, 9))
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_ranking_by_labels_counts_positives(device: str) -> None:
     labels = torch.tensor([7, 7, 7, -1, 2], device=device)
@@ -152,18 +129,6 @@ def test_ranking_by_labels_counts_positives(device: str) -> None:
     other = metrics.rank_by_labels(torch.tensor([[3], [0], [1], [2], [2]], device=device), labels, held)
     assert other.n_positives.tolist() == [1, 1, 1, 0, 2]
     assert other.relevant.flatten().tolist() == [True, False, False, False, True]
-
-
-def test_ten_thousand_queries_are_fast() -> None:
-    labels = torch.randint(10, (10_000,), generator=generator(3))
-    found = (torch.arange(10_000)[:, None] + torch.arange(1, 11)) % 10_000
-    start = time.perf_counter()
-    value = metrics.map_at_k(metrics.rank_by_labels(found, labels), 10)
-    # measured 10 ms; the limit is what was asked for, far enough to hold on a busy machine
-    assert time.perf_counter() - start < 1
-    # every neighbour is right with a chance of 0.1: E[AP] = (0.1 H_10 / 10) (1 - 0.1) + 0.01 = 0.0364
-    harmonic = sum(1 / r for r in range(1, 11))
-    assert value == pytest.approx(0.1 * (0.9 * harmonic / 10 + 0.1), abs=0.005)
 
 
 @given(
@@ -192,13 +157,6 @@ def test_large_uncertainties_do_not_tie() -> None:
     assert metrics.auprc(torch.tensor([100.0, 99.0]), torch.tensor([101.0])) == 1
 
 
-def test_sparsification_by_hand() -> None:
-    curve = metrics.sparsification_curve(torch.tensor([0.1, 0.9, 0.5]), torch.tensor([1.0, 0.0, 0.5]))
-    torch.testing.assert_close(curve.removed, torch.tensor([0, 1 / 3, 2 / 3], dtype=torch.float64))
-    torch.testing.assert_close(curve.performance, torch.tensor([0.5, 0.75, 1.0], dtype=torch.float64))
-    assert metrics.ausc(torch.tensor([0.1, 0.9, 0.5]), torch.tensor([1.0, 0.0, 0.5])) == pytest.approx(0.75)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_sparsification_agrees_with_removing_one_by_one(device: str) -> None:
     uncertainty = torch.rand(20, generator=generator(6)).to(device)
@@ -221,13 +179,6 @@ def test_ties_do_not_depend_on_the_order(pairs: list[tuple[int, float]], random)
     assert min(values) - 1e-12 <= area(pairs) <= max(values) + 1e-12
 
 
-def test_constant_performance_has_its_own_area() -> None:
-    assert metrics.ausc(torch.rand(9), torch.full((9,), 0.3)) == pytest.approx(0.3)
-    assert metrics.ausc(torch.rand(1), torch.tensor([0.3])) == pytest.approx(0.3)
-    # nothing is known: the area is the mean performance
-    assert metrics.ausc(torch.zeros(4), torch.tensor([1.0, 0.0, 0.0, 1.0])) == pytest.approx(0.5)
-
-
 def test_queries_without_positives_leave_the_curve() -> None:
     full = metrics.ausc(torch.tensor([3.0, 1.0, 2.0]), torch.tensor([math.nan, 1.0, 0.0]))
     assert full == metrics.ausc(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 0.0]))
@@ -235,6 +186,7 @@ def test_queries_without_positives_leave_the_curve() -> None:
 
 ONES = torch.ones(3, 2)
 LABELS = torch.tensor([0, 0, 1])
+FIRST, OTHERS = torch.ones(3, 1).long(), torch.tensor([[1], [2], [0]])
 RANKING = metrics.Ranking(torch.tensor([[True, False]]), torch.tensor([1]))
 
 
@@ -242,53 +194,29 @@ RANKING = metrics.Ranking(torch.tensor([[True, False]]), torch.tensor([1]))
     "call, error_type, message",
     [
         (lambda: metrics.nearest_neighbors(ONES, k=3), InputError, "k: expected between 1 and 2"),
-        (lambda: metrics.nearest_neighbors(ONES, ONES, k=4), InputError, "k: expected between 1 and 3"),
-        (lambda: metrics.nearest_neighbors(ONES, k=0), InputError, "k: expected"),
         (lambda: metrics.nearest_neighbors(ONES, k=1.0), InputError, "k: expected a positive whole number"),
         (lambda: metrics.nearest_neighbors(ONES.long(), k=1), InputTypeError, "queries: expected a floating"),
         (lambda: metrics.nearest_neighbors(ONES[0], k=1), InputError, r"queries: expected shape \(N, D\)"),
-        (lambda: metrics.nearest_neighbors(torch.empty(0, 2), k=1), InputError, "not empty"),
         (lambda: metrics.nearest_neighbors(ONES * torch.nan, k=1), InputError, "queries: expected finite"),
         (lambda: metrics.nearest_neighbors(ONES * 0, k=1), InputError, "3 zero rows"),
         (lambda: metrics.nearest_neighbors(ONES, torch.ones(3, 5), k=1), InputError, "gallery: expected D = 2"),
-        (lambda: metrics.rank_by_labels(torch.ones(3, 1).long(), LABELS.float()), InputTypeError, "labels: expected"),
-        (lambda: metrics.rank_by_labels(torch.ones(3, 1), LABELS), InputTypeError, "neighbors: expected an integer"),
-        (
-            lambda: metrics.rank_by_labels(torch.ones(2, 1).long(), LABELS),
-            InputError,
-            r"neighbors: expected shape \(3, K\)",
-        ),
-        (lambda: metrics.rank_by_labels(torch.full((3, 1), 3), LABELS), InputError, r"indices in \[0, 3\)"),
-        (lambda: metrics.rank_by_labels(torch.zeros(3, 1).long(), LABELS), InputError, "no query among its own"),
-        (
-            lambda: metrics.rank_by_labels(torch.tensor([[1], [2], [0]]), torch.arange(3)),
-            InputError,
-            "a positive for some query",
-        ),
+        (lambda: metrics.rank_by_labels(FIRST, LABELS.float()), InputTypeError, "labels: expected"),
+        (lambda: metrics.rank_by_labels(FIRST.float(), LABELS), InputTypeError, "neighbors: expected an integer"),
+        (lambda: metrics.rank_by_labels(FIRST[:2], LABELS), InputError, r"neighbors: expected shape \(3, K\)"),
+        (lambda: metrics.rank_by_labels(FIRST + 2, LABELS), InputError, r"indices in \[0, 3\)"),
+        (lambda: metrics.rank_by_labels(0 * FIRST, LABELS), InputError, "no query among its own"),
+        (lambda: metrics.rank_by_labels(OTHERS, torch.arange(3)), InputError, "a positive for some query"),
         (lambda: metrics.recall_at_k(RANKING, 3), InputError, "Only 2 neighbours"),
-        (lambda: metrics.map_at_k(RANKING, True), InputError, "k: expected a positive whole number"),
-        (lambda: metrics.Ranking(torch.ones(1, 2), torch.ones(1).long()), InputTypeError, "bool"),
-        (lambda: metrics.Ranking(torch.ones(1, 2).bool(), torch.ones(1).long()), InputError, "at least the positives"),
-        (lambda: metrics.Ranking(torch.ones(1, 2).bool(), torch.ones(2).long()), InputError, r"shape \(1,\)"),
-        (lambda: metrics.Ranking(torch.ones(2).bool(), torch.ones(2).long()), InputError, r"shape \(N, K\)"),
-        (
-            lambda: metrics.auroc(torch.tensor([torch.nan]), torch.ones(1)),
-            InputError,
-            "uncertainty_id: expected finite",
-        ),
+        (lambda: metrics.Ranking(ONES[:1].bool(), torch.ones(1).long()), InputError, "at least the positives"),
+        (lambda: metrics.auroc(ONES[0] * torch.nan, ONES[0]), InputError, "uncertainty_id: expected finite"),
         (lambda: metrics.auroc(torch.ones(1), torch.ones(0)), InputError, "uncertainty_ood: expected shape"),
         (lambda: metrics.auprc([1.0], torch.ones(1)), InputTypeError, "uncertainty_id: expected a torch.Tensor"),
         (lambda: metrics.ausc(torch.ones(2), torch.ones(3)), InputError, "one per query"),
-        (
-            lambda: metrics.ausc(torch.tensor([torch.inf, 1.0]), torch.ones(2)),
-            InputError,
-            "uncertainty: expected finite",
-        ),
         (lambda: metrics.ausc(torch.ones(2), torch.full((2,), torch.nan)), InputError, "NaN for all"),
         (
-            lambda: metrics.ausc(torch.ones(2), torch.tensor([1.0, torch.inf])),
+            lambda: metrics.nearest_neighbors(ONES, k=1, metric="manhattan"),
             InputError,
-            "performance: expected finite",
+            "metric: expected one of 'cosine'",
         ),
     ],
 )

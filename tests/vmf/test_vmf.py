@@ -8,22 +8,12 @@ from typing import Any
 import pytest
 import torch
 from devices import DEVICES
-from hypothesis import given
-from hypothesis import strategies as st
-from tables import each
+from tables import covering, each
 from vmf_points import f64, random
 
 from contrastive_curvature import vmf
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.vmf.bessel import bessel_derivatives, bessel_values
-
-
-@given(st.integers(0, 10**6), st.integers(2, 40), st.floats(0, 50))
-def test_log_prob_is_the_textbook_formula(seed: int, dim: int, kappa: float) -> None:
-    z, mu = random(3, dim, seed=seed), random(dim, seed=seed + 1)
-    cosine = torch.cosine_similarity(z, mu.expand_as(z), dim=1)
-    direct = vmf.log_normalizer(f64(kappa), dim) + kappa * cosine
-    torch.testing.assert_close(vmf.log_prob(z, mu, f64(kappa)), direct, rtol=1e-12, atol=1e-12)
 
 
 def test_log_prob_does_not_cancel_for_huge_kappa() -> None:
@@ -43,15 +33,8 @@ def test_log_prob_broadcasts_and_has_right_gradients(device: str) -> None:
     assert torch.autograd.gradgradcheck(vmf.log_prob, (z, mu, kappa))
 
 
-def test_gradient_by_the_point_is_tangential() -> None:
-    z = random(5, seed=2).requires_grad_()
-    (gradient,) = torch.autograd.grad(vmf.log_prob(z, random(5, seed=3), f64(20.0)), z)
-    assert abs((gradient @ z).item()) < 1e-13 * 20
-
-
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("kappa", [0.0, 1.0, 50.0, 1e4, 1e8])
-@pytest.mark.parametrize("dim", [2, 3, 10, 512])
+@covering(1, kappa=[0.0, 1.0, 50.0, 1e4, 1e8], dim=[2, 3, 10, 512])
 def test_samples_have_the_right_moments(dim: int, kappa: float, device: str) -> None:
     n = 20_000 if dim < 100 else 4_000
     mu = random(dim, seed=dim, device=device)
@@ -68,34 +51,20 @@ def test_samples_have_the_right_moments(dim: int, kappa: float, device: str) -> 
     assert versine.var().item() == pytest.approx(slope.item(), rel=4.5 * math.sqrt(14 / n))
 
 
-@pytest.mark.parametrize("dim", [2, 3, 10])
-@pytest.mark.parametrize("kappa", [0.0, 2.0, 300.0])
+@covering(1, dim=[2, 3, 10], kappa=[0.0, 2.0, 300.0])
 def test_cosines_follow_the_exact_distribution(dim: int, kappa: float) -> None:
     n = 4_000
     mu = torch.eye(dim, dtype=torch.float64)[0]
     cosine = vmf.sample(mu, f64(kappa), n, torch.Generator().manual_seed(3))[:, 0]
     # density of the angle: exp(kappa cos) sin^(D-2), tabulated and summed
-    angle = torch.linspace(0, math.pi, 200_001, dtype=torch.float64)
+    angle = torch.linspace(0, math.pi, 20_001, dtype=torch.float64)
     density = torch.exp(kappa * (angle.cos() - 1)) * angle.sin() ** (dim - 2)
     cdf = torch.cumulative_trapezoid(density, angle)
     cdf = torch.cat([cdf.new_zeros(1), cdf / cdf[-1]])
-    at = cdf[torch.searchsorted(angle, torch.acos(cosine.clamp(-1, 1)).sort().values).clamp(max=200_000)]
+    at = cdf[torch.searchsorted(angle, torch.acos(cosine.clamp(-1, 1)).sort().values).clamp(max=20_000)]
     ranks = torch.arange(1, n + 1, dtype=torch.float64) / n
     # Kolmogorov-Smirnov: 2.2 / sqrt(n) is exceeded with a chance of 2 exp(-2 * 2.2^2) = 1.2e-4
     assert torch.maximum((at - ranks).abs(), (at - ranks + 1 / n).abs()).max().item() < 2.2 / math.sqrt(n)
-
-
-def test_tangents_are_uniform() -> None:
-    mu = random(4, seed=8)
-    mu = mu / mu.norm()
-    n = 20_000
-    drawn = vmf.sample(mu, f64(5.0), n, torch.Generator().manual_seed(9))
-    tangent = drawn - (drawn @ mu)[:, None] * mu
-    tangent = tangent / tangent.norm(dim=1, keepdim=True)
-    # uniform in the tangent space: mean 0, second moment P / (D - 1); entries have a deviation below 1/sqrt(n)
-    assert tangent.mean(0).abs().max().item() < 5 / math.sqrt(n)
-    p = torch.eye(4, dtype=torch.float64) - mu[:, None] * mu
-    assert (tangent.T @ tangent / n - p / 3).abs().max().item() < 5 / math.sqrt(n)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -114,16 +83,6 @@ def test_sampling_is_batched_repeatable_and_on_the_sphere(dtype: torch.dtype, de
     assert (draw[0] - unit)[:, :, 1].norm(dim=-1).max().item() < 1e-6
 
 
-@pytest.mark.parametrize("dim", [2, 3, 64, 4096])
-def test_fit_recovers_what_was_sampled(dim: int) -> None:
-    kappa = f64(20.0 * dim)
-    n = 2_000 if dim < 100 else 200
-    mu, fitted = vmf.fit(vmf.sample(random(dim), kappa, n, torch.Generator().manual_seed(0)))
-    # kappa's relative deviation is sqrt(2 / ((D - 1) n)), 3 % at D = 2; Sra's approximation is itself within 1 % here
-    assert fitted.item() == pytest.approx(kappa.item(), rel=0.02 + 4 * math.sqrt(2 / ((dim - 1) * n)))
-    assert torch.cosine_similarity(mu, random(dim), dim=0).item() > 0.999
-
-
 POINT, ONE = torch.ones(3), torch.tensor(1.0)
 
 
@@ -132,12 +91,10 @@ POINT, ONE = torch.ones(3), torch.tensor(1.0)
     [
         (vmf.sample, (torch.zeros(3), ONE, 2), InputError, "mu: expected non-zero"),
         (vmf.sample, (POINT, -ONE, 2), InputError, "kappa: expected >= 0"),
-        (vmf.sample, (POINT, ONE * torch.inf, 2), InputError, "kappa: expected finite"),
         (vmf.sample, (POINT, ONE, 0), InputError, "n_samples: expected a positive"),
         (vmf.sample, (torch.ones(1), ONE, 2), InputError, "D >= 2"),
         (vmf.sample, (torch.ones(2, 3), torch.ones(4), 2), InputError, r"mu \(2,\), kappa \(4,\)"),
         (vmf.log_prob, (POINT, torch.ones(4), ONE), InputError, "z 3, mu 4"),
-        (vmf.log_prob, (torch.zeros(3), POINT, ONE), InputError, "z: expected non-zero"),
         (vmf.log_prob, (torch.ones(2, 3), POINT, torch.ones(5)), InputError, "broadcast"),
         (vmf.log_prob, (POINT, POINT, 1.0), InputTypeError, "kappa: expected a torch.Tensor"),
         (vmf.kl_divergence, (POINT, ONE, torch.ones(2), ONE), InputError, "mu 3, other_mu 2"),

@@ -20,13 +20,13 @@ from contrastive_curvature.vmf import distances as d
 
 Distance = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
-PROBABILISTIC = (
+ALL = (
     d.bhattacharyya_distance,
     d.expected_likelihood_distance,
     d.kl_distance,
     d.kl_distance_printed,
+    d.squared_euclidean_distance,
 )
-ALL = (*PROBABILISTIC, d.squared_euclidean_distance)
 
 
 def integrals(z: Tensor, weights: Tensor, p: tuple[Tensor, Tensor], q: tuple[Tensor, Tensor]) -> dict[Distance, float]:
@@ -45,30 +45,6 @@ def test_distances_are_the_integrals_on_circle_and_sphere(dim: int, seed: int, k
     truth = integrals(z, weights, (mu[0], f64(kappa)), (proxy[0], f64(other)))
     for distance, value in truth.items():
         assert distance(mu, f64([kappa]), proxy, f64([other])).item() == pytest.approx(value, rel=1e-11, abs=1e-11)
-
-
-@pytest.mark.parametrize(("dim", "kappa", "other"), [(5, 3.0, 2.0), (16, 20.0, 12.0), (128, 30.0, 15.0)])
-def test_distances_are_expectations_above(dim: int, kappa: float, other: float) -> None:
-    n = 20_000
-    mu, proxy = random(dim, seed=dim), random(dim, seed=dim + 1) + random(dim, seed=dim)
-    z = vmf.sample(mu, f64(kappa), n, torch.Generator().manual_seed(1))
-    log_p, log_q = vmf.log_prob(z, mu, f64(kappa)), vmf.log_prob(z, proxy, f64(other))
-    # scaled by their largest value, the densities of 128 dimensions do not overflow
-    top = log_q.max()
-    estimates = {
-        d.bhattacharyya_distance: ((log_q - log_p) / 2).exp(),
-        d.expected_likelihood_distance: (log_q - top).exp(),
-    }
-    for distance, drawn in estimates.items():
-        shift = top.item() if distance is d.expected_likelihood_distance else 0.0
-        value = distance(mu[None], f64([kappa]), proxy[None], f64([other])).item()
-        # the deviation of a logarithm is the relative deviation; 4.5 sigma
-        error = (drawn.std() / drawn.mean()).item() / math.sqrt(n)
-        assert error < 0.05
-        assert abs(value + math.log(drawn.mean().item()) + shift) < 4.5 * error
-    apart = log_p - log_q
-    value = d.kl_distance(mu[None], f64([kappa]), proxy[None], f64([other])).item()
-    assert abs(value - apart.mean().item()) < 4.5 * apart.std().item() / math.sqrt(n)
 
 
 @given(
@@ -117,8 +93,6 @@ def test_what_a_distance_is(seed: int, dim: int, one: float, two: float) -> None
     assert kl.item() >= -slack
     assert abs(d.bhattacharyya_distance(mu, kappa, mu, kappa).item()) <= slack
     assert abs(d.kl_distance(mu, kappa, mu, kappa).item()) <= slack
-    # Jensen: -log E_p[sqrt(q/p)] <= E_p[log(p/q)] / 2
-    assert bhattacharyya.item() <= kl.item() / 2 + slack
     single = vmf.kl_divergence(mu, kappa, proxy, other)
     torch.testing.assert_close(kl[0], single, rtol=1e-12, atol=slack)
     for symmetric in (d.bhattacharyya_distance, d.expected_likelihood_distance):
@@ -136,14 +110,6 @@ def test_close_directions_of_huge_concentration_keep_their_digits() -> None:
     assert found == pytest.approx(closed, rel=1e-9)
 
 
-def test_squares_of_equal_vectors_are_not_negative_in_float32() -> None:
-    # some of their cosines round above 1
-    z = random(200, 7).float()
-    mu, kappa = d.from_embedding(100 * z)
-    assert (1 - (mu @ mu.T).diagonal()).min().item() < 0
-    assert d.squared_euclidean_distance(mu, kappa, mu, kappa).min().item() >= 0
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("distance", ALL)
 def test_gradients(distance: Distance, device: str) -> None:
@@ -157,8 +123,7 @@ def test_gradient_of_the_cosine() -> None:
     assert torch.autograd.gradcheck(d.cosine_distance, (random(2, 4).requires_grad_(), random(3, 4).requires_grad_()))
 
 
-@pytest.mark.parametrize("dim", [2, 3, 50])
-@pytest.mark.parametrize(("k", "o"), [(0.0, 0.0), (0.0, 3.0), (3.0, 3.0)])
+@each("dim, k, o", [(2, 0.0, 0.0), (3, 0.0, 3.0), (50, 3.0, 3.0)])
 def test_gradients_where_the_sum_of_the_parameters_vanishes(dim: int, k: float, o: float) -> None:
     mu = torch.eye(dim, dtype=torch.float64)[:1].requires_grad_()
     kappa = f64([k]).requires_grad_()
@@ -206,21 +171,6 @@ def test_the_printed_gradient_of_the_euclidean_softmax_has_a_wrong_sign() -> Non
     assert (factor * top / below + gradient).abs().max().item() > 0.1
 
 
-def test_an_embedding_is_a_direction_and_a_norm() -> None:
-    z = f64([[3.0, 4.0]]).requires_grad_()
-    mu, kappa = d.from_embedding(z)
-    torch.testing.assert_close(mu, f64([[0.6, 0.8]]))
-    assert kappa.tolist() == [5.0]
-    assert torch.autograd.gradcheck(d.from_embedding, (z,))
-
-
-def test_one_concentration_for_all_rows() -> None:
-    mu, proxy = random(2, 3), random(4, 3, seed=1)
-    for distance in ALL:
-        one = distance(mu, f64(2.0), proxy, f64(3.0))
-        assert torch.equal(one, distance(mu, f64([2.0] * 2), proxy, f64([3.0] * 4)))
-
-
 ONE = (torch.ones(2, 3), torch.ones(2), torch.ones(4, 3), torch.ones(4))
 
 
@@ -229,12 +179,9 @@ ONE = (torch.ones(2, 3), torch.ones(2), torch.ones(4, 3), torch.ones(4))
     [
         (0, torch.ones(3), InputError, r"mu: expected shape \(rows, D\)"),
         (0, torch.zeros(2, 3), InputError, "mu: expected non-zero vectors"),
-        (0, torch.full((2, 3), torch.nan), InputError, "mu: expected finite"),
         (0, [[1.0, 2.0, 3.0]], InputTypeError, "mu: expected a torch.Tensor"),
-        (1, torch.ones(3), InputError, r"kappa: expected shape \(2,\)"),
         (1, torch.tensor([1.0, -1.0]), InputError, "kappa: expected >= 0"),
         (2, torch.ones(4, 5), InputError, "mu 3, proxy_mu 5"),
-        (2, torch.zeros(4, 3), InputError, "proxy_mu: expected non-zero vectors"),
         (3, torch.ones(4, 3), InputError, r"proxy_kappa: expected shape \(4,\)|kappa"),
     ],
 )

@@ -24,16 +24,6 @@ def axis_kappas(dim: int, seed: int, low: float, high: float) -> Tensor:
     return low * (high / low) ** share
 
 
-def log_mass(mu: Tensor, kappa: Tensor, samples: int = 0) -> tuple[float, float]:
-    """Log of the printed function's integral, and its relative sampling error: ``E[|K x|^D] / |K mu|`` over x."""
-    dim = len(kappa)
-    m = mu / mu.norm()
-    image = vmf.sample(kappa * m, (kappa * m).norm(), samples, torch.Generator().manual_seed(5)) / kappa
-    logs = -dim * image.norm(dim=1).log() - (kappa * m).norm().log()
-    scaled = (logs - logs.max()).exp()
-    return math.log(scaled.mean().item()) + logs.max().item(), (scaled.std() / scaled.mean()).item() / samples**0.5
-
-
 @given(st.integers(2, 3), st.integers(0, 10**6), st.floats(0.01, 20), st.floats(1, 4))
 def test_density_integrates_to_one_on_circle_and_sphere(dim: int, seed: int, low: float, ratio: float) -> None:
     z, weights = sphere(dim)
@@ -85,19 +75,6 @@ def test_equal_concentrations_are_the_isotropic_distribution(seed: int, dim: int
     torch.testing.assert_close(printed, found + (dim - 1) * math.log(kappa), rtol=1e-12, atol=slack)
 
 
-@pytest.mark.parametrize("dim", [2, 3])
-def test_the_printed_function_integrates_to_another_number(dim: int) -> None:
-    z, weights = sphere(dim)
-    mu, kappa = random(dim, seed=1), axis_kappas(dim, 6, 2.0, 8.0)
-    total = math.log((weights * nivmf_log_prob(z, mu, kappa, normalized=False).exp()).sum().item())
-    estimate, error = log_mass(mu, kappa, 20_000)
-    assert abs(total - estimate) < 4.5 * error
-    longest = (kappa * mu / mu.norm()).norm().log().item()
-    low, high = dim * kappa.min().log().item() - longest, dim * kappa.max().log().item() - longest
-    assert low < total < high
-    assert total > 0.5
-
-
 def test_the_printed_function_prefers_the_concentrated_proxy_everywhere() -> None:
     mu = random(1, 512)
     axes = f64([[10.0], [50.0]]).expand(2, 512)
@@ -105,15 +82,6 @@ def test_the_printed_function_prefers_the_concentrated_proxy_everywhere() -> Non
         here, opposite = (nivmf_distance(x, mu.expand(2, 512), axes, normalized=normalized)[0] for x in (mu, -mu))
         assert here[1].item() < here[0].item()
         assert (opposite[1].item() < opposite[0].item()) != normalized
-
-
-def test_mode_moves_to_the_axes_of_small_concentration() -> None:
-    angle = torch.linspace(0, math.pi / 2, 2001, dtype=torch.float64)
-    z = torch.stack([angle.cos(), angle.sin()], 1)
-    mu, kappa = f64([1.0, 1.0]), f64([2.0, 6.0])
-    assert angle[nivmf_log_prob(z, mu, kappa).argmax()].item() < math.pi / 4 - 0.01
-    printed = angle[nivmf_log_prob(z, mu, kappa, normalized=False).argmax()].item()
-    assert printed == pytest.approx(math.pi / 4, abs=1e-3)
 
 
 @given(
@@ -171,24 +139,14 @@ POINTS, PROXIES = torch.ones(2, 3), torch.ones(4, 3)
     "function, arguments, kind, message",
     [
         (nivmf_distance, (POINTS, PROXIES, 0 * PROXIES), InputError, "proxy_kappa: expected > 0 for every"),
-        (nivmf_distance, (POINTS, PROXIES, -PROXIES), InputError, "kappa: expected >= 0"),
         (nivmf_distance, (POINTS, PROXIES, torch.ones(4)), InputError, r"proxy_kappa: expected shape \(4, 3\)"),
         (nivmf_distance, (POINTS, torch.ones(4, 5), torch.ones(4, 5)), InputError, "mu 3, proxy_mu 5"),
-        (nivmf_distance, (0 * POINTS, PROXIES, PROXIES), InputError, "mu: expected non-zero"),
-        (nivmf_distance, (torch.ones(3), PROXIES, PROXIES), InputError, "mu: expected shape"),
         (nivmf_distance, (POINTS, PROXIES, 1.0), InputTypeError, "kappa: expected a torch.Tensor"),
         (nivmf_log_prob, (torch.ones(3), torch.ones(3), torch.zeros(3)), InputError, "kappa: expected > 0 for every"),
         (nivmf_log_prob, (torch.ones(3), torch.ones(3), torch.tensor(1.0)), InputError, r"expected shape \(..., D\)"),
         (nivmf_log_prob, (torch.ones(3), torch.ones(2), torch.ones(3)), InputError, "x 3, mu 2, kappa 3"),
-        (nivmf_log_prob, (POINTS, PROXIES, torch.ones(3)), InputError, "broadcast"),
-        (nivmf_log_prob, (torch.zeros(3), torch.ones(3), torch.ones(3)), InputError, "x: expected non-zero"),
     ],
 )
 def test_refusals(function: Any, arguments: tuple[Any, ...], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         function(*arguments)
-
-
-def test_refusal_of_a_word_for_a_flag() -> None:
-    with pytest.raises(InputTypeError, match="normalized: expected True or False"):
-        nivmf_log_prob(torch.ones(3), torch.ones(3), torch.ones(3), normalized="no")  # type: ignore[arg-type]
