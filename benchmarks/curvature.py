@@ -217,9 +217,6 @@ def train(encoder: nn.Module, images: Tensor, labels: Tensor, steps: int) -> Non
         optimizer.step()
 
 
-RUNNERS = {"pairwise": run_pairwise, "wide": run_wide, "dataset": run_dataset}
-
-
 def make_cases(given: argparse.Namespace) -> list[Case]:
     quick = given.quick
     small, wide = ([20, 40, 3, 60], [16, 24, 32]) if quick else ([64, 9216, 3, 5000], [128, 2048, 2048])

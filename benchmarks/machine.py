@@ -16,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
@@ -181,7 +182,7 @@ def measure_time(
 
 
 def take_turns(
-    functions: dict[str, Callable[[], object]], rounds: int, enough: float = float("inf")
+    functions: dict[str, Callable[[], object]], rounds: int, enough: float = float("inf"), at_least: float = 0.0
 ) -> dict[str, list[float]]:
     """Seconds of every call; the functions alternate, so that a busy moment of the machine strikes all of them.
 
@@ -189,9 +190,12 @@ def take_turns(
         functions: By name.
         rounds: Calls of each.
         enough: Seconds after which a slow one is not called again.
+        at_least: Seconds for which the rounds go on, however many there are.
     """
     seconds: dict[str, list[float]] = {name: [] for name in functions}
-    for _ in range(rounds):
+    started = time.perf_counter()
+    while rounds > 0 or time.perf_counter() - started < at_least:
+        rounds -= 1
         for name, function in functions.items():
             if sum(seconds[name]) <= enough:
                 start = time.perf_counter()
@@ -221,6 +225,36 @@ def measure_peak(function: Callable[[], _T], device: torch.device | str = "cpu")
 
 def _peak_mib() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+
+
+def watch_memory(function: Callable[[], _T], kind: str = "VmRSS") -> tuple[_T, float]:
+    """Run once; MiB of memory at its highest above what there was before, looked at every 2 ms (Linux).
+
+    The high-water mark of the process would not do where the import of torch reached a higher one.
+
+    Args:
+        function: What to run.
+        kind: Line of ``/proc/self/status``: resident memory, or ``"RssAnon"``, without pages of mapped files.
+    """
+
+    def now() -> float:
+        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+        return next((int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{kind}:")), 0.0)
+
+    def look() -> None:
+        while not over.wait(0.002):
+            seen.append(now())
+
+    seen, over = [now()], threading.Event()
+    watcher = threading.Thread(target=look)
+    watcher.start()
+    try:
+        out = function()
+        seen.append(now())
+    finally:
+        over.set()
+        watcher.join()
+    return out, max(seen) - seen[0]
 
 
 def count_flop(function: Callable[[], object]) -> int | None:

@@ -16,7 +16,6 @@ import argparse
 import json
 import math
 import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -29,7 +28,17 @@ from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from benchmarks.machine import Case, describe, machine_line, options, run_apart, table, write_results
+from benchmarks.machine import (
+    Case,
+    describe,
+    finished,
+    machine_line,
+    options,
+    run_apart,
+    table,
+    watch_memory,
+    write_results,
+)
 from contrastive_curvature import FeatureFolder
 
 FEATURES, DIMENSIONS, CLASSES = 512, 128, 1000
@@ -74,37 +83,6 @@ def folder_of(n: int, place: Path) -> Path:
     return path
 
 
-class AnonymousMemory:
-    """The largest anonymous resident memory of this process, without pages of mapped files, in MiB (Linux)."""
-
-    def __enter__(self) -> AnonymousMemory:
-        self.before = self.most = self._now()
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.most = max(self.most, self._now())
-
-    @property
-    def grown(self) -> float:
-        """MiB above what there was at the start."""
-        return self.most - self.before
-
-    def _watch(self) -> None:
-        while not self._stop.wait(0.02):
-            self.most = max(self.most, self._now())
-
-    @staticmethod
-    def _now() -> float:
-        lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
-        found = [line for line in lines if line.startswith("RssAnon:")]
-        return int(found[0].split()[1]) / 1024 if found else 0.0
-
-
 def measure(case: dict[str, Any]) -> dict[str, Any]:
     """One fit, in this process."""
     device = torch.device(case["device"])
@@ -119,13 +97,14 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     )
     warnings.simplefilter("ignore")
     loader = FeatureFolder(case["path"], batch_size=_BATCH)
-    with AnonymousMemory() as memory:
+
+    def fit() -> float:
         start = time.perf_counter()
-        la.fit(loader, progress_bar=False)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
-    out: dict[str, Any] = {"seconds": seconds, "mib": memory.grown, "error": la.curvature_error}
+        finished(lambda: la.fit(loader, progress_bar=False), device)()
+        return time.perf_counter() - start
+
+    seconds, mib = watch_memory(fit, "RssAnon")
+    out: dict[str, Any] = {"seconds": seconds, "mib": mib, "error": la.curvature_error}
     if device.type == "cuda":
         out["gpu_mib"] = torch.cuda.max_memory_allocated() / 2**20
     curvature = la.H_raw if isinstance(la.H_raw, Tensor) else la.H_raw[0][0]

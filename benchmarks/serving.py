@@ -14,9 +14,9 @@ from __future__ import annotations
 import argparse
 import statistics
 import tempfile
-import time
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature  # noqa: F401  registers the likelihood
-from benchmarks.machine import Case, machine_line, measure_cases, table
+from benchmarks.machine import Case, machine_line, measure_cases, table, take_turns
 
 NETWORKS = ("resnet18", "vit", "mlp", "mlp, rank 64")
 BATCHES = (1, 32, 256)
@@ -97,21 +97,6 @@ PAIRS = (("torch", "la(x)"), ("graph", "la.export pt2"), ("onnxruntime", "la.exp
 
 
 @torch.no_grad()
-def take_turns(sides: dict[str, Callable[[Tensor], Any]], x: Tensor, seconds: float) -> dict[str, list[float]]:
-    """Seconds of every side, again and again in turns, so that other load on the machine hits all of them."""
-    for side in sides.values():
-        side(x)
-    found: dict[str, list[float]] = {name: [] for name in sides}
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end or len(found["torch"]) < 2:
-        for name, side in sides.items():
-            start = time.perf_counter()
-            side(x)
-            found[name].append(time.perf_counter() - start)
-    return found
-
-
-@torch.no_grad()
 def largest_difference(sides: dict[str, Callable[[Tensor], Any]], x: Tensor) -> dict[str, float]:
     """Of both exports to ``la(x)``: of mu absolutely, of the others relatively."""
     wanted, out = sides["la(x)"](x), {}
@@ -133,7 +118,10 @@ def run_case(case: Case) -> Case:
         sides, rows = make_sides(la, made[1], Path(folder)), []
         for n in case["batches"]:
             x = torch.randn(n, *made[1])
-            seconds = take_turns(sides, x, case["seconds"])
+            calls = {name: partial(side, x) for name, side in sides.items()}
+            with torch.no_grad():
+                take_turns(calls, 1)
+                seconds = take_turns(calls, 2, at_least=case["seconds"])
             ratios = {
                 mine: {
                     "of_fastest": min(seconds[mine]) / min(seconds[alone]),

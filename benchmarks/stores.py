@@ -17,11 +17,9 @@ import argparse
 import json
 import os
 import tempfile
-import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from laplace import Laplace
@@ -31,7 +29,16 @@ from torch.nn.functional import affine_grid, grid_sample
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
-from benchmarks.machine import describe, machine_line, measure_time, options, run_apart, table, write_results
+from benchmarks.machine import (
+    describe,
+    machine_line,
+    measure_time,
+    options,
+    run_apart,
+    table,
+    watch_memory,
+    write_results,
+)
 
 SIZES = (10_000, 100_000)
 STORES = (
@@ -44,7 +51,6 @@ STORES = (
 )
 DIM, K, CHUNK, TRAIN, STEPS = 64, 10, 10_000, 1200, 300
 _TIE = 1e-6
-_T = TypeVar("_T")
 COLUMNS = (
     "store",
     "add, s",
@@ -106,33 +112,6 @@ def save(data: dict[str, Any], path: Path) -> None:
     torch.save({"corpus": kept, "queries": data["queries"].mu}, path)
 
 
-def resident_mib() -> float:
-    """Resident memory of this process."""
-    return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
-
-
-def watch(function: Callable[[], _T]) -> tuple[_T, float]:
-    """Run once; MiB of resident memory at its highest above what was resident before, looked at every 2 ms.
-
-    The high-water mark of the process would not do: the import of torch reaches a higher one.
-    """
-    before, seen, over = resident_mib(), [0.0], threading.Event()
-
-    def look() -> None:
-        while not over.wait(0.002):
-            seen.append(resident_mib() - before)
-
-    watcher = threading.Thread(target=look)
-    watcher.start()
-    try:
-        out = function()
-        seen.append(resident_mib() - before)
-    finally:
-        over.set()
-        watcher.join()
-    return out, max(seen)
-
-
 def recall(result: cc.SearchResult, cosine: Tensor) -> float:
     """Share of hits that are as near as the tenth best."""
     least = cosine.topk(K).values[:, -1:] - _TIE
@@ -159,10 +138,10 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
             store.create_index(case["index"])
         return time.perf_counter() - start
 
-    (add, build), peak = watch(lambda: (fill(), index()))
+    (add, build), peak = watch_memory(lambda: (fill(), index()))
     most = float(corpus[2].quantile(0.1))
     cosine = queries.double() @ corpus[0].double().T
-    found, search_peak = watch(lambda: store.search(queries, K))
+    found, search_peak = watch_memory(lambda: store.search(queries, K))
     out = {"add_seconds": add, "index_seconds": build, "peak_mib": peak, "search_peak_mib": search_peak}
     out["recall"] = recall(found, cosine)
     filtered = store.search(queries, K, max_uncertainty=most)

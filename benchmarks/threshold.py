@@ -1,4 +1,4 @@
-"""What share of known, unknown and harmed inputs ``embedding.is_known(alpha)`` flags, on every encoder of the table.
+"""What share of known, unknown and corrupted inputs ``embedding.is_known(alpha)`` flags, on every encoder of the table.
 
 For each feature file of ``benchmarks.transfer``: the posterior that the library takes when nobody asks for one, in
 three situations. ``split``: calibrated on a random half of the test inputs, judged on the other half, the mean over
@@ -62,7 +62,7 @@ def judge(content: FeatureFile, splits: int = SPLITS, seed: int = 0) -> dict[str
 
     Returns:
         ``split``, ``deviation`` (the standard deviation between splits), ``expected_deviation`` (that of binomial
-        counts), ``validation`` (or ``None``), ``optimistic``, and ``others``: the shares among unknown and harmed
+        counts), ``validation`` (or ``None``), ``optimistic``, and ``others``: the shares among unknown and corrupted
         inputs with the calibration of ``validation`` where there is one, else of ``split``. Shares are lists over the
         alphas.
     """
@@ -95,9 +95,9 @@ def judge(content: FeatureFile, splits: int = SPLITS, seed: int = 0) -> dict[str
 
 
 def _others(content: FeatureFile) -> dict[str, Floats]:
-    worst = {kind: max(level for other, level in content.harmed if other == kind) for kind, _ in content.harmed}
-    harmed = {f"{kind} {level}": content.harmed[kind, level] for kind, level in worst.items()}
-    return content.unknown | harmed
+    worst = {kind: max(level for other, level in content.corrupted if other == kind) for kind, _ in content.corrupted}
+    corrupted = {f"{kind} {level}": content.corrupted[kind, level] for kind, level in worst.items()}
+    return content.unknown | corrupted
 
 
 def _predict(la: Any, features: Floats, *, p_value: bool = False) -> tuple[Tensor, Tensor]:
@@ -124,7 +124,7 @@ def render(results: Case) -> str:
         kinds: dict[bool, list[str]] = {False: [], True: []}
         for other, shares in found["others"].items():
             kinds[" " in other].append(f"{other}: " + " / ".join(f"{share:.2f}" for share in shares))
-        others.append([name, *("; ".join(kinds[harmed]) for harmed in (False, True))])
+        others.append([name, *("; ".join(kinds[corrupted]) for corrupted in (False, True))])
     ways = [f"{what} {alpha:g}" for what in ("calibrated", "validation", "without") for alpha in ALPHAS]
     return "\n".join(
         [
@@ -143,13 +143,13 @@ def render(results: Case) -> str:
             "",
             table(["encoder", *ways], known),
             "",
-            "## Unknown and harmed inputs",
+            "## Unknown and corrupted inputs",
             "",
-            f"Share that is flagged at alpha = {' / '.join(f'{alpha:g}' for alpha in ALPHAS)}; harmed at the worst "
+            f"Share that is flagged at alpha = {' / '.join(f'{alpha:g}' for alpha in ALPHAS)}; corrupted at the worst "
             "level. Calibrated on the file's own calibration inputs where it has them, else on halves of the test "
             "inputs.",
             "",
-            table(["encoder", "unknown", "harmed"], others),
+            table(["encoder", "unknown", "corrupted"], others),
             "",
         ]
     )

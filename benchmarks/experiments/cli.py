@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import importlib.util
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -20,7 +19,7 @@ from benchmarks.experiments.defaults import DEFAULTS, TABLE_DATA, defaults_of
 from benchmarks.experiments.networks import NETWORKS
 from benchmarks.experiments.plan import DEMO, Table, known_rows, plan_cells, table_rows
 from contrastive_curvature import Distance, PDFix
-from contrastive_curvature.errors import ContrastiveCurvatureError, UnsupportedError
+from contrastive_curvature.errors import ContrastiveCurvatureError
 
 _UNSET = object()
 _SMALL = {"digits", "fashionmnist", "mnist", SHUFFLED, NONE, None}
@@ -40,7 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     started = time.perf_counter()
     config = parse(argv)
     try:
-        _check_installed()
         check_config(config)
         if config.threads is not None:
             torch.set_num_threads(config.threads)
@@ -112,18 +110,6 @@ def _new_folder(data: str, dim: int) -> Path:
 def _sizes(data: RetrievalData) -> str:
     outside = "none" if data.ood is None else f"{len(data.ood):,} ({data.ood_title})"
     return f"{data.title}: {len(data.train):,} training, {len(data.test):,} test images; out of distribution: {outside}"
-
-
-def _check_installed() -> None:
-    """Refuse to start without what is needed at the end.
-
-    Raises:
-        UnsupportedError: A package is missing.
-    """
-    missing = [name for name in ("matplotlib", "filelock", "torchvision") if importlib.util.find_spec(name) is None]
-    if missing:
-        msg = f'The experiments need {", ".join(missing)}: pip install "contrastive-curvature[benchmarks]"'
-        raise UnsupportedError(msg)
 
 
 def _or_none(kind: Callable[[str], Any]) -> Callable[[str], Any]:

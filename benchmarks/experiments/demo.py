@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from benchmarks.experiments.markdown import cell, line, machines
+from benchmarks.experiments.markdown import cell, line, machines, summarize_cells
 from benchmarks.experiments.paper import paper_table
 from benchmarks.experiments.plan import ALPHAS, BASE, COLUMNS, DEMO, QUALITY, known_rows, score_titles
-from benchmarks.experiments.summary import summarize_cells
 
 _POSTERIOR = "laplace_posthoc"
 _STEPS = (

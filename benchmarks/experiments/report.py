@@ -9,10 +9,9 @@ from typing import Any
 from benchmarks.experiments.config import Config
 from benchmarks.experiments.data import RetrievalData
 from benchmarks.experiments.demo import demo_markdown
-from benchmarks.experiments.markdown import markdown
+from benchmarks.experiments.markdown import markdown, summarize_cells
 from benchmarks.experiments.plan import BASE, DEMO
 from benchmarks.experiments.store import FORMAT, load_results
-from benchmarks.experiments.summary import summarize_cells
 from benchmarks.machine import write_atomically
 
 _SEARCH = ("knn_embedding", "knn_features")

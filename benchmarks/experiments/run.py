@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,15 +12,14 @@ from filelock import FileLock
 from tqdm import tqdm
 
 from benchmarks import machine
-from benchmarks.experiments.clock import Clock
 from benchmarks.experiments.config import Config, settings
 from benchmarks.experiments.data import RetrievalData
 from benchmarks.experiments.evaluate import evaluate
 from benchmarks.experiments.methods import Method, make_method
 from benchmarks.experiments.methods.deterministic import Deterministic
 from benchmarks.experiments.plan import BASE, Cell, Row
-from benchmarks.experiments.store import cell_folder, is_finished, save_cell, save_failure
-from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, expected
+from benchmarks.experiments.store import Clock, cell_folder, is_finished, save_cell, save_failure
+from contrastive_curvature.errors import ContrastiveCurvatureError
 
 
 class Runner:
@@ -112,7 +110,7 @@ class Runner:
     def _encoder(self, seed: int) -> tuple[Deterministic, float | None]:
         """The deterministic encoder of a seed, which methods share; the last one used stays in memory."""
         if self._base is not None and self._base[0] == seed:
-            return self._base[1], Clock(self._folder(BASE, seed)).seconds
+            return self._base[1], Clock(cell_folder(self.config.out, seed, BASE)).seconds
         base = Deterministic(self.setting)
         seconds = self._fit(base, BASE, seed, None)
         self._base = (seed, base)
@@ -127,7 +125,7 @@ class Runner:
         # Ensembles of several processes may want the same encoder: one trains it, the others wait and load it.
         with FileLock(folder / "lock"):
             if model.is_file():
-                _load(method, model, self.data)
+                method.load(model, self.data)
                 return clock.seconds
             training.mkdir(exist_ok=True)
             with clock:
@@ -136,9 +134,6 @@ class Runner:
             # The checkpoints hold the optimiser too: twice the size of what was just saved.
             shutil.rmtree(training)
         return clock.seconds
-
-    def _folder(self, key: str, seed: int) -> Path:
-        return cell_folder(self.config.out, seed, key)
 
     def warm_up(self) -> None:
         """A forward pass, so that the first prediction that is timed does not pay for the start of the device.
@@ -164,22 +159,3 @@ class Runner:
         device = torch.device(self.config.device)
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
         return machine.describe() | {"device": self.config.device, "accelerator": name}
-
-
-def _load(method: Method, path: Path, data: RetrievalData) -> None:
-    """Load what an earlier start has fitted.
-
-    Raises:
-        InputError: The file is damaged, or another method's.
-    """
-    try:
-        method.load(path, data)
-    except ContrastiveCurvatureError as error:
-        # What refused a part of the content knows neither the file nor what to do with it.
-        named = "" if str(path) in str(error) else f"{path}: "
-        msg = f"{named}{error} Remove {path}, and the method is fitted again."
-        raise InputError(msg) from None
-    except Exception as error:  # what a network raises at another one's weights has no common base
-        reason = (str(error) or type(error).__name__).splitlines()[0]
-        hint = "Remove it, and the method is fitted again."
-        raise InputError(expected(str(path), f"a fitted {method.name}", f"something else ({reason})", hint)) from None

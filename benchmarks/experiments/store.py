@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from collections.abc import Callable
+import time
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from benchmarks.experiments.config import Config
 from benchmarks.experiments.data import RetrievalData
 from benchmarks.experiments.evaluate import Evaluation, Scores
 from benchmarks.experiments.plan import Cell
-from benchmarks.experiments.saved import check_curves, read_cell, read_json
 from benchmarks.machine import write_atomically
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.metrics import CalibrationBins
@@ -24,6 +23,26 @@ from contrastive_curvature.online import load_checkpoint, save_checkpoint
 _CONFIG = "config.json"
 FORMAT = 3
 """Of run folders. In those of format 2, LAM had a diagonal posterior and one score for both questions."""
+
+
+def read_json(path: Path, wanted: str, instead: str) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Args:
+        path: The file.
+        wanted: What it should be, for the message.
+        instead: What to do where it is not.
+
+    Raises:
+        InputError: It cannot be read, is damaged, or holds something else.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(expected(str(path), wanted, f"a damaged file ({error})", instead)) from None
+    if not isinstance(found, dict):
+        raise InputError(expected(str(path), wanted, f"a file with a {type(found).__name__}", instead))
+    return found
 
 
 def open_run(config: Config, data: RetrievalData) -> None:
@@ -38,25 +57,9 @@ def open_run(config: Config, data: RetrievalData) -> None:
             written.
     """
     wanted = config.identity() | {"images": data.fingerprint(), "format": FORMAT}
-    open_folder(config.out, wanted, check_format)
-
-
-def open_folder(out: Path, wanted: dict[str, Any], check: Callable[[Path, dict[str, Any]], None] | None = None) -> None:
-    """Make a run folder, or check that the one that is there was made with the same options.
-
-    Args:
-        out: The folder.
-        wanted: Options that must agree, as JSON has them.
-        check: Refuses a folder by the options that are there, before they are compared.
-
-    Raises:
-        InputError: An option differs, the folder or its configuration holds something else, or it cannot be written.
-    """
-    path = out / _CONFIG
+    out, path = config.out, config.out / _CONFIG
     if path.is_file():
         there = read_json(path, "JSON, the options of a run", "Name another --out.")
-        if check is not None:
-            check(out, there)
         differ = [name for name in wanted | there if wanted.get(name) != there.get(name)]
         if differ:
             was, came = (", ".join(f"{name} = {given.get(name)!r}" for name in differ) for given in (there, wanted))
@@ -72,21 +75,6 @@ def open_folder(out: Path, wanted: dict[str, Any], check: Callable[[Path, dict[s
     except OSError as error:
         raise InputError(expected(f"--out {out}", "a folder that can be written", str(error))) from None
     write_atomically(path, json.dumps(wanted, indent=1) + "\n")
-
-
-def check_format(out: Path, content: dict[str, Any]) -> None:
-    """Refuse a run folder of another version.
-
-    Args:
-        out: The folder.
-        content: Of one of its files, with the format.
-
-    Raises:
-        InputError: The format is another one.
-    """
-    if content.get("format") != FORMAT:
-        hint = "It is of another version of this project. Name another --out, or run it anew."
-        raise InputError(expected(str(out), f"a run folder of format {FORMAT}", content.get("format"), hint))
 
 
 def cell_folder(out: Path, seed: int, key: str, members: tuple[int, ...] = ()) -> Path:
@@ -144,6 +132,15 @@ def save_failure(out: Path, cell: Cell, why: str) -> None:
     write_atomically(result_file(out, cell), json.dumps(content, indent=1) + "\n")
 
 
+def read_cell(path: Path) -> dict[str, Any]:
+    """Read a cell's result, ``seedN/KEY.json``.
+
+    Raises:
+        InputError: It is damaged.
+    """
+    return read_json(path, "a cell's result in JSON", "Remove it, and the cell is evaluated again.")
+
+
 def is_finished(out: Path, cell: Cell) -> bool:
     """Whether a cell has its figures, an ensemble those of its members."""
     path = result_file(out, cell)
@@ -188,20 +185,19 @@ class Curves:
         self.calibration = None if bins is None else CalibrationBins(**bins)
 
 
-def load_curves(out: Path, seed: int, key: str, points: int | None = None) -> Curves | None:
+def load_curves(out: Path, seed: int, key: str) -> Curves | None:
     """Read a cell's curves.
 
     Args:
         out: Run folder.
         seed: Of the cell.
         key: Of its row.
-        points: Number of test images, which the curves are held against where it is given.
 
     Returns:
         The curves; ``None`` where the cell is not finished.
 
     Raises:
-        InputError: The figures or the curves are missing, damaged or something else.
+        InputError: The figures or the curves are damaged.
     """
     cell = out / f"seed{seed}" / f"{key}.json"
     content = read_cell(cell) if cell.is_file() else {"failed": "not yet"}
@@ -209,10 +205,44 @@ def load_curves(out: Path, seed: int, key: str, points: int | None = None) -> Cu
         return None
     path = cell_folder(out, seed, key, tuple(content["members"])) / "curves.pt"
     try:
-        found = load_checkpoint(path, torch.device("cpu"))
+        return Curves(load_checkpoint(path, torch.device("cpu")))
     except InputError as error:
         # Removing the curves alone would leave the cell finished.
         msg = f"{error} Remove {cell} too, and the cell is evaluated again."
         raise InputError(msg) from None
-    check_curves(path, found, cell, points)
-    return Curves(found)
+
+
+class Clock:
+    """Adds up the time of a fit inside ``with``, over interruptions by an exception, in several processes.
+
+    A process that is killed cannot write what it took: the sum then is unknown, and stays so.
+
+    Args:
+        folder: Exists when the clock is started; the count stands in ``clock.json`` there.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "clock.json"
+        self._started = 0.0
+
+    @property
+    def seconds(self) -> float | None:
+        """The sum; ``None`` where a part of it is not known, or nothing was timed."""
+        if not self._path.is_file():
+            return None
+        seconds: float | None = read_json(self._path, "seconds", "Remove it.")["seconds"]
+        return seconds
+
+    def __enter__(self) -> Clock:
+        self._before = self.seconds if self._path.is_file() else 0.0
+        # What stands there until the end: unknown.
+        self._write(None)
+        self._started = time.perf_counter()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        taken = time.perf_counter() - self._started
+        self._write(None if self._before is None else self._before + taken)
+
+    def _write(self, seconds: float | None) -> None:
+        write_atomically(self._path, json.dumps({"seconds": seconds}) + "\n")

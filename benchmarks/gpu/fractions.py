@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.rates import fractions_of
-from benchmarks.machine import write_results
+from benchmarks.machine import table, write_results
 from benchmarks.scale import DIMENSIONS, FEATURES
 
 Counted = tuple[str, float, float, float]
@@ -25,26 +25,15 @@ _SIZE = 4
 _LAYER_WIDTH = 9216
 
 
-def counted(name: str, found: dict[str, Any]) -> Iterator[Counted]:
-    """Cases of one benchmark whose operations are known.
-
-    Args:
-        name: Of the benchmark.
-        found: What its result file holds.
-    """
-    yield from {"curvature": _curvature, "scale": _scale, "backends": _backends, "steps": _steps}[name](found)
-
-
 def _curvature(found: dict[str, Any]) -> Iterator[Counted]:
     for case in found["cases"]:
         if case["case"] == "wide" and case["pd_fix"] == "fixed":
             n, width, dim = case["sizes"]
-            shown = f"{case['distance']}, fixed, N = {n}, F = {width:,}, D = {dim:,}"
         elif case["case"] == "dataset":
             n, width, dim = case["points"], _LAYER_WIDTH, 3
-            shown = f"all pairs of N = {n:,}, F = {width:,}, D = {dim}"
         else:
             continue
+        shown = f"{case.get('distance', 'all pairs')}, N = {n:,}, F = {width:,}, D = {dim:,}"
         flop = 2 * n * n * (2 * dim + 1) + 2 * n * dim * width
         yield shown, flop, _SIZE * (n * (width + dim) + dim * width), case["node"]["seconds"]
 
@@ -77,24 +66,20 @@ def _steps(found: dict[str, Any]) -> Iterator[Counted]:
                 yield f"{what}, D = {case['dim']}: {name}", call["flop"], 0, call["seconds"]
 
 
-def render(result: dict[str, Any]) -> str:
-    """The table as Markdown."""
+_COUNTED = {"curvature": _curvature, "scale": _scale, "backends": _backends, "steps": _steps}
+
+
+def _render(rows: list[dict[str, Any]]) -> str:
+    head = ["benchmark", "case", "ms", "GFLOP", "of FLOP/s", "of bandwidth", "of the floor"]
     lines = [
-        "# What the benchmarks reach of the device's rates",
-        "",
-        "Rates: rates.md. Of the floor: the least time that operations and bytes allow, over the time taken. float32.",
-        "",
-        "| benchmark | case | ms | GFLOP | of FLOP/s | of bandwidth | of the floor |",
-        "|---|---|---:|---:|---:|---:|---:|",
+        [
+            *(row["benchmark"], row["case"], f"{1e3 * row['seconds']:.2f}", f"{row['flop'] / 1e9:.3g}"),
+            *(f"{row['of_flops']:.1%}", f"{row['of_bandwidth']:.1%}" if row["bytes"] else "", f"{row['of_floor']:.1%}"),
+        ]
+        for row in rows
     ]
-    for row in result["rows"]:
-        bandwidth = f"{row['of_bandwidth']:.1%}" if row["bytes"] else ""
-        lines.append(
-            f"| {row['benchmark']} | {row['case']} | {1e3 * row['seconds']:.2f} | {row['flop'] / 1e9:.3g} | "
-            f"{row['of_flops']:.1%} | {bandwidth} | {row['of_floor']:.1%} |"
-        )
-    lines += ["", *(f"- {name}: no result file" for name in result["missing"])]
-    return "\n".join(lines).rstrip() + "\n"
+    text = "Rates: rates.md. Of the floor: the least time that operations and bytes allow, over the time taken."
+    return f"# What the benchmarks reach of the device's rates\n\n{text}\n\n{table(head, lines)}\n"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -103,16 +88,13 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("folder", type=Path, help="of rates.json and the benchmarks' results")
     folder = parser.parse_args(argv).folder
     rates = json.loads((folder / "rates.json").read_text(encoding="utf-8"))["rates"]
-    rows, missing = [], []
-    for name in ("curvature", "scale", "backends", "steps"):
-        path = folder / f"{name}.json"
-        if not path.is_file():
-            missing.append(name)
-            continue
-        for shown, flop, moved, seconds in counted(name, json.loads(path.read_text(encoding="utf-8"))):
-            rows.append({"benchmark": name, "case": shown, **fractions_of(flop, moved, seconds, rates)})
-    result = {"rates": rates, "rows": rows, "missing": missing}
-    write_results(folder, "fractions", result, render(result))
+    rows = [
+        {"benchmark": name, "case": shown, **fractions_of(flop, moved, seconds, rates)}
+        for name, cases in _COUNTED.items()
+        if (path := folder / f"{name}.json").is_file()
+        for shown, flop, moved, seconds in cases(json.loads(path.read_text(encoding="utf-8")))
+    ]
+    write_results(folder, "fractions", {"rates": rates, "rows": rows}, _render(rows))
 
 
 if __name__ == "__main__":

@@ -39,7 +39,17 @@ class Places:
     work: Path
     data: Path
 
+    def writing(self, device: str) -> tuple[str, ...]:
+        """Options of a benchmark: where it computes, and where its results go."""
+        return ("--device", device, "--out", str(self.results))
 
+    def table2(self, device: str, jobs: str, *more: str, minutes: float) -> Part:
+        """The part that fills table 2."""
+        table = ("--data-root", str(self.data), "--work", str(self.work / "table2"), "--jobs", jobs, *more)
+        return Part("table2", ("-m", "benchmarks.gpu.table2", *self.writing(device), *table), minutes, goes_on=True)
+
+
+_PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=quick", "--tb=short", "-rfEs")
 _ALONE = ("laplace", "fit", "hessian", "losses", "network", "hosts")
 _SUITE = {
     "contract": ("tests/laplace/test_contract.py",),
@@ -52,64 +62,43 @@ _SUITE = {
 _NEED = {"tests/stores": ("faiss", "lancedb"), "tests/docs": ("mkdocs", "mkdocstrings", "markdown_it")}
 """Folders of tests that are left out where an optional package is missing."""
 
-_SEEDS = ("0", "1", "2", "3", "4")
 
-
-def real_parts(places: Places, device: str) -> list[Part]:
+def real_parts(places: Places) -> list[Part]:
     """Everything, in under forty minutes on one H200.
 
     Args:
         places: Folders.
-        device: Torch's name of it.
     """
-    results, table = str(places.results), str(places.work / "table2")
-    here, jobs = device.partition(":")[0], str(max(1, min(8, (os.cpu_count() or 2) - 2)))
-    on, images = ("--device", device, "--out", results), ("--data-root", str(places.data))
+    jobs = str(max(1, min(8, (os.cpu_count() or 2) - 2)))
     lacking = [folder for folder, names in _NEED.items() if not all(find_spec(name) for name in names)]
-    less = [f"--ignore={folder}" for folder in lacking]
+    chosen = [*(f"--ignore={folder}" for folder in lacking), "-k", "cuda"]
+    shared = ["-n", jobs] if find_spec("xdist") else []
+    on = places.writing("cuda")
     return [
         Part("rates", ("-m", "benchmarks.gpu.rates", *on), 2),
-        *(
-            Part(
-                name,
-                ("-m", "benchmarks.gpu.suite", name, "--out", results, "--jobs", jobs, "--", *what, *less, "-k", here),
-                6,
-            )
-            for name, what in _SUITE.items()
-        ),
-        Part("curvature", ("-m", "benchmarks.curvature", *on, *images), 3),
+        *(Part(name, (*_PYTEST, *what, *chosen, *shared), 6) for name, what in _SUITE.items()),
+        Part("curvature", ("-m", "benchmarks.curvature", *on, "--data-root", str(places.data)), 3),
         Part("backends", ("-m", "benchmarks.backends", *on), 5),
         Part("scale", ("-m", "benchmarks.scale", *on), 5),
         Part("steps", ("-m", "benchmarks.steps", *on), 4),
-        Part("fractions", ("-m", "benchmarks.gpu.fractions", results), 1),
-        Part(
-            "table2",
-            ("-m", "benchmarks.gpu.table2", *on, *images, "--work", table, "--jobs", jobs, "--seeds", *_SEEDS),
-            20,
-            goes_on=True,
-        ),
+        Part("fractions", ("-m", "benchmarks.gpu.fractions", str(places.results)), 1),
+        places.table2("cuda", jobs, "--seeds", "0", "1", "2", "3", "4", minutes=20),
     ]
 
 
 def rehearsed_parts(places: Places) -> list[Part]:
     """The same chain on the CPU in about two minutes: tiny sizes, a few tests."""
-    results, table = str(places.results), str(places.work / "table2")
-    on, images = ("--device", "cpu", "--out", results), ("--data-root", str(places.data))
+    on = places.writing("cpu")
     few = ("tests/laplace/test_contract.py", "-k", "TestTorchFunc and float32")
-    sizes = ("--train-size", "60", "--test-size", "20", "--epochs", "1")
-    few_rows = ("--seeds", "0", "1", "--methods", "deterministic", "norm", "--", *sizes, "--n-samples", "2")
+    sizes = ("--train-size", "60", "--test-size", "20", "--epochs", "1", "--n-samples", "2")
+    rows = ("--seeds", "0", "1", "--methods", "deterministic", "norm", "--", *sizes)
     return [
         Part("rates", ("-m", "benchmarks.gpu.rates", *on, "--quick"), 1),
-        Part("contract", ("-m", "benchmarks.gpu.suite", "contract", "--out", results, "--jobs", "1", "--", *few), 2),
+        Part("contract", (*_PYTEST, *few), 2),
         Part("curvature", ("-m", "benchmarks.curvature", *on, "--quick"), 1),
         Part("backends", ("-m", "benchmarks.backends", *on, "--quick"), 1),
         Part("scale", ("-m", "benchmarks.scale", *on, "--points", "1000", "2000", "--structures", "diag"), 2),
         Part("steps", ("-m", "benchmarks.steps", *on, "--quick"), 2),
-        Part("fractions", ("-m", "benchmarks.gpu.fractions", results), 1),
-        Part(
-            "table2",
-            ("-m", "benchmarks.gpu.table2", *on, *images, "--work", table, "--jobs", "1", *few_rows),
-            3,
-            goes_on=True,
-        ),
+        Part("fractions", ("-m", "benchmarks.gpu.fractions", str(places.results)), 1),
+        places.table2("cpu", "1", *rows, minutes=3),
     ]

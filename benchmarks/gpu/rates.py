@@ -15,9 +15,6 @@ Run: ``python -m benchmarks.gpu.rates [--device cuda] [--quick] [--out FOLDER]``
 
 from __future__ import annotations
 
-import argparse
-import statistics
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from benchmarks.machine import describe, finished, write_results
+from benchmarks.machine import describe, machine_line, measure_time, options, table, write_results
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.contrastive_classes import InsideColumns
 from contrastive_curvature.network.encoder import Encoder
@@ -43,13 +40,8 @@ Rates = dict[str, float]
 
 def median_seconds(function: Callable[[], object], device: str) -> float:
     """Of several calls after two that are not counted."""
-    call = finished(function, device)
-    seconds = []
-    for _ in range(2 + _TURNS):
-        start = time.perf_counter()
-        call()
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[2:])
+    measure_time(function, 2, device)
+    return measure_time(function, _TURNS, device)["median_seconds"]
 
 
 def measure_ceilings(device: str, quick: bool) -> Rates:
@@ -130,38 +122,33 @@ def fractions_of(flop: float, moved: float, seconds: float, rates: Rates, dtype:
 
 def render(result: dict[str, Any]) -> str:
     """The measurement as Markdown."""
-    about, rates = result["machine"], result["rates"]
-    lines = [
-        "# Rates of the device, and what the kernels reach",
-        "",
-        f"`python -m benchmarks.gpu.rates` on {about.get('accelerator', about['cpu'])}, torch {about['torch']}, "
-        f"{about['date']}. A copy moves {rates['bandwidth'] / 1e9:,.0f} GB/s, read and written; a matrix product makes "
-        + ", ".join(f"{rates[name] / 1e12:,.2f} TFLOP/s in {name}" for name in ("float64", "float32", "bfloat16"))
-        + ".",
-        "",
-        "| kernel | dtype | ms | of FLOP/s | of bandwidth | of the floor |",
-        "|---|---|---:|---:|---:|---:|",
+    rates = result["rates"]
+    products = ", ".join(f"{rates[name] / 1e12:,.2f} TFLOP/s in {name}" for name in ("float64", "float32", "bfloat16"))
+    text = (
+        f"`python -m benchmarks.gpu.rates` on {machine_line(result['machine'])}. A copy moves "
+        f"{rates['bandwidth'] / 1e9:,.0f} GB/s, read and written; a matrix product makes {products}."
+    )
+    rows = [
+        [row["kernel"], row["dtype"], f"{1e3 * row['seconds']:.2f}"]
+        + [f"{row[key]:.1%}" for key in ("of_flops", "of_bandwidth", "of_floor")]
+        for row in result["kernels"]
     ]
-    for row in result["kernels"]:
-        shares = " | ".join(f"{row[key]:.1%}" for key in ("of_flops", "of_bandwidth", "of_floor"))
-        lines.append(f"| {row['kernel']} | {row['dtype']} | {1e3 * row['seconds']:.2f} | {shares} |")
-    return "\n".join(lines) + "\n"
+    made = table(["kernel", "dtype", "ms", "of FLOP/s", "of bandwidth", "of the floor"], rows)
+    return f"# Rates of the device, and what the kernels reach\n\n{text}\n\n{made}\n"
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and write ``rates.json`` and ``rates.md``."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--device", default="cuda")
+    parser = options(__doc__, RESULTS)
+    parser.set_defaults(device="cuda")
     parser.add_argument("--quick", action="store_true", help="small sizes; the figures mean nothing")
-    parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args(argv)
     torch.backends.cuda.matmul.allow_tf32 = False
     rates = measure_ceilings(given.device, given.quick)
     rows = []
     for dtype in (torch.float32, torch.float64):
         for name, (call, flop, moved) in kernels(given.device, dtype, given.quick).items():
-            seconds = median_seconds(call, given.device)
-            shares = fractions_of(flop, moved, seconds, rates, name_of(dtype))
+            shares = fractions_of(flop, moved, median_seconds(call, given.device), rates, name_of(dtype))
             rows.append({"kernel": name, "dtype": name_of(dtype), **shares})
     result = {"machine": describe(given.device), "quick": given.quick, "rates": rates, "kernels": rows}
     write_results(given.out, "rates", result, render(result))

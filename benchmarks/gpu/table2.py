@@ -15,18 +15,17 @@ import json
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from benchmarks.experiments.cli import parse
 from benchmarks.experiments.config import read_data
 from benchmarks.experiments.plan import BASE, Row, table_rows
 from benchmarks.experiments.report import write_report
-from benchmarks.machine import write_atomically
+from benchmarks.experiments.store import open_run
+from benchmarks.machine import write_results
 
-_POLL_SECONDS = 0.2
-_OPENING_SECONDS = 180.0
 _TRAINED_ALONE = 2
 """Of the methods that train an encoder of their own, so many are done one after another by one process."""
 _NEED_ENCODER = ("pfe", "laplace_posthoc", "norm", "vmf_density", "knn", "laplace_gated")
@@ -69,57 +68,34 @@ def main(argv: Sequence[str] | None = None) -> int:
     common += ["--out", str(given.work), "--quiet", "--threads", "1", *given.options]
     rows = table_rows(2, given.methods)
     whole = [*common, "--seeds", *given.seeds, "--methods", *(row.key for row in rows)]
-    status = 0
+    config = parse(whole)
+    data = read_data(config)
+    open_run(config, data)  # now, since two processes at once would refuse each other's folder
     try:
-        failed = _share(units(rows, given.seeds), common, given.jobs, given.work / "config.json")
-        status = _wait([_start(whole)]) or int(failed)
+        failed = _share(units(rows, given.seeds), common, given.jobs)
+        status = int(_run(whole) or failed)
     except KeyboardInterrupt:
         status = 3
-    _publish(whole, given.out)
+    text = write_report(config, data)
+    write_results(given.out, "table2", json.loads((config.out / "results.json").read_text(encoding="utf-8")), text)
     return status
 
 
-def _share(todo: Sequence[Unit], common: list[str], jobs: int, opened: Path) -> bool:
+def _share(todo: Sequence[Unit], common: list[str], jobs: int) -> bool:
     """Run all units, so many at a time; whether one failed."""
-    waiting, running, failed = list(todo), [], False
+    pool = ThreadPoolExecutor(jobs)
     try:
-        while waiting or running:
-            while waiting and len(running) < jobs:
-                seed, methods = waiting.pop(0)
-                running.append(_start([*common, "--seeds", seed, "--methods", *methods]))
-                # The first one makes the run folder; two at once would refuse each other's.
-                end = time.monotonic() + _OPENING_SECONDS
-                while not opened.is_file() and running[-1].poll() is None and time.monotonic() < end:
-                    time.sleep(_POLL_SECONDS)
-            time.sleep(_POLL_SECONDS)
-            failed |= any(child.poll() for child in running)
-            running = [child for child in running if child.poll() is None]
-    except KeyboardInterrupt:
-        # They are of the same process group, were interrupted too, and save how far they came.
-        _wait(running)
-        raise
-    return failed
+        return any(list(pool.map(lambda unit: _run([*common, "--seeds", unit[0], "--methods", *unit[1]]), todo)))
+    finally:
+        # Processes that run when this one is interrupted are interrupted too, and save how far they came.
+        pool.shutdown(cancel_futures=True)
 
 
-def _start(options: list[str]) -> subprocess.Popen[bytes]:
+def _run(options: list[str]) -> bool:
+    """Fill some cells; whether that failed."""
     threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "benchmarks.experiments", *options]
-    return subprocess.Popen(command, env={**os.environ, **threads})
-
-
-def _wait(children: Sequence[subprocess.Popen[bytes]]) -> int:
-    return max((abs(child.wait()) for child in children), default=0)
-
-
-def _publish(options: list[str], out: Path) -> None:
-    """What is finished as ``table2.json`` and ``table2.md``."""
-    config = parse(options)
-    text = write_report(config, read_data(config))
-    out.mkdir(parents=True, exist_ok=True)
-    cells = json.loads((config.out / "results.json").read_text(encoding="utf-8"))
-    write_atomically(out / "table2.json", json.dumps(cells, indent=1) + "\n")
-    write_atomically(out / "table2.md", text)
-    print(text)
+    return subprocess.run(command, env={**os.environ, **threads}, check=False).returncode != 0
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@ A ``.npz`` archive with the arrays
 - ``train_features (N, F)``, ``train_labels (N,)``, ``test_features (M, F)``, ``test_labels (M,)``;
 - ``weight (D, F)`` and ``bias (D,)`` of the last layer;
 - ``unknown_NAME (K, F)``, any number: inputs of another kind;
-- ``harmed_KIND_LEVEL (K, F)``, any number: the test inputs in ``harmed_rows (K,)``, harmed; KIND is any word, and a
-  higher level is worse;
+- ``corrupted_KIND_LEVEL (K, F)``, any number: the test inputs in ``corrupted_rows (K,)``, corrupted; KIND is any word,
+  and a higher level is worse;
 - ``pairs_left``, ``pairs_right``, ``pairs_same``, ``pairs_fold``, each (P,), or none of them: pairs of test inputs,
   whether both are of one class, and the fold of cross-validation. With ``pairs_features (n, F)`` they are row numbers
   in these and not in the test features; ``pairs_people_in_train (P,)`` may say which pairs have an input of a class
@@ -87,7 +87,7 @@ class Pairs:
 
 @dataclass(frozen=True, eq=False)
 class FeatureFile:
-    """The last layer of an encoder, and the features of known, unknown and harmed inputs.
+    """The last layer of an encoder, and the features of known, unknown and corrupted inputs.
 
     Everything is checked and converted when it is made: features to float32, labels and row numbers to int64.
 
@@ -99,8 +99,8 @@ class FeatureFile:
         weight: Of the last layer, shape (D, F), with D at least 2.
         bias: Shape (D,).
         unknown: Name -> features of inputs of another kind, shape (K, F).
-        harmed: Kind and level (from 1, higher is worse) -> features of harmed test inputs, shape (K, F).
-        harmed_rows: Row numbers in the test arrays of the inputs that were harmed, shape (K,).
+        corrupted: Kind and level (from 1, higher is worse) -> features of corrupted test inputs, shape (K, F).
+        corrupted_rows: Row numbers in the test arrays of the inputs that were corrupted, shape (K,).
         pairs: Pairs of inputs for verification.
         calibration_features: Of known inputs that neither trained the encoder nor are among the test inputs, shape
             (C, F); ``None`` where there are none.
@@ -117,8 +117,8 @@ class FeatureFile:
     weight: Floats
     bias: Floats
     unknown: dict[str, Floats] = field(default_factory=dict)
-    harmed: dict[tuple[str, int], Floats] = field(default_factory=dict)
-    harmed_rows: Rows | None = None
+    corrupted: dict[tuple[str, int], Floats] = field(default_factory=dict)
+    corrupted_rows: Rows | None = None
     pairs: Pairs | None = None
     calibration_features: Floats | None = None
     calibration_labels: Rows | None = None
@@ -148,29 +148,29 @@ class FeatureFile:
             _plain(name, "unknown_NAME"): _features(f"unknown_{name}", value, width)
             for name, value in self.unknown.items()
         }
-        parts |= self._harm(width, tests)
+        parts |= self._corruption(width, tests)
         parts["pairs"] = None if self.pairs is None else self.pairs.checked(tests, width)
         for name, value in parts.items():
             object.__setattr__(self, name, value)
 
-    def _harm(self, width: int, tests: int) -> dict[str, Any]:
-        if not self.harmed and self.harmed_rows is None:
+    def _corruption(self, width: int, tests: int) -> dict[str, Any]:
+        if not self.corrupted and self.corrupted_rows is None:
             return {}
-        if not self.harmed:
-            raise InputError(expected("harmed", "harmed_KIND_LEVEL arrays beside harmed_rows", "none"))
-        if self.harmed_rows is None:
-            raise InputError(expected("harmed_rows", "row numbers (K,) beside harmed_KIND_LEVEL", "nothing"))
-        rows = _row_numbers("harmed_rows", self.harmed_rows, None, tests)
+        if not self.corrupted:
+            raise InputError(expected("corrupted", "corrupted_KIND_LEVEL arrays beside corrupted_rows", "none"))
+        if self.corrupted_rows is None:
+            raise InputError(expected("corrupted_rows", "row numbers (K,) beside corrupted_KIND_LEVEL", "nothing"))
+        rows = _row_numbers("corrupted_rows", self.corrupted_rows, None, tests)
         found = {}
-        for (kind, level), value in sorted(self.harmed.items()):
-            name = f"harmed_{_plain(kind, 'harmed_KIND_LEVEL')}_{level}"
+        for (kind, level), value in sorted(self.corrupted.items()):
+            name = f"corrupted_{_plain(kind, 'corrupted_KIND_LEVEL')}_{level}"
             if type(level) is not int or level < 1:
                 raise InputError(expected(name, "a level that is a whole number, at least 1", level))
             found[kind, level] = _features(name, value, width)
             if len(found[kind, level]) != len(rows):
-                wanted = f"{len(rows)} inputs, as many as harmed_rows has"
+                wanted = f"{len(rows)} inputs, as many as corrupted_rows has"
                 raise InputError(expected(name, wanted, f"{len(found[kind, level])}"))
-        return {"harmed": found, "harmed_rows": rows}
+        return {"corrupted": found, "corrupted_rows": rows}
 
     @property
     def features(self) -> int:
@@ -203,16 +203,16 @@ def save_features(path: Path, content: FeatureFile, *, half: bool = False) -> No
         raise InputError(expected("path", "a name that ends in .npz", str(path)))
     arrays: dict[str, Any] = {name: getattr(content, name) for name in (*_REQUIRED, *_CALIBRATION)}
     arrays |= {f"unknown_{name}": value for name, value in content.unknown.items()}
-    arrays |= {f"harmed_{kind}_{level}": value for (kind, level), value in content.harmed.items()}
+    arrays |= {f"corrupted_{kind}_{level}": value for (kind, level), value in content.corrupted.items()}
     if content.pairs is not None:
         arrays |= {name: getattr(content.pairs, name.removeprefix("pairs_")) for name in (*_PAIRS, *_MORE_PAIRS)}
     for name, value in arrays.items():
-        if half and value is not None and (name.endswith("_features") or name.startswith(("unknown_", "harmed_"))):
+        if half and value is not None and (name.endswith("_features") or name.startswith(("unknown_", "corrupted_"))):
             if np.abs(value).max() > _LARGEST_HALF:
                 wanted = f"at most {_LARGEST_HALF:.0f} in half precision"
                 raise InputError(expected(name, wanted, f"{np.abs(value).max()}"))
             arrays[name] = value.astype(np.float16)
-    arrays["harmed_rows"] = content.harmed_rows
+    arrays["corrupted_rows"] = content.corrupted_rows
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
@@ -244,18 +244,18 @@ def load_features(path: Path) -> FeatureFile:
     if missing:
         hint = f"It holds {', '.join(sorted(arrays)) or 'nothing'}."
         raise InputError(expected(str(path), f"the arrays {', '.join(_REQUIRED)}", f"no {', '.join(missing)}", hint))
-    given: dict[str, Any] = {name: arrays.pop(name, None) for name in (*_REQUIRED, *_CALIBRATION, "harmed_rows")}
+    given: dict[str, Any] = {name: arrays.pop(name, None) for name in (*_REQUIRED, *_CALIBRATION, "corrupted_rows")}
     pairs = {name: arrays.pop(name) for name in (*_PAIRS, *_MORE_PAIRS) if name in arrays}
     if pairs and not pairs.keys() >= set(_PAIRS):
         raise InputError(expected(str(path), f"all of {', '.join(_PAIRS)}, or none", f"only {', '.join(pairs)}"))
-    unknown, harmed, strange = {}, {}, []
+    unknown, corrupted, strange = {}, {}, []
     for name, value in arrays.items():
         if name.startswith("unknown_"):
             unknown[name.removeprefix("unknown_")] = value
-        elif found := re.fullmatch(r"harmed_(.+)_([1-9]\d*)", name):
-            harmed[found[1], int(found[2])] = value
-        elif name.startswith("harmed_"):
-            raise InputError(expected(str(path), "harmed_KIND_LEVEL with a level from 1 at its end", name))
+        elif found := re.fullmatch(r"corrupted_(.+)_([1-9]\d*)", name):
+            corrupted[found[1], int(found[2])] = value
+        elif name.startswith("corrupted_"):
+            raise InputError(expected(str(path), "corrupted_KIND_LEVEL with a level from 1 at its end", name))
         else:
             strange.append(name)
     if strange:
@@ -263,7 +263,7 @@ def load_features(path: Path) -> FeatureFile:
         warnings.warn(msg, stacklevel=2)
     try:
         both = Pairs(**{name.removeprefix("pairs_"): value for name, value in pairs.items()}) if pairs else None
-        return FeatureFile(**given, unknown=unknown, harmed=harmed, pairs=both)
+        return FeatureFile(**given, unknown=unknown, corrupted=corrupted, pairs=both)
     except InputError as error:
         msg = f"{path}: {error}"
         raise InputError(msg) from None

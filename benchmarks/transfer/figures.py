@@ -1,4 +1,4 @@
-"""The figures of one score: does it find wrong matches, unknown inputs and harm, and does rejecting by it help?"""
+"""The figures of one score: does it find wrong matches, unknown and corrupted inputs, and does rejecting by it help?"""
 
 from __future__ import annotations
 
@@ -81,26 +81,26 @@ def unknown_figures(known: Tensor, unknown: Tensor) -> dict[str, float]:
     return {"auroc": metrics.auroc(known, unknown), "auprc": metrics.auprc(known, unknown)}
 
 
-def harm_figures(unharmed: Tensor, levels: Mapping[int, Tensor]) -> dict[str, Any]:
-    """Whether a score grows with the degree of harm.
+def corruption_figures(clean: Tensor, levels: Mapping[int, Tensor]) -> dict[str, Any]:
+    """Whether a score grows with the degree of corruption.
 
     Args:
-        unharmed: Scores of K test inputs, shape (K,).
-        levels: Level -> scores of the same inputs, harmed, shape (K,).
+        clean: Scores of K test inputs, shape (K,).
+        levels: Level -> scores of the same inputs, corrupted, shape (K,).
 
     Returns:
-        ``spearman``: Spearman's correlation of level (0 for the unharmed) and score over all these inputs, 0 where all
-        scores are equal; ``auroc``: level -> AUROC of the score for the harmed among the unharmed.
+        ``spearman``: Spearman's correlation of level (0 for the clean) and score over all these inputs, 0 where all
+        scores are equal; ``auroc``: level -> AUROC of the score for the corrupted among the clean.
     """
     from scipy.stats import spearmanr
 
-    both = {0: unharmed, **levels}
+    both = {0: clean, **levels}
     score = torch.cat(list(both.values())).double()
     degree = torch.cat([torch.full((len(part),), float(level)) for level, part in both.items()])
     constant = bool((score == score[0]).all())
     return {
         "spearman": 0.0 if constant else float(spearmanr(degree.numpy(), score.numpy()).statistic),
-        "auroc": {str(level): metrics.auroc(unharmed, part) for level, part in sorted(levels.items())},
+        "auroc": {str(level): metrics.auroc(clean, part) for level, part in sorted(levels.items())},
     }
 
 

@@ -144,7 +144,7 @@ class Fitted:
             structure = default_structure()
         if structure not in self._posteriors:
             try:
-                self._posteriors[structure] = self.fit(structure)
+                self._posteriors[structure] = self._fit(structure)
             except ContrastiveCurvatureError as error:
                 # Three scores ask for it, and a fit may fail after minutes.
                 self._posteriors[structure] = error
@@ -153,16 +153,8 @@ class Fitted:
             raise found
         return found
 
-    def fit(self, structure: str, backend_kwargs: dict[str, Any] | None = None) -> Any:
-        """A posterior that is not kept; see :meth:`posterior`.
-
-        Args:
-            structure: One of :data:`STRUCTURES`, or :data:`DEFAULT`.
-            backend_kwargs: As ``Laplace`` takes them.
-        """
-        structure = default_structure() if structure == DEFAULT else structure
-        options = {} if backend_kwargs is None else {"backend_kwargs": backend_kwargs}
-        la: Any = Laplace(self.encoder, likelihood="contrastive", hessian_structure=structure, **options)
+    def _fit(self, structure: str) -> Any:
+        la: Any = Laplace(self.encoder, likelihood="contrastive", hessian_structure=structure)
         loader = DataLoader(TensorDataset(self.train.features, self.labels), batch_size=_BATCH)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", FeatureNormWarning)

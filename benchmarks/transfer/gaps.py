@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from benchmarks.transfer.results import Result
 from benchmarks.transfer.rows import DEFAULT, Needs
 
-KINDS = ("match", "unknown", "harm")
-"""Is the nearest neighbour right (R-AUROC)? Is the input of another kind (AUROC)? Is it harmed (AUROC, worst level)?"""
+KINDS = ("match", "unknown", "corruption")
+"""Is the nearest neighbour right (R-AUROC)? Is the input unknown (AUROC)? Is it corrupted (AUROC, worst level)?"""
 
 _LEAST = 0.6
 """Where no gallery-free score reaches this AUROC, nothing is to be seen, and no gap is counted."""
@@ -23,7 +23,7 @@ class Question:
     Args:
         encoder: Its name.
         kind: One of :data:`KINDS`.
-        item: Name of the unknown, or kind and level of the harm; empty for matches.
+        item: Name of the unknown, or kind and level of the corruption; empty for matches.
         values: Row -> figure, larger is better.
         needs: Row -> what it keeps.
     """
@@ -66,9 +66,9 @@ def questions(result: Result) -> list[Question]:
     for name, row in rows.items():
         for unknown, figures in row["unknown"].items():
             columns.setdefault(("unknown", unknown), {})[name] = figures["auroc"]
-        for kind, figures in row.get("harm", {}).items():
+        for kind, figures in row.get("corruption", {}).items():
             level = max(figures["auroc"], key=int)
-            columns.setdefault(("harm", f"{kind} {level}"), {})[name] = figures["auroc"][level]
+            columns.setdefault(("corruption", f"{kind} {level}"), {})[name] = figures["auroc"][level]
     return [
         Question(result["name"], kind, item, {n: v for n, v in values.items() if v is not None}, needs)
         for (kind, item), values in columns.items()

@@ -16,7 +16,7 @@ from benchmarks.transfer.figures import (
     COMBINED,
     Retrieval,
     Verified,
-    harm_figures,
+    corruption_figures,
     match_figures,
     retrieve,
     unknown_figures,
@@ -35,15 +35,15 @@ class Judgement:
         figures: Plain numbers, for the JSON file.
         retrieval: Which test inputs have a right nearest neighbour.
         verified: Which pairs are decided rightly; ``None`` without pairs.
-        harmed_rows: Row numbers of the test inputs that were harmed, shape (K,); empty where none were.
-        scores: Row -> set of inputs (``test``, ``unknown_NAME``, ``harmed_KIND_LEVEL``, ``calibration``) -> scores.
+        corrupted_rows: Row numbers of the test inputs that were corrupted, shape (K,); empty where none were.
+        scores: Row -> set of inputs (``test``, ``unknown_NAME``, ``corrupted_KIND_LEVEL``, ``calibration``) -> scores.
         pairs: Row -> ``sum`` and ``max`` of the scores of each pair, shape (P,).
     """
 
     figures: dict[str, Any]
     retrieval: Retrieval
     verified: Verified | None
-    harmed_rows: Tensor
+    corrupted_rows: Tensor
     scores: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     pairs: dict[str, dict[str, Tensor]] = field(default_factory=dict)
 
@@ -63,9 +63,11 @@ def judge(content: FeatureFile, rows: Sequence[Row] | None = None) -> Judgement:
     labels = torch.from_numpy(content.test_labels)
     retrieval = retrieve(fitted.test.outputs, labels)
     pair_points, verified = _verification(content, fitted)
-    harmed_rows = torch.from_numpy(np.zeros(0, np.int64) if content.harmed_rows is None else content.harmed_rows)
-    out = Judgement(_header(content, retrieval, verified), retrieval, verified, harmed_rows)
-    sets = _sets(content, fitted, harmed_rows)
+    corrupted_rows = torch.from_numpy(
+        np.zeros(0, np.int64) if content.corrupted_rows is None else content.corrupted_rows
+    )
+    out = Judgement(_header(content, retrieval, verified), retrieval, verified, corrupted_rows)
+    sets = _sets(content, fitted, corrupted_rows)
     skipped: dict[str, str] = {}
     for row in all_rows() if rows is None else rows:
         try:
@@ -102,8 +104,8 @@ def _header(content: FeatureFile, retrieval: Retrieval, verified: Verified | Non
         "map_at_1": retrieval.map_at_1,
         "rows": {},
     }
-    if content.harmed_rows is not None:
-        out["sizes"]["harmed"] = len(content.harmed_rows)
+    if content.corrupted_rows is not None:
+        out["sizes"]["corrupted"] = len(content.corrupted_rows)
     if content.pairs is not None and verified is not None:
         out["pairs"] = {
             "pairs": len(verified.right),
@@ -116,13 +118,13 @@ def _header(content: FeatureFile, retrieval: Retrieval, verified: Verified | Non
     return out
 
 
-def _sets(content: FeatureFile, fitted: Fitted, harmed_rows: Tensor) -> dict[str, Points]:
+def _sets(content: FeatureFile, fitted: Fitted, corrupted_rows: Tensor) -> dict[str, Points]:
     sets = {"test": fitted.test}
     for name, features in content.unknown.items():
         sets[f"unknown_{name}"] = fitted.points(f"unknown_{name}", torch.from_numpy(features))
-    for (kind, level), features in content.harmed.items():
-        name = f"harmed_{kind}_{level}"
-        sets[name] = fitted.points(name, torch.from_numpy(features), harmed_rows)
+    for (kind, level), features in content.corrupted.items():
+        name = f"corrupted_{kind}_{level}"
+        sets[name] = fitted.points(name, torch.from_numpy(features), corrupted_rows)
     if fitted.calibration is not None:
         sets["calibration"] = fitted.calibration
     return sets
@@ -156,8 +158,10 @@ def _figures(content: FeatureFile, scores: Mapping[str, Tensor], out: Judgement)
     found: dict[str, Any] = match_figures(test, out.retrieval.right)
     found["unknown"] = {name: unknown_figures(test, scores[f"unknown_{name}"]) for name in content.unknown}
     levels: dict[str, dict[int, Tensor]] = {}
-    for kind, level in content.harmed:
-        levels.setdefault(kind, {})[level] = scores[f"harmed_{kind}_{level}"]
+    for kind, level in content.corrupted:
+        levels.setdefault(kind, {})[level] = scores[f"corrupted_{kind}_{level}"]
     if levels:
-        found["harm"] = {kind: harm_figures(test[out.harmed_rows], some) for kind, some in levels.items()}
+        found["corruption"] = {
+            kind: corruption_figures(test[out.corrupted_rows], some) for kind, some in levels.items()
+        }
     return found

@@ -1,4 +1,4 @@
-"""Plots of one encoder: score against degree of harm, and error over rejection."""
+"""Plots of one encoder: score against degree of corruption, and error over rejection."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ def draw_all(folder: Path, judgement: Judgement, title: str) -> list[Path]:
     rows = _shown(judgement)
     figures: dict[str, Figure] = {}
     with plt.rc_context(_STYLE):
-        kinds = _harm(judgement, rows)
+        kinds = _corruption(judgement, rows)
         if kinds:
-            figures["harm"] = draw_harm(kinds, title)
+            figures["corruption"] = draw_corruption(kinds, title)
         scores = {_title(judgement, name): judgement.scores[name]["test"] for name in rows}
         figures["rejection"] = draw_rejection(scores, judgement.retrieval.right, f"{title}: retrieval", "queries")
         if judgement.verified is not None:
@@ -59,16 +59,16 @@ def draw_all(folder: Path, judgement: Judgement, title: str) -> list[Path]:
     return paths
 
 
-def draw_harm(kinds: Mapping[str, Mapping[str, Mapping[int, Tensor]]], title: str) -> Figure:
-    """Draw how scores grow with the degree of harm.
+def draw_corruption(kinds: Mapping[str, Mapping[str, Mapping[int, Tensor]]], title: str) -> Figure:
+    """Draw how scores grow with the degree of corruption.
 
     Args:
-        kinds: Kind of harm -> title of a score -> level (0 is unharmed) -> scores (K,).
+        kinds: Kind of corruption -> title of a score -> level (0 is clean) -> scores (K,).
         title: Of the figure.
 
     Returns:
-        A panel for each kind: mean share of the unharmed inputs that a harmed one is less certain than, which makes
-        scores of all units comparable; 0.5 where harm does not show.
+        A panel for each kind: mean share of the clean inputs that a corrupted one is less certain than, which makes
+        scores of all units comparable; 0.5 where corruption does not show.
     """
     size = (2.9 * len(kinds) + 1, 3.4)
     figure, panels = plt.subplots(1, len(kinds), figsize=size, layout="constrained", sharey=True, squeeze=False)
@@ -77,10 +77,10 @@ def draw_harm(kinds: Mapping[str, Mapping[str, Mapping[int, Tensor]]], title: st
             shares = [0.5 if level == 0 else metrics.auroc(levels[0], part) for level, part in sorted(levels.items())]
             axes.plot(sorted(levels), shares, marker="o", markersize=3, label=name)
         axes.axhline(0.5, color="black", linewidth=0.8, alpha=0.5)
-        axes.set(title=kind, xlabel="level (0: unharmed)", ylim=(0, 1.02))
-    panels[0, 0].set_ylabel("share of unharmed inputs\nthat are more certain")
+        axes.set(title=kind, xlabel="level (0: clean)", ylim=(0, 1.02))
+    panels[0, 0].set_ylabel("share of clean inputs\nthat are more certain")
     figure.legend(*panels[0, 0].get_legend_handles_labels(), loc="outside lower center", ncols=3)
-    figure.suptitle(f"Score against degree of harm, {title}")
+    figure.suptitle(f"Score against degree of corruption, {title}")
     return figure
 
 
@@ -122,14 +122,14 @@ def _title(judgement: Judgement, name: str) -> str:
     return title.replace("`", "")
 
 
-def _harm(judgement: Judgement, rows: Sequence[str]) -> dict[str, dict[str, dict[int, Tensor]]]:
+def _corruption(judgement: Judgement, rows: Sequence[str]) -> dict[str, dict[str, dict[int, Tensor]]]:
     out: dict[str, dict[str, dict[int, Tensor]]] = {}
     for name in rows:
         sets = judgement.scores[name]
         for full, score in sets.items():
-            if full.startswith("harmed_"):
-                kind, level = full.removeprefix("harmed_").rsplit("_", 1)
+            if full.startswith("corrupted_"):
+                kind, level = full.removeprefix("corrupted_").rsplit("_", 1)
                 levels = out.setdefault(kind, {}).setdefault(_title(judgement, name), {})
                 levels[int(level)] = score
-                levels[0] = sets["test"][judgement.harmed_rows]
+                levels[0] = sets["test"][judgement.corrupted_rows]
     return out

@@ -17,7 +17,7 @@ from benchmarks.transfer.rows import all_rows
 
 Result = dict[str, Any]
 
-VERSION = 4
+VERSION = 5
 """To be raised when figures change their meaning: results of another version are made again."""
 
 _DIGITS = 4

@@ -25,8 +25,8 @@ from benchmarks.transfer.rows import ANSWERS, Needs
 _LEGEND = (
     "R-AUROC: AUROC of the score for a wrong nearest neighbour, leave-one-out among the test inputs; 0.5 is chance. "
     "AUSC: mean precision at 1 while the least certain queries are rejected. Unknown inputs: AUROC (AUPRC in the JSON "
-    "files). Harm: Spearman's correlation of level and score; in brackets the AUROC of the score for the inputs at "
-    "level 3 and at the worst level, among the same inputs unharmed. Bold: the best of the gallery-free scores, "
+    "files). Corruption: Spearman's correlation of level and score; in brackets the AUROC of the score for the inputs "
+    "at level 3 and at the worst level, among the same clean inputs. Bold: the best of the gallery-free scores, "
     "which keep the posterior, constants or something for each class; in italics a gallery score that is better."
 )
 
@@ -47,12 +47,12 @@ TARGETS: tuple[tuple[str, str, Beside, float], ...] = (
     ("match", "gallery", _ALL, 0.01),
     *(("unknown", "known", beside, 0.02) for beside in _FREE),
     ("unknown", "gallery", _ALL, 0.01),
-    *(("harm", "known", beside, 0.02) for beside in _FREE),
-    ("harm", "gallery", _ALL, 0.01),
+    *(("corruption", "known", beside, 0.02) for beside in _FREE),
+    ("corruption", "gallery", _ALL, 0.01),
 )
 """Kind of question, key of :data:`.rows.ANSWERS`, what it is compared with, and the largest gap that is wanted."""
 
-_ASKED = {"match": "right matches", "unknown": "unknown inputs", "harm": "harmed inputs"}
+_ASKED = {"match": "right matches", "unknown": "unknown inputs", "corruption": "corrupted inputs"}
 _SHOWN = {
     "retrieval": "`uncertainty`",
     "known": "`novelty`",
@@ -80,7 +80,7 @@ def summary(results: Sequence[Result]) -> str:
         "## Gaps to the best gallery-free score",
         "",
         "Over all encoders. Gap: AUROC of the best gallery-free score minus this one's, mean and largest; below zero "
-        "where this one is better. Unknown and harmed inputs count where the best is above 0.6; n is how many "
+        "where this one is better. Unknown and corrupted inputs count where the best is above 0.6; n is how many "
         "questions a score answers.",
         "",
         _gap_table(results),
@@ -88,8 +88,8 @@ def summary(results: Sequence[Result]) -> str:
         "## The library's answers",
         "",
         "What the library says with no option set: `uncertainty` about right matches (R-AUROC), `novelty` about "
-        "unknown and harmed inputs (AUROC, harm at the worst level), and with a labelled gallery "
-        "`RetrievalUncertainty` about all three; without labels it finds unknown and harmed inputs by the same "
+        "unknown and corrupted inputs (AUROC, corruption at the worst level), and with a labelled gallery "
+        "`RetrievalUncertainty` about all three; without labels it finds unknown and corrupted inputs by the same "
         "threshold, and has a line about right matches. Gap: the best figure of the rows named minus that of the "
         "answer. Where the classes in use are others than in training, as on faces, rows that keep something for each "
         "training class say little.",
@@ -98,8 +98,8 @@ def summary(results: Sequence[Result]) -> str:
         "",
         "## Encoders",
         "",
-        "The answers beside the best of the others; means over the unknown and harmed inputs that count. All rows of "
-        "an encoder are in `transfer/NAME.md`.",
+        "The answers beside the best of the others; means over the unknown and corrupted inputs that count. All rows "
+        "of an encoder are in `transfer/NAME.md`.",
         "",
         _overview(results),
         "",
@@ -114,7 +114,7 @@ def _machine(result: Result) -> str:
 
 def _gap_table(results: Sequence[Result]) -> str:
     asked = [question for result in results for question in questions(result)]
-    titles = {"match": "R-AUROC", "unknown": "unknown, AUROC", "harm": "worst harm, AUROC"}
+    titles = {"match": "R-AUROC", "unknown": "unknown, AUROC", "corruption": "worst corruption, AUROC"}
     columns = [name for kind in KINDS for name in (f"{titles[kind]}: n", "mean", "gap", "largest", "at")]
     lines = []
     for name, row in _in_order(results):
@@ -130,10 +130,10 @@ def _gap_table(results: Sequence[Result]) -> str:
             figures["spearman"]
             for result in results
             if name in result["rows"]
-            for figures in result["rows"][name].get("harm", {}).values()
+            for figures in result["rows"][name].get("corruption", {}).values()
         ]
         lines.append([*cells, f"{statistics.fmean(found):.3f}" if found else ""])
-    return table(["score", "keeps", *columns, "harm, Spearman"], lines)
+    return table(["score", "keeps", *columns, "corruption, Spearman"], lines)
 
 
 def _in_order(results: Sequence[Result]) -> Iterable[tuple[str, Any]]:
@@ -172,7 +172,7 @@ def _target_table(results: Sequence[Result]) -> str:
 
 def _overview(results: Sequence[Result]) -> str:
     """A line for each encoder: the library's answers, and the best scores of three kinds."""
-    titles = {"match": "R-AUROC", "unknown": "unknown", "harm": "harm"}
+    titles = {"match": "R-AUROC", "unknown": "unknown", "corruption": "corruption"}
     # The labels of a gallery change the order of known inputs, and not which inputs are called unknown.
     with_gallery = {kind: ["unlabelled", "gallery"] if kind == "match" else ["gallery"] for kind in KINDS}
     columns = []
@@ -254,10 +254,10 @@ def _columns(result: Result) -> dict[str, dict[str, tuple[str, float | None, boo
         add("AUSC", row["ausc"])
         for unknown, figures in row["unknown"].items():
             add(f"unknown: {unknown}", figures["auroc"])
-        for kind, figures in row.get("harm", {}).items():
+        for kind, figures in row.get("corruption", {}).items():
             levels = [level for level in ("3", max(figures["auroc"], key=int)) if level in figures["auroc"]]
             aurocs = ", ".join(f"{figures['auroc'][level]:.3f}" for level in dict.fromkeys(levels))
-            add(f"harm: {kind}", figures["spearman"], f"{figures['spearman']:.3f} ({aurocs})")
+            add(f"corruption: {kind}", figures["spearman"], f"{figures['spearman']:.3f} ({aurocs})")
         for combined, figures in row.get("pairs", {}).items():
             share = f"{REJECTED[0]:.0%}"
             error = figures["error_at"][0]

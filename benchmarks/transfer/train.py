@@ -31,22 +31,19 @@ class Training:
         batch: Inputs a step; the last, smaller batch of an epoch is left out.
         together: Inputs of one class that come after each other. Where classes are many, batches at random would have
             no two inputs of one class. What a class has beyond a multiple of it is left out, others in each epoch.
-        precision: Of the forward passes: ``"float32"``, or ``"bfloat16"``, which is autocast and less than half as long
-            on processors that have such products.
     """
 
     epochs: int
     rate: float = 1e-3
     batch: int = 128
     together: int = 1
-    precision: str = "float32"
 
 
 def train(
     network: nn.Module,
     inputs: Callable[[Tensor], Tensor],
     labels: Tensor,
-    loss: str | nn.Module,
+    loss: str,
     how: Training,
     seed: int,
 ) -> list[float]:
@@ -54,10 +51,9 @@ def train(
 
     Args:
         network: Maps inputs to raw outputs; the loss sees their directions only.
-        inputs: Row numbers (B,) -> inputs (B, ...), or several views of each (V B, ...), one view of all after the
-            other; asked in the order of training, so that it may augment.
+        inputs: Row numbers (B,) -> inputs (B, ...), asked in the order of training, so that it may augment.
         labels: Class labels, shape (N,).
-        loss: One of :data:`LOSSES`, or a module of raw outputs and labels, whose parameters are trained, too.
+        loss: One of :data:`LOSSES`.
         how: Length and pace.
         seed: Of the order of the inputs.
 
@@ -68,26 +64,22 @@ def train(
         InputError: The loss has another name, or there are fewer inputs than a batch has.
         DivergenceError: A loss is not finite.
     """
-    value: Callable[[Tensor, Tensor], Tensor] = _loss(loss) if isinstance(loss, str) else loss
-    parameters = [*network.parameters(), *([] if isinstance(loss, str) else loss.parameters())]
+    value = _loss(loss)
     generator = torch.Generator().manual_seed(seed)
     used = int((labels.unique(return_counts=True)[1] // how.together * how.together).sum())
     if used < how.batch:
         raise InputError(expected("labels", f"at least {how.batch}, one batch", f"{used}"))
     steps = used // how.batch
-    optimizer = torch.optim.AdamW(parameters, lr=how.rate, weight_decay=1e-4)
+    optimizer = torch.optim.AdamW(network.parameters(), lr=how.rate, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, how.rate, total_steps=steps * how.epochs + 1)
     network.train()
     history = []
     for epoch in range(how.epochs):
         total = 0.0
         for step, rows in enumerate(order_of_epoch(labels, how.together, generator).split(how.batch)[:steps]):
-            with torch.autocast("cpu", torch.bfloat16, enabled=how.precision == "bfloat16"):
-                outputs = network(inputs(rows))
-            found = value(outputs.float(), labels[rows].repeat(len(outputs) // len(rows)))
+            found = value(network(inputs(rows)), labels[rows])
             if not found.isfinite():
-                name = loss if isinstance(loss, str) else type(loss).__name__
-                msg = f"the {name} loss is not finite; train with a smaller rate than {how.rate}"
+                msg = f"the {loss} loss is not finite; train with a smaller rate than {how.rate}"
                 raise DivergenceError(msg, epoch * steps + step + 1)
             optimizer.zero_grad(set_to_none=True)
             found.backward()

@@ -53,9 +53,9 @@ def made_up():
     who = {"train": np.arange(300) % 40, "test": 40 + np.arange(240) % 50}
     found = {f"{part}_features": pictures(rows) for part, rows in who.items()}
     found |= {f"{part}_labels": rows for part, rows in who.items()}
-    found |= {"weight": draw.standard_normal((16, 32)) / 6, "bias": np.zeros(16), "harmed_rows": np.arange(60)}
+    found |= {"weight": draw.standard_normal((16, 32)) / 6, "bias": np.zeros(16), "corrupted_rows": np.arange(60)}
     found |= {f"unknown_{name}": draw.standard_normal((50, 32)).clip(0) for name in ("mnist", "letters", "cifar10")}
-    found |= {f"harmed_{kind}_{level}": pictures(who["test"][:60], level / 6) for kind in HARMS for level in LEVELS}
+    found |= {f"corrupted_{kind}_{level}": pictures(who["test"][:60], level / 6) for kind in HARMS for level in LEVELS}
     left, right = draw.integers(0, 240, (2, 400))
     right[:200] = (left[:200] + 50) % 240
     found |= {"pairs_features": found["test_features"], "pairs_left": left, "pairs_right": right}
@@ -153,10 +153,10 @@ def nearest_is_right(embedding, own):
     return float((data["test_labels"][cosines.argmax(1)] == data["test_labels"][own]).double().mean())
 
 
-own = data["harmed_rows"]
+own = data["corrupted_rows"]
 fig, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.3))
 for kind, mark in zip(HARMS, "osD^v", strict=True):
-    levels = [la(data["test_features"][own]), *(la(data[f"harmed_{kind}_{level}"]) for level in LEVELS)]
+    levels = [la(data["test_features"][own]), *(la(data[f"corrupted_{kind}_{level}"]) for level in LEVELS)]
     left.plot(range(6), [float(level.uncertainty.median()) for level in levels], f"-{mark}", markersize=4, label=kind)
     right.plot(range(6), [nearest_is_right(level, own) for level in levels], f"-{mark}", markersize=4, label=kind)
 left.set(xlabel="level of harm (0: none)", ylabel="median uncertainty, radians")

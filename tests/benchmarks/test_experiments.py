@@ -5,8 +5,8 @@ import math
 
 import pytest
 
-from benchmarks.experiments import cli, config, defaults, plan, plots, store
-from contrastive_curvature.errors import DivergenceError, InputError
+from benchmarks.experiments import cli, plan, plots
+from contrastive_curvature.errors import DivergenceError
 from contrastive_curvature.online import Trainer
 from tests.devices import DEVICES
 
@@ -74,27 +74,6 @@ def test_means_and_deviations_stand_in_the_table(whole):
     assert "paper" not in text.split("## Notes")[0]  # the paper has no digits
 
 
-def test_plots_are_there(whole):
-    names = {path.name for path in (whole / "plots").iterdir()}
-    rows = ("pfe", "laplace_posthoc", "laplace_online")
-    images = {f"{kind}_{row}.png" for kind in ("images", "embeddings") for row in rows}
-    assert names == {"roc.png", "sparsification.png", "calibration.png", "histograms.png"} | images
-    for name in names:
-        assert (whole / "plots" / name).read_bytes().startswith(b"\x89PNG")
-
-
-def test_saved_curves_give_the_figures(whole):
-    from contrastive_curvature import metrics
-
-    for cell in results_of(whole)["cells"]:
-        curves = store.load_curves(whole, cell["seed"], cell["row"])
-        if cell["row"] != "deterministic":
-            scores = curves.scores.get(plan.NOVELTY, curves.scores[plan.OWN])
-            assert metrics.auroc(scores.inside, scores.outside) == cell["figures"]["auroc"]
-        if "ece" in cell["figures"]:
-            assert curves.calibration.expected_calibration_error == cell["figures"]["ece"]
-
-
 def test_finished_cells_are_not_computed_again(whole, undrawn, monkeypatch):
     def never(*_, **__):
         raise RuntimeError("computed again")
@@ -107,15 +86,14 @@ def test_finished_cells_are_not_computed_again(whole, undrawn, monkeypatch):
         cli.main([*CLOSED, "--seeds", "2", "--out", str(whole)])
 
 
-@pytest.mark.parametrize("stop_at", [3, 6, 11])
-def test_an_interrupted_run_ends_as_an_uninterrupted_one(stop_at, tmp_path, undrawn, monkeypatch):
+def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path, undrawn, monkeypatch):
     options = ["--table", "2", *TINY, "--epochs", "2", "--methods", "deterministic", "laplace_online", "norm"]
     assert cli.main([*options, "--out", str(tmp_path / "whole")]) == 0
-    step, steps = Trainer._train_on_batch, []
+    step, steps, stop_at = Trainer._train_on_batch, [], [6]
 
     def stops(self, batch):
         steps.append(batch)
-        if len(steps) == stop_at:
+        if len(steps) == stop_at[0]:
             raise KeyboardInterrupt
         return step(self, batch)
 
@@ -123,10 +101,10 @@ def test_an_interrupted_run_ends_as_an_uninterrupted_one(stop_at, tmp_path, undr
         patch.setattr(Trainer, "_train_on_batch", stops)
         assert cli.main([*options, "--out", str(tmp_path / "parts")]) == 130
         steps.clear()
-        interrupted, stop_at = stop_at, 100
+        stop_at[0] = 100
         assert cli.main([*options, "--out", str(tmp_path / "parts")]) == 0
     # A checkpoint is written after every epoch, of four steps; what lies before the last one is not done again.
-    assert len(steps) == {3: 16, 6: 12, 11: 8}[interrupted]
+    assert len(steps) == 12
     assert figures_of(tmp_path / "parts") == figures_of(tmp_path / "whole")
 
 
@@ -169,21 +147,6 @@ def test_other_options_are_refused_by_the_folder(tmp_path, undrawn, capsys):
     assert cli.main([*options, "--threads", "1"]) == 0
 
 
-def test_other_images_are_refused_by_the_folder(tmp_path, undrawn, capsys, monkeypatch):
-    options = ["--table", "2", *TINY, "--epochs", "1", "--methods", "deterministic", "--out", str(tmp_path)]
-    assert cli.main(options) == 0
-    read = cli.read_data
-
-    def changed(given):
-        data = read(given)
-        data.test.pixels[3, 0, 2, 2] += 1
-        return data
-
-    monkeypatch.setattr(cli, "read_data", changed)
-    assert cli.main(options) == 2
-    assert "images = " in capsys.readouterr().err
-
-
 def test_ensembles_know_their_members(tmp_path, undrawn):
     options = ["--table", "2", *TINY, "--epochs", "1", "--methods", "deterministic", "deep_ensemble"]
     options += ["--out", str(tmp_path), "--seeds"]
@@ -199,29 +162,6 @@ def test_ensembles_know_their_members(tmp_path, undrawn):
     # another process's ensemble shares encoders with it, so it is no second run
     assert cli.main([*options, "1"]) == 0
     assert results_of(tmp_path)["rows"]["deep_ensemble"]["figures"]["map_at_1"]["n"] == 1
-
-
-def test_a_network_that_cannot_be_made_is_refused_before_the_folder(tmp_path, monkeypatch, capsys):
-    def refuse(_):
-        raise InputError("no weights")
-
-    monkeypatch.setattr("benchmarks.experiments.run.Runner.warm_up", refuse)
-    assert cli.main([*CLOSED, "--out", str(tmp_path / "run")]) == 2
-    assert "no weights" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
-def test_images_of_a_class_or_none():
-    chosen = [cli.parse(["--table", "3", "--data", "omniglot", *more]).per_class for more in ([], ["--per-class", "2"])]
-    assert chosen == [4, 2]
-    assert cli.parse(["--table", "3", "--data", "omniglot", "--per-class", "none"]).per_class is None
-
-
-def test_a_folder_of_something_else_is_left_alone(tmp_path, capsys):
-    (tmp_path / "precious").write_text("mine")
-    assert cli.main([*CLOSED, "--out", str(tmp_path)]) == 2
-    assert "a new or empty folder, or a run's" in capsys.readouterr().err
-    assert [path.name for path in tmp_path.iterdir()] == ["precious"]
 
 
 @pytest.mark.parametrize(
@@ -253,37 +193,3 @@ def test_refusals_come_first(options, says, tmp_path, monkeypatch, capsys):
     assert cli.main(["--table", "2", "--data", "digits", *options]) == 2
     assert says in capsys.readouterr().err
     assert list(tmp_path.iterdir()) == []
-
-
-def test_missing_files_are_refused(tmp_path, capsys):
-    assert cli.main(["--table", "2", "--data-root", str(tmp_path), "--out", str(tmp_path / "run")]) == 2
-    assert "FashionMNIST" in capsys.readouterr().err
-    assert not (tmp_path / "run").exists()
-
-
-def test_defaults_are_those_of_the_table_and_the_data():
-    fashion, birds = cli.parse(["--table", "2"]), cli.parse(["--table", "3"])
-    assert (fashion.data, fashion.dim, fashion.epochs, fashion.lr, fashion.margin) == ("fashionmnist", 3, 20, 1e-3, 0.7)
-    assert (birds.data, birds.dim, birds.network, birds.lr) == ("cub200", 2048, "resnet50", 1e-7)
-    assert cli.parse(["--table", "1"]).data == "lfw"
-    assert cli.parse(["--table", "4"]).epochs == 200
-    assert cli.parse(["--table", "2", "--n-samples", "7"]).ece_samples == 7
-    for names in defaults.TABLE_DATA.values():
-        assert set(names) <= set(defaults.DEFAULTS)
-
-
-def test_help_names_every_row(capsys):
-    with pytest.raises(SystemExit) as stop:
-        cli.main(["--help"])
-    assert stop.value.code == 0
-    text = capsys.readouterr().out
-    assert all(row.key in text for table in (1, 2, 4) for row in plan.known_rows(table))
-
-
-def test_a_damaged_configuration_is_refused(tmp_path):
-    damaged = tmp_path / "config.json"
-    damaged.write_text("{")
-    given = cli.parse([*CLOSED, "--out", str(tmp_path)])
-    data = config.read_data(given)
-    with pytest.raises(InputError, match=r"config\.json: expected JSON"):
-        store.open_run(given, data)

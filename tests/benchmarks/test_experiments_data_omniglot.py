@@ -1,5 +1,3 @@
-import zipfile
-
 import numpy as np
 import pytest
 import torch
@@ -54,42 +52,3 @@ def test_omniglot_shrinks_by_area(tmp_path):
     assert torch.equal(whole.train.images(range(15)), ink)
     with pytest.raises(InputError, match="image_size: expected at most 105"):
         load_data("omniglot", tmp_path, image_size=106)
-
-
-def test_omniglot_missing_and_damaged_files(tmp_path):
-    write_mnist(tmp_path, "MNIST", {"t10k": 3})
-    with pytest.raises(InputError, match=r"small1\.zip, \S*small2\.zip\. .*download=True"):
-        load_data("omniglot", tmp_path)
-    write_omniglot(tmp_path, {1: {"Greek": 1}, 2: {"Greek": 1}}, blank_with_ink)
-    with pytest.raises(InputError, match="alphabets that are not in images_background_small1"):
-        load_data("omniglot", tmp_path)
-    path = tmp_path / "omniglot" / "images_background_small2.zip"
-    path.write_bytes(path.read_bytes()[:-30])
-    with pytest.raises(InputError, match=r"small2\.zip: expected a zip archive"):
-        load_data("omniglot", tmp_path)
-    write_omniglot(tmp_path, ALPHABETS, lambda *_: Image.new("1", (105, 104)))
-    with pytest.raises(InputError, match="Greek/character01: expected drawings of 105x105"):
-        load_data("omniglot", tmp_path)
-    with zipfile.ZipFile(path, "w") as archive:
-        archive.writestr("elsewhere/Greek/character01/1.png", b"")
-    write_omniglot(tmp_path, {1: {"Greek": 1}}, blank_with_ink)
-    with pytest.raises(InputError, match=r"expected files images_background_small2/ALPHABET"):
-        load_data("omniglot", tmp_path)
-
-
-def test_omniglot_downloads_what_is_missing_with_its_checksum(tmp_path, monkeypatch):
-    from torchvision.datasets import utils
-
-    asked = []
-
-    def download_url(url, root, filename, md5):
-        asked.append((url, filename, md5))
-        write_omniglot(root.parent, {filename[-5]: ALPHABETS[int(filename[-5])]}, blank_with_ink)
-
-    monkeypatch.setattr(utils, "download_url", download_url)
-    write_mnist(tmp_path, "MNIST", {"t10k": 3})
-    write_omniglot(tmp_path, {1: ALPHABETS[1]}, blank_with_ink)
-    assert len(load_data("omniglot", tmp_path, download=True).test) == 15
-    ((url, name, md5),) = asked
-    assert url.endswith("brendenlake/omniglot/master/python/images_background_small2.zip")
-    assert (name, md5) == ("images_background_small2.zip", "b75a71a51d3b13f821f212756fe481fd")

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.experiments import cli
 from benchmarks.experiments.data import load_data
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -40,14 +39,6 @@ def test_faces_in_the_published_split_and_in_their_archive():
     assert float(images.std()) > 0.5
 
 
-@faces
-@digits
-def test_faces_with_digits_as_the_unknown():
-    data = load_data("lfw", ROOT, ood="mnist", image_size=64, test_size=50)
-    assert (len(data.ood), data.ood_title) == (50, "MNIST")
-    assert data.ood.images([0]).shape == (1, 3, 64, 64)
-
-
 @drawings
 @digits
 def test_all_of_omniglot_in_its_published_split():
@@ -58,20 +49,3 @@ def test_all_of_omniglot_in_its_published_split():
     assert not set(data.train.targets.tolist()) & set(data.test.targets.tolist())
     ink = data.train.images(range(0, 19_280, 100)).mean()
     assert 0.02 < float(ink) < 0.2  # strokes on an empty ground, not the reverse
-
-
-@pytest.mark.slow
-@faces
-@digits
-def test_a_table_on_faces(tmp_path):
-    """From random weights: it says nothing of the method, only that all parts fit together."""
-    options = ["--table", "3", "--data", "lfw", "--ood", "mnist", "--network", "resnet50_untrained", "--dim", "8"]
-    options += ["--image-size", "32", "--train-size", "64", "--test-size", "32", "--batch-size", "8", "--epochs", "1"]
-    options += ["--per-class", "2", "--n-samples", "3", "--lr", "1e-4", "--data-root", str(ROOT), "--quiet"]
-    # Of an encoder that has learned nothing, repulsion outweighs attraction, and the default curvature may be zero.
-    options += ["--pd-fix", "psd"]
-    rows = ["deterministic", "laplace_posthoc", "norm"]
-    assert cli.main([*options, "--out", str(tmp_path), "--methods", *rows]) == 0
-    text = (tmp_path / "results.md").read_text()
-    assert "# Table 3: LFW; out of distribution: MNIST" in text
-    assert "mnist out of distribution (there cub200)" in text

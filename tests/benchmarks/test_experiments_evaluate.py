@@ -5,13 +5,12 @@ import dataclasses
 import pytest
 import torch
 
-from benchmarks.experiments import config, demo, markdown, p_values, pictures, plan
+from benchmarks.experiments import plan
 from benchmarks.experiments.data import RetrievalData, TensorSplit
-from benchmarks.experiments.evaluate import Scores, evaluate
+from benchmarks.experiments.evaluate import evaluate
 from benchmarks.experiments.methods import Method, Prediction, Setting
 from benchmarks.experiments.plan import OWN
 from contrastive_curvature import metrics
-from contrastive_curvature.errors import InputError, UnsupportedError
 
 
 class Told(Method):
@@ -80,19 +79,6 @@ def test_closed_set_figures_are_those_of_the_metrics():
     assert found.seconds["predict"] == 3.0
 
 
-def test_a_euclidean_method_is_retrieved_by_distance():
-    table = TABLE * torch.linspace(0.1, 5, 90)[:, None]
-    samples = table + 0.3 * torch.randn(6, 90, 4, generator=torch.Generator().manual_seed(7))
-    found = evaluate(Told(table, SCORES, samples, "euclidean"), closed(), n_votes=5, seed=0)
-    by_angle = evaluate(Told(table, SCORES, samples), closed(), n_votes=5, seed=0)
-    ranking = metrics.rank_by_labels(metrics.nearest_neighbors(table[:40], k=10, metric="euclidean"), LABELS[:40])
-    assert found.figures["map_at_5"] == metrics.map_at_k(ranking, 5) != by_angle.figures["map_at_5"]
-    assert found.figures["ece"] == metrics.retrieval_ece(samples[:5, :40], LABELS[:40], metric="euclidean")
-    assert found.figures["ece"] != by_angle.figures["ece"]
-    assert torch.equal(found.embeddings["inside"], table[:40])
-    torch.testing.assert_close(by_angle.embeddings["inside"].norm(dim=1), torch.ones(40))
-
-
 def test_each_of_two_scores_stands_where_it_belongs():
     novelty = torch.rand(90, generator=torch.Generator().manual_seed(3))
     found = evaluate(Told(TABLE, {**SCORES, "novelty": novelty}), closed(), n_votes=5, seed=0)
@@ -123,42 +109,6 @@ def test_flagged_are_the_p_values_up_to_alpha():
     known = evaluate(told, closed(calibration=held, ood=None), n_votes=5, seed=0)
     assert {key for key in known.figures if "flagged" in key} == {"flagged_known_0.05"}
     assert known.p_values.outside is None
-
-
-def test_the_page_has_the_binomial_error_of_what_is_flagged():
-    figures = {"flagged_known_0.05": {"mean": 0.04}, "flagged_unknown_0.05": {"mean": 0.5}}
-    data = {"title": "Fake", "ood_title": "Other", "test": 600, "ood": 100, "calibration": 400}
-    text = demo.flagged_markdown(figures, data)
-    assert "| test images, Fake | 0.040 ± 0.008 |" in text
-    assert "| out of distribution, Other | 0.500 ± 0.050 |" in text
-    assert "scatters around it by 0.011." in text
-    assert "α = 0.01" not in text
-    assert demo.flagged_markdown({}, data) == ""
-
-
-@pytest.mark.parametrize("outside", [True, False])
-def test_the_curve_of_p_values_is_the_share_that_is_flagged(outside):
-    inside = torch.linspace(0.01, 1, 100, dtype=torch.float64)
-    scores = Scores(inside, torch.full((7,), 0.01, dtype=torch.float64) if outside else None)
-    figure = p_values.draw_p_values(closed(), scores, "told")
-    drawn = {line.get_label(): line for line in figure.axes[0].lines}
-    alphas, shares = drawn["Fake"].get_data()
-    for alpha, share in zip(alphas, shares, strict=True):
-        assert share == pytest.approx(float((inside <= alpha).double().mean()))
-    assert ("out: Other" in drawn) == outside
-    assert {"threshold α = 0.01", "threshold α = 0.05"} <= set(drawn)
-
-
-def test_without_a_score_there_are_no_figures_of_one():
-    found = evaluate(Told(TABLE, {}), closed(), n_votes=5, seed=0)
-    assert set(found.figures) == {f"{kind}_at_{k}" for kind in ("map", "recall") for k in (1, 5, 10)}
-    assert found.variants == found.scores == {}
-
-
-def test_open_set_queries_have_no_calibration():
-    found = evaluate(Told(TABLE, SCORES, torch.randn(5, 90, 4)), closed(open_set=True), n_votes=5, seed=0)
-    assert "ece" not in found.figures
-    assert found.calibration is None
 
 
 def near(a, b):
@@ -194,67 +144,3 @@ def test_positions_with_a_gallery():
     curve = torch.stack([kept[40 * i // 100 :].mean() for i in range(99)])
     assert found.variants[OWN]["ausc_released"] == pytest.approx(float(torch.trapezoid(curve) / 99))
     assert set(plan.COLUMNS[4]) <= set(found.figures)
-
-
-def test_the_table_of_places_shows_recall():
-    found = evaluate(Told(TABLE, SCORES), places(), n_votes=2, seed=0)
-    row = {
-        "figures": {key: {"mean": value, "std": None, "n": 1} for key, value in found.figures.items()},
-        "variants": {},
-        "seconds": {},
-        "seeds": [0],
-    }
-    options = dict.fromkeys(
-        (
-            "dim",
-            "epochs",
-            "batch_size",
-            "n_samples",
-            "ece_samples",
-            "lr",
-            "margin",
-            "memory_factor",
-            "dropout_passes",
-            "train_size",
-        ),
-        1,
-    )
-    options |= {"table": 4, "data": "msls", "network": "resnet50", "per_class": None, "ood": None}
-    options |= dict.fromkeys(("distance", "pd_fix", "negative_weight"))
-    sizes = {"title": "MSLS", "ood_title": None, "train": 40, "test": 40, "ood": None, "gallery": 50}
-    text = markdown.markdown({"config": options, "data": sizes, "rows": {"pfe": row}, "cells": [], "failed": []})
-    assert "|  | R@1 | R@5 | R@10 | M@5 | M@10 | AUSC | R-AUROC | runs |" in text
-    assert f"| PFE | {found.figures['recall_at_1']:.3f} |" in text
-    assert "| *paper, MSLS validation* | *0.77* | *0.88* | *0.90* | *0.61* | *0.56* | *0.73* |" in text
-
-
-def test_images_that_do_not_suit_are_refused():
-    import benchmarks.experiments.cli as cli
-
-    options = cli.parse(["--table", "2", "--data", "digits", "--batch-size", "8"])
-    config.check_data(options, closed())
-    with pytest.raises(InputError, match="more than 10"):
-        config.check_data(options, closed(test=split(NUMBERS[:9], LABELS[:9])))
-    with pytest.raises(InputError, match="--network fashionmnist: expected images"):
-        config.check_data(dataclasses.replace(options, network="fashionmnist"), closed())
-    with pytest.raises(UnsupportedError, match="per_class"):
-        config.check_data(dataclasses.replace(options, per_class=4), places())
-
-
-@pytest.mark.parametrize("shape", [(1, 8, 8), (3, 8, 8)])
-@pytest.mark.parametrize("low", [0.0, -2.0])
-def test_pictures_are_shown_within_the_range_of_pixels(shape, low):
-    image = torch.rand(shape) * (1 - low) * 2 + low if low else torch.rand(shape)
-    pixels, colours = pictures._shown(image)
-    assert pixels.min() >= 0
-    assert pixels.max() <= 1
-    assert (colours == "gray") == (shape[0] == 1)
-    assert pixels.shape[:2] == (8, 8)
-    if not low:
-        assert torch.equal(torch.as_tensor(pixels).flatten().sort().values, image.flatten().sort().values)
-
-
-def test_scores_keep_their_parts():
-    found = evaluate(Told(TABLE, SCORES), closed(), n_votes=2, seed=0)
-    assert isinstance(found.scores[OWN], Scores)
-    assert torch.equal(found.scores["other"].outside, SCORES["other"][60:])

@@ -1,6 +1,5 @@
 """Figures, rows, cells and the paper's transcription."""
 
-import json
 from itertools import pairwise
 
 import pytest
@@ -9,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tables import each
 
-from benchmarks.experiments import figures, markdown, plan, summary
-from benchmarks.experiments.clock import Clock
+from benchmarks.experiments import figures, markdown, plan
 from benchmarks.experiments.data import RetrievalData, TensorSplit
+from benchmarks.experiments.evaluate import retrieve
 from benchmarks.experiments.paper import paper_table
-from benchmarks.experiments.ranking import retrieve
 from contrastive_curvature import metrics
 from contrastive_curvature.errors import InputError
 
@@ -49,12 +47,6 @@ def test_released_ece_differs_in_the_bins_alone(seed, n_points, n_samples):
     else:
         wanted = sum(abs(sum(right - share for right, share in points)) for points in bins.values()) / kept
         assert got == pytest.approx(wanted)
-
-
-def test_released_ece_leaves_out_full_agreement():
-    votes = torch.tensor([[0, 0], [0, 1], [0, 1]])
-    assert figures.ece_released(votes, torch.tensor([1, 1])) == pytest.approx(1 / 3)  # the wrong, unanimous one is out
-    assert metrics.calibration_bins(votes, torch.tensor([1, 1])).expected_calibration_error == pytest.approx(2 / 3)
 
 
 @given(st.integers(0, 999), st.integers(12, 20))
@@ -137,28 +129,6 @@ def test_retrieval_by_labels_and_by_positions(with_gallery, positions):
         retrieve(data, queries, None if with_gallery else gallery)
 
 
-def test_ablation_is_the_whole_grid():
-    rows = plan.table_rows(1)
-    grid = {(row.method, row.options["distance"], row.options["pd_fix"]) for row in rows}
-    assert len(rows) == len(grid) == 16
-    assert {row.key for row in rows} >= set(paper_table(1, "fashionmnist").rows)
-
-
-@each("methods", [["pfe", "pfe"], ["hubs"], [], ["posthoc_arccos_fixed"]])
-def test_unknown_and_double_rows_are_refused(methods):
-    with pytest.raises(InputError, match=r"--methods: expected of table 2, each once: deterministic, "):
-        plan.table_rows(2, methods)
-
-
-def test_rows_on_request_and_on_positions():
-    assert [row.key for row in plan.table_rows(2, ["norm", "laplace_online_refitted"])] == [
-        "laplace_online_refitted",
-        "norm",
-    ]
-    assert "laplace_online_refitted" not in {row.key for row in plan.table_rows(2)}
-    assert {row.method for row in plan.table_rows(4)}.isdisjoint({"deep_ensemble", "vmf_density"})
-
-
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=17, unique=True))
 def test_ensembles_share_no_encoder_and_are_planned_when_their_seeds_are_done(seeds):
     groups = plan.ensembles(seeds)
@@ -194,24 +164,6 @@ def test_the_paper_says_so(table, data, row, figure, value):
     assert paper_table(table, data).rows[row][figure] == value
 
 
-def test_the_paper_has_all_its_rows_and_no_others():
-    sizes = {(1, "lfw"): 12, (2, "fashionmnist"): 7, (2, "cifar10"): 7, (3, "cub200"): 7, (3, "lfw"): 6, (4, "msls"): 5}
-    for (table, data), size in sizes.items():
-        rows = paper_table(table, data).rows
-        assert len(rows) == size
-        assert set(rows) <= {row.key for row in plan.known_rows(table)}
-        assert all(set(figures) <= set(plan.COLUMNS[table]) for figures in rows.values())
-        assert "auroc" not in rows.get("deterministic", {})
-    assert paper_table(2, "digits") is None
-    assert paper_table(3, "omniglot") is None
-
-
-def test_summaries_leave_out_what_is_undefined():
-    assert summary.summarize([0.5, None, 1.0]) == {"mean": 0.75, "std": pytest.approx(0.5**1.5), "n": 2}
-    assert summary.summarize([0.5]) == {"mean": 0.5, "std": None, "n": 1}
-    assert summary.summarize([None]) == {"mean": None, "std": None, "n": 0}
-
-
 def test_the_paper_stands_below_each_row():
     figures_of = {key: {"mean": 0.9, "std": 0.01, "n": 2} for key in plan.COLUMNS[2]}
     found = {"figures": figures_of, "variants": {}, "seconds": {}, "seeds": [0, 1]}
@@ -231,20 +183,3 @@ def test_the_paper_stands_below_each_row():
     assert "*paper" not in "".join(lines[:ours])
     assert "margin 1, pd_fix psd; 3 samples" in text
     assert "Not the paper's setting, so compare with care: epochs 3 (there 20), 30,000 of the training images" in text
-
-
-def test_clock_adds_up_interruptions_and_admits_what_it_does_not_know(tmp_path):
-    clock = Clock(tmp_path)
-    assert clock.seconds is None
-    with pytest.raises(KeyboardInterrupt), clock:
-        raise KeyboardInterrupt
-    first = clock.seconds
-    with Clock(tmp_path):
-        pass
-    assert 0 <= first <= clock.seconds < 10
-    killed = Clock(tmp_path)
-    killed.__enter__()  # and never left
-    assert clock.seconds is None
-    with Clock(tmp_path):
-        pass
-    assert json.loads((tmp_path / "clock.json").read_text()) == {"seconds": None}

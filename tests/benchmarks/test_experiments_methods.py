@@ -6,12 +6,9 @@ import pytest
 import torch
 from benchmark_methods import fit, make_data, make_setting
 from devices import DEVICES
-from tables import each
 
 from benchmarks.experiments.methods import METHODS, make_method
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
-from contrastive_curvature.laplace import ContrastiveKronLowRankLLLaplace
-from contrastive_curvature.online import OnlineLaplace
+from contrastive_curvature.errors import InputError
 
 OPTIONS = {
     "deep_ensemble": {"members": 2, "alignment": "procrustes"},
@@ -81,14 +78,6 @@ def test_saved_and_loaded_is_the_same(fitted, tmp_path):
         assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-def test_another_methods_file_is_refused(fitted, tmp_path):
-    method, data, _ = fitted
-    other = "norm" if method.name == "deterministic" else "deterministic"
-    method.save(tmp_path / "method.pt")
-    with pytest.raises(InputError, match=other):
-        make_method(other, method.setting).load(tmp_path / "method.pt", data)
-
-
 def test_samples_are_seeded_and_of_unit_length_on_the_sphere(fitted):
     method, data, _ = fitted
     if method.name not in SAMPLED:
@@ -104,18 +93,6 @@ def test_samples_are_seeded_and_of_unit_length_on_the_sphere(fitted):
     assert not torch.equal(runs[0][0], runs[0][1])
     assert all(torch.equal(a, b) for a, b in zip(runs[0], runs[1], strict=True))
     assert torch.equal(runs[0][0], runs[2][0]) == (method.name == "deep_ensemble")
-
-
-def test_the_seed_decides(fitted, tmp_path):
-    method, data, _ = fitted
-    if method.setting.device != "cpu":
-        pytest.skip("bit-identical training is promised for the CPU")
-    same(
-        method.predict(data.test),
-        fit(method.name, method.setting, tmp_path / "a", data, **OPTIONS.get(method.name, {})).predict(data.test),
-    )
-    other = fit(method.name, method.setting, tmp_path / "b", data, seed=7, **OPTIONS.get(method.name, {}))
-    assert not torch.equal(method.predict(data.test).mean, other.predict(data.test).mean)
 
 
 @pytest.mark.parametrize("name", ["laplace_posthoc", "laplace_online"])
@@ -139,19 +116,6 @@ def test_held_out_images_give_p_values(name, tmp_path):
         make_method(name, setting).load(tmp_path / "m.pt", data)
 
 
-def test_posteriors_have_the_librarys_default_structure(tmp_path):
-    data, setting = make_data(), make_setting()
-    post_hoc = fit("laplace_posthoc", setting, tmp_path / "a", data)
-    assert type(post_hoc.posterior) is ContrastiveKronLowRankLLLaplace
-    refitted = fit("laplace_online", setting, tmp_path / "b", data, curvature="refitted")
-    assert type(refitted.posterior) is ContrastiveKronLowRankLLLaplace
-    online = fit("laplace_online", setting, tmp_path / "c", data)
-    probe = data.train.images(range(8))
-    asked_nothing = OnlineLaplace(setting.make_encoder(), probe=probe, n_data=40)
-    asked_nothing(data.train.images(range(40)), data.train.targets)
-    assert type(online.posterior) is type(asked_nothing.laplace())
-
-
 def test_the_gate_is_the_novelty(tmp_path):
     data, setting = make_data(), make_setting()
     gated = fit("laplace_gated", setting, tmp_path, data)
@@ -170,88 +134,3 @@ def test_scores_on_a_base_embed_as_it_does_and_leave_it(name, tmp_path):
     assert torch.allclose(method.predict(data.test).mean, base.predict(data.test).mean, atol=1e-6)
     assert all(torch.equal(value, before[key]) for key, value in base.encoder.state_dict().items())
     assert not any(module.training for module in base.encoder.modules())
-
-
-@pytest.mark.parametrize("name", EXACT_BASE)
-def test_a_base_is_asked_for(name, tmp_path):
-    data, setting = make_data(), make_setting()
-    with pytest.raises(InputTypeError, match="base"):
-        make_method(name, setting).fit(data, 0, tmp_path)
-    with pytest.raises(InputError, match="not"):
-        make_method(name, setting).fit(data, 0, tmp_path, make_method("deterministic", setting))
-    base = fit("deterministic", make_setting(dim=2, epochs=1), tmp_path, data)
-    with pytest.raises(InputError, match="dimension"):
-        make_method(name, setting).fit(data, 0, tmp_path, base)
-
-
-@pytest.mark.parametrize("name", [name for name in METHODS if not name.startswith("laplace")])
-def test_nothing_is_said_before_the_fit(name):
-    method, data = make_method(name, make_setting()), make_data()
-    with pytest.raises(InputError, match="fit or load"):
-        method.predict(data.test)
-    with pytest.raises(InputError, match="fit or load"):
-        method.state_dict()
-
-
-@each(
-    "name, options, says",
-    [
-        ("swag", {}, "swag"),
-        ("norm", {"k": 3}, "no options"),
-        ("mc_dropout", {"rates": 0.1}, "rates"),
-    ],
-)
-def test_wrong_options_are_refused(name, options, says):
-    with pytest.raises(InputError, match=says):
-        make_method(name, make_setting(), **options)
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        ({"per_class": 3}, "multiple"),
-        ({"per_class": 2}, "at most 8"),
-    ],
-)
-def test_settings_that_cannot_train_are_refused_first(changes, says, tmp_path):
-    with pytest.raises(InputError, match=says):
-        make_method("deterministic", make_setting(**changes)).fit(make_data(), 0, tmp_path)
-    assert not list(tmp_path.iterdir())
-
-
-def test_positions_need_a_relation_and_have_no_classes(tmp_path):
-    data = make_data()
-    placed = dataclasses.replace(data, train=data.train.take(torch.arange(40)))
-    placed.train.targets = torch.rand(40, 2, dtype=torch.float64)
-    with pytest.raises(InputError, match="class labels"):
-        make_method("deterministic", make_setting()).fit(placed, 0, tmp_path)
-
-    def near(a, b):
-        distance = torch.cdist(a, b)
-        return distance < 0.3, distance > 0.3
-
-    setting = make_setting(relation=near, epochs=1)
-    base = fit("deterministic", setting, tmp_path / "base", placed)
-    for name in ("pfe", "knn_embedding"):
-        (tmp_path / name).mkdir()
-        method = make_method(name, setting)
-        method.fit(placed, 0, tmp_path / name, base)
-        assert bool(method.predict(data.test).uncertainty.isfinite().all())
-    with pytest.raises(UnsupportedError, match="positions"):
-        make_method("vmf_density", setting).fit(placed, 0, tmp_path, base)
-    with pytest.raises(UnsupportedError, match="WithinMetres"):
-        make_method("deterministic", make_setting(relation=near, per_class=2)).fit(placed, 0, tmp_path)
-
-
-def test_a_gate_needs_known_images_beside_those_it_searches(tmp_path):
-    data, setting = make_data(), make_setting(epochs=1)
-    with pytest.raises(InputError, match=r"data\.train: expected 19 images that are not searched.* got 15"):
-        fit("knn_gated", setting, tmp_path, data, gallery_size=25)
-
-
-@pytest.mark.parametrize(("name", "change"), [("mc_dropout", {"rate": 0.5}), ("deep_ensemble", {"members": 3})])
-def test_files_of_other_options_are_refused(name, change, tmp_path):
-    data, setting = make_data(), make_setting(epochs=1)
-    fit(name, setting, tmp_path, data, **OPTIONS.get(name, {})).save(tmp_path / "method.pt")
-    with pytest.raises(InputError, match=next(iter(change))):
-        make_method(name, setting, **OPTIONS.get(name, {}) | change).load(tmp_path / "method.pt", data)

@@ -8,12 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks.experiments.data.split import TensorSplit
 from benchmarks.experiments.methods import embed, make_method
 from benchmarks.experiments.methods.embed import SphereSpread
 from benchmarks.experiments.methods.ensembles import rotation_onto
 from contrastive_curvature import vmf
-from contrastive_curvature.errors import InputError
 
 
 def spread_of(samples):
@@ -39,19 +37,6 @@ def test_sums_give_what_all_samples_give(n_samples, dim, noise, seed):
     assert torch.allclose(found.variants["sum_std"], samples.double().std(0).sum(1).float(), rtol=1e-2)
 
 
-def test_equal_samples_have_no_spread_and_opposite_ones_no_direction():
-    u = embed.unit(torch.randn(4, 3))
-    found = spread_of([u, u, u])
-    assert torch.allclose(found.mean, u)
-    assert float(found.uncertainty.max()) < 1e-12
-    assert float(found.variants["sum_std"].max()) == 0
-    assert torch.equal(spread_of([u, -u]).mean, u)
-    with pytest.raises(InputError, match="at least 2"):
-        spread_of([u])
-    with pytest.raises(InputError, match="shape"):
-        spread_of([u, u[:2]])
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_dropout_predictions_summarise_the_samples(device, tmp_path, monkeypatch):
     data = make_data()
@@ -63,17 +48,6 @@ def test_dropout_predictions_summarise_the_samples(device, tmp_path, monkeypatch
     # what is computed once and kept gives the same as what is computed for every pass
     monkeypatch.setattr(embed, "CACHE_BYTES", 0)
     assert torch.equal(samples, torch.stack(list(method.samples(data.test, 6, 3))))
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_every_image_and_pass_has_masks_of_its_own(device, tmp_path):
-    data = make_data()
-    method = fit("mc_dropout", make_setting(device, epochs=1), tmp_path, data)
-    twins = TensorSplit(data.test.pixels[:1].repeat(12, 1, 1, 1), torch.zeros(12, dtype=torch.int64))
-    passes = torch.stack(list(method.samples(twins, 4, 0)))
-    assert len(passes.flatten(0, 1).unique(dim=0)) == 48
-    still = method.encoder(twins.images([0, 1]).to(device))
-    assert torch.equal(still[0], still[1])  # off again
 
 
 def test_only_dropout_is_switched_on():
@@ -133,29 +107,3 @@ def test_rotated_copies_agree_after_alignment_only(alignment, tmp_path):
     else:
         assert float((found.mean - mean).norm(dim=1).min()) > 0.05
         assert float(found.uncertainty.min()) > 1e-3
-
-
-def test_identical_members_have_no_spread(tmp_path):
-    data, setting = make_data(), make_setting(epochs=1)
-    one = fit("deterministic", setting, tmp_path, data)
-    ensemble = make_method("deep_ensemble", setting, members=2, trained=lambda _: one)
-    ensemble.fit(data, 0, tmp_path)
-    found = ensemble.predict(data.test)
-    assert torch.allclose(found.mean, one.predict(data.test).mean, atol=1e-6)
-    assert float(found.uncertainty.max()) < 1e-12
-
-
-def test_members_are_the_encoders_of_consecutive_seeds(tmp_path):
-    data, setting = make_data(), make_setting(epochs=1)
-    ensemble = fit("deep_ensemble", setting, tmp_path / "ensemble", data, seed=4, members=2)
-    for member, (seed, u) in enumerate(zip((4, 5), ensemble.samples(data.test, 9, 0), strict=True)):
-        alone = fit("deterministic", setting, tmp_path / str(member), data, seed=seed)
-        assert torch.equal(alone.predict(data.test).mean, u)
-
-
-def test_a_handed_over_member_must_fit(tmp_path):
-    data = make_data()
-    other = fit("deterministic", make_setting(dim=2, epochs=1), tmp_path, data)
-    for wrong, says in ((other, "dimension"), (make_method("deterministic", make_setting()), "not")):
-        with pytest.raises(InputError, match=says):
-            make_method("deep_ensemble", make_setting(), trained=lambda _, m=wrong: m).fit(data, 0, tmp_path)

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 
-import numpy as np
 import pytest
 import torch
 from benchmark_methods import make_data, make_setting
 from torch import nn
 
-from benchmarks.experiments.data.split import TensorSplit
 from benchmarks.experiments.methods import hedged
 from benchmarks.experiments.methods.hedged import Hedged, HedgedPoint, PairBatches, PairStep, choose_pairs, mixture
 from contrastive_curvature import metrics
-from contrastive_curvature.errors import InputError, UnsupportedError
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.hedged import match_loss, self_mismatch, soft_contrastive_loss
 
 KINDS = {"point": (HedgedPoint, {}), "hedged": (Hedged, {}), "mixture": (Hedged, {"components": 2})}
@@ -44,31 +41,6 @@ def test_it_learns_classes_and_is_saved(kind, tmp_path):
     assert method.match == again.match
     with pytest.raises(InputError, match=r"as in training|what method"):
         Hedged(method.setting, components=4).load(tmp_path / "method.pt", data)
-
-
-def test_an_interrupted_training_ends_as_an_uninterrupted_one(tmp_path):
-    class Fragile(TensorSplit):
-        left = math.inf
-
-        def images(self, rows):
-            if self.left <= 0:
-                raise InterruptedError
-            self.left -= 1
-            return super().images(rows)
-
-    data = make_data()
-    data = dataclasses.replace(data, train=Fragile(data.train.pixels, data.train.targets))
-    setting = {"checkpoint_every": 1, "epochs": 2}
-    whole = trained("mixture", tmp_path / "whole", data, **setting)
-    data.train.left = 4
-    with pytest.raises(InterruptedError):
-        trained("mixture", tmp_path / "parts", data, **setting)
-    data.train.left = math.inf
-    np.random.seed(5)  # noqa: NPY002  another process has other random numbers
-    torch.manual_seed(5)
-    resumed = trained("mixture", tmp_path / "parts", data, **setting)
-    assert torch.equal(whole.raw(data.test), resumed.raw(data.test))
-    assert whole.match == resumed.match
 
 
 @pytest.mark.parametrize("kind", ["hedged", "mixture"])
@@ -148,16 +120,3 @@ def test_half_of_the_drawn_pairs_match_and_partners_are_drawn_evenly():
         if targets[x] == targets[y]:
             expected = 1600 / 5 / (2 if targets[x] == 5 else 1)
             assert abs(count - expected) < 5 * expected**0.5
-
-
-def test_settings_without_classes_or_pairs_are_refused(tmp_path):
-    setting, data = make_setting(), make_data()
-    with pytest.raises(UnsupportedError, match="class labels"):
-        Hedged(make_setting(relation=lambda a, b: (a, b)))
-    with pytest.raises(InputError, match="batch_size"):
-        Hedged(make_setting(batch_size=18))
-    with pytest.raises(InputError, match="fit or load"):
-        Hedged(setting).predict(data.test)
-    alone = TensorSplit(data.train.pixels, torch.arange(len(data.train)))
-    with pytest.raises(InputError, match="a class with at least 2 images"):
-        Hedged(setting).fit(dataclasses.replace(data, train=alone), 0, tmp_path)

@@ -46,8 +46,8 @@ def make_content(*, calibration: bool = False, seed: int = 0) -> FeatureFile:
         noise(DIM, WIDTH),
         np.full(DIM, 0.1, dtype=np.float32),
         unknown={"near": noise(60, WIDTH), "far": 4 * noise(60, WIDTH)},
-        harmed={("noise", k): test[rows] + 2 * k * noise(48, WIDTH) for k in (1, 2)},
-        harmed_rows=rows,
+        corrupted={("noise", k): test[rows] + 2 * k * noise(48, WIDTH) for k in (1, 2)},
+        corrupted_rows=rows,
     )
     if calibration:
         found, labels = draw(240)
@@ -107,16 +107,3 @@ def test_the_script_writes_tables_and_keeps_other_results(tmp_path: Path, monkey
     table = (tmp_path / "out/threshold.md").read_text(encoding="utf-8").splitlines()
     for above, below in pairwise(line.count("|") for line in table):
         assert not (above and below) or above == below
-
-
-def test_missing_feature_files_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        run(monkeypatch, "--cache", str(tmp_path))
-    assert "benchmarks.transfer makes them" in capsys.readouterr().err
-    save_features(tmp_path / "people.npz", make_content())
-    with pytest.raises(SystemExit):
-        run(monkeypatch, "--cache", str(tmp_path), "--out", str(tmp_path / "out"), "--only", "people", "drawings")
-    assert "--only: no drawings in" in (said := capsys.readouterr().err)
-    assert "there are people" in said

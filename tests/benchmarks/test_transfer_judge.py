@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -13,17 +12,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from laplace import Laplace
-from tables import each
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.transfer import baselines, figures, gaps, results, run, tables
 from benchmarks.transfer.cli import main
 from benchmarks.transfer.feature_file import FeatureFile, Pairs, save_features
-from benchmarks.transfer.figures import best_threshold, true_accept_rate, verify
 from benchmarks.transfer.fitted import Fitted, default_structure
 from benchmarks.transfer.judge import Judgement, judge
 from benchmarks.transfer.rows import ANSWERS, Needs, Row, all_rows
@@ -47,8 +42,8 @@ def make_content(
         g.normal(size=(dim, width)),
         np.full(dim, 0.1),
         unknown={"far": np.abs(3 * g.normal(size=(25, width))), "near": np.abs(g.normal(size=(40, width)))},
-        harmed={("noise", k): np.maximum(test[rows] + k * g.normal(size=(m // 2, width)), 0) for k in range(1, 6)},
-        harmed_rows=rows,
+        corrupted={("noise", k): np.maximum(test[rows] + k * g.normal(size=(m // 2, width)), 0) for k in range(1, 6)},
+        corrupted_rows=rows,
         pairs=Pairs(np.arange(m - 1), np.arange(1, m), test_labels[:-1] == test_labels[1:], np.arange(m - 1) % 5),
     )
 
@@ -101,7 +96,7 @@ def test_scores_are_those_of_the_library(content: FeatureFile, judged: Judgement
 
 
 def test_every_row_scores_every_set(content: FeatureFile, judged: Judgement) -> None:
-    sizes = {"test": 60, "unknown_far": 25, "unknown_near": 40, **{f"harmed_noise_{k}": 30 for k in range(1, 6)}}
+    sizes = {"test": 60, "unknown_far": 25, "unknown_near": 40, **{f"corrupted_noise_{k}": 30 for k in range(1, 6)}}
     names = [row.name for row in all_rows()]
     assert len(set(names)) == len(names)
     assert set(judged.scores) | set(judged.figures["skipped"]) == set(names)
@@ -111,14 +106,6 @@ def test_every_row_scores_every_set(content: FeatureFile, judged: Judgement) -> 
     outputs = torch.tensor(content.outputs(content.test_features))
     torch.testing.assert_close(judged.scores["norm"]["test"], -outputs.norm(dim=1).double(), rtol=1e-5, atol=0)
     assert ANSWERS["gallery"] in names
-
-
-def test_what_a_fit_warns_of_is_kept(content: FeatureFile, judged: Judgement) -> None:
-    layer = Fitted(content).encoder
-    data = TensorDataset(torch.tensor(content.train_features), torch.tensor(content.train_labels))
-    with pytest.warns(FeatureNormWarning) as caught:
-        Laplace(layer, likelihood="contrastive", hessian_structure="diag").fit(DataLoader(data, batch_size=50))
-    assert judged.figures["warned"] == {"diag": str(caught[0].message)}
 
 
 def test_calibration_inputs_are_scored_and_set_the_gate() -> None:
@@ -131,17 +118,6 @@ def test_calibration_inputs_are_scored_and_set_the_gate() -> None:
     scores = {name: row.score(fitted, fitted.test) for name, fitted in both.items()}
     assert not torch.equal(scores["plain"], scores["calibrated"])
     assert len(judge(known, [row]).scores["gated"]["calibration"]) == 20
-
-
-def test_more_features_than_inputs_leave_no_row_out() -> None:
-    out = judge(make_content(width=2050, dim=2, n=60, m=20))
-    assert out.figures["skipped"] == {}
-
-
-def test_the_default_is_what_laplace_takes() -> None:
-    assert type(Laplace(nn.Linear(3, 2), likelihood="contrastive"))._key[1] == default_structure()
-    fitted = Fitted(make_content())
-    assert fitted.posterior("default") is fitted.posterior(default_structure())
 
 
 @pytest.mark.parametrize(("n", "width", "limit"), [(120, 12, 2048), (40, 60, 2048), (40, 60, 50), (200, 60, 30)])
@@ -163,11 +139,6 @@ def test_class_gaussians_are_those_of_sklearn(n: int, width: int, limit: int, mo
     moved = queries.double().unsqueeze(1) - means.double()
     expected = torch.einsum("mcf,fg,mcg->mc", moved, precision, moved).amin(1)
     torch.testing.assert_close(baselines.ClassGaussians(features, labels)(queries), expected, rtol=1e-4, atol=1e-4)
-
-
-def test_class_gaussians_need_a_spread() -> None:
-    with pytest.raises(InputError, match="two different inputs"):
-        baselines.ClassGaussians(torch.randn(5, 3), torch.arange(5))
 
 
 def test_feature_neighbors_are_those_of_sklearn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -271,7 +242,7 @@ def test_match_figures_by_hand() -> None:
     assert figures.match_figures(score[:1], torch.ones(1))["error_at"] == [0.0, 0.0]
 
 
-def test_unknown_and_harm_figures_are_those_of_sklearn_and_scipy(content: FeatureFile, judged: Judgement) -> None:
+def test_unknown_and_corruption_figures_are_those_of_sklearn_and_scipy(content: FeatureFile, judged: Judgement) -> None:
     from scipy.stats import spearmanr
     from sklearn.metrics import average_precision_score, roc_auc_score
 
@@ -282,27 +253,15 @@ def test_unknown_and_harm_figures_are_those_of_sklearn_and_scipy(content: Featur
             both = torch.cat([scores["test"], scores[f"unknown_{unknown}"]]).numpy()
             assert row["unknown"][unknown]["auroc"] == pytest.approx(roc_auc_score(truth, both))
             assert row["unknown"][unknown]["auprc"] == pytest.approx(average_precision_score(truth, both))
-        assert content.harmed_rows is not None
-        unharmed = scores["test"].numpy()[content.harmed_rows]
-        levels = [unharmed, *(scores[f"harmed_noise_{level}"].numpy() for level in range(1, 6))]
+        assert content.corrupted_rows is not None
+        clean = scores["test"].numpy()[content.corrupted_rows]
+        levels = [clean, *(scores[f"corrupted_noise_{level}"].numpy() for level in range(1, 6))]
         expected = spearmanr(np.repeat(np.arange(6), 30), np.concatenate(levels)).statistic
-        assert row["harm"]["noise"]["spearman"] == pytest.approx(expected)
+        assert row["corruption"]["noise"]["spearman"] == pytest.approx(expected)
         for level in range(1, 6):
-            auroc = roc_auc_score(np.r_[np.zeros(30), np.ones(30)], np.r_[unharmed, levels[level]])
-            assert row["harm"]["noise"]["auroc"][str(level)] == pytest.approx(auroc)
-    assert figures.harm_figures(torch.ones(4), {1: torch.ones(4)}) == {"spearman": 0.0, "auroc": {"1": 0.5}}
-
-
-@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=12))
-def test_best_threshold_makes_the_fewest_errors(pairs: list[tuple[int, bool]]) -> None:
-    cosine = torch.tensor([c / 5 for c, _ in pairs], dtype=torch.float64)
-    same = torch.tensor([s for _, s in pairs])
-
-    def errors(threshold: float) -> int:
-        return int(((cosine >= threshold) != same).sum())
-
-    least = min(errors(threshold) for threshold in np.linspace(-0.1, 1.1, 13))
-    assert errors(best_threshold(cosine, same)) == least
+            auroc = roc_auc_score(np.r_[np.zeros(30), np.ones(30)], np.r_[clean, levels[level]])
+            assert row["corruption"]["noise"]["auroc"][str(level)] == pytest.approx(auroc)
+    assert figures.corruption_figures(torch.ones(4), {1: torch.ones(4)}) == {"spearman": 0.0, "auroc": {"1": 0.5}}
 
 
 def test_verification_by_hand(content: FeatureFile, judged: Judgement) -> None:
@@ -328,52 +287,7 @@ def test_verification_by_hand(content: FeatureFile, judged: Judgement) -> None:
         assert judged.figures["rows"]["norm"]["pairs"][name]["ausc"] == pytest.approx(expected["ausc"])
 
 
-def test_true_accept_rate_at_a_false_accept_rate() -> None:
-    cosine = torch.tensor([0.9, 0.8, 0.7, 0.6, 0.5, 0.4])
-    same = torch.tensor([True, True, False, True, False, False])
-    assert true_accept_rate(cosine, same, 0.0) == pytest.approx(2 / 3)
-    assert true_accept_rate(cosine, same, 0.34) == pytest.approx(1)
-
-
-def test_pairs_of_inputs_of_their_own() -> None:
-    content = make_content()
-    assert content.pairs is not None
-    new = np.arange(59) % 2 == 0
-    moved = replace(content.pairs, features=content.test_features, people_in_train=~new)
-    norm = [row for row in all_rows() if row.name == "norm"]
-    found, plain = judge(replace(content, pairs=moved), norm), judge(content, norm)
-    torch.testing.assert_close(found.pairs["norm"]["sum"], plain.pairs["norm"]["sum"])
-    assert plain.verified is not None
-    assert found.figures["pairs"]["new_people"] == 30
-    expected = float(plain.verified.right[torch.tensor(new)].mean())
-    assert found.figures["pairs"]["accuracy_new_people"] == pytest.approx(expected)
-
-
-def test_verification_needs_folds_and_both_kinds_of_pairs() -> None:
-    z, same = torch.randn(4, 3), torch.tensor([True, False, True, False])
-    with pytest.raises(InputError, match="pairs_fold"):
-        verify(z, z.flip(0), same, torch.zeros(4))
-    with pytest.raises(InputError, match="pairs_same"):
-        verify(z, z.flip(0), same, torch.tensor([0, 1, 0, 1]))
-
-
 # What is refused
-
-
-@each(
-    "change, named",
-    [
-        (lambda c: replace(c, train_labels=np.arange(120)), "train_labels"),
-        (lambda c: replace(c, train_labels=np.zeros(120, int)), "train_labels"),
-        (lambda c: replace(c, test_labels=np.arange(60)), "test_labels"),
-        (lambda c: replace(c, bias=np.zeros(4), unknown={"black": np.zeros((3, 12))}), "unknown_black"),
-    ],
-)
-def test_data_without_an_answer_is_refused(
-    content: FeatureFile, change: Callable[[FeatureFile], FeatureFile], named: str
-) -> None:
-    with pytest.raises(InputError, match=named):
-        judge(change(content))
 
 
 def test_a_row_that_fails_is_left_out_and_none_at_all_is_an_error(content: FeatureFile) -> None:
@@ -452,12 +366,6 @@ def test_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert counted.judged == 7
 
 
-def test_the_encoders_can_be_listed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    Counted(monkeypatch)
-    assert main(["--list"]) == 0
-    assert capsys.readouterr().out.splitlines() == ["one: One", "two: Two", "missing: Missing"]
-
-
 def test_a_file_of_anybodys(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = file.parent / "out"
     assert main(["--features", str(file), "--name", "theirs", "--output", str(folder)]) == 0
@@ -471,50 +379,9 @@ def test_a_file_of_anybodys(file: Path, capsys: pytest.CaptureFixture[str]) -> N
         found["rows"]["norm"]["unknown"]["far"]["auroc"], 4
     )
     drawn = {path.stem for path in (folder / "theirs").glob("*.png")}
-    assert drawn == {"harm", "rejection", "rejection_pairs_sum", "rejection_pairs_max"}
+    assert drawn == {"corruption", "rejection", "rejection_pairs_sum", "rejection_pairs_max"}
     with np.load(folder / "theirs" / "scores.npz") as scores:
         assert scores["norm:unknown_far"].shape == (25,)
-
-
-def test_damaged_files_are_refused_with_a_sentence(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with np.load(file) as archive:
-        arrays = {name: archive[name] for name in archive.files}
-
-    def outcome(**changed: Any) -> str:
-        np.savez(file, **{name: value for name, value in {**arrays, **changed}.items() if value is not None})
-        assert main(["--features", str(file), "--output", str(file.parent / "out")]) == 2
-        return capsys.readouterr().err
-
-    assert "no weight" in outcome(weight=None)
-    assert "train_features" in outcome(train_features=arrays["train_features"][:, :3])
-    assert "finite" in outcome(test_features=np.full_like(arrays["test_features"], np.nan))
-    assert "test_features" in outcome(test_features=arrays["test_features"][:1], test_labels=arrays["test_labels"][:1])
-    assert "unknown_far" in outcome(unknown_far=np.zeros((0, 12)))
-    assert "error: " in outcome(train_labels=np.array([object()] * 120))
-    file.write_text("no archive", encoding="utf-8")
-    assert main(["--features", str(file)]) == 2
-    assert "npz archive" in capsys.readouterr().err
-    assert main(["--features", str(file.parent / "absent.npz")]) == 2
-    assert "absent.npz" in capsys.readouterr().err
-    assert not (file.parent / "out").exists()
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        ["--only", "nobody"],
-        ["--name", "x"],
-        ["--features", "x.npz", "--seed", "1"],
-        ["--features", "x.npz", "--only", "one"],
-        ["--features", "x.npz", "--name", "../up"],
-        ["--seed", "-1"],
-    ],
-)
-def test_options_that_make_no_sense_are_refused(options: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    Counted(monkeypatch)
-    with pytest.raises(SystemExit) as exit_:
-        main(options)
-    assert exit_.value.code == 2
 
 
 # Tables and plots
@@ -528,7 +395,7 @@ def row(needs: Needs, r_auroc: float | None, far: float, blur: float) -> dict[st
         "ausc": 0.5,
         "error_at": [0.1, 0.1],
         "unknown": {"far": {"auroc": far, "auprc": far}},
-        "harm": {"blur": {"spearman": 0.1, "auroc": {"1": 0.5, "3": 0.55, "5": blur}}},
+        "corruption": {"blur": {"spearman": 0.1, "auroc": {"1": 0.5, "3": 0.55, "5": blur}}},
     }
 
 
@@ -576,9 +443,9 @@ def test_gaps_are_to_the_best_gallery_free_row(two_results: list[dict[str, Any]]
     unknown = gaps.summarise(asked, "match", "unknown")
     assert unknown is not None
     assert (unknown.asked, unknown.gap) == (1, pytest.approx(-0.04))
-    harm = gaps.summarise(asked, "vmf", "harm")
-    assert harm is not None
-    assert (harm.asked, harm.worst, harm.where) == (1, pytest.approx(0.1), "second blur 5")
+    corruption = gaps.summarise(asked, "vmf", "corruption")
+    assert corruption is not None
+    assert (corruption.asked, corruption.worst, corruption.where) == (1, pytest.approx(0.1), "second blur 5")
     assert gaps.summarise(asked, "knn_embedding", "match") is None
 
 
@@ -613,7 +480,7 @@ def test_targets_are_shown_line_by_line(two_results: list[dict[str, Any]]) -> No
     assert f"{labelled} | right matches | of all | <= 0.01 | 1 of 1 | 0.010 | 0.010 | first |" in whole
     assert "| `novelty` | unknown inputs | gallery-free | <= 0.02 | 1 of 1 | 0.010 | 0.010 | first far |" in whole
     assert f"{labelled} | unknown inputs | of all | <= 0.01 | 0 of 1 | 0.080 | 0.080 | first far |" in whole
-    assert "| `novelty` | harmed inputs | gallery-free | <= 0.02 | 1 of 1 | 0.010 | 0.010 | second blur 5 |" in whole
-    assert "`RetrievalUncertainty` | harmed inputs" not in whole
+    assert "| `novelty` | corrupted inputs | gallery-free | <= 0.02 | 1 of 1 | 0.010 | 0.010 | second blur 5 |" in whole
+    assert "`RetrievalUncertainty` | corrupted inputs" not in whole
     two_results[0]["rows"]["diag/uncertainty"]["r_auroc"] = 0.45
     assert "| >= 0.5 | 0 of 1 |  |  | first (0.450) |" in tables.summary(two_results)

@@ -27,8 +27,6 @@ def load_data(
     test_size: int | None = None,
     download: bool = False,
     image_size: int | None = None,
-    positive_radius: float | None = None,
-    negative_radius: float | None = None,
 ) -> RetrievalData:
     """Read a data set, with images that are out of distribution.
 
@@ -46,8 +44,6 @@ def load_data(
         download: Whether files that are missing may be fetched into the root, with verified checksums, where a library
             or an open address has them. Nothing is fetched otherwise.
         image_size: Side of the images in pixels; ``None`` for the data set's own.
-        positive_radius: For positions: training images within so many metres show the same place; ``None`` for 10.
-        negative_radius: For positions: those beyond so many metres show different places; ``None`` for 25.
 
     Returns:
         The data.
@@ -58,7 +54,7 @@ def load_data(
     if name not in DATASETS:
         raise InputError(expected("name", f"one of {', '.join(map(repr, DATASETS))}", name))
     check_ood(name, ood)
-    options = LoadOptions(download, image_size, positive_radius, negative_radius)
+    options = LoadOptions(download, image_size)
     options.check()
     _check_use(name, options)
     for argument, size in (("train_size", train_size), ("test_size", test_size)):
@@ -83,11 +79,6 @@ def _check_use(name: str, options: LoadOptions) -> None:
         others = ", ".join(other for other, its in DATASETS.items() if its.largest)
         hint = f"Its images have one size; leave it out. These can be resized: {others}."
         raise InputError(expected(f"image_size for {name!r}", "None", options.image_size, hint))
-    for argument in ("positive_radius", "negative_radius"):
-        if getattr(options, argument) is not None and not entry.positions:
-            others = ", ".join(other for other, its in DATASETS.items() if its.positions)
-            hint = f"It has class labels; leave it out. These have positions: {others}."
-            raise InputError(expected(f"{argument} for {name!r}", "None", getattr(options, argument), hint))
 
 
 def _choice(argument: str, available: int, size: int | None) -> Tensor | None:

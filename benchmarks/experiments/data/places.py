@@ -154,7 +154,7 @@ def load_msls(root: Path, options: LoadOptions) -> RetrievalData:
 
     Args:
         root: The data root.
-        options: ``image_size`` (224), ``positive_radius`` (10) and ``negative_radius`` (25) count.
+        options: Only ``image_size`` (224) counts.
 
     Returns:
         Targets are eastings and northings in metres, float64 (N, 2); each city is moved away from the others, see
@@ -165,10 +165,7 @@ def load_msls(root: Path, options: LoadOptions) -> RetrievalData:
         InputError: Files or columns are missing or damaged.
     """
     size = photo_size(options)
-    relation = WithinMetres(
-        POSITIVE_RADIUS if options.positive_radius is None else options.positive_radius,
-        NEGATIVE_RADIUS if options.negative_radius is None else options.negative_radius,
-    )
+    relation = WithinMetres(POSITIVE_RADIUS, NEGATIVE_RADIUS)
     folder = root / "msls" / "train_val"
     files = [
         f"{city}/{side}/{name}"

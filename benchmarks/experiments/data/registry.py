@@ -36,7 +36,6 @@ class DatasetEntry:
         ood: What is out of distribution where nobody says otherwise, a name in :data:`OUTSIDE`.
         test: Reads the test images alone, where that needs fewer files.
         largest: Side in pixels of the largest images that it can give; 0 where they have one size.
-        positions: Whether its targets are positions in metres, and it takes the radii.
     """
 
     load: Callable[[Path, LoadOptions], RetrievalData]
@@ -45,7 +44,6 @@ class DatasetEntry:
     ood: str = NONE
     test: Callable[[Path, LoadOptions], Split] | None = None
     largest: int = 0
-    positions: bool = False
 
     @property
     def photos(self) -> bool:
@@ -67,7 +65,7 @@ DATASETS: dict[str, DatasetEntry] = {
     "omniglot_full": DatasetEntry(load_omniglot_full, "Omniglot, full", "fashionmnist", "mnist", largest=105),
     "cub200": DatasetEntry(load_cub200, "CUB200", ood="cars196", test=bird_split, **_PHOTOS),
     "lfw": DatasetEntry(load_lfw, "LFW", ood="cub200", **_PHOTOS),
-    "msls": DatasetEntry(load_msls, "MSLS", positions=True, **_PHOTOS),
+    "msls": DatasetEntry(load_msls, "MSLS", **_PHOTOS),
     "folder": DatasetEntry(load_folder, "folder", **_PHOTOS),
 }
 """Names for :func:`benchmarks.experiments.data.load_data`."""

@@ -18,7 +18,28 @@ from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.network.encoder import Encoder
 
 
-class Deterministic(Method):
+class EncoderMethod(Method):
+    """What methods share that train an encoder of their own."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._encoder: nn.Module | None = None
+
+    @property
+    def encoder(self) -> nn.Module:
+        """The trained encoder, in evaluation mode.
+
+        Raises:
+            InputError: It was neither trained nor loaded.
+        """
+        return fitted(self._encoder, self.name)
+
+    def outputs(self, split: Split) -> Tensor:
+        """Raw outputs of images, shape (N, ...), on the CPU."""
+        return map_batches(self.encoder, split, self.setting, "embeddings")
+
+
+class Deterministic(EncoderMethod):
     """See the module. Other methods build on its encoder.
 
     Args:
@@ -30,17 +51,7 @@ class Deterministic(Method):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._encoder: nn.Module | None = None
         self._analysed: Encoder | None = None
-
-    @property
-    def encoder(self) -> nn.Module:
-        """The trained encoder, in evaluation mode.
-
-        Raises:
-            InputError: It was neither trained nor loaded.
-        """
-        return fitted(self._encoder, self.name)
 
     def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
         """See :meth:`Method.fit`; without ``base``."""
@@ -49,10 +60,6 @@ class Deterministic(Method):
     def predict(self, split: Split) -> Prediction:
         """Unit embeddings, without uncertainty."""
         return Prediction(unit(self.outputs(split)))
-
-    def outputs(self, split: Split) -> Tensor:
-        """Raw outputs of images, shape (N, D), on the CPU."""
-        return map_batches(self.encoder, split, self.setting, "embeddings")
 
     def features(self, split: Split) -> tuple[Tensor, Tensor]:
         """Raw outputs (N, D) of images, and what the last layer makes them from, (N, F); on the CPU."""

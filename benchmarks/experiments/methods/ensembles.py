@@ -18,12 +18,12 @@ from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.methods import embed
 from benchmarks.experiments.methods.base import Method, Prediction, Setting
 from benchmarks.experiments.methods.checks import check_saved, fitted
-from benchmarks.experiments.methods.deterministic import Deterministic, check_member
+from benchmarks.experiments.methods.deterministic import Deterministic, EncoderMethod, check_member
 from benchmarks.experiments.methods.embed import SphereSpread
 from benchmarks.experiments.methods.training import train
 
 
-class MCDropout(Method):
+class MCDropout(EncoderMethod):
     """Mean direction and spread of passes with dropout.
 
     A pass draws masks of its own for every image, as the released code does; so one sample is not one network for all
@@ -41,16 +41,6 @@ class MCDropout(Method):
         super().__init__(setting)
         self.rate = rate
         self._seed = 0
-        self._encoder: nn.Module | None = None
-
-    @property
-    def encoder(self) -> nn.Module:
-        """The trained encoder, in evaluation mode: without dropout.
-
-        Raises:
-            InputError: It was neither trained nor loaded.
-        """
-        return fitted(self._encoder, self.name)
 
     def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
         """See :meth:`Method.fit`; without ``base``."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from abc import abstractmethod
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch.utils.data import DataLoader, Sampler
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.methods.base import Method, Prediction, Setting
 from benchmarks.experiments.methods.checks import check_classes, check_saved, fitted
-from benchmarks.experiments.methods.embed import map_batches
+from benchmarks.experiments.methods.deterministic import EncoderMethod
 from benchmarks.experiments.methods.training import train
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.hedged import (
@@ -164,7 +163,7 @@ class PairBatches(Sampler[list[int]]):
         return (torch.rand(bounds.shape, dtype=torch.float64, generator=self.generator) * bounds).long()
 
 
-class PairMethod(Method):
+class PairMethod(EncoderMethod):
     """An encoder trained on batches of pairs, half of them of one class (section 2.3).
 
     A batch has ``setting.batch_size / 2`` pairs; ``setting.per_class`` and ``setting.margin`` do not matter. Embeddings
@@ -191,27 +190,10 @@ class PairMethod(Method):
         self._step: PairStep | None = None
 
     @property
-    def encoder(self) -> nn.Module:
-        """The trained encoder, in evaluation mode.
-
-        Raises:
-            InputError: It was neither trained nor loaded.
-        """
-        return fitted(self._step, self.name).encoder
-
-    @property
     def match(self) -> tuple[float, float]:
         """The learned slope ``a`` and intercept ``b`` of the match probability."""
         a, b = (number.item() for number in fitted(self._step, self.name).match())
         return a, b
-
-    def raw(self, split: Split) -> Tensor:
-        """Raw outputs of images, on the CPU."""
-        return map_batches(self.encoder, split, self.setting, "embeddings")
-
-    @abstractmethod
-    def predict(self, split: Split) -> Prediction:
-        """See :meth:`Method.predict`."""
 
     def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
         """See :meth:`Method.fit`; without ``base``."""
@@ -226,7 +208,7 @@ class PairMethod(Method):
             batches=_pairs,
         )
         assert isinstance(step, PairStep)
-        self._step = step
+        self._step, self._encoder = step, step.encoder
 
     def state_dict(self) -> dict[str, Any]:
         """The weights, the numbers of the match probability, and what outputs mean."""
@@ -242,7 +224,7 @@ class PairMethod(Method):
         encoder = self.setting.make_encoder(outputs=self._outputs())
         step = PairStep(encoder, self.components).to(self.setting.device)
         step.load_state_dict(state["step"])
-        self._step = step.eval()
+        self._step, self._encoder = step.eval(), encoder
 
     def _outputs(self) -> int:
         return self.setting.dim * max(1, 2 * self.components)
@@ -263,7 +245,7 @@ class HedgedPoint(PairMethod):
 
     def predict(self, split: Split) -> Prediction:
         """Points, without uncertainty."""
-        return Prediction(self.raw(split), metric="euclidean")
+        return Prediction(self.outputs(split), metric="euclidean")
 
 
 class Hedged(PairMethod):
@@ -282,7 +264,7 @@ class Hedged(PairMethod):
 
     def mixtures(self, split: Split) -> tuple[Tensor, Tensor]:
         """Means and variances of images, both (N, C, D), on the CPU."""
-        return mixture(self.raw(split), self.components)
+        return mixture(self.outputs(split), self.components)
 
     def predict(self, split: Split) -> Prediction:
         """Means of the mixtures; the self-mismatch (Eq. 9), with the same noise for all images.

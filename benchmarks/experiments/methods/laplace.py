@@ -290,7 +290,6 @@ class LaplaceOnline(PosteriorMethod):
         setting: How encoders are made and trained.
         distance: Of the curvature; ``None`` for the library's default.
         pd_fix: Of the curvature; ``None`` for the library's default.
-        train_samples: Sampled networks a training step.
         sampling_temperature: Of the sampled weights, in units of the mean loss of a point; ``None`` for the default.
         curvature: ``"discounted"``: the one that training remembers, as in the paper. ``"refitted"``: that of the
             final weights over all pairs of the training set, as post-hoc.
@@ -306,7 +305,6 @@ class LaplaceOnline(PosteriorMethod):
         setting: Setting,
         distance: str | None = None,
         pd_fix: str | None = None,
-        train_samples: int = 1,
         sampling_temperature: float | None = None,
         curvature: str = "discounted",
         structure: str | None = None,
@@ -318,7 +316,6 @@ class LaplaceOnline(PosteriorMethod):
         super().__init__(setting, {**self._online, "pairs": "dataset"}, structure if self._refit else trained)
         self._training: dict[str, Any] = {
             "hessian_structure": trained,
-            "n_samples": train_samples,
             "sampling_temperature": sampling_temperature,
         }
 

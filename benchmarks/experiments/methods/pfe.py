@@ -22,6 +22,8 @@ from contrastive_curvature.pairs import RelationFunction
 
 _FLOOR = 1e-6
 """Smallest variance, which keeps the loss bounded for pairs of the same image."""
+_RATE = 1e-3
+"""Learning rate of the head's first epoch."""
 
 
 def mutual_likelihood_score(mu_a: Tensor, var_a: Tensor, mu_b: Tensor, var_b: Tensor) -> Tensor:
@@ -119,20 +121,15 @@ class PFE(OnBase):
     """Gaussian embeddings: the frozen encoder's mean, and variances by a head on the features before its last layer.
 
     Args:
-        setting: Its batches are the head's too.
-        epochs: Passes over the training images for the head; ``None`` for the setting's.
-        lr: Learning rate of the first epoch.
-        augment: Whether the head sees augmented images where training has them. Without, the features of an image are
-            always the same, and are computed once if they fit in memory.
+        setting: Its batches and epochs are the head's too. The head sees images without augmentation, whose features
+            are computed once if they fit in memory.
     """
 
     name = "pfe"
     title = "PFE"
 
-    def __init__(self, setting: Setting, epochs: int | None = None, lr: float = 1e-3, augment: bool = False) -> None:
+    def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self.epochs = setting.epochs if epochs is None else epochs
-        self.lr, self.augment = lr, augment
         self._head: VarianceHead | None = None
 
     def check_data(self, data: RetrievalData) -> None:
@@ -143,17 +140,16 @@ class PFE(OnBase):
         """Train the head."""
         seed_everything(seed)
         self._head = self._make_head()
-        augmented = self.augment and data.train_plain is not None
-        train = data.train if augmented else data.plain
+        train = data.plain
         width = self._head.features + self.setting.dim
         rows: Split | _Rows = train
         encode: Callable[[Tensor], tuple[Tensor, Tensor]] = self._encode
-        if not augmented and len(train) * width * 4 <= embed.CACHE_BYTES:
+        if len(train) * width * 4 <= embed.CACHE_BYTES:
             z, phi = self.base.features(train)
             rows, encode = _Rows(torch.cat([embed.unit(z), phi], 1), train.targets), self._parts
         step = MutualLikelihoodStep(self._head, encode, self.setting.relation)
         batches = training_loader(self.setting, rows, seed)
-        run_training(self.setting, step, batches, self.epochs, self.lr, folder / "head.pt")
+        run_training(self.setting, step, batches, self.setting.epochs, _RATE, folder / "head.pt")
         self._head.eval()
 
     def predict(self, split: Split) -> Prediction:

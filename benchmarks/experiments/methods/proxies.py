@@ -17,7 +17,8 @@ from torch.nn.functional import cross_entropy
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.methods.base import Method, Prediction, Setting
 from benchmarks.experiments.methods.checks import check_classes, check_saved, fitted
-from benchmarks.experiments.methods.embed import map_batches, unit
+from benchmarks.experiments.methods.deterministic import EncoderMethod
+from benchmarks.experiments.methods.embed import unit
 from benchmarks.experiments.methods.training import train
 from contrastive_curvature import vmf
 from contrastive_curvature.errors import UnsupportedError
@@ -157,7 +158,7 @@ class ProxyStep(nn.Module):
         return -_CLOSED[distance](mu, kappa, self.directions, proxy_kappa) / temperature
 
 
-class Proxies(Method):
+class Proxies(EncoderMethod):
     """Every class has a proxy; an image is drawn to that of its class and away from all others.
 
     A raw output stands for a von Mises-Fisher distribution, whose concentration is its length times a learned scale
@@ -178,18 +179,8 @@ class Proxies(Method):
     def __init__(self, setting: Setting, distance: str = SAMPLED) -> None:
         super().__init__(setting)
         self.distance = distance
-        self._encoder: nn.Module | None = None
         self._scale = 1.0
         self._proxies: dict[str, Tensor] = {}
-
-    @property
-    def encoder(self) -> nn.Module:
-        """The trained encoder, in evaluation mode.
-
-        Raises:
-            InputError: It was neither trained nor loaded.
-        """
-        return fitted(self._encoder, self.name)
 
     @property
     def proxies(self) -> dict[str, Tensor]:
@@ -234,7 +225,7 @@ class Proxies(Method):
 
     def outputs(self, split: Split) -> Tensor:
         """Embeddings in units of their concentration, shape (N, D), on the CPU: raw outputs times the scale."""
-        return self._scale * map_batches(self.encoder, split, self.setting, "embeddings")
+        return self._scale * super().outputs(split)
 
     def predict(self, split: Split) -> Prediction:
         """Unit embeddings; one over the concentration."""

@@ -275,6 +275,8 @@ def feature_distance(queries: Tensor, gallery: Tensor, progress: bool = False) -
 
 _CALIBRATION = 2000
 """Training images that say what the uncertainty of a known input is."""
+_SHARE = 0.05
+"""Of the known inputs, how many may be taken for unknown."""
 
 
 class LaplaceGated(OnBase):
@@ -282,15 +284,13 @@ class LaplaceGated(OnBase):
 
     Args:
         setting: That of the encoder.
-        share: Of the known inputs, how many may be taken for unknown.
     """
 
     name = "laplace_gated"
     title = "LAM (post-hoc) + 10-NN distance, gated"
 
-    def __init__(self, setting: Setting, share: float = 0.05) -> None:
+    def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self.share = share
         self._detector: Method | None = None
         self._score: RetrievalUncertainty | None = None
 
@@ -318,15 +318,10 @@ class LaplaceGated(OnBase):
 
     def own_state(self) -> dict[str, Any]:
         """The detector's state."""
-        return {"detector": fitted(self._detector, self.name).state_dict(), "share": self.share}
+        return {"detector": fitted(self._detector, self.name).state_dict()}
 
     def load_own_state(self, state: dict[str, Any], data: RetrievalData) -> None:
-        """See :meth:`OnBase.load_own_state`.
-
-        Raises:
-            InputError: It was fitted with another share.
-        """
-        check_saved(state, {"share": self.share})
+        """See :meth:`OnBase.load_own_state`."""
         detector = self.make_detector(data.plain)
         detector.load_state_dict(state["detector"], data)
         self._calibrate(detector, data)
@@ -335,7 +330,7 @@ class LaplaceGated(OnBase):
         plain = data.plain
         known = self._novelty(detector.predict(self.calibration(plain)))
         self._detector = detector
-        self._score = RetrievalUncertainty(self.base.outputs(plain), known, share=self.share)
+        self._score = RetrievalUncertainty(self.base.outputs(plain), known, share=_SHARE)
 
     def _novelty(self, prediction: Prediction) -> Tensor:
         found = prediction.uncertainty if prediction.novelty is None else prediction.novelty
@@ -347,7 +342,6 @@ class KNNGated(LaplaceGated):
 
     Args:
         setting: That of the encoder.
-        share: Of the known inputs, how many may be taken for unknown.
         gallery_size: Of the search in feature space at most, ``None`` for the setting's ``baseline_features``; a
             quarter of the training images is left out of it.
     """
@@ -355,8 +349,8 @@ class KNNGated(LaplaceGated):
     name = "knn_gated"
     title = "10-NN distances, features gate embedding"
 
-    def __init__(self, setting: Setting, share: float = 0.05, gallery_size: int | None = None) -> None:
-        super().__init__(setting, share)
+    def __init__(self, setting: Setting, gallery_size: int | None = None) -> None:
+        super().__init__(setting)
         self.gallery_size = setting.baseline_features if gallery_size is None else gallery_size
 
     def make_detector(self, plain: Split) -> OnBase:
@@ -378,9 +372,9 @@ class KNNGated(LaplaceGated):
         least = -(-4 * NEIGHBORS // 3)
         if len(data.train) < least:
             raise InputError(expected("data.train", f"at least {least} images", len(data.train)))
-        needed, left = math.ceil(1 / self.share) - 1, len(data.plain) - self._searched(data.plain)
+        needed, left = math.ceil(1 / _SHARE) - 1, len(data.plain) - self._searched(data.plain)
         if left < needed:
-            wanted = f"{needed} images that are not searched, for share = {self.share}"
+            wanted = f"{needed} images that are not searched"
             raise InputError(expected("data.train", wanted, left, "Use more images, or a smaller gallery_size."))
 
     def _searched(self, plain: Split) -> int:

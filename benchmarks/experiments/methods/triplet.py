@@ -17,8 +17,7 @@ from torch.nn.functional import softplus
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.methods.base import Method, Prediction, Setting
 from benchmarks.experiments.methods.checks import check_classes, check_saved, fitted
-from benchmarks.experiments.methods.deterministic import Deterministic
-from benchmarks.experiments.methods.embed import map_batches
+from benchmarks.experiments.methods.deterministic import Deterministic, EncoderMethod
 from benchmarks.experiments.methods.training import train
 from contrastive_curvature import metrics, vmf
 from contrastive_curvature.hedged.match import inverse_softplus
@@ -202,7 +201,7 @@ class TripletDeterministic(Deterministic):
         self._take(step.get_submodule("encoder"))
 
 
-class BayesianTriplet(Method):
+class BayesianTriplet(EncoderMethod):
     """An encoder that gives a mean and a variance for every image.
 
     Args:
@@ -217,16 +216,6 @@ class BayesianTriplet(Method):
         super().__init__(setting)
         self.distribution, self.form = distribution, FORMS[distribution]
         self._temperature: float | None = None
-        self._encoder: nn.Module | None = None
-
-    @property
-    def encoder(self) -> nn.Module:
-        """The trained encoder, in evaluation mode.
-
-        Raises:
-            InputError: It was neither trained nor loaded.
-        """
-        return fitted(self._encoder, self.name)
 
     @property
     def temperature(self) -> float:
@@ -271,7 +260,7 @@ class BayesianTriplet(Method):
 
     def distributions(self, split: Split) -> tuple[Tensor, Tensor]:
         """Means (N, D) and variances (N, 1) of images, on the CPU."""
-        return gaussians(map_batches(self.encoder, split, self.setting, "embeddings"), self.form)
+        return gaussians(self.outputs(split), self.form)
 
     def predict(self, split: Split) -> Prediction:
         """Means; the variance, summed over dimensions, as a share of the mean's squared norm.

@@ -14,16 +14,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from benchmarks.transfer.corruption import LEVELS, TEXT_KINDS, corrupt_text
 from benchmarks.transfer.feature_file import FeatureFile
-from benchmarks.transfer.harm import LEVELS
-from benchmarks.transfer.recipes.harmed_text import TEXT_KINDS, harm_text
 from benchmarks.transfer.recipes.queries import read_queries
 from benchmarks.transfer.recipes.recipe import Recipe
 from benchmarks.transfer.recipes.text_encoder import make_text_encoder, parts_of
 from benchmarks.transfer.train import LOSSES, Training, seeded, train
 
 _DIM = 64
-_HARMED = 1000
+_CORRUPTED = 1000
 # With several queries of each of so many intents in a batch.
 _TRAINING = Training(epochs=15, rate=3e-3, batch=256, together=4)
 _ROWS = 1000
@@ -39,10 +38,10 @@ def _make(loss: str, root: Path, _folder: Path, seed: int) -> FeatureFile:
         train(encoder, lambda rows: inputs[rows], torch.from_numpy(queries.labels["train"]), loss, _TRAINING, seed)
     trunk, head = encoder[:-1], encoder.head
     features = {part: _features(trunk, numbers) for part, numbers in parts.items()}
-    rows = np.sort(np.random.default_rng(seed).permutation(len(parts["test"]))[:_HARMED])
+    rows = np.sort(np.random.default_rng(seed).permutation(len(parts["test"]))[:_CORRUPTED])
     chosen = [queries.texts["test"][row] for row in rows]
-    harmed = {
-        (kind, level): _features(trunk, parts_of(harm_text(chosen, kind, level, seed)))
+    corrupted = {
+        (kind, level): _features(trunk, parts_of(corrupt_text(chosen, kind, level, seed)))
         for kind in TEXT_KINDS
         for level in LEVELS
     }
@@ -54,8 +53,8 @@ def _make(loss: str, root: Path, _folder: Path, seed: int) -> FeatureFile:
         weight=head.weight.detach().numpy(),
         bias=head.bias.detach().numpy(),
         unknown={"outofscope": _features(trunk, parts_of(queries.beyond))},
-        harmed=harmed,
-        harmed_rows=rows,
+        corrupted=corrupted,
+        corrupted_rows=rows,
         calibration_features=features["val"],
         calibration_labels=queries.labels["val"],
     )

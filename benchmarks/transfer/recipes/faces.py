@@ -19,8 +19,8 @@ from torch.nn.functional import interpolate
 from benchmarks.experiments.data.files import LoadOptions, read_lines, require
 from benchmarks.experiments.data.photos import load_lfw
 from benchmarks.experiments.data.split import FileSplit, Split
+from benchmarks.transfer.corruption import KINDS, LEVELS, corrupt
 from benchmarks.transfer.feature_file import FeatureFile, Pairs
-from benchmarks.transfer.harm import KINDS, LEVELS, harm
 from benchmarks.transfer.recipes.cifar10 import load_photographs
 from benchmarks.transfer.recipes.image_encoder import Images, unknown_images
 from benchmarks.transfer.recipes.recipe import Recipe
@@ -175,45 +175,41 @@ def read_pairs(path: Path) -> list[FacePair]:
         InputError: It is not such a file.
     """
     head, *rest = (line.split() for line in read_lines(path, _HOW_PAIRS))
-    if len(head) != 2 or not all(word.isdecimal() and int(word) > 0 for word in head):
-        raise InputError(
-            expected(str(path), "numbers of folds and of pairs in the first line", " ".join(head), _HOW_PAIRS)
-        )
-    folds, each = map(int, head)
-    if len(rest) != 2 * folds * each:
-        raise InputError(
-            expected(str(path), f"{2 * folds * each} pairs, as its first line states", len(rest), _HOW_PAIRS)
-        )
-    return [_pair(path, words, row // (2 * each), same=row % (2 * each) < each) for row, words in enumerate(rest)]
+    wanted = "numbers of folds and of pairs, and so many pairs"
+    try:
+        folds, each = map(int, head)
+        pairs = [_pair(words, row // (2 * each), same=row % (2 * each) < each) for row, words in enumerate(rest)]
+    except ValueError as error:
+        raise InputError(expected(str(path), wanted, f"something else ({error})", _HOW_PAIRS)) from None
+    if len(pairs) != 2 * folds * each:
+        raise InputError(expected(str(path), wanted, f"{len(pairs)} pairs", _HOW_PAIRS))
+    return pairs
 
 
-def _pair(path: Path, words: list[str], fold: int, same: bool) -> FacePair:
-    left, right = words[:2], [words[0], *words[2:]] if same else words[2:]
-    good = len(left) == len(right) == 2 and left[1].isdecimal() and right[1].isdecimal()
-    if not good or (left[0] == right[0]) is not same:
-        wanted = "NAME NUMBER NUMBER" if same else "NAME NUMBER NAME NUMBER, of two people,"
-        raise InputError(expected(str(path), f"{wanted} in fold {fold + 1}", " ".join(words), _HOW_PAIRS))
-    return FacePair((left[0], int(left[1])), (right[0], int(right[1])), fold)
+def _pair(words: list[str], fold: int, same: bool) -> FacePair:
+    name, number, other, *more = words
+    right = (name, int(other)) if same else (other, int(*more))
+    return FacePair((name, int(number)), right, fold)
 
 
 _CROP = (58, 52, 191, 185)
 """The face in a deep-funneled image of 250 x 250 pixels: left, upper, right and lower edge."""
 _GREY = {"mnist": "mnist", "letters": "omniglot_full"}
-_UNKNOWN, _HARMED = 1000, 400
+_UNKNOWN, _CORRUPTED = 1000, 400
 
 Run = Callable[[Iterable[Images]], tuple[NDArray[np.float32], NDArray[np.float32]]]
 """Images (112, 112, 3) -> features (N, F) and outputs (N, D)."""
 
 
 def make_faces(run: Run, data_root: Path, seed: int) -> FeatureFile:
-    """Run a network on LFW, on digits, letters and photographs, and on harmed faces.
+    """Run a network on LFW, on digits, letters and photographs, and on corrupted faces.
 
-    Harmed are images of different people who have another one among the test images, so that each has a right answer.
+    Corrupted are images of different people who have another test image, so that each has a right answer.
 
     Args:
         run: The network; its outputs are linear in its features.
         data_root: Folder with ``lfw-py``, ``MNIST``, ``omniglot`` and ``CIFAR-10-images``.
-        seed: Chooses unknown images, and what is harmed and how.
+        seed: Chooses unknown images, and what is corrupted and how.
 
     Returns:
         The features before the last layer, that layer, and the pairs.
@@ -225,7 +221,7 @@ def make_faces(run: Run, data_root: Path, seed: int) -> FeatureFile:
     train, test = _faces(data.plain), _faces(data.test)
     labels, test_labels = data.plain.targets.numpy(), data.test.targets.numpy()
     rows = _one_of_each(test_labels, seed)
-    unharmed = np.stack(list(_images(test.take(torch.from_numpy(rows)))))
+    clean = np.stack(list(_images(test.take(torch.from_numpy(rows)))))
     train_features, outputs = run(_images(train))
     test_features, _ = run(_images(test))
     layer = linear_layer(train_features, outputs)
@@ -238,8 +234,8 @@ def make_faces(run: Run, data_root: Path, seed: int) -> FeatureFile:
         weight=layer.weight,
         bias=layer.bias,
         unknown={name: run(images)[0] for name, images in _unknown(data_root, seed)},
-        harmed={(kind, level): run(harm(unharmed, kind, level, seed))[0] for kind in KINDS for level in LEVELS},
-        harmed_rows=rows,
+        corrupted={(kind, level): run(corrupt(clean, kind, level, seed))[0] for kind in KINDS for level in LEVELS},
+        corrupted_rows=rows,
         pairs=_pairs(data_root, [*train.paths, *test.paths], everybody, len(train_features)),
     )
 
@@ -248,12 +244,6 @@ def _faces(split: Split) -> FileSplit:
     if not isinstance(split, FileSplit):
         raise InputTypeError(expected("split", "images in files", type(split).__name__))
     return FileSplit(split.paths, split.targets, _face)
-
-
-def face_images(split: Split, rows: Iterable[int]) -> list[Images]:
-    """Some of the faces of a split as the network sees them, uint8, shape (112, 112, 3) each."""
-    faces = _faces(split)
-    return [faces.images([int(row)])[0].numpy() for row in rows]
 
 
 def _face(image: Any) -> Tensor:
@@ -271,7 +261,7 @@ def _one_of_each(labels: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
     """Rows of some people's images, one each, of people who have several."""
     rng = np.random.default_rng(seed)
     people, counts = np.unique(labels, return_counts=True)
-    chosen = rng.permutation(people[counts > 1])[:_HARMED]
+    chosen = rng.permutation(people[counts > 1])[:_CORRUPTED]
     if not len(chosen):
         raise InputError(expected("peopleDevTest.txt", "somebody with two images", "nobody"))
     return np.sort([rng.choice(np.flatnonzero(labels == person)) for person in chosen])

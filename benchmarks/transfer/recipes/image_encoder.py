@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from benchmarks.experiments.data.files import LoadOptions
 from benchmarks.experiments.data.ood import SizedSplit
 from benchmarks.experiments.data.registry import OUTSIDE
+from benchmarks.transfer.corruption import KINDS, LEVELS, corrupt
 from benchmarks.transfer.feature_file import FeatureFile
-from benchmarks.transfer.harm import KINDS, LEVELS, harm
 
 Images = NDArray[np.uint8]
 """Shape (N, H, W, C)."""
@@ -48,13 +48,13 @@ class Sizes:
     Args:
         train: Training images, the first ones.
         test: Test images, the first ones.
-        harmed: Of the test images, those that are harmed, the first ones.
+        corrupted: Of the test images, those that are corrupted, the first ones.
         unknown: Images of each other kind.
     """
 
     train: int
     test: int
-    harmed: int
+    corrupted: int
     unknown: int
 
 
@@ -100,7 +100,7 @@ class Augmented:
 def all_features(
     body: nn.Module, head: nn.Module, known: Known, unknown: dict[str, Images], sizes: Sizes, seed: int
 ) -> FeatureFile:
-    """Features of training, test, harmed and unknown images.
+    """Features of training, test, corrupted and unknown images.
 
     Args:
         body: Inputs (B, C, H, W) in [0, 1] -> features (B, F); in evaluation mode.
@@ -108,13 +108,13 @@ def all_features(
         known: The known images.
         unknown: Name -> images of another kind.
         sizes: How many of each.
-        seed: Of the harm.
+        seed: Of the corruption.
 
     Returns:
         The feature file.
     """
     test = known.test[: sizes.test]
-    harmed = test[: sizes.harmed]
+    corrupted = test[: sizes.corrupted]
     return FeatureFile(
         train_features=_features(body, known.train[: sizes.train]),
         train_labels=known.train_labels[: sizes.train],
@@ -123,8 +123,10 @@ def all_features(
         weight=head.get_parameter("weight").detach().numpy(),
         bias=head.get_parameter("bias").detach().numpy(),
         unknown={name: _features(body, images[: sizes.unknown]) for name, images in unknown.items()},
-        harmed={(kind, level): _features(body, harm(harmed, kind, level, seed)) for kind in KINDS for level in LEVELS},
-        harmed_rows=np.arange(len(harmed)),
+        corrupted={
+            (kind, level): _features(body, corrupt(corrupted, kind, level, seed)) for kind in KINDS for level in LEVELS
+        },
+        corrupted_rows=np.arange(len(corrupted)),
     )
 
 
