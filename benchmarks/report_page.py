@@ -13,14 +13,20 @@ import argparse
 import io
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
+from laplace import Laplace
 from PIL import Image
+from sklearn.datasets import load_digits
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.fitted_digits import fit_digits
+import contrastive_curvature as cc
 from contrastive_curvature.apps.report import Data, Evaluation, evaluate
 
-_CALIBRATE = 300
+_KNOWN_DIGITS = 8
+_TRAIN, _CALIBRATE = 600, 300
 _CHROMIUM = ("chromium", "chromium-browser", "google-chrome")
 _SCREENS = {"report_wide.png": (1280, 1000, "light"), "report_phone.png": (375, 800, "dark")}
 """Width and height in pixels, and the colour scheme."""
@@ -28,7 +34,28 @@ _SCREENS = {"report_wide.png": (1280, 1000, "light"), "report_phone.png": (375, 
 
 def evaluate_digits(epochs: int = 60) -> Evaluation:
     """Train, fit, calibrate and evaluate."""
-    la, x, y, train, test, unknown = fit_digits(_CALIBRATE, epochs)
+    torch.manual_seed(0)
+    digits = load_digits()
+    x, y = torch.tensor(digits.data, dtype=torch.float32) / 16, torch.tensor(digits.target)
+    known = (y < _KNOWN_DIGITS).nonzero().flatten()
+    known = known[torch.randperm(len(known))]
+    train, calibrate, test = known.tensor_split([_TRAIN, _TRAIN + _CALIBRATE])
+
+    encoder = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 8))
+    loader = DataLoader(TensorDataset(x[train], y[train]), batch_size=100, shuffle=True)
+    contrastive_loss = cc.ContrastiveLoss(margin=0.7, normalization="type")
+    optimizer = torch.optim.Adam(encoder.parameters(), lr=3e-3)
+    for _ in range(epochs):
+        for images, labels in loader:
+            optimizer.zero_grad()
+            contrastive_loss(encoder(images), labels).backward()
+            optimizer.step()
+
+    la: Any = Laplace(encoder, likelihood="contrastive")
+    la.fit(loader)
+    la.optimize_prior_precision()
+    la.calibrate([x[calibrate]])
+    unknown = (y >= _KNOWN_DIGITS).nonzero().flatten()
 
     def data(rows: torch.Tensor) -> Data:
         names = [f"image {row}" for row in rows.tolist()]

@@ -28,11 +28,13 @@ _MOST_HELD_OUT = 2_000
 # Not part of what a run folder must agree on: they change no figure, threads no more than its last digits. Workers are
 # part of it, since random augmentations draw other numbers in them.
 _FREE = ("data_root", "download", "out", "seeds", "methods", "threads", "progress")
+_OWN = ("relation", "own_order", "eval_batch", "checkpoint_every")
+"""Of the setting, without an option: they follow from table and data, or change no figure."""
 
 
-@dataclass(frozen=True)
-class Config:
-    """One run; fields that ``methods.Setting`` or ``defaults.DataDefaults`` have too are explained there.
+@dataclass(frozen=True, kw_only=True)
+class Config(Setting):
+    """One run: how encoders are made and trained, and what is done with them.
 
     Args:
         table: Which one.
@@ -53,38 +55,20 @@ class Config:
     table: Table
     data: str
     ood: str | None
-    network: str
-    dim: int
-    epochs: int
-    batch_size: int
-    lr: float
-    margin: float | None
-    per_class: int | None
-    distance: str | None
-    pd_fix: str | None
-    negative_weight: float | None
     train_size: int | None
     test_size: int | None
     image_size: int | None
-    n_samples: int
     ece_samples: int
-    dropout_passes: int | None
-    baseline_features: int
-    memory_factor: float
-    device: str
     data_root: Path
     download: bool
     out: Path
     seeds: tuple[int, ...]
     methods: tuple[str, ...] | None
-    workers: int
-    precision: str
     threads: int | None
-    progress: bool
 
     def identity(self) -> dict[str, Any]:
         """What a run folder must agree on to be resumed, as JSON has it."""
-        given = {k: v for k, v in dataclasses.asdict(self).items() if k not in _FREE}
+        given = {k: v for k, v in dataclasses.asdict(self).items() if k not in (*_FREE, *_OWN)}
         # A run of before there was a choice is one in float32.
         return {k: v for k, v in given.items() if (k, v) != ("precision", "float32")}
 
@@ -206,7 +190,7 @@ def check_data(config: Config, data: RetrievalData) -> None:
 def settings(config: Config, data: RetrievalData) -> Setting:
     """How all methods of the run are trained."""
     given = {name: value for name, value in vars(config).items() if name in Setting.__dataclass_fields__}
-    return Setting(**given, relation=data.relation, own_order=config.table == DEMO)
+    return Setting(**given | {"relation": data.relation, "own_order": config.table == DEMO})
 
 
 def _check_curvature(config: Config) -> None:

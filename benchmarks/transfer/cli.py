@@ -70,17 +70,12 @@ def _run_recipes(parser: argparse.ArgumentParser, given: argparse.Namespace) -> 
 
 def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     """Refuse options that would have no effect, and names that are no file names."""
-    if given.features is not None:
-        useless = [name for name in ("only", "data_root", "cache", "seed", "list") if getattr(given, name)]
-        if useless:
-            parser.error(f"--{useless[0].replace('_', '-')} has no effect with --features")
-    elif given.name is not None:
-        parser.error("--name is for --features")
-    name = given.name or (given.features.stem if given.features is not None else "x")
-    if not re.fullmatch(r"\w[\w.-]*", name):
-        parser.error(f"--name: expected letters, digits, '_', '-' and '.', got {name!r}")
-    if given.seed is not None and given.seed < 0:
-        parser.error(f"--seed: expected a whole number of at least 0, got {given.seed}")
+    useless = ("name",) if given.features is None else ("only", "data_root", "cache", "seed", "list")
+    if named := [name for name in useless if getattr(given, name)]:
+        without = "without" if given.features is None else "with"
+        parser.error(f"--{named[0].replace('_', '-')} has no effect {without} --features")
+    if given.name is not None and not re.fullmatch(r"\w[\w.-]*", given.name):
+        parser.error(f"--name: expected letters, digits, '_', '-' and '.', got {given.name!r}")
 
 
 def _parser() -> argparse.ArgumentParser:

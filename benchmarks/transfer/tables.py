@@ -10,7 +10,6 @@ from benchmarks.machine import table
 from benchmarks.transfer.figures import REJECTED
 from benchmarks.transfer.gaps import (
     KINDS,
-    Question,
     best,
     class_free,
     gallery_free,
@@ -98,10 +97,12 @@ def summary(results: Sequence[Result]) -> str:
         "",
         "## Encoders",
         "",
-        "The answers beside the best of the others; means over the unknown and corrupted inputs that count. All rows "
-        "of an encoder are in `transfer/NAME.md`.",
+        "With all rows of each.",
         "",
-        _overview(results),
+        table(
+            ["encoder", "mAP@1"],
+            [[f"[{result['name']}](transfer/{result['name']}.md)", f"{result['map_at_1']:.3f}"] for result in results],
+        ),
         "",
     ]
     return "\n".join(lines)
@@ -168,41 +169,6 @@ def _target_table(results: Sequence[Result]) -> str:
     cells = [_SHOWN["retrieval"], _ASKED["match"], "chance", ">= 0.5", f"{len(own) - len(low)} of {len(own)}"]
     lines.append([*cells, "", "", ", ".join(low)])
     return table(["answer", "about", "beside the best", "wanted", "met", "mean gap", "largest gap", "at"], lines)
-
-
-def _overview(results: Sequence[Result]) -> str:
-    """A line for each encoder: the library's answers, and the best scores of three kinds."""
-    titles = {"match": "R-AUROC", "unknown": "unknown", "corruption": "corruption"}
-    # The labels of a gallery change the order of known inputs, and not which inputs are called unknown.
-    with_gallery = {kind: ["unlabelled", "gallery"] if kind == "match" else ["gallery"] for kind in KINDS}
-    columns = []
-    for kind in KINDS:
-        own = [_SHOWN["retrieval" if kind == "match" else "known"], "best that keeps nothing", "best gallery-free"]
-        own += [*(_SHOWN[name] for name in with_gallery[kind]), "best of all"]
-        columns += [f"{titles[kind]}: {what}" for what in own]
-    lines = []
-    for result in results:
-        cells = [f"`{result['name']}`", f"{result['map_at_1']:.3f}"]
-        for kind in KINDS:
-            asked = [question for question in questions(result) if question.counts and question.kind == kind]
-            row = resolve(ANSWERS["retrieval" if kind == "match" else "known"], result)
-            cells.append(_mean([question.values.get(row) for question in asked]))
-            cells += [_mean([_best(question, allowed) for question in asked]) for allowed in (class_free, gallery_free)]
-            cells += [_mean([question.values.get(ANSWERS[name]) for question in asked]) for name in with_gallery[kind]]
-            cells.append(_mean([_best(question, _ALL[1]) for question in asked]))
-        lines.append(cells)
-    return table(["encoder", "mAP@1", *columns], lines)
-
-
-def _best(question: Question, allowed: Callable[[str], bool]) -> float | None:
-    found = best(question, allowed)
-    return None if found is None else found[1]
-
-
-def _mean(figures: Sequence[float | None]) -> str:
-    """Nothing where one is missing: means over different questions could not be compared."""
-    found = [figure for figure in figures if figure is not None]
-    return f"{statistics.fmean(found):.3f}" if found and len(found) == len(figures) else ""
 
 
 def _encoder(result: Result) -> Iterator[str]:

@@ -4,6 +4,7 @@ import json
 import math
 
 import pytest
+from tables import each
 
 from benchmarks.experiments import cli, plan, plots
 from contrastive_curvature.errors import DivergenceError
@@ -33,7 +34,9 @@ def undrawn(monkeypatch):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     folder = tmp_path_factory.mktemp("retrieval") / "run"
-    assert cli.main([*CLOSED, "--seeds", "0", "1", "--out", str(folder)]) == 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(plots, "draw_all", lambda *_: None)
+        assert cli.main([*CLOSED, "--seeds", "0", "1", "--out", str(folder)]) == 0
     return folder
 
 
@@ -164,29 +167,20 @@ def test_ensembles_know_their_members(tmp_path, undrawn):
     assert results_of(tmp_path)["rows"]["deep_ensemble"]["figures"]["map_at_1"]["n"] == 1
 
 
-@pytest.mark.parametrize(
-    ("options", "says"),
+@each(
+    "options, says",
     [
         (["--dim", "1"], "--dim"),
         (["--epochs", "0"], "--epochs"),
-        (["--batch-size", "1"], "--batch-size"),
-        (["--lr", "nan"], "--lr"),
         (["--margin", "2.5"], "--margin"),
         (["--per-class", "3"], "multiple of per_class=3"),
         (["--seeds", "1", "1"], "--seeds"),
-        (["--seeds", "-1"], "--seeds"),
         (["--test-size", "601"], "at most the 600"),
-        (["--image-size", "32"], "image_size for 'digits'"),
         (["--network", "cifar10"], "--network cifar10"),
-        (["--n-samples", "1"], "--n-samples"),
-        (["--ece-samples", "1"], "--ece-samples"),
-        (["--threads", "0"], "--threads"),
-        (["--workers", "-1"], "--workers"),
         (["--device", "nowhere"], "--device"),
         (["--methods", "hubs"], "--methods"),
         (["--table", "3"], "--data"),
     ],
-    ids=" ".join,
 )
 def test_refusals_come_first(options, says, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)

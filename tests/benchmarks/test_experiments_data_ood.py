@@ -3,14 +3,13 @@
 import numpy as np
 import pytest
 import torch
-from benchmark_data_files import write_cub, write_lfw, write_mnist
+from benchmark_data_files import write_cub, write_mnist
 from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.experiments.data import TensorSplit, load_data
 from benchmarks.experiments.data.ood import SizedSplit, shuffle_quarters
 from benchmarks.experiments.data.photos import IMAGENET_DEVIATION, IMAGENET_MEAN
-from benchmarks.experiments.data.registry import NONE
 from contrastive_curvature.errors import InputError
 
 MEAN, DEVIATION = (torch.tensor(part).view(3, 1, 1) for part in (IMAGENET_MEAN, IMAGENET_DEVIATION))
@@ -20,15 +19,6 @@ def in_memory(n=5, channels=1, side=8, seed=0):
     generator = torch.Generator().manual_seed(seed)
     pixels = torch.randint(256, (n, channels, side, side), dtype=torch.uint8, generator=generator)
     return TensorSplit(pixels, torch.arange(n))
-
-
-def test_faces_need_no_birds(tmp_path):
-    write_lfw(tmp_path)
-    write_mnist(tmp_path, "MNIST", {"t10k": 6})
-    data = load_data("lfw", tmp_path, ood="mnist", image_size=32)
-    assert data.ood_title == "MNIST"
-    assert data.ood.images([0, 3]).shape == data.test.images([0, 1]).shape
-    assert load_data("lfw", tmp_path, ood=NONE).ood is None
 
 
 def test_colours_become_grey_values_of_the_encoders_size(tmp_path):

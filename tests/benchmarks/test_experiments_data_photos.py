@@ -81,3 +81,17 @@ def test_crops_keep_the_centre_and_squeezing_keeps_all():
     assert whole[:, :, 0].allclose(torch.ones(3, 28), atol=0.02)
     # both scale before they cut: 14 of 28 pixels are 16 of 32
     assert int((centre[0, 14] > 0.5).sum()) == 16
+
+
+def test_an_archive_is_read_as_its_folder(tmp_path):
+    folders = []
+    for name in ("folder", "archive"):
+        (tmp_path / name).mkdir()
+        folders.append(write_lfw(tmp_path / name))
+    shutil.make_archive(str(folders[1] / "lfw-deepfunneled"), "zip", folders[1], "lfw-deepfunneled")
+    shutil.rmtree(folders[1] / "lfw-deepfunneled")
+    plain, packed = (load_data("lfw", folder.parent, ood="none", image_size=16) for folder in folders)
+    assert plain.fingerprint() == packed.fingerprint()
+    assert torch.equal(plain.test.images([0, 1, 2]), packed.test.images([0, 1, 2]))
+    assert plain.train.targets.tolist() == packed.train.targets.tolist()
+    assert not (folders[1] / "lfw-deepfunneled").exists()  # nothing was unpacked

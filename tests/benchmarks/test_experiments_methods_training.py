@@ -94,17 +94,6 @@ def test_the_loss_counts_positives_and_active_negatives(device):
     assert float(step(z[:1], labels[:1])) == 0
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("per_class", [None, 4])
-def test_training_brings_classes_together(device, per_class, tmp_path):
-    setting, data = make_setting(device, epochs=6, per_class=per_class), make_data()
-    method = fit("deterministic", setting, tmp_path, data)
-    cosine = method.predict(data.test).mean @ method.predict(data.train).mean.T
-    same = data.test.targets.unsqueeze(1) == data.train.targets
-    assert float(cosine[same].mean()) > 0.9
-    assert float(cosine[~same].mean()) < 0.5
-
-
 def test_the_demonstrations_order_is_that_of_its_committed_results():
     """Permutations of one generator that nothing else draws from, and that a training that goes on finds again."""
     data = make_data()

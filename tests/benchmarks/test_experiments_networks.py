@@ -1,5 +1,3 @@
-from itertools import pairwise
-
 import pytest
 import torch
 from devices import DEVICES
@@ -37,20 +35,6 @@ def test_shapes_and_parameters_are_the_papers(name, features, parameters, device
     out = network(images(name).to(device))
     assert out.shape == (2, 5)
     assert not torch.allclose(out.norm(dim=1), torch.ones(2, device=device))
-
-
-@pytest.mark.parametrize("name", [*SMALL, "resnet50_untrained"])
-def test_dropout_stands_once_between_all_trainable_parts(name):
-    parts = list(make_network(name, 3, dropout=0.3).named_children())
-    kinds = [
-        "drop" if isinstance(module, nn.Dropout) else "layer"
-        for part, module in parts
-        # the residual trunk and its pooling count as one
-        if isinstance(module, nn.Dropout) or (part != "trunk" and any(True for _ in module.parameters()))
-    ]
-    assert kinds[0] == kinds[-1] == "layer"
-    assert all(a != b for a, b in pairwise(kinds))
-    assert all(module.p == 0.3 for _, module in parts if isinstance(module, nn.Dropout))
 
 
 def test_the_trunk_is_torchvisions():

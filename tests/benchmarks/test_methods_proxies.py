@@ -40,28 +40,13 @@ def recall(method: Proxies) -> float:
     return metrics.recall_at_k(metrics.rank_by_labels(neighbors, test.targets), 1)
 
 
-@pytest.mark.parametrize("distance", DISTANCES)
-def test_learns_saves_and_loads(distance: str, tmp_path: Path) -> None:
-    method = fitted(tmp_path / "fit", distance, epochs=8, lr=3e-3)
+def test_embeddings_are_learned_and_their_length_is_the_concentration(tmp_path: Path) -> None:
+    method = fitted(tmp_path / "fit", "el_nivmf", epochs=8, lr=3e-3)
     assert recall(method) > 0.95
-    prediction = method.predict(toy().test)
-    z = method.outputs(toy().test)
+    prediction, z = method.predict(toy().test), method.outputs(toy().test)
     assert prediction.uncertainty is not None
-    assert prediction.metric == "cosine"
     close(prediction.mean, nn.functional.normalize(z, dim=1))
     close(prediction.uncertainty, 1 / z.norm(dim=1))
-
-    method.save(tmp_path / "saved.pt")
-    other = Proxies(make_setting(), distance)
-    other.load(tmp_path / "saved.pt", toy())
-    again = other.predict(toy().test)
-    assert again.uncertainty is not None
-    assert torch.equal(again.mean, prediction.mean)
-    assert torch.equal(again.uncertainty, prediction.uncertainty)
-    assert other.proxies.keys() == method.proxies.keys()
-    for name, value in method.proxies.items():
-        assert torch.equal(other.proxies[name], value)
-    assert sorted(method.proxies["classes"].tolist()) == sorted(LABELS.tolist())
 
 
 class _Points(nn.Module):
@@ -150,17 +135,3 @@ def test_concentrations_are_relative_to_the_mean_length_of_the_batch_and_later_o
     assert not torch.allclose(step.logits(z), step.logits(2 * z), rtol=1e-3)
     step.logits(z)
     assert step.mean_length.item() == pytest.approx(by_hand)
-
-
-def test_samples_are_draws_of_the_embeddings_distributions(tmp_path: Path) -> None:
-    method, test = fitted(tmp_path, "el_nivmf"), toy().test
-    found, again = (list(method.samples(test, 150, 5) or ()) for _ in range(2))
-    assert all(torch.equal(a, b) for a, b in zip(found, again, strict=True))
-    assert found[0].shape == (len(test), 3)
-    assert not torch.equal(found[0], found[1])
-    z = method.outputs(test)
-    mean_length = vmf.mean_resultant_length(z.norm(dim=1), 3)
-    mean = torch.stack(found).mean(0)
-    along = (mean * nn.functional.normalize(z, dim=1)).sum(1)
-    # The cosine's standard deviation is below 0.6, so that of the mean of 150 draws of 24 images below 0.01.
-    assert float((along - mean_length).mean().abs()) < 0.03

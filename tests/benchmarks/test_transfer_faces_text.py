@@ -15,9 +15,8 @@ from PIL import Image
 
 from benchmarks.transfer.corruption import KINDS, LEVELS, TEXT_KINDS, corrupt_text
 from benchmarks.transfer.feature_file import load_features, save_features
-from benchmarks.transfer.recipes import RECIPES, clinc150, grey, text_encoder
+from benchmarks.transfer.recipes import RECIPES, clinc150, text_encoder
 from benchmarks.transfer.recipes.faces import SIDE, linear_layer, make_faces
-from benchmarks.transfer.recipes.image_encoder import Sizes
 from benchmarks.transfer.recipes.text_encoder import parts_of
 from benchmarks.transfer.train import Training
 from contrastive_curvature.errors import InputError
@@ -146,8 +145,7 @@ def test_a_linear_layer_is_found(width, dim, spare, seed):
     features = rng.standard_normal((width + 4 + spare, width)).astype(np.float32)
     outputs = (features @ weight.T + bias).astype(np.float32)
     found = linear_layer(features, outputs)
-    assert np.abs(features.astype(np.float64) @ (found.weight - weight).T + found.bias - bias).max() < 1e-4
-    assert found.error < 1e-6
+    assert np.abs(features.astype(np.float64) @ (found[0] - weight).T + found[1] - bias).max() < 1e-4
     outputs[0, 0] += 0.01 * np.abs(outputs).max()
     with pytest.raises(InputError, match="outputs: expected a linear layer's"):
         linear_layer(features, outputs)
@@ -246,23 +244,3 @@ def test_texts_train_an_encoder_that_repeats_itself(tmp_path, monkeypatch):
     read = load_features(tmp_path / "a.npz")
     assert np.array_equal(read.calibration_features, made.calibration_features)
     assert np.array_equal(read.calibration_labels, made.calibration_labels)
-
-
-def test_new_characters_are_judged(tmp_path, monkeypatch):
-    write_omniglot_full(tmp_path, {"Greek": 2, "Korean": 2}, {"Tengwar": 3, "Angelic": 2})
-    for name in ("MNIST", "FashionMNIST"):
-        write_mnist(tmp_path, name, {"t10k": 4})
-    monkeypatch.setattr(grey, "_TRAINING_OMNIGLOT", Training(epochs=1, batch=16, together=4))
-    monkeypatch.setattr(grey, "_CHARACTERS", 4)
-    monkeypatch.setattr(grey, "_SIZES_OMNIGLOT", Sizes(8, 24, 2, 3))
-    grey._load_omniglot.cache_clear()
-    made, again = (RECIPES["omniglot-64-supcon"].make(tmp_path, tmp_path, 0) for _ in range(2))
-    grey._load_omniglot.cache_clear()
-    assert made.train_features.shape == (8, 9216)
-    assert set(made.train_labels) <= set(range(4))
-    characters, counts = np.unique(made.test_labels, return_counts=True)
-    assert set(characters) < set(range(4, 9))
-    assert counts.tolist() == [6] * 4
-    assert {name: len(found) for name, found in made.unknown.items()} == {"mnist": 3, "fashionmnist": 3}
-    assert np.array_equal(made.weight, again.weight)
-    assert np.array_equal(made.test_features, again.test_features)

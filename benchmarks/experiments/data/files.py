@@ -32,7 +32,7 @@ class LoadOptions:
     def check(self) -> None:
         """Raise InputError if a value is out of range."""
         size = self.image_size
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < _LEAST_SIZE):
+        if size is not None and size < _LEAST_SIZE:
             raise InputError(expected("image_size", f"a whole number of pixels, at least {_LEAST_SIZE}", size))
 
 

@@ -14,9 +14,6 @@ from benchmarks.experiments.data.registry import DATASETS
 from benchmarks.experiments.data.split import RetrievalData
 from contrastive_curvature.errors import InputError, expected
 
-_LEAST = 2
-"""The loss is one of pairs, and retrieval needs another image."""
-
 
 def load_data(
     name: str,
@@ -57,9 +54,6 @@ def load_data(
     options = LoadOptions(download, image_size)
     options.check()
     _check_use(name, options)
-    for argument, size in (("train_size", train_size), ("test_size", test_size)):
-        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size < _LEAST):
-            raise InputError(expected(argument, f"a whole number, at least {_LEAST}", size))
     data = with_ood(name, DATASETS[name].load(Path(root), options), ood, Path(root), options)
     train = _choice("train_size", len(data.train), train_size)
     test = _choice("test_size", len(data.test), test_size)

@@ -89,22 +89,9 @@ def _ncnn() -> ModuleType:
         raise UnsupportedError(msg) from None
 
 
-@dataclass(frozen=True)
-class LastLayer:
-    """A linear layer that was found from its inputs and outputs.
-
-    Args:
-        weight: float32, shape (D, F).
-        bias: float32, shape (D,).
-        error: Largest deviation of an output, in units of the largest output.
-    """
-
-    weight: NDArray[np.float32]
-    bias: NDArray[np.float32]
-    error: float
-
-
-def linear_layer(features: NDArray[np.float32], outputs: NDArray[np.float32]) -> LastLayer:
+def linear_layer(
+    features: NDArray[np.float32], outputs: NDArray[np.float32]
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """Find the linear layer between two blobs by least squares, in float64.
 
     The layer and the batch normalisation behind it are one linear layer, which ncnn's file has in parts.
@@ -114,7 +101,7 @@ def linear_layer(features: NDArray[np.float32], outputs: NDArray[np.float32]) ->
         outputs: Shape (N, D).
 
     Returns:
-        The layer, float32.
+        Weight (D, F) and bias (D,), float32.
 
     Raises:
         InputError: There are too few rows, or the outputs are not linear in the features.
@@ -131,7 +118,7 @@ def linear_layer(features: NDArray[np.float32], outputs: NDArray[np.float32]) ->
     # written so that NaN fails too
     if not error <= _LINEAR_TO:
         raise InputError(expected("outputs", "a linear layer's", f"a relative deviation of {error:.1g}"))
-    return LastLayer(solution[:-1].T.astype(np.float32), solution[-1].astype(np.float32), error)
+    return solution[:-1].T.astype(np.float32), solution[-1].astype(np.float32)
 
 
 _HOW_PAIRS = "Get pairs.txt from http://vis-www.cs.umass.edu/lfw/."
@@ -224,15 +211,15 @@ def make_faces(run: Run, data_root: Path, seed: int) -> FeatureFile:
     clean = np.stack(list(_images(test.take(torch.from_numpy(rows)))))
     train_features, outputs = run(_images(train))
     test_features, _ = run(_images(test))
-    layer = linear_layer(train_features, outputs)
+    weight, bias = linear_layer(train_features, outputs)
     everybody = np.concatenate([train_features, test_features])
     return FeatureFile(
         train_features=train_features,
         train_labels=labels,
         test_features=test_features,
         test_labels=test_labels,
-        weight=layer.weight,
-        bias=layer.bias,
+        weight=weight,
+        bias=bias,
         unknown={name: run(images)[0] for name, images in _unknown(data_root, seed)},
         corrupted={(kind, level): run(corrupt(clean, kind, level, seed))[0] for kind in KINDS for level in LEVELS},
         corrupted_rows=rows,
