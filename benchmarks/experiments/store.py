@@ -97,18 +97,13 @@ def save_cell(out: Path, cell: Cell, found: Evaluation, fit_seconds: float | Non
         fit_seconds: What fitting took, ``None`` where that is not known.
         machine: What it ran on.
     """
-    bins = found.calibration
     curves = {
-        "scores": {name: {"inside": s.inside, "outside": s.outside} for name, s in found.scores.items()},
+        "scores": {name: vars(scores) for name, scores in found.scores.items()},
         "precision_at_1": found.precision_at_1,
         "nearest": found.nearest,
         "embeddings": found.embeddings,
-        "p_values": None
-        if found.p_values is None
-        else {"inside": found.p_values.inside, "outside": found.p_values.outside},
-        "calibration": None
-        if bins is None
-        else {name: getattr(bins, name) for name in ("edges", "count", "confidence", "accuracy")},
+        "p_values": None if found.p_values is None else vars(found.p_values),
+        "calibration": None if found.calibration is None else vars(found.calibration),
     }
     save_checkpoint(cell_folder(out, cell.seed, cell.row.key, cell.members) / "curves.pt", curves)
     content = {

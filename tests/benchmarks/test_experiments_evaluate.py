@@ -16,7 +16,7 @@ from contrastive_curvature import metrics
 class Told(Method):
     """Embeds and scores by lookup: an image's first pixel is its number."""
 
-    name, title = "told", "Told"
+    name = "told"
 
     def __init__(self, table, scores, samples=None, metric="cosine"):
         super().__init__(Setting())

@@ -1,81 +1,16 @@
 """Training of the benchmarks' encoders: batches, interruptions, and that it trains."""
 
-import dataclasses
-
-import numpy as np
 import pytest
 import torch
-from benchmark_methods import fit, make_data, make_setting
+from benchmark_methods import make_data, make_setting
 from devices import DEVICES
-from tables import covering
 
-from benchmarks.experiments.data.split import TensorSplit
-from benchmarks.experiments.methods import embed, make_method
 from benchmarks.experiments.methods.training import (
     ContrastiveStep,
     train,
     training_loader,
 )
-from contrastive_curvature.online import Trainer
 from contrastive_curvature.online.randomness import Randomness
-
-
-class Fragile(TensorSplit):
-    """Fails when a batch too many is read, as a killed training does."""
-
-    reads = float("inf")
-
-    def images(self, rows):
-        if self.reads <= 0:
-            raise InterruptedError
-        self.reads -= 1
-        return super().images(rows)
-
-
-def fragile_data():
-    data = make_data()
-    return dataclasses.replace(data, train=Fragile(data.train.pixels, data.train.targets))
-
-
-@covering(
-    1,
-    reads=[3],
-    name__changes=[("deterministic", {"per_class": 4}), ("mc_dropout", {}), ("pfe", {}), ("laplace_online", {})],
-)
-def test_an_interrupted_training_ends_as_an_uninterrupted_one(name, changes, reads, tmp_path, monkeypatch):
-    # PFE's head then reads images in training, instead of their features before
-    monkeypatch.setattr(embed, "CACHE_BYTES", 0)
-    setting, data = make_setting(epochs=3, checkpoint_every=1, **changes), fragile_data()
-    options = {"members": 2} if name == "deep_ensemble" else {}
-    base = fit("deterministic", setting, tmp_path / "base", data) if name == "pfe" else None
-    step, steps = Trainer._train_on_batch, []
-
-    def counted(*given):
-        loss = step(*given)
-        steps.append(loss)
-        return loss
-
-    monkeypatch.setattr(Trainer, "_train_on_batch", counted)
-    whole, folder = make_method(name, setting, **options), tmp_path / "parts"
-    for made in (tmp_path / "whole", folder):
-        made.mkdir()
-    whole.fit(data, 0, tmp_path / "whole", base)
-    losses = steps.copy()
-    steps.clear()
-    data.train.reads = reads
-    with pytest.raises(InterruptedError):
-        make_method(name, setting, **options).fit(data, 0, folder, base)
-    data.train.reads = float("inf")
-    # another process has other random numbers
-    torch.manual_seed(123)
-    np.random.seed(123)  # noqa: NPY002  samplers draw from it
-    resumed = make_method(name, setting, **options)
-    resumed.fit(data, 0, folder, base)
-    # Every step once, none of them again.
-    assert steps == losses
-    first, second = whole.predict(data.test), resumed.predict(data.test)
-    assert torch.equal(first.mean, second.mean)
-    assert name == "deterministic" or torch.equal(first.uncertainty, second.uncertainty)
 
 
 @pytest.mark.parametrize("device", DEVICES)

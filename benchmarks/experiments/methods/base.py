@@ -128,8 +128,6 @@ class Method(ABC):
 
     name: ClassVar[str]
     """As on the command line and in file names."""
-    title: ClassVar[str]
-    """As in a table."""
     needs_base: ClassVar[bool] = False
     """Whether :meth:`fit` takes a trained deterministic method."""
 

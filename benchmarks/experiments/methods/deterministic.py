@@ -47,7 +47,6 @@ class Deterministic(EncoderMethod):
     """
 
     name = "deterministic"
-    title = "Deterministic"
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

@@ -35,7 +35,6 @@ class MCDropout(EncoderMethod):
     """
 
     name = "mc_dropout"
-    title = "MC dropout"
 
     def __init__(self, setting: Setting, rate: float = 0.2) -> None:
         super().__init__(setting)
@@ -148,7 +147,6 @@ class DeepEnsemble(Method):
     """
 
     name = "deep_ensemble"
-    title = "Deep ensemble"
 
     def __init__(
         self,

@@ -238,7 +238,6 @@ class HedgedPoint(PairMethod):
     """
 
     name = "hedged_point"
-    title = "Point embedding (HIB's)"
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting, 0)
@@ -257,7 +256,6 @@ class Hedged(PairMethod):
     """
 
     name = "hedged"
-    title = "Hedged embedding (HIB)"
 
     def __init__(self, setting: Setting, components: int = 1) -> None:
         super().__init__(setting, components)

@@ -262,7 +262,6 @@ class LaplacePosthoc(PosteriorMethod, OnBase):
     """
 
     name = "laplace_posthoc"
-    title = "LAM (post-hoc)"
 
     def __init__(
         self,
@@ -298,7 +297,6 @@ class LaplaceOnline(PosteriorMethod):
     """
 
     name = "laplace_online"
-    title = "LAM (online)"
 
     def __init__(
         self,

@@ -126,7 +126,6 @@ class PFE(OnBase):
     """
 
     name = "pfe"
-    title = "PFE"
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)

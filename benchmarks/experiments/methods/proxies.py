@@ -174,7 +174,6 @@ class Proxies(EncoderMethod):
     """
 
     name = "proxies"
-    title = "Proxies"
 
     def __init__(self, setting: Setting, distance: str = SAMPLED) -> None:
         super().__init__(setting)

@@ -35,7 +35,6 @@ class NormScore(OnBase):
     """
 
     name = "norm"
-    title = "Minus norm of raw output"
 
     def fit_on_base(self, data: RetrievalData, seed: int, folder: Path) -> None:
         """Nothing is fitted."""
@@ -119,7 +118,6 @@ class VMFDensity(OnBase):
     """
 
     name = "vmf_density"
-    title = "vMF density of training classes"
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -170,7 +168,6 @@ class KNNEmbedding(OnBase):
     """
 
     name = "knn_embedding"
-    title = "10-NN distance, embedding"
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -219,7 +216,6 @@ class KNNFeatures(KNNEmbedding):
     """
 
     name = "knn_features"
-    title = "10-NN distance, features"
 
     def __init__(self, setting: Setting, gallery_size: int | None = None) -> None:
         super().__init__(setting)
@@ -287,7 +283,6 @@ class LaplaceGated(OnBase):
     """
 
     name = "laplace_gated"
-    title = "LAM (post-hoc) + 10-NN distance, gated"
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
@@ -347,7 +342,6 @@ class KNNGated(LaplaceGated):
     """
 
     name = "knn_gated"
-    title = "10-NN distances, features gate embedding"
 
     def __init__(self, setting: Setting, gallery_size: int | None = None) -> None:
         super().__init__(setting)

@@ -186,7 +186,6 @@ class TripletDeterministic(Deterministic):
     """Unit embeddings, trained with the triplet loss; what the Bayesian one is compared with."""
 
     name = "triplet"
-    title = "Triplet loss"
 
     def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
         """See :meth:`Method.fit`; without ``base``.
@@ -210,7 +209,6 @@ class BayesianTriplet(EncoderMethod):
     """
 
     name = "bayesian_triplet"
-    title = "Bayesian triplet loss"
 
     def __init__(self, setting: Setting, distribution: Literal["gaussian", "vmf"] = "gaussian") -> None:
         super().__init__(setting)
