@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import copy
-import gc
 from typing import Any
 
 import pytest
 import torch
-from backpack import extend
 from backpack_networks import HOSTED, Drawn, backpack_cases, truth_and_size
 from devices import DEVICES
-from hypothesis import assume, given
+from hypothesis import given
 from strategies import INPUTS, close
 from tables import each
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.hosts.backpack import BackPackPullback
@@ -151,29 +147,3 @@ def test_refuses_mappings_layers_inside_modules_and_gradients_of_hooks(device: s
     inside = nn.Sequential(nn.Unflatten(1, (1, INPUTS)), attention, nn.Flatten()).to(device)
     with pytest.raises(cc.UnsupportedError, match=r"layer '1\.attend', a MultiheadAttention"):
         BackPackPullback(Encoder(inside, x))
-
-
-@pytest.mark.usefixtures("few_objects")
-@given(drawn=backpack_cases(HOSTED, 5))
-def test_the_users_model_is_untouched(drawn: Drawn, device: str) -> None:
-    """Hooks, attributes, gradients, modes and values; also of one that its user extended, after a backward pass."""
-    model, x, case = drawn
-    model, x = model.to(device).train(), x.to(device)
-    assume(len(x) > 1)
-    extend(model)
-    for p in model.parameters():
-        p.grad = torch.ones_like(p)
-    before = {name: dict(vars(m)) for name, m in model.named_modules()}
-    hooks = {name: len(m._forward_hooks) + len(m._backward_hooks) for name, m in model.named_modules()}
-    values = copy.deepcopy(model.state_dict())
-    loader = DataLoader(TensorDataset(x, (torch.arange(len(x), device=device) > 1).long()), batch_size=3)
-    BackPackContrastiveGGN(model, **case.options).fit(loader, Structure.DIAG)
-    gc.collect()
-    for name, m in model.named_modules():
-        assert vars(m).keys() == before[name].keys()
-        assert m.training
-        assert len(m._forward_hooks) + len(m._backward_hooks) == hooks[name]
-    assert all(torch.equal(v, values[k]) for k, v in model.state_dict().items())
-    for p in model.parameters():
-        assert not vars(p)
-        assert torch.equal(p.grad, torch.ones_like(p))

@@ -169,7 +169,7 @@ def test_a_loaded_posterior_has_no_sample_of_what_was_fitted_before() -> None:
 
 
 def _other_prior(la: Any) -> None:
-    la.prior_precision = la.prior_precision * 1.001
+    la.prior_precision = la.prior_precision.flip(0) if len(la.prior_precision) > 1 else la.prior_precision * 1.001
 
 
 def _other_temperature(la: Any) -> None:
@@ -207,6 +207,8 @@ CHANGES += [_statistics_of_a_layer, _step_of_a_fused_optimizer]
 @covering(1, weights=["last_layer", "all"], change=CHANGES)
 def test_another_posterior_is_noticed(weights: str, change: Callable[[Any], None]) -> None:
     la, x = fitted(weights, "diag"), inputs(3, 8)
+    if weights == "last_layer":
+        la.prior_precision = torch.tensor([10.0, 0.1])
     early = la(x)
     la.calibrate(given())
     assert torch.equal(early.p_value, la(x).p_value), "a calibration after a prediction counts"
@@ -236,15 +238,6 @@ def test_the_same_posterior_is_taken_for_it() -> None:
     la.prior_precision = prior
     la.model.model.load_state_dict(weights)
     assert torch.equal(la(x).p_value, p)
-
-
-def test_exchanged_prior_precisions_are_another_posterior() -> None:
-    la = fitted("last_layer", "kron")
-    la.prior_precision = torch.tensor([10.0, 0.1])
-    la.calibrate(given())
-    la.prior_precision = torch.tensor([0.1, 10.0])
-    with pytest.raises(cc.NotFittedError, match="another posterior"):
-        _ = la(inputs(3, 1)).p_value
 
 
 def test_a_fit_drops_the_calibration() -> None:
@@ -342,17 +335,6 @@ def test_a_spoilt_calibration_is_refused_without_a_trace() -> None:
         with pytest.raises(cc.InputError, match=rf"state_dict.*calibration.*{words}"):
             la.load_state_dict(wrong)
         assert torch.equal(la(x).p_value, p), words
-
-
-def test_a_calibration_of_another_statistic_is_left_out() -> None:
-    la = fitted()
-    la.calibrate(given())
-    state = la.state_dict()
-    with pytest.warns(UserWarning, match="another statistic.*calibrate") as caught:
-        la.load_state_dict({**state, "calibration": {**state["calibration"], "statistic": "the age of the moon"}})
-    assert caught[0].filename == __file__
-    with pytest.raises(cc.NotFittedError, match="not calibrated"):
-        _ = la(inputs(3, 8)).p_value
 
 
 def test_repeated_inputs_do_not_depend_on_the_batch() -> None:

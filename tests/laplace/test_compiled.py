@@ -86,16 +86,6 @@ def test_what_is_exported_compiles_to_one_graph_for_any_number_of_inputs(device:
         close(one_graph(inputs(device)[:n]), la(inputs(device)[:n]))
 
 
-def test_a_compiled_encoder_of_all_weights(device: str) -> None:
-    found = []
-    for model in (encoder(device), compiled(encoder(device))):
-        la: Any = Laplace(model, "contrastive", "all", "kron")
-        la.fit([(inputs(device)[:40], (torch.arange(40) % 3).to(device))])
-        la.optimize_prior_precision()
-        found.append(la(inputs(device)))
-    torch.testing.assert_close(found[1].covariance, found[0].covariance)
-
-
 def test_no_hook_of_the_analysis_stays_in_compiled_code(device: str) -> None:
     """Compiled code keeps the hooks that a module had when it was made: batches of its shape would fill dead lists."""
     rows: set[int] = set()

@@ -19,7 +19,7 @@ import contrastive_curvature as cc
 from contrastive_curvature.fit.nystrom import LowRankMoment, choose_rank, low_rank_moment
 from contrastive_curvature.laplace import ContrastiveKronLLLaplace, ContrastiveKronLowRankLLLaplace
 from contrastive_curvature.laplace.kron_lowrank_precision import KronLowRank, KronLowRankPrecision
-from contrastive_curvature.network.sketch import sketch_matrix, sketch_moment, sketch_size
+from contrastive_curvature.network.sketch import sketch_moment, sketch_size
 
 Array = np.ndarray[Any, Any]
 
@@ -162,18 +162,6 @@ def test_at_full_rank_it_is_kron() -> None:
         assert near(mine(new).covariance, theirs(new).covariance.numpy(), 1e-8)
 
 
-def test_shared_factors_of_pairs_are_sketched_too() -> None:
-    """``kfac_approx="reduce"``, whose input factor is that of mean inputs of pairs."""
-    options = {"pd_fix": "positive", "kfac_approx": "reduce", "pairs": "batch"}
-    narrow, wide = features(30, 8), features(40, 60)
-    mine, theirs = (fitted(narrow, encoder(8, 3), size=30, rank=r, **options) for r in (None, "full"))
-    assert near(mine.H_raw[0][1], theirs.H_raw[0][1].numpy())
-    mine, theirs = (fitted(wide, encoder(60, 3), size=20, rank=rank, **options) for rank in (2, "full"))
-    a = theirs.H_raw[0][1]
-    assert near(mine.H_raw[0][1], (a @ sketch_matrix(60, 12, a.dtype, a.device)).numpy())
-    assert near(mine.H_raw[0][2], a.trace().reshape(1).numpy())
-
-
 @given(
     width=st.integers(1, 40),
     n=st.integers(1, 12),
@@ -223,24 +211,6 @@ def test_the_rank_leaves_one_percent_of_what_the_first_eigenvector_leaves() -> N
     assert choose_rank(values, torch.tensor(1e6)) == 4
     assert choose_rank(torch.zeros(3), torch.tensor(0.0)) == 1
     assert choose_rank(torch.ones(200), torch.tensor(200.0)) == 64
-
-
-def test_sketches_of_batches_and_of_data_sets_add_up() -> None:
-    x = features(60, 50)
-    options = {"rank": 3, "pairs": "dataset"}
-    whole, parts = fitted(x, encoder(50, 2), size=60, **options), fitted(x, encoder(50, 2), size=7, **options)
-    assert whole.H_raw[0][1].shape == (50, 14)
-    assert all(
-        near(a, b.numpy()) for f, g in zip(parts.H_raw, whole.H_raw, strict=True) for a, b in zip(f, g, strict=True)
-    )
-    first, second = x[:20], x[20:]
-    a, b = (fitted(part, encoder(50, 2), **options) for part in (first, second))
-    both = fitted(first, encoder(50, 2), **options)
-    both.fit([(second, labels(40))], override=False)
-    assert both.n_data == 60
-    assert near(both.H_raw[0][0], (a.H_raw[0][0] + b.H_raw[0][0]).numpy())
-    assert near(both.H_raw[0][1], whole.H_raw[0][1].numpy())
-    assert near(both.H_raw[0][2], whole.H_raw[0][2].numpy())
 
 
 def test_what_is_left_is_not_lost_to_rounding_in_float32() -> None:
@@ -336,20 +306,11 @@ def test_refusals_say_what_to_do() -> None:
         made(pd_fix="positive")
 
 
-def test_a_fit_runs_the_encoder_once_over_the_data_and_forms_no_large_matrix() -> None:
-    seen: list[int] = []
-
-    class Counts(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            seen.append(len(x))
-            return x
-
-    x, width = features(40, 30).float().repeat(1, 1000), 30_000
-    model = nn.Sequential(Counts(), nn.Linear(width, 2))
-    la: Any = Laplace(model, "contrastive", backend_kwargs={"rank": 4, "pd_fix": "psd"})
+def test_a_fit_forms_no_large_matrix() -> None:
+    width = 30_000
+    x = features(40, 30).float().repeat(1, width // 30)
+    la: Any = Laplace(nn.Linear(width, 2), "contrastive", backend_kwargs={"rank": 4, "pd_fix": "psd"})
     la.fit([(x[:20], labels(20)), (x[20:], labels(20))])
-    # The probes of the analysis have at most eight points each.
-    assert sum(n for n in seen if n > 8) == 40
     # A matrix of (F, F) would have 900 million numbers.
     assert la.H_raw[0][1].shape == (width, 16)
     assert bool(la(x[:3]).kappa.isfinite().all())

@@ -272,16 +272,6 @@ def test_a_given_temperature_stays_and_unit_information_is_a_share(weights: str,
     assert close(la.prior_precision, average / POINTS)
 
 
-def test_a_positional_temperature_of_a_subnetwork_is_told_from_the_prior_mean() -> None:
-    x, y = data()
-    for arguments, given in (((INDICES, 1.0, 2.0, 0.0), False), ((INDICES, 1.0, 2.0, 0.0, 0.7), True)):
-        la = Laplace(body(), "contrastive", "subnetwork", "diag", *arguments)
-        la.fit(batches(x, y))
-        before = la.temperature
-        la.optimize_prior_precision()
-        assert (la.temperature == before) is given
-
-
 STRUCTURED = [
     (*combination, prior)
     for combination in COMBINATIONS

@@ -202,16 +202,3 @@ def test_a_sample_of_one_class_is_refused(loss: Any, device: str) -> None:
         options["candidates"] = "dataset"
     with pytest.raises(InputError, match="negative_samples: expected a sample with points of two of the 2 classes"):
         fitted(device, [(x, y)], negative_samples=2, **options)
-
-
-def test_an_error_does_not_outlive_its_curvature(device: str) -> None:
-    x, y = data(40, device)
-    la = fitted(device, [(x, y)], margin=0.9, negative_samples=12)
-    state, told = la.state_dict(), la.curvature_error
-    other = fitted(device, [(x[:20], y[:20])], margin=0.9, negative_samples=12)
-    other.load_state_dict(state)
-    assert other.curvature_error == told
-    other.load_state_dict({**state, "curvature_error": None})
-    assert other.curvature_error is None
-    with pytest.raises(InputError, match="curvature_error"):
-        other.load_state_dict({**state, "curvature_error": -1.0})

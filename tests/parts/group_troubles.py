@@ -11,8 +11,7 @@ from unittest import mock
 
 import torch
 from group_cases import BATCH, batches, data, made, parts, share
-from laplace import Laplace
-from torch import distributed, nn
+from torch import distributed
 from torch.utils.data import DataLoader, DistributedSampler
 
 import contrastive_curvature as cc
@@ -44,10 +43,6 @@ def not_numbers(batch: Any) -> Any:
     return torch.full_like(batch[0], torch.nan), batch[1]
 
 
-def no_labels(batch: Any) -> Any:
-    return batch[0], batch[1].double() + 0.5
-
-
 def other_points(batch: Any) -> Any:
     return batch[0] + 1, batch[1]
 
@@ -65,11 +60,8 @@ def killed(batch: Any) -> Any:
 # The pass and what the last process finds in it: what it says itself.
 FAULTS: dict[str, tuple[int, Callable[[Any], Any], str]] = {
     "broken at once": (LOOK, broken, "OSError: the disk has gone"),
-    "broken in the first pass": (FIRST, broken, "OSError: the disk has gone"),
     "broken in the second pass": (SECOND, broken, "OSError: the disk has gone"),
-    "not numbers": (FIRST, not_numbers, "InputError: model(x)"),
     "not numbers later": (SECOND, not_numbers, "InputError: model(x)"),
-    "no labels": (FIRST, no_labels, "InputTypeError: labels"),
     "other points": (SECOND, other_points, "InputError: train_loader: expected the same data in every pass"),
     "interrupted": (SECOND, interrupted, "KeyboardInterrupt"),
 }
@@ -102,19 +94,15 @@ def refusals(rank: int, world: int, device: str) -> Iterator[tuple[str, str]]:
     yield "options", attempt(lambda: ordinary(device, margin=0.5 if last else 0.6).fit(mine))
     yield "structures", attempt(lambda: made(device, "last_layer", "diag" if last else "kron", {}).fit(mine))
     yield "seeds", attempt(lambda: ordinary(device).fit(sampler(seed=rank)))
-    yield "too many replicas", attempt(lambda: ordinary(device).fit(sampler(replicas=world + 1)))
     yield "nothing", attempt(lambda: ordinary(device).fit([]))
     yield "only one flag", attempt(lambda: ordinary(device).fit(mine, override=3 if last else True))
     yield "cross terms", attempt(lambda: ordinary(device, pd_fix="full").fit(mine))
-    wrapped = nn.parallel.DistributedDataParallel(ordinary(device).model.model)
-    yield "wrapped", attempt(lambda: Laplace(wrapped, "contrastive").fit(mine))
     supcon = {"loss": cc.SupConLoss(), "candidates": "dataset"}
     yield "all candidates", attempt(lambda: ordinary(device, **supcon).fit(mine))
     if world > 2:
         chosen = parts("points", world, points)
         own = batches(points, chosen[max(0, rank - 1)])
         yield "two with the same", attempt(lambda: ordinary(device).fit(own))
-        yield "two with the same sampler", attempt(lambda: ordinary(device).fit(sampler(place=max(0, rank - 1))))
     unequal = ordinary(device)
     unequal.fit(mine)
     unequal.loss = unequal.loss + rank
@@ -136,17 +124,6 @@ def alone(rank: int, world: int, device: str) -> Iterator[tuple[str, str]]:
     yield "classes, whole", attempt(lambda: la.measure_classes(DataLoader(points, BATCH)))
     yield "calibration, divided", attempt(lambda: la.calibrate(mine))
     yield "calibration, whole", attempt(lambda: la.calibrate(DataLoader(points, BATCH)))
-    views = data("views", device)
-    divided = DataLoader(views, BATCH, sampler=DistributedSampler(views, world, rank))
-    encoder = made(device, "all", "diag", {}).model
-    towers = made_towers(encoder)
-    yield "towers, divided", attempt(lambda: towers.fit(divided))
-    yield "towers, whole", attempt(lambda: towers.fit(DataLoader(views, BATCH)))
-
-
-def made_towers(encoder: Any) -> Any:
-    both = cc.TwoTowers(encoder, encoder)
-    return Laplace(both, "contrastive", "last_layer", "diag", backend_kwargs={"loss": cc.InfoNCELoss(0.5)})
 
 
 def faults(la: Any, rank: int, world: int, device: str) -> Iterator[tuple[str, str]]:

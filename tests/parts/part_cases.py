@@ -13,7 +13,7 @@ from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.fit.state import Findings, State
+from contrastive_curvature.fit.state import State
 from contrastive_curvature.losses.logistic import LogisticLoss
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "N",
     "Numbered",
     "batches_of",
-    "close_states",
     "content_of",
     "encoder",
     "fit_in_parts",
@@ -43,35 +42,27 @@ def neighbours(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 CASES: dict[str, dict[str, Any]] = {
     "exact": {"margin": 0.9},
     "as the number of points has it": {"margin": 0.9, "negative_samples": "auto"},
-    "no margin": {"margin": None, "normalization": "type"},
     "sampled": {"margin": 0.9, "negative_samples": 7},
     "sampled, all weights": {"margin": 1.2, "negative_samples": 7, "weights": "all"},
     "positive": {"pd_fix": "positive", "margin": 0.9, "negative_samples": 7, "weights": "all"},
-    "coupled by class": {"pd_fix": "full", "margin": None, "structure": "full"},
     "coupled by sample": {"pd_fix": "full", "margin": 0.9, "negative_samples": 7, "structure": "full"},
     "kron": {"pd_fix": "psd", "margin": 0.9, "structure": "kron", "weights": "all"},
-    "kron sampled": {"pd_fix": "psd", "margin": 0.9, "structure": "kron", "negative_samples": 7},
     "kron_lowrank": {"pd_fix": "psd", "margin": 0.9, "structure": "kron_lowrank", "negative_samples": 7},
     "relation": {"relation": neighbours, "margin": 0.9},
-    "logistic": {"loss": LogisticLoss(4.0, -1.0, pd_fix="psd_parts")},
     "logistic sampled": {"loss": LogisticLoss(4.0, -1.0, pd_fix="psd_parts"), "negative_samples": 7},
     "supcon sampled": {"loss": cc.SupConLoss(0.4), "candidates": "dataset", "negative_samples": 7},
     "views sampled": {"loss": cc.InfoNCELoss(0.4), "candidates": "dataset", "negative_samples": 9, "views": True},
     "mc samples": {"pd_fix": "psd", "margin": None, "structure": "kron", "mc_samples": 2, "weights": "all"},
     "pairs of batches": {"margin": 0.9, "pairs": "batch", "structure": "full"},
     "all pairs of batches": {"margin": 0.9, "pairs": "batch", "normalization": "sum"},
-    "related pairs of batches": {"relation": neighbours, "margin": 0.9, "pairs": "batch"},
     "anchors of batches": {"loss": cc.InfoNCELoss(0.4), "structure": "kron"},
-    "views of batches": {"loss": cc.SupConLoss(0.4), "views": True},
 }
 """Options of the backend, and ``weights``, ``structure`` and ``views`` of the fit and the data."""
 
 ALONE = (
     "pairs of batches",
     "all pairs of batches",
-    "related pairs of batches",
     "anchors of batches",
-    "views of batches",
     "mc samples",
 )
 """Fits whose curvature depends on which points share a batch, or on random numbers of a part."""
@@ -146,49 +137,12 @@ def fit_in_parts(case: str, device: str, parts: Sequence[Any], **more: Any) -> t
     return la, statistics, curvature
 
 
-def near(a: Tensor, b: Tensor, tolerance: float) -> bool:
-    size = float(b.abs().max()) if b.numel() else 0.0
-    return a.shape == b.shape and a.dtype == b.dtype and bool(((a - b).abs() <= tolerance * size + 1e-300).all())
-
-
-def close_states(one: State, other: State, tolerance: float = 1e-12) -> bool:
-    """Whether both say the same, up to the rounding of sums."""
-    if (one.kind, one.identity, one.count) != (other.kind, other.identity, other.count):
-        return False
-    if dict(one.origins) != dict(other.origins) or (one.probe is None) != (other.probe is None):
-        return False
-    return close_findings(one.found, other.found, tolerance)
-
-
 def content_of(state: State) -> bytes:
     """What a file of a state holds."""
     with TemporaryDirectory() as folder:
         file = Path(folder) / "state"
         state.save(file)
         return file.read_bytes()
-
-
-def close_findings(one: Findings, other: Findings, tolerance: float) -> bool:
-    if one.sums.keys() != other.sums.keys():
-        return False
-    if not all(near(one.sums[name].double(), other.sums[name].double(), tolerance) for name in one.sums):
-        return False
-    if one.kept.keys() != other.kept.keys() or (one.classes is None) != (other.classes is None):
-        return False
-    for name in one.kept:
-        mine, theirs = one.kept[name].in_order(), other.kept[name].in_order()
-        if mine.size != theirs.size or not torch.equal(mine.numbers, theirs.numbers):
-            return False
-        if not all(torch.equal(mine.columns[column], theirs.columns[column]) for column in mine.columns):
-            return False
-    if one.classes is not None and other.classes is not None:
-        same = torch.equal(one.classes.labels, other.classes.labels)
-        return (
-            same
-            and torch.equal(one.classes.counts, other.classes.counts)
-            and near(one.classes.sums, other.classes.sums, tolerance)
-        )
-    return True
 
 
 def posterior(la: Any, device: str) -> dict[str, Tensor]:

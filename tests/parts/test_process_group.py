@@ -78,13 +78,10 @@ REFUSED = {
     "options": "InputError: loss: expected the same in all {world} processes",
     "structures": "InputError: posterior: expected the same in all {world} processes",
     "seeds": "InputError: train_loader: expected samplers that give every point of the data set to one process",
-    "too many replicas": "InputError: train_loader: expected samplers that give every point of the data set to one",
     "nothing": "InputError: train_loader: expected at least one batch, got an empty loader",
-    "wrapped": "UnsupportedError: model: DistributedDataParallel exchanges buffers or parameters",
     "cross terms": "UnsupportedError: pd_fix='full': every point is coupled with every other one",
     "all candidates": "UnsupportedError: candidates='dataset' in parts",
     "two with the same": "InputError: train_loader: expected other points in every process, got the same in 0 and 1",
-    "two with the same sampler": "InputError: train_loader: expected other points in every process, got the same in 0",
     "earlier fits": "InputError: earlier fit: expected the same in all {world} processes",
 }
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
 from typing import Any
 
 import pytest
@@ -15,8 +13,6 @@ from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 import contrastive_curvature as cc
-from contrastive_curvature.fit.exchange import _interrupts_later as interrupts_later
-from contrastive_curvature.fit.exchange import present_exchange
 from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.fit.processes import Head, all_the_same, check_shares
 from contrastive_curvature.fit.share import Claim, Share, sum_of_keys
@@ -160,32 +156,3 @@ def test_sums_of_keys_wrap_around(device: str) -> None:
     assert sum_of_keys(numbers) == sum_of_keys(torch.arange(10_000))
     assert sum_of_keys(torch.arange(0)) == 0
     assert -(2**63) <= sum_of_keys(torch.arange(10_000)) < 2**63
-
-
-def test_one_process_alone(device: str) -> None:
-    del device
-    assert present_exchange() is None
-
-
-def test_interrupts_wait(device: str) -> None:
-    del device
-    steps: list[str] = []
-
-    def ask(times: int) -> None:
-        with interrupts_later():
-            for number in range(times):
-                os.kill(os.getpid(), signal.SIGINT)
-                steps.append(f"{number} of {times}")
-
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        for times in (1, 2):
-            with pytest.raises(KeyboardInterrupt):
-                ask(times)
-            assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        ask(1)
-        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert steps == ["0 of 1", "0 of 2", "1 of 2", "0 of 1"]
