@@ -3,16 +3,20 @@
 from typing import Any
 
 import pytest
-from digits_corpus import STORES, Corpus, digits, make_store
 
 
 @pytest.fixture(scope="session")
-def corpus() -> Corpus:
+def corpus() -> Any:
+    # Here, because the module skips where faiss or lancedb is not installed.
+    from digits_corpus import digits
+
     return digits()
 
 
 @pytest.fixture(scope="session")
-def stores(corpus: Corpus, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def stores(corpus: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    from digits_corpus import STORES, make_store
+
     out = {}
     for kind in STORES:
         store = make_store(kind, tmp_path_factory.mktemp(kind))
