@@ -102,14 +102,6 @@ def test_sentence_transformers_with_dense(device: str, bert_folder: Path, tmp_pa
     torch.testing.assert_close(fit(model, tokens, device)(tokens).kappa, fit(model, TEXTS, device)(TEXTS).kappa)
 
 
-def test_sentence_transformers_without_a_last_layer(device: str, bert_folder: Path, tmp_path: Path) -> None:
-    model = sentence_model(bert_folder, nn.Tanh(), normalize=True)
-    wanted = model.encode(TEXTS, convert_to_tensor=True).cpu()
-    with pytest.raises(cc.UnsupportedError, match=r"with_last_layer\(encoder, x\).*subset_of_weights='all'"):
-        fit(model, TEXTS, device)
-    check_everything(cc.with_last_layer(model, TEXTS), TEXTS, device, tmp_path, wanted)
-
-
 @pytest.mark.parametrize(("dense", "normalize"), [(None, True), (nn.Identity(), False)], ids=["pooling", "dense"])
 def test_truncated_sentence_transformers(
     device: str, bert_folder: Path, tmp_path: Path, dense: nn.Module | None, normalize: bool

@@ -91,19 +91,6 @@ def test_data_without_a_length(tmp_path: Path, device: str) -> None:
     assert torch.equal(longer.net.weight, by_hand(device, 3))
 
 
-class Vertical(Plain):
-    """A finite loss with an infinite gradient."""
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        return (self.net.weight - self.net.weight.detach()).abs().sum().sqrt()
-
-
-def test_weights_that_are_not_finite_do_not_pass_for_a_result(device: str) -> None:
-    step = Vertical().to(device)
-    with pytest.raises(cc.DivergenceError, match=r"parameter 'net\.weight' is not finite"):
-        Trainer(step, torch.optim.SGD(step.parameters(), lr=0.1)).fit(batches(1), 1)
-
-
 def test_a_scheduler_steps_once_an_epoch(device: str) -> None:
     step = Plain().to(device)
     optimizer = torch.optim.SGD(step.parameters(), lr=0.1)
