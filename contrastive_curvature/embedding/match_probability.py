@@ -13,15 +13,12 @@ from torch import Tensor
 from contrastive_curvature import metrics, validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.match_regression import Regression
-from contrastive_curvature.embedding.similarity import Directions, directions
+from contrastive_curvature.embedding.similarity import angle_variance
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.metrics._checks import check_embeddings, check_labels, check_tensor
 
 _Embeddings = EmbeddingDistribution | Tensor
-
-_EQUAL = 8 * torch.finfo(torch.float64).eps
-"""Between unit vectors that are no further apart, or from being opposite, no great circle is told from another."""
 
 _VERSION = 2
 """Of the features, in saved states."""
@@ -330,20 +327,20 @@ def _check_dim(name: str, now: int, fitted: int) -> None:
         raise InputError(expected(name, f"D = {fitted}, that of the fit", f"D = {now}"))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Side:
-    """One side of N pairs: unit vectors (N, D), the moments of their directions, and uncertainties (N,)."""
+    """One side of N pairs: unit vectors (N, D), and the embeddings where their uncertainties are used."""
 
+    name: str
     mu: Tensor
-    spread: Directions | None = None
-    uncertainty: Tensor | None = None
+    embeddings: EmbeddingDistribution | None = None
 
     @classmethod
     def of(cls, name: str, embeddings: object, *, use_uncertainty: bool) -> Side:
         """Read what the features need of an EmbeddingDistribution, or without uncertainties of a tensor (N, D)."""
         if isinstance(embeddings, Tensor) and not use_uncertainty:
             checked = check_embeddings(name, embeddings)
-            return cls(normalize(checked.to(torch.promote_types(checked.dtype, torch.float32)))[0])
+            return cls(name, normalize(checked.to(torch.promote_types(checked.dtype, torch.float32)))[0])
         if not isinstance(embeddings, EmbeddingDistribution):
             wanted = "an EmbeddingDistribution, such as la(x)" + ("" if use_uncertainty else ", or a tensor (N, D)")
             hint = "MatchProbability(use_uncertainty=False) takes plain embeddings." if use_uncertainty else ""
@@ -351,12 +348,7 @@ class Side:
         if not len(embeddings):
             raise InputError(expected(name, "at least one embedding", "none"))
         with torch.no_grad():
-            if not use_uncertainty:
-                return cls(embeddings.mu)
-            uncertainty = embeddings.uncertainty.double()
-            if not bool(uncertainty.isfinite().all()):
-                raise InputError(expected(name, "finite uncertainties", "NaN or infinity"))
-            return cls(embeddings.mu, directions(name, embeddings), uncertainty)
+            return cls(name, embeddings.mu, embeddings if use_uncertainty else None)
 
     def __len__(self) -> int:
         """Number of embeddings."""
@@ -364,9 +356,7 @@ class Side:
 
     def __getitem__(self, rows: Tensor) -> Side:
         """Return some of the embeddings."""
-        if self.spread is None or self.uncertainty is None:
-            return Side(self.mu[rows])
-        return Side(self.mu[rows], self.spread[rows], self.uncertainty[rows])
+        return Side(self.name, self.mu[rows], None if self.embeddings is None else self.embeddings[rows])
 
 
 def pair_features(a: Side, b: Side, *, symmetric: bool) -> Tensor:
@@ -376,24 +366,19 @@ def pair_features(a: Side, b: Side, *, symmetric: bool) -> Tensor:
     exchanging the sides must not matter (``symmetric``), the larger of the two uncertainties comes first.
     """
     cosine = (a.mu.double() * b.mu.double()).sum(1, keepdim=True)
-    if a.spread is None or b.spread is None or a.uncertainty is None or b.uncertainty is None:
+    if a.embeddings is None or b.embeddings is None:
         return cosine
-    angle = _along(a.mu, a.spread, b.mu) + _along(b.mu, b.spread, a.mu)
-    both = torch.stack([a.uncertainty, b.uncertainty], 1)
+    with torch.no_grad():
+        both = torch.stack([_uncertainty(a.name, a.embeddings), _uncertainty(b.name, b.embeddings)], 1)
+        # To first order, the variance of the angle is the sum. Unlike that of the cosine, it says nothing of the angle.
+        angle = angle_variance(a.name, a.embeddings, b.mu) + angle_variance(b.name, b.embeddings, a.mu)
     if symmetric:
         both = both.sort(1, descending=True).values
     return torch.cat([cosine, angle.unsqueeze(1).log(), both.log()], 1)
 
 
-def _along(mu: Tensor, spread: Directions, towards: Tensor) -> Tensor:
-    """Return the variance (N,) of directions along the great circle to other ones; of equal ones, its mean over all.
-
-    The sum of both sides' is the variance of the angle between the two, to first order. Unlike the variance of the
-    cosine, it says nothing of the angle itself.
-    """
-    u = normalize(mu.double())[0]
-    apart = normalize(towards.double())[0] - u
-    tangent = apart - (apart * u).sum(1, keepdim=True) * u
-    length = tangent.norm(dim=1, keepdim=True)
-    mean = (spread.lost - spread.along(u)) / (u.shape[1] - 1)
-    return torch.where(length[:, 0] > _EQUAL, spread.along(tangent / length.clamp(min=_EQUAL)), mean).clamp(min=0)
+def _uncertainty(name: str, embeddings: EmbeddingDistribution) -> Tensor:
+    uncertainty = embeddings.uncertainty.double()
+    if not bool(uncertainty.isfinite().all()):
+        raise InputError(expected(name, "finite uncertainties", "NaN or infinity"))
+    return uncertainty

@@ -6,19 +6,22 @@ It follows from mean and covariance of the direction ``x = z / |z|`` of each, in
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
-from contrastive_curvature.embedding.spread import Diagonal, Samples, sample_covariance
+from contrastive_curvature.embedding.spread import Diagonal, Samples, Spread
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.vmf.checks import unit
 
 _ENTRIES = 2**24
 """Numbers in one block of covariances or of pairs: 128 MiB in float64."""
+
+_IN_CACHE = 2**18
+"""Numbers in one block of covariances that are read once."""
 
 _MOST = 1e8
 """Largest sum of relative variances: there the direction is random, and powers of more would lose all digits."""
@@ -149,9 +152,9 @@ def similarity(
 def cosine_distribution(a: Directions, b: Directions, *, pairwise: bool) -> CosineDistribution:
     """Compute :func:`similarity` in float64 from directions (N, D) and (M, D); M = N unless ``pairwise``."""
     n, m, dim = len(a.mean), len(b.mean), a.mean.shape[1]
-    width = dim if a.covariance is None and b.covariance is None else dim * dim
+    width = dim if _is_thin(a, b) else dim * dim
     if not pairwise:
-        step = max(1, _ENTRIES // width)
+        step = max(1, _IN_CACHE // width)
         parts = [_row_moments(a[i : i + step], b[i : i + step]) for i in range(0, n, step)]
         return CosineDistribution(*(torch.cat(part) for part in zip(*parts, strict=True)))
     columns = max(1, min(m, _ENTRIES // width))
@@ -193,7 +196,11 @@ def _bounded(complement: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tens
 
 def _variance(a: Directions, b: Directions, dot: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Return variances; ``dot`` multiplies rows with rows, (N, K) and (M, K), to (N,) or (N, M)."""
-    return (_dense_variance if a.covariance is not None or b.covariance is not None else _thin_variance)(a, b, dot)
+    return (_thin_variance if _is_thin(a, b) else _dense_variance)(a, b, dot)
+
+
+def _is_thin(a: Directions, b: Directions) -> bool:
+    return isinstance(a.spread, Diagonal) and isinstance(b.spread, Diagonal)
 
 
 def _dense_variance(a: Directions, b: Directions, dot: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
@@ -215,46 +222,50 @@ def _thin_variance(a: Directions, b: Directions, dot: Callable[[Tensor, Tensor],
 
 @dataclass(frozen=True)
 class Directions:
-    """Mean and covariance of N directions, float64; of a diagonal covariance of the raw outputs only vectors are kept.
+    """Mean and covariance of N directions, float64.
 
-    The covariance is ``covariance`` if that is given, else ``diag(diagonal) + axis tilt^T + tilt axis^T``.
+    The covariance is ``scale^2 V + axis tilt^T + tilt axis^T`` of the covariance ``V`` of the spread, which keeps its
+    structure: only :meth:`dense` makes matrices.
 
     Attributes:
         mean: Means of the unit vectors, norm at most 1, shape (N, D).
         lost: ``1 - |mean|^2``, which rounds to zero if computed from a mean of nearly norm 1, shape (N,).
-        diagonal: Shape (N, D).
+        spread: Of the raw outputs, or of the unit vectors themselves.
+        scale: Shape (N,).
         axis: Shape (N, D).
         tilt: Shape (N, D).
-        covariance: Shape (N, D, D), or ``None``.
     """
 
     mean: Tensor
     lost: Tensor
-    diagonal: Tensor
+    spread: Spread
+    scale: Tensor
     axis: Tensor
     tilt: Tensor
-    covariance: Tensor | None = None
 
-    def __getitem__(self, rows: Tensor | slice) -> Directions:
+    @classmethod
+    def of(cls, mean: Tensor, lost: Tensor, spread: Spread | None = None) -> Directions:
+        """Build directions of which the covariance (zero for ``None``) is known."""
+        nothing = torch.zeros_like(mean)
+        return cls(mean, lost, Diagonal(nothing) if spread is None else spread, torch.ones_like(lost), nothing, nothing)
+
+    def __getitem__(self, rows: slice) -> Directions:
         """Return the directions of some of the rows."""
-        covariance = None if self.covariance is None else self.covariance[rows]
         return Directions(
-            self.mean[rows], self.lost[rows], self.diagonal[rows], self.axis[rows], self.tilt[rows], covariance
+            self.mean[rows], self.lost[rows], self.spread.rows(rows), self.scale[rows], self.axis[rows], self.tilt[rows]
         )
+
+    @property
+    def diagonal(self) -> Tensor:
+        """``scale^2 V`` of a diagonal ``V``, shape (N, D)."""
+        scale = self.scale.unsqueeze(1)
+        return scale * self.spread.variance.double() * scale
 
     def dense(self) -> Tensor:
         """Return covariances, shape (N, D, D)."""
-        if self.covariance is not None:
-            return self.covariance
+        scale = self.scale.view(-1, 1, 1)
         cross = self.axis.unsqueeze(2) * self.tilt.unsqueeze(1)
-        return torch.diag_embed(self.diagonal) + cross + cross.mT
-
-    def along(self, vectors: Tensor) -> Tensor:
-        """Return variances ``v^T Cov v`` along a vector (N, D) each, shape (N,)."""
-        if self.covariance is not None:
-            return (vectors * (self.covariance @ vectors.unsqueeze(2)).squeeze(2)).sum(1)
-        across = (self.axis * vectors).sum(1) * (self.tilt * vectors).sum(1)
-        return (self.diagonal * vectors.square()).sum(1) + 2 * across
+        return scale * self.spread.covariance.double() * scale + cross + cross.mT
 
 
 def check_embeddings(name: str, value: object) -> Tensor:
@@ -294,34 +305,70 @@ def directions(name: str, embeddings: EmbeddingDistribution | Tensor) -> Directi
     """
     if isinstance(embeddings, Tensor):
         point, _ = unit(name, validate.real(name, embeddings).double())
-        nothing = torch.zeros_like(point)
-        return Directions(point, nothing[:, 0], nothing, point, nothing)
-    if isinstance(embeddings.spread, Samples):
-        points, _ = unit(name, embeddings.spread.samples.double())
-        mean, spread = points.mean(1), sample_covariance(points)
-        lost = spread.diagonal(dim1=1, dim2=2).sum(1) * (1 - 1 / points.shape[1])
-        nothing = torch.zeros_like(mean)
-        return Directions(mean, lost, nothing, nothing, nothing, spread)
+        return Directions.of(point, torch.zeros_like(point[:, 0]))
+    spread = embeddings.spread
+    if isinstance(spread, Samples):
+        points = Samples(unit(name, spread.samples.double())[0])
+        trace, _ = points.across(points.samples[:, 0])
+        return Directions.of(points.samples.mean(1), trace * (1 - 1 / points.samples.shape[1]), points)
     u, norm = unit(name, embeddings.raw_mean.double())
-    if isinstance(embeddings.spread, Diagonal):
-        return _of_diagonal(u, _relative(embeddings.variance.double(), norm))
-    step = max(1, _ENTRIES // u.shape[1] ** 2)
-    chunks = zip(*(value.split(step) for value in (u, norm, embeddings.covariance)), strict=True)
-    parts = [_of_dense(v, _relative(spread.double(), n)) for v, n, spread in chunks]
-    return Directions(*(torch.cat([getattr(part, field.name) for part in parts]) for field in fields(Directions)))
+    root, tau, rho, (pushed,), parts = _relative(spread, u, norm)
+    *lengths, lost = parts
+    length, across, radial = (value.unsqueeze(1) for value in lengths)
+    rho, whole = rho.unsqueeze(1), (1 + tau + rho).unsqueeze(1)
+    mean = length * u - (pushed - rho * u) * whole**-1.5
+    # P S P = S - u t^T - t u^T with t = S u - rho u / 2.
+    tilt = radial / 2 * u - across * (pushed - rho / 2 * u)
+    return Directions(mean, lost, spread, root * across.squeeze(1).sqrt(), u, tilt)
 
 
-def _relative(spread: Tensor, norm: Tensor) -> Tensor:
-    """Return ``V / n^2`` of spreads (N, D) or (N, D, D), scaled down as a whole where the direction is random."""
-    shape = (-1, *([1] * (spread.ndim - 1)))
-    size = spread.detach().abs().flatten(1).amax(1)
-    size = torch.where(size > 0, size, torch.ones_like(size))
-    # In this order neither the square of a norm nor the quotient can overflow.
-    relative = (size / norm / norm).clamp(max=_MOST / spread.shape[1])
-    return spread / size.view(shape) * relative.view(shape)
+def angle_variance(name: str, embeddings: EmbeddingDistribution, towards: Tensor) -> Tensor:
+    """Return variances (N,) of directions along the great circles to others (N, D); of equal ones, the mean over all.
+
+    With a unit vector ``t`` at a right angle to ``u``, it is ``t^T Cov[x] t = (1 - R^2 - zeta) / tau t^T S t`` in the
+    notation of :func:`directions`: the covariance is read once, for its products with ``u`` and ``t``.
+    """
+    spread = embeddings.spread
+    u, norm = unit(name, (embeddings.mu if isinstance(spread, Samples) else embeddings.raw_mean).double())
+    apart = unit(name, towards.double())[0] - u
+    tangent = apart - (apart * u).sum(1, keepdim=True) * u
+    length = tangent.norm(dim=1)
+    tangent = tangent / length.clamp(min=_EQUAL).unsqueeze(1)
+    if isinstance(spread, Samples):
+        points = Samples(unit(name, spread.samples.double())[0])
+        along = points.across(tangent)[1]
+        total, radial = points.across(u)
+        lost = total * (1 - 1 / points.samples.shape[1])
+    else:
+        _, _, _, (_, pushed), (_, across, radial, lost) = _relative(spread, u, norm, tangent)
+        along = across * (pushed * tangent).sum(1)
+    return torch.where(length > _EQUAL, along, (lost - radial) / (u.shape[1] - 1)).clamp(min=0)
 
 
-def _scalars(tau: Tensor, rho: Tensor, bend: Tensor, square: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+_Four = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def _relative(
+    spread: Spread, u: Tensor, norm: Tensor, *vectors: Tensor
+) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...], _Four]:
+    """Return ``s``, ``tau``, ``rho``, products of ``S = s^2 V`` with ``u`` and vectors (N, D), and :func:`_scalars`.
+
+    ``s`` is ``1 / |m|``, and less where the direction is random.
+    """
+    trace, size, products = spread.moments(u, *vectors)
+    # In this order neither the square of a norm nor a quotient by it can overflow.
+    root = torch.minimum(1 / norm, (_MOST / trace.detach()).sqrt())
+    scale = root.unsqueeze(1)
+    products = tuple(scale * product * scale for product in products)
+    rho = (products[0] * u).sum(1)
+    tau = (root * trace * root - rho).clamp(min=0)
+    bend = (products[0] - rho.unsqueeze(1) * u).square().sum(1)
+    # Between what it may be, because where rho is far larger than tau the difference has lost its digits.
+    square = ((root * size * root).square() - 2 * bend - rho**2).clamp(tau**2 / (u.shape[1] - 1), tau**2)
+    return root, tau, rho, products, _scalars(tau, rho, bend, square)
+
+
+def _scalars(tau: Tensor, rho: Tensor, bend: Tensor, square: Tensor) -> _Four:
     """Return ``R``, ``(1 - R^2 - zeta) / tau``, ``zeta`` and ``1 - |E[x]|^2``, shape (N,) each."""
     tiny = torch.finfo(tau.dtype).tiny
     whole = 1 + tau
@@ -334,33 +381,3 @@ def _scalars(tau: Tensor, rho: Tensor, bend: Tensor, square: Tensor) -> tuple[Te
     by_tau = (1 + shorter) / whole
     lost = (tau * by_tau - bend * (whole + rho) ** -3).clamp(min=0)
     return (kept / whole).sqrt(), (by_tau - radial_by_tau).clamp(min=0), radial_by_tau * tau, lost
-
-
-def _of_diagonal(u: Tensor, spread: Tensor) -> Directions:
-    pushed = spread * u
-    rho = (pushed * u).sum(1)
-    tau = (spread.sum(1) - rho).clamp(min=0)
-    bend = (pushed.square().sum(1) - rho**2).clamp(min=0)
-    square = (spread.square().sum(1) - 2 * pushed.square().sum(1) + rho**2).clamp(min=0)
-    *parts, lost = _scalars(tau, rho, bend, square)
-    length, across, radial = (value.unsqueeze(1) for value in parts)
-    rho, whole = rho.unsqueeze(1), (1 + tau + rho).unsqueeze(1)
-    mean = length * u - (pushed - rho * u) * whole**-1.5
-    # P S P = S - u t^T - t u^T with t = S u - rho u / 2.
-    return Directions(mean, lost, across * spread, u, radial / 2 * u - across * (pushed - rho / 2 * u))
-
-
-def _of_dense(u: Tensor, spread: Tensor) -> Directions:
-    pushed = (spread @ u.unsqueeze(2)).squeeze(2)
-    rho = (pushed * u).sum(1, keepdim=True)
-    t = pushed - rho / 2 * u
-    cross = u.unsqueeze(2) * t.unsqueeze(1)
-    tangent = spread - cross - cross.mT
-    tau = tangent.diagonal(dim1=1, dim2=2).sum(1).clamp(min=0)
-    bend = (pushed - rho * u).square().sum(1)
-    *parts, lost = _scalars(tau, rho.squeeze(1), bend, tangent.square().sum((1, 2)))
-    length, across, radial = (value.unsqueeze(1) for value in parts)
-    mean = length * u - (pushed - rho * u) * (1 + tau.unsqueeze(1) + rho) ** -1.5
-    covariance = across.unsqueeze(2) * tangent + (radial * u).unsqueeze(2) * u.unsqueeze(1)
-    nothing = torch.zeros_like(u)
-    return Directions(mean, lost, nothing, nothing, nothing, covariance)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, Self
 
@@ -15,8 +15,8 @@ from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.vmf.checks import unit
 from contrastive_curvature.vmf.estimation import concentration_of_variance
 
-_ENTRIES = 2**22
-"""Numbers of a block of dense covariances that is converted to float64 at once."""
+_ENTRIES = 2**17
+"""Numbers of a block of dense covariances that is converted to float64 at once: 1 MiB, which stays in the cache."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,14 +54,23 @@ class Spread:
 
     def across(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``tr Cov`` and ``u^T Cov u`` of unit vectors ``u`` (B, D), float64, shape (B,) each."""
-        step = max(1, _ENTRIES // u.shape[1] ** 2)
-        parts = []
-        for covariance, v in zip(self.covariance.split(step), u.split(step), strict=True):
-            wide = covariance.double()
-            radial = ((wide @ v.unsqueeze(2)).squeeze(2) * v).sum(1)
-            parts.append((wide.diagonal(dim1=1, dim2=2).sum(1), radial))
-        total, radial = (torch.cat(part) for part in zip(*parts, strict=True))
-        return total, radial
+        radial = [((v @ wide) * v).sum((1, 2)) for wide, v in self._blocks(u.double().unsqueeze(1))]
+        return self.variance.double().sum(1), torch.cat(radial)
+
+    def moments(self, *vectors: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """Return ``tr Cov``, ``|Cov|_F`` and ``Cov v`` of vectors ``v`` (B, D) each, float64; it reads Cov once."""
+        trace = self.variance.double().sum(1)
+        parts = [
+            (torch.linalg.vector_norm(wide, dim=(1, 2)), v @ wide) for wide, v in self._blocks(torch.stack(vectors, 1))
+        ]
+        size, products = (torch.cat(part) for part in zip(*parts, strict=True))
+        return trace, size, products.unbind(1)
+
+    def _blocks(self, vectors: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield covariances in float64, a few at a time, and the rows of vectors (B, K, D) that belong to them."""
+        step = max(1, _ENTRIES // vectors.shape[2] ** 2)
+        for covariance, some in zip(self.covariance.split(step), vectors.split(step), strict=True):
+            yield covariance.double(), some
 
     def tangential(self, mean: Tensor) -> Tensor:
         """Return the variance perpendicular to means (B, D), over their squared norm, shape (B,)."""
@@ -92,7 +101,7 @@ class Spread:
         root = vectors * values.clamp(min=0).sqrt().unsqueeze(-2)
         return (mean + torch.einsum("bde,sbe->sbd", root, noise)).to(mean.dtype)
 
-    def rows(self, rows: Tensor) -> Self:
+    def rows(self, rows: Tensor | slice) -> Self:
         """Return the spread of some of the outputs; -1 is an output of NaN."""
         return self._mapped(lambda value: taken(value, rows))
 
@@ -134,6 +143,11 @@ class Diagonal(Spread):
         """See :meth:`Spread.across`."""
         wide = self.values.double()
         return wide.sum(1), (wide * u.square()).sum(1)
+
+    def moments(self, *vectors: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """See :meth:`Spread.moments`."""
+        wide = self.values.double()
+        return wide.sum(1), torch.linalg.vector_norm(wide, dim=1), tuple(wide * v for v in vectors)
 
     def sample(self, mean: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
         """See :meth:`Spread.sample`."""
@@ -207,7 +221,19 @@ class Axes(Spread):
         common = self.common.double()
         return total + common.diagonal().sum(), radial + ((u @ common) * u).sum(1)
 
-    def rows(self, rows: Tensor) -> Axes:
+    def moments(self, *vectors: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+        """See :meth:`Spread.moments`; products with the common axes, O(D^2) for all vectors together."""
+        axes, values = self.axes.double(), self.values.double()
+        trace, size = values.sum(1), torch.linalg.vector_norm(values, dim=1)
+        products = tuple((v @ axes * values) @ axes.T for v in vectors)
+        if self.common is None:
+            return trace, size, products
+        common = self.common.double()
+        square = size.square() + 2 * (values @ ((common @ axes) * axes).sum(0)) + common.square().sum()
+        products = tuple(product + v @ common for product, v in zip(products, vectors, strict=True))
+        return trace + common.diagonal().sum(), square.sqrt(), products
+
+    def rows(self, rows: Tensor | slice) -> Axes:
         """See :meth:`Spread.rows`."""
         return replace(self, values=taken(self.values, rows))
 
@@ -255,7 +281,7 @@ class Joint(Spread):
         whole = Dense(self.joint_covariance.unsqueeze(0))
         return whole.sample(mean.reshape(1, -1), n_samples, generator).view(n_samples, *mean.shape)
 
-    def rows(self, rows: Tensor) -> Joint:
+    def rows(self, rows: Tensor | slice) -> Joint:
         """See :meth:`Spread.rows`."""
         return Joint(taken(taken(self.blocks, rows).transpose(0, 2), rows).transpose(0, 2))
 
@@ -274,7 +300,8 @@ class Samples(Spread):
     @property
     def covariance(self) -> Tensor:
         """Sample covariances, shape (B, D, D)."""
-        return sample_covariance(self.samples)
+        centred = self.samples - self.samples.mean(1, keepdim=True)
+        return centred.mT @ centred / (self.samples.shape[1] - 1)
 
     def across(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Spread.across`; it takes no covariance."""
@@ -299,17 +326,11 @@ class Samples(Spread):
         return self.samples[:, :n_samples].transpose(0, 1)
 
 
-def taken(values: Tensor, rows: Tensor) -> Tensor:
-    """Return rows of values (B, ...); for the row -1, NaN."""
-    if bool((rows < 0).any()):
+def taken(values: Tensor, rows: Tensor | slice) -> Tensor:
+    """Return rows of values (B, ...), by their numbers or a slice; for the row -1, NaN."""
+    if isinstance(rows, Tensor) and bool((rows < 0).any()):
         values = torch.cat([values, values.new_full((1, *values.shape[1:]), torch.nan)])
     return values[rows]
-
-
-def sample_covariance(samples: Tensor) -> Tensor:
-    """Return the covariances (B, D, D) of samples (B, S, D)."""
-    centred = (samples - samples.mean(1, keepdim=True)).mT
-    return centred @ centred.mT / (samples.shape[1] - 1)
 
 
 def _noise(mean: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:

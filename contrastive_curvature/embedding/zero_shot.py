@@ -184,8 +184,7 @@ class ZeroShotClassifier:
         many = len(self.classes)
         # Half of a difference of unit vectors has a length of at most one, as a direction has.
         half = self._centred / 2
-        nothing = torch.zeros_like(half)
-        certain = Directions(half, 1 - half.square().sum(1), nothing, nothing, nothing)
+        certain = Directions.of(half, 1 - half.square().sum(1))
         variance = 4 * cosine_distribution(images, certain, pairwise=True).variance
         if self._spread is not None:
             of_prompts = self._share * cosine_distribution(images, self._spread, pairwise=True).variance

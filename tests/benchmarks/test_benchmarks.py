@@ -11,7 +11,7 @@ from tables import covering
 from torch import nn
 
 import contrastive_curvature as cc
-from benchmarks import backends, fast_path, steps
+from benchmarks import backends, fast_path, match, steps
 from benchmarks.curvature import main
 from benchmarks.pairwise import pairwise_curvature
 
@@ -76,6 +76,16 @@ def test_quick_fast_path_benchmark(tmp_path, capsys):
     assert [case["network"] for case in cases] == ["tiny", "transformer", "resnet", "linear"]
     assert all(("ratio" in case["psd"]) == (case["beside"] is not None) for case in cases)
     assert (tmp_path / "fast_path.md").read_text() in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_quick_match_benchmark(tmp_path, capsys):
+    pytest.importorskip("faiss")
+    match.main(["--quick", "--out", str(tmp_path)])
+    *pairs, search = json.loads((tmp_path / "match.json").read_text())["cases"]
+    assert [case["kind"] for case in pairs] == ["diagonal", "axes", "dense"]
+    assert search["same"] > 0
+    assert (tmp_path / "match.md").read_text() in capsys.readouterr().out
 
 
 def test_quick_steps_benchmark(tmp_path, capsys):

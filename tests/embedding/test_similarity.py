@@ -18,8 +18,8 @@ from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature import EmbeddingDistribution, InputError, InputTypeError, similarity
-from contrastive_curvature.embedding.similarity import directions
-from contrastive_curvature.embedding.spread import Dense, Diagonal
+from contrastive_curvature.embedding.similarity import angle_variance, directions
+from contrastive_curvature.embedding.spread import Axes, Dense, Diagonal, Spread
 
 DOUBLE = torch.float64
 
@@ -75,11 +75,10 @@ def test_the_expansion_has_the_order_that_is_claimed(dim):
     for t in (2e-3, 1e-3):
         first, second = exact_directions(mean, t * spread)
         guess = directions("a", EmbeddingDistribution(mean[None], covariance=t * spread[None]))
-        assert guess.covariance is not None
         errors["mean"].append(float((guess.mean[0] - first).norm()))
         errors["length"].append(abs(float(mean @ (guess.mean[0] - first))))
-        errors["covariance"].append(float((guess.covariance[0] - second).norm()))
-        errors["radial"].append(abs(float(mean @ (guess.covariance[0] - second) @ mean)))
+        errors["covariance"].append(float((guess.dense()[0] - second).norm()))
+        errors["radial"].append(abs(float(mean @ (guess.dense()[0] - second) @ mean)))
     # Halving t divides an error of order t^2 by 4 and one of order t^3 by 8, up to higher orders.
     for name, order in {"mean": 2, "length": 3, "covariance": 2, "radial": 3}.items():
         assert errors[name][0] / errors[name][1] > 0.8 * 2**order, name
@@ -392,3 +391,54 @@ def test_means_stay_inside_the_sphere_and_leave_room_for_the_spread(dim, size, d
         found = directions("a", EmbeddingDistribution(axis, variance=spread.diagonal()[None]))
     assert float(found.mean.norm()) <= 1
     assert float(found.dense()[0].trace()) > 0.1 * min(size, 1) * 1e-4
+
+
+def by_hand(m: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and covariance of one direction, as the docstring of ``directions`` has them, with whole matrices."""
+    n, dim = m.norm(), len(m)
+    u, s = m / n, v / n**2
+    p = torch.eye(dim, dtype=DOUBLE) - u.outer(u)
+    tangent, rho, c = p @ s @ p, u @ s @ u, p @ s @ u
+    tau, q = tangent.trace(), (tangent @ tangent).trace()
+    g = (3 * rho * tau + 6 * c @ c - 1.5 * q) / (1 + tau) ** 2
+    length = 1 / (1 + tau) * (1 / (1 + g) if g > 0 else 1 - g)
+    zeta = (q / 2 + rho * tau**2) / ((1 + tau) ** 2 * (1 + tau + rho))
+    mean = length.sqrt() * u - c * (1 + tau + rho) ** -1.5
+    return mean, (1 - length - zeta) / tau * tangent + zeta * u.outer(u)
+
+
+@covering(
+    2,
+    kind=["diagonal", "dense", "joint", "axes", "axes and more"],
+    dim=[2, 5, 128],
+    size=[1e-4, 0.05, 3.0],
+    long=[1.0, 30.0],
+    dtype=[torch.float32, DOUBLE],
+)
+def test_every_kind_of_spread_gives_the_numbers_of_dense_matrices(kind, dim, size, long, dtype, monkeypatch):
+    """Also where the spread along the mean is ``long`` times that across."""
+    mean, other = draw(4, dim, seed=1).to(dtype), draw(4, dim, seed=2).to(dtype)
+    values = size / dim * draw(4, dim, seed=3).square()
+    values[:, 0] *= long
+    axes, made = torch.linalg.qr(draw(dim, dim, seed=4))[0], covariances(4, dim, 5) * size / dim
+    a: Spread = Diagonal(values.to(dtype))
+    if kind == "dense":
+        a = Dense((made + long * size / dim * (mean.unsqueeze(2) * mean.unsqueeze(1))).to(dtype))
+    if "axes" in kind:
+        a = Axes(axes, values, made[0] if "more" in kind else None, dtype)
+    given = EmbeddingDistribution.trusted(mean, a)
+    if kind == "joint":
+        given = EmbeddingDistribution(mean, joint_covariance=torch.block_diag(*made).to(dtype))
+    wanted = [by_hand(m, v) for m, v in zip(mean.double(), given.covariance.double(), strict=True)]
+    found = directions("a", given)
+    # The oracle reads the covariance along axes rounded to its dtype.
+    rounded = dtype != DOUBLE and "axes" in kind
+    close = {"rtol": 1e-5, "atol": 1e-7} if rounded else {"rtol": 1e-9, "atol": 1e-13}
+    assert torch.allclose(found.mean, torch.stack([m for m, _ in wanted]), **close)
+    assert torch.allclose(found.dense(), torch.stack([c for _, c in wanted]), **close)
+    u = normalized(mean.double())
+    t = normalized(other.double() - (other.double() * u).sum(1, keepdim=True) * u)
+    if "axes" in kind:
+        monkeypatch.delattr(Axes, "covariance")
+    angle = angle_variance("a", given, other)
+    assert torch.allclose(angle, torch.stack([v @ c @ v for v, (_, c) in zip(t, wanted, strict=True)]), **close)
