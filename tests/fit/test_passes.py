@@ -139,24 +139,6 @@ def test_the_passes_of_the_cross_terms_are_checked_too(later: int, change: Any, 
 
 
 @on_every_device
-def test_a_relation_has_its_targets_bound(device: str) -> None:
-    def near(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        gap = torch.cdist(a, b)
-        return gap < 1, gap > 2
-
-    def places(labels: Tensor) -> Tensor:
-        return torch.stack([labels.float(), (labels == 2).float()], dim=1)
-
-    def turned(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        return x, places(permuted(x, labels)[1])
-
-    la = Laplace(model(device), "contrastive", backend_kwargs={"relation": near})
-    with pytest.raises(cc.InputError, match="other targets"):
-        la.fit(Passes(lambda k, x, y: (x, places(y)) if k < LATER else turned(x, y), device))
-    la.fit(Passes(lambda _, x, y: (x, places(y)), device))
-
-
-@on_every_device
 def test_batches_are_counted_with_the_targets_they_come_with(device: str) -> None:
     def other(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return x, labels // 2

@@ -64,21 +64,6 @@ def test_the_mean_over_all_samples_is_exact(dim: int, distance: str, fix: str, n
             assert close(found, wanted, 1e-6)
 
 
-@covering(1, fix=["fixed", "psd"], distance=DISTANCES)
-def test_the_sampled_factor_has_the_block_as_its_mean(fix: str, distance: str, device: str) -> None:
-    """1,000 samples: six standard errors of every entry, estimated from the samples themselves."""
-    _, x, labels = problem(device, 3)
-    blocks = cc.output_hessian(x, labels, distance=distance, pd_fix=fix).blocks
-    generator = torch.Generator().manual_seed(1)
-    draws = []
-    for _ in range(1000):
-        factor = SampledBlocks(blocks, 1, generator).signed_factor()
-        draws.append(torch.einsum("kn,knd,kne->nde", factor.signs, factor.columns, factor.columns))
-    stacked = torch.stack(draws)
-    error = (stacked.mean(0) - blocks.dense()).abs()
-    assert bool((error <= 6 * stacked.std(0) / 1000**0.5 + 1e-12).all())
-
-
 def test_samples_follow_the_generator_and_more_are_better(device: str) -> None:
     model, x, labels = problem(device, 16, n=12)
     exact = cc.ggn(model, x, labels, pd_fix="psd")

@@ -12,7 +12,6 @@ from devices import DEVICES
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from loss_cases import check_hessian, cosine_hessian, numbers, unit
-from pytorch_metric_learning import losses
 from strategies import DISTANCES, close
 from tables import each
 from torch import Tensor, nn
@@ -127,34 +126,6 @@ def test_hessian_is_that_of_autograd(drawn: Drawn, distance: str, fix: str, devi
         assert found.is_psd()
         low = float(torch.linalg.eigvalsh(found.dense()).min())
         assert low >= -1e-12 * max(float(truth.abs().max()), drawn.size)
-
-
-def pml(kind: str, classes: int, dim: int, scale: float, margin: float) -> nn.Module:
-    if kind == "softmax":
-        return losses.NormalizedSoftmaxLoss(classes, dim, temperature=1 / scale)
-    if kind == "cosface":
-        return losses.CosFaceLoss(classes, dim, margin=margin, scale=scale)
-    return losses.ArcFaceLoss(classes, dim, margin=math.degrees(margin), scale=scale)
-
-
-@given(drawn=problems())
-def test_equals_pytorch_metric_learning(drawn: Drawn, device: str) -> None:
-    options, classes, dim = drawn.options, *drawn.proxies.shape
-    theirs = pml(options["kind"], classes, dim, options["scale"], options["margin"]).to(device)
-    proxies = nn.Parameter(drawn.proxies.to(device))
-    theirs.W.data = proxies.detach().T.clone()
-    ours = ProxyLoss(proxies, **{**options, "reduction": "mean"})
-    z = drawn.z.to(device, copy=True).requires_grad_()
-    values, gradients = [], []
-    for loss, weights in ((ours, proxies), (theirs, theirs.W)):
-        values.append(loss(z, drawn.labels.to(device)))
-        gradients.append(torch.autograd.grad(values[-1], (z, weights)))
-    assert float(values[0].detach()) == pytest.approx(float(values[1].detach()), rel=1e-6, abs=1e-9)
-    (ours_z, ours_w), (theirs_z, theirs_w) = gradients
-    assume(theirs_z.isfinite().all())  # its arc cosine has no derivative where rounding makes a cosine one
-    size = 1e-3 * drawn.size**0.5
-    assert close(ours_z, theirs_z, size, 1e-6)
-    assert close(ours_w, theirs_w.T, size, 1e-6)
 
 
 @each("kind, margin", KINDS)

@@ -6,8 +6,6 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tables import each
 from torch import Tensor
 from vmf_points import f64, random
@@ -75,26 +73,6 @@ def test_gradients_of_proxies_and_temperature(normalized: bool) -> None:
         return el_nivmf_logits(mu, kappa, p, a, t, 5, seeded(0), normalized=normalized)
 
     assert torch.autograd.gradcheck(logits, (proxy, axes, temperature))
-
-
-@given(
-    st.integers(0, 10**6),
-    st.integers(2, 64),
-    st.integers(0, 2),
-    st.integers(1, 3),
-    st.floats(-3, 5),
-    st.sampled_from([torch.float32, torch.float64]),
-)
-def test_any_size(seed: int, dim: int, rows: int, columns: int, log_kappa: float, dtype: torch.dtype) -> None:
-    mu = random(rows, dim, seed=seed).to(dtype).requires_grad_()
-    kappa = torch.full((rows,), 10.0**log_kappa, dtype=dtype).requires_grad_()
-    proxy = random(columns, dim, seed=seed + 1).to(dtype).requires_grad_()
-    axes = (10.0**log_kappa * (0.1 + torch.rand(columns, dim))).to(dtype).requires_grad_()
-    found = el_nivmf_distance(mu, kappa, proxy, axes, 4)
-    assert found.shape == (rows, columns)
-    assert found.dtype == dtype
-    for value in (found, *torch.autograd.grad(found.sum(), (mu, kappa, proxy, axes))):
-        assert bool(torch.isfinite(value).all())
 
 
 TENSORS = (torch.ones(2, 3), torch.ones(2), torch.ones(4, 3), torch.ones(4, 3))

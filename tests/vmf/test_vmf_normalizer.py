@@ -115,12 +115,6 @@ def test_fourth_derivative_is_refused() -> None:
         torch.autograd.grad(value, k)
 
 
-def test_function_transforms() -> None:
-    kappa = torch.tensor([0.5, 5.0], dtype=torch.float64)
-    jacobian = torch.func.jacrev(lambda k: vmf.log_normalizer(k, 6))(kappa)
-    torch.testing.assert_close(jacobian, torch.diag(-vmf.mean_resultant_length(kappa, 6)))
-
-
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_low_precision_is_the_rounded_float64(dtype: torch.dtype, device: str) -> None:
