@@ -70,7 +70,8 @@ def _parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     add("--minutes", type=float, default=39, help="for all of it (default: %(default)s)")
-    add("--parts", nargs="+", metavar="PART", help="only these (default: all)")
+    names = ", ".join(part.name for part in real_parts(Places(Path(), Path(), Path())))
+    add("--parts", nargs="+", metavar="PART", help=f"only these (default: {names})")
     add("--again", nargs="+", default=[], metavar="PART", help="run these again though they are finished")
     add("--rehearse", action="store_true", help="the same chain on the CPU with tiny sizes, in about two minutes")
     add("--data-root", type=Path, metavar="DIR", help=f"of Fashion-MNIST and MNIST (default: of {', '.join(_ROOTS)})")

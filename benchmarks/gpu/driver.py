@@ -63,7 +63,7 @@ def run_parts(
             else {"status": UNFINISHED, "why": "not begun: no time was left", "seconds": 0.0}
         )
         write_results(results, "gpu", {"machine": machine, "parts": account}, _render(machine, account), show=False)
-        print(f"{part.name}: {account[part.name]['status']}. {account[part.name]['why']}")
+        print(f"{part.name}: {account[part.name]['status']} {account[part.name]['why']}".rstrip())
     states = [account[part.name]["status"] for part in parts]
     if UNFINISHED in states:
         print("unfinished; the same command goes on")

@@ -12,6 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from laplace import Laplace
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -19,6 +21,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from benchmarks.transfer import baselines, figures, gaps, results, run, tables
 from benchmarks.transfer.cli import main
 from benchmarks.transfer.feature_file import FeatureFile, Pairs, save_features
+from benchmarks.transfer.figures import best_threshold
 from benchmarks.transfer.fitted import Fitted
 from benchmarks.transfer.judge import Judgement, judge
 from benchmarks.transfer.recipes.recipe import Recipe
@@ -247,6 +250,18 @@ def test_unknown_and_corruption_figures_are_those_of_sklearn_and_scipy(content: 
             auroc = roc_auc_score(np.r_[np.zeros(30), np.ones(30)], np.r_[clean, levels[level]])
             assert row["corruption"]["noise"]["auroc"][str(level)] == pytest.approx(auroc)
     assert figures.corruption_figures(torch.ones(4), {1: torch.ones(4)}) == {"spearman": 0.0, "auroc": {"1": 0.5}}
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=12))
+def test_best_threshold_makes_the_fewest_errors(pairs: list[tuple[int, bool]]) -> None:
+    cosine = torch.tensor([c / 5 for c, _ in pairs], dtype=torch.float64)
+    same = torch.tensor([s for _, s in pairs])
+
+    def errors(threshold: float) -> int:
+        return int(((cosine >= threshold) != same).sum())
+
+    least = min(errors(threshold) for threshold in np.linspace(-0.1, 1.1, 13))
+    assert errors(best_threshold(cosine, same)) == least
 
 
 def test_verification_by_hand(content: FeatureFile, judged: Judgement) -> None:
