@@ -115,6 +115,11 @@ def test_embeddings_of_another_posterior_are_refused(device: str, tmp_path: Path
     again.prior_precision = 1.01 * again.prior_precision
     with pytest.raises(cc.InputError, match="destination: expected one of a job with the same posterior"):
         EmbeddingFolder(tmp_path / "e", again, parts)
+    again.prior_precision = la.prior_precision
+    with torch.no_grad():
+        again.model.model[0].weight[0, 0] += 1e-9
+    with pytest.raises(cc.InputError, match="with the same posterior"):
+        EmbeddingFolder(tmp_path / "e", again, parts)
     with pytest.raises(cc.InputError, match="with the same columns"):
         EmbeddingFolder(tmp_path / "e", la, parts, keep=[])
     with pytest.raises(cc.InputError, match="with the same parts"):
