@@ -207,33 +207,6 @@ def test_pairs_inside_batches_stand_for_all_pairs_of_their_type(normalization: s
         assert close(la.H_raw, truth), chosen
 
 
-def within(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Place recognition: nearer than 10 m positive, farther than 25 m negative, neither between."""
-    distance = torch.cdist(a, b)
-    return distance < 10, distance > 25
-
-
-@pytest.mark.filterwarnings("ignore:hessian_structure='kron.* with pd_fix")
-@on_every_device
-@pytest.mark.parametrize("pd_fix", ["fixed", "full"])
-def test_a_relation_on_positions_is_the_same_relation_as_masks(pd_fix: str, device: str) -> None:
-    x, _ = data(device)
-    where = 60 * torch.rand(POINTS, 2, generator=torch.Generator().manual_seed(3), dtype=torch.float64).to(device)
-    masks = within(where, where)
-    assert masks[0].sum() > POINTS
-    assert masks[1].any()
-    assert not (masks[0] | masks[1]).all()
-    # Few pairs are near: with more weight on the others, nothing would be left after the clamp.
-    options = {"margin": 1.2, "negative_weight": 0.05, "pd_fix": pd_fix}
-    for weights, structure in [("last_layer", "diag"), ("all", "full"), ("all", "lowrank"), ("last_layer", "kron")]:
-        la = make(body(device=device), weights, structure, relation=within, **options)
-        la.fit(batches(x, where, shuffle=structure != "lowrank"))
-        kind = "full" if structure == "lowrank" else structure
-        truth = cc.ggn(body(device=device), x, pairs=masks, structure=kind, subset_of_weights=weights, **options)
-        dense = dense_factors(truth) if structure == "kron" else truth.diag() if structure == "diag" else truth
-        assert close(dense_h(la, structure), dense), (weights, structure)
-
-
 def test_mappings_with_a_key_of_their_own_for_the_labels() -> None:
     class FromDict(nn.Module):
         def __init__(self) -> None:

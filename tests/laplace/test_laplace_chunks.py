@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 from devices import DEVICES
-from laplace import Laplace
 from strategies import close
 from tables import covering
 from test_laplace import body, data, fitted
@@ -123,24 +122,3 @@ def test_a_joint_covariance_that_does_not_fit_is_refused_before_anything_runs(
     monkeypatch.setattr(nn.Linear, "forward", fail)
     with pytest.raises(cc.InputError, match=rf"joint=True: expected .*got {len(x)} inputs, {needed:,} numbers"):
         la(x, joint=True)
-
-
-def test_dict_inputs_are_predicted_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Takes(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            torch.manual_seed(0)
-            self.layers = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2)).double()
-
-        def forward(self, batch: Any) -> Tensor:
-            out: Tensor = self.layers(batch["input_ids"] * batch["scale"])
-            return out
-
-    batch = {"input_ids": torch.randn(7, 3).double(), "scale": 2.0, "labels": torch.arange(7) % 2}
-    la = Laplace(Takes(), "contrastive", "all", "kron")
-    la.fit([batch])
-    before = la(batch).covariance
-    for module in MODULES:
-        monkeypatch.setattr(module, "JACOBIAN_ELEMENTS", 1)
-    monkeypatch.setattr(prediction, "_POINTS_AT_ONCE", 2)
-    assert close(la(batch).covariance, before)

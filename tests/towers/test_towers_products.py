@@ -50,28 +50,6 @@ def test_product_has_the_blocks_between_the_towers(name: str, fix: str, weights:
     assert bool(between.any()) == (fix in ("positive", "full", "ggn"))
 
 
-def test_full_product_is_that_of_autograd(device: str) -> None:
-    """Of linear encoders, whose second derivatives are zero, it is the Hessian of the loss itself."""
-    torch.manual_seed(0)
-    a, b = (torch.nn.Linear(k, 3).double().to(device) for k in (4, 2))
-    data = batches(device)[:1]
-    loss = LOSSES["infonce"](pd_fix="full")
-    la = fitted(a, b, "all", "diag", loss, data=data)
-    (x_a, x_b), sizes = data[0], (12, 3, 6, 3)
-
-    def value(theta: Tensor) -> Tensor:
-        w_a, b_a, w_b, b_b = theta.split(sizes)
-        z_a, z_b = x_a @ w_a.view(3, 4).T + b_a, x_b @ w_b.view(3, 2).T + b_b
-        # A fit takes the mean over anchors times their number, and half of it where both directions have anchors.
-        return len(x_a) * loss.between(z_a, z_b)
-
-    theta = torch.cat([p.detach().flatten() for p in (*a.parameters(), *b.parameters())])
-    v = numbers(5, len(theta)).to(device)
-    truth = torch.autograd.functional.hessian(value, theta) @ v
-    found = la.curvature_product(data, v[:15], v[15:])
-    assert close(torch.cat(found), truth, tolerance=1e-10)
-
-
 @covering(1, weights=["all", "last_layer"], fix=["full", "ggn", "fixed"], name=LOSSES)
 def test_one_module_for_both(name: str, fix: str, weights: str, device: str) -> None:
     """One set of parameters, with all that couples the two kinds of inputs."""
