@@ -96,7 +96,7 @@ def make_training(
         memory_factor=0.1,
     )
     optimizer = torch.optim.Adam(online.parameters(), lr=1e-2)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
     return Trainer(online, optimizer, scheduler, checkpoint=file, checkpoint_every=every), make_loader(chance)
 
 
