@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Self
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Self
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from contrastive_curvature.errors import InputError, InputTypeError, Unsupported
 from contrastive_curvature.fit.class_centres import ClassCentres, same_centres
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.vmf.checks import unit
+from contrastive_curvature.vmf.estimation import concentration_of_variance
 
 if TYPE_CHECKING:
     from contrastive_curvature.laplace.calibration import Judge
@@ -46,9 +47,12 @@ def turning_angle(
     ``tangential`` is ``V / n^2``, shape (B,), and ``between`` the factor ``b`` by the position between classes. Without
     a typical norm ``t`` or without ``b``, these factors are 1. Some runtimes need an ``arctan`` of their own.
     """
-    certain = tangential == 0
-    # Where there is no spread, the root has no derivative.
-    angle = torch.where(certain, 0, torch.where(certain, 1, tangential).sqrt())
+    if tangential.requires_grad:
+        # Where there is no spread, the root has no derivative.
+        certain = tangential == 0
+        angle = torch.where(certain, 0, torch.where(certain, 1, tangential).sqrt())
+    else:
+        angle = tangential.sqrt()
     if typical_norm is not None:
         # The quotient first: either norm may be near the limits of its dtype.
         angle = angle * (typical_norm / norm).sqrt().to(angle.dtype)
@@ -62,9 +66,9 @@ def _of_valid_rows(
 
     @functools.wraps(answer)
     def run(self: EmbeddingDistribution, /, *args: _Arguments.args, **options: _Arguments.kwargs) -> Tensor:
-        valid = ~self.raw_mean.isnan().any(1)
-        if bool(valid.all()):
+        if not self._has_invalid:
             return answer(self, *args, **options)
+        valid = ~self.raw_mean.isnan().any(1)
         found = answer(self[valid], *args, **options)
         missing = False if found.dtype == torch.bool else torch.nan
         out = found.new_full((len(valid), *found.shape[1:]), missing)
@@ -72,6 +76,24 @@ def _of_valid_rows(
         return out
 
     return run
+
+
+class Polar(NamedTuple):
+    """Means in polar coordinates and the spread around them, float64.
+
+    Attributes:
+        direction: Unit vectors ``u`` of the means, shape (B, D).
+        norm: Norms of the means, shape (B,).
+        total: Traces of the covariances, shape (B,).
+        radial: ``u^T Cov u``, shape (B,).
+        directed: Whether no mean is zero; that has no direction, and ``u`` is zero.
+    """
+
+    direction: Tensor
+    norm: Tensor
+    total: Tensor
+    radial: Tensor
+    directed: bool
 
 
 class EmbeddingDistribution:
@@ -134,6 +156,8 @@ class EmbeddingDistribution:
 
     def _hold(self, raw_mean: Tensor, spread: Spread) -> Self:
         self.raw_mean, self.spread = raw_mean, spread
+        self._has_invalid = False
+        self._polar: tuple[bool, Polar] | None = None
         self._judge: Judge | None = None
         self._typical_norm: float | None = None
         self._class_centres: ClassCentres | None = None
@@ -146,8 +170,7 @@ class EmbeddingDistribution:
         Rounding alone could fail these checks where a covariance is a small difference of large matrices, and they
         would decompose matrices in every prediction.
         """
-        bad = ~spread.finite()
-        if bool(bad.any()):
+        if not spread.all_finite() and bool((bad := ~spread.finite()).any()):
             hint = "The prior precision or the temperature may be too small, or an input's Jacobian too large."
             received = f"NaN or infinity in rows {bad.nonzero().flatten()[:5].tolist()}"
             raise InvalidRowsError(expected(f"la(x): {spread.kind}", "finite numbers", received, hint), bad)
@@ -195,13 +218,17 @@ class EmbeddingDistribution:
     @_of_valid_rows
     def mu(self) -> Tensor:
         """Mean directions on the sphere, shape (B, D)."""
-        return self.spread.direction(self.raw_mean)
+        if isinstance(self.spread, Samples):
+            return self.spread.directions()[0]
+        return self._directed().direction.to(self.raw_mean.dtype)
 
     @property
     @_of_valid_rows
     def kappa(self) -> Tensor:
         """Concentrations, shape (B,): in closed form to second order in the spread, or estimated from the samples."""
-        return self.spread.concentration(self.raw_mean)
+        if isinstance(self.spread, Samples):
+            return self.spread.directions()[1]
+        return concentration_of_variance(self.tangential_variance, self.raw_mean.shape[1])
 
     @property
     @_of_valid_rows
@@ -220,15 +247,45 @@ class EmbeddingDistribution:
         the nearest centre over that to the second, and ``r_t`` its mean in training, where each input is left out of
         its own centre. Without a typical norm, and without class centres, these factors are 1.
         """
-        between = None if self._class_centres is None else self._class_centres.factor(self.raw_mean)
-        norm = unit("raw_mean", self.raw_mean)[1]
-        return turning_angle(self.tangential_variance, norm, self._typical_norm, between)
+        centres, polar = self._class_centres, self._directed()
+        between = None if centres is None else centres.factor(polar.direction.to(self.raw_mean.dtype))
+        return turning_angle(self.tangential_variance, polar.norm, self._typical_norm, between)
 
     @property
     @_of_valid_rows
     def tangential_variance(self) -> Tensor:
         """Variance perpendicular to the mean, over the squared norm of the mean, shape (B,), in squared radians."""
-        return self.spread.tangential(self.raw_mean)
+        _, norm, total, radial, _ = self._directed()
+        dim, dtype = self.raw_mean.shape[1], self.raw_mean.dtype
+        if not self.spread.semidefinite:
+            rounding = 64 * dim * torch.finfo(dtype).eps * total.detach()
+            if bool(((total - radial < -rounding) | (radial < -rounding)).any()):
+                received = f"u^T V u = {float(radial.min()):.3g}, tr V - u^T V u = {float((total - radial).min()):.3g}"
+                raise InputError(expected("covariance", "a positive semidefinite matrix", received))
+        # Divided twice, because squares of norms underflow or overflow.
+        relative = (total - radial).clamp(min=0) / norm / norm
+        return relative.clamp(max=torch.finfo(torch.float64).max).to(dtype)
+
+    def polar(self) -> Polar:
+        """Return directions and norms of the means, and the spread along them, which most answers follow from."""
+        with_graph = torch.is_grad_enabled()
+        if self._polar is None or (with_graph and not self._polar[0]):
+            wide = self.raw_mean.double()
+            # No square of a float32 overflows in float64.
+            norm = normalize(wide)[1] if wide is self.raw_mean else torch.linalg.vector_norm(wide, dim=1)
+            directed = not bool((norm == 0).any())
+            # Of a mean without a direction, all of the spread is across.
+            direction = wide / (norm if directed else torch.where(norm > 0, norm, 1)).unsqueeze(1)
+            self._polar = with_graph, Polar(direction, norm, *self.spread.across(direction), directed)
+        return self._polar[1]
+
+    def _directed(self) -> Polar:
+        """Return the same, where every mean has a direction."""
+        polar = self.polar()
+        if not polar.directed:
+            # Its error says how many are zero.
+            unit("raw_mean", self.raw_mean)
+        return polar
 
     @property
     @_of_valid_rows
@@ -429,7 +486,9 @@ class EmbeddingDistribution:
         judges = [part._judge for part in parts]
         judge = None if judges[0] is None else judges[0].joined(judges, parts)
         mean = torch.cat([part.raw_mean for part in parts])
-        return first._changed(mean, first.spread.cat([part.spread for part in others]), judge)
+        out = first._changed(mean, first.spread.cat([part.spread for part in others]), judge)
+        out._has_invalid = any(part._has_invalid for part in parts)
+        return out
 
     def to(
         self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | None = None
@@ -462,7 +521,7 @@ class EmbeddingDistribution:
 
     def _changed(self, raw_mean: Tensor, spread: Spread, judge: Judge | None) -> Self:
         out = copy(self)
-        out.raw_mean, out.spread, out._judge = raw_mean, spread, judge
+        out.raw_mean, out.spread, out._judge, out._polar = raw_mean, spread, judge, None
         return out
 
     def __repr__(self) -> str:
@@ -483,13 +542,15 @@ class EmbeddingDistribution:
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: all but the posterior behind :attr:`p_value`, which holds the encoder."""
-        return {**self.__dict__, "_judge": None}
+        return {**self.__dict__, "_judge": None, "_polar": None}
 
 
 def with_invalid_rows(good: EmbeddingDistribution, valid: Tensor) -> EmbeddingDistribution:
     """Return embeddings with rows of NaN between them, where ``valid`` (B,) is false."""
     valid = valid.to(good.raw_mean.device)
-    return good._select(torch.where(valid, valid.cumsum(0) - 1, -1))
+    out = good._select(torch.where(valid, valid.cumsum(0) - 1, -1))
+    out._has_invalid = not bool(valid.all())
+    return out
 
 
 def _check_semidefinite(name: str, matrices: Tensor) -> None:

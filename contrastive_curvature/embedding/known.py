@@ -38,7 +38,7 @@ _SHARE_FOR_SCALE = 3
 _NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
 
-_TINY = torch.finfo(torch.float64).tiny
+_TINY, _HUGE = torch.finfo(torch.float64).tiny, torch.finfo(torch.float64).max
 
 
 class OptimisticPValueWarning(UserWarning):
@@ -71,15 +71,13 @@ def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = N
     (B, 3), float64.
     """
     with torch.no_grad():
-        mean = embedding.raw_mean.double()
-        norm = torch.linalg.vector_norm(mean, dim=1)
-        total, radial = embedding.spread.across(mean / norm.clamp(min=_TINY).unsqueeze(1))
-        rounding = mean.shape[1] * torch.finfo(embedding.raw_mean.dtype).eps
-        spread, length = _log(torch.maximum(total - radial, rounding * total)), _log(norm)
-        if feature_norm is None:
-            return torch.stack([spread, spread - 2 * length, -length], dim=1)
-        features = _log(feature_norm)
-        return torch.stack([spread - features, spread - 2 * features, -length], dim=1)
+        _, norm, total, radial, _ = embedding.polar()
+        rounding = embedding.raw_mean.shape[1] * torch.finfo(embedding.raw_mean.dtype).eps
+        spread = torch.maximum(total - radial, rounding * total)
+        sizes = torch.stack([spread, norm, norm if feature_norm is None else feature_norm.double()], dim=1)
+        spread, norm, features = sizes.clamp(min=_TINY, max=_HUGE).log().unbind(1)
+        first = spread if feature_norm is None else spread - features
+        return torch.stack([first, spread - 2 * features, -norm], dim=1)
 
 
 def combine(standardised: Tensor) -> Tensor:
@@ -131,7 +129,7 @@ class Reference:
         """
         found = self.statistic(values).to(self.statistics.device)
         n = len(self.statistics)
-        below = torch.searchsorted(self.statistics, found - ROUNDING / self.scale.min())
+        below = torch.searchsorted(self.statistics, found - ROUNDING / float(self.scale.min()))
         return ((1 + n - below).double() / (n + 1)).to(values.device)
 
 
@@ -171,7 +169,3 @@ def points_needed(alpha: float, splits: bool = False) -> int:
 
 def _for_scale(n: int) -> int:
     return max(1, n // _SHARE_FOR_SCALE)
-
-
-def _log(value: Tensor) -> Tensor:
-    return value.double().clamp(min=_TINY, max=torch.finfo(torch.float64).max).log()

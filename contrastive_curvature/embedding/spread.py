@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature import vmf
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.vmf.checks import unit
-from contrastive_curvature.vmf.estimation import concentration_of_variance
 
 _ENTRIES = 2**17
 """Numbers of a block of dense covariances that is converted to float64 at once: 1 MiB, which stays in the cache."""
@@ -26,6 +24,9 @@ class Spread:
     The answers here come from the covariances; a kind that knows more gives its own. The fields are tensors with one
     row an output, unless a kind says otherwise.
     """
+
+    semidefinite: ClassVar[bool] = False
+    """Whether no rounding can have made a variance negative."""
 
     @property
     def kind(self) -> str:
@@ -52,6 +53,10 @@ class Spread:
         """Return which outputs have a finite spread, booleans, shape (B,)."""
         return self.covariance.isfinite().flatten(1).all(1)
 
+    def all_finite(self) -> bool:
+        """Return whether all outputs certainly have a finite spread."""
+        return bool(self.finite().all())
+
     def across(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``tr Cov`` and ``u^T Cov u`` of unit vectors ``u`` (B, D), float64, shape (B,) each."""
         radial = [((v @ wide) * v).sum((1, 2)) for wide, v in self._blocks(u.double().unsqueeze(1))]
@@ -71,28 +76,6 @@ class Spread:
         step = max(1, _ENTRIES // vectors.shape[2] ** 2)
         for covariance, some in zip(self.covariance.split(step), vectors.split(step), strict=True):
             yield covariance.double(), some
-
-    def tangential(self, mean: Tensor) -> Tensor:
-        """Return the variance perpendicular to means (B, D), over their squared norm, shape (B,)."""
-        u, norm = unit("raw_mean", mean)
-        total, radial = self.across(u.double())
-        rounding = 64 * u.shape[1] * torch.finfo(u.dtype).eps * total.detach()
-        if bool(((total - radial < -rounding) | (radial < -rounding)).any()):
-            received = f"u^T V u = {float(radial.min()):.3g}, tr V - u^T V u = {float((total - radial).min()):.3g}"
-            raise InputError(expected("covariance", "a positive semidefinite matrix", received))
-        # Divided twice, because squares of norms underflow or overflow.
-        relative = (total - radial).clamp(min=0) / norm / norm
-        return relative.clamp(max=torch.finfo(torch.float64).max).to(u.dtype)
-
-    def direction(self, mean: Tensor) -> Tensor:
-        """Return mean directions, shape (B, D)."""
-        # An output of zeros has none, which is an error here.
-        unit("raw_mean", mean)
-        return normalize(mean)[0]
-
-    def concentration(self, mean: Tensor) -> Tensor:
-        """Return the concentrations of directions, shape (B,)."""
-        return concentration_of_variance(self.tangential(mean), mean.shape[1])
 
     def sample(self, mean: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
         """Draw raw outputs around means (B, D), shape (S, B, D)."""
@@ -124,6 +107,7 @@ class Diagonal(Spread):
 
     values: Tensor
     kind = "variance"
+    semidefinite = True
 
     @property
     def covariance(self) -> Tensor:
@@ -190,6 +174,7 @@ class Axes(Spread):
     common: Tensor | None
     dtype: torch.dtype
     kind = "covariance"
+    semidefinite = True
 
     @property
     def covariance(self) -> Tensor:
@@ -211,10 +196,14 @@ class Axes(Spread):
         finite = self.values.amax(1).isfinite()
         return finite if self.common is None else finite & self.common.diagonal().isfinite().all()
 
+    def all_finite(self) -> bool:
+        """See :meth:`Spread.all_finite`."""
+        return self.common is None and math.isfinite(float(self.values.sum()))
+
     def across(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Spread.across`."""
         axes, values = self.axes.double(), self.values.double()
-        total = values @ axes.square().sum(0)
+        total = values.sum(1)
         radial = (values * (u @ axes).square()).sum(1)
         if self.common is None:
             return total, radial
@@ -291,6 +280,7 @@ class Samples(Spread):
     """Samples of the outputs, shape (B, S, D); sample s of all outputs comes from one network."""
 
     samples: Tensor
+    semidefinite = True
 
     @property
     def kind(self) -> str:
@@ -309,13 +299,9 @@ class Samples(Spread):
         others = centred.shape[1] - 1
         return centred.square().sum((1, 2)) / others, (centred @ u.unsqueeze(2)).square().sum((1, 2)) / others
 
-    def direction(self, mean: Tensor) -> Tensor:
-        """See :meth:`Spread.direction`; of the normalised samples."""
-        return vmf.fit(self.samples.transpose(0, 1))[0]
-
-    def concentration(self, mean: Tensor) -> Tensor:
-        """See :meth:`Spread.concentration`; of the normalised samples."""
-        return vmf.fit(self.samples.transpose(0, 1))[1]
+    def directions(self) -> tuple[Tensor, Tensor]:
+        """Return mean direction (B, D) and concentration (B,) of the normalised samples."""
+        return vmf.fit(self.samples.transpose(0, 1))
 
     def sample(self, mean: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
         """See :meth:`Spread.sample`; the first of the given samples."""

@@ -118,19 +118,19 @@ class ClassCentres:
         norms = self.sums.norm(dim=1, keepdim=True)
         return self.sums / torch.where(norms > 0, norms, 1)
 
-    def ratio(self, outputs: Tensor) -> Tensor:
-        """Return :func:`nearest_ratio` of outputs (B, D) of any norm but zero, shape (B,)."""
-        if outputs.shape[1] != self.sums.shape[1]:
+    def ratio(self, units: Tensor) -> Tensor:
+        """Return :func:`nearest_ratio` of unit embeddings (B, D), shape (B,)."""
+        if units.shape[1] != self.sums.shape[1]:
             wanted = f"D = {self.sums.shape[1]}, that of the embeddings"
-            raise InputError(expected("class_centres", wanted, f"outputs of D = {outputs.shape[1]}"))
-        units, centres = normalize(outputs)[0], self.centres.to(outputs)
+            raise InputError(expected("class_centres", wanted, f"outputs of D = {units.shape[1]}"))
+        centres = self.centres.to(units)
         with torch.autocast(units.device.type, enabled=False):
             blocks = units.split(max(1, _ENTRIES // len(centres)))
             return torch.cat([nearest_ratio(block, centres) for block in blocks])
 
-    def factor(self, outputs: Tensor) -> Tensor:
-        """Return what angles of outputs (B, D) are multiplied with, shape (B,)."""
-        return between_classes(self.ratio(outputs), self.typical)
+    def factor(self, units: Tensor) -> Tensor:
+        """Return what angles of unit embeddings (B, D) are multiplied with, shape (B,)."""
+        return between_classes(self.ratio(units), self.typical)
 
 
 def between_classes(ratio: Tensor, typical: float | Tensor) -> Tensor:

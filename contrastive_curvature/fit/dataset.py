@@ -108,8 +108,13 @@ class DatasetFit(Problem):
                 room -= z.numel() + features.numel()
                 outputs: Any = z, features
                 seen.append(batch._replace(x=outputs))
-            if room < 0:
+            if room < 0 and seen:
                 seen.clear()
+                _log.info(
+                    "the features are more than the %d numbers that are kept: the encoder runs twice a point. A "
+                    "feature folder (contrastive_curvature.features) holds any number of them",
+                    FEATURES_KEPT,
+                )
             # Inputs of their own are no classes with a centre.
             labelled, n = labelled and batch.classes is not None, n + len(z)
         self._seen = seen

@@ -24,7 +24,7 @@ class PassRecord:
     def __init__(self) -> None:
         self._targets: list[Tensor] = []
         self._numbers: list[Tensor] = []
-        self._coarse = True
+        self._coarse: list[Tensor] = []
 
     def add(self, z: Tensor, targets: Tensor) -> None:
         """Record a batch."""
@@ -33,7 +33,7 @@ class PassRecord:
         wide = z.detach().double()
         along = wide @ (direction / direction.norm())
         # Outputs that half precision represents exactly were computed in half precision.
-        self._coarse &= bool((z.detach().bfloat16() == z).all()) or bool((z.detach().half() == z).all())
+        self._coarse.append((z.detach().bfloat16() == z).all() | (z.detach().half() == z).all())
         self._targets.append(_target_keys(targets))
         self._numbers.append(torch.stack([along, wide.norm(dim=1)], dim=1))
 
@@ -48,9 +48,9 @@ class PassRecord:
             if torch.equal(targets.sort().values, other_targets.to(targets.device).sort().values):
                 return
             received = "other targets"
-        elif _agree(targets, numbers, other_targets, other_numbers, self._coarse):
+        elif _agree(targets, numbers, other_targets, other_numbers, self._rounding(numbers)):
             return
-        elif _agree(equal, numbers, equal, other_numbers, self._coarse):
+        elif _agree(equal, numbers, equal, other_numbers, self._rounding(numbers)):
             received = "the same outputs with other targets, so inputs and labels are not paired in the same way"
         else:
             received = "different outputs"
@@ -73,7 +73,13 @@ class PassRecord:
         keys = point_keys(targets)
         bound = float(numbers[:, 0].cpu() @ (keys.double() / 2.0**63)) if len(numbers) == len(keys) else 0.0
         extreme = tuple(extremes.tolist())
-        return Origin(len(targets), int(keys.sum()), along, norm, bound, extreme, _rounding(numbers, self._coarse))
+        return Origin(len(targets), int(keys.sum()), along, norm, bound, extreme, self._rounding(numbers))
+
+    def _rounding(self, numbers: Tensor) -> float:
+        """Return the relative difference of one number in two batches of different sizes."""
+        # In the precision of the computation: 10 bits for float32 convolutions on a GPU (TF32), 7 under autocast.
+        coarse = bool(torch.stack(self._coarse).all()) if self._coarse else True
+        return 1e-3 if numbers.device.type == "cpu" and not coarse else 1e-2
 
     def _joined(self) -> tuple[Tensor, Tensor]:
         numbers = torch.cat(self._numbers) if self._numbers else torch.zeros(0, 2, dtype=torch.float64)
@@ -86,8 +92,7 @@ def check_same_outputs(again: Tensor, known: Tensor, argument: str, hint: str) -
         raise InputError(expected(argument, "the same points in the same order in every pass", "others", hint))
 
 
-def _agree(targets: Tensor, numbers: Tensor, other_targets: Tensor, other_numbers: Tensor, coarse: bool) -> bool:
-    tolerance = _rounding(numbers, coarse)
+def _agree(targets: Tensor, numbers: Tensor, other_targets: Tensor, other_numbers: Tensor, tolerance: float) -> bool:
     # Relative to the norm of the point and of a typical point, so that one huge point does not hide changes of others.
     typical = numbers[:, 1].median() if len(numbers) else numbers.new_zeros(())
     for column in range(numbers.shape[1]):
@@ -99,12 +104,6 @@ def _agree(targets: Tensor, numbers: Tensor, other_targets: Tensor, other_number
         if not bool(((a[:, column] - b[:, column]).abs() <= allowed).all()):
             return False
     return True
-
-
-def _rounding(numbers: Tensor, coarse: bool) -> float:
-    # Batches of other sizes round differently, in the precision of the computation: 10 bits for float32 convolutions on
-    # a GPU (TF32), 7 bits under autocast.
-    return 1e-3 if numbers.device.type == "cpu" and not coarse else 1e-2
 
 
 def _order(targets: Tensor, numbers: Tensor) -> Tensor:

@@ -117,6 +117,7 @@ class ContrastiveLaplace(FittedPosterior):
         self.H_raw: Any = None
         self.curvature_error: float | None = None
         self.known = calibration.KnownInputs()
+        self.stamp: calibration.Stamp | None = None
         self.chooses_backend = backend is None
         self._classes: ClassCentres | None = None
         self._advised_on_prior = False
@@ -143,6 +144,7 @@ class ContrastiveLaplace(FittedPosterior):
         try:
             la = cls(encoder, **arguments)
             la._hold(encoder)
+            la.shares_encoder = True
             with evaluation_mode(la.model):
                 la.look_at(probe)
         finally:

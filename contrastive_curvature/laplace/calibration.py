@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from operator import is_not
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -31,7 +32,7 @@ from contrastive_curvature.errors import InputError, InputTypeError, NotFittedEr
 from contrastive_curvature.laplace.features import Features
 from contrastive_curvature.laplace.prediction import check_outputs
 from contrastive_curvature.network.call import naming_the_input
-from contrastive_curvature.network.digest import encoder_fingerprint, same_encoder, state_tensors, summary, versions
+from contrastive_curvature.network.digest import ModuleTables, encoder_fingerprint, same_encoder, summary, versions
 from contrastive_curvature.network.encoder import at_least_float32
 from contrastive_curvature.network.inputs import check_inputs, is_texts, tokenized
 from contrastive_curvature.network.loader import check_loader
@@ -64,25 +65,43 @@ class Stamp:
     """State of a posterior at a prediction, without a look at the encoder's weights.
 
     Attributes:
-        counted: How often the curvature was set, the temperature, and how often torch saw each of the tensors change.
+        counted: How often the curvature was set, the temperature, the version of the prior precision, and how often
+            torch saw each of the tensors change.
+        parts: The prior precision, and modules, parameters and saved buffers of the encoder; while they are held, no
+            other object has their identity or memory.
         prior: Copy of the prior precision.
-        tensors: Parameters and saved buffers of the encoder; while they are held, no other tensor has their memory.
+        tables: Where the parts of the encoder are found.
+        spots: Some entries of the weights, where others may train them.
     """
 
     counted: tuple[Any, ...]
+    parts: list[Any]
     prior: Tensor
-    tensors: tuple[Tensor, ...]
+    tables: ModuleTables
+    spots: Tensor | None
 
     @classmethod
     def of(cls, la: ContrastiveLaplace) -> Stamp:
-        """Return the present state of a posterior."""
-        tensors = tuple(tensor for _, tensor in state_tensors(la.model))
-        counted = (la.known.fits, la.temperature, versions(tensors))
-        return cls(counted, la.prior_precision.detach().clone(), tensors)
+        """Return the present state of a posterior: the same object as long as it is unchanged."""
+        last = la.stamp
+        tables = ModuleTables(la.model) if last is None or last.parts[0] is not la.model else last.tables
+        prior, parts = la.prior_precision, tables.present()
+        tensors = [part for part in parts if isinstance(part, Tensor)]
+        counted = (la.known.fits, la.temperature, versions([prior]), versions(tensors))
+        parts = [la.model, prior, *parts]
+        spots = _spots(tensors) if la.shares_encoder else None
+        same = last is not None and last.counted == counted and not any(map(is_not, last.parts, parts))
+        if last is None or not same or not _equal(last.spots, spots):
+            la.stamp = cls(counted, parts, prior.detach().clone(), tables, spots)
+        return la.stamp
 
     def equals(self, now: Stamp) -> bool:
-        """Return whether the posterior is unchanged."""
-        return self.counted == now.counted and torch.equal(self.prior, now.prior)
+        """Return whether the posterior is unchanged; another prior precision of the same value is no change."""
+        if self is now:
+            return True
+        (fits, temperature, _, seen), (fits_now, temperature_now, _, seen_now) = self.counted, now.counted
+        same = (fits, temperature, seen) == (fits_now, temperature_now, seen_now) and _equal(self.spots, now.spots)
+        return same and not any(map(is_not, self.parts[2:], now.parts[2:])) and torch.equal(self.prior, now.prior)
 
 
 def _fingerprint(la: ContrastiveLaplace) -> Tensor:
@@ -130,7 +149,7 @@ class KnownInputs:
     sample: TrainingSample | None = None
     training: tuple[Tensor, Tensor] | None = None
     calibration: Calibration | None = None
-    seen: tuple[Stamp, Tensor] | None = None
+    seen: Stamp | None = None
     warned: bool = False
 
     def anew(self, calibration: Calibration | None = None) -> KnownInputs:
@@ -250,7 +269,7 @@ def calibrate(la: ContrastiveLaplace, loader: Iterable[Any], progress_bar: bool 
         )
         warnings.warn(msg, OptimisticPValueWarning, stacklevel=3)
     reference = Reference.of(known.to(values), values)
-    la.known = replace(la.known, calibration=Calibration(reference, _fingerprint(la)), seen=(Stamp.of(la), _spots(la)))
+    la.known = replace(la.known, calibration=Calibration(reference, _fingerprint(la)), seen=Stamp.of(la))
 
 
 def calibrated_reference(la: ContrastiveLaplace, now: Stamp | None = None) -> Reference | None:
@@ -262,27 +281,30 @@ def calibrated_reference(la: ContrastiveLaplace, now: Stamp | None = None) -> Re
     if calibration is None:
         return None
     now = Stamp.of(la) if now is None else now
-    seen, spots = la.known.seen, _spots(la)
-    if seen is None or not seen[0].equals(now) or not torch.equal(seen[1], spots):
+    if la.known.seen is None or not la.known.seen.equals(now):
         if not _same_posterior(calibration.fingerprint, _fingerprint(la)):
             msg = (
                 "p_value: la was calibrated for another posterior: since then its prior precision, its temperature or "
                 "the encoder's weights have changed. Call la.calibrate(loader) again."
             )
             raise NotFittedError(msg)
-        la.known = replace(la.known, seen=(now, spots))
+        la.known = replace(la.known, seen=now)
     return calibration.reference
 
 
-def _spots(la: ContrastiveLaplace) -> Tensor:
+def _spots(tensors: Iterable[Tensor]) -> Tensor:
     """Return eight entries of each weight: fused optimizers, and writes to ``.data``, change weights but no version."""
     found = []
-    for _, tensor in state_tensors(la.model):
+    for tensor in tensors:
         if tensor.layout is torch.strided and tensor.numel():
             extent = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
             some = tensor.detach().as_strided((8,), (extent // 7,), tensor.storage_offset())
             found.append(some.to(device="cpu", dtype=torch.float64))
     return torch.cat(found) if found else torch.empty(0)
+
+
+def _equal(one: Tensor | None, other: Tensor | None) -> bool:
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
 def _share_found(sample: Tensor, values: Tensor) -> float:

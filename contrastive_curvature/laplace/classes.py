@@ -13,10 +13,8 @@ import torch
 from laplace.baselaplace import DiagLaplace, FullLaplace, KronLaplace, LowRankLaplace
 from laplace.lllaplace import DiagLLLaplace, FullLLLaplace, KronLLLaplace
 from laplace.subnetlaplace import DiagSubnetLaplace, FullSubnetLaplace
-from laplace.utils.matrix import KronDecomposed
 from torch import Tensor
 
-from contrastive_curvature.embedding.spread import Axes, Dense, Diagonal
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.laplace.advice import advise_on_norms
 from contrastive_curvature.laplace.base import ContrastiveLaplace
@@ -24,8 +22,7 @@ from contrastive_curvature.laplace.dense import DensePosterior
 from contrastive_curvature.laplace.forms import DenseForm, DiagonalForm, EigenpairForm, KroneckerForm
 from contrastive_curvature.laplace.last_layer import LastLayerLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE
-from contrastive_curvature.network.full_precision import full_precision
-from contrastive_curvature.network.last_layer import diag_last_layer_variance
+from contrastive_curvature.laplace.output_spread import AxesSpread, DenseSpread, DiagonalSpread
 from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs.rows import Rows
 
@@ -174,8 +171,8 @@ class ContrastiveDiagLLLaplace(LastLayerLaplace, DiagLLLaplace):
             weight, *bias = self.posterior_parameters()
             advise_on_norms(features.columns["features"], weight, bias[0] if bias else None, diagonal)
 
-    def _output_spread(self, phi: Tensor) -> Diagonal:
-        return Diagonal(diag_last_layer_variance(phi, self.posterior_variance, self.n_outputs))
+    def _make_spread(self) -> DiagonalSpread:
+        return DiagonalSpread(self.posterior_variance, self.n_outputs)
 
 
 class ContrastiveKronLLLaplace(_KroneckerFactors, LastLayerLaplace, KronLLLaplace):
@@ -186,8 +183,16 @@ class ContrastiveKronLLLaplace(_KroneckerFactors, LastLayerLaplace, KronLLLaplac
 
     _key = ("last_layer", "kron", CONTRASTIVE)
 
-    def _output_spread(self, phi: Tensor) -> Axes:
-        return _kron_covariance(phi, self.posterior_precision)
+    def _make_spread(self) -> AxesSpread:
+        """In the eigenbasis of ``G (x) A + delta I`` the variances are ``1 / (g_k a_f + delta)``."""
+        precision = self.posterior_precision
+        (axes, basis), (g, a) = precision.eigenvectors[0], precision.eigenvalues[0]
+        delta, bias = precision.deltas[0], None
+        damp = delta.sqrt()
+        scale = torch.outer(g + damp, a + damp) if precision.damping else torch.outer(g, a) + delta
+        if len(precision.eigenvalues) > 1:
+            bias = precision.eigenvectors[1][0], 1 / (precision.eigenvalues[1][0] + precision.deltas[1])
+        return AxesSpread.of(axes, basis, 1 / scale, None, bias)
 
 
 class ContrastiveFullLLLaplace(LastLayerLaplace, DensePosterior, FullLLLaplace):
@@ -197,44 +202,5 @@ class ContrastiveFullLLLaplace(LastLayerLaplace, DensePosterior, FullLLLaplace):
     structure = Structure.FULL
     form = DenseForm()
 
-    def _output_spread(self, phi: Tensor) -> Dense:
-        return Dense(_dense_covariance(phi.double(), self.wide_covariance(), self.n_outputs).to(phi.dtype))
-
-
-@full_precision
-def _kron_covariance(phi: Tensor, precision: KronDecomposed) -> Axes:
-    """Return covariances of the outputs at features (B, F), under ``G (x) A + delta I`` and ``G_b + delta_b I``.
-
-    In the eigenbasis of ``G`` the weight's part is diagonal, with ``sum_f (U_A^T phi)_f^2 / (g_k a_f + delta)`` for
-    axis k.
-    """
-    axes, basis, along, common = kron_axes(precision)
-    # An encoder that was converted after the fit has features of another dtype.
-    values = (phi.to(basis.dtype) @ basis).square() @ along.T
-    return Axes(axes, values, common, phi.dtype)
-
-
-def kron_axes(precision: KronDecomposed) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return ``U_G``, ``U_A``, the variances (D, F) along both, and the bias's covariance (D, D) if there is one."""
-    (axes, basis), (g, a) = precision.eigenvectors[0], precision.eigenvalues[0]
-    delta = precision.deltas[0]
-    damp = delta.sqrt()
-    scale = torch.outer(g + damp, a + damp) if precision.damping else torch.outer(g, a) + delta
-    common = None
-    if len(precision.eigenvalues) > 1:
-        q, values = precision.eigenvectors[1][0], precision.eigenvalues[1][0]
-        common = (q / (values + precision.deltas[1])) @ q.T
-    return axes, basis, 1 / scale, common
-
-
-@full_precision
-def _dense_covariance(phi: Tensor, covariance: Tensor, dim: int) -> Tensor:
-    """Return covariances (B, D, D) of the outputs at features (B, F), under a covariance (P, P) of weight and bias."""
-    width = phi.shape[1]
-    weights = dim * width
-    by_layer = covariance[:weights, :weights].view(dim, width, dim, width)
-    out = torch.einsum("bf,kflg,bg->bkl", phi, by_layer, phi)
-    if covariance.shape[0] > weights:
-        mixed = torch.einsum("bf,kfl->bkl", phi, covariance[:weights, weights:].view(dim, width, dim))
-        out = out + mixed + mixed.mT + covariance[weights:, weights:]
-    return out
+    def _make_spread(self) -> DenseSpread:
+        return DenseSpread(self.wide_covariance(), self.n_outputs)

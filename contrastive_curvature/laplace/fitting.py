@@ -64,6 +64,7 @@ class FittedPosterior(CheckedPosterior):
         form: What ``H`` is, and how two of them add.
         takes_rank: Whether it has the option ``rank``.
         keeps_features: Whether the fit keeps a sample of the features.
+        shares_encoder: Whether others may train the encoder that it holds.
         fits_in_parts: Whether curvatures of parts of the data add up.
         known: Known inputs that p-values compare with.
         chooses_backend: Whether the user named no backend.
@@ -73,6 +74,7 @@ class FittedPosterior(CheckedPosterior):
     form: CurvatureForm
     takes_rank: ClassVar[bool] = False
     keeps_features: ClassVar[bool] = False
+    shares_encoder: bool = True
     fits_in_parts: ClassVar[bool] = True
 
     H: Any

@@ -9,11 +9,11 @@ from laplace.lllaplace import LLLaplace
 from torch import Tensor
 
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
-from contrastive_curvature.embedding.spread import Axes
 from contrastive_curvature.laplace.forms import KronLowRankForm
 from contrastive_curvature.laplace.kron_lowrank_precision import KronLowRankPrecision
 from contrastive_curvature.laplace.last_layer import LastLayerLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE
+from contrastive_curvature.laplace.output_spread import AxesSpread
 from contrastive_curvature.laplace.prediction import check_joint_size, joint_distribution
 from contrastive_curvature.network.full_precision import full_precision
 from contrastive_curvature.options import Structure
@@ -106,5 +106,10 @@ class ContrastiveKronLowRankLLLaplace(LastLayerLaplace, _KronLowRankHost):
         check_joint_size(len(z), z.shape[1], 0)
         return joint_distribution(z, self.posterior_precision.joint_covariance(phi))
 
-    def _output_spread(self, phi: Tensor) -> Axes:
-        return self.posterior_precision.output_covariance(phi)
+    def _make_spread(self) -> AxesSpread:
+        precision = self.posterior_precision
+        basis, bias = precision.curvature.inputs.vectors, None
+        if precision.of_bias is not None:
+            bias = precision.curvature.bias[0], precision.of_bias.reciprocal()
+        across = precision.across.reciprocal().to(basis) if basis.shape[1] < basis.shape[0] else None
+        return AxesSpread.of(precision.curvature.vectors, basis, precision.along.reciprocal().to(basis), across, bias)

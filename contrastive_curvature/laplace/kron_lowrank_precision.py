@@ -12,14 +12,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contrastive_curvature.embedding.spread import Axes
 from contrastive_curvature.fit.nystrom import LowRankMoment
 from contrastive_curvature.network.full_precision import full_precision
 
 __all__ = ["KronLowRank", "KronLowRankPrecision"]
-
-_CANCELS = 0.01
-"""Fraction of a squared norm below which a difference of squared norms is not precise enough in float32."""
 
 
 @dataclass(frozen=True)
@@ -126,59 +122,22 @@ class KronLowRankPrecision:
         return jacobians @ self.bmm(jacobians, -1).mT
 
     @full_precision
-    def output_covariance(self, phi: Tensor) -> Axes:
-        """Covariances of the outputs at features (B, F)."""
-        wide = self._as_factors(phi)
-        values, common = self._axis_variance(wide), self.bias_covariance(wide.dtype)
-        return Axes(self.curvature.vectors, values, common, phi.dtype)
-
-    @full_precision
     def joint_covariance(self, phi: Tensor) -> Tensor:
         """Covariance of all outputs at features (B, F) together, shape (B D, B D)."""
-        wide = self._as_factors(phi)
+        # An encoder that was converted after the fit has features of another dtype.
+        wide = phi.to(self.curvature.inputs.vectors.dtype)
         u, (along, across) = self.curvature.vectors, self._split(wide)
         between = torch.einsum("ar,jr,br->jab", along, self.along.reciprocal().to(wide.dtype), along)
         if across is not None:
             between = between + self.across.reciprocal().to(wide.dtype).view(-1, 1, 1) * (across @ across.T)
         out = torch.einsum("dj,jab,ej->adbe", u, between, u)
-        covariance = self.bias_covariance(wide.dtype)
-        if covariance is not None:
-            out = out + covariance.unsqueeze(1)
+        if self.curvature.bias is not None and self.of_bias is not None:
+            q = self.curvature.bias[0]
+            out = out + ((q * self.of_bias.reciprocal().to(wide.dtype)) @ q.T).unsqueeze(1)
         return out.reshape(phi.shape[0] * len(u), phi.shape[0] * len(u)).to(phi.dtype)
-
-    def _as_factors(self, phi: Tensor) -> Tensor:
-        """Features in the dtype of the fit, which is not that of an encoder that was converted after it."""
-        return phi.to(self.curvature.inputs.vectors.dtype)
-
-    def _axis_variance(self, phi: Tensor) -> Tensor:
-        """Variances of the outputs along the ``u_j`` without the bias's part, shape (B, D)."""
-        q = self.curvature.inputs.vectors
-        along = phi @ q
-        out = along.square() @ self.along.reciprocal().to(phi.dtype).T
-        if q.shape[1] == q.shape[0]:
-            return out
-        return out + torch.outer(_left_over(phi, along, q), self.across.reciprocal().to(phi.dtype))
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """Coordinates (..., R) along the ``q_k``, and what is left (..., F); ``None`` at full rank."""
         q = self.curvature.inputs.vectors
         along = x @ q
         return along, None if q.shape[1] == q.shape[0] else x - along @ q.T
-
-    def bias_covariance(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the covariance of the bias, shape (D, D), or ``None`` without one."""
-        if self.curvature.bias is None or self.of_bias is None:
-            return None
-        q = self.curvature.bias[0]
-        return (q * self.of_bias.reciprocal().to(dtype)) @ q.T
-
-
-def _left_over(phi: Tensor, along: Tensor, q: Tensor) -> Tensor:
-    """Squared norms (B,) of what the columns of ``q`` leave of features (B, F) with coordinates (B, R)."""
-    whole = phi.norm(dim=1).square()
-    left = whole - along.square().sum(1)
-    # The difference loses what is small to rounding, so for these points the vectors are subtracted: twice the work.
-    few = (left < _CANCELS * whole).nonzero().flatten()
-    if not len(few):
-        return left
-    return left.index_put((few,), (phi[few] - along[few] @ q.T).square().sum(1))

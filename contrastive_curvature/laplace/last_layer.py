@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -17,8 +17,12 @@ from contrastive_curvature.laplace.options import CONTRASTIVE, arguments_by_name
 from contrastive_curvature.laplace.prediction import check_outputs, distribution, moved_inputs
 from contrastive_curvature.laplace.state import kind_of, refuse
 from contrastive_curvature.network.call import uncompiled
+from contrastive_curvature.network.digest import versions
 from contrastive_curvature.network.encoder import at_least_float32, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, made_up_inputs
+
+OutputSpread = Callable[[Tensor], Spread]
+"""From features (B, F) to the spread of the outputs."""
 
 _CACHED = 2**17
 """Features that are converted at once."""
@@ -28,6 +32,7 @@ class LastLayerLaplace(ContrastiveLaplace):
     """The last linear layer: closed forms for curvature, prediction and samples."""
 
     keeps_features = True
+    shares_encoder = False
 
     def __init__(self, model: nn.Module, likelihood: str = CONTRASTIVE, *args: Any, **kwargs: Any) -> None:
         named = arguments_by_name(type(self), args, kwargs)
@@ -43,6 +48,7 @@ class LastLayerLaplace(ContrastiveLaplace):
             )
             raise UnsupportedError(msg) from error
         self._last_layer_name = last_layer_name
+        self._made_spread: tuple[Tensor, Any, OutputSpread] | None = None
         self._hold(self.model.model)
 
     def _hold(self, encoder: nn.Module) -> None:
@@ -119,10 +125,18 @@ class LastLayerLaplace(ContrastiveLaplace):
         if joint:
             return super()._gaussian(x, joint, diagonal)
         z, phi = self._features(x)
-        return distribution(z, self._output_spread(phi), diagonal)
+        return distribution(z, self.output_spread()(phi), diagonal)
 
-    def _output_spread(self, phi: Tensor) -> Spread:
-        """Return the spread of the outputs at features (B, F)."""
+    def output_spread(self) -> OutputSpread:
+        """Return what gives the spread of the outputs at features (B, F): made once for a prior and a temperature."""
+        prior = self.prior_precision
+        counted = (self.known.fits, self.temperature, versions([prior]))
+        made = self._made_spread
+        if made is None or made[0] is not prior or made[1] != counted or prior.requires_grad:
+            made = self._made_spread = prior, counted, self._make_spread()
+        return made[2]
+
+    def _make_spread(self) -> OutputSpread:
         raise NotImplementedError
 
     def _features(self, x: Inputs | Features) -> tuple[Tensor, Tensor]:

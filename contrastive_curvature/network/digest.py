@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +25,35 @@ def encoder_digest(model: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def versions(tensors: Iterable[Tensor]) -> tuple[tuple[int, int], ...]:
+def versions(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
     """Return how often torch saw each tensor change, and where it is in memory: enough for the same objects."""
+    return [
+        (
+            0 if t.is_inference() else t._version,
+            (t if t.layout is torch.strided else dense_parts(t)[-1]).data_ptr(),
+        )
+        for t in tensors
+    ]
 
-    def address(t: Tensor) -> int:
-        return (t if t.layout is torch.strided else dense_parts(t)[-1]).data_ptr()
 
-    return tuple((0 if t.is_inference() else t._version, address(t)) for t in tensors)
+class ModuleTables:
+    """The tables of a module tree, in which :meth:`present` finds its parts in a fraction of the time of a walk.
+
+    Args:
+        model: The module. What is added to it later under a new name is not seen.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._places: list[tuple[dict[str, Any], str]] = []
+        for module in model.modules():
+            transient = getattr(module, "_non_persistent_buffers_set", ())
+            for table in (module._modules, module._parameters):
+                self._places += [(table, name) for name in table]
+            self._places += [(module._buffers, name) for name in module._buffers if name not in transient]
+
+    def present(self) -> list[Any]:
+        """Return the submodules, parameters and buffers that are there now; ``None`` for what is gone."""
+        return [table.get(name) for table, name in self._places]
 
 
 def trunk_tensors(model: nn.Module, last_layer_name: str) -> list[Tensor]:

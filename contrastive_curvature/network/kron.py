@@ -155,7 +155,7 @@ def coupled_factors(
     owners = {id(p): module for module in modules for p in module.parameters(recurse=False)}
 
     def compute() -> KronFactors:
-        tape = pullback.tape(x, prove=True)
+        tape = pullback.tape(x)
         kinds = kron_kinds(pullback)
         used = _used(pullback)
         places = {piece.number: {id(run) for run in piece.runs} for piece in tape.pieces}

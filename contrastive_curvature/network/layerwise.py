@@ -8,9 +8,8 @@ functions. From these and from the inputs the diagonal follows exactly
 A parameter without a rule (a function changes it before it is applied, its layer runs in another thread or in a script)
 goes through ``torch.func`` instead, that parameter alone, with one warning. It is noticed where a function without a
 rule takes a parameter, in every batch, and by a comparison with autograd
-(:mod:`contrastive_curvature.network.layer_proof`): of a few points, of the first batches, and of a tenth of the
-later ones or more, at random. Where every output has a backward pass of its own, which costs much more than the
-comparison, every batch is compared.
+(:mod:`contrastive_curvature.network.layer_proof`): of the first batch of a fit, and of a random one each time that
+about three times as many are through. A prediction is compared in every batch.
 """
 
 from __future__ import annotations
@@ -60,9 +59,6 @@ _COLUMN_ELEMENTS = 2**21
 _HELD_ELEMENTS = 2**27
 """Numbers that the gradients of all outputs at some layers may hold: 512 MiB in float32; fewer need more passes."""
 
-_PROOFS = 4
-"""The first runs that are compared with autograd, and of every later run k this share 4 / k, but at least a tenth."""
-
 _TILE_POINTS = 2048
 """Of a tile of cross terms, where points are small: the pairs of a tile are held too."""
 
@@ -111,7 +107,7 @@ class LayerwisePullback(ModulePullback):
         self._kinds: list[str] | None = None
         self._running = _without_backward_hooks(encoder)
         self._random = random.Random(0)
-        self._runs, self._trusted = 0, False
+        self._runs, self._next_proof, self._trusted = 0, 1, False
 
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
         """See :meth:`Pullback.forward`."""
@@ -140,7 +136,7 @@ class LayerwisePullback(ModulePullback):
         columns, weight, rest = shared
 
         def add(pieces: Sequence[Tensor]) -> None:
-            tape = self.tape(context, prove=True)
+            tape = self.tape(context)
             for group, _ in self.backward(tape, columns, columns[..., 0]):
                 for piece, b in group:
                     pieces[piece.number][piece.part.place] += piece.part.weighted(b, piece.part, b, weight)
@@ -156,8 +152,8 @@ class LayerwisePullback(ModulePullback):
             return cross.u_rows.new_zeros(self.n_params)
 
         def add(pieces: Sequence[Tensor]) -> None:
-            left = self.tape(rows_context, prove=True)
-            right = left if cross.symmetric else self.tape(columns_context, prove=True)
+            left = self.tape(rows_context)
+            right = left if cross.symmetric else self.tape(columns_context)
             for piece, found in _cross_diagonals(left, right, cross):
                 pieces[piece.number][piece.part.place] += found
 
@@ -257,9 +253,10 @@ class LayerwisePullback(ModulePullback):
         """
         tape = self._record(context)
         self._runs += 1
-        if not prove and self._random.random() >= max(_PROOFS / self._runs, 0.1):
+        if not prove and self._runs < self._next_proof:
             self._trusted = True
             return tape
+        self._next_proof = self._random.randrange(2 * self._runs, 4 * self._runs)
         wrong = unproven(tape, self.trainable, self.by_func)
         if wrong and self._trusted:
             self._refuse_sum(wrong)
@@ -337,12 +334,7 @@ class LayerwisePullback(ModulePullback):
         few = _plain(few_points(context))
         self.layouts = find_layouts(self._running, self.trainable, few)
         known = _disproven.get(self.encoder.model, set())
-        self.by_func = {*self.layouts.lacking, *(k for k, name in enumerate(self.names) if name in known)}
-        try:
-            wrong = unproven(self._record(few), self.trainable, self.by_func)
-        except NotVerifiedError as error:
-            wrong = error.numbers
-        lacking, self.by_func = self.by_func | wrong, set()
+        lacking = {*self.layouts.lacking, *(k for k, name in enumerate(self.names) if name in known)}
         if lacking:
             self._give_up(lacking)
 
@@ -350,7 +342,7 @@ class LayerwisePullback(ModulePullback):
         """Take parameters through ``torch.func`` from now on."""
         new = numbers - self.by_func
         self.by_func |= numbers
-        self._runs = 0
+        self._runs, self._next_proof = 0, 1
         self.general = ModulePullback(self.encoder, only={self.names[k] for k in self.by_func})
         msg = (
             f"model: the Jacobians of {_listed([self.names[k] for k in sorted(new)])} are taken point by point, which "

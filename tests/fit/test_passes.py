@@ -248,8 +248,14 @@ def test_the_encoder_runs_once_a_point_where_features_are_kept(
             hessian_structure=structure,
             backend_kwargs={"margin": 0.7, **options},
         )
-        la.fit(DataLoader(TensorDataset(x, labels), 7))
-        points.append(la.model.encoder.model[0].points)
+        loader = DataLoader(TensorDataset(x, labels), 7)
+        la.fit(loader)
+        la.optimize_prior_precision()
+        body = la.model.encoder.model[0]
+        points.append(body.points)
+        la.calibrate([x + 1])
+        assert body.points == points[-1] + N, "a calibration runs the encoder once an input, the prior never"
         curvatures.append(la.H_raw if isinstance(la.H_raw, Tensor) else la.H_raw[0][0])
+    assert points[0] <= N + 16, "besides, a few rows for the analysis"
     assert points[1] - points[0] == N
     assert torch.equal(*curvatures)

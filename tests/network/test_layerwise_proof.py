@@ -141,14 +141,14 @@ def test_what_a_later_point_does_is_noticed_and_exact(kind: str, pd_fix: str, de
             assert close(found, (jacobian * variance) @ jacobian.mT, tolerance=1e-9)
 
 
-@each("sorted_batches", [1, 9])
-def test_another_order_in_later_batches_gives_no_wrong_sum(sorted_batches: int, device: str) -> None:
-    """The first batches are in order already, so that nothing shows there; a random later look notices it."""
+@each("sorted_batches", [4, 20])
+def test_another_order_in_most_batches_gives_no_wrong_sum(sorted_batches: int, device: str) -> None:
+    """The first batches are in order already, so that nothing shows there; a later look among the rest notices it."""
     torch.manual_seed(0)
     model = Lambda(sorted_points, a=nn.Linear(4, 4), c=nn.Linear(4, 3)).double().to(device)
     x = torch.randn(8, 4, dtype=torch.float64, device=device)
     ordered = x[x[:, 0].argsort()]
-    batches = [ordered] * sorted_batches + [x] * sorted_batches
+    batches = [ordered] * sorted_batches + [x] * 3 * sorted_batches
     hessian = cc.output_hessian(model(x).detach(), LABELS.to(device), margin=None)
 
     def fit() -> Tensor:
@@ -158,9 +158,8 @@ def test_another_order_in_later_batches_gives_no_wrong_sum(sorted_batches: int, 
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*exact and slow")
-        if sorted_batches > 3:
-            with pytest.raises(cc.UnsupportedError, match=r"'c.bias'.* Fit once more"):
-                fit()
+        with pytest.raises(cc.UnsupportedError, match=r"'c.bias'.* Fit once more"):
+            fit()
         found = fit()
     truth = torch.zeros_like(found)
     for batch in batches:

@@ -27,9 +27,9 @@ from contrastive_curvature.laplace.classes import (
     ContrastiveDiagLLLaplace,
     ContrastiveFullLLLaplace,
     ContrastiveKronLLLaplace,
-    kron_axes,
 )
 from contrastive_curvature.laplace.kron_lowrank import ContrastiveKronLowRankLLLaplace
+from contrastive_curvature.laplace.output_spread import DenseSpread, DiagonalSpread
 from contrastive_curvature.network.encoder import at_least_float32
 
 _CLASSES = (
@@ -108,21 +108,14 @@ def parts_of(la: Any, p_value: bool | None = None) -> Parts:
 
 def _spread(la: Any) -> tuple[str, dict[str, Tensor | None]]:
     """Return the name of the form of the covariance, and its arrays."""
-    dim, width = la.model.last_layer.weight.shape
-    if isinstance(la, ContrastiveDiagLLLaplace):
-        weights, bias = la.posterior_variance.split([dim * width, len(la.posterior_variance) - dim * width])
+    spread = la.output_spread()
+    if isinstance(spread, DiagonalSpread):
+        dim, width = la.model.last_layer.weight.shape
+        weights, bias = spread.variance.split([dim * width, len(spread.variance) - dim * width])
         return "diagonal", {"variance": weights.view(dim, width), "bias_variance": bias if len(bias) else None}
-    if isinstance(la, ContrastiveFullLLLaplace):
-        return "dense", {"covariance": la.wide_covariance()}
-    precision = la.posterior_precision
-    if isinstance(la, ContrastiveKronLLLaplace):
-        axes, basis, along, common = kron_axes(precision)
-        return "axes", {"axes": axes, "basis": basis, "along": along, "common": common}
-    basis = precision.curvature.inputs.vectors
+    if isinstance(spread, DenseSpread):
+        return "dense", {"covariance": spread.covariance}
     return "axes", {
-        "axes": precision.curvature.vectors,
-        "basis": basis,
-        "along": precision.along.reciprocal().to(basis),
-        "across": precision.across.reciprocal().to(basis) if basis.shape[1] < basis.shape[0] else None,
-        "common": precision.bias_covariance(basis.dtype),
+        **{name: getattr(spread, name) for name in ("axes", "basis", "along", "across")},
+        "common": spread.bias_covariance(),
     }
