@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.fit.passes import PassRecord
-from contrastive_curvature.fit.readers import Reader
+from contrastive_curvature.fit.readers import Batch, Reader
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.hessian.dataset import HessianPart, HessianPoints
@@ -155,7 +155,7 @@ class _Streamed(CrossTerms):
 
     def remaining(self, reader: Reader) -> dict[str, Tensor]:
         """Return all cross terms, without pairs of a point with itself."""
-        batches, progress = reader.in_fixed_order(), self.problem.progress
+        batches, progress = self.problem.again(reader.in_fixed_order()), self.problem.progress
         total: Any = 0
         with progress.bar("[cross terms]", total=self.problem.n**2) as bar:
             for block in _grouped(self._parts(batches)):
@@ -166,15 +166,14 @@ class _Streamed(CrossTerms):
                         bar.update(cross.y.numel())
         return {"curvature": torch.as_tensor(total)}
 
-    def _parts(self, batches: Reader) -> Iterator[_Placed]:
+    def _parts(self, batches: Iterable[Batch]) -> Iterator[_Placed]:
         """Give one pass over the data, which must be the data of the first pass."""
         record, n, hessian = PassRecord(), self.problem.n, self.problem.data_hessian
         found: list[Tensor] = []
         seen = torch.zeros(n, dtype=torch.int64, device=hessian.derivatives.u.device)
         for batch in batches:
             y: Any = batch.labels
-            z, context = self.pullback.forward(batch.x)
-            z = check_outputs(z, "model(x)")
+            z, context = self.problem.outputs(batch)
             record.add(z, y)
             for rows in chunks(len(z), self.pullback.tile_size(self.structure, z.shape[1])):
                 part = hessian.place(z[rows], y[rows])

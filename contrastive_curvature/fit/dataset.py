@@ -26,6 +26,7 @@ from contrastive_curvature.fit.standard_error import StandardError, relative_err
 from contrastive_curvature.fit.state import Findings
 from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.hessian.derivatives import Totals
+from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.losses.sampled_data import (
@@ -124,16 +125,21 @@ class DatasetFit(Problem):
         return Findings(n, {}, {_POINTS: points.rows(), TYPICAL: typical}, table)
 
     def again(self, reader: Reader) -> Iterable[Batch]:
-        """Return the batches of the second pass: the reader's, or those kept, with outputs and features for inputs."""
+        """Return the batches of a later pass: the reader's, or those kept, with outputs and features for inputs."""
         return self._seen or reader
 
     def look(self, batch: Batch, where: str) -> list[tuple[Any, Seen, Batch]]:
         """Return the context of the pullback, the Hessian and the points of a batch."""
-        if not self._seen:
-            return super().look(batch, where)
-        outputs: Any = batch.x
-        z, features = outputs
-        return [(features, self.hessian(z, features, batch), batch)]
+        z, context = self.outputs(batch, f"model(x) of {where}")
+        return [(context, self.hessian(z, context, batch), batch)]
+
+    def outputs(self, batch: Batch, where: str = "model(x)") -> tuple[Tensor, Any]:
+        """Return raw outputs (n, D) and context of a batch that :meth:`again` gave."""
+        x: Any = batch.x
+        if self._seen:
+            return x[0], x[1]
+        z, context = self.pullback.forward(x)
+        return check_outputs(z, where), context
 
     def take(self, statistics: Findings, *, keeps: bool = False) -> None:
         """Make the output Hessian of the data set from what the first passes over all parts found."""

@@ -92,8 +92,8 @@ class Stamp:
         spots = _spots(tensors) if la.shares_encoder else None
         same = last is not None and last.counted == counted and not any(map(is_not, last.parts, parts))
         if last is None or not same or not _equal(last.spots, spots):
-            la.stamp = cls(counted, parts, prior.detach().clone(), tables, spots)
-        return la.stamp
+            last = la.stamp = cls(counted, parts, prior.detach().clone(), tables, spots)
+        return last
 
     def equals(self, now: Stamp) -> bool:
         """Return whether the posterior is unchanged; another prior precision of the same value is no change."""

@@ -107,9 +107,4 @@ class ContrastiveKronLowRankLLLaplace(LastLayerLaplace, _KronLowRankHost):
         return joint_distribution(z, self.posterior_precision.joint_covariance(phi))
 
     def _make_spread(self) -> AxesSpread:
-        precision = self.posterior_precision
-        basis, bias = precision.curvature.inputs.vectors, None
-        if precision.of_bias is not None:
-            bias = precision.curvature.bias[0], precision.of_bias.reciprocal()
-        across = precision.across.reciprocal().to(basis) if basis.shape[1] < basis.shape[0] else None
-        return AxesSpread.of(precision.curvature.vectors, basis, precision.along.reciprocal().to(basis), across, bias)
+        return self.posterior_precision.output_spread()

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.fit.nystrom import LowRankMoment
+from contrastive_curvature.laplace.output_spread import AxesSpread
 from contrastive_curvature.network.full_precision import full_precision
 
 __all__ = ["KronLowRank", "KronLowRankPrecision"]
@@ -120,6 +121,14 @@ class KronLowRankPrecision:
     def inv_square_form(self, jacobians: Tensor) -> Tensor:
         """``J Sigma J^T`` for Jacobians (B, D, P), shape (B, D, D)."""
         return jacobians @ self.bmm(jacobians, -1).mT
+
+    def output_spread(self) -> AxesSpread:
+        """Return what gives the covariances of the outputs at features."""
+        basis, bias = self.curvature.inputs.vectors, None
+        if self.curvature.bias is not None and self.of_bias is not None:
+            bias = self.curvature.bias[0], self.of_bias.reciprocal()
+        across = self.across.reciprocal().to(basis) if basis.shape[1] < basis.shape[0] else None
+        return AxesSpread.of(self.curvature.vectors, basis, self.along.reciprocal().to(basis), across, bias)
 
     @full_precision
     def joint_covariance(self, phi: Tensor) -> Tensor:

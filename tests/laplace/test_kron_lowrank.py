@@ -226,8 +226,8 @@ def test_what_is_left_is_not_lost_to_rounding_in_float32() -> None:
     new = x[300:]
     prior = torch.tensor([1e-9], dtype=torch.float64)
     wide_precision, narrow_precision = (KronLowRankPrecision(part, 1.0, prior) for part in (wide, single))
-    truth = wide_precision.output_covariance(new).variance
-    assert near(narrow_precision.output_covariance(new.float()).variance, truth.numpy(), 1e-4)
+    truth = wide_precision.output_spread()(new).variance
+    assert near(narrow_precision.output_spread()(new.float()).variance, truth.numpy(), 1e-4)
     # The part in question is not negligible.
     without = (new @ q).square() @ wide_precision.along.reciprocal().T @ wide.vectors.square().T
     assert float((1 - without / truth).min()) > 0.1
