@@ -227,15 +227,23 @@ def test_a_normalisation_layer_gives_the_euclidean_curvature(drawn: Drawn, devic
     case.options["pd_fix"] = "psd"
     case.z = body.cpu()(x).detach()
     truth, size = truth_and_size((body, x, case))
-    found = backward(drawn, device, DiagGGNExact(), SqrtGGNExact(), KFLR(), KFRA())
+    found = backward(drawn, device, DiagGGNExact(), SqrtGGNExact(), KFLR())
     assert close(gather(found, "diag_ggn_exact"), truth.diagonal(), size)
     root = torch.cat([p.sqrt_ggn_exact.flatten(2).flatten(0, 1) for p in found.parameters()], dim=1).cpu()
     assert close(root.T @ root, truth, size)
     count = body.bias.numel()
     assert close(body.bias.kflr[0].cpu(), truth[-count:, -count:], size)
-    # The average of the pulled-back sum is that of different points: for one point exact.
-    if len({tuple(point) for point in x.tolist()}) == 1:
-        assert close(body.bias.kfra[0].cpu(), truth[-count:, -count:], size)
+
+
+def test_kfra_averages_over_the_jacobians_of_a_normalisation_layer(device: str) -> None:
+    torch.manual_seed(0)
+    layer = extend(cc.L2Norm())
+    z, mat = torch.randn(5, 3, device=device).double(), torch.randn(3, 3, device=device).double()
+    layer(z)
+    jacobians = [torch.func.jacrev(layer.forward)(point) for point in z]
+    truth = sum(jacobian.T @ mat @ jacobian for jacobian in jacobians) / len(z)
+    found = derivatives.L2NormDerivatives().ea_jac_t_mat_jac_prod(layer, None, None, mat)
+    assert close(found, truth, float(truth.abs().max()))
 
 
 @each("distance", ["arccos", "euclidean"])
