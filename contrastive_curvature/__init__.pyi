@@ -1,6 +1,8 @@
 from . import metrics, vmf
 from . import testing as testing
 from .apps import report
+from .decisions.match import MatchThreshold
+from .decisions.retrieval import RetrievalThreshold
 from .embedding.distribution import EmbeddingDistribution
 from .embedding.gallery import RetrievalUncertainty
 from .embedding.known import OptimisticPValueWarning
@@ -103,6 +105,9 @@ __all__ = [
     "CosineDistribution",
     "MatchProbability",
     "L2Norm",
+    # decisions with a stated error
+    "MatchThreshold",
+    "RetrievalThreshold",
     # a corpus in a vector store
     "stores",
     "FaissStore",

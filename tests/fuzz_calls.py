@@ -195,6 +195,15 @@ def _operator(**given: Any) -> Any:
     return operator @ torch.ones(operator.shape[1])
 
 
+def _answered(risk: Any, among: Any, confidence: Any, asked: Any, **given: Any) -> Any:
+    return cc.RetrievalThreshold(risk, among, confidence).fit(**given).accept(asked)
+
+
+def _same(rate: Any, asked: Any, **given: Any) -> Any:
+    fitted = cc.MatchThreshold(rate).fit(**given)
+    return fitted.same(asked), fitted.false_match_interval, fitted.false_non_match_interval
+
+
 def _votes(**given: Any) -> Any:
     return metrics.calibration_bins(**given).expected_calibration_error
 
@@ -301,6 +310,23 @@ def _calls() -> dict[str, Call]:
                 "novelty": scores,
             },
         ),
+        "RetrievalThreshold": (
+            _answered,
+            {
+                "risk": 0.3,
+                "among": "answered",
+                "confidence": 0.9,
+                "asked": scores,
+                "score": scores,
+                "right": scores > 0,
+            },
+        ),
+        "MatchThreshold": (
+            _same,
+            {"rate": 0.2, "asked": scores, "scores": scores, "same": labels == 0, "groups": labels.repeat(2, 1).T},
+        ),
+        "det_curve": (metrics.det_curve, {"scores": scores, "same": labels == 0}),
+        "equal_error_rate": (metrics.equal_error_rate, {"scores": scores, "same": labels == 0}),
         "ContrastiveGGNLinearOperator": (
             _operator,
             {"loss": cc.ContrastiveLoss(), "data": loader, "pairs": None, "dict_key_y": "labels"},

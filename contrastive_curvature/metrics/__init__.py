@@ -27,6 +27,7 @@ from contrastive_curvature.metrics.retrieval import (
     recall_at_k,
 )
 from contrastive_curvature.metrics.uncertainty import SparsificationCurve, auprc, auroc, ausc, sparsification_curve
+from contrastive_curvature.metrics.verification import DetCurve, det_curve, equal_error_rate
 from contrastive_curvature.metrics.votes import retrieval_votes
 
 __all__ = [
@@ -43,6 +44,10 @@ __all__ = [
     "SparsificationCurve",
     "sparsification_curve",
     "ausc",
+    # one score per pair
+    "DetCurve",
+    "det_curve",
+    "equal_error_rate",
     # sampled embeddings
     "retrieval_votes",
     "CalibrationBins",

@@ -1,0 +1,1 @@
+"""Decisions with a stated error, from any score."""

@@ -1,0 +1,63 @@
+"""Parts of the thresholds: fitted attributes, scores with the wrong sign, an interval of a rate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from contrastive_curvature.errors import InputError, NotFittedError, expected
+
+_SURE = 3.1
+"""Standard deviations below one half at which an AUROC counts as reversed: by chance in one case of a thousand."""
+
+
+class Fitted:
+    """Base of objects whose annotated attributes exist only after ``fit``."""
+
+    def __getattr__(self, name: str) -> Any:
+        kind = type(self)
+        if name in kind.__annotations__:
+            msg = f"{kind.__name__}.{name}: expected a fit before it is used. Call fit(...)."
+            raise NotFittedError(msg)
+        msg = f"{kind.__name__!r} object has no attribute {name!r}"
+        raise AttributeError(msg)
+
+
+def refuse_reversed(argument: str, lower: NDArray[np.float64], higher: NDArray[np.float64], meaning: str) -> None:
+    """Refuse scores that labels show to have the wrong sign: those that should be higher are significantly lower.
+
+    Args:
+        argument: Name of the scores.
+        lower: Scores that should be lower.
+        higher: Scores that should be higher.
+        meaning: Of a higher score.
+    """
+    if not len(lower) or not len(higher):
+        return
+    ordered = np.sort(lower)
+    below, upto = (np.searchsorted(ordered, higher, side=side).mean() for side in ("left", "right"))
+    auroc = (below + upto) / (2 * len(lower))
+    if auroc < 0.5 - _SURE * math.sqrt((len(lower) + len(higher) + 1) / (12 * len(lower) * len(higher))):
+        received = f"the reverse (AUROC {auroc:.2f})"
+        raise InputError(expected(argument, f"a score that is {meaning}", received, "Negate it: pass -score."))
+
+
+def clopper_pearson(errors: float, trials: float, confidence: float = 0.95) -> tuple[float, float]:
+    """Return the exact binomial interval of a rate; the counts need not be whole numbers.
+
+    Source: Clopper and Pearson (1934).
+    """
+    from scipy.special import betaincinv
+
+    tail = (1 - confidence) / 2
+    low = float(betaincinv(errors, trials - errors + 1, tail)) if errors > 0 else 0.0
+    high = float(betaincinv(errors + 1, trials - errors, 1 - tail)) if errors < trials else 1.0
+    return low, high
+
+
+def percent(share: float) -> str:
+    """Return a share in percent with three digits."""
+    return f"{100 * share:.3g} %"

@@ -1,0 +1,166 @@
+"""Which queries are answered, so that few of the answers are wrong."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from contrastive_curvature import validate
+from contrastive_curvature.decisions.fitted import Fitted, percent, refuse_reversed
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.metrics._arrays import Array, like, numbers, truths
+
+_TWO_STARTS = 4
+"""With so many times the queries that a first test accepts, a second one starts at half (docs/decisions.md)."""
+
+
+class RetrievalThreshold(Fitted):
+    """Limit of a score up to which queries are answered, with a stated share of wrong answers.
+
+    It holds for new queries that are drawn as those of the fit were, against a gallery that is searched in the same
+    way. ``among="answered"``: of the answers, at most ``risk`` are wrong, with probability ``confidence`` over the
+    queries of the fit. Limits are tested upwards with the exact binomial tail until one fails. The first test accepts
+    the fewest queries of which one may be wrong; with many queries, a second sequence starts at half of them, and each
+    has half the error. ``among="all"``: wrong answers are at most ``risk`` of all queries, answered or not, on average
+    over the queries of the fit; it answers more.
+
+    Args:
+        risk: Largest share of wrong answers, in (0, 1).
+        among: What it is a share of: ``"answered"`` or ``"all"`` queries.
+        confidence: Probability, in (0, 1), that the limit keeps the risk among the answered queries.
+
+    Attributes:
+        threshold: Largest score that is answered.
+        answered: Share of the fit's queries that are answered.
+        queries: Number of queries of the fit.
+
+    Raises:
+        InputTypeError: ``risk`` or ``confidence`` is no number.
+        InputError: ``risk`` or ``confidence`` is not in (0, 1), or ``among`` is unknown.
+
+    Source: Angelopoulos et al. (2021), Learn then Test, arXiv 2110.01052 (fixed-sequence testing); Angelopoulos et al.
+        (2022), Conformal Risk Control, arXiv 2208.02814.
+    """
+
+    threshold: float
+    answered: float
+    queries: int
+
+    def __init__(
+        self, risk: float = 0.05, among: Literal["answered", "all"] = "answered", confidence: float = 0.9
+    ) -> None:
+        self.risk = validate.fraction("risk", risk)
+        validate.choice("among", among, ("answered", "all"))
+        self.among = among
+        self.confidence = validate.fraction("confidence", confidence)
+
+    def fit(self, score: Tensor | NDArray[np.floating], right: Tensor | NDArray[np.bool_]) -> Self:
+        """Find the limit from labelled queries that neither trained the encoder nor fitted the score.
+
+        Args:
+            score: Of N queries, finite, shape (N,). Higher means less trust, as ``uncertainty`` does.
+            right: Whether each query's answer is right, bool (or integers 0 and 1), shape (N,).
+
+        Returns:
+            The object itself.
+
+        Raises:
+            InputTypeError: An argument has a wrong type.
+            InputError: Shapes disagree, a score is NaN, answers with higher scores are right more often, or no limit
+                keeps the risk: the message says how many queries that takes.
+        """
+        scores = numbers("score", score)
+        so = truths("right", right, len(scores))
+        n = len(scores)
+        if n < (least := self._least()):
+            wanted = f"at least {least:,} queries for a risk of {percent(self.risk)}"
+            raise InputError(expected("score", wanted, f"{n:,}", "Take more, or a larger risk."))
+        refuse_reversed("score", scores[so], scores[~so], "higher for wrong answers")
+        order = np.argsort(scores)
+        ascending, wrong = scores[order], np.cumsum(~so[order], dtype=np.int64)
+        # Equal scores are answered together.
+        ends = np.flatnonzero(np.append(np.diff(ascending) > 0, True))
+        starts, tail = self._starts(n)
+        accepted = 0
+        for start in starts:
+            tested = ends[ends + 1 >= start]
+            passed = self._keeps_risk(wrong[tested], tested + 1, n, tail)
+            if passed[0]:
+                accepted = max(accepted, int(tested[np.argmin(np.append(passed, False)) - 1]) + 1)
+        if not accepted:
+            first = ends[ends + 1 >= starts[0]][0]
+            raise InputError(self._nothing(int(wrong[first]), int(first) + 1, n, tail))
+        self.threshold, self.answered, self.queries = float(ascending[accepted - 1]), accepted / n, n
+        return self
+
+    def accept(self, score: Array) -> Array:
+        """Return which queries are answered.
+
+        Args:
+            score: Of any number of queries, as in the fit.
+
+        Returns:
+            Whether each score is at most the threshold: a bool tensor for a tensor, an array for an array.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            InputTypeError: ``score`` is neither a tensor nor an array of numbers.
+            InputError: Its shape is not (N,), or a score is NaN or infinite.
+        """
+        return like(score, numbers("score", score) <= self.threshold)
+
+    def __repr__(self) -> str:
+        if "threshold" not in vars(self):
+            return f"RetrievalThreshold(risk={self.risk:g}, among={self.among!r}), not fitted"
+        stated = f"at most {percent(self.risk)} of those are wrong, with {percent(self.confidence)} confidence"
+        if self.among == "all":
+            stated = f"wrong answers are at most {percent(self.risk)} of all queries, on average"
+        return f"accepts {percent(self.answered)} of queries; {stated}, from {self.queries:,} labelled queries"
+
+    def _keeps_risk(
+        self, wrong: NDArray[np.int64] | int, accepted: NDArray[np.int64] | int, n: int, tail: float
+    ) -> NDArray[np.bool_]:
+        """Return whether the risk is kept where so many of the accepted queries, of n in all, are wrong."""
+        from scipy.special import bdtr
+
+        if self.among == "all":
+            return (np.asarray(wrong) + 1) / (n + 1) <= self.risk
+        return np.asarray(bdtr(wrong, accepted, self.risk) <= tail)
+
+    def _least(self) -> int:
+        """Return how many queries allow any limit, if none is wrong."""
+        if self.among == "all":
+            return math.ceil(1 / self.risk - 1 - 1e-9)
+        return math.ceil(math.log(1 - self.confidence) / math.log(1 - self.risk) - 1e-9)
+
+    def _starts(self, n: int) -> tuple[list[int], float]:
+        """Return how many queries the first test of each sequence accepts, and the error of each sequence."""
+        tail = 1 - self.confidence
+        if self.among == "all":
+            return [1], tail
+        first = self._first(n, tail)
+        if n < _TWO_STARTS * first:
+            return [first], tail
+        return [self._first(n, tail / 2), n // 2], tail / 2
+
+    def _first(self, n: int, tail: float) -> int:
+        """Return the fewest queries of which one may be wrong, or n."""
+        first = self._least()
+        while first < n and not self._keeps_risk(1, first, n, tail):
+            first += 1
+        return first
+
+    def _nothing(self, wrong: int, accepted: int, n: int, tail: float) -> str:
+        """Return the message for scores of which no limit keeps the risk."""
+        share, more = wrong / accepted, accepted
+        received = f"{wrong} wrong answers among the surest {accepted:,} of {n:,}"
+        hint = "More queries will not help: take a larger risk, or a better score."
+        if self.among == "answered" and share < self.risk:
+            while not self._keeps_risk(math.ceil(share * more), more, n, tail):
+                more += accepted
+            hint = f"At this rate it takes about {math.ceil(n * more / accepted):,} queries, or a larger risk."
+        return expected("score", f"surest queries of which at most {percent(self.risk)} are wrong", received, hint)
