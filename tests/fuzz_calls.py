@@ -173,6 +173,16 @@ def _calibrated(x: Any, alpha: Any, **given: Any) -> Any:
     return la(x).p_value, la(x).is_known(alpha)
 
 
+def _updated(**given: Any) -> Any:
+    la = posterior()
+    la.update(**given)
+    return _described(la(data()[0]))
+
+
+def _table(**given: Any) -> Any:
+    return torch.from_numpy(posterior()(data()[0]).to_pandas(**given).to_numpy())
+
+
 def _online(x: Any, labels: Any, **given: Any) -> Any:
     online = cc.OnlineLaplace(encoder(), **given)
     losses = [online(x, labels) for _ in range(2)]
@@ -274,6 +284,11 @@ def _calls() -> dict[str, Call]:
             {"method": "marglik", "n_steps": 2, "lr": 0.1} | {"init_prior_prec": 1.0},
         ),
         "calibrate": (_calibrated, {"x": x, "loader": [x + 1], "alpha": 0.1, "progress_bar": False}),
+        "predict": (
+            lambda **given: _described(posterior().predict(**given)),
+            {"data": x, "batch_size": 5, "on_invalid": "error", "progress_bar": False},
+        ),
+        "update": (_updated, {"loader": loader, "progress_bar": False}),
         "OnlineLaplace": (
             _online,
             {"x": x, "labels": labels, "probe": x, "n_data": N, "loss": None, "miner": None, "curvature_miner": None}
@@ -290,6 +305,7 @@ def _calls() -> dict[str, Call]:
             {"raw_mean": z, "variance": None, "covariance": torch.eye(D).expand(N, D, D), "joint_covariance": None},
         ),
         "EmbeddingDistribution, variance": (_distribution, {"raw_mean": z, "variance": z.square()}),
+        "EmbeddingDistribution.to_pandas": (_table, {"mu": True}),
         "EmbeddingDistribution.from_samples": (
             lambda **given: _described(cc.EmbeddingDistribution.from_samples(**given)),
             {"samples": samples},

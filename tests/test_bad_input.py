@@ -407,6 +407,13 @@ NAMES = [f"class {label}" for label in LABELS.tolist()]
         (lambda la: la.fit(TensorDataset(X, LABELS)), ("train_loader", "a TensorDataset", "DataLoader(TensorDataset(")),
         (lambda la: la(DataLoader(TensorDataset(X, LABELS))), ("x: ", "a DataLoader", "for x, _ in loader")),
         (lambda la: la(X.numpy()), ("x: ", "a ndarray", "torch.as_tensor(x)")),
+        (lambda la: la.predict("one text"), ("data: ", "Pass [text]")),
+        (lambda la: la.predict(TensorDataset(X, LABELS)), ("data: ", "a TensorDataset", "DataLoader(TensorDataset(")),
+        (lambda la: la.predict(X[:0].numpy()), ("data: ", "at least one input")),
+        (lambda la: la.predict([(X, LABELS), (X[:, :2], LABELS)]), ("data: batch 1", "shape (2,)")),
+        (lambda la: la.predict(X, batch_size=0), ("batch_size", "0")),
+        (lambda la: la.update(X), ("train_loader", "a Tensor")),
+        (lambda la: la(X).to_pandas(mu="yes"), ("mu: ", "a str")),
         (lambda la: la.fit([(X, NAMES)]), ("labels as a tensor", "a list", "numpy.unique(names")),
     ],
 )

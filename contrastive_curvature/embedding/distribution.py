@@ -389,6 +389,38 @@ class EmbeddingDistribution:
         """
         return self._asked("is_known").is_known(self, alpha)
 
+    def to_pandas(self, mu: bool = False) -> Any:
+        """Return a table with one row an embedding, for pandas: ``embedding.to_pandas().describe()``.
+
+        Args:
+            mu: Whether the mean directions are columns too, ``mu_0``, ``mu_1`` and so on.
+
+        Returns:
+            A ``pandas.DataFrame`` with the columns ``uncertainty`` and ``kappa``, for predictions of a calibrated
+            posterior ``novelty`` and ``p_value`` too, and ``novelty`` alone where only training inputs are known.
+
+        Raises:
+            InputTypeError: ``mu`` is no bool.
+            UnsupportedError: pandas is not installed.
+            NotFittedError: See :attr:`p_value`: the posterior was calibrated for another prior precision, temperature
+                or encoder.
+            InputError: The posterior has changed since this prediction.
+        """
+        validate.flag("mu", mu)
+        try:
+            import pandas as pd  # type: ignore[import-untyped]
+        except ModuleNotFoundError:
+            raise UnsupportedError(
+                expected("to_pandas", "the package pandas", "none installed", "pip install pandas")
+            ) from None
+        names = ["uncertainty", "kappa", *([] if self._judge is None else self._judge.known_scores)]
+        columns = {name: getattr(self, name) for name in names}
+        if mu:
+            columns |= {f"mu_{axis}": column for axis, column in enumerate(self.mu.T)}
+        # NumPy has no bfloat16.
+        wide = {name: c.detach().cpu().to(torch.promote_types(c.dtype, torch.float32)) for name, c in columns.items()}
+        return pd.DataFrame({name: column.numpy() for name, column in wide.items()})
+
     def _asked(self, question: str) -> Judge:
         if self._judge is None:
             msg = (

@@ -19,7 +19,7 @@ _FEWEST_POINTS = 100
 
 
 class DefaultPriorWarning(UserWarning):
-    """A prediction with the prior precision of an object that was just constructed, 1.0, which suits no encoder."""
+    """A prediction with the prior precision from before the fit (1.0, which suits no encoder) or the update."""
 
 
 class LabelWarning(UserWarning):

@@ -22,7 +22,7 @@ from contrastive_curvature.embedding.spread import Dense, Diagonal
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.laplace import calibration, prediction
+from contrastive_curvature.laplace import batches, calibration, prediction
 from contrastive_curvature.laplace.advice import DefaultPriorWarning
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend, ContrastiveGGN
 from contrastive_curvature.laplace.fitting import FittedPosterior
@@ -156,6 +156,25 @@ class ContrastiveLaplace(FittedPosterior):
     def _dtype(self) -> torch.dtype:
         """Of the posterior: that of the encoder, and float32 for one in half precision."""
         return torch.promote_types(super()._dtype, torch.float32)
+
+    def update(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
+        """Add further data to the posterior: ``fit(loader, override=False)``, without pairs of the two data sets.
+
+        Choose the prior precision and calibrate again afterwards, as after ``fit``: the calibration is dropped, and the
+        first prediction warns where the prior precision is still that of before.
+
+        Args:
+            loader: As for ``fit``; classes have the numbers that they had there.
+            progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: See ``fit``. The posterior is as it was.
+            UnsupportedError: See ``fit``, or the structure cannot add up: ``gp``, ``lowrank``.
+        """
+        self.check_fitted()
+        self.fit(loader, override=False, progress_bar=progress_bar)
+        self._prior_chosen = self._advised_on_prior = False
 
     def calibrate(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
         """Take known inputs to compare others with: afterwards ``la(x).p_value`` and ``la(x).is_known(alpha)`` hold.
@@ -436,6 +455,41 @@ class ContrastiveLaplace(FittedPosterior):
             return predict(x)
         return prediction.with_nan_rows(predict, x, generator, nothing)
 
+    def predict(
+        self,
+        data: Any,
+        batch_size: int = 256,
+        *,
+        on_invalid: str = "error",
+        progress_bar: bool | None = None,
+    ) -> EmbeddingDistribution:
+        """Distribution of the embeddings of a whole data set: ``la(x)`` of each batch, put together.
+
+        A posterior of Kronecker factors (the default) keeps a few times N D numbers for N embeddings, any other
+        N D^2.
+
+        Args:
+            data: A loader, or a list of batches ``(x, labels)`` or ``x``: labels are not used, of two views the first
+                is taken. Or a tensor, a mapping of tensors, a NumPy array or a list of texts with all inputs; a NumPy
+                array of floating-point numbers is converted to the precision of the encoder.
+            batch_size: Inputs at once; those of a loader come as it yields them.
+            on_invalid: What happens where an input has no embedding, as in ``la(x)``.
+            progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
+
+        Returns:
+            The distribution of all inputs, in order.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputTypeError: The data or a batch has another type.
+            InputError: There is no input, an option is malformed, or the encoder does not take a batch, which the
+                error names.
+        """
+        self.check_fitted()
+        # Here, so that the warning names the line of the caller.
+        self._advise_on_prior()
+        return batches.predict(self, data, batch_size, on_invalid, progress_bar)
+
     def functional_samples(
         self,
         x: Inputs,
@@ -593,9 +647,9 @@ class ContrastiveLaplace(FittedPosterior):
             return
         self._advised_on_prior = True
         msg = (
-            "la(x): the prior precision is still 1.0, as before the fit, which suits no encoder: kappa and uncertainty "
-            "may be off by orders of magnitude. Call la.optimize_prior_precision() after la.fit(loader), or set "
-            "la.prior_precision yourself."
+            f"la(x): the prior precision is still {float(self.prior_precision.flatten()[0]):.3}, as before the last "
+            "fit or update: kappa and uncertainty may be off by orders of magnitude. Call "
+            "la.optimize_prior_precision(), or set la.prior_precision yourself."
         )
         warnings.warn(msg, DefaultPriorWarning, stacklevel=3)
 

@@ -10,7 +10,7 @@ then not compared with.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from operator import is_not
 from typing import TYPE_CHECKING, Any
@@ -28,14 +28,14 @@ from contrastive_curvature.embedding.known import (
     split,
 )
 from contrastive_curvature.embedding.spread import taken
-from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
+from contrastive_curvature.errors import InputError, NotFittedError, expected
 from contrastive_curvature.laplace.features import Features
 from contrastive_curvature.laplace.prediction import check_outputs
 from contrastive_curvature.network.call import naming_the_input
 from contrastive_curvature.network.digest import ModuleTables, encoder_fingerprint, same_encoder, summary, versions
 from contrastive_curvature.network.encoder import at_least_float32
-from contrastive_curvature.network.inputs import check_inputs, is_texts, tokenized
-from contrastive_curvature.network.loader import check_loader
+from contrastive_curvature.network.inputs import check_inputs, tokenized
+from contrastive_curvature.network.loader import check_loader, inputs_alone
 from contrastive_curvature.pairs.rows import Rows
 from contrastive_curvature.progress import Progress
 
@@ -172,6 +172,13 @@ class Judge:
     stamp: Stamp
     feature_norm: Tensor | None
     values: Tensor | None = None
+
+    @property
+    def known_scores(self) -> list[str]:
+        """Names of what can be asked without a warning: p-values where the posterior is calibrated."""
+        if self.la.known.calibration is not None:
+            return ["novelty", "p_value"]
+        return [] if _present_sample(self.la) is None else ["novelty"]
 
     def novelty(self, embedding: EmbeddingDistribution) -> Tensor:
         """Return the statistic, shape (B,)."""
@@ -319,13 +326,7 @@ def _share_found(sample: Tensor, values: Tensor) -> float:
 
 def _components_of(la: ContrastiveLaplace, batch: Any, number: int) -> Tensor:
     """Return components (B, K) of what a loader yields, whose labels are not used; an error names the batch."""
-    several = isinstance(batch, (tuple, list)) and not is_texts(batch)
-    if several and len(batch) in (1, 2):
-        batch = batch[0]
-    elif several or not isinstance(batch, (Tensor, Mapping, tuple, list)):
-        shown = f"a {type(batch).__name__}" + (f" of {len(batch)}" if several else "")
-        raise InputTypeError(expected("loader", "batches (x, labels), or of inputs alone", shown))
-    x = tokenized(la.model, batch, "loader: inputs of a batch")
+    x = tokenized(la.model, inputs_alone(batch), "loader: inputs of a batch")
     x = check_inputs(x, "loader: inputs of a batch")
     try:
         # Inputs with one axis more than those of the fit may pass the encoder, and fail only after it.

@@ -22,7 +22,14 @@ from torch.utils.data import (
 )
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, move_inputs, same_tokens
+from contrastive_curvature.network.inputs import (
+    Inputs,
+    check_inputs,
+    input_length,
+    is_texts,
+    move_inputs,
+    same_tokens,
+)
 from contrastive_curvature.network.two_towers import TwoTowers
 
 _FORMS = "batches (x, labels), (view, view), ((view, view), labels), (view, view, labels) or mappings"
@@ -121,6 +128,17 @@ def read_batch(
     if views.second is not None or views.targets is None:
         raise InputTypeError(expected(argument, "batches (x, labels) or mappings", "two views of every input"))
     return views.first, views.targets
+
+
+def inputs_alone(batch: Any, argument: str = "loader") -> Any:
+    """Return the inputs of a batch ``(x, labels)``, ``(x,)`` or ``x``, whose labels are not looked at."""
+    several = isinstance(batch, (tuple, list)) and not is_texts(batch)
+    if several and len(batch) in (1, 2):
+        return batch[0]
+    if several or not isinstance(batch, (Tensor, Mapping, tuple, list)):
+        shown = f"a {type(batch).__name__}" + (f" of {len(batch)}" if several else "")
+        raise InputTypeError(expected(argument, "batches (x, labels), or of inputs alone", shown))
+    return batch
 
 
 def _alike(first: Any, second: Any) -> bool:

@@ -1,0 +1,69 @@
+"""``la.predict(data)``: the predictions of a whole data set, a batch at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from contrastive_curvature import validate
+from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.network.inputs import check_inputs, input_length, is_texts, slice_inputs
+from contrastive_curvature.network.loader import check_loader, inputs_alone
+from contrastive_curvature.progress import Progress
+
+if TYPE_CHECKING:
+    from contrastive_curvature.laplace.base import ContrastiveLaplace
+
+
+def predict(
+    la: ContrastiveLaplace, data: Any, batch_size: int, on_invalid: str, progress_bar: bool | None
+) -> EmbeddingDistribution:
+    """Do what :meth:`contrastive_curvature.laplace.base.ContrastiveLaplace.predict` says."""
+    validate.count("batch_size", batch_size)
+    if progress_bar is not None:
+        validate.flag("progress_bar", progress_bar)
+    items, inputs_of = _batches(la, data, batch_size)
+    parts = []
+    for number, item in enumerate(Progress(progress_bar).over(items, "[predict]")):
+        try:
+            parts.append(la(inputs_of(item), on_invalid=on_invalid))
+        except InputError as error:
+            kind = InputTypeError if isinstance(error, InputTypeError) else InputError
+            msg = f"data: batch {number} (counted from 0): {error}"
+            raise kind(msg) from error
+    if not parts:
+        raise InputError(expected("data", "at least one input", "none"))
+    return EmbeddingDistribution.cat(parts)
+
+
+def _batches(la: ContrastiveLaplace, data: Any, size: int) -> tuple[Iterable[Any], Callable[[Any], Any]]:
+    """Return something to iterate over, and the function that turns each entry into a batch of inputs."""
+    if isinstance(data, str):
+        raise InputTypeError(expected("data", "a list of texts", "one text", "Pass [text]."))
+    if isinstance(data, np.ndarray) and data.dtype.kind in "OU":
+        data = data.tolist()
+    if is_texts(data):
+        return _slices(len(data), size), data.__getitem__
+    if isinstance(data, np.ndarray):
+        return _slices(len(data) if data.ndim else 0, size), lambda rows: _as_tensor(la, data[rows])
+    if isinstance(data, (Tensor, Mapping)):
+        x = check_inputs(data, "data")
+        return _slices(input_length(x), size), lambda rows: slice_inputs(x, rows)
+    check_loader(data, "data", once=True)
+    return data, lambda batch: inputs_alone(batch, "data")
+
+
+def _slices(count: int, size: int) -> list[slice]:
+    return [slice(start, start + size) for start in range(0, count, size)]
+
+
+def _as_tensor(la: ContrastiveLaplace, rows: np.ndarray[Any, Any]) -> Tensor:
+    """Return an array as a tensor; NumPy's floating-point numbers, float64 by default, in the encoder's precision."""
+    x = torch.tensor(rows)
+    weights = (weight.dtype for weight in la.model.parameters() if weight.is_floating_point())
+    return x.to(next(weights)) if x.is_floating_point() else x
