@@ -1,0 +1,181 @@
+"""Watch a stream of embeddings for a shift: a martingale of conformal p-values, with a stated rate of false alarms."""
+
+from __future__ import annotations
+
+import bisect
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from contrastive_curvature import validate
+from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+from contrastive_curvature.embedding.known import ROUNDING
+from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
+
+if TYPE_CHECKING:
+    from contrastive_curvature.laplace.base import ContrastiveLaplace
+
+_Numbers = NDArray[np.float64]
+
+_EXPONENTS = (np.arange(20) + 0.5) / 20
+"""Exponents ``e`` of the bets ``e p^(e - 1)``: small ones win most from very small p-values, those near 1 risk little."""
+
+
+def sequential_p_values(pool: list[float], scores: _Numbers, uniform: _Numbers) -> _Numbers:
+    """Return the p-value of each new score (B,) among all before it, and insert the scores into the sorted ``pool``.
+
+    ``(#{s > s_t} + U (#{s = s_t} + 1)) / (t + 1)``, with ``U`` uniform on (0, 1] (B,), which breaks ties at random:
+    independent and uniform on (0, 1] while the scores are exchangeable (Vovk, Nouretdinov and Gammerman, 2003).
+    """
+    found = np.empty(len(scores))
+    for t, (score, u) in enumerate(zip(scores.tolist(), uniform.tolist(), strict=True)):
+        upto = bisect.bisect_right(pool, score)
+        ties = upto - bisect.bisect_left(pool, score)
+        found[t] = (len(pool) - upto + u * (ties + 1)) / (len(pool) + 1)
+        pool.insert(upto, score)
+    return found
+
+
+def grow(capital: _Numbers, n_before: int, p_values: _Numbers) -> tuple[_Numbers, _Numbers]:
+    """Return log capital after new p-values (T,), and the log evidence after each, shape (T,).
+
+    A share ``1 / log2(t + 2)`` of the capital 1 waits at time t. At each time some of it starts to bet, equal parts on
+    each exponent e, and is multiplied by ``e p^(e - 1)`` from then on: a mixture over e and over the start of the
+    shift. Without the latter, a shift after 10,000 unchanged inputs would be found some six times later.
+
+    Args:
+        capital: Log of what bets on each exponent, shape (E,).
+        n_before: Number of p-values before.
+        p_values: In (0, 1].
+    """
+    waiting = -np.log(np.log2(np.arange(n_before, n_before + len(p_values) + 1) + 2))
+    starts = waiting[:-1] + np.log(-np.expm1(waiting[1:] - waiting[:-1])) - math.log(len(_EXPONENTS))
+    gains = np.log(_EXPONENTS) + (_EXPONENTS - 1) * np.log(p_values)[:, None]
+    total = gains.cumsum(0)
+    # What starts at t has the gains of t and later: those before are taken out of the sum.
+    entered = np.logaddexp.accumulate(np.concatenate([capital[None], starts[:, None] - total + gains]))[1:]
+    every = np.logaddexp(np.logaddexp.reduce(entered + total, axis=1), waiting[1:])
+    return (entered + total)[-1], every
+
+
+class DriftMonitor:
+    """Tell when the inputs of a stream are no longer like those of ``la.calibrate``, with few false alarms, ever.
+
+    Each input is ranked by its score among the calibration inputs and all inputs before it. While calibration inputs
+    and stream are exchangeable (nothing changes), these ranks are uniform and independent, and a bet on small p-values
+    wins nothing on average. :attr:`evidence` is the capital of a mixture of such bets that begins with 1: it reaches
+    ``1 / delta`` with a probability of at most ``delta``, however long the stream (Ville, 1939).
+
+    Sources: Vovk, Nouretdinov and Gammerman (2003), "Testing exchangeability on-line"; Vovk, Gammerman and Shafer
+    (2005), chapter 7; Fedorova, Gammerman, Nouretdinov and Vovk (2012), arXiv 1204.3251.
+
+    Args:
+        la: A posterior after ``la.calibrate(loader)``, with inputs that the encoder was not trained on.
+        delta: Probability of ever giving a false alarm, in (0, 1).
+        seed: Of the random numbers that break ties.
+
+    Attributes:
+        log10_evidence: After each input, shape (T,), float64: what to plot over time, with a line at
+            ``log10(1 / delta)``.
+
+    Raises:
+        InputTypeError: ``la`` is no posterior, or ``delta`` no number.
+        InputError: ``delta`` is not in (0, 1), or the seed is negative.
+        NotFittedError: The posterior is not calibrated, or has changed since.
+    """
+
+    def __init__(self, la: ContrastiveLaplace, delta: float = 0.01, seed: int = 0) -> None:
+        from contrastive_curvature.laplace.base import ContrastiveLaplace
+
+        if not isinstance(la, ContrastiveLaplace):
+            raise InputTypeError(expected("la", "a posterior of Laplace(..., 'contrastive')", f"a {type(la).__name__}"))
+        if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
+            raise InputError(expected("seed", "a whole number >= 0", repr(seed)))
+        self.delta, self.seed, self._la = validate.fraction("delta", delta), seed, la
+        self._known = self._calibration()
+        self._begin()
+
+    def update(self, embedding: EmbeddingDistribution) -> bool:
+        """Take in the next inputs of the stream, in their order.
+
+        Args:
+            embedding: A prediction ``la(x)`` of the monitor's posterior, of one or more inputs. How the stream is cut
+                into batches makes no difference.
+
+        Returns:
+            :attr:`drifted`.
+
+        Raises:
+            InputTypeError: It is no prediction.
+            InputError: It is of another posterior, has rows of NaN, or the posterior has changed since this prediction
+                or was calibrated again since the monitor was made.
+            NotFittedError: The posterior has changed since its calibration.
+            UnsupportedError: It is no plain prediction ``la(x)``.
+        """
+        if not isinstance(embedding, EmbeddingDistribution):
+            raise InputTypeError(expected("embedding", "a prediction la(x)", f"a {type(embedding).__name__}"))
+        if embedding._asked("novelty").la is not self._la:
+            raise InputError(expected("embedding", "a prediction of the monitor's posterior", "one of another"))
+        if self._calibration() is not self._known:
+            hint = "Make a new DriftMonitor(la): evidence against other calibration inputs is no longer evidence."
+            raise InputError(expected("la", "the calibration that the monitor began with", "another", hint))
+        scores = embedding.novelty.double().cpu()
+        if missing := int(scores.isnan().sum()):
+            hint = "Leave them out: monitor.update(embedding[~embedding.novelty.isnan()])."
+            raise InputError(expected("embedding", "embeddings of valid inputs", f"{missing} rows of NaN", hint))
+        self._take(scores.numpy())
+        return self.drifted
+
+    @property
+    def evidence(self) -> float:
+        """Capital of the bets against "nothing has changed" after the last input: 1 at first, infinite beyond 1e308."""
+        return float(10 ** self.log10_evidence[-1]) if len(self.log10_evidence) else 1.0
+
+    @property
+    def drifted_at(self) -> int | None:
+        """How many inputs it took until the evidence first reached ``1 / delta``; ``None`` where it never has."""
+        passed = self.log10_evidence >= -math.log10(self.delta)
+        return int(passed.argmax()) + 1 if passed.any() else None
+
+    @property
+    def drifted(self) -> bool:
+        """Whether the evidence has ever reached ``1 / delta``. It stays true: calibrate again and make a new monitor."""
+        return self.drifted_at is not None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything that the monitor needs to go on: numbers and tensors, for ``torch.save``."""
+        state = {"delta": self.delta, "seed": self.seed, "known": self._known.statistics.cpu()}
+        return {**state, "scores": torch.tensor(self._scores, dtype=torch.float64)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave, in place of what was seen.
+
+        Args:
+            state: Of a monitor of the same calibrated posterior, which may have been saved and loaded.
+
+        Raises:
+            InputError: It is of another calibration. Then nothing is changed.
+        """
+        if not torch.equal(state["known"], self._known.statistics.cpu()):
+            hint = "Make a new DriftMonitor(la)."
+            raise InputError(expected("state_dict", "the state of a monitor of this calibration", "another", hint))
+        self.delta, self.seed = state["delta"], state["seed"]
+        self._begin()
+        self._take(state["scores"].numpy())
+
+    def __repr__(self) -> str:
+        """What was seen, and what it means."""
+        n, at = len(self._scores), self.drifted_at
+        seen = f"after {n:,} inputs: " + ("no drift" if at is None else f"drift, found at input {at:,}")
+        evidence = f"{10 ** max(self.log10_evidence, default=0.0):.3g}"
+        return f"DriftMonitor {seen}; largest evidence {evidence}, alarm at {1 / self.delta:g} (false in at most {100 * self.delta:g} % of streams)"
+
+    def _begin(self) -> None:
+        self._pool = self._rounded(self._known.statistics.cpu().numpy()).tolist()
+        self._scores: list[float] = []
+        self._capital = np.full(len(_EXPONENTS), -np.inf)
+        self.log10_evidence = np.empty(0)
