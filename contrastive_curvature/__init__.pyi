@@ -1,6 +1,7 @@
 from . import metrics, vmf
 from . import testing as testing
 from .apps import report
+from .decisions.drift import DriftMonitor
 from .decisions.match import MatchThreshold
 from .decisions.retrieval import RetrievalThreshold
 from .embedding.distribution import EmbeddingDistribution
@@ -108,6 +109,7 @@ __all__ = [
     # decisions with a stated error
     "MatchThreshold",
     "RetrievalThreshold",
+    "DriftMonitor",
     # a corpus in a vector store
     "stores",
     "FaissStore",

@@ -214,6 +214,14 @@ def _same(rate: Any, asked: Any, **given: Any) -> Any:
     return fitted.same(asked), fitted.false_match_interval, fitted.false_non_match_interval
 
 
+def _drift(delta: Any, seed: Any, embedding: Any) -> Any:
+    la = posterior()
+    la.calibrate([data()[0][:7]])
+    monitor = cc.DriftMonitor(la, delta, seed)
+    monitor.update(la(data()[0]) if embedding is None else embedding)
+    return monitor.log10_evidence
+
+
 def _votes(**given: Any) -> Any:
     return metrics.calibration_bins(**given).expected_calibration_error
 
@@ -341,6 +349,7 @@ def _calls() -> dict[str, Call]:
             _same,
             {"rate": 0.2, "asked": scores, "scores": scores, "same": labels == 0, "groups": labels.repeat(2, 1).T},
         ),
+        "DriftMonitor": (_drift, {"delta": 0.1, "seed": 0, "embedding": None}),
         "det_curve": (metrics.det_curve, {"scores": scores, "same": labels == 0}),
         "equal_error_rate": (metrics.equal_error_rate, {"scores": scores, "same": labels == 0}),
         "ContrastiveGGNLinearOperator": (

@@ -5,24 +5,24 @@ from __future__ import annotations
 import bisect
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from contrastive_curvature import validate
+from contrastive_curvature.decisions.fitted import percent
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
-from contrastive_curvature.embedding.known import ROUNDING
+from contrastive_curvature.embedding.known import ROUNDING, Reference
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
-
-if TYPE_CHECKING:
-    from contrastive_curvature.laplace.base import ContrastiveLaplace
+from contrastive_curvature.laplace.base import ContrastiveLaplace
+from contrastive_curvature.laplace.calibration import calibrated_reference
 
 _Numbers = NDArray[np.float64]
 
 _EXPONENTS = (np.arange(20) + 0.5) / 20
-"""Exponents ``e`` of the bets ``e p^(e - 1)``: small ones win most from very small p-values, those near 1 risk little."""
+"""Exponents ``e`` of the bets ``e p^(e - 1)``: small ones win most from very small p-values, large ones risk little."""
 
 
 def sequential_p_values(pool: list[float], scores: _Numbers, uniform: _Numbers) -> _Numbers:
@@ -79,8 +79,7 @@ class DriftMonitor:
         seed: Of the random numbers that break ties.
 
     Attributes:
-        log10_evidence: After each input, shape (T,), float64: what to plot over time, with a line at
-            ``log10(1 / delta)``.
+        drifted_at: How many inputs it took until the evidence first reached ``1 / delta``; ``None`` where it never has.
 
     Raises:
         InputTypeError: ``la`` is no posterior, or ``delta`` no number.
@@ -89,8 +88,6 @@ class DriftMonitor:
     """
 
     def __init__(self, la: ContrastiveLaplace, delta: float = 0.01, seed: int = 0) -> None:
-        from contrastive_curvature.laplace.base import ContrastiveLaplace
-
         if not isinstance(la, ContrastiveLaplace):
             raise InputTypeError(expected("la", "a posterior of Laplace(..., 'contrastive')", f"a {type(la).__name__}"))
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
@@ -131,19 +128,18 @@ class DriftMonitor:
         return self.drifted
 
     @property
-    def evidence(self) -> float:
-        """Capital of the bets against "nothing has changed" after the last input: 1 at first, infinite beyond 1e308."""
-        return float(10 ** self.log10_evidence[-1]) if len(self.log10_evidence) else 1.0
+    def log10_evidence(self) -> NDArray[np.float64]:
+        """Evidence after each input, shape (T,): what to plot over time, with a line at ``log10(1 / delta)``."""
+        return np.array(self._log10_evidence)
 
     @property
-    def drifted_at(self) -> int | None:
-        """How many inputs it took until the evidence first reached ``1 / delta``; ``None`` where it never has."""
-        passed = self.log10_evidence >= -math.log10(self.delta)
-        return int(passed.argmax()) + 1 if passed.any() else None
+    def evidence(self) -> float:
+        """Capital of the bets against "nothing has changed" after the last input: 1 at first, at most 1e308."""
+        return _power(self._log10_evidence[-1:])
 
     @property
     def drifted(self) -> bool:
-        """Whether the evidence has ever reached ``1 / delta``. It stays true: calibrate again and make a new monitor."""
+        """Whether the evidence has ever reached ``1 / delta``. If so, calibrate anew and make another monitor."""
         return self.drifted_at is not None
 
     def state_dict(self) -> dict[str, Any]:
@@ -169,13 +165,49 @@ class DriftMonitor:
 
     def __repr__(self) -> str:
         """What was seen, and what it means."""
-        n, at = len(self._scores), self.drifted_at
-        seen = f"after {n:,} inputs: " + ("no drift" if at is None else f"drift, found at input {at:,}")
-        evidence = f"{10 ** max(self.log10_evidence, default=0.0):.3g}"
-        return f"DriftMonitor {seen}; largest evidence {evidence}, alarm at {1 / self.delta:g} (false in at most {100 * self.delta:g} % of streams)"
+        at = self.drifted_at
+        found = "no drift" if at is None else f"drift, found at input {at:,}"
+        known = (
+            f"at most {percent(self.delta)} of streams without one would give an alarm, at evidence {1 / self.delta:g}"
+        )
+        return f"{found} in {len(self._scores):,} inputs (largest evidence {_power(self._log10_evidence):.3g}); {known}"
 
     def _begin(self) -> None:
-        self._pool = self._rounded(self._known.statistics.cpu().numpy()).tolist()
+        reference = self._known
+        # Equal up to rounding counts as equal, or inputs that repeat would be ranked by rounding, not at random.
+        self._grid = ROUNDING / float(reference.scale.min())
+        self._pool = self._on_grid(reference.statistics.cpu().numpy()).tolist()
         self._scores: list[float] = []
+        self._log10_evidence: list[float] = []
+        self.drifted_at: int | None = None
         self._capital = np.full(len(_EXPONENTS), -np.inf)
-        self.log10_evidence = np.empty(0)
+
+    def _on_grid(self, scores: _Numbers) -> _Numbers:
+        return np.rint(scores / self._grid)
+
+    def _take(self, scores: _Numbers) -> None:
+        if not len(scores):
+            return
+        n = len(self._scores)
+        # One number of the generator an input, whatever the batches.
+        uniform = 1 - np.random.Generator(np.random.PCG64(self.seed).advance(n)).random(len(scores))
+        p_values = sequential_p_values(self._pool, self._on_grid(scores), uniform)
+        self._capital, evidence = grow(self._capital, n, p_values)
+        passed = evidence >= -math.log(self.delta)
+        if self.drifted_at is None and passed.any():
+            self.drifted_at = n + 1 + int(passed.argmax())
+        self._scores += scores.tolist()
+        self._log10_evidence += (evidence / math.log(10)).tolist()
+
+    def _calibration(self) -> Reference:
+        reference = calibrated_reference(self._la)
+        if reference is None:
+            call = "Call la.calibrate(loader) with known inputs that the encoder was not trained on"
+            msg = f"DriftMonitor: la is not calibrated. {call}."
+            raise NotFittedError(msg)
+        return reference
+
+
+def _power(exponents: list[float]) -> float:
+    """Return 10 to the largest exponent, as far as a float reaches; 1 where there is none."""
+    return float(10 ** min(max(exponents, default=0.0), 308.0))
