@@ -216,7 +216,7 @@ def _same(rate: Any, asked: Any, **given: Any) -> Any:
 
 def _drift(delta: Any, seed: Any, embedding: Any) -> Any:
     la = posterior()
-    la.calibrate([data()[0][:7]])
+    la.calibrate([data()[0] + 1])
     monitor = cc.DriftMonitor(la, delta, seed)
     monitor.update(la(data()[0]) if embedding is None else embedding)
     return monitor.log10_evidence
