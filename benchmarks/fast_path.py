@@ -11,6 +11,7 @@ sides run in one process, in turns.
 from __future__ import annotations
 
 import argparse
+import copy
 import statistics
 from functools import partial
 
@@ -92,7 +93,8 @@ def run_case(case: Case) -> Case:
     beside = {"BackPACK": backpack, "passes": passes, None: None}[case["beside"]]
     sides = {fix: partial(cc.ggn, model, x, labels, pd_fix=fix, structure="diag") for fix in FIXES}
     if beside is not None:
-        sides = {"beside": partial(beside, model, x, labels), **sides}
+        # A copy, as BackPACK's hooks stay on its modules.
+        sides = {"beside": partial(beside, copy.deepcopy(model), x, labels), **sides}
     # The high-water mark of a process only rises: a side that stays below an earlier one counts from there.
     peaks = {name: measure_peak(side)[1] for name, side in sides.items()}
     turns = take_turns(sides, case["repetitions"], ENOUGH_SECONDS)
