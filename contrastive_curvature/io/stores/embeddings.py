@@ -21,10 +21,6 @@ class _Stored(Diagonal):
     kappa: Tensor
     uncertainty: Tensor
 
-    def concentration(self, mean: Tensor) -> Tensor:
-        """Return the concentrations as they were given."""
-        return self.kappa
-
 
 class StoredEmbeddings(EmbeddingDistribution):
     """Embeddings of which only mean direction, concentration and uncertainty are known.
@@ -75,6 +71,11 @@ class StoredEmbeddings(EmbeddingDistribution):
         with torch.no_grad():
             mu, kappa = embeddings
             return cls(mu, kappa, embeddings.uncertainty)
+
+    @property
+    def kappa(self) -> Tensor:
+        """Concentrations as they were given, shape (N,)."""
+        return self.spread.kappa
 
     @property
     def uncertainty(self) -> Tensor:
