@@ -15,6 +15,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "command_line.md").read_text(encodi
 
 def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("PIL")
+    pytest.importorskip("faiss")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     ran = set()

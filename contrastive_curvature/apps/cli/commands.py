@@ -70,6 +70,13 @@ def _json_object(_: click.Context, option: click.Parameter, text: str | None) ->
     return found
 
 
+def _json(_: click.Context, option: click.Parameter, text: str | None) -> Any:
+    try:
+        return None if text is None else json.loads(text, parse_constant=_refuse_constant)
+    except ValueError:
+        raise BadInputError(expected(option.opts[0], "JSON", f"{text!r}")) from None
+
+
 def _refuse_constant(name: str) -> None:
     # NaN is no JSON, and no file of JSON could keep it.
     raise ValueError(name)
@@ -100,6 +107,23 @@ def _table_name(_: click.Context, option: click.Parameter, path: Path) -> Path:
     return path
 
 
+def _check_searched(options: dict[str, Any], index: Path | None) -> None:
+    """Refuse a search in nothing, or in an index that is there and yet to be written."""
+    if index is None:
+        if options["gallery"] is None:
+            raise BadInputError(expected("--gallery, --index", "one of them", "neither"))
+        return
+    if options.pop("validation") is not None:
+        hint = "P(match) of an index comes from the MatchProbability that is saved in the folder."
+        raise BadInputError(expected("--validation", "it without --index", "both", hint))
+    if options["gallery"] is not None and index.exists():
+        hint = "Leave --gallery out to search it, or name a new file."
+        raise BadInputError(expected(f"--index {index}", "a new file, with --gallery", "one that is there", hint))
+    if options["gallery"] is None and not index.exists():
+        hint = "Give --gallery to write it."
+        raise BadInputError(expected(f"--index {index}", "a FaissStore or LanceStore", "no such file", hint))
+
+
 def _refuse_both(options: dict[str, Any], first: str, second: str) -> None:
     if options[first] is not None and options[second] is not None:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in (first, second))
@@ -108,6 +132,15 @@ def _refuse_both(options: dict[str, Any], first: str, second: str) -> None:
 
 _table_option = click.option(
     "--out", type=_PATH, required=True, callback=_table_name, help="File that is written: .csv or .parquet."
+)
+
+_prior_strength_option = click.option(
+    "--prior-strength",
+    type=_POSITIVE,
+    help="Prior precision as a multiple of the mean curvature (default: 0.01, see docs/defaults.md).",
+)
+_prior_precision_option = click.option(
+    "--prior-precision", type=_POSITIVE, help="Prior precision itself, in place of --prior-strength."
 )
 
 
@@ -195,12 +228,8 @@ def cli() -> None:
     type=click.Choice(["kron_lowrank", "diag", "kron", "full", "lowrank"]),
     help="Of the posterior's precision (default: kron_lowrank for the last layer, kron for all weights).",
 )
-@click.option(
-    "--prior-strength",
-    type=_POSITIVE,
-    help="Prior precision as a multiple of the mean curvature (default: 0.01, see docs/defaults.md).",
-)
-@click.option("--prior-precision", type=_POSITIVE, help="Prior precision itself, in place of --prior-strength.")
+@_prior_strength_option
+@_prior_precision_option
 @click.option(
     "--option",
     "curvature",
@@ -241,6 +270,34 @@ def fit(console: Console, **options: Any) -> None:
     from contrastive_curvature.apps.cli import fit
 
     fit.fit(console, sources["source"], sources.get("calibrate"), **options)
+
+
+@cli.command(
+    short_help="Add training data to a saved posterior.",
+    epilog="Example: contrastive-curvature update posterior new.npz --out newer --calibrate validation.npz",
+)
+@click.argument("folder", type=_FOLDER)
+@click.argument("source", type=_SOURCE)
+@click.option("--out", type=_PATH, required=True, help="Folder of the new posterior; it is made.")
+@click.option("--overwrite", is_flag=True, help="Replace a saved posterior in that folder, as FOLDER itself.")
+@click.option("--calibrate", type=_SOURCE, help="Inputs that the encoder was not trained on: p-values.")
+@_prior_strength_option
+@_prior_precision_option
+@_data_options
+@console_options
+def update(console: Console, **options: Any) -> None:
+    """Add the training data SOURCE to the posterior in FOLDER, choose its prior and calibrate it again, and save it.
+
+    The encoder stays as it is. Pairs of the earlier data with the new are not formed. A class has the name that it had
+    in the fit, or its number where the fit had numbers; other ones are new classes. Not for the structure lowrank.
+    What a SOURCE may be: contrastive-curvature fit --help.
+    """
+    _refuse_both(options, "prior_strength", "prior_precision")
+    sources = _opened(options, "source", "calibrate")
+    sources["source"].check_classes("SOURCE")
+    from contrastive_curvature.apps.cli import fit
+
+    fit.update(console, sources["source"], sources.get("calibrate"), **options)
 
 
 @cli.command(
@@ -288,7 +345,8 @@ def score(console: Console, **options: Any) -> None:
     "--validation validation.npz -k 5 --out hits.csv",
 )
 @click.argument("folder", type=_FOLDER)
-@click.option("--gallery", type=_SOURCE, required=True, help="Inputs that are searched.")
+@click.option("--gallery", type=_SOURCE, help="Inputs that are searched.")
+@click.option("--index", type=_PATH, help="A FaissStore or LanceStore that is searched; with --gallery, a new file.")
 @click.option("--queries", type=_SOURCE, required=True, help="Inputs that are searched for.")
 @click.option("--validation", type=_SOURCE, help="Labelled queries that the encoder was not trained on: for P(match).")
 @click.option("-k", "k", type=click.IntRange(min=1), default=5, help="Neighbours of each query.")
@@ -310,11 +368,21 @@ def search(console: Console, **options: Any) -> None:
     match_probability and no_match are learned from --validation: labelled inputs that are like the queries, those
     without a match in the gallery among them, against the gallery's classes. Without it they are left out, unless the
     folder has a saved MatchProbability. See docs/matching.md.
+
+    --gallery with --index FILE embeds the gallery once, and writes it as a FaissStore; --index FILE alone searches
+    that. Then there are no labels, and P(match) comes from the folder alone.
     """  # noqa: D301
-    sources = _opened(options, "gallery", "queries", "validation")
+    index = options.pop("index")
+    _check_searched(options, index)
+    sources = _opened(options, "gallery", "queries", *(["validation"] if index is None else []))
     from contrastive_curvature.apps.cli.outputs import check_output
 
     check_output(options["out"], sources.values())
+    if index is not None:
+        from contrastive_curvature.apps.cli import search
+
+        search.search_index(console, sources.get("gallery"), sources["queries"], index=index, **options)
+        return
     if options["k"] > len(sources["gallery"]):
         wanted = f"at most {len(sources['gallery'])}, the number of points in {sources['gallery'].path}"
         raise BadInputError(expected("-k", wanted, f"{options['k']}"))
@@ -363,6 +431,62 @@ def evaluate(console: Console, **options: Any) -> None:
     from contrastive_curvature.apps.cli import evaluate
 
     evaluate.evaluate(console, sources, **options)
+
+
+@cli.command(
+    short_help="Write a posterior as ONNX, as a torch graph, or as arrays for numpy.",
+    epilog="Example: contrastive-curvature export posterior --out scorer.npz",
+)
+@click.argument("folder", type=_FOLDER)
+@click.option("--out", type=_PATH, required=True, help="File: .pt2, .onnx, .npz or .safetensors.")
+@click.option("--example", type=_SOURCE, help="Inputs to trace a graph with (default: made up).")
+@click.option("--p-value/--no-p-value", default=None, help="Whether p-values are in it (default: if calibrated).")
+@click.option(
+    "--dynamic-axes",
+    metavar="JSON",
+    callback=_json,
+    help='Axes of a graph whose sizes may change: [2, 3], or {"input_ids": [1], "attention_mask": [1]}.',
+)
+@_data_options
+@console_options
+def export(console: Console, **options: Any) -> None:
+    """Write the posterior in FOLDER so that it needs neither this library nor laplace-torch.
+
+    \b
+    .pt2                a graph of encoder and posterior for torch.export.load
+    .onnx               the same for onnxruntime
+    .npz, .safetensors  arrays for a scorer that needs numpy alone, and takes the features of the last layer
+
+    See docs/serving.md.
+    """  # noqa: D301
+    sources = _opened(options, "example")
+    from contrastive_curvature.apps.cli import files
+
+    files.export(console, sources.get("example"), **options)
+
+
+@cli.command(
+    short_help="Write what the last layer takes in, once for many fits.",
+    epilog="Example: contrastive-curvature features train.npz --encoder my_encoder:encoder --out train_features",
+)
+@click.argument("source", type=_SOURCE)
+@click.option("--out", type=_PATH, required=True, help="The feature folder; it is made.")
+@click.option(
+    "--dtype", type=click.Choice(["float32", "bfloat16", "float16", "float64"]), default="float32", help="On disk."
+)
+@_data_options
+@console_options
+def features(console: Console, **options: Any) -> None:
+    """Run --encoder once over SOURCE, and write what its last layer takes in, with classes and identifiers.
+
+    The folder is a SOURCE of all commands, with the same --encoder, and of the library (docs/large_data.md). A run that
+    was interrupted goes on when it is called again.
+    """
+    sources = _opened(options, "source")
+    sources["source"].check_classes("SOURCE")
+    from contrastive_curvature.apps.cli import files
+
+    files.features(console, sources["source"], **options)
 
 
 @cli.command(

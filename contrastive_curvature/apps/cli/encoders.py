@@ -53,6 +53,7 @@ class Encoder:
         transform: A picture (``PIL.Image``, RGB) -> tensor, or texts -> batch.
         width: Number F of features where the module is a last layer alone, else ``None``.
         feature_source: Of the feature folder that a last layer was fitted on.
+        classes: Digests of the names of the fit's classes 0, 1, ...; ``None`` where they have no names.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Encoder:
     transform: Callable[[Any], Any] | None = None
     width: int | None = None
     feature_source: FeatureSource | None = None
+    classes: list[str] | None = None
 
     @property
     def identity(self) -> bool:

@@ -1,7 +1,8 @@
-"""``fit``: the encoder that a source is for, its posterior, its prior, its calibration."""
+"""``fit`` and ``update``: the encoder that a source is for, its posterior, its prior, its calibration."""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from numpy.typing import NDArray
 from contrastive_curvature.apps.cli.console import BadInputError, Console, printable
 from contrastive_curvature.apps.cli.encoders import Encoder, check_device, encoder_of, last_layer_encoder
 from contrastive_curvature.apps.cli.readers import read_arrays
-from contrastive_curvature.apps.cli.saved import check_target, write_posterior
+from contrastive_curvature.apps.cli.saved import check_target, open_posterior, write_posterior
 from contrastive_curvature.apps.cli.sources import ArraySource, FeatureFolderSource, Loader, Source, shared_labels
 from contrastive_curvature.errors import expected
+from contrastive_curvature.io.pretrained import read_info
 from contrastive_curvature.io.pretrained.posterior import KNOWN_LOSSES
 from contrastive_curvature.losses import RowLoss
 from contrastive_curvature.losses.cosine import CosineLoss
@@ -51,7 +53,8 @@ def fit(
         known.prepare(made)
         calibration = Loader(known, options["batch_size"])
     la = _posterior(console, made, train, rows, calibration, options)
-    (labels,), _ = shared_labels(train)
+    (labels,), names = shared_labels(train)
+    made.classes = None if names is None else [_digest(name) for name in names]
     classes, count = len(np.unique(labels[rows])), 0 if calibration is None else len(calibration.dataset)
     usage = f"contrastive-curvature score {_name(out)} SOURCE --out scores.csv"
     about = {
@@ -75,6 +78,64 @@ def fit(
     calibrated = f"calibrated with {count} inputs" if count else "not calibrated"
     first = f"{out}: posterior of {values['weights']:,} weights from {len(rows):,} inputs of {classes:,} classes"
     console.result(values, f"{first}, {calibrated}")
+
+
+def update(
+    console: Console,
+    more: Source,
+    known: Source | None,
+    *,
+    folder: Path,
+    out: Path,
+    overwrite: bool,
+    prior_strength: float | None,
+    prior_precision: float | None,
+    batch_size: int,
+    **encoder: Any,
+) -> None:
+    """Add inputs to a saved posterior and write it; ``encoder`` has the options of :func:`.open_posterior`."""
+    check_target(out, overwrite=overwrite)
+    la, made = open_posterior(folder, **encoder, note=console.note)
+    for source in (more, known):
+        if source is not None:
+            source.prepare(made)
+    labels = _continued(more, made)
+    earlier = la.n_data
+    console.note(f"adding {len(more):,} inputs to {earlier:,}")
+    # In a random order: sources that are sorted by class would give batches of one class.
+    la.update(Loader(more, batch_size, labels=labels, seed=0), progress_bar=console.progress)
+    _choose_prior(la, prior_precision, prior_strength)
+    calibration = None if known is None else Loader(known, batch_size)
+    _calibrate(console, la, calibration)
+    if read_info(folder).match:
+        console.warn(f"{folder}: its MatchProbability belongs to the earlier posterior and is left out. Fit it again.")
+    about = {"fitted_on": f"`{_name(more.path)}`: {len(more)} inputs, added to {earlier} earlier ones"}
+    write_posterior(la, made, out, overwrite=overwrite, about=about)
+    count = 0 if known is None else len(known)
+    values = {"folder": str(out), "added": len(more), "inputs": int(la.n_data), "calibration_inputs": count}
+    calibrated = f"calibrated with {count} inputs" if count else "not calibrated"
+    console.result(values, f"{out}: posterior from {la.n_data:,} inputs, {len(more):,} of them new, {calibrated}")
+
+
+def _continued(more: Source, made: Encoder) -> NDArray[np.int64]:
+    """Return classes by the numbers that they have in the fit, new ones after them; ``made`` takes note of those."""
+    (labels,), names = shared_labels(more)
+    if made.classes is None:
+        if names is not None:
+            hint = "Class 3 is then class 3 of the fit, whatever its name."
+            raise BadInputError(expected(f"{more.path}", "the numbers that the classes have in the fit", "names", hint))
+        return labels
+    if names is None:
+        numbers, labels = np.unique(labels, return_inverse=True)
+        names = [str(number) for number in numbers]
+    digests, known = [_digest(name) for name in names], set(made.classes)
+    made.classes = [*made.classes, *(digest for digest in digests if digest not in known)]
+    place = {digest: number for number, digest in enumerate(made.classes)}
+    return np.array([place[digest] for digest in digests])[labels]
+
+
+def _digest(name: str) -> str:
+    return hashlib.blake2b(name.encode(), digest_size=12).hexdigest()
 
 
 def _made_loss(options: Mapping[str, Any]) -> CosineLoss:
@@ -179,24 +240,33 @@ def _posterior(
         subset_of_weights=options["weights"],
         backend_kwargs={"loss": options["made_loss"], **options["curvature"]},
         **({} if structure is None else {"hessian_structure": structure}),
-        **({} if precision is None else {"prior_precision": precision}),
     )
     console.note(f"fitting on {len(rows):,} inputs")
     (labels,), _ = shared_labels(train)
     # Candidates from the batch: sources that are sorted by class would give batches of one class.
     seed = options["seed"] if _takes_pairs_of_a_batch(options) else None
     la.fit(Loader(train, options["batch_size"], rows, labels, seed), progress_bar=console.progress)
+    _choose_prior(la, precision, strength)
+    _calibrate(console, la, calibration)
+    return la
+
+
+def _choose_prior(la: Any, precision: float | None, strength: float | None) -> None:
     if precision is None:
         la.optimize_prior_precision(**({} if strength is None else {"strength": strength}))
+    else:
+        la.prior_precision = precision
+
+
+def _calibrate(console: Console, la: Any, calibration: Loader | None) -> None:
     if calibration is None:
         console.warn(
             "no calibration data: score will have no novelty and no p-value. Give --calibrate SOURCE with inputs that "
-            "the encoder was not trained on, or --calibration-share 0.2."
+            "the encoder was not trained on, or to fit --calibration-share 0.2."
         )
-        return la
+        return
     console.note(f"calibrating with {len(calibration.dataset):,} inputs")
     la.calibrate(calibration, progress_bar=console.progress)
-    return la
 
 
 def _takes_pairs_of_a_batch(options: Mapping[str, Any]) -> bool:

@@ -31,13 +31,17 @@ from contrastive_curvature.network.given_features import FeatureSource
 
 
 class EncoderFile(Header):
-    """How the encoder of a saved posterior is made again."""
+    """How the encoder of a saved posterior is made again, and which classes it was fitted on.
+
+    Of names of classes, which may be those of persons, digests are kept.
+    """
 
     kind: ClassVar[str] = "encoder"
     described: ClassVar[str] = "the encoder that fit wrote"
     repaired_by: ClassVar[str] = "Copy the folder again, or fit again with --overwrite."
 
     spec: dict[str, Any]
+    classes: list[str] | None = None
 
 
 def check_target(folder: Path, *, overwrite: bool) -> None:
@@ -127,6 +131,8 @@ def open_posterior(
         weight, identity = weights["weight"], spec["identity"]
         found = last_layer_encoder(weight, weights["bias"], width=weight.shape[1], identity=identity, source=source)
     found.module.to(device).eval()
+    path = _encoder_file(folder, read_info(folder).posteriors[0].encoder)
+    found.classes = read_tensors(path, EncoderFile)[0].classes if path.exists() else None
     return load_pretrained(folder, encoder=found.module), found
 
 
@@ -141,7 +147,8 @@ def read_encoder(folder: Path) -> tuple[dict[str, Any] | None, dict[str, NDArray
 
 def _write_encoder(encoder: Encoder, folder: Path) -> None:
     weights = dict(encoder.module.named_parameters()) if encoder.width is not None else {}
-    write_tensors(_encoder_file(folder, encoder_digest(encoder.module)), EncoderFile(spec=dict(encoder.spec)), weights)
+    header = EncoderFile(spec=dict(encoder.spec), classes=encoder.classes)
+    write_tensors(_encoder_file(folder, encoder_digest(encoder.module)), header, weights)
 
 
 def _encoder_file(folder: Path, digest: str) -> Path:

@@ -88,8 +88,7 @@ def search(
                 part["label"] = [str(gallery.classes[hit]) for hit in hits]
             part["cosine"] = cosine[rows].flatten().numpy()
             if right is not None:
-                for name, values in (("match_probability", right[rows]), ("no_match", 1 - right[rows])):
-                    part[name] = [value if rank == 0 else None for value in values.numpy() for rank in range(k)]
+                part |= _of_best_hits(right[rows], k)
             yield {**part, "uncertainty": uncertainty[rows].repeat_interleave(k).numpy()}
 
     write_table(out, parts())
@@ -100,6 +99,81 @@ def search(
         values["more_likely_no_match"] = without
         line += f", {without:,} of them more likely without a match than with one"
     console.result(values, line)
+
+
+def search_index(
+    console: Console,
+    gallery: Source | None,
+    queries: Source,
+    *,
+    folder: Path,
+    index: Path,
+    out: Path,
+    k: int,
+    batch_size: int,
+    **encoder: Any,
+) -> None:
+    """Search an index, which is written first where there is a gallery, and write the hits."""
+    la, made = open_posterior(folder, **encoder, note=console.note)
+    about = read_info(folder)
+    queries.prepare(made)
+    if gallery is not None:
+        gallery.prepare(made)
+        _write_index(console, la, gallery, index, batch_size, about.posteriors[0].encoder)
+    store: Any = cc.LanceStore.open(index) if index.is_dir() else cc.FaissStore.load(index)
+    if getattr(store, "encoder", None) not in (None, about.posteriors[0].encoder):
+        wanted = f"an index of embeddings of the encoder of {folder}"
+        raise BadInputError(expected(f"--index {index}", wanted, "one of another encoder"))
+    if k > len(store):
+        raise BadInputError(expected("-k", f"at most {len(store)}, the number of points in {index}", f"{k}"))
+    match = load_match(folder) if about.match else None
+    without = 0
+
+    def parts() -> Iterator[Rows]:
+        nonlocal without
+        for number, (x,) in enumerate(Progress(console.progress).over(Loader(queries, batch_size), "[search]")):
+            asking = la(x)
+            found = store.search(asking, k)
+            ids = queries.ids[number * batch_size : (number + 1) * batch_size]
+            part: dict[str, Any] = {
+                "query": [query for query in ids for _ in range(k)],
+                "rank": [rank for _ in ids for rank in range(1, k + 1)],
+                "neighbour": [str(hit) for hit in found.ids.flatten().tolist()],
+            }
+            if "label" in found.payload:
+                part["label"] = [str(label) for label in found.payload["label"].flatten().tolist()]
+            part["cosine"] = found.cosine.flatten().cpu().numpy()
+            if match is not None:
+                right = found.match_probability(match).cpu()
+                part |= _of_best_hits(right, k)
+                without += int((right < 0.5).sum())
+            yield {**part, "uncertainty": asking.uncertainty.cpu().repeat_interleave(k).numpy()}
+
+    write_table(out, parts())
+    values: dict[str, Any] = {"file": str(out), "queries": len(queries), "gallery": len(store), "k": k}
+    line = f"{readable(str(out))}: {len(queries):,} queries in {len(store):,} points of {readable(str(index))}"
+    if match is not None:
+        values["more_likely_no_match"] = without
+        line += f", {without:,} of them more likely without a match than with one"
+    console.result(values, line)
+
+
+def _write_index(console: Console, la: Any, gallery: Source, path: Path, batch_size: int, encoder: str) -> None:
+    """Write a gallery as a FaissStore."""
+    store = cc.FaissStore()
+    store.encoder = encoder
+    for number, (x,) in enumerate(Progress(console.progress).over(Loader(gallery, batch_size), "[gallery]")):
+        store.add(gallery.ids[number * batch_size : (number + 1) * batch_size], la(x))
+    store.save(path)
+
+
+def _of_best_hits(right: Tensor, k: int) -> dict[str, list[Any]]:
+    """Return the columns of a probability (N,) that is of the first of k hits."""
+    columns = {"match_probability": right, "no_match": 1 - right}
+    return {
+        name: [value if rank == 0 else None for value in values.numpy() for rank in range(k)]
+        for name, values in columns.items()
+    }
 
 
 def _warn_of_itself(console: Console, name: str, mu: Tensor, nearest: Tensor) -> None:

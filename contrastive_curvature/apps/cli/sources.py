@@ -125,7 +125,7 @@ class ArraySource(Source):
 
 
 class FeatureFolderSource(Source):
-    """A folder that ``contrastive_curvature.features`` wrote."""
+    """A folder that ``contrastive_curvature.features``, or the command, wrote."""
 
     kind = "features"
     classes_are = "A feature folder has them as its targets, one whole number a point."
@@ -138,6 +138,8 @@ class FeatureFolderSource(Source):
         self.encoder_of = read_header(path).source
         targets = folder.targets.numpy()
         classes = targets if targets.ndim == 1 and targets.dtype.kind in "iu" else None
+        if folder.class_names is not None:
+            classes = np.array(folder.class_names)[targets]
         super().__init__(path, folder.identifiers, classes)
 
     def _check(self, encoder: Encoder) -> None:

@@ -38,6 +38,7 @@ class FeatureFolder:
         dtype: torch's type that the features are stored in.
         width: Number F of features of a point.
         last_layer_name: Name of the layer that takes them in.
+        class_names: Names of the classes that the targets number; ``None`` without.
 
     Raises:
         InputError: It is no feature folder, not complete, damaged, or has files of another size.
@@ -63,6 +64,7 @@ class FeatureFolder:
             raise UnsupportedError(msg)
         self._rows = range(self._header.points or 0)
         self.dtype: torch.dtype = getattr(torch, self._header.dtype)
+        self.class_names = self._header.class_names
         self.width, self.last_layer_name = self._header.source.width, self._header.source.last_layer
 
     def __len__(self) -> int:

@@ -29,6 +29,7 @@ class FeatureHeader(Header):
         target_shape: Shape of one target.
         identifiers: NumPy's name of their type: ``int64``, or ``S`` and the bytes of the longest text in UTF-8.
         rows_per_part: Number of points of every part but the last.
+        class_names: Names of the classes that the targets number; ``None`` without.
         points: Number N of points; ``None`` until all have been seen once.
         parts: Checksum of every part, ``None`` for one that is not there.
     """
@@ -45,6 +46,7 @@ class FeatureHeader(Header):
     target_shape: tuple[int, ...]
     identifiers: str
     rows_per_part: int
+    class_names: tuple[str, ...] | None = None
     points: int | None = None
     parts: tuple[str | None, ...] = ()
 

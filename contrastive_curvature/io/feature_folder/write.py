@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature import validate
 from contrastive_curvature.artifact import ArtifactFolder
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.io.feature_folder.columns import check_identifiers, decode, encode, target_type
 from contrastive_curvature.io.feature_folder.folder import FeatureFolder
 from contrastive_curvature.io.feature_folder.header import FORMATS, PRECISIONS, FeatureHeader
@@ -48,6 +48,7 @@ def features(
     last_layer_name: str | None = None,
     label_key: str = "labels",
     rows_per_part: int | None = None,
+    class_names: Sequence[str] | None = None,
     progress_bar: bool | None = None,
 ) -> FeatureFolder:
     """Write what the last linear layer of an encoder takes in, with targets and identifiers, into a folder.
@@ -72,6 +73,7 @@ def features(
         label_key: Where batches that are mappings keep the targets; ``dict_key_y`` of laplace-torch.
         rows_per_part: Points of one part, which is written, checked and lost as a whole; ``None`` for 64 MiB of
             features.
+        class_names: Names of the classes 0, 1, ... that the targets number, for the command line, which compares names.
         progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
 
     Returns:
@@ -91,6 +93,7 @@ def features(
         validate.count("rows_per_part", rows_per_part)
     if progress_bar is not None:
         validate.flag("progress_bar", progress_bar)
+    names = None if class_names is None else _check_names(class_names)
     numbers = None if identifiers is None else check_identifiers(identifiers)
     kind = f"S{numbers.itemsize}" if numbers is not None and numbers.dtype.kind == "S" else "int64"
     check_loader(loader, "loader", once=True)
@@ -109,6 +112,7 @@ def features(
         "identifiers": kind,
         "rows_per_part": rows_per_part,
         "last_layer_name": last_layer_name,
+        "class_names": names,
     }
     with folder.locked(wait=False), evaluation_mode(encoder), torch.no_grad():
         header = folder.read() if folder.exists else None
@@ -131,18 +135,33 @@ def features(
                 target_type=target_type(y),
                 target_shape=tuple(y.shape[1:]),
                 identifiers=kind,
+                class_names=names,
                 rows_per_part=rows_per_part or max(1, _PART_BYTES // (source.width * getattr(torch, dtype).itemsize)),
             )
         writer = _Writer(folder, header, analysed, numbers)
         # Of a folder that is complete, the first batch alone is compared.
         complete = writer.header.complete and writer.header.points == n
         for x, y in itertools.chain([first], batches):
+            if names is not None and not _numbers_classes(y, len(names)):
+                wanted = f"targets that are whole numbers from 0 to {len(names) - 1}, one a point, as class_names has"
+                raise InputError(expected("loader", wanted, f"{y.dtype}, shape {tuple(y.shape)}, up to {y.max()}"))
             writer.add(x, y)
             if complete:
                 break
         else:
             writer.finish()
     return FeatureFolder(folder.path)
+
+
+def _check_names(names: object) -> tuple[str, ...]:
+    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
+        raise InputTypeError(expected("class_names", "a list of texts", f"a {type(names).__name__}"))
+    return tuple(names)
+
+
+def _numbers_classes(y: Tensor, count: int) -> bool:
+    whole = y.ndim == 1 and not y.is_floating_point() and not y.is_complex()
+    return whole and int(y.min()) >= 0 and int(y.max()) < count
 
 
 def _check_same(

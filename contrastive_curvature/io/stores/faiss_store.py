@@ -30,6 +30,7 @@ class _File(Header):
     repaired_by: ClassVar[str] = "Copy it again, or build the store anew."
 
     index: str
+    encoder: str | None = None
 
 
 class FaissStore(VectorStore):
@@ -49,6 +50,9 @@ class FaissStore(VectorStore):
     Where a filter lets few pass, the effort is raised by as much, or all that pass are compared if that is faster.
     :meth:`delete` works on a ``"flat"`` index only.
 
+    Attributes:
+        encoder: Digest of the encoder of the embeddings, saved with them; the command line sets and compares it.
+
     Raises:
         UnsupportedError: faiss is not installed.
     """
@@ -61,6 +65,7 @@ class FaissStore(VectorStore):
 
     def __init__(self) -> None:
         self._faiss = validate.package("FaissStore", "faiss", "faiss")
+        self.encoder: str | None = None
         self._kind = "flat"
         self._index: Any = None
         # The rows of the index, in its order; the vectors are in the index alone.
@@ -100,7 +105,11 @@ class FaissStore(VectorStore):
             arrays["vector"] = self._vectors()
         else:
             arrays["index"] = self._faiss.serialize_index(self._index)
-        write_tensors(path, _File(index=self._kind), {name: torch.from_numpy(array) for name, array in arrays.items()})
+        write_tensors(
+            path,
+            _File(index=self._kind, encoder=self.encoder),
+            {name: torch.from_numpy(array) for name, array in arrays.items()},
+        )
 
     @classmethod
     def load(cls, path: Path | str) -> Self:
@@ -121,7 +130,7 @@ class FaissStore(VectorStore):
         arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
         if arrays["id"].dtype == np.uint8:
             arrays["id"] = np.array(json.loads(arrays["id"].tobytes()), dtype=object)
-        out._kind = header.index
+        out._kind, out.encoder = header.index, header.encoder
         if out._kind == "flat":
             out._index = out._build("flat", arrays.pop("vector"))
         else:
