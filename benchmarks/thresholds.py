@@ -1,0 +1,257 @@
+"""The error that a threshold was asked for beside the one observed, on every encoder of ``benchmarks.transfer``.
+
+Each decision is fitted on one part of the test inputs and judged on another, over many random splits: by class where
+training has not seen the classes (``*``), so that no person has a part in both; else by input.
+
+    python -m benchmarks.thresholds --cache FOLDER [--only NAME ...]
+
+A further decision is one function in :data:`DECISIONS`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.nn.functional import normalize
+
+import contrastive_curvature as cc
+from benchmarks.machine import Case, describe, machine_line, options, table, write_results
+from benchmarks.transfer.feature_file import FeatureFile, Pairs, load_features
+from benchmarks.transfer.figures import retrieve
+from benchmarks.transfer.fitted import DEFAULT, Fitted
+
+SPLITS = 100
+FALSE_MATCH_RATES = (0.01, 0.001)
+CONFIDENCE = 0.9
+_BATCH = 500
+
+Rows = NDArray[np.int64]
+
+
+class Found(NamedTuple):
+    """One decision on one encoder.
+
+    Args:
+        asked: Error.
+        observed: Mean over the splits, on what did not fit.
+        above: Share of the splits with an observed error above the one asked for.
+        use: What is left: the share of queries answered, of pairs of one class missed. Its name stands in the table.
+        refused: Share of the splits whose fit was refused.
+    """
+
+    asked: float
+    observed: float
+    above: float
+    use: float
+    refused: float = 0.0
+
+
+class Encoder:
+    """An encoder's test inputs, and splits of them."""
+
+    def __init__(self, content: FeatureFile) -> None:
+        self.content = content
+        self.labels = content.test_labels
+        self.unseen = not set(self.labels.tolist()) & set(content.train_labels.tolist())
+
+    @cached_property
+    def uncertainty(self) -> NDArray[Any]:
+        """Of each test input, from the posterior that the library takes when nobody asks for one."""
+        fitted = Fitted(self.content)
+        return fitted.answers(DEFAULT, fitted.test)["uncertainty"].numpy()
+
+    @cached_property
+    def right(self) -> NDArray[Any]:
+        """Whether each test input's nearest other test input is of its class; NaN without another one of it."""
+        outputs = torch.from_numpy(self.content.outputs(self.content.test_features))
+        return retrieve(outputs, torch.from_numpy(self.labels)).right.numpy()
+
+    def halves(self, rows: Rows) -> Iterator[tuple[Rows, Rows]]:
+        """Random halves of rows of the test inputs, by class where training has not seen the classes."""
+        rng = np.random.default_rng(0)
+        units = self.labels[rows] if self.unseen else np.arange(len(rows))
+        every = np.unique(units)
+        for _ in range(SPLITS):
+            first = np.isin(units, rng.permutation(every)[: len(every) // 2])
+            yield rows[first], rows[~first]
+
+
+def wrong_answers(encoder: Encoder) -> dict[str, Found]:
+    """``RetrievalThreshold`` on the uncertainty, asked for half of the encoder's error."""
+    rows = np.flatnonzero(~np.isnan(encoder.right))
+    right, score = encoder.right == 1, encoder.uncertainty
+    risk = float(f"{max(0.5 * (~right[rows]).mean(), 0.005):.2g}")
+    out = {}
+    for among in ("answered", "all"):
+        observed, use, refused = [], [], 0
+        for fit, judge in encoder.halves(rows):
+            try:
+                limit = cc.RetrievalThreshold(risk, among, CONFIDENCE).fit(score[fit], right[fit])  # type: ignore[arg-type]
+            except cc.InputError:
+                refused += 1
+                observed.append(0.0)
+                use.append(0.0)
+                continue
+            accepted = limit.accept(score[judge])
+            of = max(int(accepted.sum()), 1) if among == "answered" else len(judge)
+            observed.append(float((accepted & ~right[judge]).sum() / of))
+            use.append(float(accepted.mean()))
+        out[f"wrong among {among}"] = _found(risk, observed, use, refused)
+    return out
+
+
+def same_or_not(encoder: Encoder) -> dict[str, Found]:
+    """``MatchThreshold`` on the cosine of all pairs among the inputs of a half."""
+    outputs = encoder.content.outputs(encoder.content.test_features)
+    mu = normalize(torch.from_numpy(outputs), dim=1).numpy()
+
+    def pairs(rows: Rows) -> tuple[NDArray[Any], NDArray[Any]]:
+        left, right = np.triu_indices(len(rows), 1)
+        return (mu[rows] @ mu[rows].T)[left, right], encoder.labels[rows][left] == encoder.labels[rows][right]
+
+    every = np.arange(len(mu))
+    if len(every) > 1000:
+        every = np.sort(np.random.default_rng(0).permutation(every)[:1000])
+    splits = [(pairs(fit), pairs(judge)) for fit, judge in encoder.halves(every)]
+    return {f"FMR {rate:g}, cosine": _matches(rate, splits) for rate in FALSE_MATCH_RATES}
+
+
+def listed_pairs(encoder: Encoder) -> dict[str, Found]:
+    """``MatchThreshold`` on the file's own pairs (LFW): the cosine, and P(match) of a posterior without these people.
+
+    Of ten folds, whose people are disjoint, three fit P(match), four the threshold, and three judge.
+    """
+    listed = encoder.content.pairs
+    if listed is None:
+        return {}
+    left, right = _embeddings(encoder.content, listed)
+    cosine = (left.mu * right.mu).sum(1).numpy()
+    same = torch.from_numpy(listed.same)
+    splits: dict[str, list[Any]] = {"cosine": [], "P(match)": []}
+    rng = np.random.default_rng(0)
+    for _ in range(SPLITS):
+        order = rng.permutation(np.unique(listed.fold))
+        first, fit, judge = (np.flatnonzero(np.isin(listed.fold, part)) for part in (order[:3], order[3:7], order[7:]))
+        rows = torch.from_numpy(first)
+        match = cc.MatchProbability().fit_pairs(left[rows], right[rows], same[rows])
+        for name, score in (("cosine", cosine), ("P(match)", match.same(left, right).numpy())):
+            splits[name].append([(score[part], listed.same[part]) for part in (fit, judge)])
+    return {
+        f"LFW's pairs, FMR {rate:g}, {name}": _matches(rate, some)
+        for rate in FALSE_MATCH_RATES
+        for name, some in splits.items()
+    }
+
+
+DECISIONS: tuple[Callable[[Encoder], dict[str, Found]], ...] = (wrong_answers, same_or_not, listed_pairs)
+"""Each gives the decisions that it tried on an encoder, by name."""
+
+
+def _matches(rate: float, splits: Sequence[Any]) -> Found:
+    observed, missed = [], []
+    for (scores, same), (new, so) in splits:
+        decided = cc.MatchThreshold(rate).fit(scores, same).same(new)
+        observed.append(float(decided[~so].mean()))
+        missed.append(float((~decided[so]).mean()))
+    return _found(rate, observed, missed)
+
+
+def _found(asked: float, observed: list[float], use: list[float], refused: int = 0) -> Found:
+    above = float(np.mean([one > asked for one in observed]))
+    return Found(asked, float(np.mean(observed)), above, float(np.mean(use)), refused / len(observed))
+
+
+def _embeddings(content: FeatureFile, listed: Pairs) -> tuple[cc.EmbeddingDistribution, cc.EmbeddingDistribution]:
+    """Both ends of the listed pairs, from a posterior that has seen nobody in them."""
+    assert listed.features is not None
+    seen = {row.tobytes() for row in listed.features}
+    people = {
+        label for row, label in zip(content.train_features, content.train_labels, strict=True) if row.tobytes() in seen
+    }
+    others = ~np.isin(content.train_labels, list(people))
+    without = replace(content, train_features=content.train_features[others], train_labels=content.train_labels[others])
+    la = Fitted(without).posterior(DEFAULT)
+    with torch.no_grad():
+        left, right = (la(torch.from_numpy(listed.features[rows])) for rows in (listed.left, listed.right))
+    return left, right
+
+
+def judge(content: FeatureFile) -> dict[str, Any]:
+    """All decisions on one feature file, as plain numbers."""
+    encoder = Encoder(content)
+    found = {name: one._asdict() for decide in DECISIONS for name, one in decide(encoder).items()}
+    return {"unseen_classes": encoder.unseen, "decisions": found}
+
+
+def render(results: Case) -> str:
+    """One table, a line for each encoder; decisions that some encoders have no data for stand below."""
+    encoders = results["encoders"]
+    every = list(dict.fromkeys(name for one in encoders.values() for name in one["decisions"]))
+    wide = [name for name in every if all(name in one["decisions"] for one in encoders.values())]
+    rows = [
+        [f"{name}{'*' if one['unseen_classes'] else ''}", *(_cell(one["decisions"][decision]) for decision in wide)]
+        for name, one in encoders.items()
+    ]
+    alone = [
+        [name, decision, _cell(found)]
+        for name, one in encoders.items()
+        for decision, found in one["decisions"].items()
+        if decision not in wide
+    ]
+    below = ["", table(["encoder", "decision", "result"], alone)] if alone else []
+    return "\n".join(
+        [
+            "# Asked and observed errors of thresholds",
+            "",
+            f"`python -m benchmarks.thresholds`, {machine_line(results['machine'])}; {SPLITS} splits of the test",
+            "inputs, by class where training has not seen the classes (`*`), else by input.",
+            "",
+            "Each cell: error asked for / observed on average (share of splits above the one asked for: a half, by chance,",
+            "where an error holds on average); after the semicolon the share of queries answered, or of pairs of one class",
+            "missed. Wrong answers: half of the encoder's error is asked for; among the answered with a confidence of",
+            f"{CONFIDENCE:g}.",
+            "",
+            table(["encoder", *wide], rows),
+            *below,
+            "",
+        ]
+    )
+
+
+def _cell(found: Case) -> str:
+    asked, observed, above, use, refused = (found[name] for name in Found._fields)
+    note = f"; {refused:.0%} refused" if refused else ""
+    return f"{asked:.2g} / {observed:.2g} ({above:.0%}); {use:.1%}{note}"
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Judge every feature file of a folder, and write what there is after each of them."""
+    parser = options(__doc__)
+    parser.add_argument("--cache", type=Path, default=Path("runs/transfer"), help="folder with the feature files")
+    parser.add_argument(
+        "--only", nargs="+", metavar="NAME", help="feature files (default: all); other results are kept"
+    )
+    given = parser.parse_args(arguments)
+    names = given.only or sorted(path.stem for path in given.cache.glob("*.npz"))
+    if not names:
+        parser.error(f"--cache: no feature file in {given.cache}; python -m benchmarks.transfer makes them")
+    before = given.out / "thresholds.json"
+    found = json.loads(before.read_text(encoding="utf-8"))["encoders"] if given.only and before.exists() else {}
+    results = {"machine": describe(), "splits": SPLITS}
+    for name in names:
+        found[name] = judge(load_features(given.cache / f"{name}.npz"))
+        results["encoders"] = dict(sorted(found.items()))
+        write_results(given.out, "thresholds", results, render(results), show=False)
+    print(render(results))
+
+
+if __name__ == "__main__":
+    main()
