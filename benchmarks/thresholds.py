@@ -41,14 +41,14 @@ class Found(NamedTuple):
 
     Args:
         asked: Error.
-        observed: Mean over the splits, on what did not fit.
+        observed: Mean over the splits, on what did not fit; ``None`` where every fit was refused.
         above: Share of the splits with an observed error above the one asked for.
-        use: What is left: the share of queries answered, of pairs of one class missed. Its name stands in the table.
+        use: Mean share of queries answered (none where the fit was refused), or of pairs of one class missed.
         refused: Share of the splits whose fit was refused.
     """
 
     asked: float
-    observed: float
+    observed: float | None
     above: float
     use: float
     refused: float = 0.0
@@ -97,7 +97,6 @@ def wrong_answers(encoder: Encoder) -> dict[str, Found]:
                 limit = cc.RetrievalThreshold(risk, among, CONFIDENCE).fit(score[fit], right[fit])  # type: ignore[arg-type]
             except cc.InputError:
                 refused += 1
-                observed.append(0.0)
                 use.append(0.0)
                 continue
             accepted = limit.accept(score[judge])
@@ -165,8 +164,8 @@ def _matches(rate: float, splits: Sequence[Any]) -> Found:
 
 
 def _found(asked: float, observed: list[float], use: list[float], refused: int = 0) -> Found:
-    above = float(np.mean([one > asked for one in observed]))
-    return Found(asked, float(np.mean(observed)), above, float(np.mean(use)), refused / len(observed))
+    above = sum(one > asked for one in observed) / len(use)
+    return Found(asked, float(np.mean(observed)) if observed else None, above, float(np.mean(use)), refused / len(use))
 
 
 def _embeddings(content: FeatureFile, listed: Pairs) -> tuple[cc.EmbeddingDistribution, cc.EmbeddingDistribution]:
@@ -214,9 +213,10 @@ def render(results: Case) -> str:
             f"`python -m benchmarks.thresholds`, {machine_line(results['machine'])}; {SPLITS} splits of the test",
             "inputs, by class where training has not seen the classes (`*`), else by input.",
             "",
-            "Each cell: error asked for / observed on average (share of splits above the one asked for: a half, by chance,",
-            "where an error holds on average); after the semicolon the share of queries answered, or of pairs of one class",
-            "missed. Wrong answers: half of the encoder's error is asked for; among the answered with a confidence of",
+            "Each cell: error asked for / observed on average (share of splits above the one asked for: a half, by",
+            "chance, where an error holds on average); after the semicolon the share of queries answered, or of pairs",
+            "of one class missed. Wrong answers: half of the encoder's error is asked for; among the answered with a",
+            "confidence of",
             f"{CONFIDENCE:g}.",
             "",
             table(["encoder", *wide], rows),
@@ -228,6 +228,8 @@ def render(results: Case) -> str:
 
 def _cell(found: Case) -> str:
     asked, observed, above, use, refused = (found[name] for name in Found._fields)
+    if observed is None:
+        return f"{asked:.2g}; all refused"
     note = f"; {refused:.0%} refused" if refused else ""
     return f"{asked:.2g} / {observed:.2g} ({above:.0%}); {use:.1%}{note}"
 

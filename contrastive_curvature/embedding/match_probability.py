@@ -108,12 +108,15 @@ class MatchProbability:
         self._fitted["pairs"] = (fitted, dim)
         return self
 
-    def same(self, a: _Embeddings, b: _Embeddings) -> Tensor:
+    def same(self, a: _Embeddings, b: _Embeddings, prevalence: float | None = None) -> Tensor:
         """Return the probability that row i of ``a`` and row i of ``b`` belong to one class.
 
         Args:
             a: N embeddings.
             b: N embeddings. Exchanging ``a`` and ``b`` changes nothing.
+            prevalence: Share of pairs of one class among such pairs, in (0, 1), where it is not that of the fit. It
+                moves the logit by ``logit(prevalence) - logit(prevalence of the fit)``: exact where both kinds of
+                pairs are as in the fit and only their shares differ (Saerens et al., 2002).
 
         Returns:
             Probabilities, shape (N,), of the dtype of the embeddings (float32 for half precision).
@@ -121,12 +124,14 @@ class MatchProbability:
         Raises:
             NotFittedError: Before :meth:`fit_pairs`.
             InputTypeError: An argument has a wrong type.
-            InputError: Shapes, dimensions or devices disagree, or the fit was in another dimension.
+            InputError: Shapes, dimensions or devices disagree, the fit was in another dimension, or ``prevalence`` is
+                not in (0, 1).
         """
         regression, dim = self._need("pairs", "fit_pairs(a, b, same)")
+        share = None if prevalence is None else validate.fraction("prevalence", prevalence)
         features, now = self._pairs(a, b)
         _check_dim("a, b", now, dim)
-        return regression(features).to(_result_dtype(a))
+        return regression(features, share).to(_result_dtype(a))
 
     def fit_retrieval(
         self,
@@ -172,12 +177,16 @@ class MatchProbability:
         self._fitted["retrieval"], self._gallery_size = (fitted, asking.mu.shape[1]), size
         return self
 
-    def nearest(self, queries: _Embeddings, gallery: _Embeddings | None = None) -> NearestMatch:
+    def nearest(
+        self, queries: _Embeddings, gallery: _Embeddings | None = None, prevalence: float | None = None
+    ) -> NearestMatch:
         """Find the nearest neighbour of every query by cosine, and the probability that it is of the query's class.
 
         Args:
             queries: N embeddings.
             gallery: Embeddings that are searched. ``None`` searches the other queries.
+            prevalence: Share of such queries whose nearest neighbour is of their class, in (0, 1), where it is not
+                that of the fit; as in :meth:`same`.
 
         Returns:
             The neighbours' positions, ``right`` and ``no_match = 1 - right``, each of shape (N,). Compare ``no_match``
@@ -186,16 +195,17 @@ class MatchProbability:
         Raises:
             NotFittedError: Before :meth:`fit_retrieval`.
             InputTypeError: An argument has a wrong type.
-            InputError: The gallery has fewer than two points, dimensions or devices disagree, or the fit was in another
-                dimension.
+            InputError: The gallery has fewer than two points, dimensions or devices disagree, the fit was in another
+                dimension, or ``prevalence`` is not in (0, 1).
 
         Warns:
             UserWarning: The gallery is less than half or more than twice as large as the one of the fit. The nearest of
                 more points is nearer, whether right or wrong.
         """
         self._need("retrieval", "fit_retrieval(queries, labels, gallery, gallery_labels)")
+        share = None if prevalence is None else validate.fraction("prevalence", prevalence)
         asking, found, index, size = self._search(queries, gallery)
-        return NearestMatch(index, self._right(asking, found, size, "gallery").to(_result_dtype(queries)))
+        return NearestMatch(index, self._right(asking, found, size, "gallery", share).to(_result_dtype(queries)))
 
     def hits(self, queries: _Embeddings, hits: _Embeddings, *, gallery_size: int) -> Tensor:
         """Probability that given best hits are right, as :meth:`nearest` gives it: for searches done elsewhere.
@@ -224,14 +234,14 @@ class MatchProbability:
             raise InputError(expected("hits", f"{len(asking)} embeddings, one for each query", len(found)))
         return self._right(asking, found, gallery_size, "gallery_size").to(_result_dtype(queries))
 
-    def _right(self, asking: Side, found: Side, size: int, argument: str) -> Tensor:
+    def _right(self, asking: Side, found: Side, size: int, argument: str, prevalence: float | None = None) -> Tensor:
         """Return the probability that the nearest points of queries, found among ``size``, are right."""
         regression, dim = self._need("retrieval", "fit_retrieval(queries, labels, gallery, gallery_labels)")
         _check_dim("queries", asking.mu.shape[1], dim)
         if not self._gallery_size <= 2 * size <= 4 * self._gallery_size:
             fitted = f"the probabilities were fitted with {self._gallery_size} points to search, {size} were searched"
             warnings.warn(f"{argument}: {fitted}. Fit again with a gallery of about this size.", stacklevel=3)
-        return regression(pair_features(asking, found, symmetric=False))
+        return regression(pair_features(asking, found, symmetric=False), prevalence)
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that was fitted: tensors, numbers and strings, for ``torch.save``."""

@@ -32,6 +32,7 @@ class Regression:
         bias: Shape ().
         knots: Logits at which the isotonic curve bends, increasing, shape (K,); empty for the logistic curve.
         levels: Probabilities there, shape (K,).
+        prevalence: Share of positive outcomes in the fit, shape (); NaN in states saved by version 0.2.0.
     """
 
     shift: Tensor
@@ -42,6 +43,7 @@ class Regression:
     bias: Tensor
     knots: Tensor
     levels: Tensor
+    prevalence: Tensor
 
     @classmethod
     def fit(cls, features: Tensor, positive: Tensor, *, isotonic: bool, argument: str, kinds: str) -> Regression:
@@ -78,7 +80,8 @@ class Regression:
         low[0], high[0] = -torch.inf, torch.inf
         none = torch.zeros(0, dtype=torch.float64)
         bias = torch.tensor(float(model.intercept_[0]), dtype=torch.float64)
-        plain = cls(shift, scale, low, high, weight, bias, none, none)
+        prevalence = torch.tensor(n_positive / len(positive), dtype=torch.float64)
+        plain = cls(shift, scale, low, high, weight, bias, none, none, prevalence)
         if not isotonic:
             return plain
         from sklearn.isotonic import IsotonicRegression
@@ -87,7 +90,7 @@ class Regression:
         edge = 1 / (len(y) + 2)
         curve = IsotonicRegression(y_min=edge, y_max=1 - edge).fit(plain.logit(x).numpy(), y)
         knots, levels = (torch.from_numpy(v).double() for v in (curve.X_thresholds_, curve.y_thresholds_))
-        return cls(shift, scale, low, high, weight, bias, knots, levels)
+        return cls(shift, scale, low, high, weight, bias, knots, levels, prevalence)
 
     def logit(self, features: Tensor) -> Tensor:
         """Return logits (N,), float64, of features (N, F)."""
@@ -98,8 +101,18 @@ class Regression:
         slope = weight[0] + weight[n_features:].sum() * x[:, min(1, n_features - 1)]
         return slope.clamp(min=0) * x[:, 0] + x[:, 1:] @ weight[1:n_features] + self.bias.to(device)
 
-    def __call__(self, features: Tensor) -> Tensor:
-        """Return probabilities (N,), float64, of features (N, F)."""
+    def __call__(self, features: Tensor, prevalence: float | None = None) -> Tensor:
+        """Return probabilities (N,), float64, of features (N, F), where positive outcomes have another prevalence."""
+        if prevalence is None:
+            return self._fitted(features)
+        if bool(self.prevalence.isnan()):
+            wanted = "a fit that knows its own prevalence"
+            raise InputError(expected("prevalence", wanted, "one saved by version 0.2.0", "Fit it again."))
+        moved = torch.tensor(prevalence, dtype=torch.float64).logit() - self.prevalence.logit()
+        return (self._fitted(features).logit() + moved.to(features.device)).sigmoid()
+
+    def _fitted(self, features: Tensor) -> Tensor:
+        """Return probabilities (N,) at the prevalence of the fit."""
         logit = self.logit(features)
         if not len(self.knots):
             return logit.sigmoid()
@@ -120,12 +133,16 @@ class Regression:
         """Rebuild from :meth:`state`, with keys that begin with ``prefix``; raise for other dtypes, shapes and NaN."""
         knots = state.get(f"{prefix}knots")
         curve = (len(knots),) if isinstance(knots, Tensor) and knots.ndim else ()
-        shapes = {"bias": (), "knots": curve, "levels": curve, "weight": (n_features + (n_features > 1),)}
+        shapes = {"bias": (), "prevalence": (), "knots": curve, "levels": curve}
+        shapes["weight"] = (n_features + (n_features > 1),)
+        unknown = torch.tensor(torch.nan, dtype=torch.float64)
+        state = {f"{prefix}prevalence": unknown, **state}
         parts = {}
         for field in fields(cls):
             value, shape = state.get(prefix + field.name), shapes.get(field.name, (n_features,))
             kind = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-            if not isinstance(value, Tensor) or kind != (torch.float64, shape) or bool(value.isnan().any()):
+            missing = isinstance(value, Tensor) and field.name != "prevalence" and bool(value.isnan().any())
+            if not isinstance(value, Tensor) or kind != (torch.float64, shape) or missing:
                 wanted = f"a float64 tensor of shape {shape} without NaN"
                 raise InputError(expected(f"state_dict[{prefix + field.name!r}]", wanted, str(kind)))
             parts[field.name] = value.detach().cpu().clone()

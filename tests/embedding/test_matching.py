@@ -366,6 +366,39 @@ def test_saved_and_loaded(use, curve):
             match.load_state_dict({**match.state_dict(), **other})
 
 
+@each("curve", ["logistic", "isotonic"])
+def test_another_share_of_matches(curve):
+    """Bayes' rule: where a fiftieth of the pairs match, as many are expected, and the Brier score falls."""
+    match, test = MatchProbability(curve=curve).fit_pairs(*noisy_pairs(2000, 0)), noisy_pairs(40_000, 1)
+    matches, others = test.same.nonzero()[:400, 0], (~test.same).nonzero()[:19_600, 0]
+    rows = torch.cat([matches, others])
+    a, b, same = test.a[rows], test.b[rows], test.same[rows].double()
+    fitted, moved = match.same(a, b), match.same(a, b, prevalence=0.02)
+    share = noisy_pairs(2000, 0).same.double().mean()
+    odds = (fitted / (1 - fitted)) * (0.02 / 0.98) / (share / (1 - share))
+    torch.testing.assert_close(moved, odds / (1 + odds))
+    assert 0.014 < moved.mean() < 0.026  # 0.02, up to the model's own error
+    assert fitted.mean() > 0.1
+    assert (moved - same).square().mean() < 0.5 * (fitted - same).square().mean()
+    unchanged = match.same(a, b, prevalence=float(share))
+    torch.testing.assert_close(unchanged, fitted)
+
+
+def test_the_share_of_right_neighbours_and_states_without_one():
+    search = noisy_search(400, 0)
+    match = MatchProbability().fit_retrieval(*search)
+    right = match.nearest(*search[::2]).right
+    rare = match.nearest(*search[::2], prevalence=0.1).right
+    assert rare.mean() < right.mean()
+    with pytest.raises(InputError, match="prevalence"):
+        match.nearest(*search[::2], prevalence=1.0)
+    state = {name: value for name, value in match.state_dict().items() if name != "retrieval.prevalence"}
+    match.load_state_dict(state)  # as version 0.2.0 saved it
+    assert torch.equal(match.nearest(*search[::2]).right, right)
+    with pytest.raises(InputError, match=r"prevalence.*0\.2\.0.*Fit it again"):
+        match.nearest(*search[::2], prevalence=0.1)
+
+
 @each(
     "key, value",
     [
