@@ -1,6 +1,7 @@
 from . import metrics, vmf
 from . import testing as testing
 from .apps import report
+from .apps.estimator import ContrastiveEmbedder
 from .decisions.drift import DriftMonitor
 from .decisions.match import MatchThreshold
 from .decisions.retrieval import RetrievalThreshold
@@ -93,6 +94,7 @@ __all__ = [
     # encoders from elsewhere
     "EncoderOutput",
     "with_last_layer",
+    "ContrastiveEmbedder",
     # what the last layer takes in, on disk
     "features",
     "FeatureFolder",

@@ -179,6 +179,10 @@ def _updated(**given: Any) -> Any:
     return _described(la(data()[0]))
 
 
+def _embedded(X: Any, y: Any, **given: Any) -> Any:
+    return torch.from_numpy(cc.ContrastiveEmbedder(**given).fit(X, y).transform(data()[0]))
+
+
 def _table(**given: Any) -> Any:
     return torch.from_numpy(posterior()(data()[0]).to_pandas(**given).to_numpy())
 
@@ -297,6 +301,11 @@ def _calls() -> dict[str, Call]:
             {"data": x, "batch_size": 5, "on_invalid": "error", "progress_bar": False},
         ),
         "update": (_updated, {"loader": loader, "progress_bar": False}),
+        "ContrastiveEmbedder": (
+            _embedded,
+            {"X": x, "y": labels, "encoder": None, "loss": None, "dim": 3, "hidden": 4, "epochs": 2}
+            | {"learning_rate": 0.01, "batch_size": 8, "random_state": 0},
+        ),
         "OnlineLaplace": (
             _online,
             {"x": x, "labels": labels, "probe": x, "n_data": N, "loss": None, "miner": None, "curvature_miner": None}
