@@ -3,6 +3,7 @@ from . import testing as testing
 from .apps import report
 from .apps.estimator import ContrastiveEmbedder
 from .decisions.drift import DriftMonitor
+from .decisions.false_discoveries import select_unknown
 from .decisions.match import MatchThreshold
 from .decisions.retrieval import RetrievalThreshold
 from .embedding.distribution import EmbeddingDistribution
@@ -112,6 +113,7 @@ __all__ = [
     "MatchThreshold",
     "RetrievalThreshold",
     "DriftMonitor",
+    "select_unknown",
     # a corpus in a vector store
     "stores",
     "FaissStore",

@@ -295,7 +295,6 @@ def _calls() -> dict[str, Call]:
             _tuned,
             {"method": "marglik", "n_steps": 2, "lr": 0.1} | {"init_prior_prec": 1.0},
         ),
-        "calibrate": (_calibrated, {"x": x, "loader": [x + 1], "alpha": 0.1, "progress_bar": False}),
         "predict": (
             lambda **given: _described(posterior().predict(**given)),
             {"data": x, "batch_size": 5, "on_invalid": "error", "progress_bar": False},
@@ -306,6 +305,11 @@ def _calls() -> dict[str, Call]:
             {"X": x, "y": labels, "encoder": None, "loss": None, "dim": 3, "hidden": 4, "epochs": 2}
             | {"learning_rate": 0.01, "batch_size": 8, "random_state": 0},
         ),
+        "calibrate": (
+            _calibrated,
+            {"x": x, "loader": [x + 1], "alpha": 0.1, "progress_bar": False, "score": "uncertainty", "by_class": False},
+        ),
+        "select_unknown": (cc.select_unknown, {"p_values": (torch.arange(N) + 1) / (2 * N), "fdr": 0.3}),
         "OnlineLaplace": (
             _online,
             {"x": x, "labels": labels, "probe": x, "n_data": N, "loss": None, "miner": None, "curvature_miner": None}

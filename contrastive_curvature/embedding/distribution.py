@@ -421,6 +421,10 @@ class EmbeddingDistribution:
         wide = {name: c.detach().cpu().to(torch.promote_types(c.dtype, torch.float32)) for name, c in columns.items()}
         return pd.DataFrame({name: column.numpy() for name, column in wide.items()})
 
+    def compared_with_none(self) -> Self:
+        """Return the same distribution, which cannot be asked about known inputs."""
+        return self._changed(self.raw_mean, self.spread, None)
+
     def _asked(self, question: str) -> Judge:
         if self._judge is None:
             msg = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
 _WITH_FEATURES = ("log V/|phi|", "log V/|phi|^2", "-log n")
 _WITHOUT = ("log V", "log V/n^2", "-log n")
 """Names of the components."""
+
+NOVELTY, UNCERTAINTY = "novelty", "uncertainty"
+"""Scores that p-values can be of by their name."""
 
 BELOW = 0.5
 """Weight of the first component below its median, relative to that above. Measured: ``docs/defaults.md``."""
@@ -45,11 +49,14 @@ class OptimisticPValueWarning(UserWarning):
     """A p-value is relative to inputs that the encoder was trained on, so it is too small for other known inputs."""
 
 
-def statistic_name(with_features: bool) -> str:
+def statistic_name(with_features: bool, score: str = NOVELTY) -> str:
     """Return the name of the statistic.
 
-    Saved calibrations carry it, so it must change whenever :func:`components` or :func:`combine` does.
+    Saved calibrations carry it, so it must change whenever the score does, such as :func:`components` or
+    :func:`combine`.
     """
+    if score != NOVELTY:
+        return score
     names = _WITH_FEATURES if with_features else _WITHOUT
     return f"soft maximum of standardised {', '.join(names)} and minus half the first"
 
@@ -99,38 +106,79 @@ class Reference:
         location: Medians of the components, shape (K,). Location and scale must not depend on which of the known inputs
             are compared with.
         scale: Spreads of the components, positive, shape (K,).
-        statistics: Of n known inputs, ascending, shape (n,).
+        statistics: Scores of n known inputs, ascending, by class where there are counts; shape (n,).
+        counts: How many of them are of each predicted class, in the order of the centres; ``None``: all are compared
+            with.
+        score: Name of the score.
     """
 
     location: Tensor
     scale: Tensor
     statistics: Tensor
+    counts: Tensor | None = None
+    score: str = NOVELTY
 
     @classmethod
-    def of(cls, for_scale: Tensor, known: Tensor) -> Reference:
+    def of(
+        cls,
+        for_scale: Tensor,
+        known: Tensor,
+        classes: Tensor | None = None,
+        n_classes: int = 1,
+        scores: Tensor | None = None,
+        name: str = NOVELTY,
+    ) -> Reference:
         """Return the reference of components (n, K) of known inputs, standardised with those of others, (m, K).
 
-        The scale is the median absolute deviation; where that is zero, the standard deviation.
+        The scale is the median absolute deviation; where that is zero, the standard deviation. The predicted
+        ``classes`` have the shape (n,), as have ``scores`` of another ``name`` than the novelty.
         """
         location = for_scale.median(0).values
         apart = (for_scale - location).abs()
         robust = _NORMAL * apart.median(0).values
         scale = torch.where(robust < _LEAST_SPREAD, apart.square().mean(0).sqrt(), robust).clamp(min=_LEAST_SPREAD)
-        return cls(location, scale, combine((known - location) / scale).sort().values)
+        scores = combine((known - location) / scale) if scores is None else scores
+        statistics, order = scores.sort()
+        counts = None
+        if classes is not None:
+            classes = classes[order]
+            statistics = statistics[classes.argsort(stable=True)]
+            counts = classes.bincount(minlength=n_classes)
+        return cls(location, scale, statistics, counts, name)
 
-    def statistic(self, values: Tensor) -> Tensor:
-        """Return the statistic (B,) of components (B, K)."""
+    @cached_property
+    def rounding(self) -> float:
+        """How far apart scores may lie that count as equal."""
+        if self.score == NOVELTY:
+            return ROUNDING / float(self.scale.min())
+        return ROUNDING * float(self.statistics.abs().median())
+
+    @property
+    def fewest(self) -> int:
+        """Number of inputs that a p-value compares with; where it depends on the class, the smallest one."""
+        return len(self.statistics) if self.counts is None else int(self.counts.min())
+
+    def novelty(self, values: Tensor) -> Tensor:
+        """Return the novelty (B,) of components (B, K)."""
         return combine((values.to(self.location.device) - self.location) / self.scale).to(values.device)
 
-    def p_value(self, values: Tensor) -> Tensor:
-        """Return conformal p-values ``(1 + #{known >= s}) / (n + 1)`` of components (B, K); float64, shape (B,).
+    def p_value(self, scores: Tensor, classes: Tensor | None = None) -> Tensor:
+        """Return conformal p-values ``(1 + #{known >= s}) / (n + 1)`` of scores (B,); float64, shape (B,).
 
-        Equal up to rounding counts as equal, or known inputs that repeat would be flagged all together, by chance.
+        With ``counts``, the known inputs are those of the same predicted class, an index of shape (B,). Equal up to
+        rounding counts as equal, or known inputs that repeat would be flagged all together, by chance.
         """
-        found = self.statistic(values).to(self.statistics.device)
-        n = len(self.statistics)
-        below = torch.searchsorted(self.statistics, found - ROUNDING / float(self.scale.min()))
-        return ((1 + n - below).double() / (n + 1)).to(values.device)
+        least = scores.to(self.statistics.device) - self.rounding
+        if self.counts is None or classes is None:
+            n = torch.tensor(len(self.statistics))
+            below = torch.searchsorted(self.statistics, least)
+        else:
+            classes = classes.to(self.statistics.device)
+            n, below = self.counts[classes], torch.zeros_like(classes)
+            of_class = self.statistics.split(self.counts.tolist())
+            for one in classes.unique().tolist():
+                below[classes == one] = torch.searchsorted(of_class[one], least[classes == one])
+        return ((1 + n - below).double() / (n + 1)).to(scores.device)
 
 
 def split(known: Tensor) -> tuple[Tensor, Tensor]:
@@ -143,15 +191,18 @@ def split(known: Tensor) -> tuple[Tensor, Tensor]:
     return known[order[:first]], known[order[first:]]
 
 
-def check_alpha(alpha: object, n: int | None = None, splits: bool = False) -> float:
+def check_alpha(alpha: object, n: int | None = None, splits: bool = False, by_class: bool = False) -> float:
     """Return the share of known inputs that may be flagged, in (0, 1), if ``n`` of them can give so small a p-value.
 
-    ``splits`` says whether :func:`split` would take some of further ones away.
+    ``splits`` says whether :func:`split` would take some of further ones away; ``by_class``, whether ``n`` is of the
+    class with the fewest.
     """
     share = validate.fraction("alpha", alpha)
     if n is not None and share < 1 / (n + 1):
-        wanted = f"at least {1 / (n + 1):.2g}, the smallest p-value that {n} known inputs give"
-        hint = f"Call la.calibrate with at least {points_needed(share, splits):,} inputs, or use a larger alpha."
+        of_class = " of the class with the fewest" if by_class else ""
+        wanted = f"at least {1 / (n + 1):.2g}, the smallest p-value that {n} known inputs{of_class} give"
+        given = f"{points_needed(share, splits):,} inputs{' of each predicted class' if by_class else ''}"
+        hint = f"Call la.calibrate with at least {given}, or use a larger alpha."
         raise InputError(expected("alpha", wanted, alpha, hint))
     return share
 

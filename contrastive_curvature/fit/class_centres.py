@@ -128,6 +128,13 @@ class ClassCentres:
             blocks = units.split(max(1, _ENTRIES // len(centres)))
             return torch.cat([nearest_ratio(block, centres) for block in blocks])
 
+    def nearest(self, outputs: Tensor) -> Tensor:
+        """Return the index of the nearest centre of outputs (B, D) of any norm but zero, int64, shape (B,)."""
+        centres = self.centres.to(outputs)
+        with torch.autocast(outputs.device.type, enabled=False):
+            blocks = outputs.split(max(1, _ENTRIES // len(centres)))
+            return torch.cat([(block @ centres.T).argmax(1) for block in blocks])
+
     def factor(self, units: Tensor) -> Tensor:
         """Return what angles of unit embeddings (B, D) are multiplied with, shape (B,)."""
         return between_classes(self.ratio(units), self.typical)

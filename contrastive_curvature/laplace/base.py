@@ -7,7 +7,7 @@ of them and replaces what assumes a sum over points or a softmax.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -176,36 +176,63 @@ class ContrastiveLaplace(FittedPosterior):
         self.fit(loader, override=False, progress_bar=progress_bar)
         self._prior_chosen = self._advised_on_prior = False
 
-    def calibrate(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
+    def calibrate(
+        self,
+        loader: Iterable[Any],
+        progress_bar: bool | None = None,
+        *,
+        score: str | Callable[[EmbeddingDistribution], Any] = "novelty",
+        by_class: bool = False,
+    ) -> None:
         """Take known inputs to compare others with: afterwards ``la(x).p_value`` and ``la(x).is_known(alpha)`` hold.
 
         On new inputs that are exchangeable with these, as from one shuffled data set, at most a share alpha has a
-        p-value of at most alpha, on average over calibration sets, however bad the encoder. The statistic is
-        standardised with a sample of the training inputs that a last layer's ``fit`` keeps. Without a sample (other
+        p-value of at most alpha, on average over calibration sets, however bad the encoder and the score. The novelty
+        is standardised with a sample of the training inputs that a last layer's ``fit`` keeps. Without a sample (other
         weights than the last layer's, ``gp``, a loaded posterior, :class:`OnlineLaplace`) a third of the calibration
-        inputs takes its place, and two thirds count.
+        inputs takes its place, and two thirds count; with another score all do.
 
         Call it after everything that changes the posterior: another fit drops the calibration, and with another prior
-        precision, temperature or encoder p-values are refused until it is called again.
+        precision, temperature or encoder, or other class centres where the score takes them into account, p-values are
+        refused until it is called again.
 
         Args:
             loader: Batches ``(x, labels)``, whose labels are not used, or ``x`` alone; run over once. Best inputs that
                 the encoder was not trained on, n >= 1 / alpha - 1 of them for the smallest alpha you will use.
             progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
+            score: What p-values are of, higher for inputs less like the known ones: ``"novelty"``, ``"uncertainty"``,
+                or a function with a name that takes an :class:`EmbeddingDistribution` and returns B numbers, each from
+                its own embedding alone. It can ask for all but ``novelty``, ``p_value`` and ``is_known``; a loaded
+                posterior needs it again, see :meth:`set_score`.
+            by_class: Compare each input with the calibration inputs of its predicted class (of the nearest class
+                centre). The share alpha then holds for every predicted class, and each needs 1 / alpha - 1 inputs.
 
         Raises:
             NotFittedError: Before ``fit``.
-            InputTypeError: The loader or a batch has another type.
-            InputError: Fewer than two inputs, inputs that the encoder does not take, or outputs that are not finite.
-                The calibration is as it was.
+            InputTypeError: The loader or a batch has another type, or the function has no name.
+            InputError: Fewer than two inputs, inputs that the encoder does not take, or outputs or scores that are not
+                finite. The calibration is as it was.
+            UnsupportedError: ``by_class`` without class centres.
 
         Warns:
             OptimisticPValueWarning: More than a tenth of the inputs are among those of ``fit``, as far as the sample
                 that a last layer's ``fit`` keeps can tell; without one there is no such warning.
 
-        Source: Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, 2005.
+        Source: Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, 2005 (4.6 for ``by_class``).
         """
-        calibration.calibrate(self, loader, progress_bar)
+        calibration.calibrate(self, loader, progress_bar, score, by_class)
+
+    def set_score(self, score: Callable[[EmbeddingDistribution], Any]) -> None:
+        """Give a loaded posterior the function that it was calibrated with, which no file holds.
+
+        Args:
+            score: The function, under the same name. It is tried on eight made-up embeddings.
+
+        Raises:
+            NotFittedError: The posterior is not calibrated, or the function gives other scores than at the calibration.
+            InputError: It has another name, or the calibration needs none.
+        """
+        calibration.set_score(self, score)
 
     def export(
         self,

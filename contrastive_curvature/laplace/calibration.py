@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import is_not
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +21,8 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.known import (
+    NOVELTY,
+    UNCERTAINTY,
     OptimisticPValueWarning,
     Reference,
     check_alpha,
@@ -31,6 +33,7 @@ from contrastive_curvature.embedding.spread import taken
 from contrastive_curvature.errors import InputError, NotFittedError, expected
 from contrastive_curvature.laplace.features import Features
 from contrastive_curvature.laplace.prediction import check_outputs
+from contrastive_curvature.laplace.score import Score, predicted_classes
 from contrastive_curvature.network.call import naming_the_input
 from contrastive_curvature.network.digest import ModuleTables, encoder_fingerprint, same_encoder, summary, versions
 from contrastive_curvature.network.encoder import at_least_float32
@@ -54,6 +57,8 @@ flagged grows by a ninth at most."""
 
 _OWN = 5
 """Numbers of a posterior's fingerprint before those of the encoder."""
+
+_NO_FINGERPRINT = torch.empty(0)
 
 _OPTIMISTIC = "P-values are then optimistic: of other known inputs, more than a share alpha may fall below alpha."
 
@@ -118,10 +123,11 @@ def _same_posterior(first: Tensor, second: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Statistics of the calibration inputs, and the fingerprint of the posterior that they belong to."""
+    """Scores of the calibration inputs, the fingerprint of the posterior that they belong to, and what the score is."""
 
     reference: Reference
     fingerprint: Tensor
+    score: Score = field(default_factory=Score)
 
 
 @dataclass(frozen=True)
@@ -166,12 +172,14 @@ class Judge:
         stamp: Its state then.
         feature_norm: Norms of the features, shape (B,).
         values: Components (B, K) of the embeddings, once they are known.
+        unrounded: Uncertainties and predicted classes (B, 2) of embeddings that were rounded.
     """
 
     la: ContrastiveLaplace
     stamp: Stamp
     feature_norm: Tensor | None
     values: Tensor | None = None
+    unrounded: Tensor | None = None
 
     @property
     def known_scores(self) -> list[str]:
@@ -181,21 +189,36 @@ class Judge:
         return [] if _present_sample(self.la) is None else ["novelty"]
 
     def novelty(self, embedding: EmbeddingDistribution) -> Tensor:
-        """Return the statistic, shape (B,)."""
-        return self._reference(quiet=True).statistic(self._components(embedding))
+        """Return the novelty, shape (B,)."""
+        return self._known(quiet=True).reference.novelty(self._components(embedding))
 
     def p_value(self, embedding: EmbeddingDistribution) -> Tensor:
         """Return p-values, shape (B,)."""
-        return self._reference().p_value(self._components(embedding))
+        return self._p_value(embedding, self._known())
 
     def is_known(self, embedding: EmbeddingDistribution, alpha: float) -> Tensor:
         """Return whether the p-values are above ``alpha``, shape (B,)."""
         check_alpha(alpha)
-        reference = self._reference()
-        n = len(reference.statistics)
+        known = self._known()
+        n, by_class = known.reference.fewest, known.score.by_class
         # What the error says needs a look at the whole encoder.
-        check_alpha(alpha, n, alpha < 1 / (n + 1) and _present_sample(self.la) is None)
-        return reference.p_value(self._components(embedding)) > alpha
+        splits = alpha < 1 / (n + 1) and known.score.name == NOVELTY and _present_sample(self.la) is None
+        check_alpha(alpha, n, splits, by_class)
+        return self._p_value(embedding, known) > alpha
+
+    def _p_value(self, embedding: EmbeddingDistribution, known: Calibration) -> Tensor:
+        score, classes = known.score, None
+        score.check(self.la, embedding)
+        before = None if self.unrounded is None else self.unrounded.to(embedding.raw_mean.device)
+        if score.by_class:
+            classes = predicted_classes(embedding) if before is None else before[:, 1].long()
+        if score.name == NOVELTY:
+            scores = known.reference.novelty(self._components(embedding))
+        elif score.name == UNCERTAINTY and before is not None:
+            scores = before[:, 0]
+        else:
+            scores = score.of(embedding)
+        return known.reference.p_value(scores, classes)
 
     def rows(self, rows: Tensor) -> Judge:
         """Return the judge of some of the embeddings; -1 is a row of NaN."""
@@ -203,20 +226,24 @@ class Judge:
         def of_rows(value: Tensor | None) -> Tensor | None:
             return None if value is None else taken(value, rows.to(value.device))
 
-        return replace(self, feature_norm=of_rows(self.feature_norm), values=of_rows(self.values))
+        named = {name: of_rows(getattr(self, name)) for name in ("feature_norm", "values", "unrounded")}
+        return replace(self, **named)
 
     def fixed(self, embedding: EmbeddingDistribution) -> Judge:
         """Return a judge that no longer looks at the embedding, which is about to be rounded."""
-        return replace(self, feature_norm=None, values=self._components(embedding))
+        before = self.unrounded if self.unrounded is not None else _unrounded(embedding)
+        return replace(self, feature_norm=None, values=self._components(embedding), unrounded=before)
 
     def joined(self, judges: Sequence[Judge | None], embeddings: Sequence[EmbeddingDistribution]) -> Judge | None:
         """Return the judge of a concatenation that begins with this one's embedding, if there is one of all parts."""
-        parts = []
+        rounded, parts = any(judge is not None and judge.unrounded is not None for judge in judges), []
         for judge, embedding in zip(judges, embeddings, strict=True):
             if judge is None or judge.la is not self.la or not judge.stamp.equals(self.stamp):
                 return None
-            parts.append(judge._components(embedding))
-        return replace(self, feature_norm=None, values=torch.cat(parts))
+            parts.append(judge.fixed(embedding) if rounded else judge)
+        values = [part._components(embedding) for part, embedding in zip(parts, embeddings, strict=True)]
+        before = torch.cat([part.unrounded for part in parts]) if rounded else None
+        return replace(self, feature_norm=None, values=torch.cat(values), unrounded=before)
 
     def _components(self, embedding: EmbeddingDistribution) -> Tensor:
         if self.values is not None:
@@ -224,14 +251,14 @@ class Judge:
         norm = self.feature_norm
         return components(embedding, None if norm is None else norm.to(embedding.raw_mean.device))
 
-    def _reference(self, quiet: bool = False) -> Reference:
+    def _known(self, quiet: bool = False) -> Calibration:
         """Return the calibration, or the training inputs where there is none; refuse those of another posterior."""
         la, now = self.la, Stamp.of(self.la)
         if not self.stamp.equals(now):
             wanted = "the posterior as it was when it made this prediction"
             received = "one with another curvature, prior precision, temperature or encoder"
             raise InputError(expected("p_value", wanted, received, "Call la(x) again."))
-        calibrated = calibrated_reference(la, now)
+        calibrated = present_calibration(la, now)
         if calibrated is not None:
             return calibrated
         known = _training_components(la)
@@ -242,7 +269,14 @@ class Judge:
             la.known = replace(la.known, warned=True)
             msg = f"p_value: la is not calibrated, and compares with inputs of the training. {_OPTIMISTIC} {_CALIBRATE}"
             warnings.warn(msg, OptimisticPValueWarning, stacklevel=5)
-        return Reference.of(known, known)
+        return Calibration(Reference.of(known, known), _NO_FINGERPRINT)
+
+
+def _unrounded(embedding: EmbeddingDistribution) -> Tensor:
+    """Return uncertainties and predicted classes (B, 2), float64; zeros for classes without centres."""
+    angle = embedding.uncertainty.detach().double()
+    classes = torch.zeros_like(angle) if embedding._class_centres is None else predicted_classes(embedding)
+    return torch.stack([angle, classes.to(angle)], dim=1)
 
 
 def judged(la: ContrastiveLaplace, found: EmbeddingDistribution, feature_norm: Tensor | None) -> EmbeddingDistribution:
@@ -251,35 +285,62 @@ def judged(la: ContrastiveLaplace, found: EmbeddingDistribution, feature_norm: T
     return found
 
 
-def calibrate(la: ContrastiveLaplace, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
+def calibrate(
+    la: ContrastiveLaplace,
+    loader: Iterable[Any],
+    progress_bar: bool | None = None,
+    score: Any = NOVELTY,
+    by_class: bool = False,
+) -> None:
     """Do what :meth:`contrastive_curvature.laplace.base.ContrastiveLaplace.calibrate` says."""
     la.check_fitted()
     if progress_bar is not None:
         validate.flag("progress_bar", progress_bar)
     check_loader(loader, "loader", once=True)
+    chosen = Score.chosen(la, score, by_class)
     found = [
-        _components_of(la, batch, number)
+        _measured(la, batch, number, chosen)
         for number, batch in enumerate(Progress(progress_bar).over(loader, "[calibration]"))
     ]
-    values = torch.cat(found) if found else torch.empty(0)
-    if len(values) < 2:
+    measured = torch.cat(found) if found else torch.empty(0)
+    if len(measured) < 2:
         hint = "A p-value of 1 / (n + 1) needs n of them."
-        raise InputError(expected("loader", "at least two known inputs", f"{len(values)}", hint))
+        raise InputError(expected("loader", "at least two known inputs", f"{len(measured)}", hint))
     known = _training_components(la)
     if known is None:
-        known, values = split(values)
+        known = measured
+        if chosen.name == NOVELTY:
+            # Of other scores nothing is standardised.
+            known, measured = split(measured)
+        known = known[:, :-2]
     # The posterior keeps some inputs of its fit only: each of them stands for as many.
-    elif (share := _share_found(values, known.to(values)) * max(1, la.n_data / len(known))) > _MOST_FITTED:
+    elif (share := _share_found(measured[:, :-2], known.to(measured)) * max(1, la.n_data / len(known))) > _MOST_FITTED:
         msg = (
             f"calibrate: about {min(share, 1):.0%} of these inputs are among those that the posterior was fitted on. "
             f"{_OPTIMISTIC} {_CALIBRATE}"
         )
         warnings.warn(msg, OptimisticPValueWarning, stacklevel=3)
-    reference = Reference.of(known.to(values), values)
-    la.known = replace(la.known, calibration=Calibration(reference, _fingerprint(la)), seen=Stamp.of(la))
+    reference = Reference.of(
+        known.to(measured),
+        measured[:, :-2],
+        measured[:, -1].long() if by_class else None,
+        len(la.class_centres.labels) if la.class_centres is not None else 1,
+        None if chosen.name == NOVELTY else measured[:, -2],
+        chosen.name,
+    )
+    la.known = replace(la.known, calibration=Calibration(reference, _fingerprint(la), chosen), seen=Stamp.of(la))
 
 
-def calibrated_reference(la: ContrastiveLaplace, now: Stamp | None = None) -> Reference | None:
+def set_score(la: ContrastiveLaplace, score: Any) -> None:
+    """Do what :meth:`contrastive_curvature.laplace.base.ContrastiveLaplace.set_score` says."""
+    calibration = la.known.calibration
+    if calibration is None:
+        msg = f"set_score: la is not calibrated. {_CALIBRATE}"
+        raise NotFittedError(msg)
+    la.known = replace(la.known, calibration=replace(calibration, score=calibration.score.given(la, score)))
+
+
+def present_calibration(la: ContrastiveLaplace, now: Stamp | None = None) -> Calibration | None:
     """Return the calibration, if it is of the present posterior; ``None`` where there is none since the last fit.
 
     All weights are looked at only where torch has counted a change since the last look.
@@ -296,7 +357,7 @@ def calibrated_reference(la: ContrastiveLaplace, now: Stamp | None = None) -> Re
             )
             raise NotFittedError(msg)
         la.known = replace(la.known, seen=now)
-    return calibration.reference
+    return calibration
 
 
 def _spots(tensors: Iterable[Tensor]) -> Tensor:
@@ -324,8 +385,11 @@ def _share_found(sample: Tensor, values: Tensor) -> float:
     return float(((rest[near] - sample.unsqueeze(1)).abs() < _SAME).all(2).any(1).double().mean())
 
 
-def _components_of(la: ContrastiveLaplace, batch: Any, number: int) -> Tensor:
-    """Return components (B, K) of what a loader yields, whose labels are not used; an error names the batch."""
+def _measured(la: ContrastiveLaplace, batch: Any, number: int, score: Score) -> Tensor:
+    """Return components, another score and predicted classes (B, K + 2) of what a loader yields, float64.
+
+    Labels are not used. The last two are zero where they are not asked for. An error names the batch.
+    """
     x = tokenized(la.model, inputs_alone(batch), "loader: inputs of a batch")
     x = check_inputs(x, "loader: inputs of a batch")
     try:
@@ -333,7 +397,11 @@ def _components_of(la: ContrastiveLaplace, batch: Any, number: int) -> Tensor:
         with torch.no_grad(), naming_the_input(x):
             out, norm = la.observe(x)
             check_outputs(x, out.raw_mean, la.n_outputs)
-            return components(out, norm)
+            found = components(out, norm)
+            out.relative_to(la.typical_norm, la.class_centres)
+            scores = found.new_zeros(len(found)) if score.name == NOVELTY else score.of(out)
+            classes = predicted_classes(out) if score.by_class else torch.zeros_like(scores)
+            return torch.cat([found, torch.stack([scores, classes.to(scores)], dim=1)], dim=1)
     except InputError as error:
         msg = f"loader: batch {number} (counted from 0): {error}"
         raise InputError(msg) from error

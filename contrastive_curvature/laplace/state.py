@@ -14,11 +14,12 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from contrastive_curvature.embedding.known import Reference, statistic_name
+from contrastive_curvature.embedding.known import NOVELTY, Reference, statistic_name
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.laplace.calibration import Calibration
 from contrastive_curvature.laplace.posterior import check_prior
+from contrastive_curvature.laplace.score import Score
 
 _KEYS: dict[str, Any] = {
     "mean": Tensor,
@@ -48,6 +49,9 @@ _KEYS: dict[str, Any] = {
 """Keys of a state, and types of their values."""
 
 _OF_CALIBRATION = ("statistic", "statistics", "location", "scale", "fingerprint")
+
+_OF_SCORE = ("score", "counts", "marks", "probe")
+"""Further keys of a calibration with another score, or by class."""
 
 _OF_CLASSES = ("labels", "n", "sums", "typical")
 
@@ -150,17 +154,27 @@ def saved_calibration(calibration: Calibration | None, with_features: bool) -> d
     """
     if calibration is None:
         return None
-    name = statistic_name(with_features)
-    return {"statistic": name, **vars(calibration.reference), "fingerprint": calibration.fingerprint}
+    reference, score = calibration.reference, calibration.score
+    found = {
+        "statistic": statistic_name(with_features, score.name),
+        **{name: getattr(reference, name) for name in ("location", "scale", "statistics")},
+        "fingerprint": calibration.fingerprint,
+    }
+    # A plain calibration has the keys of earlier releases.
+    optional = {"counts": reference.counts, "marks": score.marks, "probe": score.probe}
+    if score.marks is not None:
+        found["score"] = score.name
+    return found | {name: value for name, value in optional.items() if value is not None}
 
 
 def loaded_calibration(saved: Mapping[str, Any] | None, with_features: bool, like: Tensor) -> Calibration | None:
     """Return the calibration of a state."""
     if saved is None:
         return None
-    if set(saved) != set(_OF_CALIBRATION):
+    if set(saved) - set(_OF_SCORE) != set(_OF_CALIBRATION):
         refuse("calibration", f"None, or a dictionary of {', '.join(_OF_CALIBRATION)}", f"the keys {sorted(saved)}")
-    if saved["statistic"] != statistic_name(with_features):
+    name = saved.get("score", NOVELTY)
+    if saved["statistic"] != statistic_name(with_features, name):
         msg = (
             f"state_dict['calibration']: it is of another statistic ({saved['statistic']!r}), which another version of "
             "this library used, so it is left out. Call la.calibrate(loader) again."
@@ -173,7 +187,17 @@ def loaded_calibration(saved: Mapping[str, Any] | None, with_features: bool, lik
         refuse("calibration", "statistics, and positive scales", "none, or others")
     marks = saved["fingerprint"]
     marks = _check_tensor("calibration", marks, marks, (9,), torch.float64).cpu()
-    return Calibration(Reference(saved["location"], saved["scale"], saved["statistics"]), marks)
+    counts, own, probe = (saved.get(key) for key in ("counts", "marks", "probe"))
+    if counts is not None:
+        counts = _check_tensor("calibration", counts, like, (None,), torch.int64)
+        if bool((counts < 0).any()) or int(counts.sum()) != len(saved["statistics"]):
+            refuse("calibration", "counts of all statistics", "others")
+    if own is not None:
+        own = _check_tensor("calibration", own, own, (6,), torch.float64).cpu()
+    if probe is not None:
+        probe = _check_tensor("calibration", probe, probe, (8,), torch.float64).cpu()
+    reference = Reference(saved["location"], saved["scale"], saved["statistics"], counts, name)
+    return Calibration(reference, marks, Score(name, counts is not None, own, probe))
 
 
 def saved_classes(centres: ClassCentres | None) -> dict[str, Any] | None:

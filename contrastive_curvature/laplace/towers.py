@@ -153,13 +153,14 @@ class TwoTowerLaplace:
             for la in self._each():
                 la.optimize_prior_precision(*args, **kwargs)
 
-    def calibrate(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
+    def calibrate(self, loader: Iterable[Any], progress_bar: bool | None = None, **options: Any) -> None:
         """Take known inputs of both towers: ``la.a.calibrate`` and ``la.b.calibrate``, which may be called alone.
 
         Args:
             loader: Batches as of :meth:`fit`; run over once for each tower. A shared posterior takes the inputs of both
                 kinds as known.
             progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
+            **options: ``score`` and ``by_class``, see :meth:`ContrastiveLaplace.calibrate`.
 
         Raises:
             NotFittedError: Before ``fit``.
@@ -170,7 +171,7 @@ class TwoTowerLaplace:
         with self._unchanged_on_error():
             for la, side in zip(self._each(), sides, strict=True):
                 inputs = (getattr(batch, tower) for batch in map(self._read, loader) for tower in side)
-                la.calibrate(inputs, progress_bar)
+                la.calibrate(inputs, progress_bar, **options)
 
     def curvature_product(self, loader: Iterable[Any], v_a: Tensor, v_b: Tensor | None = None) -> tuple[Tensor, ...]:
         """``J^T H J (v_a, v_b)`` over a data set, with the blocks between the towers, unclamped.

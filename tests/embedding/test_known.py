@@ -7,6 +7,7 @@ import io
 import math
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from devices import DEVICES
@@ -99,11 +100,11 @@ def test_one_unlike_component_is_enough() -> None:
     standard = Reference.of(known, known)
     usual, unlike = standard.location, standard.location + torch.tensor([0.0, 9.0, 0.0]) * standard.scale
     first = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64) * standard.scale
-    statistic = standard.statistic(torch.stack([usual, unlike, usual - 9 * first, usual - 9 * standard.scale]))
+    statistic = standard.novelty(torch.stack([usual, unlike, usual - 9 * first, usual - 9 * standard.scale]))
     usual_one = math.log(4) / 2
     # Too little of the first component counts half; too little of the others does not.
     assert statistic.tolist() == pytest.approx([usual_one, 9, 4.5, 4.5], abs=2e-4)
-    assert standard.statistic((usual - 9 * (standard.scale - first)).unsqueeze(0)).item() < usual_one
+    assert standard.novelty((usual - 9 * (standard.scale - first)).unsqueeze(0)).item() < usual_one
     z = torch.randn(50, 3, dtype=torch.float64)
     below = (-z[:, 0]).exp()
     assert torch.allclose(combine(z), (z.mul(2).exp().sum(1) + below).log() / 2)
@@ -133,6 +134,10 @@ def test_a_standard_without_a_spread_stays_finite() -> None:
     assert float(standard(mostly).scale) == pytest.approx(2.0)
 
 
+def _p_value(reference: Reference, values: Tensor) -> Tensor:
+    return reference.p_value(reference.novelty(values))
+
+
 @given(n=st.integers(1, 40), b=st.integers(1, 8), draw=st.data())
 def test_p_values_by_definition(n: int, b: int, draw: st.DataObject) -> None:
     """Whole numbers, so that ties occur."""
@@ -140,7 +145,7 @@ def test_p_values_by_definition(n: int, b: int, draw: st.DataObject) -> None:
     values = torch.tensor(numbers, dtype=torch.float64).unsqueeze(1)
     known, new = values[:n], values[n:]
     reference = Reference(torch.zeros(1).double(), torch.ones(1).double(), combine(known).sort().values)
-    found = reference.p_value(new)
+    found = _p_value(reference, new)
     # The statistic of one component z, before its increasing outer function.
     of_known, of_new = ([math.exp(2 * float(z)) + math.exp(-float(z)) for z in part] for part in (known, new))
     truth = [(1 + sum(k >= s for k in of_known)) / (n + 1) for s in of_new]
@@ -157,18 +162,18 @@ def flagged_share(n: int, alpha: float, how: Any, repeats: int = 1200) -> float:
 
 def by_split(known: Tensor, new: Tensor) -> Tensor:
     for_scale, rest = split(known)
-    return Reference.of(for_scale, rest).p_value(new)
+    return _p_value(Reference.of(for_scale, rest), new)
 
 
 def by_itself(known: Tensor, new: Tensor) -> Tensor:
     """Not valid: the inputs that are compared with also set the scale, the new one does not."""
-    return Reference.of(known, known).p_value(new)
+    return _p_value(Reference.of(known, known), new)
 
 
 def without_the_one(known: Tensor, new: Tensor) -> Tensor:
     """Not valid: the input itself is not counted in."""
     for_scale, rest = split(known)
-    return Reference.of(for_scale, rest).p_value(new) - 1 / (len(rest) + 1)
+    return _p_value(Reference.of(for_scale, rest), new) - 1 / (len(rest) + 1)
 
 
 @each("n, alpha", [(8, 1 / 7), (17, 0.1), (29, 0.05)])
@@ -238,3 +243,24 @@ def test_what_is_copied_leaves_the_posterior_behind() -> None:
         assert torch.equal(twin.kappa, made.kappa)
         with pytest.raises(cc.UnsupportedError, match="copy"):
             _ = twin.p_value
+
+
+def test_by_class_the_share_holds_for_every_predicted_class() -> None:
+    """Over 600 calibration sets, where the scores of one class are larger than those of the others."""
+    alpha, splits, new, generator = 0.1, 600, 60, np.random.default_rng(0)
+    flagged, wide = np.zeros((2, splits, 3)), 1 + np.arange(3)
+    for split_ in range(splits):
+        classes = generator.integers(3, size=150)
+        scores = wide[classes] * generator.normal(size=150)
+        of = torch.zeros(1, 1).double(), torch.zeros(150, 1).double()
+        known = Reference.of(*of, torch.tensor(classes), 3, torch.tensor(scores), "uncertainty")
+        others = np.arange(3).repeat(new)
+        drawn = torch.tensor(wide[others] * generator.normal(size=3 * new))
+        for row, p in enumerate((known.p_value(drawn, torch.tensor(others)), known.p_value(drawn))):
+            flagged[row, split_] = (p <= alpha).numpy().reshape(3, new).mean(1)
+    noise = 4 * flagged.std(1) / splits**0.5
+    assert (flagged[0].mean(0) < alpha + noise[0]).all()
+    # Neither wasteful: of about 50 inputs a class, whole numbers allow 0.08 and more.
+    assert (flagged[0].mean(0) > 0.08).all()
+    # Compared with all known inputs, the widest class is flagged too often.
+    assert flagged[1].mean(0)[2] > 1.5 * alpha

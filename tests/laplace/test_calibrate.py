@@ -374,3 +374,117 @@ def test_calibrating_with_training_inputs_is_noticed_and_said_to_be_optimistic()
         warnings.simplefilter("error")
         la.calibrate(others.split(500))
         la.calibrate([x[: n // 25], others])
+
+
+def longest(embedding: cc.EmbeddingDistribution) -> Tensor:
+    """A score of the user's: the shorter the output, the less like known ones."""
+    return -embedding.raw_mean.norm(dim=1)
+
+
+def classes_of(la: Any, x: Tensor) -> Tensor:
+    return torch.cdist(la(x).mu, la.class_centres.centres).argmin(1)
+
+
+def scores_of(la: Any, x: Tensor, score: Any) -> Tensor:
+    return score(la(x)) if callable(score) else getattr(la(x), score)
+
+
+@covering(
+    2,
+    weights__structure=[("last_layer", "kron"), ("all", "diag")],
+    score=["novelty", "uncertainty", longest],
+    by_class=[False, True],
+)
+def test_p_values_of_any_score_by_hand(weights: str, structure: str, score: Any, by_class: bool) -> None:
+    la, known, new = fitted(weights, structure), torch.cat(given()), inputs(9, 8)
+    la.calibrate(given(), score=score, by_class=by_class)
+    if weights == "all" and score == "novelty":
+        known = known[torch.randperm(GIVEN, generator=torch.Generator().manual_seed(0))[GIVEN // 3 :]]
+    of_known, of_new = (scores_of(la, x, score) for x in (known, new))
+    comparable = torch.ones(9, len(known), dtype=torch.bool)
+    if by_class:
+        comparable = classes_of(la, new).unsqueeze(1) == classes_of(la, known)
+    higher = comparable & (of_known >= of_new.unsqueeze(1))
+    truth = (1 + higher.sum(1)) / (1 + comparable.sum(1)).double()
+    out = la(new)
+    torch.testing.assert_close(out.p_value, truth, rtol=1e-12, atol=0)
+    # Known inputs again are as far out as themselves, also where they were computed in another batch.
+    assert float(la(known[:1]).p_value) >= 2 / (1 + len(known))
+    parts = [la(new[:4]), la(new[4:])]
+    ways = [out[[2, 0]].p_value, cc.EmbeddingDistribution.cat(parts).p_value]
+    for found, wanted in zip(ways, (truth[[2, 0]], truth), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0)
+    if not callable(score):
+        rounded = cc.EmbeddingDistribution.cat([part.to(torch.float16) for part in parts])
+        torch.testing.assert_close(rounded[1:].p_value, truth[1:], rtol=1e-12, atol=0)
+    loaded = made(weights, structure)
+    loaded.load_state_dict(la.state_dict())
+    if callable(score):
+        with pytest.raises(cc.NotFittedError, match=r"'longest'.*la\.set_score\(longest\)"):
+            _ = loaded(new).p_value
+        loaded.set_score(longest)
+    assert torch.equal(loaded(new).p_value, out.p_value)
+    alpha = float(truth[truth < 1].max())
+    fewest = 1 / (1 + int(la.known.calibration.reference.counts.min())) if by_class else 0
+    if alpha >= fewest:
+        assert torch.equal(out.is_known(alpha), truth > alpha)
+
+
+def test_what_outdates_or_contradicts_a_score() -> None:
+    la, x, scale = fitted("last_layer", "kron"), inputs(9, 8), 1.0
+
+    def scaled(embedding: cc.EmbeddingDistribution) -> Tensor:
+        return scale * embedding.uncertainty.numpy()
+
+    la.calibrate(given(), by_class=True)
+    with pytest.raises(cc.InputError, match=r"alpha.*the class with the fewest.*at least 99 inputs of each predicted"):
+        la(x).is_known()
+    centres = la.class_centres
+    for options in ({"by_class": True}, {"score": "uncertainty"}, {"score": scaled}):
+        la.class_centres = centres
+        la.calibrate(given(), **options)
+        p = la(x).p_value
+        la.class_centres = None
+        with pytest.raises(cc.NotFittedError, match="other class centres"):
+            _ = la(x).p_value
+        la.class_centres = centres
+        assert torch.equal(la(x).p_value, p)
+    scale = 1.5
+    with pytest.raises(cc.NotFittedError, match=r"'scaled' gives other scores.*gallery"):
+        _ = la(x).p_value
+    with pytest.raises(cc.NotFittedError, match="other scores"):
+        la.set_score(scaled)
+    with pytest.raises(cc.InputError, match=r"'scaled'.*'longest'"):
+        la.set_score(longest)
+    with pytest.raises(cc.UnsupportedError, match=r"la is calibrated for the function 'scaled'.*p_value=False"):
+        la.export("never.npz")
+    la.class_centres = None
+    with pytest.raises(cc.UnsupportedError, match=r"class centres.*la\.measure_classes"):
+        la.calibrate(given(), by_class=True)
+
+
+def nan(embedding: cc.EmbeddingDistribution) -> Tensor:
+    return embedding.uncertainty * torch.nan
+
+
+def one_for_all(embedding: cc.EmbeddingDistribution) -> Tensor:
+    return embedding.uncertainty.mean()
+
+
+def judged(embedding: cc.EmbeddingDistribution) -> Tensor:
+    return embedding.novelty
+
+
+@each(
+    "score, words",
+    [
+        ("cosine", "'novelty', 'uncertainty'"),
+        (lambda e: e.uncertainty, "def my_score"),
+        (nan, r"nan\(embedding\).*finite.*NaN"),
+        (one_for_all, r"8 finite numbers.*shape \(\)"),
+        (judged, "novelty: only a plain prediction"),
+    ],
+)
+def test_scores_that_are_refused(score: Any, words: str) -> None:
+    with pytest.raises(cc.ContrastiveCurvatureError, match=words):
+        fitted().calibrate(given(), score=score)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -36,6 +37,7 @@ def fitted(
     device: str = "cpu",
     body: nn.Module | None = None,
     seed: int = 0,
+    calibrate: Mapping[str, Any] | None = None,
     **host: Any,
 ) -> Any:
     torch.manual_seed(seed)
@@ -53,7 +55,7 @@ def fitted(
     if not centres:
         la.class_centres = None
     if calibrated:
-        la.calibrate([inputs(37, seed + 2, dtype, device)])
+        la.calibrate([inputs(37, seed + 2, dtype, device)], **(calibrate or {}))
     return la
 
 

@@ -61,6 +61,7 @@ def test_torch_export(device: str, structure: str, calibrated: bool, centres: bo
         "version": 1,
         "structure": structure.split()[0],
         "outputs": list(outputs),
+        "score": "novelty" if calibrated else None,
         "calibration_inputs": 37 * calibrated,
     }
 

@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 from serving_cases import STRUCTURES, assert_same, fitted, inputs, truth
 from tables import covering, each
 
+import contrastive_curvature as cc
 from contrastive_curvature.embedding.distribution import turning_angle
 from contrastive_curvature.fit import class_centres
 from contrastive_curvature.io.serving import Scorer, numpy_scorer
@@ -54,6 +55,19 @@ def test_the_scorer_is_la(
         assert scorer.n == 37 * calibrated
         assert_same(scorer(features), truth(la, x, outputs), tolerance)
         assert [len(value) for value in scorer(features[:0])] == [0] * len(outputs)
+
+
+@each("score, by_class", [("uncertainty", False), ("novelty", True), ("uncertainty", True)])
+def test_p_values_of_another_score_in_every_format(score: str, by_class: bool, device: str, tmp_path: Path) -> None:
+    options = {"score": score, "by_class": by_class}
+    la, x = fitted(dtype=torch.float32, device=device, calibrate=options), inputs(20, 3, torch.float32, device)
+    features, wanted = la.model.forward_with_features(x)[1].cpu().numpy(), truth(la, x)
+    for suffix in SUFFIXES:
+        la.export(tmp_path / f"scorer.{suffix}")
+        assert_same(Scorer.load(tmp_path / f"scorer.{suffix}")(features), wanted, 1e-5)
+    assert_same(cc.serving.ServedEncoder(la)(x), wanted, 1e-5)
+    assert wanted[3].unique().numel() > 4
+    assert not torch.equal(wanted[3], fitted(dtype=torch.float32, device=device)(x).p_value.cpu())
 
 
 def test_the_file_alone_without_torch(device: str, tmp_path: Path) -> None:
@@ -105,7 +119,7 @@ def test_rows_that_are_not_finite_and_outputs_of_zeros(device: str, tmp_path: Pa
         np.testing.assert_array_equal(new[[0, 3]], old)
 
 
-@each("change, says", [({"format": "x"}, "format"), ({"version": 3}, "version 2"), ({"form": "diagonal"}, "changed")])
+@each("change, says", [({"format": "x"}, "format"), ({"version": 4}, "version 3"), ({"form": "diagonal"}, "changed")])
 def test_what_is_wrong_is_refused_on_load(device: str, change: dict[str, Any], says: str, tmp_path: Path) -> None:
     fitted("kron_lowrank of rank 2", device=device).export(tmp_path / "right.safetensors")
     with safe_open(tmp_path / "right.safetensors", "np") as file:

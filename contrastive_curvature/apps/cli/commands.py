@@ -301,6 +301,40 @@ def update(console: Console, **options: Any) -> None:
 
 
 @cli.command(
+    short_help="Calibrate a saved posterior with other known inputs.",
+    epilog="Example: contrastive-curvature calibrate posterior site.npz --out posterior-site --score uncertainty",
+)
+@click.argument("folder", type=_FOLDER)
+@click.argument("source", type=_SOURCE)
+@click.option(
+    "--out", type=_PATH, help="Folder that is written (default: FOLDER itself, whose calibration is replaced)."
+)
+@click.option("--overwrite", is_flag=True, help="Replace a saved posterior in --out; other files in it stay.")
+@click.option(
+    "--score",
+    type=click.Choice(["novelty", "uncertainty"]),
+    default="novelty",
+    help="What p-values are of: unknown kinds, or uncertain embeddings.",
+)
+@click.option(
+    "--by-class", is_flag=True, help="Compare with inputs of the predicted class: alpha then holds for each class."
+)
+@_data_options
+@console_options
+def calibrate(console: Console, **options: Any) -> None:
+    """Calibrate the posterior in FOLDER with the known inputs SOURCE, of a new site for example, without a fit.
+
+    Afterwards at most a share alpha of inputs like those of SOURCE has a p-value of at most alpha. SOURCE needs no
+    classes; it has inputs that the encoder was not trained on, 1 / alpha of them or more for the smallest alpha that
+    you will use. With --by-class, that many of each predicted class.
+    """
+    sources = _opened(options, "source")
+    from contrastive_curvature.apps.cli import calibrate
+
+    calibrate.calibrate(console, sources["source"], **options)
+
+
+@cli.command(
     short_help="Write mu, kappa, uncertainty and p-value of inputs to CSV or Parquet.",
     epilog="Example: contrastive-curvature score posterior new.npz --out scores.csv --alpha 0.05",
 )

@@ -25,7 +25,7 @@ def info(console: Console, folder: Path) -> None:
             f"  loss          {one.loss}",
             f"  prior         precision {_prior(one)}, temperature {one.temperature:.4g}",
             "  p-values      "
-            + (f"calibrated with {one.n_calibration:,} inputs" if one.calibrated else "not calibrated"),
+            + (f"of {one.score}, from {one.n_calibration:,} inputs" if one.calibrated else "not calibrated"),
         ]
     lines += [f"  P(match)      {'saved' if found.match else 'not saved; search --validation learns it'}"]
     lines += [f"  {name:<13} {value}" for name, value in found.metrics.items()]

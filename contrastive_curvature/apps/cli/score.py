@@ -12,7 +12,6 @@ from contrastive_curvature.apps.cli.outputs import Rows, write_table
 from contrastive_curvature.apps.cli.saved import open_posterior
 from contrastive_curvature.apps.cli.sources import Loader, Source
 from contrastive_curvature.errors import expected
-from contrastive_curvature.io.pretrained import read_info
 from contrastive_curvature.progress import Progress
 
 _ALPHA = 0.01
@@ -32,27 +31,27 @@ def score(
     """Write the scores; ``encoder`` has the options of :func:`.open_posterior`."""
     la, made = open_posterior(folder, **encoder, note=console.note)
     source.prepare(made)
-    count = read_info(folder).posteriors[0].n_calibration
-    if count is None:
+    calibration = la.known.calibration
+    if calibration is None:
         alpha = None
         console.warn(
-            f"{folder}: this posterior is not calibrated, so novelty, p_value and known are left out. Fit it with "
-            "--calibrate SOURCE or --calibration-share 0.2."
+            f"{folder}: this posterior is not calibrated, so novelty, p_value and known are left out. Calibrate it: "
+            f"contrastive-curvature calibrate {folder} SOURCE."
         )
     else:
-        alpha = _checked_alpha(console, count, alpha)
+        alpha = _checked_alpha(console, calibration.reference.fewest, alpha)
     unknown = 0
 
     def parts() -> Iterator[Rows]:
         nonlocal unknown
         for start, (x,) in enumerate(Progress(console.progress).over(Loader(source, batch_size), "[score]")):
             ids = source.ids[start * batch_size : (start + 1) * batch_size]
-            part = {"id": ids, **_scores(la(x), mu=mu, calibrated=count is not None, alpha=alpha)}
+            part = {"id": ids, **_scores(la(x), mu=mu, calibrated=calibration is not None, alpha=alpha)}
             unknown += 0 if alpha is None else int((~part["known"]).sum())
             yield part
 
     write_table(out, parts())
-    values: dict[str, Any] = {"file": str(out), "inputs": len(source), "calibrated": count is not None}
+    values: dict[str, Any] = {"file": str(out), "inputs": len(source), "calibrated": calibration is not None}
     line = f"{readable(str(out))}: {len(source):,} inputs"
     if alpha is not None:
         values |= {"alpha": alpha, "unknown": unknown}
@@ -66,7 +65,7 @@ def _checked_alpha(console: Console, count: int, given: float | None) -> float |
     alpha = _ALPHA if given is None else given
     if alpha >= least:
         return alpha
-    hint = f"Fit with at least {math.ceil(1 / alpha) - 1:,} calibration inputs, or give a larger --alpha."
+    hint = f"Calibrate with at least {math.ceil(1 / alpha) - 1:,} inputs, or give a larger --alpha."
     wanted = f"at least {least:.4g}, the smallest p-value that {count} calibration inputs give"
     if given is not None:
         raise BadInputError(expected("--alpha", wanted, f"{alpha:g}", hint))

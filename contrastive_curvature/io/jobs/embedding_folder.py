@@ -17,7 +17,7 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.io.jobs.manifest import EmbeddingsManifest, open_folder
 from contrastive_curvature.io.jobs.parquet_parts import need
 from contrastive_curvature.io.jobs.sources import Parts, Source, parts_of
-from contrastive_curvature.laplace.calibration import calibrated_reference
+from contrastive_curvature.laplace.calibration import present_calibration
 from contrastive_curvature.network.digest import encoder_digest, tensor_bytes
 
 _OWN = ("identifier", "mu", "kappa", "uncertainty", "p_value")
@@ -57,7 +57,7 @@ class EmbeddingFolder:
         parts: int | None = None,
     ) -> None:
         la.check_fitted()
-        calibrated = calibrated_reference(la) is not None
+        calibrated = present_calibration(la) is not None
         self._parts = parts_of(source, parts)
         self.count = len(self._parts)
         types = self._parts.kept_types()

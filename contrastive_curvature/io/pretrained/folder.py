@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict
 from torch import Tensor
 
 from contrastive_curvature.artifact import VERSION, ArtifactFolder, Header, sha256_of, write_whole
+from contrastive_curvature.embedding.known import NOVELTY
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.io.pretrained.options import About
 
@@ -52,6 +53,7 @@ class PosteriorInfo(_Model):
         n_classes: Number of class centres, or None.
         calibrated: Whether p-values are calibrated.
         n_calibration: With how many inputs, or None.
+        score: What p-values are of: ``"novelty"``, ``"uncertainty"`` or the name of a function, perhaps ``by class``.
         curvature_error: Relative standard error of a sampled curvature, or None.
         encoder: Checksum of the weights and buffers of the encoder.
         n_encoder_tensors: Number of these.
@@ -76,6 +78,7 @@ class PosteriorInfo(_Model):
     n_classes: int | None
     calibrated: bool
     n_calibration: int | None
+    score: str = NOVELTY
     curvature_error: float | None
     encoder: str
     n_encoder_tensors: int

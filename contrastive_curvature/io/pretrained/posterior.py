@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from contrastive_curvature import laplace, losses
+from contrastive_curvature.embedding.known import NOVELTY
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.io.pretrained.encoders import (
     check_encoder,
@@ -98,6 +99,7 @@ def saved_posterior(la: Any, name: str, table: TensorTable, prefix: str, example
         n_classes=None if classes is None else len(classes["labels"]),
         calibrated=calibration is not None,
         n_calibration=None if calibration is None else len(calibration["statistics"]),
+        score=NOVELTY if la.known.calibration is None else str(la.known.calibration.score),
         curvature_error=la.curvature_error,
         encoder=encoder_digest(encoder_of(la)),
         n_encoder_tensors=len(encoder),

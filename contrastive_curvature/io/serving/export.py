@@ -97,7 +97,8 @@ def _format(path: Any, given: Any) -> str:
 def _scorer_file(parts: Parts, kind: str) -> Callable[[BinaryIO], object]:
     # Any: numpy before 2.1 has no argument allow_pickle here; no array is one of objects.
     arrays: dict[str, Any] = {name: array.cpu().numpy() for name, array in parts.arrays.items()}
-    metadata = {"format": FORMAT, "version": VERSION, "form": parts.form, "structure": parts.structure}
+    about = {"form": parts.form, "structure": parts.structure, "score": parts.score}
+    metadata = {"format": FORMAT, "version": VERSION, **about}
     text = json.dumps(metadata | {"checksum": checksum(arrays, metadata)})
     if kind == "npz":
         return lambda file: np.savez(file, metadata=np.array(text), **arrays)

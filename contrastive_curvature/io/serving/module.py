@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
 
 from contrastive_curvature.embedding.distribution import turning_angle
-from contrastive_curvature.embedding.known import ROUNDING, combine
+from contrastive_curvature.embedding.known import NOVELTY, combine
 from contrastive_curvature.embedding.spread import Axes, Diagonal
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.fit.class_centres import between_classes, nearest_ratio
@@ -23,7 +24,7 @@ from contrastive_curvature.vmf.estimation import concentration_of_variance
 FORMAT, VERSION = "contrastive_curvature.served", 1
 
 _BUFFERS = (
-    *("typical_norm", "centres", "typical_ratio", "location", "scale", "rows"),
+    *("typical_norm", "centres", "typical_ratio", "location", "scale", "rows", "counts"),
     *("variance", "bias_variance", "axes", "basis", "along", "across", "common", "covariance", "trace"),
 )
 
@@ -41,8 +42,9 @@ class ServedEncoder(nn.Module):
 
     Attributes:
         outputs: Names of what a call returns, in order.
-        metadata: What exported files say of themselves: ``format``, ``version``, ``structure``, ``outputs`` and
-            ``calibration_inputs``, their number n; the smallest p-value is ``1 / (n + 1)``.
+        metadata: What exported files say of themselves: ``format``, ``version``, ``structure``, ``outputs``,
+            ``score``, what p-values are of, and ``calibration_inputs``, their number n; the smallest p-value is
+            ``1 / (n + 1)``.
 
     Raises:
         InputTypeError: ``la`` is no contrastive posterior.
@@ -60,6 +62,7 @@ class ServedEncoder(nn.Module):
             "version": VERSION,
             "structure": parts.structure,
             "outputs": list(parts.outputs),
+            "score": parts.score if "p_value" in parts.outputs else None,
             "calibration_inputs": len(parts.arrays.get("statistics", ())),
         }
         with refusing(
@@ -94,7 +97,7 @@ class ScoreHead(nn.Module):
 
     The same numbers as those of :class:`.EmbeddingDistribution`, in operations that every graph format has, and without
     a look at values: NaN stands where ``la(x)`` raises an error. Sorted arrays cannot be searched in ONNX, so the known
-    statistics lie in rows of about ``sqrt(n)``: the last of each says which row to search.
+    statistics lie in rows of about ``sqrt(n)``: the last of each says which row to search; by class, in a row a class.
 
     Attributes:
         float32_arctan: Whether the arc tangent is computed in float32, as ONNX's runtime has no other.
@@ -115,6 +118,7 @@ class ScoreHead(nn.Module):
     location: Tensor
     scale: Tensor
     rows: Tensor
+    counts: Tensor | None
     tiny: Tensor
     largest: Tensor
 
@@ -131,13 +135,17 @@ class ScoreHead(nn.Module):
         if self.form == "dense":
             arrays["trace"] = _traces(arrays["covariance"], *weight.shape)
         self.n = len(arrays.get("statistics", ()))
-        if self.n:
+        self.score = parts.score
+        if self.n and "counts" in arrays:
+            of_class = arrays["statistics"].split(arrays["counts"].tolist())
+            arrays["rows"] = pad_sequence(list(of_class), batch_first=True, padding_value=torch.inf)
+        elif self.n:
             # The last place of the last row is infinite, so that there is always a row to search.
             width = math.isqrt(self.n) + 1
             rows = arrays["statistics"].new_full(((self.n // width + 1) * width,), torch.inf)
             rows[: self.n] = arrays["statistics"]
             arrays["rows"] = rows.view(-1, width)
-            self.tolerance = ROUNDING / float(arrays["scale"].min())
+        self.tolerance = float(arrays.get("rounding", 0.0))
         for name in _BUFFERS:
             self.register_buffer(name, arrays.get(name))
         # As tensors, because ONNX would round plain numbers to float32 first.
@@ -168,8 +176,14 @@ class ScoreHead(nn.Module):
         spread = torch.maximum(total - radial, rounding * total)
         log_norm = torch.maximum(self._log(length) + size.log(), self.tiny.log())
         # What is not finite is no known input.
-        finite = size + spread <= self.largest
-        return (*out, torch.where(finite, self._p_value(self._log(spread), log_norm, phi), torch.nan))
+        known = size + spread <= self.largest
+        classes = None
+        if self.counts is not None and self.centres is not None:
+            classes = (mu @ self.centres.T).argmax(1)
+        score = self._novelty(self._log(spread), log_norm, phi) if self.score == NOVELTY else angle.double()
+        if classes is not None or self.score != NOVELTY:
+            known = known & (length > 0)
+        return (*out, torch.where(known, self._p_value(score, classes), torch.nan))
 
     def _spread(self, phi: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """Return trace, and variance along unit vectors (B, D), of the outputs at features; float64, shape (B,)."""
@@ -193,11 +207,18 @@ class ScoreHead(nn.Module):
             wide = torch.cat([wide, torch.ones_like(wide[:, :1])], dim=1)
         return ((wide @ self.trace) * wide).sum(1), ((weights @ self.covariance) * weights).sum(1)
 
-    def _p_value(self, spread: Tensor, length: Tensor, phi: Tensor) -> Tensor:
-        """Return the conformal p-values of the logarithms of spread and norm; see :mod:`.known`."""
+    def _novelty(self, spread: Tensor, length: Tensor, phi: Tensor) -> Tensor:
+        """Return the novelty of the logarithms of spread and norm; see :mod:`.known`."""
         features = self._log(phi.double().square().sum(1).sqrt())
         components = torch.stack([spread - features, spread - 2 * features, -length], dim=1)
-        least = combine((components - self.location) / self.scale).unsqueeze(1) - self.tolerance
+        return combine((components - self.location) / self.scale)
+
+    def _p_value(self, score: Tensor, classes: Tensor | None) -> Tensor:
+        """Return the conformal p-values of scores (B,)."""
+        least = score.unsqueeze(1) - self.tolerance
+        if classes is not None and self.counts is not None:
+            n = self.counts[classes]
+            return (1 + n - (self.rows[classes] < least).sum(1)).double() / (n + 1)
         row = (self.rows[:, -1] < least).sum(1)
         below = row * self.rows.shape[1] + (self.rows[row] < least).sum(1)
         return (1 + self.n - below).double() / (self.n + 1)

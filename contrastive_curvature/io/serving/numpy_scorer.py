@@ -22,16 +22,16 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT, VERSION = "contrastive_curvature.scorer", 2
+FORMAT, VERSION = "contrastive_curvature.scorer", 3
 
 CAP, WEIGHT, NEAREST = 0.85, 3.0, 4
 """Of the position between class centres: the largest ratio, its weight, and how many centres are looked at closely."""
 
-BELOW, ROUNDING = 0.5, 3e-5
-"""Of the p-value: weight of the first component below its median, and how far components of one input may lie apart."""
+BELOW = 0.5
+"""Of the novelty: weight of the first component below its median."""
 
 _TINY, _LARGEST = np.finfo(np.float64).tiny, np.finfo(np.float64).max
-_DTYPES: dict[str, np.dtype[Any]] = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4")}
+_DTYPES: dict[str, np.dtype[Any]] = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "I64": np.dtype("<i8")}
 
 Array = NDArray[Any]
 
@@ -41,11 +41,12 @@ class Scorer:
 
     Args:
         arrays: By name, as :func:`Scorer.load` reads them.
-        metadata: ``format``, ``version``, ``form``, ``structure`` and ``checksum``.
+        metadata: ``format``, ``version``, ``form``, ``structure``, ``score`` and ``checksum``.
 
     Attributes:
         outputs: Names of what a call returns, in order.
         structure: Structure of the posterior.
+        score: What p-values are of, ``"novelty"`` or ``"uncertainty"``.
         n: Number of calibration inputs; the smallest p-value is ``1 / (n + 1)``. Zero without calibration.
 
     Raises:
@@ -63,7 +64,7 @@ class Scorer:
         if metadata.get("checksum") != checksum(arrays, metadata):
             msg = "expected the arrays that la.export wrote, got changed ones. Export again."
             raise ValueError(msg)
-        self.form, self.structure = metadata["form"], metadata["structure"]
+        self.form, self.structure, self.score = (metadata[name] for name in ("form", "structure", "score"))
         self._arrays = dict(arrays)
         self.n = len(arrays["statistics"]) if "statistics" in arrays else 0
         self.outputs = ("mu", "kappa", "uncertainty") + (("p_value",) if self.n else ())
@@ -135,8 +136,11 @@ class Scorer:
             least = z.shape[1] * np.finfo(z.dtype).eps * total
             spread = np.log(np.maximum(np.maximum(total - radial, least), _TINY))
             lengths = np.maximum(np.log(np.maximum(length, _TINY)) + np.log(size), math.log(_TINY))
-            finite = np.abs(wide).sum(1) + total <= _LARGEST
-            return (*out, np.where(finite, self._p_value(spread, lengths, phi), np.nan))
+            known = np.abs(wide).sum(1) + total <= _LARGEST
+            if "counts" in a or self.score != "novelty":
+                known &= length > 0
+            score = self._novelty(spread, lengths, phi) if self.score == "novelty" else out[2].astype(np.float64)
+            return (*out, np.where(known, self._p_value(score, mu), np.nan))
 
     def _diagonal(self, phi: Array, u: Array) -> tuple[Array, Array]:
         a = self._arrays
@@ -181,16 +185,26 @@ class Scorer:
         ratio = np.where(second == 0, 1, first / np.where(second == 0, 1, second))
         return between_classes(ratio, self._arrays["typical_ratio"]).astype(mu.dtype)
 
-    def _p_value(self, spread: Array, length: Array, phi: Array) -> Array:
+    def _novelty(self, spread: Array, length: Array, phi: Array) -> Array:
         a = self._arrays
         features = np.log(np.clip(np.sqrt(np.square(phi.astype(np.float64)).sum(1)), _TINY, _LARGEST))
         components = np.stack([spread - features, spread - 2 * features, -length], axis=1)
         z = (components - a["location"]) / a["scale"]
         powers = 2 * np.concatenate([z, -BELOW * z[:, :1]], axis=1)
         largest = powers.max(1)
-        found = (largest + np.log(np.exp(powers - largest[:, None]).sum(1))) / 2
-        below = np.searchsorted(a["statistics"], found - ROUNDING / a["scale"].min())
-        return (1 + self.n - below) / (self.n + 1)
+        return np.asarray((largest + np.log(np.exp(powers - largest[:, None]).sum(1))) / 2)
+
+    def _p_value(self, score: Array, mu: Array) -> Array:
+        """Compare with all calibration inputs, or with those of the nearest class centre."""
+        a, least = self._arrays, score - self._arrays["rounding"]
+        if "counts" not in a:
+            return np.asarray((1 + self.n - np.searchsorted(a["statistics"], least)) / (self.n + 1))
+        classes = (mu @ a["centres"].astype(mu.dtype).T).argmax(1)
+        n, below = a["counts"][classes], np.zeros(len(mu), dtype=np.int64)
+        of_class = np.split(a["statistics"], a["counts"].cumsum()[:-1])
+        for one in np.unique(classes):
+            below[classes == one] = np.searchsorted(of_class[one], least[classes == one])
+        return np.asarray((1 + n - below) / (n + 1))
 
 
 def turning_angle(tangential: Array, norm: Array, typical_norm: Any = None, between: Array | None = None) -> Array:

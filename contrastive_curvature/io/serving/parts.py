@@ -8,8 +8,8 @@ All structures come down to three forms of the covariance of the outputs at feat
 - ``dense`` (``full``): ``covariance`` (P, P) of ``[W.flatten(), b]``.
 
 Besides, ``weight`` (D, F) and ``bias`` (D,) of the layer; ``typical_norm`` (); ``centres`` (K, D) and ``typical_ratio``
-() of the classes; ``location`` (3,), ``scale`` (3,) and ``statistics`` (n,) of the calibration. What is not there has
-no name.
+() of the classes; ``location`` (3,), ``scale`` (3,) and ``statistics`` (n,) of the calibration, with ``rounding`` () of
+the scores and ``counts`` (K,) where p-values are by class. What is not there has no name.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from contrastive_curvature.embedding.known import NOVELTY
 from contrastive_curvature.errors import InputTypeError, NotFittedError, UnsupportedError, expected
 from contrastive_curvature.laplace.base import ContrastiveLaplace
-from contrastive_curvature.laplace.calibration import calibrated_reference
+from contrastive_curvature.laplace.calibration import present_calibration
 from contrastive_curvature.laplace.classes import (
     ContrastiveDiagLLLaplace,
     ContrastiveFullLLLaplace,
@@ -30,6 +31,7 @@ from contrastive_curvature.laplace.classes import (
 )
 from contrastive_curvature.laplace.kron_lowrank import ContrastiveKronLowRankLLLaplace
 from contrastive_curvature.laplace.output_spread import DenseSpread, DiagonalSpread
+from contrastive_curvature.laplace.score import made_up
 from contrastive_curvature.network.encoder import at_least_float32
 
 _CLASSES = (
@@ -47,11 +49,13 @@ class Parts:
     Attributes:
         form: ``"diagonal"``, ``"axes"`` or ``"dense"``.
         structure: Structure of the posterior, as the user typed it.
+        score: What p-values are of, ``"novelty"`` or ``"uncertainty"``.
         arrays: By name; see the module. Detached copies on the device of the posterior.
     """
 
     form: str
     structure: str
+    score: str
     arrays: dict[str, Tensor]
 
     @property
@@ -97,13 +101,22 @@ def parts_of(la: Any, p_value: bool | None = None) -> Parts:
             "out to export mu, kappa and uncertainty alone."
         )
         raise NotFittedError(msg)
-    reference = None if p_value is False else calibrated_reference(la)
-    if reference is not None:
-        found |= vars(reference)
+    calibration, score = None if p_value is False else present_calibration(la), NOVELTY
+    if calibration is not None:
+        if calibration.score.probe is not None:
+            msg = (
+                f"p_value: la is calibrated for the function {calibration.score.name!r}, which no file holds. Export "
+                "with p_value=False, or calibrate for 'novelty' or 'uncertainty'."
+            )
+            raise UnsupportedError(msg)
+        calibration.score.check(la, made_up(la))
+        reference, score = calibration.reference, calibration.score.name
+        found |= {name: getattr(reference, name) for name in ("location", "scale", "statistics", "counts")}
+        found["rounding"] = reference.statistics.new_tensor(reference.rounding)
     # Copies, so that they follow no later change.
     contiguous = torch.contiguous_format
     arrays = {name: a.detach().clone(memory_format=contiguous) for name, a in found.items() if a is not None}
-    return Parts(form, la._key[1], arrays)
+    return Parts(form, la._key[1], score, arrays)
 
 
 def _spread(la: Any) -> tuple[str, dict[str, Tensor | None]]:

@@ -1,0 +1,150 @@
+"""The score that p-values are of: the novelty, the uncertainty, or a function of the user's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature import validate
+from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+from contrastive_curvature.embedding.known import NOVELTY, UNCERTAINTY
+from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError, expected
+from contrastive_curvature.network.digest import same_encoder, summary
+
+if TYPE_CHECKING:
+    from contrastive_curvature.laplace.base import ContrastiveLaplace
+
+_PROBES = 8
+"""Made-up embeddings whose scores tell one function from another."""
+
+_APART = 1e-3
+"""Relative difference of these scores above which a function is another one, and not on another device."""
+
+
+@dataclass(frozen=True, eq=False)
+class Score:
+    """What a calibration compares.
+
+    Attributes:
+        name: ``"novelty"``, ``"uncertainty"``, or that of a function.
+        by_class: Whether inputs are compared with those of the same predicted class.
+        marks: Numbers of the typical norm and the class centres that scores are relative to; ``None``: of none.
+        probe: Scores of made-up embeddings by the function, float64, shape (8,).
+        function: ``None`` for the names, and after loading until it is given again.
+    """
+
+    name: str = NOVELTY
+    by_class: bool = False
+    marks: Tensor | None = None
+    probe: Tensor | None = None
+    function: Callable[[EmbeddingDistribution], Any] | None = None
+
+    def __str__(self) -> str:
+        """Name of the score, and whether it is by class."""
+        return f"{self.name} by class" if self.by_class else self.name
+
+    @classmethod
+    def chosen(cls, la: ContrastiveLaplace, score: Any, by_class: bool) -> Score:
+        """Return the score that a user asks for."""
+        validate.flag("by_class", by_class)
+        if by_class and la.class_centres is None:
+            hint = "Fit with the labels of two classes or more, or call la.measure_classes(loader)."
+            raise UnsupportedError(expected("by_class=True", "a posterior with class centres", "one without", hint))
+        if not callable(score):
+            validate.choice("score", score, (NOVELTY, UNCERTAINTY))
+            marks = _marks(made_up(la)) if by_class or score != NOVELTY else None
+            return cls(score, by_class, marks)
+        name = getattr(score, "__name__", "<lambda>")
+        if name in ("<lambda>", NOVELTY, UNCERTAINTY):
+            wanted = "a function with a name of its own, under which it is saved"
+            raise InputTypeError(expected("score", wanted, repr(score), "Write def my_score(embedding): ..."))
+        embedding = made_up(la)
+        return cls(name, by_class, _marks(embedding), called(name, score, embedding), score)
+
+    def given(self, la: ContrastiveLaplace, function: Any) -> Score:
+        """Return this score with its function, given again."""
+        name = getattr(function, "__name__", None)
+        if self.probe is None or name != self.name:
+            wanted = f"the function {self.name!r}" if self.probe is not None else "none: the score needs no function"
+            raise InputError(expected("score", f"{wanted}, as la was calibrated", repr(name or function)))
+        found = Score(self.name, self.by_class, self.marks, self.probe, function)
+        found._check_function(la)
+        return found
+
+    def check(self, la: ContrastiveLaplace, embedding: EmbeddingDistribution) -> None:
+        """Refuse where the score would no longer be that of the calibration."""
+        if self.marks is not None:
+            now = _marks(embedding)
+            if not torch.allclose(now[:2], self.marks[:2], rtol=1e-9) or not same_encoder(now[2:], self.marks[2:]):
+                msg = (
+                    f"p_value: la was calibrated for {self} with other class centres or another typical norm. Call "
+                    "la.calibrate(loader, ...) again."
+                )
+                raise NotFittedError(msg)
+        if self.probe is not None:
+            self._check_function(la)
+
+    def of(self, embedding: EmbeddingDistribution) -> Tensor:
+        """Return the scores of embeddings but for the novelty, float64, shape (B,)."""
+        if self.function is None:
+            return embedding.uncertainty.detach().double()
+        return called(self.name, self.function, embedding)
+
+    def _check_function(self, la: ContrastiveLaplace) -> None:
+        assert self.probe is not None
+        if self.function is None:
+            msg = (
+                f"p_value: la was calibrated for the function {self.name!r}, which no file holds. Give it again: "
+                f"la.set_score({self.name})."
+            )
+            raise NotFittedError(msg)
+        now = called(self.name, self.function, made_up(la)).cpu()
+        if float((now - self.probe).abs().max()) > _APART * float(self.probe.abs().max()):
+            msg = (
+                f"p_value: the function {self.name!r} gives other scores than at the calibration; has its gallery "
+                f"changed? Call la.calibrate(loader, score={self.name}) again."
+            )
+            raise NotFittedError(msg)
+
+
+def called(name: str, function: Callable[[EmbeddingDistribution], Any], embedding: EmbeddingDistribution) -> Tensor:
+    """Return what a user's function says of embeddings: finite numbers, float64, shape (B,).
+
+    It cannot ask about known inputs, as it decides what they are compared by.
+    """
+    with torch.no_grad():
+        found = function(embedding.compared_with_none())
+    found = torch.as_tensor(found).detach().double()
+    if found.shape != (len(embedding),) or not bool(found.isfinite().all()):
+        shown = "NaN or infinity" if found.shape == (len(embedding),) else f"shape {tuple(found.shape)}"
+        wanted = f"{len(embedding)} finite numbers, one an embedding"
+        raise InputError(expected(f"score: {name}(embedding)", wanted, shown))
+    return found.to(embedding.raw_mean.device)
+
+
+def predicted_classes(embedding: EmbeddingDistribution) -> Tensor:
+    """Return the index of the nearest class centre, int64, shape (B,)."""
+    centres = embedding._class_centres
+    assert centres is not None
+    return centres.nearest(embedding.raw_mean)
+
+
+def made_up(la: ContrastiveLaplace) -> EmbeddingDistribution:
+    """Return embeddings that are the same in every process."""
+    dim, size = la.n_outputs, la.typical_norm or 1.0
+    wave = (1.7 * torch.arange(1, _PROBES * dim + 1, dtype=torch.float64)).sin().view(_PROBES, dim)
+    mean = (wave * size * (2 / dim) ** 0.5).to(la._device, la._dtype)
+    found = EmbeddingDistribution(mean, variance=torch.full_like(mean, 0.01 * size**2 / dim))
+    return found.relative_to(la.typical_norm, la.class_centres)
+
+
+def _marks(embedding: EmbeddingDistribution) -> Tensor:
+    """Return typical norm, typical position between classes, and a summary of the centres; float64, shape (6,)."""
+    centres = embedding._class_centres
+    typical = [embedding._typical_norm or 0.0, 0.0 if centres is None else centres.typical]
+    sums = [] if centres is None else [centres.sums]
+    return torch.cat([torch.tensor(typical, dtype=torch.float64), summary(sums)])
