@@ -309,7 +309,7 @@ def _calls() -> dict[str, Call]:
             _calibrated,
             {"x": x, "loader": [x + 1], "alpha": 0.1, "progress_bar": False, "score": "uncertainty", "by_class": False},
         ),
-        "select_unknown": (cc.select_unknown, {"p_values": (torch.arange(N) + 1) / (2 * N), "fdr": 0.3}),
+        "select_unknown": (cc.select_unknown, {"p_values": (torch.arange(N) + 1) / 100, "fdr": 0.3}),
         "OnlineLaplace": (
             _online,
             {"x": x, "labels": labels, "probe": x, "n_data": N, "loss": None, "miner": None, "curvature_miner": None}

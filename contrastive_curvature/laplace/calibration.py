@@ -226,8 +226,8 @@ class Judge:
         def of_rows(value: Tensor | None) -> Tensor | None:
             return None if value is None else taken(value, rows.to(value.device))
 
-        named = {name: of_rows(getattr(self, name)) for name in ("feature_norm", "values", "unrounded")}
-        return replace(self, **named)
+        norm, values, unrounded = map(of_rows, (self.feature_norm, self.values, self.unrounded))
+        return replace(self, feature_norm=norm, values=values, unrounded=unrounded)
 
     def fixed(self, embedding: EmbeddingDistribution) -> Judge:
         """Return a judge that no longer looks at the embedding, which is about to be rounded."""
@@ -242,7 +242,7 @@ class Judge:
                 return None
             parts.append(judge.fixed(embedding) if rounded else judge)
         values = [part._components(embedding) for part, embedding in zip(parts, embeddings, strict=True)]
-        before = torch.cat([part.unrounded for part in parts]) if rounded else None
+        before = torch.cat([part.unrounded for part in parts if part.unrounded is not None]) if rounded else None
         return replace(self, feature_norm=None, values=torch.cat(values), unrounded=before)
 
     def _components(self, embedding: EmbeddingDistribution) -> Tensor:

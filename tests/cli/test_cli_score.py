@@ -13,6 +13,7 @@ from tables import each
 
 import contrastive_curvature as cc
 from contrastive_curvature.apps.cli.saved import open_posterior
+from contrastive_curvature.io.pretrained import read_info
 
 
 def read(name: str) -> list[dict[str, str]]:
@@ -64,7 +65,25 @@ def test_without_a_calibration_the_columns_that_need_it_are_left_out(run: Run) -
     found = json.loads(result.stdout)
     assert list(read("scores.csv")[0])[-2:] == ["kappa", "uncertainty"]
     assert not found["calibrated"]
-    assert any("--calibrate" in text for text in found["warnings"])
+    assert any("contrastive-curvature calibrate plain SOURCE" in text for text in found["warnings"])
+
+
+def test_a_saved_posterior_is_calibrated_for_another_site(run: Run) -> None:
+    before, x = open_posterior(Path("posterior"))[0], torch.from_numpy(np.load("new.npz")["features"])
+    p = before(x).p_value
+    line = run("calibrate", "posterior", "train.npz", "--out", "site", "--score", "uncertainty", "--by-class").stdout
+    assert "300 inputs, score uncertainty by class" in line
+    before.calibrate([torch.from_numpy(np.load("train.npz")["features"])], score="uncertainty", by_class=True)
+    assert torch.equal(open_posterior(Path("site"))[0](x).p_value, before(x).p_value)
+    assert "of uncertainty by class, from 300 inputs" in run("info", "site").stdout
+    assert torch.equal(open_posterior(Path("posterior"))[0](x).p_value, p), "another folder is as it was"
+    run("score", "site", "new.npz", "--out", "scores.csv", "--alpha", 0.1)
+    np.testing.assert_array_equal(column(read("scores.csv"), "p_value"), before(x).p_value.numpy())
+    about = read_info("posterior").about
+    run("calibrate", "posterior", "validation.npz", "--score", "uncertainty")
+    assert read_info("posterior").about == about
+    assert open_posterior(Path("posterior"))[0].known.calibration.score.name == "uncertainty"
+    assert "--overwrite" in error_of(run("calibrate", "posterior", "validation.npz", "--out", "site", code=2))
 
 
 def test_a_level_below_the_smallest_p_value(run: Run) -> None:
