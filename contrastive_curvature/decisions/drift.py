@@ -14,10 +14,10 @@ from numpy.typing import NDArray
 from contrastive_curvature import validate
 from contrastive_curvature.decisions.fitted import percent
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
-from contrastive_curvature.embedding.known import ROUNDING, Reference
+from contrastive_curvature.embedding.known import Reference
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
 from contrastive_curvature.laplace.base import ContrastiveLaplace
-from contrastive_curvature.laplace.calibration import calibrated_reference
+from contrastive_curvature.laplace.calibration import present_calibration
 
 _Numbers = NDArray[np.float64]
 
@@ -65,10 +65,10 @@ def grow(capital: _Numbers, n_before: int, p_values: _Numbers) -> tuple[_Numbers
 class DriftMonitor:
     """Tell when the inputs of a stream are no longer like those of ``la.calibrate``, with few false alarms, ever.
 
-    Each input is ranked by its score among the calibration inputs and all inputs before it. While calibration inputs
-    and stream are exchangeable (nothing changes), these ranks are uniform and independent, and a bet on small p-values
-    wins nothing on average. :attr:`evidence` is the capital of a mixture of such bets that begins with 1: it reaches
-    ``1 / delta`` with a probability of at most ``delta``, however long the stream (Ville, 1939).
+    Each input is ranked by the score of the calibration among the calibration inputs and all inputs before it. While
+    calibration inputs and stream are exchangeable (nothing changes), these ranks are uniform and independent, and a bet
+    on small p-values wins nothing on average. :attr:`evidence` is the capital of a mixture of such bets that begins
+    with 1: it reaches ``1 / delta`` with a probability of at most ``delta``, however long the stream (Ville, 1939).
 
     Sources: Vovk, Nouretdinov and Gammerman (2003), "Testing exchangeability on-line"; Vovk, Gammerman and Shafer
     (2005), chapter 7; Fedorova, Gammerman, Nouretdinov and Vovk (2012), arXiv 1204.3251.
@@ -115,16 +115,16 @@ class DriftMonitor:
         """
         if not isinstance(embedding, EmbeddingDistribution):
             raise InputTypeError(expected("embedding", "a prediction la(x)", f"a {type(embedding).__name__}"))
-        if embedding._asked("novelty").la is not self._la:
+        judge = embedding._asked("p_value")
+        if judge.la is not self._la:
             raise InputError(expected("embedding", "a prediction of the monitor's posterior", "one of another"))
         if self._calibration() is not self._known:
             hint = "Make a new DriftMonitor(la): evidence against other calibration inputs is no longer evidence."
             raise InputError(expected("la", "the calibration that the monitor began with", "another", hint))
-        scores = embedding.novelty.double().cpu()
-        if missing := int(scores.isnan().sum()):
-            hint = "Leave them out: monitor.update(embedding[~embedding.novelty.isnan()])."
+        if missing := int(embedding.raw_mean.isnan().any(1).sum()):
+            hint = "Leave them out: monitor.update(embedding[~embedding.uncertainty.isnan()])."
             raise InputError(expected("embedding", "embeddings of valid inputs", f"{missing} rows of NaN", hint))
-        self._take(scores.numpy())
+        self._take(judge.scores(embedding).cpu().numpy())
         return self.drifted
 
     @property
@@ -175,8 +175,8 @@ class DriftMonitor:
     def _begin(self) -> None:
         reference = self._known
         # Equal up to rounding counts as equal, or inputs that repeat would be ranked by rounding, not at random.
-        self._grid = ROUNDING / float(reference.scale.min())
-        self._pool = self._on_grid(reference.statistics.cpu().numpy()).tolist()
+        self._grid = reference.rounding
+        self._pool = np.sort(self._on_grid(reference.statistics.cpu().numpy())).tolist()
         self._scores: list[float] = []
         self._log10_evidence: list[float] = []
         self.drifted_at: int | None = None
@@ -200,12 +200,12 @@ class DriftMonitor:
         self._log10_evidence += (evidence / math.log(10)).tolist()
 
     def _calibration(self) -> Reference:
-        reference = calibrated_reference(self._la)
-        if reference is None:
+        calibration = present_calibration(self._la)
+        if calibration is None:
             call = "Call la.calibrate(loader) with known inputs that the encoder was not trained on"
             msg = f"DriftMonitor: la is not calibrated. {call}."
             raise NotFittedError(msg)
-        return reference
+        return calibration.reference
 
 
 def _power(exponents: list[float]) -> float:

@@ -206,19 +206,24 @@ class Judge:
         check_alpha(alpha, n, splits, by_class)
         return self._p_value(embedding, known) > alpha
 
+    def scores(self, embedding: EmbeddingDistribution) -> Tensor:
+        """Return the score that p-values are of, float64, shape (B,)."""
+        return self._scores(embedding, self._known(quiet=True))
+
     def _p_value(self, embedding: EmbeddingDistribution, known: Calibration) -> Tensor:
-        score, classes = known.score, None
-        score.check(self.la, embedding)
-        before = None if self.unrounded is None else self.unrounded.to(embedding.raw_mean.device)
-        if score.by_class:
+        scores, classes = self._scores(embedding, known), None
+        if known.score.by_class:
+            before = self.unrounded
             classes = predicted_classes(embedding) if before is None else before[:, 1].long()
-        if score.name == NOVELTY:
-            scores = known.reference.novelty(self._components(embedding))
-        elif score.name == UNCERTAINTY and before is not None:
-            scores = before[:, 0]
-        else:
-            scores = score.of(embedding)
         return known.reference.p_value(scores, classes)
+
+    def _scores(self, embedding: EmbeddingDistribution, known: Calibration) -> Tensor:
+        known.score.check(self.la, embedding)
+        if known.score.name == NOVELTY:
+            return known.reference.novelty(self._components(embedding))
+        if known.score.name == UNCERTAINTY and self.unrounded is not None:
+            return self.unrounded[:, 0].to(embedding.raw_mean.device)
+        return known.score.of(embedding)
 
     def rows(self, rows: Tensor) -> Judge:
         """Return the judge of some of the embeddings; -1 is a row of NaN."""

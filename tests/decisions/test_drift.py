@@ -119,6 +119,18 @@ def test_a_stream_in_parts_through_files(tmp_path: Any) -> None:
     assert len(again.log10_evidence) == 160
 
 
+def test_the_score_is_that_of_the_calibration() -> None:
+    la, stream = calibrated(), inputs(30, 2)
+    la.calibrate([inputs(200, 1)], score="uncertainty", by_class=True)
+    monitor = cc.DriftMonitor(la)
+    monitor.update(la(stream))
+    known, new = (la(x).uncertainty.double() for x in (inputs(200, 1), stream))
+    assert monitor.state_dict()["scores"].tolist() == new.tolist()
+    p_values = sequential_p_values(sorted(known.tolist()), new.numpy(), 1 - np.random.default_rng(0).random(30))
+    _, evidence = grow(np.full(20, -np.inf), 0, p_values)
+    np.testing.assert_allclose(monitor.log10_evidence, evidence / np.log(10), atol=1e-3)
+
+
 def test_repeated_inputs_are_ties_whatever_their_batch() -> None:
     la = calibrated()
     one = inputs(1, 7)
