@@ -13,7 +13,7 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.spread import Dense, Diagonal, Joint, Samples, Spread, taken
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.fit.class_centres import ClassCentres, same_centres
+from contrastive_curvature.fit.class_centres import ClassCentres, between_classes, same_centres
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.vmf.checks import unit
 from contrastive_curvature.vmf.estimation import concentration_of_variance
@@ -248,7 +248,10 @@ class EmbeddingDistribution:
         its own centre. Without a typical norm, and without class centres, these factors are 1.
         """
         centres, polar = self._class_centres, self._directed()
-        between = None if centres is None else centres.factor(polar.direction.to(self.raw_mean.dtype))
+        between = None
+        if centres is not None:
+            ratio = centres.ratio_of_units(polar.direction.to(self.raw_mean.dtype))
+            between = between_classes(ratio, centres.typical)
         return turning_angle(self.tangential_variance, polar.norm, self._typical_norm, between)
 
     @property

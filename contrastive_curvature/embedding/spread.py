@@ -198,7 +198,7 @@ class Axes(Spread):
 
     def all_finite(self) -> bool:
         """See :meth:`Spread.all_finite`."""
-        return self.common is None and math.isfinite(float(self.values.sum()))
+        return self.common is None and math.isfinite(float(self.values.detach().sum()))
 
     def across(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Spread.across`."""

@@ -118,8 +118,12 @@ class ClassCentres:
         norms = self.sums.norm(dim=1, keepdim=True)
         return self.sums / torch.where(norms > 0, norms, 1)
 
-    def ratio(self, units: Tensor) -> Tensor:
-        """Return :func:`nearest_ratio` of unit embeddings (B, D), shape (B,)."""
+    def ratio(self, outputs: Tensor) -> Tensor:
+        """Return :func:`nearest_ratio` of outputs (B, D) of any norm but zero, shape (B,)."""
+        return self.ratio_of_units(normalize(outputs)[0])
+
+    def ratio_of_units(self, units: Tensor) -> Tensor:
+        """Return the same of unit vectors (B, D)."""
         if units.shape[1] != self.sums.shape[1]:
             wanted = f"D = {self.sums.shape[1]}, that of the embeddings"
             raise InputError(expected("class_centres", wanted, f"outputs of D = {units.shape[1]}"))
@@ -135,9 +139,9 @@ class ClassCentres:
             blocks = outputs.split(max(1, _ENTRIES // len(centres)))
             return torch.cat([(block @ centres.T).argmax(1) for block in blocks])
 
-    def factor(self, units: Tensor) -> Tensor:
-        """Return what angles of unit embeddings (B, D) are multiplied with, shape (B,)."""
-        return between_classes(self.ratio(units), self.typical)
+    def factor(self, outputs: Tensor) -> Tensor:
+        """Return what angles of outputs (B, D) are multiplied with, shape (B,)."""
+        return between_classes(self.ratio(outputs), self.typical)
 
 
 def between_classes(ratio: Tensor, typical: float | Tensor) -> Tensor:

@@ -16,7 +16,6 @@ from torch import Tensor
 import contrastive_curvature as cc
 from contrastive_curvature.fit import class_centres
 from contrastive_curvature.fit.class_centres import CAP, WEIGHT, CentreCollector, ClassCentres
-from contrastive_curvature.hessian.sphere import normalize
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 
@@ -62,14 +61,13 @@ def test_ratio_is_nearest_over_second_distance(case: tuple[Tensor, Tensor, Tenso
     made = ClassCentres.of(train.to(dtype), labels)
     assert made is not None
     assert made.labels.tolist() == sorted(set(labels.tolist()))
-    units = normalize(outputs)[0].to(dtype)
-    found = made.ratio(units)
+    found = made.ratio(outputs.to(dtype))
     assert found.dtype == dtype
     # float32: of two distances that are sums of squares of differences of numbers of order one.
     tolerance = 1e-10 if dtype == torch.float64 else 2e-4
     assert found.tolist() == pytest.approx(ratio_by_hand(train, labels, outputs), abs=tolerance)
     assert made.typical == pytest.approx(typical_by_hand(train, labels), abs=tolerance)
-    assert torch.equal(made.factor(units), (WEIGHT * (found.clamp(max=CAP) - made.typical)).exp())
+    assert torch.equal(made.factor(outputs.to(dtype)), (WEIGHT * (found.clamp(max=CAP) - made.typical)).exp())
 
 
 @on_every_device
@@ -77,10 +75,9 @@ def test_at_a_centre_between_two_and_on_the_other_side(device: str) -> None:
     made = ClassCentres.of(torch.eye(3, device=device), torch.arange(3, device=device))
     assert made is not None
     x = torch.tensor([[2.0, 0, 0], [1, 1, 0], [-1, -1, -1]], device=device, requires_grad=True)
-    units = normalize(x)[0]
-    found = made.ratio(units)
+    found = made.ratio(x)
     assert found.tolist() == pytest.approx([0, 1, 1], abs=1e-6)
-    made.factor(units).sum().backward()
+    made.factor(x).sum().backward()
     assert bool(x.grad.isfinite().all())  # type: ignore[union-attr]
 
 
@@ -200,7 +197,7 @@ def test_uncertainty_is_the_angle_times_both_factors(seed: int, typical: float |
     plain = embedding.tangential_variance.sqrt()
     found = embedding.relative_to(typical, made).uncertainty
     norm = mean.norm(dim=1)
-    factor = made.factor(mean / norm.unsqueeze(1))
+    factor = made.factor(mean)
     wanted = plain * (1 if typical is None else (typical / norm).sqrt()) * factor
     assert torch.allclose(found, wanted.arctan(), rtol=1e-12)
     assert torch.allclose(embedding.relative_to(None).uncertainty, plain.arctan(), rtol=1e-12)
