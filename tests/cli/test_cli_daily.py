@@ -33,6 +33,9 @@ def test_an_update_is_that_of_the_library(run: Run) -> None:
     x = torch.from_numpy(points(30, 9)["features"])
     for name in ("mu", "uncertainty", "p_value"):
         torch.testing.assert_close(getattr(found(x), name), getattr(wanted(x), name), rtol=1e-4, atol=1e-6)
+    run("calibrate", "posterior", "validation.npz", "--score", "uncertainty", "--by-class", "--out", "other")
+    run("update", "other", "new.npz", "--out", "newest", "--calibrate", "validation.npz")
+    assert str(open_posterior(Path("newest"))[0].known.calibration.score) == "uncertainty by class"
     assert "--overwrite" in error_of(run(*UPDATE[:-1], "posterior", code=2))
     assert "no calibration data" in run(*UPDATE[:-1], "posterior", "--overwrite", "--prior-precision", 3).stderr
     assert float(open_posterior(Path("posterior"))[0].prior_precision) == 3

@@ -100,21 +100,35 @@ def update(
         if source is not None:
             source.prepare(made)
     labels = _continued(more, made)
-    earlier = la.n_data
+    earlier, info = la.n_data, read_info(folder)
+    score = {} if known is None else _score_of(console, la)
     console.note(f"adding {len(more):,} inputs to {earlier:,}")
     # In a random order: sources that are sorted by class would give batches of one class.
     la.update(Loader(more, batch_size, labels=labels, seed=0), progress_bar=console.progress)
     _choose_prior(la, prior_precision, prior_strength)
     calibration = None if known is None else Loader(known, batch_size)
-    _calibrate(console, la, calibration)
-    if read_info(folder).match:
+    _calibrate(console, la, calibration, **score)
+    if info.match:
         console.warn(f"{folder}: its MatchProbability belongs to the earlier posterior and is left out. Fit it again.")
-    about = {"fitted_on": f"`{_name(more.path)}`: {len(more)} inputs, added to {earlier} earlier ones"}
+    fitted_on = f"`{_name(more.path)}`: {len(more)} inputs, added to {earlier} earlier ones"
+    # The metrics were those of the earlier posterior.
+    about = {**info.about, "fitted_on": fitted_on, "evaluated_on": None}
     write_posterior(la, made, out, overwrite=overwrite, about=about)
     count = 0 if known is None else len(known)
     values = {"folder": str(out), "added": len(more), "inputs": int(la.n_data), "calibration_inputs": count}
     calibrated = f"calibrated with {count} inputs" if count else "not calibrated"
     console.result(values, f"{out}: posterior from {la.n_data:,} inputs, {len(more):,} of them new, {calibrated}")
+
+
+def _score_of(console: Console, la: Any) -> dict[str, Any]:
+    """Return the options of the calibration that a posterior has."""
+    if la.known.calibration is None:
+        return {}
+    score = la.known.calibration.score
+    if score.probe is None:
+        return {"score": score.name, "by_class": score.by_class}
+    console.warn(f"the posterior was calibrated for the function {score.name!r}, which no file holds: now for novelty.")
+    return {"by_class": score.by_class}
 
 
 def _continued(more: Source, made: Encoder) -> NDArray[np.int64]:
@@ -258,7 +272,7 @@ def _choose_prior(la: Any, precision: float | None, strength: float | None) -> N
         la.prior_precision = precision
 
 
-def _calibrate(console: Console, la: Any, calibration: Loader | None) -> None:
+def _calibrate(console: Console, la: Any, calibration: Loader | None, **score: Any) -> None:
     if calibration is None:
         console.warn(
             "no calibration data: score will have no novelty and no p-value. Give --calibrate SOURCE with inputs that "
@@ -266,7 +280,7 @@ def _calibrate(console: Console, la: Any, calibration: Loader | None) -> None:
         )
         return
     console.note(f"calibrating with {len(calibration.dataset):,} inputs")
-    la.calibrate(calibration, progress_bar=console.progress)
+    la.calibrate(calibration, progress_bar=console.progress, **score)
 
 
 def _takes_pairs_of_a_batch(options: Mapping[str, Any]) -> bool:
