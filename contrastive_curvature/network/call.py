@@ -230,7 +230,7 @@ def eager(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Refuse an encoder with compiled parts, of whose weights Jacobians will be needed; compiled as a whole it may be.
+    """Refuse an encoder with compiled parts, whose weights need Jacobians; one that is compiled as a whole is fine.
 
     ``torch.func`` traces them again for every batch and every direction, until torch gives up, and fails in some.
     """

@@ -65,7 +65,7 @@ class Console:
 
     @property
     def progress(self) -> bool | None:
-        """``progress_bar=`` for the library: ``False`` where nobody looks, else ``None`` (bars after ten seconds)."""
+        """``progress_bar=`` for the library: ``False`` without a terminal, else ``None`` (bars after ten seconds)."""
         # A stream that the shell closed is None.
         return None if not self.quiet and sys.stderr is not None and sys.stderr.isatty() else False
 
