@@ -58,7 +58,7 @@ def slice_inputs(x: Inputs, rows: slice | Tensor) -> Inputs:
 
 
 def few_points(x: Inputs, count: int = 5) -> Inputs:
-    """Return some points of a batch, repeated where there are too few: 5 by default, a length that few other axes have."""
+    """Return some points of a batch, repeated where there are too few; few other axes have the length 5."""
     return slice_inputs(x, torch.arange(count) % input_length(x))
 
 

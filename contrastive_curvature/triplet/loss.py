@@ -65,8 +65,8 @@ def bayesian_triplet_loss(
         distribution: ``"gaussian"``: prior ``N(0, prior_variance I)``. ``"vmf"``: the means are divided by their norm;
             the prior is uniform on the sphere, the divergence that of a von Mises-Fisher distribution with
             ``kappa = 1 / variance``, D >= 2, isotropic variances only.
-        moments: Which moments of ``tau`` the first part takes; ``None``: those of the distribution. With ``"vmf"``, ``"gaussian"`` takes
-            the embeddings for Gaussians around unit vectors, as the documents do.
+        moments: Which moments of ``tau`` the first part takes; ``None``: those of the distribution. With ``"vmf"``,
+            ``"gaussian"`` takes the embeddings for Gaussians around unit vectors, as the documents do.
         prior_variance: Variance of the Gaussian prior, > 0; ``None`` stands for 1. Refused with ``"vmf"``.
         kl_weight: Weight of the divergences, >= 0. The default is that of the supplement's listing 1.
         reduction: ``"mean"`` or ``"sum"`` over the triplets, or ``"none"``.
