@@ -26,9 +26,12 @@ import contrastive_curvature as cc
 from benchmarks.machine import Case, describe, machine_line, options, table, write_results
 from benchmarks.transfer.feature_file import FeatureFile, Pairs, load_features
 from benchmarks.transfer.figures import retrieve
-from benchmarks.transfer.fitted import DEFAULT, Fitted
+from benchmarks.transfer.fitted import DEFAULT, Fitted, Points
+from contrastive_curvature.decisions.drift import EXPONENTS, grow, sequential_p_values
 
 SPLITS = 100
+STREAMS = 500
+"""Of inputs that stay the same, for drift."""
 FALSE_MATCH_RATES = (0.01, 0.001)
 CONFIDENCE = 0.9
 _BATCH = 500
@@ -63,10 +66,13 @@ class Encoder:
         self.unseen = not set(self.labels.tolist()) & set(content.train_labels.tolist())
 
     @cached_property
-    def uncertainty(self) -> NDArray[Any]:
-        """Of each test input, from the posterior that the library takes when nobody asks for one."""
-        fitted = Fitted(self.content)
-        return fitted.answers(DEFAULT, fitted.test)["uncertainty"].numpy()
+    def fitted(self) -> Fitted:
+        """Its posteriors and inputs."""
+        return Fitted(self.content)
+
+    def score(self, name: str, points: Points | None = None) -> NDArray[Any]:
+        """A score of the test or other inputs, from the posterior that the library takes when nobody asks for one."""
+        return self.fitted.answers(DEFAULT, self.fitted.test if points is None else points)[name].numpy()
 
     @cached_property
     def right(self) -> NDArray[Any]:
@@ -87,7 +93,7 @@ class Encoder:
 def wrong_answers(encoder: Encoder) -> dict[str, Found]:
     """``RetrievalThreshold`` on the uncertainty, asked for half of the encoder's error."""
     rows = np.flatnonzero(~np.isnan(encoder.right))
-    right, score = encoder.right == 1, encoder.uncertainty
+    right, score = encoder.right == 1, encoder.score("uncertainty")
     risk = float(f"{max(0.5 * (~right[rows]).mean(), 0.005):.2g}")
     out = {}
     for among in ("answered", "all"):
@@ -150,7 +156,38 @@ def listed_pairs(encoder: Encoder) -> dict[str, Found]:
     }
 
 
-DECISIONS: tuple[Callable[[Encoder], dict[str, Found]], ...] = (wrong_answers, same_or_not, listed_pairs)
+def drift(encoder: Encoder) -> dict[str, Found]:
+    """``DriftMonitor``: alarms on streams of test inputs without a shift, then of inputs of another kind after them.
+
+    Halves by input, whose order is random, so that nothing changes; with unseen classes also by class, where the stream
+    has other people or letters than the calibration, which is a shift. Missed: the other kind, within 100 inputs.
+    """
+    known, rng = encoder.score("novelty"), np.random.default_rng(0)
+    kind, features = next(iter(encoder.content.unknown.items()))
+    other = encoder.score("novelty", encoder.fitted.points(kind, torch.from_numpy(features)))
+    rows = np.arange(len(known))
+    orders = [rng.permutation(rows)[:1500] for _ in range(STREAMS)]
+    ways = {"": [np.split(order, [len(order) // 2]) for order in orders]}
+    if encoder.unseen:
+        ways = {"": ways[""], ", other classes": [(fit, rng.permutation(judge)) for fit, judge in encoder.halves(rows)]}
+    out = {}
+    for way, splits in ways.items():
+        highest, later = [], []
+        for fit, judge in splits:
+            scores = np.concatenate([known[judge], rng.permutation(other)[:100]])
+            pool, nothing = np.sort(known[fit]).tolist(), np.full(len(EXPONENTS), -np.inf)
+            evidence = grow(nothing, 0, sequential_p_values(pool, scores, 1 - rng.random(len(scores))))[1]
+            highest.append(evidence[: len(judge)].max())
+            later.append(evidence.max())
+        for delta in (0.01, 0.1):
+            alarms, missed = (np.array(each) >= -np.log(delta) for each in (highest, later))
+            out[f"drift {delta:g}{way}"] = _found(
+                delta, alarms.astype(float).tolist(), (~missed).astype(float).tolist()
+            )
+    return out
+
+
+DECISIONS: tuple[Callable[[Encoder], dict[str, Found]], ...] = (wrong_answers, same_or_not, listed_pairs, drift)
 """Each gives the decisions that it tried on an encoder, by name."""
 
 
@@ -216,7 +253,8 @@ def render(results: Case) -> str:
             "Each cell: error asked for / observed on average (share of splits above the one asked for: a half, by",
             "chance, where an error holds on average); after the semicolon the share of queries answered, or of pairs",
             "of one class missed. Wrong answers: half of the encoder's error is asked for; among the answered with a",
-            f"confidence of {CONFIDENCE:g}.",
+            f"confidence of {CONFIDENCE:g}. Drift: share of {STREAMS} streams of test inputs with a false alarm (asked",
+            "/ observed); missed: streams without an alarm within 100 inputs of another kind.",
             "",
             table(["encoder", *wide], rows),
             *below,

@@ -21,7 +21,7 @@ from contrastive_curvature.laplace.calibration import present_calibration
 
 _Numbers = NDArray[np.float64]
 
-_EXPONENTS = (np.arange(20) + 0.5) / 20
+EXPONENTS = (np.arange(20) + 0.5) / 20
 """Exponents ``e`` of the bets ``e p^(e - 1)``: small ones win most from very small p-values, large ones risk little."""
 
 
@@ -53,8 +53,8 @@ def grow(capital: _Numbers, n_before: int, p_values: _Numbers) -> tuple[_Numbers
         p_values: In (0, 1].
     """
     waiting = -np.log(np.log2(np.arange(n_before, n_before + len(p_values) + 1) + 2))
-    starts = waiting[:-1] + np.log(-np.expm1(waiting[1:] - waiting[:-1])) - math.log(len(_EXPONENTS))
-    gains = np.log(_EXPONENTS) + (_EXPONENTS - 1) * np.log(p_values)[:, None]
+    starts = waiting[:-1] + np.log(-np.expm1(waiting[1:] - waiting[:-1])) - math.log(len(EXPONENTS))
+    gains = np.log(EXPONENTS) + (EXPONENTS - 1) * np.log(p_values)[:, None]
     total = gains.cumsum(0)
     # What starts at t has the gains of t and later: those before are taken out of the sum.
     entered = np.logaddexp.accumulate(np.concatenate([capital[None], starts[:, None] - total + gains]))[1:]
@@ -180,7 +180,7 @@ class DriftMonitor:
         self._scores: list[float] = []
         self._log10_evidence: list[float] = []
         self.drifted_at: int | None = None
-        self._capital = np.full(len(_EXPONENTS), -np.inf)
+        self._capital = np.full(len(EXPONENTS), -np.inf)
 
     def _on_grid(self, scores: _Numbers) -> _Numbers:
         return np.rint(scores / self._grid)

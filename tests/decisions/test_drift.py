@@ -14,10 +14,10 @@ from tables import each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.decisions.drift import grow, sequential_p_values
+from contrastive_curvature.decisions.drift import EXPONENTS, grow, sequential_p_values
 
 STREAMS = 600
-NOTHING = np.full(20, -np.inf)
+NOTHING = np.full(len(EXPONENTS), -np.inf)
 
 
 def evidence(scores: Any, known: Any, rng: np.random.Generator) -> Any:
