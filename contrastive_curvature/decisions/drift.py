@@ -183,7 +183,7 @@ class DriftMonitor:
         self._capital = np.full(len(EXPONENTS), -np.inf)
 
     def _on_grid(self, scores: _Numbers) -> _Numbers:
-        return np.rint(scores / self._grid)
+        return np.rint(scores / self._grid) if self._grid else scores
 
     def _take(self, scores: _Numbers) -> None:
         if not len(scores):
