@@ -86,11 +86,11 @@ class RetrievalThreshold(Fitted):
         ends = np.flatnonzero(np.append(np.diff(ascending) > 0, True))
         starts, tail = self._starts(n)
         accepted = 0
-        for start in starts:
+        for start in starts:  # ascending: a later one accepts more
             tested = ends[ends + 1 >= start]
             passed = self._keeps_risk(wrong[tested], tested + 1, n, tail)
             if passed[0]:
-                accepted = max(accepted, int(tested[np.argmin(np.append(passed, False)) - 1]) + 1)
+                accepted = int(tested[np.argmin(np.append(passed, False)) - 1]) + 1
         if not accepted:
             first = ends[ends + 1 >= starts[0]][0]
             raise InputError(self._nothing(int(wrong[first]), int(first) + 1, n, tail))
