@@ -55,6 +55,8 @@ def test_a_network_is_trained_and_the_same_one_for_the_same_seed() -> None:
     assert between(cc.ContrastiveEmbedder(epochs=100)) > between(cc.ContrastiveEmbedder(epochs=1)) + 0.2
     with pytest.raises(cc.InputError, match="epochs: expected a positive whole number"):
         cc.ContrastiveEmbedder(epochs=-1).fit(X, Y)
+    with pytest.raises(cc.InputTypeError, match=r"a torch\.nn\.Module"):
+        cc.ContrastiveEmbedder(encoder=[]).fit(X, Y)
     one, other, third = (cc.ContrastiveEmbedder(random_state=seed).fit(X, Y).transform(X) for seed in (1, 1, 2))
     np.testing.assert_array_equal(one, other)
     assert not np.allclose(one, third)

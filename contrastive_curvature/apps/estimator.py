@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.losses import SupConLoss
+from contrastive_curvature.network.loader import check_model
 
 try:
     from sklearn.utils.validation import validate_data
@@ -101,6 +102,7 @@ class ContrastiveEmbedder(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Bas
                 loss = SupConLoss(0.1) if loss is None else loss
                 encoder: nn.Module = self._trained(torch.from_numpy(X), torch.from_numpy(labels), loss)
             else:
+                check_model(self.encoder, half=True)
                 encoder = copy.deepcopy(self.encoder)
             options = {} if loss is None else {"loss": loss}
             rows = TensorDataset(torch.from_numpy(X).to(_dtype(encoder)), torch.from_numpy(labels))
