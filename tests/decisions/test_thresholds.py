@@ -134,6 +134,12 @@ def test_a_match_threshold_against_sorting_and_scipy() -> None:
     # Every person in one pair: the sum of squares is that of independent pairs.
     assert grouped.false_non_match_interval == pytest.approx(fitted.false_non_match_interval, rel=1e-9)
     assert grouped.false_match_interval == pytest.approx(fitted.false_match_interval, rel=1e-9)
+    # Nearly every person is missed once in two: the interval is no narrower than that of independent pairs.
+    even, low = np.arange(300) < 100, np.where(np.arange(300) < 51, -9.0, 9.0)
+    of = np.stack([np.where(even, np.arange(300) % 50, np.arange(300))] * 2, 1)
+    balanced = cc.MatchThreshold(0.1).fit(np.where(even, low, np.arange(300) / 300), even, of)
+    oracle = binomtest(51, 100).proportion_ci(0.95, "exact")
+    assert balanced.false_non_match_interval == pytest.approx((oracle.low, oracle.high), rel=1e-9)
     # Nobody is missed: 100 people count as 100 pairs, of however many images.
     clear = cc.MatchThreshold(0.1).fit(scores + 20 * same, same, np.stack([np.arange(1999) % 100] * 2, 1))
     assert clear.false_non_match_interval == (0, pytest.approx(1 - 0.025**0.01))
