@@ -18,6 +18,7 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError, expected
 from contrastive_curvature.laplace.prior import PRIOR_STRUCTURES
+from contrastive_curvature.network.full_precision import full_precision
 
 
 def _fitted_only(name: str, meaning: str) -> Any:
@@ -98,6 +99,7 @@ class CheckedPosterior(ParametricLaplace):
             return -norm / 2
         return -self.n_weights / 2 * math.log(2 * math.pi) + self.log_det_posterior_precision / 2 - norm / 2
 
+    @full_precision
     def functional_variance(self, Js: Tensor) -> Tensor:
         """Covariances of the linearised outputs, shape (B, D, D), from Jacobians (B, D, P).
 
@@ -108,6 +110,7 @@ class CheckedPosterior(ParametricLaplace):
         self._check_jacobians(Js)
         return super().functional_variance(Js)
 
+    @full_precision
     def functional_covariance(self, Js: Tensor) -> Tensor:
         """Covariance of all linearised outputs together, shape (B D, B D), from Jacobians (B, D, P).
 

@@ -11,6 +11,8 @@ from laplace import Laplace
 from tables import covering
 from torch import Tensor, nn
 
+import contrastive_curvature  # noqa: F401  registers the likelihood
+
 STRUCTURES: list[tuple[str, str, dict[str, Any]]] = [
     ("last_layer", "diag", {}),
     ("last_layer", "gp", {"n_subset": 20, "backend_kwargs": {"pd_fix": "psd"}}),
@@ -49,5 +51,7 @@ def test_posteriors_are_nearly_those_of_full_precision(
         kappa.append(la(x[:8]).kappa)
         assert kappa[-1].dtype == torch.float32
         assert la(x[:4], pred_type="nn", n_samples=2).kappa.isfinite().all()
+        with torch.autocast(device, dtype=torch.bfloat16):
+            assert la(x[:2], joint=True).joint_covariance.dtype == torch.float32
     # bfloat16 has three digits, and Kronecker factors multiply what two of them lose.
     assert torch.allclose(*kappa, rtol=0.2 if structure == "kron" else 0.1)
