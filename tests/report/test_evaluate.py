@@ -46,6 +46,15 @@ def test_numbers_are_those_of_the_metrics(device):
         "flagged_known@0.2": float((~known.is_known(0.2)).double().mean()),
         "flagged_unknown@0.2": float((~unknown.is_known(0.2)).double().mean()),
     }
+    near = torch.cdist(known.mu.cpu(), known.mu.cpu()).fill_diagonal_(9).sort()
+    far = torch.cdist(unknown.mu.cpu(), known.mu.cpu()).sort()
+    votes = [(labels[i[:, :10]] != labels[i[:, :1]]).double().mean(1) for i in (near.indices, far.indices)]
+    distance = [side.values[:, 0].double() for side in (near, far)]
+    angles = [side.uncertainty.cpu().double() for side in (known, unknown)]
+    for name, sides in (("distance", distance), ("votes", votes), ("uncertainty", angles)):
+        wanted |= {f"auroc_{name}": metrics.auroc(*sides), f"auprc_{name}": metrics.auprc(*sides)}
+    for name, scores in (("distance", distance[0]), ("votes", votes[0]), ("novelty", novelty)):
+        wanted[f"r_auroc_{name}"] = metrics.auroc(scores[right == 1], scores[right == 0])
     assert found.metrics.keys() == wanted.keys()
     # In float32, another size of the batch may exchange two scores that are equal up to rounding.
     assert found.metrics == pytest.approx(wanted, abs=1e-4)

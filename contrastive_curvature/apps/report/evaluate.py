@@ -112,6 +112,7 @@ def evaluate(
         reliability=no_votes or (found if isinstance(found, Missing) else measure.reliability(found, known, searched)),
         detection=measure.detection(known.judged, judged),
         thresholds=measure.thresholds(la, known.judged, judged, thresholds),
+        compared=measure.compared(known, other, searched, found),
         groups=measure.groups(known, other, found, class_names),
         posterior=_description(la),
     )

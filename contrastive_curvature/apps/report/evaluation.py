@@ -114,6 +114,24 @@ class Detection:
 
 
 @dataclass(frozen=True)
+class Compared:
+    """How well one score answers the two questions, to choose one by; ``None`` where there is no answer.
+
+    Attributes:
+        name: ``"uncertainty"``, ``"novelty"``, ``"distance"`` (to the nearest point), or ``"votes"``: the share of the
+            ten nearest points that are not of the class of the nearest.
+        auroc: For "the input is unknown".
+        auprc: The same.
+        r_auroc: AUROC for "the nearest neighbour is wrong".
+    """
+
+    name: str
+    auroc: float | None
+    auprc: float | None
+    r_auroc: float | None
+
+
+@dataclass(frozen=True)
 class Flagged:
     """What the decision ``p_value <= alpha`` flags as unknown.
 
@@ -206,6 +224,7 @@ class Evaluation:
         reliability: ECE, Brier score and bins of the votes of sampled networks, or why not.
         detection: AUROC and AUPRC of the novelty, or why not.
         thresholds: What ``p_value <= alpha`` flags, or why not.
+        compared: The scores side by side, ours and those that need a gallery but no posterior.
         groups: The inputs that the page shows.
         posterior: What was evaluated: structure, numbers, options.
     """
@@ -216,6 +235,7 @@ class Evaluation:
     reliability: Reliability | Missing
     detection: Detection | Missing
     thresholds: Thresholds | Missing
+    compared: tuple[Compared, ...]
     groups: tuple[Group, ...]
     posterior: dict[str, str | int | float | bool | None]
 
@@ -248,6 +268,11 @@ class Evaluation:
             yield from (("ece", self.reliability.ece), ("brier", self.reliability.brier))
         if isinstance(self.detection, Detection):
             yield from (("auroc", self.detection.auroc), ("auprc", self.detection.auprc))
+        for one in self.compared:
+            for name in ("auroc", "auprc", "r_auroc"):
+                value, plain = getattr(one, name), "uncertainty" if name == "r_auroc" else "novelty"
+                if value is not None and one.name != plain:
+                    yield f"{name}_{one.name}", value
         if isinstance(thresholds := self.thresholds, Thresholds):
             for flagged in thresholds.chosen:
                 yield f"flagged_known@{flagged.alpha:g}", flagged.known

@@ -15,6 +15,7 @@ from contrastive_curvature import metrics
 from contrastive_curvature.apps.report.evaluation import (
     Bin,
     Card,
+    Compared,
     Detection,
     Errors,
     Flagged,
@@ -25,6 +26,7 @@ from contrastive_curvature.apps.report.evaluation import (
     Thresholds,
 )
 from contrastive_curvature.apps.report.scored import Extreme, Judged, Scored
+from contrastive_curvature.embedding.known import NOVELTY
 
 ClassNames = Mapping[int, str] | Sequence[str] | None
 
@@ -40,6 +42,9 @@ _GROUPS = {
     ),
     "usual": ("Unknown, but usual", "Unknown inputs with the smallest novelty: a threshold misses them first."),
 }
+
+_VOTERS = 10
+"""Neighbours whose classes are compared."""
 
 _MOST_FOUND = 0.5
 _MOST_POINTS = 200
@@ -158,11 +163,50 @@ def detection(known: Judged | Missing, unknown: Judged | Missing | None) -> Dete
     return Detection(metrics.auroc(known.novelty, unknown.novelty), metrics.auprc(known.novelty, unknown.novelty))
 
 
+def compared(
+    test: Scored, unknown: Scored | None, gallery: Scored | None, found: Search | Missing
+) -> tuple[Compared, ...]:
+    """Return how well each score finds unknown inputs and wrong neighbours."""
+    wrong = right = None
+    if isinstance(found, Search):
+        counted = found.ranking.n_positives > 0
+        hit = metrics.average_precision_at_k(found.ranking, 1) > 0
+        wrong, right = counted & ~hit, counted & hit
+    known = _scores(test, test, gallery)
+    others = {} if unknown is None else _scores(unknown, test, gallery)
+    rows = []
+    for name, scores in known.items():
+        other = others.get(name)
+        detected = None if other is None else (metrics.auroc(scores, other), metrics.auprc(scores, other))
+        r_auroc = None
+        if wrong is not None and right is not None and bool(wrong.any()) and bool(right.any()):
+            r_auroc = metrics.auroc(scores[right], scores[wrong])
+        rows.append(Compared(name, *(detected or (None, None)), r_auroc))
+    return tuple(rows)
+
+
+def _scores(scored: Scored, test: Scored, gallery: Scored | None) -> dict[str, Tensor]:
+    """Return all scores of a data set by name, shape (N,), as far as there are any."""
+    out = {"uncertainty": scored.uncertainty}
+    if not isinstance(scored.judged, Missing):
+        out["novelty"] = scored.judged.novelty
+    searched, itself = test if gallery is None else gallery, gallery is None and scored is test
+    size = len(searched) - itself
+    if not size:
+        return out
+    near = metrics.nearest_neighbors(scored.mu, None if itself else searched.mu, k=min(_VOTERS, size))
+    out["distance"] = (scored.mu - searched.mu[near[:, 0]]).double().norm(dim=1)
+    if searched.labels is not None and size > 1:
+        classes = searched.labels[near]
+        out["votes"] = (classes != classes[:, :1]).double().mean(1)
+    return out
+
+
 def known_inputs(la: Any) -> tuple[int | None, bool]:
     """Return how many known inputs the p-values compare with, and whether ``la.calibrate`` gave them."""
     calibration, sample = la.known.calibration, la.known.sample
     if calibration is not None:
-        return len(calibration.reference.statistics), True
+        return calibration.reference.fewest, True
     return (None if sample is None else len(sample.features)), False
 
 
@@ -177,12 +221,17 @@ def thresholds(
     sides = [known] if unknown is None else [known, unknown]
     novelty, p_value = (torch.cat(column) for column in zip(*sides, strict=True))
     n, calibrated = known_inputs(la)
+    calibration = la.known.calibration
+    by_novelty = calibration is None or str(calibration.score) == NOVELTY
     by_chance = 1 / n + 1 / len(known.novelty) if n and calibrated else None
 
     def at(alpha: float) -> Flagged:
         flagged = p_value <= alpha
         line: float | None = None
-        if bool(flagged.all()):
+        if not by_novelty:
+            # No value of the novelty says what another score flags.
+            pass
+        elif bool(flagged.all()):
             line = float(novelty.min())
         elif bool(flagged.any()):
             line = float((novelty[flagged].min() + novelty[~flagged].max()) / 2)
