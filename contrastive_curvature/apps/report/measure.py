@@ -177,11 +177,11 @@ def compared(
     rows = []
     for name, scores in known.items():
         other = others.get(name)
-        detected = None if other is None else (metrics.auroc(scores, other), metrics.auprc(scores, other))
+        auroc, auprc = (None, None) if other is None else (metrics.auroc(scores, other), metrics.auprc(scores, other))
         r_auroc = None
         if wrong is not None and right is not None and bool(wrong.any()) and bool(right.any()):
             r_auroc = metrics.auroc(scores[right], scores[wrong])
-        rows.append(Compared(name, *(detected or (None, None)), r_auroc))
+        rows.append(Compared(name, auroc, auprc, r_auroc))
     return tuple(rows)
 
 
