@@ -11,6 +11,7 @@ A further decision is one function in :data:`DECISIONS`.
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
@@ -20,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 from torch.nn.functional import normalize
 
 import contrastive_curvature as cc
@@ -28,12 +30,14 @@ from benchmarks.transfer.feature_file import FeatureFile, Pairs, load_features
 from benchmarks.transfer.figures import retrieve
 from benchmarks.transfer.fitted import DEFAULT, Fitted, Points
 from contrastive_curvature.decisions.drift import EXPONENTS, grow, sequential_p_values
+from contrastive_curvature.embedding.known import Reference
 
 SPLITS = 100
 STREAMS = 500
 """Of inputs that stay the same, for drift."""
 FALSE_MATCH_RATES = (0.01, 0.001)
 CONFIDENCE = 0.9
+ALPHA, FDR = 0.05, 0.1
 _BATCH = 500
 
 Rows = NDArray[np.int64]
@@ -73,6 +77,28 @@ class Encoder:
     def score(self, name: str, points: Points | None = None) -> NDArray[Any]:
         """A score of the test or other inputs, from the posterior that the library takes when nobody asks for one."""
         return self.fitted.answers(DEFAULT, self.fitted.test if points is None else points)[name].numpy()
+
+    @cached_property
+    def scores(self) -> dict[str, tuple[Tensor, Tensor]]:
+        """Three scores of known and unknown inputs; the distance is to the nearest of 5,000 training embeddings."""
+        fitted, content = self.fitted, self.content
+        some = np.random.default_rng(0).permutation(len(content.train_features))[:5000]
+        gallery = normalize(torch.from_numpy(content.outputs(content.train_features[some])), dim=1)
+        kinds = [fitted.test, *(fitted.points(name, torch.from_numpy(x)) for name, x in content.unknown.items())]
+        found: dict[str, list[Tensor]] = {"novelty": [], "uncertainty": [], "distance": []}
+        for points in kinds:
+            answers = fitted.answers(DEFAULT, points)
+            mu = normalize(torch.from_numpy(content.outputs(points.features.numpy())), dim=1)
+            answers["distance"] = torch.cat([1 - (part @ gallery.T).amax(1) for part in mu.split(_BATCH)]).double()
+            for name, parts in found.items():
+                parts.append(answers[name])
+        return {name: (parts[0], torch.cat(parts[1:])) for name, parts in found.items()}
+
+    @cached_property
+    def predicted(self) -> Tensor:
+        """Nearest class centre of each test input."""
+        centres = self.fitted.posterior(DEFAULT).class_centres
+        return centres.nearest(torch.from_numpy(self.content.outputs(self.content.test_features)))
 
     @cached_property
     def right(self) -> NDArray[Any]:
@@ -187,7 +213,61 @@ def drift(encoder: Encoder) -> dict[str, Found]:
     return out
 
 
-DECISIONS: tuple[Callable[[Encoder], dict[str, Found]], ...] = (wrong_answers, same_or_not, listed_pairs, drift)
+def unknown_inputs(encoder: Encoder) -> dict[str, Found]:
+    """Conformal p-values of three scores; those by predicted class; and ``select_unknown``, one input in ten unknown.
+
+    Of "worst class", the observed error is that of the predicted class that is flagged most often over all splits,
+    among those with 20 test inputs or more, and the share above is that of the classes.
+    """
+    if not encoder.content.unknown:
+        return {}
+    every, rng, out = np.arange(len(encoder.labels)), np.random.default_rng(1), {}
+    for score, (known, unknown) in encoder.scores.items():
+        flagged, caught = [], []
+        for fit, judge in encoder.halves(every):
+            reference = _reference(known[fit])
+            flagged.append(float((reference.p_value(known[judge]) <= ALPHA).double().mean()))
+            caught.append(float((reference.p_value(unknown) <= ALPHA).double().mean()))
+        out[f"known flagged, {score}"] = _found(ALPHA, flagged, caught)
+    known, unknown = encoder.scores["uncertainty"]
+    classes, count = encoder.predicted, int(encoder.predicted.max()) + 1
+    large = np.bincount(classes, minlength=count) >= 20
+    for by_class in (False, True) if large.any() else ():
+        total, hits = np.zeros(count), np.zeros(count)
+        for fit, judge in encoder.halves(every):
+            reference = _reference(known[fit], classes[fit] if by_class else None, count)
+            p_values = reference.p_value(known[judge], classes[judge]).numpy()
+            total += np.bincount(classes[judge], minlength=count)
+            hits += np.bincount(classes[judge], p_values <= ALPHA, count)
+        shares = hits[large] / np.maximum(total[large], 1)
+        name = "worst class, by class" if by_class else "worst class"
+        above = float((shares > ALPHA).mean())
+        out[name] = Found(ALPHA, float(shares.max()), above, float(hits.sum() / total.sum()))
+    false, power = [], []
+    known, unknown = encoder.scores["novelty"]
+    for fit, judge in encoder.halves(every):
+        rows, others = rng.choice(judge, min(180, len(judge))), rng.choice(len(unknown), 20)
+        p_values = _reference(known[fit]).p_value(torch.cat([known[rows], unknown[others]])).numpy()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            selected = cc.select_unknown(p_values, FDR)
+        false.append(float(selected[: len(rows)].sum() / max(1, selected.sum())))
+        power.append(float(selected[len(rows) :].mean()))
+    return {**out, "false among selected, novelty": _found(FDR, false, power)}
+
+
+def _reference(scores: Tensor, classes: Tensor | None = None, n_classes: int = 1) -> Reference:
+    nothing = torch.zeros(len(scores), 1, dtype=torch.float64)
+    return Reference.of(nothing, nothing, classes, n_classes, scores, "score")
+
+
+DECISIONS: tuple[Callable[[Encoder], dict[str, Found]], ...] = (
+    wrong_answers,
+    same_or_not,
+    listed_pairs,
+    drift,
+    unknown_inputs,
+)
 """Each gives the decisions that it tried on an encoder, by name."""
 
 

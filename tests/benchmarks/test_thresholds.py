@@ -31,12 +31,22 @@ def test_the_script_judges_every_decision_and_keeps_other_results(
     found = json.loads((tmp_path / "out/thresholds.json").read_text(encoding="utf-8"))["encoders"]
     assert [one["unseen_classes"] for one in found.values()] == [True, False]
     common = ["wrong among answered", "wrong among all", "FMR 0.02, cosine"]
-    assert list(found["text"]["decisions"]) == common
+    unknown = [*(f"known flagged, {score}" for score in ("novelty", "uncertainty", "distance"))]
+    unknown += ["worst class", "worst class, by class", "false among selected, novelty"]
+    drift = ["drift 0.01", "drift 0.1"]
+    assert list(found["text"]["decisions"]) == [*common, *drift, *unknown]
     assert list(found["people"]["decisions"]) == [
         *common,
         "LFW's pairs, FMR 0.02, cosine",
         "LFW's pairs, FMR 0.02, P(match)",
+        *drift,
+        *(f"{name}, other classes" for name in drift),
+        *unknown,
     ]
+    for name in unknown[:3]:
+        assert found["text"]["decisions"][name]["observed"] == pytest.approx(0.05, rel=0.3)
+    worst, by_class = (found["text"]["decisions"][name]["observed"] for name in unknown[3:5])
+    assert by_class < worst
     assert found["text"]["decisions"]["wrong among all"]["observed"] == pytest.approx(
         found["text"]["decisions"]["wrong among all"]["asked"], rel=0.3
     )
