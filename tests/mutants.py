@@ -202,7 +202,7 @@ MUTANTS = [
       "weight = result.n / (earlier + result.n)", "weight = earlier / (earlier + result.n)",
       "laplace/test_laplace.py::test_a_continued_fit_adds_a_further_data_set"),
     M("calibration compares with what it standardises with", "split: scale from one part, ranks from the other",
-      "laplace/calibration.py", "known, values = split(values)", "known, _ = split(values)",
+      "laplace/calibration.py", "known, measured = split(measured)", "known, _ = split(measured)",
       "laplace/test_calibrate.py"),
     M("a training input is left in its own centre", "centre without the input", "fit/class_centres.py",
       "self.sums[own] - units.double()", "self.sums[own]", "embedding/test_class_centres.py"),
