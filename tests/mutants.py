@@ -196,7 +196,7 @@ MUTANTS = [
     M("low-rank diagonal counts the rest twice", "rho + q^2 (l - rho)", "laplace/kron_lowrank_precision.py",
       "@ (values - rest)", "@ values", "laplace/test_kron_lowrank.py"),
     M("bias is predicted with the weight's prior", "G_b + delta_b", "laplace/classes.py",
-      "(q / (values + precision.deltas[1]))", "(q / (values + precision.deltas[0]))",
+      "1 / (precision.eigenvalues[1][0] + precision.deltas[1])", "1 / (precision.eigenvalues[1][0] + precision.deltas[0])",
       "laplace/test_kron_lowrank.py"),
     M("merged input factors have exchanged weights", "A = (N1 A1 + N2 A2) / (N1 + N2)", "laplace/forms.py",
       "weight = result.n / (earlier + result.n)", "weight = earlier / (earlier + result.n)",
@@ -211,7 +211,7 @@ MUTANTS = [
     M("uncertainty goes with 1 / n instead of its root", "sqrt(V) / n sqrt(t / n)", "embedding/distribution.py",
       "angle * (typical_norm / norm).sqrt()", "angle * (typical_norm / norm)",
       "embedding/test_class_centres.py"),
-    M("variance along the mean counts for a posterior", "V = tr Cov - u.Cov u", "embedding/spread.py",
+    M("variance along the mean counts for a posterior", "V = tr Cov - u.Cov u", "embedding/distribution.py",
       "(total - radial).clamp(min=0)", "total", "embedding/test_axis_covariance.py"),
     M("variance along the mean counts", "(tr V - u.V u) / n^2", "vmf/estimation.py",
       "across = total - radial", "across = total + 0 * radial", "vmf/test_vmf_estimation.py"),
@@ -231,7 +231,8 @@ MUTANTS = [
       "embedding/gallery.py", "there = sizes[match] - (", "there = sizes[match] - 0 * (",
       "embedding/test_gallery_labels.py"),
     M("spread where two directions agree is over one axis too many", "mean over D - 1 tangent directions",
-      "embedding/match_probability.py", "/ (u.shape[1] - 1)", "/ u.shape[1]", "embedding/test_matching.py"),
+      "embedding/similarity.py", "(lost - radial) / (u.shape[1] - 1)", "(lost - radial) / u.shape[1]",
+      "embedding/test_matching.py"),
 
     # hosts
     M("BackPACK's second derivative of the normalisation has the wrong sign", "d2(z / |z|) g",
