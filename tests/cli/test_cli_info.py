@@ -33,6 +33,7 @@ def test_info_of_a_posterior_that_names_no_encoder(run: Run) -> None:
 def test_every_command_has_help_with_an_example_that_it_understands(place: Path, name: str) -> None:
     shutil.copy("new.npz", "test.npz")
     shutil.copy("new.npz", "other.npz")
+    shutil.copy("new.npz", "site.npz")
     result = CliRunner().invoke(cli, [name, "--help"])
     assert result.exit_code == 0
     assert f"Example: contrastive-curvature {name}" in result.stdout
