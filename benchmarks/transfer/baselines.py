@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 from torch import Tensor
 
@@ -30,6 +32,10 @@ def neighbors(queries: Tensor, gallery: Tensor) -> Tensor:
 
 class FeatureNeighbors:
     """Mean cosine distance to the ten nearest training inputs, between features.
+
+    This is the distance to neighbours among normalised features of Sun et al. (2022, "Out-of-Distribution Detection
+    with Deep Nearest Neighbors", arXiv 2204.06507): a cosine distance is half of the squared Euclidean one. They take
+    the k-th neighbour alone, with k chosen on validation data (50 for CIFAR-10); here it is the mean of the first ten.
 
     Args:
         features: Of the training inputs, shape (N, F). Of very many numbers a part is searched,
@@ -94,9 +100,13 @@ def match_votes(queries: Tensor, gallery: Tensor, labels: Tensor, rows: Tensor |
 class ClassGaussians:
     """Mahalanobis distance of features to the nearest class: class means, one covariance for all (Lee et al. 2018).
 
+    With one label for all inputs, the distance to one centre (Kamoi and Kobayashi 2020, arXiv 2003.00402). Of features
+    divided by their length, the distance of "Mahalanobis++" (Mueller and Hein 2025, arXiv 2505.18032). Stores the
+    covariance and one mean a class.
+
     The covariance is shrunk towards a multiple of the identity by the rule of Ledoit and Wolf (2004), as in
-    ``sklearn.covariance.ledoit_wolf`` of the features minus their class means. Features wider than a limit have it
-    estimated from as many inputs, in their span, without a matrix of F x F numbers.
+    ``sklearn.covariance.ledoit_wolf`` of the features minus their class means; the papers invert it as it is. Features
+    wider than a limit have it estimated from as many inputs, in their span, without a matrix of F x F numbers.
 
     Args:
         features: Shape (N, F).
@@ -113,8 +123,7 @@ class ClassGaussians:
         self.centre = features.mean(0)
         sums = features.new_zeros(len(sizes), features.shape[1]).index_add_(0, index, features - self.centre)
         means = sums / sizes.unsqueeze(1)
-        order = torch.randperm(len(features), generator=torch.Generator().manual_seed(0))
-        rows = order[:_RANK] if features.shape[1] > _RANK else torch.arange(len(features))
+        rows = _some(features)
         # Rows of classes with one input are zero, and would only count as certainty that is not there.
         rows = rows[sizes[index[rows]] > 1]
         left = features[rows] - self.centre - means[index[rows]]
@@ -127,6 +136,7 @@ class ClassGaussians:
         self.floor = floor
         self.means = means.double()
         self.along = (means @ self.axes).double() * self.weight
+        self.share = sizes / len(features)
 
     def __call__(self, features: Tensor) -> Tensor:
         """Squared distance to the nearest class, float64, shape (M,)."""
@@ -137,6 +147,71 @@ class ClassGaussians:
             gain = torch.cdist((moved @ self.axes).double() * self.weight, self.along).square()
             parts.append((flat - gain).amin(1))
         return torch.cat(parts)
+
+    def relative(self, features: Tensor) -> Tensor:
+        """That distance minus the one to the centre of all inputs (Ren et al. 2021, arXiv 2106.09022).
+
+        The covariance of all inputs is the one within classes, shrunk, plus the one between them: without shrinkage it
+        is the paper's. Shrunk apart, the two covariances of wide features differ by their shrinkage where no class
+        differs, and there the difference would measure nothing else.
+
+        Returns:
+            Float64, shape (M,).
+        """
+        precise, own, between = self._relative
+        parts = []
+        for block in features.split(_RANK):
+            moved = (block.to(self.centre) - self.centre).double()
+            parts.append((own - 2 * moved @ precise.T).amin(1) + (moved @ between.T).square().sum(1))
+        return torch.cat(parts)
+
+    @cached_property
+    def _relative(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Means times the inverse of the covariance, their squared lengths by it, and how the other inverse differs."""
+        precise = self.means / self.floor - (self.along * self.weight) @ self.axes.double().T
+        gram = precise @ self.means.T
+        # Woodbury: the covariance between classes has the rank of the means.
+        factor = torch.linalg.cholesky(gram + torch.diag(1 / self.share))
+        between = torch.linalg.solve_triangular(factor, precise, upper=False)
+        if len(gram) > self.means.shape[1]:
+            # As many rows as features give the same lengths, with less work for each input.
+            between = torch.linalg.qr(between, mode="r").R
+        return precise, gram.diagonal(), between
+
+
+def principal_space(features: Tensor, weight: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+    """Find where most of the training features are, for :func:`residual`.
+
+    The space is that of ViM (Wang et al. 2022, arXiv 2203.10807): the leading eigenvectors of the second moment about
+    the point whose raw output is zero, 1,000 of 2,048 features or more, else 512, but at most half of them (as OpenOOD
+    takes 256 of 512). ViM's virtual logit needs a classifier, which an encoder lacks.
+
+    Args:
+        features: Shape (N, F). As in :class:`ClassGaussians`, wide ones are those of as many inputs.
+        weight: Of the last layer, shape (D, F).
+        bias: Shape (D,).
+
+    Returns:
+        The origin, shape (F,), and the axes, shape (F, K).
+    """
+    width = features.shape[1]
+    origin = -torch.linalg.pinv(weight) @ bias
+    left = features[_some(features)] - origin
+    most = 1000 if width >= 2048 else min(512, width // 2)
+    return origin, _spectrum(left if width > _RANK else left.double())[3][:, -most:]
+
+
+def residual(features: Tensor, origin: Tensor, axes: Tensor) -> Tensor:
+    """Distance of features from the principal space, float64, shape (M,); nothing else is stored."""
+    moved = (features - origin).to(axes)
+    return (moved - moved @ axes @ axes.T).norm(dim=1).double()
+
+
+def _some(features: Tensor) -> Tensor:
+    """Row numbers of all inputs, or, where features are wide, of a part of them drawn with a fixed seed."""
+    if features.shape[1] <= _RANK:
+        return torch.arange(len(features))
+    return torch.randperm(len(features), generator=torch.Generator().manual_seed(0))[:_RANK]
 
 
 def _spectrum(left: Tensor) -> tuple[float, float, Tensor, Tensor]:

@@ -11,10 +11,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
 
+import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.experiments.methods.scores import VMFMixture
-from benchmarks.transfer.baselines import ClassGaussians, FeatureNeighbors, match_distance, match_votes, neighbors
+from benchmarks.transfer.baselines import (
+    ClassGaussians,
+    FeatureNeighbors,
+    match_distance,
+    match_votes,
+    neighbors,
+    principal_space,
+    residual,
+)
 from benchmarks.transfer.fitted import DEFAULT, STRUCTURES, Fitted, Points
 from contrastive_curvature import RetrievalUncertainty
 from contrastive_curvature.embedding.gallery import SHARE
@@ -78,6 +88,10 @@ def all_rows() -> list[Row]:
         Row("norm", "minus norm", Needs.NOTHING, _minus_norm),
         Row("vmf", "vMF density", Needs.CLASSES, _vmf),
         Row("mahalanobis", "Mahalanobis, features", Needs.CLASSES, _mahalanobis),
+        Row("mahalanobis_unit", "Mahalanobis, normalised features", Needs.CLASSES, _mahalanobis_unit),
+        Row("mahalanobis_relative", "relative Mahalanobis, features", Needs.CLASSES, _mahalanobis_relative),
+        Row("mahalanobis_one", "Mahalanobis, features, one centre", Needs.NOTHING, _mahalanobis_one),
+        Row("residual", "ViM's residual, features", Needs.NOTHING, _residual),
         Row("knn_embedding", "10-NN, embedding", Needs.GALLERY, _knn_embedding),
         Row("knn_features", "10-NN, features", Needs.GALLERY, _knn_features),
         Row("match", "distance to match", Needs.GALLERY, _match),
@@ -105,8 +119,35 @@ def _vmf(fitted: Fitted, points: Points) -> Tensor:
     return -mixture.log_prob(normalize(points.outputs)[0])
 
 
+def _classes(fitted: Fitted) -> ClassGaussians:
+    return fitted.once("classes", lambda: ClassGaussians(fitted.train.features, fitted.labels))
+
+
 def _mahalanobis(fitted: Fitted, points: Points) -> Tensor:
-    return fitted.once("mahalanobis", lambda: ClassGaussians(fitted.train.features, fitted.labels))(points.features)
+    return _classes(fitted)(points.features)
+
+
+def _mahalanobis_relative(fitted: Fitted, points: Points) -> Tensor:
+    return _classes(fitted).relative(points.features)
+
+
+def _mahalanobis_unit(fitted: Fitted, points: Points) -> Tensor:
+    def make() -> ClassGaussians:
+        return ClassGaussians(F.normalize(fitted.train.features), fitted.labels)
+
+    return fitted.once("mahalanobis_unit", make)(F.normalize(points.features))
+
+
+def _mahalanobis_one(fitted: Fitted, points: Points) -> Tensor:
+    def make() -> ClassGaussians:
+        return ClassGaussians(fitted.train.features, torch.zeros_like(fitted.labels))
+
+    return fitted.once("mahalanobis_one", make)(points.features)
+
+
+def _residual(fitted: Fitted, points: Points) -> Tensor:
+    space = fitted.once("residual", lambda: principal_space(fitted.train.features, fitted.weight, fitted.bias))
+    return residual(points.features, *space)
 
 
 def _knn_embedding(fitted: Fitted, points: Points) -> Tensor:

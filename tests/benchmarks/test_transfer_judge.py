@@ -104,7 +104,9 @@ def test_every_row_scores_every_set(content: FeatureFile, judged: Judgement) -> 
     names = [row.name for row in all_rows()]
     assert len(set(names)) == len(names)
     assert set(judged.scores) | set(judged.figures["skipped"]) == set(names)
-    assert {"diag/uncertainty", "norm", "vmf", "mahalanobis", "knn_features", "match", "gated"} <= set(judged.scores)
+    assert {"diag/uncertainty", "norm", "vmf", "mahalanobis", "residual", "knn_features", "match", "gated"} <= set(
+        judged.scores
+    )
     for scores in judged.scores.values():
         assert {name: len(score) for name, score in scores.items()} == sizes
     outputs = torch.tensor(content.outputs(content.test_features))
@@ -124,7 +126,9 @@ def test_calibration_inputs_are_scored_and_set_the_gate() -> None:
     assert len(judge(known, [row]).scores["gated"]["calibration"]) == 20
 
 
-@pytest.mark.parametrize(("n", "width", "limit"), [(120, 12, 2048), (40, 60, 2048), (40, 60, 50), (200, 60, 30)])
+@pytest.mark.parametrize(
+    ("n", "width", "limit"), [(120, 12, 2048), (120, 4, 2048), (40, 60, 2048), (40, 60, 50), (200, 60, 30)]
+)
 def test_class_gaussians_are_those_of_sklearn(n: int, width: int, limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     from sklearn.covariance import ledoit_wolf
 
@@ -142,7 +146,31 @@ def test_class_gaussians_are_those_of_sklearn(n: int, width: int, limit: int, mo
     queries = 2 * torch.randn(15, width, generator=g)
     moved = queries.double().unsqueeze(1) - means.double()
     expected = torch.einsum("mcf,fg,mcg->mc", moved, precision, moved).amin(1)
-    torch.testing.assert_close(baselines.ClassGaussians(features, labels)(queries), expected, rtol=1e-4, atol=1e-4)
+    gaussians = baselines.ClassGaussians(features, labels)
+    torch.testing.assert_close(gaussians(queries), expected, rtol=1e-4, atol=1e-4)
+    # The covariance of all inputs is the sum of those within and between the classes.
+    spread = own.double() - features.double().mean(0)
+    whole = torch.linalg.inv(torch.linalg.inv(precision) + spread.T @ spread / n)
+    centred = queries.double() - features.double().mean(0)
+    expected -= torch.einsum("mf,fg,mg->m", centred, whole, centred)
+    torch.testing.assert_close(gaussians.relative(queries), expected, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.parametrize(("n", "width", "limit"), [(90, 12, 2048), (40, 60, 2048), (40, 60, 30)])
+def test_residual_is_outside_of_the_principal_space(
+    n: int, width: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(baselines, "_RANK", limit)
+    g = torch.Generator().manual_seed(n)
+    features, queries = (torch.randn(k, width, generator=g) * torch.arange(width) + 3 for k in (n, 7))
+    weight, bias = torch.randn(5, width, generator=g), torch.randn(5, generator=g)
+    origin, axes = baselines.principal_space(features, weight, bias)
+    torch.testing.assert_close(weight @ origin + bias, torch.zeros(5), rtol=0, atol=1e-4)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
+    left = (features - origin)[order[:limit] if width > limit else order].double()
+    vectors = np.linalg.svd(left.numpy())[2]
+    expected = np.linalg.norm((queries - origin).double().numpy() @ vectors[min(width // 2, limit) :].T, axis=1)
+    np.testing.assert_allclose(baselines.residual(queries, origin, axes).numpy(), expected, rtol=1e-4)
 
 
 def test_feature_neighbors_are_those_of_sklearn(monkeypatch: pytest.MonkeyPatch) -> None:
