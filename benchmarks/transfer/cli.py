@@ -74,6 +74,12 @@ def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
     if named := [name for name in useless if getattr(given, name)]:
         without = "without" if given.features is None else "with"
         parser.error(f"--{named[0].replace('_', '-')} has no effect {without} --features")
+    if given.again:
+        from benchmarks.transfer.rows import all_rows
+
+        rows = [row.name for row in all_rows()]
+        if strange := [name for name in given.again if name not in rows]:
+            parser.error(f"--again: no row is named {', '.join(strange)}; there are {', '.join(rows)}")
     if given.name is not None and not re.fullmatch(r"\w[\w.-]*", given.name):
         parser.error(f"--name: expected letters, digits, '_', '-' and '.', got {given.name!r}")
 
@@ -105,5 +111,10 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("both").add_argument
     results, cache = _FOLDERS["output"], _FOLDERS["cache"]
     add("--output", type=Path, metavar="FOLDER", help=f"results (default: {results}; with --features {cache})")
-    add("--again", action="store_true", help="judge anew, as after a change of the library")
+    add(
+        "--again",
+        nargs="*",
+        metavar="ROW",
+        help="judge anew, as after a change of the library: all rows, or those with these names in the JSON files",
+    )
     return parser

@@ -13,7 +13,7 @@ import numpy as np
 from benchmarks.machine import write_atomically
 from benchmarks.transfer.feature_file import files_of
 from benchmarks.transfer.judge import Judgement
-from benchmarks.transfer.rows import all_rows
+from benchmarks.transfer.rows import Row, all_rows
 
 Result = dict[str, Any]
 
@@ -23,19 +23,13 @@ VERSION = 5
 _DIGITS = 4
 
 
-def key_of(features: Path, what: object = None) -> str:
-    """What a result depends on: the feature file, and what is made of it.
+def key_of(features: Path) -> str:
+    """What a result depends on: the feature file, or the folder of feature folders, and the meaning of its figures.
 
     Changes of the library are not in it; ``--again`` judges anew after them.
-
-    Args:
-        features: The feature file, or the folder of feature folders.
-        what: What is made of it, told apart by its ``repr``; the figures of all rows by default.
     """
-    if what is None:
-        what = (VERSION, [(row.name, row.title, str(row.needs)) for row in all_rows()])
     out = hashlib.blake2b(digest_size=16)
-    out.update(repr(what).encode())
+    out.update(repr(VERSION).encode())
     for path in files_of(features):
         with path.open("rb") as file:
             while block := file.read(2**22):
@@ -51,6 +45,29 @@ def read_result(path: Path, key: str | None = None) -> Result | None:
     except (OSError, ValueError, KeyError):
         return None
     return found if same else None
+
+
+def missing_rows(result: Result) -> list[Row]:
+    """The rows that a result has neither figures of nor a reason to leave out, or has under another title."""
+    rows = result["rows"]
+    return [
+        row
+        for row in all_rows()
+        if row.name not in result["skipped"]
+        and (row.name not in rows or (rows[row.name]["title"], rows[row.name]["needs"]) != (row.title, row.needs))
+    ]
+
+
+def with_rows(result: Result, new: Result) -> Result:
+    """A result with the rows of another one of the same encoder in their places, and without those that are no more."""
+    rows, skipped = ({**result[part], **new[part]} for part in ("rows", "skipped"))
+    names = [row.name for row in all_rows()]
+    return {
+        **new,
+        "rows": {name: rows[name] for name in names if name in rows and name not in new["skipped"]},
+        "skipped": {name: skipped[name] for name in names if name in skipped and name not in new["rows"]},
+        "warned": {**result["warned"], **new["warned"]},
+    }
 
 
 def read_results(folder: Path) -> list[Result]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,7 +11,18 @@ from benchmarks.machine import describe, write_atomically
 from benchmarks.transfer.feature_file import load_features, save_features
 from benchmarks.transfer.judge import judge
 from benchmarks.transfer.plots import draw_all
-from benchmarks.transfer.results import VERSION, Result, key_of, read_result, read_results, save_scores, write_result
+from benchmarks.transfer.results import (
+    VERSION,
+    Result,
+    key_of,
+    missing_rows,
+    read_result,
+    read_results,
+    save_scores,
+    with_rows,
+    write_result,
+)
+from benchmarks.transfer.rows import all_rows
 from benchmarks.transfer.tables import encoder_table, summary
 from contrastive_curvature.errors import ContrastiveCurvatureError
 
@@ -36,7 +47,7 @@ def run_recipes(
     cache: Path,
     output: Path,
     seed: int = 0,
-    again: bool = False,
+    again: Sequence[str] | None = None,
     say: Callable[[str], None] = _say,
 ) -> dict[str, str]:
     """Make the feature files and results that are missing, and the summary of all results.
@@ -49,7 +60,7 @@ def run_recipes(
         cache: Folder of the feature files, of the scores and plots, and of what recipes keep.
         output: Folder of the results.
         seed: Of the training; one above 0 is part of the name.
-        again: Whether to judge anew what has a result of the same feature file.
+        again: As in :func:`judge_features`.
         say: Called with one line about each encoder.
 
     Returns:
@@ -82,18 +93,21 @@ def judge_features(
     title: str,
     output: Path,
     *,
-    again: bool = False,
+    again: Sequence[str] | None = None,
     extras: Path | None = None,
     say: Callable[[str], None] = _say,
 ) -> Result:
     """Judge one feature file; write ``NAME.json``, and plots and scores into a folder ``NAME``.
+
+    Where a result of the same feature file is there, only the rows that it lacks are judged and added to it, without
+    new plots and scores.
 
     Args:
         features: The feature file.
         name: Of the result.
         title: In tables.
         output: Folder of the result.
-        again: Whether to judge anew where a result of the same feature file is there.
+        again: Names of rows to judge anew where a result of the same feature file is there; all of them if empty.
         extras: Where the folder of plots and scores is made, which are no results to commit; ``output`` by default.
         say: Called with one line about it.
 
@@ -107,15 +121,22 @@ def judge_features(
     # What cannot be read has a better error than its key.
     content = None if features.is_file() else load_features(features)
     key = key_of(features)
-    if not again and (found := read_result(path, key)) is not None:
-        say(f"{name}: result is there")
-        return found
+    found = None if again is not None and not again else read_result(path, key)
+    wanted = None
+    if found is not None:
+        absent = missing_rows(found)
+        wanted = [row for row in all_rows() if row in absent or row.name in (again or ())]
+        if not wanted:
+            say(f"{name}: result is there")
+            return found
     content = content or load_features(features)
-    judgement = judge(content)
+    judgement = judge(content, wanted)
     heading = {"name": name, "title": title, "version": VERSION, "key": key}
-    result = write_result(path, {**heading, **judgement.figures, "machine": describe()})
-    save_scores(extras / name / "scores.npz", judgement)
-    draw_all(extras / name, judgement, title)
+    result = {**heading, **judgement.figures, "machine": describe()}
+    result = write_result(path, result if found is None else with_rows(found, result))
+    if found is None:
+        save_scores(extras / name / "scores.npz", judgement)
+        draw_all(extras / name, judgement, title)
     skipped = f"; left out: {', '.join(result['skipped'])}" if result["skipped"] else ""
     say(f"{name}: judged in {result['seconds']:.0f} s{skipped}")
     return result

@@ -340,9 +340,9 @@ def test_a_row_that_fails_is_left_out_and_none_at_all_is_an_error(content: Featu
 
 
 def test_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    norm = [row for row in all_rows() if row.name in ("norm", "diag/uncertainty")]
+    rows = [row for row in all_rows() if row.name in ("norm", "diag/uncertainty", "match")]
     made: list[str] = []
-    judged: list[FeatureFile] = []
+    judged: list[list[str]] = []
 
     def make(name: str, _root: Path, _folder: Path, seed: int) -> FeatureFile:
         if name == "missing":
@@ -350,13 +350,15 @@ def test_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.Mon
         made.append(f"{name}{seed}")
         return make_content(n=40, m=20, seed=seed)
 
-    def count(content: FeatureFile) -> Judgement:
-        judged.append(content)
-        return judge(content, norm)
+    def count(content: FeatureFile, wanted: list[Row] | None) -> Judgement:
+        judged.append([row.name for row in wanted or rows])
+        return judge(content, wanted or rows)
 
     recipes = {name: Recipe(name, name.title(), partial(make, name)) for name in ("one", "two", "missing")}
     monkeypatch.setattr(run, "judge", count)
     monkeypatch.setattr(run, "draw_all", lambda *_: [])
+    for module in (run, results):
+        monkeypatch.setattr(module, "all_rows", lambda: list(rows))
     monkeypatch.setattr("benchmarks.transfer.recipes.RECIPES", recipes)
     options = ["--cache", str(tmp_path / "cache"), "--output", str(tmp_path / "results")]
     for _ in range(2):
@@ -371,6 +373,27 @@ def test_what_is_there_is_not_made_again(tmp_path: Path, monkeypatch: pytest.Mon
     assert main([*options, "--again", "--seed", "1", "--only", "one"]) == 0
     assert (made, len(judged)) == (["one0", "two0", "one1"], 5)
     assert main([*options, "--only", "missing"]) == 1
+    # A row that is new, under another title or named: it alone is judged, and the others stay as they were.
+    path = tmp_path / "results" / "transfer" / "two.json"
+    before = json.loads(path.read_text(encoding="utf-8"))
+    gone = before["rows"].pop("norm")
+    before["rows"]["match"]["title"], before["rows"]["old"] = "another", gone
+    before["rows"]["diag/uncertainty"]["ausc"] = 2.0
+    path.write_text(json.dumps(before), encoding="utf-8")
+    only = [*options, "--only", "two"]
+    assert main(only) == main([*only, "--again", "norm"]) == main(only) == 0
+    assert judged[5:] == [["norm", "match"], ["norm"]]
+    after = json.loads(path.read_text(encoding="utf-8"))
+    assert list(after["rows"]) == [row.name for row in rows]
+    assert (after["rows"]["norm"], after["rows"]["diag/uncertainty"]["ausc"]) == (gone, 2.0)
+    assert after["rows"]["match"]["title"] != "another"
+    # One that cannot be computed any more leaves with a reason, which holds until it is asked for again.
+    rows[-1] = replace(rows[-1], score=lambda *_: torch.zeros(0))
+    assert main([*only, "--again", "norm", "match"]) == main(only) == 0
+    after = json.loads(path.read_text(encoding="utf-8"))
+    assert (list(after["skipped"]), "match" in after["rows"], len(judged)) == (["match"], False, 8)
+    with pytest.raises(SystemExit):
+        main([*only, "--again", "nothing"])
 
 
 def test_a_file_of_anybodys(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
