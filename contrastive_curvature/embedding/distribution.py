@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Self
@@ -14,7 +15,7 @@ from contrastive_curvature import validate
 from contrastive_curvature.embedding.spread import Dense, Diagonal, Joint, Samples, Spread, taken
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.fit.class_centres import ClassCentres, between_classes, same_centres
-from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.hessian.sphere import normalize, norms
 from contrastive_curvature.vmf.checks import unit
 from contrastive_curvature.vmf.estimation import concentration_of_variance
 
@@ -44,18 +45,18 @@ def turning_angle(
 ) -> Tensor:
     """Return ``arctan(sqrt(V / n^2) sqrt(t / n) b)``, shape (B,); see :attr:`EmbeddingDistribution.uncertainty`.
 
-    ``tangential`` is ``V / n^2``, shape (B,), and ``between`` the factor ``b`` by the position between classes. Without
-    a typical norm ``t`` or without ``b``, these factors are 1. Some runtimes need an ``arctan`` of their own.
+    ``tangential`` is ``V / n^2``, float64, shape (B,), and ``between`` the factor ``b`` by the position between
+    classes. Without a typical norm ``t`` or without ``b``, these factors are 1. Some runtimes need an ``arctan`` of
+    their own.
     """
-    if tangential.requires_grad:
+    # The quotient first: either norm may be near the limits of its dtype.
+    square = tangential if typical_norm is None else tangential * (typical_norm / norm)
+    if square.requires_grad:
         # Where there is no spread, the root has no derivative.
-        certain = tangential == 0
-        angle = torch.where(certain, 0, torch.where(certain, 1, tangential).sqrt())
+        certain = square == 0
+        angle = torch.where(certain, 0, torch.where(certain, 1, square).sqrt())
     else:
-        angle = tangential.sqrt()
-    if typical_norm is not None:
-        # The quotient first: either norm may be near the limits of its dtype.
-        angle = angle * (typical_norm / norm).sqrt().to(angle.dtype)
+        angle = square.sqrt()
     return arctan(angle if between is None else angle * between)
 
 
@@ -87,6 +88,7 @@ class Polar(NamedTuple):
         total: Traces of the covariances, shape (B,).
         radial: ``u^T Cov u``, shape (B,).
         directed: Whether no mean is zero; that has no direction, and ``u`` is zero.
+        finite: Whether all means and spreads are certainly finite, and none of the means zero.
     """
 
     direction: Tensor
@@ -94,6 +96,7 @@ class Polar(NamedTuple):
     total: Tensor
     radial: Tensor
     directed: bool
+    finite: bool
 
 
 class EmbeddingDistribution:
@@ -170,11 +173,14 @@ class EmbeddingDistribution:
         Rounding alone could fail these checks where a covariance is a small difference of large matrices, and they
         would decompose matrices in every prediction.
         """
-        if not spread.all_finite() and bool((bad := ~spread.finite()).any()):
+        out = cls.__new__(cls)._hold(raw_mean, spread)
+        # Beyond one output, a joint covariance has entries that no polar coordinates depend on.
+        certain = not isinstance(spread, Joint) and out.polar().finite
+        if not certain and bool((bad := ~spread.finite()).any()):
             hint = "The prior precision or the temperature may be too small, or an input's Jacobian too large."
             received = f"NaN or infinity in rows {bad.nonzero().flatten()[:5].tolist()}"
             raise InvalidRowsError(expected(f"la(x): {spread.kind}", "finite numbers", received, hint), bad)
-        return cls.__new__(cls)._hold(raw_mean, spread)
+        return out
 
     @classmethod
     def from_samples(cls, samples: Tensor) -> EmbeddingDistribution:
@@ -252,34 +258,42 @@ class EmbeddingDistribution:
         if centres is not None:
             ratio = centres.ratio_of_units(polar.direction.to(self.raw_mean.dtype))
             between = between_classes(ratio, centres.typical)
-        return turning_angle(self.tangential_variance, polar.norm, self._typical_norm, between)
+        return turning_angle(self._tangential(), polar.norm, self._typical_norm, between).to(self.raw_mean.dtype)
 
     @property
     @_of_valid_rows
     def tangential_variance(self) -> Tensor:
         """Variance perpendicular to the mean, over the squared norm of the mean, shape (B,), in squared radians."""
-        _, norm, total, radial, _ = self._directed()
-        dim, dtype = self.raw_mean.shape[1], self.raw_mean.dtype
+        return self._tangential().to(self.raw_mean.dtype)
+
+    def _tangential(self) -> Tensor:
+        """Return :attr:`tangential_variance` in float64."""
+        _, norm, total, radial, *_ = self._directed()
         if not self.spread.semidefinite:
-            rounding = 64 * dim * torch.finfo(dtype).eps * total.detach()
+            rounding = 64 * self.raw_mean.shape[1] * torch.finfo(self.raw_mean.dtype).eps * total.detach()
             if bool(((total - radial < -rounding) | (radial < -rounding)).any()):
                 received = f"u^T V u = {float(radial.min()):.3g}, tr V - u^T V u = {float((total - radial).min()):.3g}"
                 raise InputError(expected("covariance", "a positive semidefinite matrix", received))
         # Divided twice, because squares of norms underflow or overflow.
-        relative = (total - radial).clamp(min=0) / norm / norm
-        return relative.clamp(max=torch.finfo(torch.float64).max).to(dtype)
+        return ((total - radial) / norm / norm).clamp(0, torch.finfo(torch.float64).max)
 
     def polar(self) -> Polar:
         """Return directions and norms of the means, and the spread along them, which most answers follow from."""
         with_graph = torch.is_grad_enabled()
         if self._polar is None or (with_graph and not self._polar[0]):
-            wide = self.raw_mean.double()
+            mean, double = self.raw_mean, torch.float64
             # No square of a float32 overflows in float64.
-            norm = normalize(wide)[1] if wide is self.raw_mean else torch.linalg.vector_norm(wide, dim=1)
-            directed = not bool((norm == 0).any())
-            # Of a mean without a direction, all of the spread is across.
-            direction = wide / (norm if directed else torch.where(norm > 0, norm, 1)).unsqueeze(1)
-            self._polar = with_graph, Polar(direction, norm, *self.spread.across(direction), directed)
+            norm = norms(mean) if mean.dtype == double else torch.linalg.vector_norm(mean, dim=1, dtype=double)
+            direction = mean / norm.unsqueeze(1)
+            total, radial = self.spread.across(direction)
+            # One look at the device: a norm of zero, and whatever is not finite, make this sum so.
+            finite = math.isfinite(torch.addcdiv(norm, total - radial, norm).sum().item())
+            directed = finite or not bool((norm == 0).any())
+            if not directed:
+                # Of a mean without a direction, all of the spread is across.
+                direction = mean / torch.where(norm > 0, norm, 1).unsqueeze(1)
+                total, radial = self.spread.across(direction)
+            self._polar = with_graph, Polar(direction, norm, total, radial, directed, finite)
         return self._polar[1]
 
     def _directed(self) -> Polar:

@@ -78,13 +78,13 @@ def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = N
     (B, 3), float64.
     """
     with torch.no_grad():
-        _, norm, total, radial, _ = embedding.polar()
+        _, norm, total, radial, *_ = embedding.polar()
         rounding = embedding.raw_mean.shape[1] * torch.finfo(embedding.raw_mean.dtype).eps
         spread = torch.maximum(total - radial, rounding * total)
         sizes = torch.stack([spread, norm, norm if feature_norm is None else feature_norm.double()], dim=1)
         spread, norm, features = sizes.clamp(min=_TINY, max=_HUGE).log().unbind(1)
         first = spread if feature_norm is None else spread - features
-        return torch.stack([first, spread - 2 * features, -norm], dim=1)
+        return torch.stack([first, torch.sub(spread, features, alpha=2), -norm], dim=1)
 
 
 def combine(standardised: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class Reference:
         """
         least = scores.to(self.statistics.device) - self.rounding
         if self.counts is None or classes is None:
-            n = torch.tensor(len(self.statistics))
+            n: int | Tensor = len(self.statistics)
             below = torch.searchsorted(self.statistics, least)
         else:
             classes = classes.to(self.statistics.device)
@@ -178,7 +178,7 @@ class Reference:
             of_class = self.statistics.split(self.counts.tolist())
             for one in classes.unique().tolist():
                 below[classes == one] = torch.searchsorted(of_class[one], least[classes == one])
-        return ((1 + n - below).double() / (n + 1)).to(scores.device)
+        return ((n + 1 - below).double() / (n + 1)).to(scores.device)
 
 
 def split(known: Tensor) -> tuple[Tensor, Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
@@ -52,10 +51,6 @@ class Spread:
     def finite(self) -> Tensor:
         """Return which outputs have a finite spread, booleans, shape (B,)."""
         return self.covariance.isfinite().flatten(1).all(1)
-
-    def all_finite(self) -> bool:
-        """Return whether all outputs certainly have a finite spread."""
-        return bool(self.finite().all())
 
     def across(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``tr Cov`` and ``u^T Cov u`` of unit vectors ``u`` (B, D), float64, shape (B,) each."""
@@ -125,8 +120,7 @@ class Diagonal(Spread):
 
     def across(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Spread.across`."""
-        wide = self.values.double()
-        return wide.sum(1), (wide * u.square()).sum(1)
+        return self.values.sum(1, dtype=torch.float64), (self.values * u.square()).sum(1)
 
     def moments(self, *vectors: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
         """See :meth:`Spread.moments`."""
@@ -196,15 +190,10 @@ class Axes(Spread):
         finite = self.values.amax(1).isfinite()
         return finite if self.common is None else finite & self.common.diagonal().isfinite().all()
 
-    def all_finite(self) -> bool:
-        """See :meth:`Spread.all_finite`."""
-        return self.common is None and math.isfinite(float(self.values.detach().sum()))
-
     def across(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Spread.across`."""
-        axes, values = self.axes.double(), self.values.double()
-        total = values.sum(1)
-        radial = (values * (u @ axes).square()).sum(1)
+        total = self.values.sum(1, dtype=torch.float64)
+        radial = (self.values * (u @ self.axes.double()).square()).sum(1)
         if self.common is None:
             return total, radial
         common = self.common.double()

@@ -11,6 +11,7 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.class_table import ClassTable, ClassTableCollector
+from contrastive_curvature.network.full_precision import full_precision
 from contrastive_curvature.pairs.rows import RowCollector, Rows
 
 WEIGHT = 3.0
@@ -105,7 +106,7 @@ class ClassCentres:
         # What rounding leaves of a class of one is no direction: the opposite is farther than any other centre.
         alone = (rest.norm(dim=1) < _ALONE).unsqueeze(1)
         left = normalize(torch.where(alone, -units.double(), rest))[0].to(units)
-        centres = self.centres.to(units)
+        centres = self.centres_like(units)
         with torch.autocast(units.device.type, enabled=False):
             cosine = (units @ centres.T).scatter(1, own.unsqueeze(1), -torch.inf)
         others = centres[cosine.topk(min(NEAREST, len(centres) - 1), dim=1).indices]
@@ -118,6 +119,17 @@ class ClassCentres:
         norms = self.sums.norm(dim=1, keepdim=True)
         return self.sums / torch.where(norms > 0, norms, 1)
 
+    @cached_property
+    def _converted(self) -> dict[tuple[torch.dtype, torch.device], Tensor]:
+        return {}
+
+    def centres_like(self, outputs: Tensor) -> Tensor:
+        """Return the centres (K, D) in a dtype and on a device, converted once."""
+        key = outputs.dtype, outputs.device
+        if key not in self._converted:
+            self._converted[key] = self.centres.to(outputs)
+        return self._converted[key]
+
     def ratio(self, outputs: Tensor) -> Tensor:
         """Return :func:`nearest_ratio` of outputs (B, D) of any norm but zero, shape (B,)."""
         return self.ratio_of_units(normalize(outputs)[0])
@@ -127,14 +139,14 @@ class ClassCentres:
         if units.shape[1] != self.sums.shape[1]:
             wanted = f"D = {self.sums.shape[1]}, that of the embeddings"
             raise InputError(expected("class_centres", wanted, f"outputs of D = {units.shape[1]}"))
-        centres = self.centres.to(units)
-        with torch.autocast(units.device.type, enabled=False):
-            blocks = units.split(max(1, _ENTRIES // len(centres)))
-            return torch.cat([nearest_ratio(block, centres) for block in blocks])
+        centres, rows = self.centres_like(units), max(1, _ENTRIES // len(self.labels))
+        if len(units) <= rows:
+            return nearest_ratio(units, centres)
+        return torch.cat([nearest_ratio(block, centres) for block in units.split(rows)])
 
     def nearest(self, outputs: Tensor) -> Tensor:
         """Return the index of the nearest centre of outputs (B, D) of any norm but zero, int64, shape (B,)."""
-        centres = self.centres.to(outputs)
+        centres = self.centres_like(outputs)
         with torch.autocast(outputs.device.type, enabled=False):
             blocks = outputs.split(max(1, _ENTRIES // len(centres)))
             return torch.cat([(block @ centres.T).argmax(1) for block in blocks])
@@ -149,6 +161,7 @@ def between_classes(ratio: Tensor, typical: float | Tensor) -> Tensor:
     return (WEIGHT * (ratio.clamp(max=CAP) - typical)).exp()
 
 
+@full_precision
 def nearest_ratio(units: Tensor, centres: Tensor) -> Tensor:
     """Return the distance of unit vectors (B, D) to the nearest of K >= 2 centres over that to the second, shape (B,).
 
@@ -163,10 +176,10 @@ def _ratio(units: Tensor, near: Tensor) -> Tensor:
     """Return the quotient (B,) of the two smallest distances to some centres (B, C, D) each."""
     # Differences, because 1 - cosine loses all digits near a centre.
     apart = (units.unsqueeze(1) - near).norm(dim=2)
-    first, second = apart.topk(2, dim=1, largest=False).values.unbind(1)
-    # Two centres in one place: the embedding is as much between two as it can be.
-    together = second == 0
-    return torch.where(together, 1.0, first / torch.where(together, 1, second))
+    # At two centres in one place, the embedding is as much between two as it can be: the quotient is 1.
+    smallest = apart.topk(2, dim=1, largest=False).values.clamp(min=torch.finfo(apart.dtype).tiny)
+    first, second = smallest.unbind(1)
+    return first / second
 
 
 def same_centres(one: ClassCentres | None, other: ClassCentres | None) -> bool:

@@ -116,10 +116,7 @@ class LastLayerLaplace(ContrastiveLaplace):
     def observe(self, x: Any) -> tuple[EmbeddingDistribution, Tensor | None]:
         """Return the distribution of B embeddings, and the norms (B,) of the features."""
         z, phi = self._features(x)
-        # In chunks that stay in the cache; the conversion within vector_norm is several times slower.
-        step = max(1, _CACHED // max(1, phi.shape[1]))
-        norms = [torch.linalg.vector_norm(rows.double(), dim=1) for rows in phi.detach().split(step)]
-        return self._gaussian(Features(z, phi), False, False), torch.cat(norms)
+        return self._gaussian(Features(z, phi), False, False), _norms(phi)
 
     def _gaussian(self, x: Any, joint: bool, diagonal: bool) -> EmbeddingDistribution:
         if joint:
@@ -158,3 +155,12 @@ class LastLayerLaplace(ContrastiveLaplace):
         weight = theta[:, : layer.weight.numel()].view(-1, *layer.weight.shape)
         out = torch.einsum("bf,sdf->sbd", context, weight)
         return out if layer.bias is None else out + theta[:, None, layer.weight.numel() :]
+
+
+def _norms(phi: Tensor) -> Tensor:
+    """Return the norms (B,) of features, float64."""
+    # In chunks that stay in the cache; the conversion within vector_norm is several times slower.
+    step = max(1, _CACHED // max(1, phi.shape[1]))
+    if len(phi) <= step:
+        return torch.linalg.vector_norm(phi.double(), dim=1)
+    return torch.cat([_norms(rows) for rows in phi.split(step)])

@@ -75,12 +75,11 @@ class AxesSpread:
         # An encoder that was converted after the fit has features of another dtype.
         wide = phi.to(self.basis.dtype)
         coordinates = wide @ self.basis
-        values = coordinates.square() @ self.along.T
+        squares = coordinates.square()
+        values = squares @ self.along.T if self.bias is None else torch.addmm(self.bias, squares, self.along.T)
         if self.across is not None:
             left = (wide - coordinates @ self.basis.T).square().sum(1, keepdim=True)
             values = torch.addcmul(values, left, self.across)
-        if self.bias is not None:
-            values = values + self.bias
         return Axes(self.axes, values, self.common, phi.dtype)
 
 

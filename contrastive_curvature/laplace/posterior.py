@@ -203,7 +203,8 @@ class CheckedPosterior(ParametricLaplace):
         """
         self.check_fitted()
         validate.count("n_samples", n_samples)
-        validate.generator(generator, self._device)
+        if generator is not None:
+            validate.generator(generator, self._device)
 
     def check_weights(self, value: Tensor) -> None:
         """Refuse anything but finite weights (P,).

@@ -71,7 +71,7 @@ def check_outputs(x: Inputs, z: Tensor, dim: int, *, sampled: bool = False) -> N
         hint = "One axis, the first, is that of the batch: x[None] of one point."
         raise InputError(expected("x", wanted, received, hint))
     # A sum of finite numbers overflows where they are huge: then it takes a look at each.
-    if math.isfinite(float(z.detach().sum())) or bool((good := z.detach().isfinite()).all()):
+    if math.isfinite(z.sum().item()) or bool((good := z.detach().isfinite()).all()):
         return
     bad = (~good.all(dim=-1)).reshape(-1, z.shape[-2]).any(0)
     finite = all(bool(t.isfinite().all()) for t in tensors.values())

@@ -174,7 +174,7 @@ class Encoder(nn.Module):
             why = "no linear layer computes the raw outputs of this encoder"
         elif self._runs > 1:
             why = f"layer {name!r} runs {self._runs} times"
-        elif [name for name, _ in layer.named_parameters()] not in (["weight"], ["weight", "bias"]):
+        elif _names(layer) not in (["weight"], ["weight", "bias"]):
             why = (
                 f"the weight of layer {name!r} is reparametrised (weight or spectral norm), so its outputs are not "
                 "linear in its parameters"
@@ -288,6 +288,11 @@ class Encoder(nn.Module):
         """Run the model; an error that ``x`` causes inside it becomes one that names ``x``."""
         with naming_the_input(x, self._probe_points):
             return self.call(self.model, x)
+
+
+def _names(layer: nn.Module) -> list[str]:
+    """Return the names of the parameters; torch's walk through submodules takes longer than a small layer."""
+    return [name for name, _ in layer.named_parameters()] if layer._modules else [*layer._parameters]
 
 
 def _name_of(module: nn.Module, model: nn.Module) -> str:

@@ -19,6 +19,9 @@ def full_precision(function: Callable[_P, _R]) -> Callable[_P, _R]:
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        # Entering the context takes longer than a small product.
+        if not torch.is_autocast_enabled(device.type):
+            return function(*args, **kwargs)
         with torch.autocast(device.type, enabled=False):
             return function(*args, **kwargs)
 

@@ -164,12 +164,12 @@ class ScoreHead(nn.Module):
         divisor = torch.where(length > 0, length, torch.nan)
         mu, norm = (scaled / divisor.unsqueeze(1)).to(z.dtype), divisor * size
         # Divided twice, because the square of a tiny or huge norm underflows or overflows.
-        tangential = ((total - radial).clamp(min=0) / norm / norm).to(z.dtype)
+        tangential = (total - radial).clamp(min=0) / norm / norm
         between = None
         if self.centres is not None:
             between = between_classes(nearest_ratio(mu, self.centres), self.typical_ratio)
-        angle = turning_angle(tangential, norm, self.typical_norm, between, self._arctan)
-        out = (mu, concentration_of_variance(tangential, z.shape[1]), angle)
+        angle = turning_angle(tangential, norm, self.typical_norm, between, self._arctan).to(z.dtype)
+        out = (mu, concentration_of_variance(tangential.to(z.dtype), z.shape[1]), angle)
         if not self.n:
             return out
         rounding = z.shape[1] * torch.finfo(z.dtype).eps

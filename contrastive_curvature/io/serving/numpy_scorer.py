@@ -127,10 +127,10 @@ class Scorer:
             total, radial = getattr(self, f"_{self.form}")(phi, scaled / np.maximum(length, _TINY)[:, None])
             norm = np.where(length > 0, length * size, np.nan)
             mu = (scaled / np.where(length > 0, length, np.nan)[:, None]).astype(z.dtype)
-            tangential = (np.maximum(total - radial, 0) / norm / norm).astype(z.dtype)
+            tangential = np.maximum(total - radial, 0) / norm / norm
             between = self._between(mu) if "centres" in a else None
             angle = turning_angle(tangential, norm, a.get("typical_norm"), between)
-            out = (mu, _kappa(tangential, z.shape[1]), angle.astype(z.dtype))
+            out = (mu, _kappa(tangential.astype(z.dtype), z.shape[1]), angle.astype(z.dtype))
             if not self.n:
                 return out
             least = z.shape[1] * np.finfo(z.dtype).eps * total
@@ -209,9 +209,7 @@ class Scorer:
 
 def turning_angle(tangential: Array, norm: Array, typical_norm: Any = None, between: Array | None = None) -> Array:
     """``arctan(sqrt(V / n^2) sqrt(t / n) b)``: the library's function of this name."""
-    angle = np.sqrt(tangential)
-    if typical_norm is not None:
-        angle = angle * np.sqrt(typical_norm / norm).astype(angle.dtype)
+    angle = np.sqrt(tangential if typical_norm is None else tangential * (typical_norm / norm))
     return np.asarray(np.arctan(angle if between is None else angle * between))
 
 
