@@ -7,7 +7,7 @@ from report_cases import fitted, inputs, loader
 from tables import each
 
 from contrastive_curvature import OptimisticPValueWarning, metrics
-from contrastive_curvature.apps.report import Data, Missing, evaluate
+from contrastive_curvature.apps.report import Data, Missing, evaluate, measure
 from contrastive_curvature.errors import InputError, InputTypeError
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -17,6 +17,11 @@ def both(device):
     la = fitted(device)
     x, labels = inputs(150, seed=3)
     return la, x, labels, inputs(90, seed=4, unknown=True)[0]
+
+
+def all_pairs(mu, labels):
+    a, b = torch.triu_indices(len(mu), len(mu), offset=1)
+    return (mu[a].double() * mu[b].double()).sum(1), labels[a] == labels[b]
 
 
 def test_numbers_are_those_of_the_metrics(device):
@@ -39,6 +44,7 @@ def test_numbers_are_those_of_the_metrics(device):
         "r_auroc": metrics.auroc(uncertainty[right == 1], uncertainty[right == 0]),
         "ece": metrics.retrieval_ece(samples, labels),
         "brier": metrics.retrieval_brier(samples, labels),
+        "eer": metrics.equal_error_rate(*all_pairs(known.mu.cpu(), labels)),
         "auroc": metrics.auroc(novelty, unknown.novelty.cpu()),
         "auprc": metrics.auprc(novelty, unknown.novelty.cpu()),
         "flagged_known@0.05": float((~known.is_known(0.05)).double().mean()),
@@ -63,6 +69,29 @@ def test_numbers_are_those_of_the_metrics(device):
     # The case would prove little if everything were right, or nothing found.
     assert 0 < wanted["flagged_unknown@0.05"] < 1
     assert 0.5 < wanted["recall@1"] < 1
+
+
+def test_pairs(device, monkeypatch):
+    la, x, labels, _ = both(device)
+    found = evaluate(la, loader(x, labels), n_samples=0).pairs
+    scores, same = all_pairs(la(x.to(device)).mu.cpu(), labels)
+    assert (found.n_same, found.n_different) == (int(same.sum()), int((~same).sum()))
+    _, matched, missed = metrics.det_curve(scores, same)
+    of_metrics = torch.stack([matched, missed], 1)
+    points = torch.tensor(found.curve, dtype=torch.float64)
+    assert len(points) > 50
+    assert float(torch.cdist(points, of_metrics).amin(1).max()) < 1e-3
+    for k in range(2, 5):
+        assert (points[:, 0] <= 0.1**k).any()
+    # A sample: seeded, of both kinds, about as good.
+    monkeypatch.setattr(measure, "_MOST_PAIRS", 2000)
+    first, again, other = (evaluate(la, loader(x, labels), n_samples=0, seed=seed).pairs for seed in (0, 0, 1))
+    assert (first.n_same, first.n_different) == (2000, 2000)
+    assert first == again != other
+    assert first.eer == pytest.approx(found.eer, abs=0.05)
+    for those in (torch.arange(4), torch.zeros(4, dtype=torch.long)):
+        missing = evaluate(la, loader(x[:4], those), n_samples=0).missing
+        assert "no pairs of one class, or none of two" in missing["pairs"]
 
 
 def test_gallery(device):

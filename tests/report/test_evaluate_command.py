@@ -58,7 +58,9 @@ def test_page_files_and_json(folder, tmp_path, capsys):
     assert "&lt;b&gt;cat&lt;/b&gt;" in page
     assert "<b>cat" not in page
     assert "input 1" in page
-    plots = {f"{name}.{kind}" for name in ("novelty", "sparsification", "reliability") for kind in ("png", "svg")}
+    plots = {
+        f"{name}.{kind}" for name in ("novelty", "sparsification", "reliability", "det") for kind in ("png", "svg")
+    }
     assert {path.name for path in (tmp_path / "a" / "b").iterdir()} == {"report.html", "metrics.json", *plots}
     assert (tmp_path / "a" / "b" / "novelty.svg").read_bytes().startswith(b"<?xml")
 

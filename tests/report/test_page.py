@@ -81,7 +81,7 @@ def test_what_is_missing_is_said(tmp_path):
     text = " ".join("".join(Read(page).text).split())
     for reason in found.missing.values():
         assert reason in text
-    assert text.count("Not shown.") == 3
+    assert text.count("Not shown.") == 4
     assert "no unknown inputs were given" in text
     embedded = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
     assert set(embedded) == {"thresholds", "slider"}
@@ -99,7 +99,7 @@ def test_numbers_of_the_page_are_those_of_the_evaluation(tmp_path):
     for step in embedded["slider"]:
         share = 100 * np.mean(p_value <= float(step["alpha"]))
         assert float(step["known"].removesuffix(" %")) == pytest.approx(share, abs=0.0501)
-    for name in ("r_auroc", "ausc", "auroc", "auprc", "ece", "brier"):
+    for name in ("r_auroc", "ausc", "auroc", "auprc", "ece", "brier", "eer"):
         assert f">{found.metrics[name]:.3f}<" in re.sub(r"\s+", "", page)
     angle = math.degrees(float(la(x).uncertainty.max()))
     assert f"{angle:.2g}°" in page

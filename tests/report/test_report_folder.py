@@ -12,7 +12,7 @@ from contrastive_curvature.apps.cli import cli
 from contrastive_curvature.apps.report import Missing, evaluate, plots
 from contrastive_curvature.errors import InputError
 
-CHARTS = {f"{name}.{kind}" for name in ("novelty", "sparsification", "reliability") for kind in ("png", "svg")}
+CHARTS = {f"{name}.{kind}" for name in ("novelty", "sparsification", "reliability", "det") for kind in ("png", "svg")}
 
 
 def contents(folder):
@@ -35,6 +35,7 @@ def quick_plots(monkeypatch):
             "novelty": evaluation.thresholds,
             "sparsification": evaluation.errors,
             "reliability": evaluation.reliability,
+            "det": evaluation.pairs,
         }
         names = [name for name, part in parts.items() if not isinstance(part, Missing)]
         return {f"{name}.{kind}": text for name in names for kind in ("png", "svg")}

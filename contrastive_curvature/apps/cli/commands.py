@@ -455,7 +455,7 @@ def evaluate(console: Console, **options: Any) -> None:
     \b
     report.html       one page that needs no network: threshold slider, curves, the most and least certain inputs
     metrics.json      every number, and why a number is missing
-    novelty, sparsification, reliability    the plots, each as .png and .svg
+    novelty, sparsification, reliability, det    the plots, each as .png and .svg
 
     Repeat -k and --alpha for several values. Without classes, unknown inputs or a calibration, the parts that need them
     say so, and the others are there. What each number means: docs/metrics.md; what a SOURCE may be:

@@ -47,7 +47,7 @@ def evaluate(
         alphas: Thresholds of the p-value whose flagged shares are reported, each in (0, 1).
         n_samples: Networks that vote, for the reliability; 0 leaves it out.
         n_shown: Inputs of each group on the page; 0 for none.
-        seed: Of the sampled networks.
+        seed: Of the sampled networks, and of the pairs where there are more than 100,000 of a kind.
         class_names: Names of the labels, for the page.
         progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
@@ -110,6 +110,7 @@ def evaluate(
         retrieval=found if isinstance(found, Missing) else measure.retrieval(found, ranks),
         errors=found if isinstance(found, Missing) else measure.errors(found, known.uncertainty),
         reliability=no_votes or (found if isinstance(found, Missing) else measure.reliability(found, known, searched)),
+        pairs=measure.pairs(known, seed),
         detection=measure.detection(known.judged, judged),
         thresholds=measure.thresholds(la, known.judged, judged, thresholds),
         compared=measure.compared(known, other, searched, found),

@@ -101,6 +101,23 @@ class Reliability:
 
 
 @dataclass(frozen=True)
+class Pairs:
+    """How well the cosine of two test inputs says whether they are of one class.
+
+    Attributes:
+        eer: Equal error rate.
+        curve: False match rate and false non-match rate, the DET curve, at most 200 points.
+        n_same: Pairs of one class.
+        n_different: Pairs of two classes.
+    """
+
+    eer: float
+    curve: list[list[float]]
+    n_same: int
+    n_different: int
+
+
+@dataclass(frozen=True)
 class Detection:
     """How well the novelty separates unknown test inputs from known ones.
 
@@ -222,6 +239,7 @@ class Evaluation:
         retrieval: recall@k and mAP@k, or why not.
         errors: AUSC and R-AUROC of the uncertainty, or why not.
         reliability: ECE, Brier score and bins of the votes of sampled networks, or why not.
+        pairs: Equal error rate and DET curve of pairs of test inputs, or why not.
         detection: AUROC and AUPRC of the novelty, or why not.
         thresholds: What ``p_value <= alpha`` flags, or why not.
         compared: The scores side by side, ours and those that need a gallery but no posterior.
@@ -233,6 +251,7 @@ class Evaluation:
     retrieval: Retrieval | Missing
     errors: Errors | Missing
     reliability: Reliability | Missing
+    pairs: Pairs | Missing
     detection: Detection | Missing
     thresholds: Thresholds | Missing
     compared: tuple[Compared, ...]
@@ -250,7 +269,7 @@ class Evaluation:
     @property
     def missing(self) -> dict[str, str]:
         """Reasons why parts or metrics are missing, by name."""
-        names = ("retrieval", "errors", "reliability", "detection", "thresholds")
+        names = ("retrieval", "errors", "reliability", "pairs", "detection", "thresholds")
         parts = {name: part.reason for name in names if isinstance(part := getattr(self, name), Missing)}
         return parts | {name: value.reason for name, value in self._figures() if isinstance(value, Missing)}
 
@@ -266,6 +285,8 @@ class Evaluation:
             yield from (("ausc", self.errors.ausc), ("r_auroc", self.errors.r_auroc))
         if isinstance(self.reliability, Reliability):
             yield from (("ece", self.reliability.ece), ("brier", self.reliability.brier))
+        if isinstance(self.pairs, Pairs):
+            yield "eer", self.pairs.eer
         if isinstance(self.detection, Detection):
             yield from (("auroc", self.detection.auroc), ("auprc", self.detection.auprc))
         for one in self.compared:
@@ -284,7 +305,12 @@ class Evaluation:
 
     def to_plain(self) -> dict[str, Any]:
         """Everything but the inputs that are shown, as numbers, texts, lists and mappings."""
-        parts = {"sparsification": self.errors, "reliability": self.reliability, "thresholds": self.thresholds}
+        parts = {
+            "sparsification": self.errors,
+            "reliability": self.reliability,
+            "det": self.pairs,
+            "thresholds": self.thresholds,
+        }
         curves = {name: None if isinstance(part, Missing) else asdict(part) for name, part in parts.items()}
         if curves["sparsification"] is not None:
             curves["sparsification"]["r_auroc"] = self.metrics.get("r_auroc")

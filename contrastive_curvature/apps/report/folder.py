@@ -12,7 +12,8 @@ from contrastive_curvature.artifact import write_whole
 from contrastive_curvature.errors import InputError, expected
 
 PAGE, NUMBERS = "report.html", "metrics.json"
-CHARTS = frozenset(f"{name}.{kind}" for name in ("novelty", "sparsification", "reliability") for kind in ("png", "svg"))
+_CHARTS = ("novelty", "sparsification", "reliability", "det")
+CHARTS = frozenset(f"{name}.{kind}" for name in _CHARTS for kind in ("png", "svg"))
 
 
 def check_target(folder: Path | str, argument: str = "folder") -> Path:

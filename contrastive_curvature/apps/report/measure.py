@@ -21,6 +21,7 @@ from contrastive_curvature.apps.report.evaluation import (
     Flagged,
     Group,
     Missing,
+    Pairs,
     Reliability,
     Retrieval,
     Thresholds,
@@ -45,6 +46,9 @@ _GROUPS = {
 
 _VOTERS = 10
 """Neighbours whose classes are compared."""
+
+_MOST_PAIRS = 100_000
+"""Pairs of one class, and as many of two."""
 
 _MOST_FOUND = 0.5
 _MOST_POINTS = 200
@@ -150,6 +154,45 @@ def reliability(found: Search, test: Scored, gallery: Scored | None) -> Reliabil
     columns = (edges[:-1], edges[1:], curve.count.tolist(), curve.confidence.tolist(), curve.accuracy.tolist())
     bins = [each for each in map(Bin, *columns) if each.count]
     return Reliability(curve.expected_calibration_error, metrics.brier_score(votes, found.labels), bins, len(votes))
+
+
+def pairs(test: Scored, seed: int) -> Pairs | Missing:
+    """Return the equal error rate and the DET curve of pairs of test inputs: all, or where they are many a sample."""
+    if test.labels is None:
+        return Missing("The test inputs have no labels, so no pair is of one class or of two.")
+    labels, order = test.labels.sort()
+    # Partners come earlier in this order: those of one class from its first row on, and those of others before it.
+    first, row = torch.searchsorted(labels, labels), torch.arange(len(labels))
+    if not bool((first < row).any()) or not int(first[-1]):
+        return Missing("The test inputs have no pairs of one class, or none of two. Give some of both kinds.")
+    generator = torch.Generator().manual_seed(seed)
+    one, two = (
+        _cosines(test.mu[order], *_draw(start, count, generator))
+        for start, count in ((first, row - first), (torch.zeros_like(first), first))
+    )
+    scores, same = torch.cat([one, two]), torch.arange(len(one) + len(two)) < len(one)
+    _, matched, missed = metrics.det_curve(scores, same)
+    # Both axes of the chart are logarithmic.
+    rates = torch.cat([torch.zeros(1), torch.logspace(-6, 0, 97)]).double()
+    at = torch.cat([torch.searchsorted(-matched, -rates), torch.searchsorted(missed, rates)]).unique()
+    curve = [[_rounded(x), _rounded(y)] for x, y in zip(matched[at].tolist(), missed[at].tolist(), strict=True)]
+    return Pairs(metrics.equal_error_rate(scores, same), curve, len(one), len(two))
+
+
+def _draw(first: Tensor, count: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Return both rows of pairs, where row i has the partners ``first[i]`` to ``first[i] + count[i] - 1``."""
+    end = count.cumsum(0)
+    total = int(end[-1])
+    many = total > _MOST_PAIRS
+    drawn = torch.randint(total, (_MOST_PAIRS,), generator=generator) if many else torch.arange(total)
+    row = torch.searchsorted(end, drawn, right=True)
+    return row, first[row] + drawn - (end - count)[row]
+
+
+def _cosines(mu: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """Return the cosine of each pair of rows, a few thousand at a time for the memory."""
+    steps = zip(a.split(4096), b.split(4096), strict=True)
+    return torch.cat([(mu[i].double() * mu[j].double()).sum(1) for i, j in steps])
 
 
 def detection(known: Judged | Missing, unknown: Judged | Missing | None) -> Detection | Missing:

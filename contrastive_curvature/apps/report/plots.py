@@ -6,7 +6,7 @@ import io
 from typing import Any
 
 from contrastive_curvature import validate
-from contrastive_curvature.apps.report.evaluation import Errors, Evaluation, Missing, Reliability, Thresholds
+from contrastive_curvature.apps.report.evaluation import Errors, Evaluation, Missing, Pairs, Reliability, Thresholds
 
 # Two colours that people with any colour vision tell apart (Okabe and Ito, 2008).
 _KNOWN, _UNKNOWN, _SOFT = "#0072B2", "#D55E00", "#6b7280"
@@ -22,6 +22,7 @@ def draw(evaluation: Evaluation) -> dict[str, bytes]:
         "novelty": (_novelty, evaluation.thresholds),
         "sparsification": (_sparsification, evaluation.errors),
         "reliability": (_reliability, evaluation.reliability),
+        "det": (_det, evaluation.pairs),
     }
     out: dict[str, bytes] = {}
     # The same numbers give the same files: no date, and no random ids in the SVG.
@@ -68,3 +69,15 @@ def _reliability(axes: Any, found: Reliability) -> None:
     axes.plot(*zip(*pairs, strict=True), "o", color=_KNOWN, label=f"votes, ECE {found.ece:.3f}")
     axes.set(xlabel="confidence", ylabel="share of right predictions", xlim=(0, 1), ylim=(0, 1.02))
     axes.legend(frameon=False, loc="upper left")
+
+
+def _det(axes: Any, found: Pairs) -> None:
+    # A logarithm of 0 is none: such a rate lies on the edge, below that of one pair.
+    least = 0.5 / max(found.n_same, found.n_different)
+    points = [(max(x, least), max(y, least)) for x, y in found.curve]
+    axes.plot(*zip(*points, strict=True), color=_KNOWN, label=f"cosine, EER {found.eer:.3f}")
+    axes.plot([least, 1], [least, 1], color=_SOFT, linestyle=":", label="equal rates")
+    axes.set(xlabel="false match rate", ylabel="false non-match rate", xscale="log", yscale="log")
+    axes.set(xlim=(least, 1), ylim=(least, 1))
+    # Curve and diagonal may reach every corner.
+    axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)

@@ -1,5 +1,5 @@
 "use strict";
-// Draws three charts from the numbers in #data, and again when their width changes; the slider moves the threshold.
+// Draws the charts from the numbers in #data, and again when their width changes; the slider moves the threshold.
 const data = JSON.parse(document.getElementById("data").textContent);
 
 function add(parent, tag, attributes, text) {
@@ -114,6 +114,16 @@ const charts = {
       const dot = add(f.svg, "circle", { class: "dot", cx: f.toX(confidence), cy: f.toY(right), r: 3.5 + 7 * Math.sqrt(count / total) });
       add(dot, "title", {}, `${count} inputs: confidence ${asPercent(confidence)}, right ${asPercent(right)}`);
     }
+  },
+
+  det(box) {
+    const { curve, n_same: same, n_different: different } = data.det;
+    // Rates of 0 lie on the edge, below that of one pair.
+    const least = Math.log10(0.5 / Math.max(same, different));
+    const asRate = (power) => `${+(100 * 10 ** power).toPrecision(2)} %`;
+    const f = frame(box, { x: [least, 0], y: [least, 0], xLabel: "false match rate", xText: asRate, yText: asRate });
+    add(f.svg, "line", { class: "flat", x1: f.left, x2: f.right, y1: f.bottom, y2: f.toY(0) });
+    add(f.svg, "path", { class: "ours", d: path(curve.map((point) => point.map((rate) => Math.max(least, Math.log10(rate)))), f) });
   },
 };
 
