@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -30,6 +31,9 @@ _LEVELS = 16
 
 _LEVELS_OF_HALF = 8
 """In half precision, whose smallest numbers are near."""
+
+_STEERED = ("Embedding", "MaskedFill", "MaxPool", "ScaledDotProduct", "ValueSelectingReduction", "Where")
+"""Operations that get integers or booleans from inputs, and still leave every point in its place."""
 
 _TOLERANCE = 0.1
 """Of a row, relative to its largest entry; two different multiples differ by half or more."""
@@ -118,10 +122,11 @@ def _places(uses: Sequence[Use], z: Tensor) -> tuple[dict[tuple[int, int], Layou
     return places, without
 
 
-def unproven(tape: Tape, params: Sequence[Tensor], without: Collection[int] = ()) -> set[int]:
+def unproven(tape: Tape, params: Sequence[Tensor], without: Collection[int] = ()) -> tuple[set[int], bool]:
     """Return the numbers of the parameters whose pieces do not give the Jacobian of every point.
 
-    There are none where gradients overflow: such a curvature is refused later.
+    There are none where gradients overflow: such a curvature is refused later. And whether that holds for other values
+    of parameters and inputs too: a gradient of zero everywhere agrees with anything.
 
     Args:
         tape: A run of n points; gradients are enabled.
@@ -131,7 +136,7 @@ def unproven(tape: Tape, params: Sequence[Tensor], without: Collection[int] = ()
     tracked = [k for k, p in enumerate(params) if k not in without and p.numel()]
     z, n = tape.z, len(tape.z)
     if not z.requires_grad or not tracked or not n:
-        return set()
+        return set(), False
     runs = {id(run): run for piece in tape.pieces for run in piece.runs}
     coarsest = coarsest_dtype(runs.values(), z.dtype)
     v = _random_like(z, seed=n)
@@ -145,7 +150,8 @@ def unproven(tape: Tape, params: Sequence[Tensor], without: Collection[int] = ()
     # Those of nn.Embedding(sparse=True) are sparse.
     flat = {k: (g.to_dense() if g.is_sparse else g).to(z.dtype).flatten() for k, g in wanted.items()}
     if not all(bool(g.isfinite().all()) for g in flat.values()):
-        return set()
+        return set(), False
+    telling = all(bool(g.any()) for g in one.values())
     terms: dict[int, list[tuple[Part, Tensor]]] = {k: [] for k in tracked}
     for piece, b in tape.reached(one):
         terms[piece.number].append((piece.part, b))
@@ -158,7 +164,49 @@ def unproven(tape: Tape, params: Sequence[Tensor], without: Collection[int] = ()
         uses = {(id(use.run), use.layout): use for piece in tape.pieces for use in piece.uses if id(use.run) in one}
         mixed = {key for key, use in uses.items() if not _scales(one[key[0]][0], other[key[0]][0], use, multiples)}
         wrong |= {p.number for p in tape.pieces if any((id(use.run), use.layout) in mixed for use in p.uses)}
-    return wrong
+    return wrong, telling
+
+
+def graph_key(tape: Tape, params: Sequence[Tensor]) -> int | None:
+    """Return a number for the operations of a run: their order, all their options, and where parameters enter.
+
+    Two runs with the same number agree with autograd alike, whatever the parameters and inputs are.
+
+    Returns:
+        ``None`` where values of the inputs can move points (indices do), or where an operation hides what it does.
+    """
+    places = {id(p): k for k, p in enumerate(params)}
+    order: dict[Any, int] = {}
+    waiting = [tape.z.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in order:
+            order[node] = len(order)
+            waiting += [child for child, _ in node.next_functions]
+    found: list[Any] = []
+    for node in order:
+        name = node.name()
+        if name == "torch::autograd::AccumulateGrad":
+            found.append(places.get(id(node.variable)))
+            continue
+        if "::" in name or isinstance(node, torch.autograd.function.BackwardCFunction):
+            return None
+        options = []
+        for option in _option_names(node.__class__):
+            value = getattr(node, option)
+            tensors = [t for t in (value if isinstance(value, (list, tuple)) else (value,)) if isinstance(t, Tensor)]
+            if not all(t.is_floating_point() or name.startswith(_STEERED) for t in tensors):
+                return None
+            options.append(None if tensors else repr(value))
+        found.append((name, *options, *((order.get(child), place) for child, place in node.next_functions)))
+    uses = [use for piece in tape.pieces for use in piece.uses]
+    found += [(use.selection.number, use.kind, use.shape, use.layout, order.get(use.run.edge.node)) for use in uses]
+    return hash((len(tape.z), *found))
+
+
+@cache
+def _option_names(kind: type) -> list[str]:
+    return [name for name in dir(kind) if name.startswith("_saved_")]
 
 
 def _is_sum(terms: Sequence[tuple[Part, Tensor]], wanted: Tensor, coarsest: torch.dtype) -> bool:

@@ -9,7 +9,8 @@ A parameter without a rule (a function changes it before it is applied, its laye
 goes through ``torch.func`` instead, that parameter alone, with one warning. It is noticed where a function without a
 rule takes a parameter, in every batch, and by a comparison with autograd
 (:mod:`contrastive_curvature.network.layer_proof`): of the first batch of a fit, and of a random one each time that
-about three times as many are through. A prediction is compared in every batch.
+about three times as many are through. A first batch whose graph has the same operations as that of an earlier call is
+not compared again. A prediction is compared in every batch.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from contrastive_curvature.network.layer_proof import (
     Layouts,
     check_fast_path,
     find_layouts,
+    graph_key,
     refuse_gradients,
     unproven,
 )
@@ -64,6 +66,9 @@ _TILE_POINTS = 2048
 
 _disproven: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Parameters of encoders that a later batch of a fit used in another way than the first, for the next fit."""
+
+_proven: WeakKeyDictionary[nn.Module, dict[int, Layouts]] = WeakKeyDictionary()
+"""Layouts of encoders by the keys of graphs where they agreed with autograd, for the next call with the encoder."""
 
 
 class NotVerifiedError(Exception):
@@ -108,6 +113,8 @@ class LayerwisePullback(ModulePullback):
         self._running = _without_backward_hooks(encoder)
         self._random = random.Random(0)
         self._runs, self._next_proof, self._trusted = 0, 1, False
+        # Graphs of earlier calls, whose layouts are taken unless the graph of this one turns out to be another.
+        self._borrowed: dict[int, Layouts] | None = None
 
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
         """See :meth:`Pullback.forward`."""
@@ -227,7 +234,10 @@ class LayerwisePullback(ModulePullback):
                     with torch.no_grad():
                         return compute()
                 except NotVerifiedError as error:
-                    self._give_up(error.numbers)
+                    if self._borrowed is None:
+                        self._give_up(error.numbers)
+                    else:
+                        self._analyse(context, anew=True)
 
     def tapes(self, context: Any, columns: int = 1, prove: bool = False) -> Iterator[tuple[slice, Tape]]:
         """Yield runs of chunks of points, of bounded memory, for gradients of some columns at once."""
@@ -257,11 +267,21 @@ class LayerwisePullback(ModulePullback):
             self._trusted = True
             return tape
         self._next_proof = self._random.randrange(2 * self._runs, 4 * self._runs)
-        wrong = unproven(tape, self.trainable, self.by_func)
+        graph = None if self.by_func else graph_key(tape, self.trainable)
+        if self._borrowed is not None:
+            if graph is None or self._borrowed.get(graph) != self.layouts:
+                raise NotVerifiedError(set())
+            self._borrowed = None
+            if not prove:
+                self._trusted = True
+                return tape
+        wrong, telling = unproven(tape, self.trainable, self.by_func)
         if wrong and self._trusted:
             self._refuse_sum(wrong)
         if wrong:
             raise NotVerifiedError(wrong)
+        if telling and graph is not None:
+            _proven.setdefault(self.encoder.model, {})[graph] = self.layouts
         return tape
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
@@ -286,6 +306,7 @@ class LayerwisePullback(ModulePullback):
             UnsupportedError: Always.
         """
         names = {self.names[k] for k in numbers}
+        _proven.pop(self.encoder.model, None)
         _disproven.setdefault(self.encoder.model, set()).update(names)
         msg = (
             f"model: a later batch uses {_listed(names)} in another way than the first: the sums over the batches "
@@ -329,8 +350,13 @@ class LayerwisePullback(ModulePullback):
             for piece, b in group:
                 pieces[piece.number][piece.part.place] += piece.part.diagonal(b, signs)
 
-    def _analyse(self, context: Any) -> None:
-        """Analyse the layers with a few points of the first batch."""
+    def _analyse(self, context: Any, anew: bool = False) -> None:
+        """Analyse the layers with a few points of the first batch, or take what an earlier call found."""
+        self._runs, self._next_proof, self._borrowed = 0, 1, None
+        if not anew and self.encoder.model in _proven:
+            self._borrowed = _proven[self.encoder.model]
+            self.layouts = next(reversed(self._borrowed.values()))
+            return
         few = _plain(few_points(context))
         self.layouts = find_layouts(self._running, self.trainable, few)
         known = _disproven.get(self.encoder.model, set())
