@@ -28,6 +28,31 @@ class _Batch(NamedTuple):
     sizes: Tensor
 
 
+class _Inputs(NamedTuple):
+    """A :class:`Largest` that stays on the device until the pass is over, or every batch would wait for it.
+
+    Attributes:
+        total: Size of what all points contribute, float64, one number.
+        values: The largest sizes, descending, shape (K,).
+        places: Batch, row and point of each, shape (K, 3).
+    """
+
+    total: Tensor
+    values: Tensor
+    places: Tensor
+
+    def merged(self, other: _Inputs) -> _Inputs:
+        """Return those of all points of both."""
+        values, places = torch.cat([self.values, other.values]), torch.cat([self.places, other.places])
+        values, order = values.topk(min(STORED, values.numel()))
+        return _Inputs(self.total + other.total, values, places[order])
+
+    def largest(self, part: int) -> Largest:
+        """Return sizes and places as Python's numbers."""
+        places = [Place(batch, row, point, part) for batch, row, point in self.places.tolist()]
+        return Largest(float(self.total), tuple(zip(self.values.tolist(), places, strict=True)))
+
+
 class Dominance:
     """Records how much each batch and each large input contributes to a curvature, and warns of dominating points.
 
@@ -43,15 +68,14 @@ class Dominance:
         self._count = self._batches = 0
         self._first: _Batch | None = None
         self._largest: dict[int, tuple[float, Place]] = {}
-        self._inputs: dict[str, Largest] = {}
+        self._inputs: dict[str, _Inputs] = {}
 
     def add(self, context: Any, blocks: Blocks, term: Tensor | KronFactors) -> None:
         """Record the contribution of one batch."""
         start = Place(self._batches, 0, self._count, self._part)
         if self._structure is Structure.KRON:
-            sizes_of_inputs = self._pullback.input_sizes(context).items()
-            found = {layer: _largest(inputs, start) for layer, inputs in sizes_of_inputs}
-            self._inputs = united(self._inputs, found, Largest.merged)
+            found = {layer: _largest(sizes, start) for layer, sizes in self._pullback.input_sizes(context).items()}
+            self._inputs = united(self._inputs, found, _Inputs.merged)
         batch = _Batch(start, context, blocks, _sizes(term))
         self._total = self._total + batch.sizes
         self._count, self._batches = self._count + len(blocks), self._batches + 1
@@ -74,7 +98,8 @@ class Dominance:
                 f"curvature factor of {self._pullback.parameter_name(k)!r}" if self._structure is Structure.KRON else ""
             )
             factors[name] = Largest(total, (self._largest[k],) if k in self._largest else ())
-        return Contributions(self._count, factors, self._inputs)
+        inputs = {layer: found.largest(self._part) for layer, found in self._inputs.items()}
+        return Contributions(self._count, factors, inputs)
 
     def _search(self, batch: _Batch) -> None:
         """Look for points of a batch that contribute most of all so far."""
@@ -101,13 +126,10 @@ class Dominance:
         bisect(0, len(batch.blocks), batch.sizes)
 
 
-def _largest(sizes: Tensor, start: Place) -> Largest:
+def _largest(sizes: Tensor, start: Place) -> _Inputs:
     values, rows = sizes.topk(min(STORED, sizes.numel()))
-    found = [
-        (value, Place(start.batch, row, start.point + row, start.part))
-        for value, row in zip(values.tolist(), rows.tolist(), strict=True)
-    ]
-    return Largest(float(sizes.sum()), tuple(found))
+    places = torch.stack([torch.full_like(rows, start.batch), rows, rows + start.point], dim=1)
+    return _Inputs(sizes.sum().double(), values, places)
 
 
 def _sizes(term: Tensor | KronFactors) -> Tensor:

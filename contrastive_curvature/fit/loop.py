@@ -25,7 +25,7 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.class_centres import TYPICAL, CentreCollector, ClassCentres, centres_of
 from contrastive_curvature.fit.dominance import Dominance
-from contrastive_curvature.fit.finite import check_finite, per_point
+from contrastive_curvature.fit.finite import check_finite, per_point, sum_is_finite
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.fit.readers import Batch, Reader
@@ -98,6 +98,8 @@ def add_up(
     for number, batch in enumerate(progress.over(batches, title)):
         for total, seen in zip(totals, look(batch, f"batch {number} (counted from 0)"), strict=True):
             total.add(*seen)
+    for total in totals:
+        total.check_finite()
 
 
 class Seen(NamedTuple):
@@ -158,12 +160,17 @@ class CurvatureSum:
         self._classes: CentreCollector | None = CentreCollector() if classes else None
         self._sums: dict[str, Tensor] = {}
         self._batches = self._n = 0
+        self._finite: Tensor | bool = True
+        self._first_bad: Tensor | int = 0
+        """Number of the first batch whose curvature is not finite, or of batches."""
 
     def add(self, context: Any, seen: Seen, batch: Batch) -> None:
         """Add a batch."""
         term, alone = self._curvature(context, seen)
-        check_finite(term, self.pullback, f"batch {self._batches} (counted from 0)")
         z = seen.z
+        # Read once at the end: a look at the device in every batch would keep it waiting.
+        self._finite = self._finite & sum_is_finite(term)
+        self._first_bad = self._first_bad + self._finite
         if alone is not None:
             self._dominance.add(context, seen.blocks, alone)
         if self._features is not None:
@@ -180,6 +187,11 @@ class CurvatureSum:
             named = {f"{_FACTOR}{k}/{j}": part for k, group in enumerate(term) for j, part in enumerate(group)}
         self._sums = united(self._sums, {**named, **seen.terms, _NORMS: len(z) * mean_norm(z)}, torch.add)
         self._batches, self._n = self._batches + 1, self._n + len(z)
+
+    def check_finite(self) -> None:
+        """Refuse a curvature with NaN or infinity, which no further batch takes out of the sum."""
+        if self._batches and not bool(self._finite):
+            check_finite(raw_curvature(self._sums), self.pullback, f"batch {int(self._first_bad)} (counted from 0)")
 
     def _curvature(self, context: Any, seen: Seen) -> tuple[Any, Any]:
         """Return the unclamped curvature of a batch, and that of its points each by itself, where it is known."""

@@ -77,8 +77,8 @@ class NodeBlocks(Blocks):
         # Weights that vanish in the loss already, as of a far pair in a logistic loss, may lose digits; and so may
         # those that vanish beside the weights of other points.
         weight = size * n * n
-        floor = max(info.tiny, info.eps**2 * float(weight.max())) if weight.numel() else info.tiny
-        lost = (size > 0) & (size < info.tiny) & (weight >= floor)
+        floor = info.eps**2 * weight.max() if weight.numel() else info.tiny
+        lost = (size > 0) & (size < info.tiny) & (weight >= floor) & (weight >= info.tiny)
         held = (n >= low) & (n <= high) & ~lost & size.isfinite()
         if not bool(held.all()):
             raise UnrepresentableError.at(n, held)
@@ -173,7 +173,8 @@ class NodeBlocks(Blocks):
             vectors = torch.cat([torch.cat([u, t], dim=2) @ turn, complement[:, :, 1:]], dim=2)
             values = torch.cat([inside, self.c.unsqueeze(1).expand(n, dim - 2)], dim=1)
         # One column stays where all vanish: convolutions take no empty batches.
-        keep = (values != 0).any(0) if bool((values != 0).any()) else torch.arange(dim, device=values.device) == 0
+        keep = (values != 0).any(0)
+        keep[0] |= ~keep.any()
         values, vectors = values[:, keep], vectors[:, :, keep]
         columns = (vectors * values.abs().sqrt().unsqueeze(1)).permute(2, 0, 1)
         return SignedFactor(columns.contiguous(), values.sign().T.contiguous())

@@ -94,9 +94,11 @@ class InsideColumns:
 
     def _subtract_same(self, sums: Tensor, u: Tensor, index: Tensor) -> None:
         """Take the columns of the same class out of sums (B, ...) over all columns inside the margin."""
-        order = index.argsort(stable=True)
-        groups, sizes = index[order].unique_consecutive(return_counts=True)
-        pairs = int(self.counts[index].sum())
+        # One look at the device: the classes decide what is computed.
+        classes, order = index.cpu().sort(stable=True)
+        groups, sizes = (found.tolist() for found in classes.unique_consecutive(return_counts=True))
+        bounds = [self.bounds[group] for group in groups]
+        pairs = sum(size * (stop - start) for size, (start, stop) in zip(sizes, bounds, strict=True))
         if len(groups) > _MANY_GROUPS and pairs * u.shape[1] <= _LISTED_NUMBERS:
             # One product for each of many small classes would take longer than all others.
             columns = self.counts[index]
@@ -107,8 +109,7 @@ class InsideColumns:
             rows, place = rows[inside], place[inside]
             sums.index_add_(0, rows, self.extended[place].double(), alpha=-1)
             return
-        for group, rows in zip(groups.tolist(), order.split(sizes.tolist()), strict=True):
-            start, stop = self.bounds[group]
+        for (start, stop), rows in zip(bounds, order.to(u.device).split(sizes), strict=True):
             if start < stop:
                 sums[rows] -= self._inside(u[rows], start, stop)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ import torch
 from devices import DEVICES
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from laplace import Laplace
 from scipy.sparse.linalg import ArpackNoConvergence
 from strategies import INPUTS, NETWORKS, build_network, close, make_inputs, options, relate_by_remainder
 from torch import Tensor, nn
@@ -170,6 +172,30 @@ def test_memory_of_a_last_layer_fit_does_not_grow_with_pairs(device: str) -> Non
     with Watch():
         fit(model, loader, {}, Structure.DIAG, True)
     assert largest <= contrastive_classes._TILE_ROWS * contrastive_classes._TILE_COLUMNS
+
+
+def test_a_batch_seldom_waits_for_the_device(device: str) -> None:
+    """The outputs, the Hessian, new labels, and points that dominate are looked at once a batch each; the rest later.
+
+    Of ``.cpu()`` and ``.tolist()`` there is no sign on the CPU.
+    """
+    counted: Counter[str] = Counter()
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counted[function.overloadpacket.__name__] += 1
+            return function(*args, **(kwargs or {}))
+
+    def looks(n: int) -> int:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
+        loader = DataLoader(TensorDataset(torch.randn(10 * n, 6), torch.arange(10 * n) % 5), batch_size=10)
+        counted.clear()
+        with Watch():
+            Laplace(model, "contrastive").fit(loader)
+        return counted["_local_scalar_dense"] + counted["nonzero"]
+
+    assert looks(12) - looks(4) <= 4 * 8
 
 
 def _size(model: nn.Module, x: Tensor, y: Tensor, pairs: dict[str, Any]) -> float:
