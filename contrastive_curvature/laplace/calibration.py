@@ -251,10 +251,10 @@ class Judge:
         return replace(self, feature_norm=None, values=torch.cat(values), unrounded=before)
 
     def _components(self, embedding: EmbeddingDistribution) -> Tensor:
-        if self.values is not None:
-            return self.values.to(embedding.raw_mean.device)
-        norm = self.feature_norm
-        return components(embedding, None if norm is None else norm.to(embedding.raw_mean.device))
+        if self.values is None:
+            norm = self.feature_norm
+            self.values = components(embedding, None if norm is None else norm.to(embedding.raw_mean.device))
+        return self.values.to(embedding.raw_mean.device)
 
     def _known(self, quiet: bool = False) -> Calibration:
         """Return the calibration, or the training inputs where there is none; refuse those of another posterior."""
