@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 STRUCTURES = ("diag", "kron_lowrank")
 """Structures of the posterior that are compared. ``kron`` is the same as ``kron_lowrank`` at full rank, which this has
-up to 1,024 features, and takes minutes with many more."""
+up to 2,048 features, and takes minutes with many more."""
 
 DEFAULT = "default"
 """Stands for the structure that ``Laplace`` takes when nobody asks for one."""

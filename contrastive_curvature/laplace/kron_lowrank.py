@@ -69,7 +69,7 @@ class ContrastiveKronLowRankLLLaplace(LastLayerLaplace, _KronLowRankHost):
     See :class:`~contrastive_curvature.laplace.ContrastiveKronLaplace` for the fixes ``full`` and
     ``positive``.
 
-    ``backend_kwargs=dict(rank=...)`` sets the rank R. By default all eigenvectors of up to 1,024 features are kept; of
+    ``backend_kwargs=dict(rank=...)`` sets the rank R. By default all eigenvectors of up to 2,048 features are kept; of
     more features, the smallest number that leaves at most 1 % of the trace of ``A`` that the first eigenvector leaves,
     and at most 64.
     """

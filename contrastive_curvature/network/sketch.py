@@ -17,9 +17,9 @@ from contrastive_curvature.network.full_precision import full_precision
 MOST_RANK = 64
 """Largest rank that is chosen from the spectrum, above :data:`EXACT_WIDTH` (``docs/defaults.md``)."""
 
-EXACT_WIDTH = 1024
-"""Up to so many features all eigenvectors are kept, which takes less than a second. Small eigenvalues count: on 512
-features of faces and 256 of sentences, rank 64 ranks worse than all (``docs/defaults.md``)."""
+EXACT_WIDTH = 2048
+"""Up to so many features all eigenvectors are kept, which takes a few seconds. Small eigenvalues count: on 512 features
+of faces and 256 of sentences, rank 64 ranks worse than all (``docs/defaults.md``)."""
 
 _SPARE = 8
 

@@ -211,6 +211,7 @@ def test_the_rank_leaves_one_percent_of_what_the_first_eigenvector_leaves() -> N
     assert choose_rank(values, torch.tensor(1e6)) == 4
     assert choose_rank(torch.zeros(3), torch.tensor(0.0)) == 1
     assert choose_rank(torch.ones(200), torch.tensor(200.0)) == 64
+    assert [sketch_size(width, None) for width in (2048, 2049)] == [2048, 136]
 
 
 def test_what_is_left_is_not_lost_to_rounding_in_float32() -> None:
