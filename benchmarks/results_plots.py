@@ -17,7 +17,7 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from benchmarks.transfer.families import FAMILIES, RIVALS_KNOWN, RIVALS_RIGHT, auroc, r_auroc
+from benchmarks.transfer.families import FAMILIES, RIVALS_KNOWN, RIVALS_RIGHT, auroc, has, r_auroc
 from benchmarks.transfer.results import read_results
 
 RESULTS = Path(__file__).parent / "results"
@@ -61,7 +61,9 @@ def transfer_points(folder: Path = RESULTS / "transfer") -> dict[str, dict[str, 
         for question, scores in (("right", _RIGHT), ("known", _KNOWN)):
             mean = r_auroc if question == "right" else auroc
             for score, names in scores.items():
-                points[question].setdefault(score, {})[title] = max(mean(mine, name) for name in names)
+                points[question].setdefault(score, {})[title] = max(
+                    mean(mine, name) for name in names if has(mine, name)
+                )
     return points
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from benchmarks.transfer.families import RIVALS_KNOWN, RIVALS_LABELLED, RIVALS_RIGHT, families_table, main
+from benchmarks.transfer.families import OURS, RIVALS_KNOWN, RIVALS_LABELLED, RIVALS_RIGHT, STORES, families_table, main
 from benchmarks.transfer.results import VERSION
 
-ROWS = ["default/uncertainty", "default/novelty", "gated_labels", *RIVALS_RIGHT, *RIVALS_LABELLED]
+ROWS = [*OURS, *RIVALS_RIGHT, *RIVALS_LABELLED]
 
 
 def result(name: str, number: float) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def result(name: str, number: float) -> dict[str, Any]:
 
 def test_means_of_families(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     results = [result("faces", 0.5), result("mnist-3-supcon", 0.2), result("mnist-32-triplet", 0.4)]
-    right, known = (
+    right, known, by_score, unseen = (
         [[cell.strip() for cell in row.split("|")[1:-1]] for row in part.splitlines()[2:]]
         for part in families_table(results).split("\n\n")
     )
@@ -40,8 +40,17 @@ def test_means_of_families(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
         name = max(rivals, key=ROWS.index)
         return f"{0.3 + ROWS.index(name) * step:.3f} {rivals[name]}"
 
-    assert right[1][1:] == ["0.300", "0.300", best(RIVALS_RIGHT, 0.01), "0.320", best(RIVALS_LABELLED, 0.01)]
-    assert known[1][1:] == ["0.310", best(RIVALS_RIGHT, 0.01), best(RIVALS_KNOWN, 0.01)]
+    assert right[1][1:] == ["0.300", "0.300", best(RIVALS_RIGHT, 0.01), "0.330", best(RIVALS_LABELLED, 0.01)]
+    assert known[1][1:] == ["0.320", "0.300 one", best(RIVALS_RIGHT, 0.01), best(RIVALS_KNOWN, 0.01)]
+    assert STORES.keys() == set(ROWS)
+    last = ROWS.index("match")
+    assert by_score[-1] == ["distance to match", "M D", *(f"{n + last / 100:.3f} / {n:.3f}" for n in (0.5, 0.3))]
+    assert unseen[0] == ["`uncertainty`", "posterior, C D", "0.500"]
+    assert [row[0] for row in unseen] == [*OURS.values(), *RIVALS_RIGHT.values(), *RIVALS_LABELLED.values()]
+    del results[1]["rows"]["match"]
+    assert [row for row in families_table(results).split("\n\n")[2].splitlines() if "M D" in row] == [
+        f"| distance to match | M D | {0.5 + last / 100:.3f} / 0.500 |  |"
+    ]
     for found in results:
         (tmp_path / f"{found['name']}.json").write_text(json.dumps(found))
     main(["--results", str(tmp_path)])
