@@ -18,6 +18,7 @@ from tqdm import tqdm
 
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+from contrastive_curvature.embedding.match_probability import MatchProbability
 from contrastive_curvature.embedding.spread import Dense, Diagonal
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.fit.class_centres import ClassCentres
@@ -242,6 +243,7 @@ class ContrastiveLaplace(FittedPosterior):
         format: str | None = None,
         p_value: bool | None = None,
         dynamic_axes: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
+        match: MatchProbability | None = None,
     ) -> tuple[str, ...]:
         """Write the encoder and its posterior as one module that needs neither this library nor laplace-torch.
 
@@ -260,13 +262,15 @@ class ContrastiveLaplace(FittedPosterior):
             p_value: ``True`` refuses a posterior that is not calibrated, ``False`` leaves p-values out.
             dynamic_axes: Axes besides the first whose sizes may change: ``[2, 3]``, and for a mapping of inputs
                 ``{"input_ids": [1], "attention_mask": [1]}``.
+            match: Fitted to predictions of this posterior, for ``scorer.same`` and ``scorer.right`` of the scorer; a
+                graph, which scores one input, holds none.
 
         Returns:
             Names of what is returned for an input, in order.
 
         Raises:
-            NotFittedError: Before ``fit``; before ``la.calibrate``, where ``p_value``; or the calibration is of another
-                prior precision, temperature or encoder.
+            NotFittedError: Before ``fit``; before ``la.calibrate``, where ``p_value``; the calibration is of another
+                prior precision, temperature or encoder; or ``match`` is not fitted.
             UnsupportedError: Other weights or structures, an encoder that cannot be traced, or a missing package.
             InputError: The folder does not exist, the name says no format, or an argument is malformed. A file of that
                 name is as it was, as after every other error.
@@ -274,7 +278,7 @@ class ContrastiveLaplace(FittedPosterior):
         # Imported when used, as it imports the classes of posteriors.
         from contrastive_curvature.io.serving.export import export
 
-        return export(self, path, example, format=format, p_value=p_value, dynamic_axes=dynamic_axes)
+        return export(self, path, example, format=format, p_value=p_value, dynamic_axes=dynamic_axes, match=match)
 
     def save_pretrained(self, folder: Path | str, *, overwrite: bool = False, **options: Any) -> Path:
         """Write the posterior, of two towers both, to a folder to keep or to share: safetensors, JSON and a model card.

@@ -22,6 +22,13 @@ from contrastive_curvature import artifact
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
+_SAME = torch.arange(40) < 20
+_ANGLES = torch.linspace(0, 1, 40) + torch.where(_SAME, 0, 1.0)
+PLANE = cc.MatchProbability(use_uncertainty=False).fit_pairs(
+    torch.tensor([[1.0, 0]]).expand(40, 2), torch.stack([_ANGLES.cos(), _ANGLES.sin()], 1), _SAME
+)
+
+
 def refused(folder: Path, wanted: type[Exception], says: str, la: Any, path: Any, *args: Any, **options: Any) -> None:
     before = {file.name: file.read_bytes() for file in folder.iterdir() if file.is_file()}
     with pytest.raises(wanted, match=says) as caught:
@@ -61,6 +68,15 @@ def test_p_values_without_a_calibration_and_with_one_of_another_posterior(device
         ("none/a.npz", {}, cc.InputError, "a file in a folder that exists"),
         ("a.npz", {"example": torch.ones(2, INPUTS)}, cc.InputError, "example: expected nothing for format='npz'"),
         ("a.npz", {"dynamic_axes": [1]}, cc.InputError, "dynamic_axes: expected nothing for format='npz'"),
+        ("a.pt2", {"match": cc.MatchProbability()}, cc.InputError, "match: expected nothing.*a match is of two"),
+        ("a.npz", {"match": 1}, cc.InputTypeError, "match: expected a fitted MatchProbability, got a int"),
+        ("a.npz", {"match": cc.MatchProbability()}, cc.NotFittedError, "match: expected a fitted.*fit_retrieval"),
+        (
+            "a.npz",
+            {"match": PLANE},
+            cc.InputError,
+            "match: expected a fit to predictions of la, D = 3, got one",
+        ),
         ("a.pt2", {"example": [1.0]}, cc.InputTypeError, "example: expected a tensor or a mapping"),
         ("a.pt2", {"example": torch.ones(2, INPUTS + 1)}, cc.InputError, "x: expected"),
         ("a.pt2", {"example": {"x": torch.ones(2, 2), "y": True}}, cc.InputTypeError, "'y' of type bool.*leave it out"),

@@ -15,7 +15,8 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.artifact import final_target, write_whole
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.embedding.match_probability import MatchProbability
+from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError, expected
 from contrastive_curvature.io.serving.module import ServedEncoder, refusing
 from contrastive_curvature.io.serving.numpy_scorer import FORMAT, VERSION, checksum
 from contrastive_curvature.io.serving.parts import Parts, check_exportable, parts_of
@@ -50,6 +51,7 @@ def export(
     format: str | None = None,
     p_value: bool | None = None,
     dynamic_axes: Any = None,
+    match: Any = None,
 ) -> tuple[str, ...]:
     """See :meth:`contrastive_curvature.laplace.base.ContrastiveLaplace.export`."""
     check_exportable(la)
@@ -63,8 +65,12 @@ def export(
                 hint = "The scorer takes the features of the last layer, of any number of inputs."
                 raise InputError(expected(name, f"nothing for format={kind!r}", f"a {type(value).__name__}", hint))
         parts = parts_of(la, p_value)
+        parts.arrays.update({} if match is None else _match_arrays(match, la.model.last_layer.weight.shape[0]))
         write_whole(path, _scorer_file(parts, kind))
         return parts.outputs
+    if match is not None:
+        hint = "A graph scores one input, and a match is of two: export 'scorer.npz' or 'scorer.safetensors'."
+        raise InputError(expected("match", f"nothing for format={kind!r}", f"a {type(match).__name__}", hint))
     if kind == "onnx":
         _check_onnx(la)
     with asks_for_example(example):
@@ -92,6 +98,21 @@ def _format(path: Any, given: Any) -> str:
         wanted = "a name that ends in " + ", ".join(f"'.{kind}'" for kind in FORMATS)
         raise InputError(expected("path", wanted, repr(str(path)), "Or say which with format=."))
     return suffix
+
+
+def _match_arrays(match: Any, dim: int) -> dict[str, Tensor]:
+    """Return what was fitted, by name; an empty curve has no name."""
+    if not isinstance(match, MatchProbability):
+        raise InputTypeError(expected("match", "a fitted MatchProbability", f"a {type(match).__name__}"))
+    state = match.state_dict()
+    dims = [value for name, value in state.items() if name.endswith(".dim")]
+    if not dims:
+        msg = "match: expected a fitted MatchProbability. Call match.fit_pairs(...) or match.fit_retrieval(...) first."
+        raise NotFittedError(msg)
+    for fitted in dims:
+        if fitted != dim:
+            raise InputError(expected("match", f"a fit to predictions of la, D = {dim}", f"one of D = {fitted}"))
+    return {f"match.{name}": v for name, v in state.items() if isinstance(v, Tensor) and v.numel()}
 
 
 def _scorer_file(parts: Parts, kind: str) -> Callable[[BinaryIO], object]:

@@ -8,7 +8,8 @@ to where there is no torch, and import it there::
     scorer = Scorer.load("scorer.npz")
     mu, kappa, uncertainty, p_value = scorer(features)
 
-``features`` (N, F) are what the last linear layer of the encoder takes in, however they are computed.
+``features`` (N, F) are what the last linear layer of the encoder takes in, however they are computed. After
+``la.export("scorer.npz", match=match)``, ``scorer.same`` and ``scorer.right`` give the probabilities of ``match``.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -30,10 +31,16 @@ CAP, WEIGHT, NEAREST = 0.85, 3.0, 4
 BELOW = 0.5
 """Of the novelty: weight of the first component below its median."""
 
+RANDOM, EQUAL = 1e8, 8 * np.finfo(np.float64).eps
+"""Largest sum of relative variances: there a direction is random. And unit vectors no further apart are equal."""
+
 _TINY, _LARGEST = np.finfo(np.float64).tiny, np.finfo(np.float64).max
 _DTYPES: dict[str, np.dtype[Any]] = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "I64": np.dtype("<i8")}
 
 Array = NDArray[Any]
+_Times = Callable[[Array], Array]
+_Raw = tuple[Array, Array, Array, _Times]
+"""Of raw outputs: unit vectors (N, D) and norms (N,); of their covariances: traces (N,) and products with vectors."""
 
 
 class Scorer:
@@ -111,6 +118,64 @@ class Scorer:
         Raises:
             ValueError: The features are no numbers or of another shape.
         """
+        return self._score(features)[0]
+
+    def same(self, features_a: Array, features_b: Array) -> Array:
+        """Return the probability that row i of one and row i of the other are of one class: ``MatchProbability.same``.
+
+        Args:
+            features_a: Inputs of the last layer, shape (N, F).
+            features_b: Those of the other sides. Exchanging both changes nothing.
+
+        Returns:
+            Probabilities, shape (N,), in the dtype of the layer; NaN where an output of either side is not finite or
+            zero.
+
+        Raises:
+            ValueError: The file has no fit by ``fit_pairs``, or the features are no numbers or of another shape.
+        """
+        return self._match("pairs", "fit_pairs", features_a, features_b)
+
+    def right(self, features_queries: Array, features_hits: Array) -> Array:
+        """Return the probability that the best hit of a search is right; ``no_match = 1 - right``.
+
+        As ``MatchProbability.hits``, for searches among about as many points as in the fit, at most a factor of two
+        fewer or more: the nearest of more points is nearer, whether right or wrong.
+
+        Args:
+            features_queries: Inputs of the last layer, shape (N, F).
+            features_hits: Those of the nearest point of each query, shape (N, F).
+
+        Returns:
+            Probabilities, shape (N,), as from :meth:`same`.
+
+        Raises:
+            ValueError: The file has no fit by ``fit_retrieval``, or the features are no numbers or of another shape.
+        """
+        return self._match("retrieval", "fit_retrieval", features_queries, features_hits)
+
+    def _match(self, question: str, fit: str, features_a: Array, features_b: Array) -> Array:
+        start = f"match.{question}."
+        fitted = {name.removeprefix(start): a for name, a in self._arrays.items() if name.startswith(start)}
+        if not fitted:
+            msg = f"expected a file with a match fitted by {fit}, got one without. Use la.export(path, match=...)."
+            raise ValueError(msg)
+        ((mu, _, angle, *_), raw), ((other, _, other_angle, *_), other_raw) = map(self._score, (features_a, features_b))
+        if len(mu) != len(other):
+            msg = f"features: expected as many rows on both sides, got {len(mu)} and {len(other)}."
+            raise ValueError(msg)
+        with np.errstate(all="ignore"):
+            columns = (mu.astype(np.float64) * other).sum(1)[:, None]
+            if len(fitted["shift"]) > 1:
+                towards = _angle_variance(*raw, other) + _angle_variance(*other_raw, mu)
+                both = np.stack([angle, other_angle], axis=1).astype(np.float64)
+                if question == "pairs":
+                    both = -np.sort(-both, axis=1)
+                columns = np.concatenate([columns, np.log(towards)[:, None], np.log(both)], axis=1)
+            return _regression(columns, fitted).astype(mu.dtype)
+
+    def _score(self, features: Array) -> tuple[tuple[Array, ...], _Raw]:
+        """Return the outputs for N inputs, and of which they are computed."""
         a = self._arrays
         weight = a["weight"]
         phi = np.asarray(features)
@@ -124,15 +189,18 @@ class Scorer:
             size = np.maximum(np.abs(wide).max(1), _TINY)
             scaled = wide / size[:, None]
             length = np.sqrt(np.square(scaled).sum(1))
-            total, radial = getattr(self, f"_{self.form}")(phi, scaled / np.maximum(length, _TINY)[:, None])
+            u = scaled / np.maximum(length, _TINY)[:, None]
+            total, times = getattr(self, f"_{self.form}")(phi)
+            radial = (times(u) * u).sum(1)
             norm = np.where(length > 0, length * size, np.nan)
             mu = (scaled / np.where(length > 0, length, np.nan)[:, None]).astype(z.dtype)
             tangential = np.maximum(total - radial, 0) / norm / norm
             between = self._between(mu) if "centres" in a else None
             angle = turning_angle(tangential, norm, a.get("typical_norm"), between)
             out = (mu, _kappa(tangential.astype(z.dtype), z.shape[1]), angle.astype(z.dtype))
+            raw = (u, norm, total, times)
             if not self.n:
-                return out
+                return out, raw
             least = z.shape[1] * np.finfo(z.dtype).eps * total
             spread = np.log(np.maximum(np.maximum(total - radial, least), _TINY))
             lengths = np.maximum(np.log(np.maximum(length, _TINY)) + np.log(size), math.log(_TINY))
@@ -140,15 +208,15 @@ class Scorer:
             if "counts" in a or self.score != "novelty":
                 known &= length > 0
             score = self._novelty(spread, lengths, phi) if self.score == "novelty" else out[2].astype(np.float64)
-            return (*out, np.where(known, self._p_value(score, mu), np.nan))
+            return (*out, np.where(known, self._p_value(score, mu), np.nan)), raw
 
-    def _diagonal(self, phi: Array, u: Array) -> tuple[Array, Array]:
+    def _diagonal(self, phi: Array) -> tuple[Array, _Times]:
         a = self._arrays
         values = np.square(phi) @ a["variance"].astype(phi.dtype).T
         wide = (values + a.get("bias_variance", np.zeros(1)).astype(phi.dtype)).astype(np.float64)
-        return wide.sum(1), (wide * np.square(u)).sum(1)
+        return wide.sum(1), lambda v: wide * v
 
-    def _axes(self, phi: Array, u: Array) -> tuple[Array, Array]:
+    def _axes(self, phi: Array) -> tuple[Array, _Times]:
         a = self._arrays
         axes, basis = a["axes"].astype(np.float64), a["basis"]
         phi = phi.astype(basis.dtype)
@@ -158,21 +226,28 @@ class Scorer:
             left = np.square(phi - coordinates @ basis.T).sum(1, keepdims=True)
             values = values + left * a["across"]
         wide = values.astype(np.float64)
-        total, radial = wide @ np.square(axes).sum(0), (wide * np.square(u @ axes)).sum(1)
-        if "common" in a:
-            common = a["common"].astype(np.float64)
-            total = total + common.trace()
-            radial = radial + ((u @ common) * u).sum(1)
-        return total, radial
+        total = wide @ np.square(axes).sum(0)
+        if "common" not in a:
+            return total, lambda v: ((v @ axes) * wide) @ axes.T
+        common = a["common"].astype(np.float64)
+        return total + common.trace(), lambda v: ((v @ axes) * wide) @ axes.T + v @ common
 
-    def _dense(self, phi: Array, u: Array) -> tuple[Array, Array]:
+    def _dense(self, phi: Array) -> tuple[Array, _Times]:
         covariance, trace = self._arrays["covariance"], self._arrays["trace"]
         wide = phi.astype(np.float64)
-        weights = (u[:, :, None] * wide[:, None, :]).reshape(len(wide), u.shape[1] * wide.shape[1])
-        if len(trace) > wide.shape[1]:
-            weights = np.concatenate([weights, u], axis=1)
-            wide = np.concatenate([wide, np.ones((len(wide), 1))], axis=1)
-        return ((wide @ trace) * wide).sum(1), ((weights @ covariance) * weights).sum(1)
+        n, width = wide.shape
+        bias = len(trace) > width
+
+        def times(v: Array) -> Array:
+            weights = (v[:, :, None] * wide[:, None, :]).reshape(n, v.shape[1] * width)
+            if bias:
+                weights = np.concatenate([weights, np.broadcast_to(v, (n, v.shape[1]))], axis=1)
+            pushed = weights @ covariance
+            out = (pushed[:, : v.shape[1] * width].reshape(n, v.shape[1], width) @ wide[:, :, None])[:, :, 0]
+            return out + pushed[:, v.shape[1] * width :] if bias else out
+
+        ones = np.concatenate([wide, np.ones((n, 1))], axis=1) if bias else wide
+        return ((ones @ trace) * ones).sum(1), times
 
     def _between(self, mu: Array) -> Array:
         """What angles are multiplied with: more than 1 between two class centres, less near one."""
@@ -211,6 +286,42 @@ def turning_angle(tangential: Array, norm: Array, typical_norm: Any = None, betw
     """``arctan(sqrt(V / n^2) sqrt(t / n) b)``: the library's function of this name."""
     angle = np.sqrt(tangential if typical_norm is None else tangential * (typical_norm / norm))
     return np.asarray(np.arctan(angle if between is None else angle * between))
+
+
+def _angle_variance(u: Array, norm: Array, total: Array, times: _Times, towards: Array) -> Array:
+    """Return variances (N,) of directions along the great circles to others: the library's ``angle_variance``."""
+    dim, there = u.shape[1], towards.astype(np.float64)
+    apart = there / np.sqrt(np.square(there).sum(1, keepdims=True)) - u
+    tangent = apart - (apart * u).sum(1, keepdims=True) * u
+    length = np.sqrt(np.square(tangent).sum(1))
+    tangent = tangent / np.maximum(length, EQUAL)[:, None]
+    root = np.minimum(1 / norm, np.sqrt(RANDOM / total))
+    scale = root[:, None]
+    pushed = scale * times(u) * scale
+    rho = (pushed * u).sum(1)
+    tau = np.maximum(root * total * root - rho, 0)
+    bend = np.square(pushed - rho[:, None] * u).sum(1)
+    entries = sum(np.square(scale * times(axis) * scale).sum(1) for axis in np.eye(dim)[:, None])
+    square = np.clip(entries - 2 * bend - rho**2, tau**2 / (dim - 1), tau**2)
+    whole = 1 + tau
+    ratio = (3 * rho * tau + 6 * bend - 1.5 * square) / (tau + _TINY) / whole**2
+    by_tau = (1 + np.where(ratio > 0, ratio / (1 + np.maximum(ratio * tau, 0)), ratio)) / whole
+    radial_by_tau = (square / (tau + _TINY) / 2 + rho * tau) / whole**2 / (whole + rho)
+    along = np.maximum(by_tau - radial_by_tau, 0) * (scale * times(tangent) * scale * tangent).sum(1)
+    lost = np.maximum(tau * by_tau - bend * (whole + rho) ** -3, 0)
+    return np.maximum(np.where(length > EQUAL, along, (lost - radial_by_tau * tau) / (dim - 1)), 0)
+
+
+def _regression(features: Array, fitted: Mapping[str, Array]) -> Array:
+    """Return probabilities (N,) of features (N, F): the library's ``Regression``."""
+    weight, n = fitted["weight"], features.shape[1]
+    x = (np.clip(features, fitted["low"], fitted["high"]) - fitted["shift"]) / fitted["scale"]
+    slope = weight[0] + (weight[n] * x[:, 1] if n > 1 else 0)
+    logit = np.maximum(slope, 0) * x[:, 0] + x[:, 1:] @ weight[1:n] + fitted["bias"]
+    if "knots" not in fitted:
+        return np.asarray(1 / (1 + np.exp(-logit)))
+    # With one knot, the interpolation of NaN is a number.
+    return np.where(np.isnan(logit), np.nan, np.interp(logit, fitted["knots"], fitted["levels"]))
 
 
 def between_classes(ratio: Array, typical: Any) -> Array:

@@ -9,7 +9,8 @@ All structures come down to three forms of the covariance of the outputs at feat
 
 Besides, ``weight`` (D, F) and ``bias`` (D,) of the layer; ``typical_norm`` (); ``centres`` (K, D) and ``typical_ratio``
 () of the classes; ``location`` (3,), ``scale`` (3,) and ``statistics`` (n,) of the calibration, with ``rounding`` () of
-the scores and ``counts`` (K,) where p-values are by class. What is not there has no name.
+the scores and ``counts`` (K,) where p-values are by class. What is not there has no name. In a file of the scorer
+also the tensors of ``MatchProbability.state_dict``, after ``match.``.
 """
 
 from __future__ import annotations
