@@ -22,6 +22,7 @@ from tables import covering, each
 
 import contrastive_curvature as cc
 from contrastive_curvature.embedding.distribution import turning_angle
+from contrastive_curvature.embedding.match_regression import Regression
 from contrastive_curvature.fit import class_centres
 from contrastive_curvature.io.serving import Scorer, numpy_scorer
 
@@ -87,6 +88,21 @@ def test_probabilities_of_a_match(device: str, dtype: torch.dtype, tolerance: fl
                 assert old.std() > 0.01, case
             bad = np.full_like(phi[0], np.nan)
             assert np.isnan([scorer.same(bad, phi[1]), scorer.right(phi[0], bad)]).all()
+
+
+@each("knots", [[], [0.3], [-1.0, 0.5, 2.0]])
+def test_the_regression_is_that_of_the_library(device: str, knots: list[float]) -> None:
+    del device
+    rows = torch.randn(44, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    features, (shift, scale, low, high) = rows[4:], rows[:4]
+    # The slope of the cosine is negative for some of the rows.
+    weight = torch.tensor([0.2, 1.0, -1.0, 0.5, 2.0], dtype=torch.float64)
+    curve = torch.tensor([knots, [0.1, 0.4, 0.9][: len(knots)]], dtype=torch.float64)
+    fitted_ = Regression(shift, scale.abs(), -low.abs() - 1, high.abs() + 1, weight, weight[0], *curve, weight[0])
+    arrays = {name: value.numpy() for name, value in fitted_.state().items() if value.numel()}
+    found = numpy_scorer._regression(torch.cat([features, features[:1] * torch.nan]).numpy(), arrays)
+    np.testing.assert_allclose(found[:-1], fitted_(features).numpy(), rtol=1e-12)
+    assert np.isnan(found[-1])
 
 
 def test_matches_that_are_not_in_the_file(device: str, tmp_path: Path) -> None:
