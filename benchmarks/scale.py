@@ -4,12 +4,13 @@ From features on disk (512 numbers a point, saved by ``contrastive_curvature.fea
 dimensions: the contrastive loss with a margin of 0.7, all pairs and ``negative_samples=2000``, with the relative
 standard error that the library reports and, where all pairs are counted, the true one; InfoNCE and SupCon with all
 points as candidates, of which a sample stands for the negatives; and two processes of one thread beside one of two.
-Last, the same two for images, where the encoder dominates.
+Then the same two for images, where the encoder dominates. Last, a fit in 100 parts, as on 100 machines, with few and
+with many classes: seconds of a part and of all merges, and the size of what the parts hand on.
 
 Every case runs in a process of its own. The points lie around the centres of 1,000 classes in a space of 8 dimensions,
 so that many negatives are inside the margin.
 
-    python -m benchmarks.scale [--points N ...] [--structures diag kron] [--folder FOLDER] [--device cuda]
+    python -m benchmarks.scale [--points N ...] [--structures diag kron_lowrank] [--folder FOLDER] [--device cuda]
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ SAMPLES = 2000
 POINTS = (10_000, 31_600, 100_000, 316_000, 1_000_000)
 MOST_EXACT = 100_000
 IMAGES = 4096
+PARTS, POINTS_IN_PARTS, MANY_CLASSES = 100, 316_000, 100_000
 _BATCH = 8192
 _LATENT = 8
 
@@ -56,19 +58,19 @@ _LATENT = 8
 class Synthetic:
     """Batches of features around class centres, made when they are asked for, always the same."""
 
-    def __init__(self, n: int) -> None:
-        self.n = n
+    def __init__(self, n: int, classes: int = CLASSES) -> None:
+        self.n, self.classes = n, classes
 
     def __len__(self) -> int:
         return math.ceil(self.n / _BATCH)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         generator = torch.Generator().manual_seed(0)
-        centres = torch.randn(CLASSES, _LATENT, generator=generator)
+        centres = torch.randn(self.classes, _LATENT, generator=generator)
         mixed = torch.randn(_LATENT, FEATURES, generator=generator)
         for start in range(0, self.n, _BATCH):
             count = min(_BATCH, self.n - start)
-            labels = torch.randint(0, CLASSES, (count,), generator=generator)
+            labels = torch.randint(0, self.classes, (count,), generator=generator)
             latent = centres[labels] + 0.3 * torch.randn(count, _LATENT, generator=generator)
             yield torch.tanh(latent @ mixed / 3), labels
 
@@ -79,10 +81,10 @@ def encoder() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, DIMENSIONS), cc.L2Norm())
 
 
-def folder_of(n: int, place: Path) -> Path:
+def folder_of(n: int, place: Path, classes: int = CLASSES) -> Path:
     """Features of n points on disk; written where they are not there yet."""
-    path = place / f"features-{n}"
-    cc.features(encoder(), Synthetic(n), path, dtype="float16")
+    path = place / f"features-{n}-{classes}"
+    cc.features(encoder(), Synthetic(n, classes), path, dtype="float16")
     return path
 
 
@@ -106,7 +108,10 @@ def images(first: int, count: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def measure(case: dict[str, Any]) -> dict[str, Any]:
-    """One fit, in this process, or in several of one thread each."""
+    """One fit, in this process, in several of one thread each, or in parts one after the other."""
+    if "parts" in case:
+        torch.set_num_threads(case["threads"])
+        return fit_in_parts(case)
     if case["processes"] == 1:
         torch.set_num_threads(case["threads"])
         return fit(case, 0)
@@ -167,6 +172,48 @@ def fit(case: dict[str, Any], rank: int) -> dict[str, Any]:
     return out
 
 
+def fit_in_parts(case: dict[str, Any]) -> dict[str, Any]:
+    """A fit in parts: seconds of a part in both passes, of all merges, and MiB of what is handed on."""
+    count = case["parts"]
+    whole = FeatureFolder(case["path"], batch_size=_BATCH)
+    options = {"margin": MARGIN, "negative_samples": SAMPLES}
+    la: Any = Laplace(encoder().to(case["device"]), "contrastive", backend_kwargs=options)
+    out: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as place:
+        states = cc.jobs.StateFolder(place, count, case["path"])
+        for step in ("statistics", "curvature"):
+            earlier = states.merged("statistics") if step == "curvature" else None
+            start = time.perf_counter()
+            for index in range(count):
+                part = whole.shard(index, count), (index, count)
+                states.save(la.part_statistics(*part) if earlier is None else la.part_curvature(*part, earlier))
+            between = time.perf_counter()
+            merged = states.merged(step)
+            after = time.perf_counter()
+            merged.save(Path(place, "merged"))
+            sizes = [path.stat().st_size / 2**20 for path in Path(place).rglob(f"*{step}*") if path.is_file()]
+            out[step] = {
+                "part": (between - start) / count,
+                "merges": after - between,
+                "part_mib": sum(sizes) / len(sizes),
+                "merged_mib": Path(place, "merged").stat().st_size / 2**20,
+            }
+        la.fit_parts(states.merged("statistics"), merged)
+    return out
+
+
+def run_parts(place: Path, device: str, most: int) -> list[Case]:
+    """The fits in parts, with few and with many classes."""
+    rows = []
+    n = min(POINTS_IN_PARTS, most)
+    for classes in (CLASSES, min(MANY_CLASSES, n // 3)):
+        path = str(folder_of(n, place, classes))
+        case = {"path": path, "parts": PARTS, "device": device, "threads": 2}
+        rows.append({"n": n, "classes": classes, "parts": PARTS, **run_apart("benchmarks.scale", case)})
+        print(rows[-1], flush=True)
+    return rows
+
+
 def run(points: list[int], structures: list[str], place: Path, device: str) -> list[Case]:
     """All cases: sampled for all numbers of points, exact up to :data:`MOST_EXACT`."""
     rows: list[Case] = []
@@ -193,12 +240,12 @@ def run(points: list[int], structures: list[str], place: Path, device: str) -> l
                 sampled, exact = np.load(saved[SAMPLES]), np.load(saved[None])
                 rows[-2]["true_error"] = float(np.linalg.norm(sampled - exact) / np.linalg.norm(exact))
         for loss in ("InfoNCE", "SupCon") if n <= MOST_EXACT else ():
-            add(n, path=path, loss=loss, structure="kron", samples=SAMPLES, processes=1)
+            add(n, path=path, loss=loss, structure="kron_lowrank", samples=SAMPLES, processes=1)
         for processes in several[1:]:
-            add(n, path=path, loss="contrastive", structure="kron", samples=SAMPLES, processes=processes)
+            add(n, path=path, loss="contrastive", structure="kron_lowrank", samples=SAMPLES, processes=processes)
     for processes in several:
         add(
-            min(IMAGES, max(points)), path=None, loss="contrastive", structure="kron", samples=None, processes=processes
+            min(IMAGES, max(points)), path=None, loss="contrastive", structure="kron_lowrank", samples=None, processes=processes
         )
     return rows
 
@@ -230,6 +277,13 @@ def render(results: Case) -> str:
                 f"- {fitted}, {kind}: seconds grow with N to the power {power:.2f} from {first['n']:,} to "
                 f"{last['n']:,} points."
             )
+    shown = [
+        [f"{row['n']:,}", f"{row['classes']:,}", step, *(f"{value:.2f}" for value in row[step].values())]
+        for row in results["parts"]
+        for step in ("statistics", "curvature")
+    ]
+    head = ["points", "classes", "pass", "seconds a part", "seconds of all merges", "MiB a part", "MiB merged"]
+    lines += ["", f"In {PARTS} parts, one after the other, `kron_lowrank`, {SAMPLES:,} negatives:", "", table(head, shown)]
     return "\n".join(lines) + "\n"
 
 
@@ -242,7 +296,7 @@ def _kind(row: Case) -> str:
 def main(arguments: list[str] | None = None) -> None:
     parser = options(__doc__)
     parser.add_argument("--points", type=int, nargs="+", default=list(POINTS))
-    parser.add_argument("--structures", nargs="+", default=["diag", "kron"])
+    parser.add_argument("--structures", nargs="+", default=["diag", "kron_lowrank"])
     parser.add_argument("--folder", type=Path, help="where features are kept; a temporary one without it")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
@@ -252,7 +306,11 @@ def main(arguments: list[str] | None = None) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         place = given.folder or Path(temporary)
         place.mkdir(parents=True, exist_ok=True)
-        results = {"machine": describe(given.device), "rows": run(given.points, given.structures, place, given.device)}
+        results = {
+            "machine": describe(given.device),
+            "rows": run(given.points, given.structures, place, given.device),
+            "parts": run_parts(place, given.device, max(given.points)),
+        }
     write_results(given.out, "scale", results, render(results))
 
 

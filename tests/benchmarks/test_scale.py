@@ -21,7 +21,11 @@ def test_a_fit_is_measured_from_features_on_disk(tmp_path, monkeypatch, device):
         assert (found["error"] is None) == (samples is None)
         rows.append({**same, "samples": samples, "images": False, **found})
     rows.append({**rows[0], "n": 3000, "seconds": 10 * rows[0]["seconds"]})
-    text = scale.render({"machine": describe(device), "rows": rows})
+    monkeypatch.setattr(scale, "PARTS", 3)
+    parts = scale.run_parts(tmp_path, device, most=300)
+    assert [row["classes"] for row in parts] == [5, 100]
+    assert parts[1]["statistics"]["merged_mib"] > parts[0]["statistics"]["merged_mib"]
+    text = scale.render({"machine": describe(device), "rows": rows, "parts": parts})
     assert "to the power 1.00" in text
 
 
