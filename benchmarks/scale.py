@@ -244,9 +244,8 @@ def run(points: list[int], structures: list[str], place: Path, device: str) -> l
         for processes in several[1:]:
             add(n, path=path, loss="contrastive", structure="kron_lowrank", samples=SAMPLES, processes=processes)
     for processes in several:
-        add(
-            min(IMAGES, max(points)), path=None, loss="contrastive", structure="kron_lowrank", samples=None, processes=processes
-        )
+        same = {"path": None, "loss": "contrastive", "structure": "kron_lowrank", "samples": None}
+        add(min(IMAGES, max(points)), **same, processes=processes)
     return rows
 
 
@@ -283,7 +282,8 @@ def render(results: Case) -> str:
         for step in ("statistics", "curvature")
     ]
     head = ["points", "classes", "pass", "seconds a part", "seconds of all merges", "MiB a part", "MiB merged"]
-    lines += ["", f"In {PARTS} parts, one after the other, `kron_lowrank`, {SAMPLES:,} negatives:", "", table(head, shown)]
+    title = f"In {PARTS} parts, one after the other, `kron_lowrank`, {SAMPLES:,} negatives:"
+    lines += ["", title, "", table(head, shown)]
     return "\n".join(lines) + "\n"
 
 
