@@ -158,7 +158,7 @@ class RetrievalThreshold(Fitted):
         """Return the message for scores of which no limit keeps the risk."""
         share, more = wrong / accepted, accepted
         received = f"{wrong} wrong answers among the surest {accepted:,} of {n:,}"
-        hint = "More queries will not help: take a larger risk, or a better score."
+        hint = "See whether their labels are right; if they are, take a larger risk or a better score."
         if self.among == "answered" and share < self.risk:
             while not self._keeps_risk(math.ceil(share * more), more, n, tail):
                 more += accepted
