@@ -49,8 +49,6 @@ MARGIN = 0.7
 SAMPLES = 2000
 POINTS = (10_000, 31_600, 100_000, 316_000, 1_000_000)
 MOST_EXACT = 100_000
-MOST_ANCHORS = 31_600
-"""Losses of anchors visit positives one by one, whose number grows with the square of N."""
 IMAGES = 4096
 PARTS, POINTS_IN_PARTS, MANY_CLASSES = 100, 316_000, 100_000
 _BATCH = 8192
@@ -241,7 +239,7 @@ def run(points: list[int], structures: list[str], place: Path, device: str) -> l
             if None in saved:
                 sampled, exact = np.load(saved[SAMPLES]), np.load(saved[None])
                 rows[-2]["true_error"] = float(np.linalg.norm(sampled - exact) / np.linalg.norm(exact))
-        for loss in ("InfoNCE", "SupCon") if n <= MOST_ANCHORS else ():
+        for loss in ("InfoNCE", "SupCon") if n <= MOST_EXACT else ():
             add(n, path=path, loss=loss, structure="kron_lowrank", samples=SAMPLES, processes=1)
         for processes in several[1:]:
             add(n, path=path, loss="contrastive", structure="kron_lowrank", samples=SAMPLES, processes=processes)
