@@ -330,10 +330,12 @@ def angle_variance(name: str, embeddings: EmbeddingDistribution, towards: Tensor
     """
     spread = embeddings.spread
     u, norm = unit(name, (embeddings.mu if isinstance(spread, Samples) else embeddings.raw_mean).double())
+    # Of an embedding and itself, what rounding leaves is no direction.
+    equal = 8 * torch.finfo(towards.dtype).eps
     apart = unit(name, towards.double())[0] - u
     tangent = apart - (apart * u).sum(1, keepdim=True) * u
     length = tangent.norm(dim=1)
-    tangent = tangent / length.clamp(min=_EQUAL).unsqueeze(1)
+    tangent = tangent / length.clamp(min=equal).unsqueeze(1)
     if isinstance(spread, Samples):
         points = Samples(unit(name, spread.samples.double())[0])
         along = points.across(tangent)[1]
@@ -342,7 +344,7 @@ def angle_variance(name: str, embeddings: EmbeddingDistribution, towards: Tensor
     else:
         _, _, _, (_, pushed), (_, across, radial, lost) = _relative(spread, u, norm, tangent)
         along = across * (pushed * tangent).sum(1)
-    return torch.where(length > _EQUAL, along, (lost - radial) / (u.shape[1] - 1)).clamp(min=0)
+    return torch.where(length > equal, along, (lost - radial) / (u.shape[1] - 1)).clamp(min=0)
 
 
 _Four = tuple[Tensor, Tensor, Tensor, Tensor]

@@ -442,3 +442,11 @@ def test_every_kind_of_spread_gives_the_numbers_of_dense_matrices(kind, dim, siz
         monkeypatch.delattr(Axes, "covariance")
     angle = angle_variance("a", given, other)
     assert torch.allclose(angle, torch.stack([v @ c @ v for v, (_, c) in zip(t, wanted, strict=True)]), **close)
+
+
+def test_the_angle_of_an_embedding_and_itself_has_a_variance_in_float32_too():
+    torch.manual_seed(0)
+    mean, values = 3 * torch.randn(5, 8, dtype=DOUBLE), torch.rand(5, 8, dtype=DOUBLE)
+    wide, narrow = (EmbeddingDistribution.trusted(mean.to(d), Diagonal(values.to(d))) for d in (DOUBLE, torch.float32))
+    found, wanted = (angle_variance("a", each, each.mu) for each in (narrow, wide))
+    assert torch.allclose(found, wanted, rtol=1e-5)

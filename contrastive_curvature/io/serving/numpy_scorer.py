@@ -31,8 +31,8 @@ CAP, WEIGHT, NEAREST = 0.85, 3.0, 4
 BELOW = 0.5
 """Of the novelty: weight of the first component below its median."""
 
-RANDOM, EQUAL = 1e8, 8 * np.finfo(np.float64).eps
-"""Largest sum of relative variances: there a direction is random. And unit vectors no further apart are equal."""
+RANDOM = 1e8
+"""Largest sum of relative variances: there a direction is random."""
 
 _TINY, _LARGEST = np.finfo(np.float64).tiny, np.finfo(np.float64).max
 _DTYPES: dict[str, np.dtype[Any]] = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "I64": np.dtype("<i8")}
@@ -290,11 +290,11 @@ def turning_angle(tangential: Array, norm: Array, typical_norm: Any = None, betw
 
 def _angle_variance(u: Array, norm: Array, total: Array, times: _Times, towards: Array) -> Array:
     """Return variances (N,) of directions along the great circles to others: the library's ``angle_variance``."""
-    dim, there = u.shape[1], towards.astype(np.float64)
+    dim, there, equal = u.shape[1], towards.astype(np.float64), 8 * np.finfo(towards.dtype).eps
     apart = there / np.sqrt(np.square(there).sum(1, keepdims=True)) - u
     tangent = apart - (apart * u).sum(1, keepdims=True) * u
     length = np.sqrt(np.square(tangent).sum(1))
-    tangent = tangent / np.maximum(length, EQUAL)[:, None]
+    tangent = tangent / np.maximum(length, equal)[:, None]
     root = np.minimum(1 / norm, np.sqrt(RANDOM / total))
     scale = root[:, None]
     pushed = scale * times(u) * scale
@@ -309,7 +309,7 @@ def _angle_variance(u: Array, norm: Array, total: Array, times: _Times, towards:
     radial_by_tau = (square / (tau + _TINY) / 2 + rho * tau) / whole**2 / (whole + rho)
     along = np.maximum(by_tau - radial_by_tau, 0) * (scale * times(tangent) * scale * tangent).sum(1)
     lost = np.maximum(tau * by_tau - bend * (whole + rho) ** -3, 0)
-    return np.maximum(np.where(length > EQUAL, along, (lost - radial_by_tau * tau) / (dim - 1)), 0)
+    return np.maximum(np.where(length > equal, along, (lost - radial_by_tau * tau) / (dim - 1)), 0)
 
 
 def _regression(features: Array, fitted: Mapping[str, Array]) -> Array:
