@@ -58,7 +58,7 @@ _LATENT = 8
 class Synthetic:
     """Batches of features around class centres, made when they are asked for, always the same."""
 
-    def __init__(self, n: int, classes: int = CLASSES) -> None:
+    def __init__(self, n: int, classes: int) -> None:
         self.n, self.classes = n, classes
 
     def __len__(self) -> int:
@@ -81,7 +81,7 @@ def encoder() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, DIMENSIONS), cc.L2Norm())
 
 
-def folder_of(n: int, place: Path, classes: int = CLASSES) -> Path:
+def folder_of(n: int, place: Path, classes: int) -> Path:
     """Features of n points on disk; written where they are not there yet."""
     path = place / f"features-{n}-{classes}"
     cc.features(encoder(), Synthetic(n, classes), path, dtype="float16")
@@ -179,14 +179,14 @@ def fit_in_parts(case: dict[str, Any]) -> dict[str, Any]:
     options = {"margin": MARGIN, "negative_samples": SAMPLES}
     la: Any = Laplace(encoder().to(case["device"]), "contrastive", backend_kwargs=options)
     out: dict[str, Any] = {}
+    statistics = None
     with tempfile.TemporaryDirectory() as place:
         states = cc.jobs.StateFolder(place, count, case["path"])
         for step in ("statistics", "curvature"):
-            earlier = states.merged("statistics") if step == "curvature" else None
             start = time.perf_counter()
             for index in range(count):
                 part = whole.shard(index, count), (index, count)
-                states.save(la.part_statistics(*part) if earlier is None else la.part_curvature(*part, earlier))
+                states.save(la.part_curvature(*part, statistics) if statistics else la.part_statistics(*part))
             between = time.perf_counter()
             merged = states.merged(step)
             after = time.perf_counter()
@@ -198,7 +198,8 @@ def fit_in_parts(case: dict[str, Any]) -> dict[str, Any]:
                 "part_mib": sum(sizes) / len(sizes),
                 "merged_mib": Path(place, "merged").stat().st_size / 2**20,
             }
-        la.fit_parts(states.merged("statistics"), merged)
+            statistics = statistics or merged
+    la.fit_parts(statistics, merged)
     return out
 
 
@@ -229,7 +230,7 @@ def run(points: list[int], structures: list[str], place: Path, device: str) -> l
         print(rows[-1], flush=True)
 
     for n in points:
-        path = str(folder_of(n, place))
+        path = str(folder_of(n, place, CLASSES))
         for structure in structures:
             saved = {}
             for samples in (SAMPLES, None) if n <= MOST_EXACT else (SAMPLES,):

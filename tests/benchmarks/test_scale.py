@@ -11,7 +11,7 @@ from benchmarks.machine import describe
 @pytest.mark.parametrize("device", DEVICES)
 def test_a_fit_is_measured_from_features_on_disk(tmp_path, monkeypatch, device):
     monkeypatch.setattr(scale, "CLASSES", 5)
-    path = scale.folder_of(300, tmp_path)
+    path = scale.folder_of(300, tmp_path, 5)
     same = {"n": 300, "loss": "contrastive", "structure": "diag", "processes": 1}
     case = {**same, "path": str(path), "device": device, "threads": 1, "save": str(tmp_path / "h.npy")}
     rows = []
@@ -31,7 +31,7 @@ def test_a_fit_is_measured_from_features_on_disk(tmp_path, monkeypatch, device):
 
 @pytest.mark.parametrize("loss", ["contrastive", "InfoNCE"])
 def test_two_processes_fit_what_one_fits(tmp_path, loss):
-    path = scale.folder_of(400, tmp_path)
+    path = scale.folder_of(400, tmp_path, scale.CLASSES)
     found = []
     for processes in (1, 2):
         save = tmp_path / f"{processes}.npy"
@@ -42,5 +42,5 @@ def test_two_processes_fit_what_one_fits(tmp_path, loss):
 
 
 def test_features_do_not_depend_on_how_many_are_asked_for():
-    (few, _), (many, _) = (next(iter(scale.Synthetic(n))) for n in (scale._BATCH, 2 * scale._BATCH))
+    (few, _), (many, _) = (next(iter(scale.Synthetic(n, scale.CLASSES))) for n in (scale._BATCH, 2 * scale._BATCH))
     assert few.equal(many)
