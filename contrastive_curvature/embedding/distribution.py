@@ -566,6 +566,7 @@ class EmbeddingDistribution:
         if judge is not None and dtype not in (None, self.raw_mean.dtype):
             judge = judge.fixed(self)
         mean = self.raw_mean.to(device=device, dtype=dtype)
+        judge = None if judge is None else judge.to(mean.device)
         return self._changed(mean, self.spread.to(mean.device, dtype), judge)
 
     def cpu(self) -> Self:

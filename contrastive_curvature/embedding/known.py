@@ -26,21 +26,40 @@ _WITHOUT = ("log V", "log V/n^2", "-log n")
 NOVELTY, UNCERTAINTY = "novelty", "uncertainty"
 """Scores that p-values can be of by their name."""
 
-BELOW = 0.5
-"""Weight of the first component below its median, relative to that above. Measured: ``docs/defaults.md``."""
+TAIL = (
+    *(-1.2655121234847422, 1.000000000085138, 0.3749999876202876, 0.08333404321731487, -0.08595887819528081),
+    *(-0.14335982785093354, -0.09648985845800909, 0.06878120462341214, -0.10218119421100404, 1.1515735586724292),
+    *(-3.333543467853752, 7.446609161359192, -12.275184316640647, 10.743464342300873, 1.6832199676406254),
+    *(-16.696460796364075, 21.6613980688489, -15.345296269036949, 6.555878025039342, -1.5971863447915142),
+    0.17191471747949272,
+)
+"""Coefficients of the polynomial in ``t = 1 / (1 + x / 2)`` that interpolates ``log(erfc(x) exp(x^2) / t)`` at the 21
+Chebyshev nodes of 0 <= t <= 1: its error is 2e-13. Graphs for ONNX have no logarithm of a normal tail."""
 
 ROUNDING = 3e-5
 """How far the components of one input may lie apart, in float32: products of matrices round differently in batches of
 another size."""
 
 _LEAST_SPREAD = 1e-3
-"""Smallest scale of a component. They are logarithms: smaller differences are of rounding, and must not decide."""
+"""Smallest scale of a component. They are logarithms, or distances over their number of dimensions: smaller differences
+are of rounding, and must not decide."""
+
+_AXES = 64
+"""Axes of a covariance of the features; beyond them it is isotropic."""
+
+_SPARE, _STEPS = 16, 3
+"""Further axes, and steps, of the subspace iteration."""
+
+_EPS = torch.finfo(torch.float32).eps
 
 _SHARE_FOR_SCALE = 3
 """One in so many known inputs standardises the components, where no other inputs are at hand."""
 
 _NORMAL = 1.4826
 """Standard deviation of a normal distribution over its median absolute deviation."""
+
+_CACHED = 2**17
+"""Features that are converted at once."""
 
 _TINY, _HUGE = torch.finfo(torch.float64).tiny, torch.finfo(torch.float64).max
 
@@ -49,7 +68,7 @@ class OptimisticPValueWarning(UserWarning):
     """A p-value is relative to inputs that the encoder was trained on, so it is too small for other known inputs."""
 
 
-def statistic_name(with_features: bool, score: str = NOVELTY) -> str:
+def statistic_name(with_features: bool, score: str = NOVELTY, with_classes: bool = False) -> str:
     """Return the name of the statistic.
 
     Saved calibrations carry it, so it must change whenever the score does, such as :func:`components` or
@@ -57,19 +76,18 @@ def statistic_name(with_features: bool, score: str = NOVELTY) -> str:
     """
     if score != NOVELTY:
         return score
-    names = _WITH_FEATURES if with_features else _WITHOUT
-    return f"soft maximum of standardised {', '.join(names)} and minus half the first"
+    names = (*(_WITH_FEATURES if with_features else _WITHOUT), *(("relative Mahalanobis distance",) * with_classes))
+    return f"Fisher's combination of standardised {', '.join(names)}"
 
 
 def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = None) -> Tensor:
-    """Return K numbers for every embedding, each larger for inputs less like the known ones.
+    """Return three numbers for every embedding, each larger for inputs less like the known ones.
 
     With the tangential variance ``V = tr(P Cov P)`` of the raw outputs in their own units, the norm ``n`` of their mean
     and the norm ``|phi|`` of the features: the logarithms of ``V / |phi|``, ``V / |phi|^2`` and ``1 / n``, and without
     features those of ``V``, ``V / n^2`` and ``1 / n``. The first sees inputs with large features in unusual directions
     (strong noise), ``V / |phi|^2`` unusual directions alone (another kind of image), ``1 / n`` inputs that the encoder
-    sees little in (blur, little contrast): no single one of them sees all. :func:`combine` takes the first on both
-    sides: an input may have less variance than all known ones, too (strong blur).
+    sees little in (blur, little contrast): no single one of them sees all. :class:`ClassGaussians` gives a fourth.
 
     A ``V`` below the rounding of ``tr Cov`` counts as that rounding, and what is zero even then counts as the smallest
     normal number of float64: zero variances, outputs and features give finite components.
@@ -87,15 +105,125 @@ def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = N
         return torch.stack([first, torch.sub(spread, features, alpha=2), -norm], dim=1)
 
 
-def combine(standardised: Tensor) -> Tensor:
-    """Return the statistic (B,) of components (B, K): ``log(sum_k exp(2 z_k) + exp(-z_1)) / 2``, a soft maximum.
+def feature_norms(phi: Tensor) -> Tensor:
+    """Return the norms (B,) of features, float64."""
+    # In chunks that stay in the cache; the conversion within vector_norm is several times slower.
+    step = max(1, _CACHED // max(1, phi.shape[1]))
+    if len(phi) <= step:
+        return torch.linalg.vector_norm(phi.double(), dim=1)
+    return torch.cat([feature_norms(rows) for rows in phi.split(step)])
 
-    One unusual component is enough. The last term is the first component on its other side, ``-z_1``, with half its
-    weight: inputs with too little variance are rarer than those with too much, and known inputs are not symmetric
-    around their median.
+
+def combine(standardised: Tensor) -> Tensor:
+    """Return the statistic (B,) of components (B, K): ``sqrt(2 s)`` with ``s = sum_k -log(1 - Phi(z_k))``.
+
+    Each term is the logarithm of the p-value that the component would have if it were normally distributed, so ``s``
+    combines them as Fisher did, and a component far below its median counts nothing. The root makes it a distance in
+    standard deviations, about ``z`` where one component is far out, whose rounding is that of the components.
+
+    Source: R. A. Fisher, *Statistical Methods for Research Workers*, 4th ed., 1932, section 21.1.
     """
-    below = -BELOW * standardised[:, :1]
-    return torch.logsumexp(2 * torch.cat([standardised, below], dim=1), dim=1) / 2
+    z = standardised.abs()
+    t = 1 / (1 + z / 8**0.5)
+    series = torch.zeros_like(t)
+    for coefficient in reversed(TAIL):
+        series = series * t + coefficient
+    # Of the tail beyond |z|.
+    log_p = t.log() + series - z.square() / 2 - math.log(2)
+    both = torch.where(standardised > 0, -log_p, -torch.log1p(-log_p.exp()))
+    return (2 * both.sum(1)).sqrt()
+
+
+@dataclass(frozen=True)
+class ClassGaussians:
+    """Relative Mahalanobis distance of features on the unit sphere to the classes of training, per dimension.
+
+    For ``u = phi / |phi|`` of F features it is ``(min_c d(u, m_c; Sw) - d(u, m; St)) / F`` with the squared distance
+    ``d(u, m; S) = (u - m)^T S^-1 (u - m)``, means ``m_c`` of the classes and ``m`` of all, and covariances ``Sw``
+    within classes and ``St`` in total. Directions in which the inputs of one class differ as much as those of different
+    classes cancel. Since ``|u| = 1``, it equals ``(u B)^2 . s + min_c (u . a_c + k_c)``, which is what is stored.
+
+    Source: Ren et al., "A simple fix to Mahalanobis distance for improving near-OOD detection", 2021
+    (arXiv 2106.09022).
+
+    Attributes:
+        basis: ``B``, shape (F, R), like all others float64.
+        weights: ``s``, shape (R,).
+        slopes: ``a_c``, shape (C, F).
+        offsets: ``k_c``, shape (C,).
+    """
+
+    basis: Tensor
+    weights: Tensor
+    slopes: Tensor
+    offsets: Tensor
+
+    @classmethod
+    def of(cls, features: Tensor, classes: Tensor) -> ClassGaussians | None:
+        """Return the Gaussians of features (n, F) of classes (n,); ``None`` without two classes of two inputs each.
+
+        A class of one input says nothing about the spread in classes, and is no class to be near to.
+        """
+        u = _units(features)
+        _, index, counts = classes.unique(return_inverse=True, return_counts=True)
+        several, counts = counts > 1, counts.double()
+        if int(several.sum()) < 2:
+            return None
+        means = u.new_zeros(len(counts), u.shape[1]).index_add_(0, index, u) / counts.unsqueeze(1)
+        # The mean of a class is nearer to its inputs than to others.
+        left = (u - means[index]) * (counts / (counts - 1)).sqrt()[index].unsqueeze(1)
+        centre, means, width = u.mean(0), means[several], u.shape[1]
+        within, total = _Precision.of(left[several[index]]), _Precision.of(u - centre)
+        near, far = within(means), total(centre.unsqueeze(0))
+        return cls(
+            torch.cat([within.basis, total.basis], dim=1),
+            torch.cat([within.weights, -total.weights]) / width,
+            2 * (far - near) / width,
+            ((near * means).sum(1) - far[0] @ centre + within.rest - total.rest) / width,
+        )
+
+    def __call__(self, features: Tensor) -> Tensor:
+        """Return the distances (B,) of features (B, F), float64."""
+        u = _units(features.to(self.basis.device))
+        return ((u @ self.basis).square() @ self.weights + (u @ self.slopes.T + self.offsets).amin(1)).to(
+            features.device
+        )
+
+
+@dataclass(frozen=True)
+class _Precision:
+    """Inverse of a covariance: ``basis diag(weights) basis^T + rest I``."""
+
+    basis: Tensor
+    weights: Tensor
+    rest: float
+
+    @classmethod
+    def of(cls, rows: Tensor) -> _Precision:
+        """Return that of centred rows (n, F): the leading axes and an isotropic rest."""
+        n, width = rows.shape
+        # Half as many axes as rows: the smallest eigenvalues of so few rows are noise.
+        rank = min(width, _AXES, max(1, n // 2))
+        axes = torch.randn(width, min(width, rank + _SPARE), generator=torch.Generator().manual_seed(0)).to(rows)
+        for _ in range(_STEPS):
+            axes = torch.linalg.qr(rows.T @ (rows @ axes)).Q
+        inside = rows @ axes
+        values, vectors = torch.linalg.eigh(inside.T @ inside / n)
+        values, vectors = values.flip(0)[:rank], vectors.flip(1)[:, :rank]
+        # So that the rounding of float32 features moves no distance by more than ROUNDING.
+        least = (2 * _EPS / (ROUNDING * width)) ** 2
+        rest = (float(rows.square().sum()) / n - float(values.sum())) / max(1, width - rank)
+        rest = 1 / max(rest, least) if rank < width else 0.0
+        return cls(axes @ vectors, 1 / values.clamp(min=least) - rest, rest)
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        return (rows @ self.basis * self.weights) @ self.basis.T + self.rest * rows
+
+
+def _units(features: Tensor) -> Tensor:
+    """Return features (B, F) divided by their norms, float64; zero remains zero."""
+    wide = features.double()
+    return wide / wide.norm(dim=1, keepdim=True).clamp(min=_TINY)
 
 
 @dataclass(frozen=True)

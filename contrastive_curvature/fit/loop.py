@@ -61,7 +61,8 @@ class DatasetCurvature:
         cost: The loss above the least that it can be, from which the default temperature is computed; see
             :meth:`DatasetHessian.loss_and_cost`.
         n: Number of points.
-        features: A sample of the features of a last layer, in the column ``features``, where the second pass saw them.
+        features: A sample of the features of a last layer, in the column ``features``, where the second pass saw them;
+            with class labels in the column ``classes``, where all points have one.
         typical_norm: Mean norm of the raw outputs, one number.
         classes: Centres of the classes, where targets are class labels.
         error: Relative standard error of the curvature, where the negatives are a sample.
@@ -174,7 +175,8 @@ class CurvatureSum:
         if alone is not None:
             self._dominance.add(context, seen.blocks, alone)
         if self._features is not None:
-            self._features.add(batch.numbers, {"features": context})
+            classes = {} if batch.classes is None else {"classes": batch.classes}
+            self._features.add(batch.numbers, {"features": context} | classes)
         if batch.classes is None:
             self._classes = None
         elif self._classes is not None:

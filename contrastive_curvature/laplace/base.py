@@ -387,7 +387,8 @@ class ContrastiveLaplace(FittedPosterior):
         self._prior_chosen = state["prior_chosen"]
         self.model.output_size = self.n_outputs
         self._hold_curvature(*self.form.loaded(state))
-        self.known = self.known.anew(loaded_calibration(state["calibration"], self.keeps_features, like))
+        width = self.model.last_layer.in_features if self.keeps_features else None
+        self.known = self.known.anew(loaded_calibration(state["calibration"], width, like))
         self._classes = loaded_classes(state["class_centres"], self.n_outputs, like)
         now, saved = weight_norms(self.model), state["encoder_norms"].to(like.device)
         # The tolerance is for other precisions. The encoder's own weights may be loaded after this, so it is no error.
@@ -457,9 +458,9 @@ class ContrastiveLaplace(FittedPosterior):
             hint = "A concentration is estimated from them."
             raise InputError(expected("n_samples for pred_type='nn'", "at least 2 samples", n_samples, hint))
 
-        def finished(found: EmbeddingDistribution, norms: Tensor | None) -> EmbeddingDistribution:
+        def finished(found: EmbeddingDistribution, features: Tensor | None) -> EmbeddingDistribution:
             if kind is PredType.GLM and not joint and not diagonal_output:
-                found = calibration.judged(self, found, norms)
+                found = calibration.judged(self, found, features)
             return found.relative_to(self.typical_norm, self.class_centres)
 
         def predict(rows: Inputs) -> EmbeddingDistribution:
@@ -480,7 +481,7 @@ class ContrastiveLaplace(FittedPosterior):
                 none = EmbeddingDistribution.trusted(mean, Diagonal(mean))
             else:
                 none = EmbeddingDistribution.trusted(mean, Dense(mean.new_empty(0, self.n_outputs, self.n_outputs)))
-            return finished(none, mean.new_empty(0, dtype=torch.float64) if self.keeps_features else None)
+            return finished(none, mean.new_empty(0, self.model.last_layer.in_features) if self.keeps_features else None)
 
         if on_invalid == "error":
             return predict(x)
@@ -685,7 +686,7 @@ class ContrastiveLaplace(FittedPosterior):
         warnings.warn(msg, DefaultPriorWarning, stacklevel=3)
 
     def observe(self, x: Any) -> tuple[EmbeddingDistribution, Tensor | None]:
-        """Return the distribution of B embeddings, and the norms (B,) of the features, where they are known."""
+        """Return the distribution of B embeddings, and their features (B, F), where they are known."""
         return self._gaussian(x, False, False), None
 
     def _gaussian(self, x: Any, joint: bool, diagonal: bool) -> EmbeddingDistribution:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from operator import is_not
 from typing import TYPE_CHECKING, Any
 
@@ -23,10 +24,12 @@ from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.known import (
     NOVELTY,
     UNCERTAINTY,
+    ClassGaussians,
     OptimisticPValueWarning,
     Reference,
     check_alpha,
     components,
+    feature_norms,
     split,
 )
 from contrastive_curvature.embedding.spread import taken
@@ -123,19 +126,33 @@ def _same_posterior(first: Tensor, second: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Scores of the calibration inputs, the fingerprint of the posterior that they belong to, and what the score is."""
+    """Known inputs that others are compared with.
+
+    Attributes:
+        reference: Their scores.
+        fingerprint: Of the posterior that they belong to.
+        score: What the score is.
+        gaussians: Of the classes of training, where they are known.
+    """
 
     reference: Reference
     fingerprint: Tensor
     score: Score = field(default_factory=Score)
+    gaussians: ClassGaussians | None = None
 
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """Features of some training inputs, and the fingerprint of their encoder."""
+    """Features of some training inputs, with their classes, if any, and the fingerprint of their encoder."""
 
     features: Rows
     encoder: Tensor
+
+    @cached_property
+    def gaussians(self) -> ClassGaussians | None:
+        """Gaussians of the classes; made when first asked for."""
+        columns = self.features.columns
+        return ClassGaussians.of(columns["features"], columns["classes"]) if "classes" in columns else None
 
 
 @dataclass(frozen=True)
@@ -145,7 +162,7 @@ class KnownInputs:
     Attributes:
         fits: How often the curvature was set.
         sample: Some inputs of ``fit``.
-        training: Fingerprint of the posterior and components (m, K) of the sample under it.
+        training: Fingerprint of the posterior and components (m, 3) or (m, 4) of the sample under it.
         calibration: From :func:`calibrate`.
         seen: State in which all weights were last seen to be those of the calibration.
         warned: Whether it has said that p-values without calibration are optimistic.
@@ -157,6 +174,12 @@ class KnownInputs:
     calibration: Calibration | None = None
     seen: Stamp | None = None
     warned: bool = False
+
+    @property
+    def gaussians(self) -> ClassGaussians | None:
+        """Gaussians of the classes of training that a novelty takes into account."""
+        source = self.calibration or self.sample
+        return None if source is None else source.gaussians
 
     def anew(self, calibration: Calibration | None = None) -> KnownInputs:
         """Return what remains once the curvature is another."""
@@ -170,15 +193,17 @@ class Judge:
     Attributes:
         la: The posterior that made it.
         stamp: Its state then.
-        feature_norm: Norms of the features, shape (B,).
-        values: Components (B, K) of the embeddings, once they are known.
+        features: Features, shape (B, F).
+        values: Components (B, 3) of the embeddings, once they are known.
+        distances: Relative distances (B,) of the features, once they are known.
         unrounded: Uncertainties and predicted classes (B, 2) of embeddings that were rounded.
     """
 
     la: ContrastiveLaplace
     stamp: Stamp
-    feature_norm: Tensor | None
+    features: Tensor | None
     values: Tensor | None = None
+    distances: Tensor | None = None
     unrounded: Tensor | None = None
 
     @property
@@ -231,13 +256,18 @@ class Judge:
         def of_rows(value: Tensor | None) -> Tensor | None:
             return None if value is None else taken(value, rows.to(value.device))
 
-        norm, values, unrounded = map(of_rows, (self.feature_norm, self.values, self.unrounded))
-        return replace(self, feature_norm=norm, values=values, unrounded=unrounded)
+        held = {name: of_rows(getattr(self, name)) for name in ("features", "values", "distances", "unrounded")}
+        return replace(self, **held)
+
+    def to(self, device: torch.device) -> Judge:
+        """Return the same judge, whose features do not stay on another device."""
+        return self if self.features is None else replace(self, features=self.features.to(device))
 
     def fixed(self, embedding: EmbeddingDistribution) -> Judge:
         """Return a judge that no longer looks at the embedding, which is about to be rounded."""
         before = self.unrounded if self.unrounded is not None else _unrounded(embedding)
-        return replace(self, feature_norm=None, values=self._components(embedding), unrounded=before)
+        values, distances = self._values(embedding), self._distances()
+        return replace(self, features=None, values=values, distances=distances, unrounded=before)
 
     def joined(self, judges: Sequence[Judge | None], embeddings: Sequence[EmbeddingDistribution]) -> Judge | None:
         """Return the judge of a concatenation that begins with this one's embedding, if there is one of all parts."""
@@ -246,15 +276,30 @@ class Judge:
             if judge is None or judge.la is not self.la or not judge.stamp.equals(self.stamp):
                 return None
             parts.append(judge.fixed(embedding) if rounded else judge)
-        values = [part._components(embedding) for part, embedding in zip(parts, embeddings, strict=True)]
+        values = torch.cat([part._values(embedding) for part, embedding in zip(parts, embeddings, strict=True)])
+        # Not the features of all parts, which may be of a whole data set.
+        distances = [found for part in parts if (found := part._distances()) is not None]
+        whole = torch.cat(distances) if len(distances) == len(parts) else None
         before = torch.cat([part.unrounded for part in parts if part.unrounded is not None]) if rounded else None
-        return replace(self, feature_norm=None, values=torch.cat(values), unrounded=before)
+        return replace(self, features=None, values=values, distances=whole, unrounded=before)
 
     def _components(self, embedding: EmbeddingDistribution) -> Tensor:
+        return _with_distances(self._values(embedding), self._distances())
+
+    def _values(self, embedding: EmbeddingDistribution) -> Tensor:
+        device = embedding.raw_mean.device
         if self.values is None:
-            norm = self.feature_norm
-            self.values = components(embedding, None if norm is None else norm.to(embedding.raw_mean.device))
-        return self.values.to(embedding.raw_mean.device)
+            norm = None if self.features is None else feature_norms(self.features).to(device)
+            self.values = components(embedding, norm)
+        return self.values.to(device)
+
+    def _distances(self) -> Tensor | None:
+        gaussians = self.la.known.gaussians
+        if gaussians is None:
+            return None
+        if self.distances is None and self.features is not None:
+            self.distances = gaussians(self.features)
+        return self.distances
 
     def _known(self, quiet: bool = False) -> Calibration:
         """Return the calibration, or the training inputs where there is none; refuse those of another posterior."""
@@ -274,7 +319,7 @@ class Judge:
             la.known = replace(la.known, warned=True)
             msg = f"p_value: la is not calibrated, and compares with inputs of the training. {_OPTIMISTIC} {_CALIBRATE}"
             warnings.warn(msg, OptimisticPValueWarning, stacklevel=5)
-        return Calibration(Reference.of(known, known), _NO_FINGERPRINT)
+        return Calibration(Reference.of(known, known), _NO_FINGERPRINT, gaussians=la.known.gaussians)
 
 
 def _unrounded(embedding: EmbeddingDistribution) -> Tensor:
@@ -284,10 +329,16 @@ def _unrounded(embedding: EmbeddingDistribution) -> Tensor:
     return torch.stack([angle, classes.to(angle)], dim=1)
 
 
-def judged(la: ContrastiveLaplace, found: EmbeddingDistribution, feature_norm: Tensor | None) -> EmbeddingDistribution:
-    """Return a prediction with the judge that its p-value asks; the norms (B,) are of the features, if known."""
-    found._judge = Judge(la, Stamp.of(la), feature_norm)
+def judged(la: ContrastiveLaplace, found: EmbeddingDistribution, features: Tensor | None) -> EmbeddingDistribution:
+    """Return a prediction with the judge that its p-value asks, which holds the features (B, F), if known."""
+    # A copy: they may be the inputs themselves, and the user's to change.
+    found._judge = Judge(la, Stamp.of(la), None if features is None else features.detach().clone())
     return found
+
+
+def _with_distances(values: Tensor, distances: Tensor | None) -> Tensor:
+    """Return all components (B, K)."""
+    return values if distances is None else torch.cat([values, distances.to(values).unsqueeze(1)], dim=1)
 
 
 def calibrate(
@@ -303,8 +354,9 @@ def calibrate(
         validate.flag("progress_bar", progress_bar)
     check_loader(loader, "loader", once=True)
     chosen = Score.chosen(la, score, by_class)
+    gaussians = _class_gaussians(la)
     found = [
-        _measured(la, batch, number, chosen)
+        _measured(la, batch, number, chosen, gaussians)
         for number, batch in enumerate(Progress(progress_bar).over(loader, "[calibration]"))
     ]
     measured = torch.cat(found) if found else torch.empty(0)
@@ -319,7 +371,9 @@ def calibrate(
             known, measured = split(measured)
         known = known[:, :-2]
     # The posterior keeps some inputs of its fit only: each of them stands for as many.
-    elif (share := _share_found(measured[:, :-2], known.to(measured)) * max(1, la.n_data / len(known))) > _MOST_FITTED:
+    elif (
+        share := _share_found(measured[:, :3], known[:, :3].to(measured)) * max(1, la.n_data / len(known))
+    ) > _MOST_FITTED:
         msg = (
             f"calibrate: about {min(share, 1):.0%} of these inputs are among those that the posterior was fitted on. "
             f"{_OPTIMISTIC} {_CALIBRATE}"
@@ -333,7 +387,8 @@ def calibrate(
         None if chosen.name == NOVELTY else measured[:, -2],
         chosen.name,
     )
-    la.known = replace(la.known, calibration=Calibration(reference, _fingerprint(la), chosen), seen=Stamp.of(la))
+    calibration = Calibration(reference, _fingerprint(la), chosen, gaussians)
+    la.known = replace(la.known, calibration=calibration, seen=Stamp.of(la))
 
 
 def set_score(la: ContrastiveLaplace, score: Any) -> None:
@@ -390,7 +445,9 @@ def _share_found(sample: Tensor, values: Tensor) -> float:
     return float(((rest[near] - sample.unsqueeze(1)).abs() < _SAME).all(2).any(1).double().mean())
 
 
-def _measured(la: ContrastiveLaplace, batch: Any, number: int, score: Score) -> Tensor:
+def _measured(
+    la: ContrastiveLaplace, batch: Any, number: int, score: Score, gaussians: ClassGaussians | None
+) -> Tensor:
     """Return components, another score and predicted classes (B, K + 2) of what a loader yields, float64.
 
     Labels are not used. The last two are zero where they are not asked for. An error names the batch.
@@ -400,9 +457,9 @@ def _measured(la: ContrastiveLaplace, batch: Any, number: int, score: Score) -> 
     try:
         # Inputs with one axis more than those of the fit may pass the encoder, and fail only after it.
         with torch.no_grad(), naming_the_input(x):
-            out, norm = la.observe(x)
+            out, phi = la.observe(x)
             check_outputs(x, out.raw_mean, la.n_outputs)
-            found = components(out, norm)
+            found = _observed(out, phi, gaussians)
             out.relative_to(la.typical_norm, la.class_centres)
             scores = found.new_zeros(len(found)) if score.name == NOVELTY else score.of(out)
             classes = predicted_classes(out) if score.by_class else torch.zeros_like(scores)
@@ -412,16 +469,33 @@ def _measured(la: ContrastiveLaplace, batch: Any, number: int, score: Score) -> 
         raise InputError(msg) from error
 
 
-def _present_sample(la: ContrastiveLaplace) -> Rows | None:
+def _observed(out: EmbeddingDistribution, phi: Tensor | None, gaussians: ClassGaussians | None) -> Tensor:
+    """Return the components (B, K) of embeddings with these features (B, F)."""
+    if phi is None:
+        return components(out)
+    return _with_distances(components(out, feature_norms(phi)), None if gaussians is None else gaussians(phi))
+
+
+def _class_gaussians(la: ContrastiveLaplace) -> ClassGaussians | None:
+    """Return the Gaussians of the classes of training, where there are some of the encoder's present weights."""
+    sample, before = _present_sample(la), la.known.calibration
+    if sample is not None:
+        return sample.gaussians
+    # A loaded posterior has no sample.
+    same = before is not None and same_encoder(before.fingerprint[_OWN:], encoder_fingerprint(la.model))
+    return before.gaussians if before is not None and same else None
+
+
+def _present_sample(la: ContrastiveLaplace) -> TrainingSample | None:
     """Return the sample of training inputs, where there is one of the encoder's present weights."""
     sample = la.known.sample
     if sample is None or not same_encoder(sample.encoder, encoder_fingerprint(la.model)):
         return None
-    return sample.features
+    return sample
 
 
 def _training_components(la: ContrastiveLaplace) -> Tensor | None:
-    """Return components (m, K) of the sample of training inputs under the present posterior, where there is one."""
+    """Return all components (m, K) of the sample of training inputs under the present posterior, where there is one."""
     sample = _present_sample(la)
     if sample is None:
         return None
@@ -429,9 +503,10 @@ def _training_components(la: ContrastiveLaplace) -> Tensor | None:
     if la.known.training is None or not _same_posterior(la.known.training[0], now):
         layer, found = la.model.last_layer, []
         with torch.no_grad():
-            for rows in sample.columns["features"].split(_AT_ONCE):
+            for rows in sample.features.columns["features"].split(_AT_ONCE):
                 phi = rows.to(layer.weight)
                 z = torch.nn.functional.linear(phi, layer.weight, layer.bias)
-                found.append(components(*la.observe(Features(at_least_float32(z), at_least_float32(phi)))))
+                out = la.observe(Features(at_least_float32(z), at_least_float32(phi)))
+                found.append(_observed(*out, sample.gaussians))
         la.known = replace(la.known, training=(now, torch.cat(found)))
     return la.known.training[1]  # type: ignore[index]

@@ -181,7 +181,7 @@ class _FunctionSpace(ContrastiveLaplace):
         return self.mean.detach() + drawn.to(self.mean.dtype)
 
     def observe(self, x: Any) -> tuple[EmbeddingDistribution, Tensor | None]:
-        """Return the distribution of B embeddings, without norms of features."""
+        """Return the distribution of B embeddings, without features."""
         return self._gaussian(x, False, False), None
 
     def _gaussian(self, x: Any, joint: bool, diagonal: bool) -> EmbeddingDistribution:

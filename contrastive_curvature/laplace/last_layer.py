@@ -24,9 +24,6 @@ from contrastive_curvature.network.inputs import Inputs, made_up_inputs
 OutputSpread = Callable[[Tensor], Spread]
 """From features (B, F) to the spread of the outputs."""
 
-_CACHED = 2**17
-"""Features that are converted at once."""
-
 
 class LastLayerLaplace(ContrastiveLaplace):
     """The last linear layer: closed forms for curvature, prediction and samples."""
@@ -114,9 +111,9 @@ class LastLayerLaplace(ContrastiveLaplace):
         self.data = state["data"]
 
     def observe(self, x: Any) -> tuple[EmbeddingDistribution, Tensor | None]:
-        """Return the distribution of B embeddings, and the norms (B,) of the features."""
+        """Return the distribution of B embeddings, and their features (B, F)."""
         z, phi = self._features(x)
-        return self._gaussian(Features(z, phi), False, False), _norms(phi)
+        return self._gaussian(Features(z, phi), False, False), phi
 
     def _gaussian(self, x: Any, joint: bool, diagonal: bool) -> EmbeddingDistribution:
         if joint:
@@ -155,12 +152,3 @@ class LastLayerLaplace(ContrastiveLaplace):
         weight = theta[:, : layer.weight.numel()].view(-1, *layer.weight.shape)
         out = torch.einsum("bf,sdf->sbd", context, weight)
         return out if layer.bias is None else out + theta[:, None, layer.weight.numel() :]
-
-
-def _norms(phi: Tensor) -> Tensor:
-    """Return the norms (B,) of features, float64."""
-    # In chunks that stay in the cache; the conversion within vector_norm is several times slower.
-    step = max(1, _CACHED // max(1, phi.shape[1]))
-    if len(phi) <= step:
-        return torch.linalg.vector_norm(phi.double(), dim=1)
-    return torch.cat([_norms(rows) for rows in phi.split(step)])

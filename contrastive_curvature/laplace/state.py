@@ -14,7 +14,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from contrastive_curvature.embedding.known import NOVELTY, Reference, statistic_name
+from contrastive_curvature.embedding.known import NOVELTY, ClassGaussians, Reference, statistic_name
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.laplace.calibration import Calibration
@@ -50,8 +50,10 @@ _KEYS: dict[str, Any] = {
 
 _OF_CALIBRATION = ("statistic", "statistics", "location", "scale", "fingerprint")
 
-_OF_SCORE = ("score", "counts", "marks", "probe")
-"""Further keys of a calibration with another score, or by class."""
+_OF_SCORE = ("score", "counts", "marks", "probe", "gaussians")
+"""Further keys of a calibration with another score, by class, or with classes of training."""
+
+_OF_GAUSSIANS = ("basis", "weights", "slopes", "offsets")
 
 _OF_CLASSES = ("labels", "n", "sums", "typical")
 
@@ -150,38 +152,43 @@ def _check_tensor(
 def saved_calibration(calibration: Calibration | None, with_features: bool) -> dict[str, Any] | None:
     """Return a calibration as tensors and strings.
 
-    The sample of training inputs is not saved: a file of a posterior should not hold features of training data.
+    The sample of training inputs is not saved: a file of a posterior should not hold features of training data. It does
+    hold means of features of two or more inputs of a class, transformed, in the Gaussians of the classes.
     """
     if calibration is None:
         return None
-    reference, score = calibration.reference, calibration.score
+    reference, score, gaussians = calibration.reference, calibration.score, calibration.gaussians
     found = {
-        "statistic": statistic_name(with_features, score.name),
+        "statistic": statistic_name(with_features, score.name, gaussians is not None),
         **{name: getattr(reference, name) for name in ("location", "scale", "statistics")},
         "fingerprint": calibration.fingerprint,
     }
     # A plain calibration has the keys of earlier releases.
-    optional = {"counts": reference.counts, "marks": score.marks, "probe": score.probe}
+    optional: dict[str, Any] = {"counts": reference.counts, "marks": score.marks, "probe": score.probe}
+    if gaussians is not None:
+        optional["gaussians"] = {name: getattr(gaussians, name) for name in _OF_GAUSSIANS}
     if score.marks is not None:
         found["score"] = score.name
     return found | {name: value for name, value in optional.items() if value is not None}
 
 
-def loaded_calibration(saved: Mapping[str, Any] | None, with_features: bool, like: Tensor) -> Calibration | None:
-    """Return the calibration of a state."""
+def loaded_calibration(saved: Mapping[str, Any] | None, width: int | None, like: Tensor) -> Calibration | None:
+    """Return the calibration of a state; ``width`` is that of the features, ``None`` where there are none."""
     if saved is None:
         return None
     if set(saved) - set(_OF_SCORE) != set(_OF_CALIBRATION):
         refuse("calibration", f"None, or a dictionary of {', '.join(_OF_CALIBRATION)}", f"the keys {sorted(saved)}")
     name = saved.get("score", NOVELTY)
-    if saved["statistic"] != statistic_name(with_features, name):
+    of_classes = saved.get("gaussians")
+    if saved["statistic"] != statistic_name(width is not None, name, of_classes is not None):
         msg = (
             f"state_dict['calibration']: it is of another statistic ({saved['statistic']!r}), which another version of "
             "this library used, so it is left out. Call la.calibrate(loader) again."
         )
         warnings.warn(msg, UserWarning, stacklevel=4)
         return None
-    shapes = {"statistics": (None,), "location": (3,), "scale": (3,)}
+    size = (3,) if of_classes is None else (4,)
+    shapes = {"statistics": (None,), "location": size, "scale": size}
     check_shapes("calibration", saved, like, shapes, torch.float64)
     if not len(saved["statistics"]) or bool((saved["scale"] <= 0).any()):
         refuse("calibration", "statistics, and positive scales", "none, or others")
@@ -197,7 +204,20 @@ def loaded_calibration(saved: Mapping[str, Any] | None, with_features: bool, lik
     if probe is not None:
         probe = _check_tensor("calibration", probe, probe, (8,), torch.float64).cpu()
     reference = Reference(saved["location"], saved["scale"], saved["statistics"], counts, name)
-    return Calibration(reference, marks, Score(name, counts is not None, own, probe))
+    gaussians = None if of_classes is None else _loaded_gaussians(of_classes, width, like)
+    return Calibration(reference, marks, Score(name, counts is not None, own, probe), gaussians)
+
+
+def _loaded_gaussians(saved: object, width: int | None, like: Tensor) -> ClassGaussians:
+    if width is None or not isinstance(saved, Mapping) or set(saved) != set(_OF_GAUSSIANS):
+        refuse("calibration", f"gaussians with {', '.join(_OF_GAUSSIANS)}, of a last layer", kind_of(saved))
+    shapes = {"weights": (None,), "offsets": (None,)}
+    check_shapes("calibration", saved, like, shapes, torch.float64)
+    shapes = {"basis": (width, len(saved["weights"])), "slopes": (len(saved["offsets"]), width)}
+    check_shapes("calibration", saved, like, shapes, torch.float64)
+    if not len(saved["offsets"]):
+        refuse("calibration", "gaussians of classes", "none")
+    return ClassGaussians(**saved)
 
 
 def saved_classes(centres: ClassCentres | None) -> dict[str, Any] | None:

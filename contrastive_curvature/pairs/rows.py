@@ -140,12 +140,13 @@ def united(first: Mapping[str, _T], second: Mapping[str, _T], merge: Callable[[_
 
 
 def _joined(parts: list[Rows], size: int | None, seed: int) -> Rows:
-    first = parts[0]
-    for name, column in first.columns.items():
+    # The labels of some of the points would not say of which.
+    first = {name: column for name, column in parts[0].columns.items() if all(name in rows.columns for rows in parts)}
+    for name, column in first.items():
         other = next((rows for rows in parts if rows.columns[name].shape[1:] != column.shape[1:]), None)
         if other is not None:
             wanted = f"one shape for every point, {tuple(column.shape[1:])} as in the first batch"
             hint = "Points are kept, which takes the same of each: pad all batches to one length."
             raise InputError(expected(f"loader: {name}", wanted, f"{tuple(other.columns[name].shape[1:])}", hint))
-    columns = {name: torch.cat([rows.columns[name].to(part) for rows in parts]) for name, part in first.columns.items()}
+    columns = {name: torch.cat([rows.columns[name].to(part) for rows in parts]) for name, part in first.items()}
     return Rows(size, torch.cat([rows.numbers for rows in parts]), columns, seed)

@@ -13,12 +13,14 @@ import torch
 from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.special import log_ndtr
 from scipy.stats import median_abs_deviation
 from tables import each
-from torch import Tensor
+from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.embedding.known import (
+    ClassGaussians,
     Reference,
     check_alpha,
     combine,
@@ -27,6 +29,7 @@ from contrastive_curvature.embedding.known import (
     split,
 )
 from contrastive_curvature.embedding.spread import Dense, Diagonal
+from contrastive_curvature.io.serving import numpy_scorer
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 KINDS = ("variance", "covariance")
@@ -95,21 +98,66 @@ def test_a_variance_along_the_mean_is_its_rounding() -> None:
     assert bool((components(embedding("covariance", z, 0 * along))[:, 0] < -700).all())
 
 
-def test_one_unlike_component_is_enough() -> None:
-    known = torch.randn(101, 3, dtype=torch.float64)
-    standard = Reference.of(known, known)
-    usual, unlike = standard.location, standard.location + torch.tensor([0.0, 9.0, 0.0]) * standard.scale
-    first = torch.tensor([1.0, 0.0, 0.0], dtype=torch.float64) * standard.scale
-    statistic = standard.novelty(torch.stack([usual, unlike, usual - 9 * first, usual - 9 * standard.scale]))
-    usual_one = math.log(4) / 2
-    # Too little of the first component counts half; too little of the others does not.
-    assert statistic.tolist() == pytest.approx([usual_one, 9, 4.5, 4.5], abs=2e-4)
-    assert standard.novelty((usual - 9 * (standard.scale - first)).unsqueeze(0)).item() < usual_one
-    z = torch.randn(50, 3, dtype=torch.float64)
-    below = (-z[:, 0]).exp()
-    assert torch.allclose(combine(z), (z.mul(2).exp().sum(1) + below).log() / 2)
-    largest = torch.maximum(z.amax(1), -z[:, 0] / 2)
-    assert bool(((combine(z) >= largest) & (combine(z) <= largest + usual_one + 1e-12)).all())
+def test_the_statistic_is_fishers_combination_of_normal_tails() -> None:
+    """Of scipy's tails, also far beyond where probabilities underflow; the numpy scorer has the same formula."""
+    far = torch.logspace(-6, 6, 400, dtype=torch.float64)
+    one = torch.cat([-far.flip(0), torch.zeros(1), far])
+    for z in (one.unsqueeze(1), torch.stack([one, one.flip(0), one / 2], 1)):
+        found, truth = combine(z), np.sqrt(2 * -log_ndtr(-z.numpy()).sum(1))
+        np.testing.assert_allclose(found, truth, rtol=1e-11, atol=1e-15)
+        np.testing.assert_allclose(found, numpy_scorer.combine(z.numpy()), rtol=1e-14, atol=1e-15)
+    assert bool((combine(one.unsqueeze(1)).diff() >= 0).all())
+
+
+def dense_distance(x: Tensor, y: Tensor, new: Tensor) -> Tensor:
+    """The relative distance of its paper with inverse covariances; a class of one input has none."""
+    u, v = (nn.functional.normalize(part.double()) for part in (x, new))
+    several = [u[y == label] for label in y.unique() if int((y == label).sum()) > 1]
+    left = torch.cat([(part - part.mean(0)) * (len(part) / (len(part) - 1)) ** 0.5 for part in several])
+
+    def squared(rows: Tensor, mean: Tensor) -> Tensor:
+        axes = (v - mean) @ torch.linalg.inv(rows.T @ rows / len(rows))
+        return (axes * (v - mean)).sum(1)
+
+    near = torch.stack([squared(left, part.mean(0)) for part in several]).amin(0)
+    return (near - squared(u - u.mean(0), u.mean(0))) / x.shape[1]
+
+
+@on_every_device
+@pytest.mark.parametrize("width", [3, 64])
+def test_class_gaussians_are_the_dense_ones(width: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, centres, new = (torch.randn(n, width, generator=generator) for n in (400, 5, 50))
+    y = torch.arange(400) % 5
+    x = x * torch.linspace(0.1, 1, width) + centres[y]
+    y[7] = 9
+    gaussians = ClassGaussians.of(x.to(device), y.to(device))
+    assert gaussians is not None
+    found = gaussians(new.to(device))
+    assert (found.device.type, found.dtype) == (device, torch.float64)
+    torch.testing.assert_close(found.cpu(), dense_distance(x, y, new), rtol=1e-9, atol=1e-9)
+    # Only the direction counts, and the rounding of float32 does not.
+    torch.testing.assert_close(gaussians(7 * new.to(device)), found, rtol=0, atol=3e-6)
+    assert ClassGaussians.of(x[:6].to(device), y[:6].to(device)) is None
+
+
+def test_wide_class_gaussians_keep_the_leading_axes() -> None:
+    """Of exactly 64 axes and an isotropic rest nothing is lost, and a direction without variance stays finite."""
+    width, n = 80, 4000
+    generator = torch.Generator().manual_seed(0)
+    y = torch.arange(n) % 4
+    scale = torch.cat([torch.linspace(3, 1, 64), torch.full((width - 64,), 0.05)])
+    new = torch.randn(30, width, generator=generator) * scale
+    x = torch.randn(n, width, generator=generator) * scale + torch.randn(4, width, generator=generator)[y] * (scale > 1)
+    gaussians = ClassGaussians.of(x, y)
+    assert gaussians is not None
+    assert gaussians.basis.shape == (width, 128)
+    # The rest of a sample is isotropic up to its noise.
+    torch.testing.assert_close(gaussians(new), dense_distance(x, y, new), rtol=0.1, atol=0.05)
+    x[:, 5:] = 0
+    flat = ClassGaussians.of(x, y)
+    assert flat is not None
+    assert flat(torch.cat([new, 0 * new, x])).isfinite().all()
 
 
 @given(n=st.integers(1, 30).map(lambda k: 2 * k + 1), scale=st.sampled_from([0.1, 1.0, 40.0]))
@@ -146,8 +194,8 @@ def test_p_values_by_definition(n: int, b: int, draw: st.DataObject) -> None:
     known, new = values[:n], values[n:]
     reference = Reference(torch.zeros(1).double(), torch.ones(1).double(), combine(known).sort().values)
     found = _p_value(reference, new)
-    # The statistic of one component z, before its increasing outer function.
-    of_known, of_new = ([math.exp(2 * float(z)) + math.exp(-float(z)) for z in part] for part in (known, new))
+    # The statistic of one component is increasing.
+    of_known, of_new = ([float(z) for z in part] for part in (known, new))
     truth = [(1 + sum(k >= s for k in of_known)) / (n + 1) for s in of_new]
     assert found.tolist() == truth
     assert bool(((found > 0) & (found <= 1)).all())

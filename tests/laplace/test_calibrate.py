@@ -67,7 +67,22 @@ def truth_components(la: Any, x: Tensor, with_features: bool) -> Tensor:
         scale = f.norm() if with_features else torch.ones_like(n)
         row = [total / scale, total / (scale if with_features else n) ** 2, 1 / n]
         rows.append(torch.stack(row).log())
-    return torch.stack(rows).detach()
+    found = torch.stack(rows).detach()
+    return torch.cat([found, truth_distances(phi.detach()).unsqueeze(1)], 1) if with_features else found
+
+
+def truth_distances(phi: Tensor) -> Tensor:
+    """Relative Mahalanobis distances to the training inputs, on the unit sphere, per dimension."""
+    x, y = (torch.cat(part).cpu() for part in zip(*training(), strict=True))
+    u, v = (nn.functional.normalize(part.detach().cpu()) for part in (body()[:3](x), phi))
+    classes = [u[y == label] for label in y.unique()]
+    left = torch.cat([(part - part.mean(0)) * (len(part) / (len(part) - 1)) ** 0.5 for part in classes])
+
+    def squared(rows: Tensor, mean: Tensor) -> Tensor:
+        return (((v - mean) @ torch.linalg.inv(rows.T @ rows / len(rows))) * (v - mean)).sum(1)
+
+    near = torch.stack([squared(left, part.mean(0)) for part in classes]).amin(0)
+    return ((near - squared(u - u.mean(0), u.mean(0))) / u.shape[1]).to(phi)
 
 
 def truth_p_values(for_scale: Tensor, known: Tensor, new: Tensor) -> Tensor:
@@ -75,8 +90,7 @@ def truth_p_values(for_scale: Tensor, known: Tensor, new: Tensor) -> Tensor:
     scale = 1.4826 * (for_scale - middle).abs().median(0).values
 
     def statistic(c: Tensor) -> Tensor:
-        z = (c - middle) / scale
-        return (z.mul(2).exp().sum(1) + z[:, 0].neg().exp()).log() / 2
+        return (-2 * torch.special.log_ndtr((middle - c) / scale)).sum(1).sqrt()
 
     s, t = statistic(known), statistic(new)
     # Numbers within the rounding of float32 components are equal.

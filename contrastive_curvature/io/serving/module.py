@@ -26,6 +26,7 @@ FORMAT, VERSION = "contrastive_curvature.served", 1
 _BUFFERS = (
     *("typical_norm", "centres", "typical_ratio", "location", "scale", "rows", "counts"),
     *("variance", "bias_variance", "axes", "basis", "along", "across", "common", "covariance", "trace"),
+    *("known_basis", "known_weights", "known_slopes", "known_offsets"),
 )
 
 
@@ -117,6 +118,10 @@ class ScoreHead(nn.Module):
     trace: Tensor
     location: Tensor
     scale: Tensor
+    known_basis: Tensor | None
+    known_weights: Tensor
+    known_slopes: Tensor
+    known_offsets: Tensor
     rows: Tensor
     counts: Tensor | None
     tiny: Tensor
@@ -209,9 +214,15 @@ class ScoreHead(nn.Module):
 
     def _novelty(self, spread: Tensor, length: Tensor, phi: Tensor) -> Tensor:
         """Return the novelty of the logarithms of spread and norm; see :mod:`.known`."""
-        features = self._log(phi.double().square().sum(1).sqrt())
-        components = torch.stack([spread - features, spread - 2 * features, -length], dim=1)
-        return combine((components - self.location) / self.scale)
+        wide = phi.double()
+        norms = torch.maximum(wide.square().sum(1).sqrt(), self.tiny)
+        features = self._log(norms)
+        components = [spread - features, spread - 2 * features, -length]
+        if self.known_basis is not None:
+            u = wide / norms.unsqueeze(1)
+            nearest = (u @ self.known_slopes.T + self.known_offsets).amin(1)
+            components.append((u @ self.known_basis).square() @ self.known_weights + nearest)
+        return combine((torch.stack(components, dim=1) - self.location) / self.scale)
 
     def _p_value(self, score: Tensor, classes: Tensor | None) -> Tensor:
         """Return the conformal p-values of scores (B,)."""

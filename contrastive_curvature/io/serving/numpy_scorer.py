@@ -23,13 +23,19 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-FORMAT, VERSION = "contrastive_curvature.scorer", 3
+FORMAT, VERSION = "contrastive_curvature.scorer", 4
 
 CAP, WEIGHT, NEAREST = 0.85, 3.0, 4
 """Of the position between class centres: the largest ratio, its weight, and how many centres are looked at closely."""
 
-BELOW = 0.5
-"""Of the novelty: weight of the first component below its median."""
+TAIL = (
+    *(-1.2655121234847422, 1.000000000085138, 0.3749999876202876, 0.08333404321731487, -0.08595887819528081),
+    *(-0.14335982785093354, -0.09648985845800909, 0.06878120462341214, -0.10218119421100404, 1.1515735586724292),
+    *(-3.333543467853752, 7.446609161359192, -12.275184316640647, 10.743464342300873, 1.6832199676406254),
+    *(-16.696460796364075, 21.6613980688489, -15.345296269036949, 6.555878025039342, -1.5971863447915142),
+    0.17191471747949272,
+)
+"""Of the novelty: coefficients of the logarithm of a normal tail, those of the library."""
 
 RANDOM = 1e8
 """Largest sum of relative variances: there a direction is random."""
@@ -262,12 +268,15 @@ class Scorer:
 
     def _novelty(self, spread: Array, length: Array, phi: Array) -> Array:
         a = self._arrays
-        features = np.log(np.clip(np.sqrt(np.square(phi.astype(np.float64)).sum(1)), _TINY, _LARGEST))
-        components = np.stack([spread - features, spread - 2 * features, -length], axis=1)
-        z = (components - a["location"]) / a["scale"]
-        powers = 2 * np.concatenate([z, -BELOW * z[:, :1]], axis=1)
-        largest = powers.max(1)
-        return np.asarray((largest + np.log(np.exp(powers - largest[:, None]).sum(1))) / 2)
+        wide = phi.astype(np.float64)
+        norms = np.clip(np.sqrt(np.square(wide).sum(1)), _TINY, _LARGEST)
+        features = np.log(norms)
+        components = [spread - features, spread - 2 * features, -length]
+        if "known_basis" in a:
+            u = wide / norms[:, None]
+            nearest = (u @ a["known_slopes"].T + a["known_offsets"]).min(1)
+            components.append(np.square(u @ a["known_basis"]) @ a["known_weights"] + nearest)
+        return combine((np.stack(components, axis=1) - a["location"]) / a["scale"])
 
     def _p_value(self, score: Array, mu: Array) -> Array:
         """Compare with all calibration inputs, or with those of the nearest class centre."""
@@ -327,6 +336,15 @@ def _regression(features: Array, fitted: Mapping[str, Array]) -> Array:
 def between_classes(ratio: Array, typical: Any) -> Array:
     """Factors of angles: the library's function of this name."""
     return np.asarray(np.exp(WEIGHT * (np.minimum(ratio, CAP) - typical)))
+
+
+def combine(standardised: Array) -> Array:
+    """Fisher's combination of normal tails: the library's function of this name."""
+    z = np.abs(standardised)
+    t = 1 / (1 + z / math.sqrt(8))
+    log_p = np.log(t) + np.polyval(TAIL[::-1], t) - np.square(z) / 2 - math.log(2)
+    both = np.where(standardised > 0, -log_p, -np.log1p(-np.exp(log_p)))
+    return np.asarray(np.sqrt(2 * both.sum(1)))
 
 
 def _kappa(tangential: Array, dim: int) -> Array:

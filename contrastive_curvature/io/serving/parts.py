@@ -9,8 +9,10 @@ All structures come down to three forms of the covariance of the outputs at feat
 
 Besides, ``weight`` (D, F) and ``bias`` (D,) of the layer; ``typical_norm`` (); ``centres`` (K, D) and ``typical_ratio``
 () of the classes; ``location`` (3,), ``scale`` (3,) and ``statistics`` (n,) of the calibration, with ``rounding`` () of
-the scores and ``counts`` (K,) where p-values are by class. What is not there has no name. In a file of the scorer
-also the tensors of ``MatchProbability.state_dict``, after ``match.``.
+the scores and ``counts`` (K,) where p-values are by class; ``known_basis`` (F, M), ``known_weights`` (M,),
+``known_slopes`` (C, F) and ``known_offsets`` (C,) of a novelty with classes; ``location`` and ``scale`` then have a
+fourth entry. What is not there has no name. In a file of the scorer also the tensors of
+``MatchProbability.state_dict``, after ``match.``.
 """
 
 from __future__ import annotations
@@ -114,6 +116,8 @@ def parts_of(la: Any, p_value: bool | None = None) -> Parts:
         reference, score = calibration.reference, calibration.score.name
         found |= {name: getattr(reference, name) for name in ("location", "scale", "statistics", "counts")}
         found["rounding"] = reference.statistics.new_tensor(reference.rounding)
+        if calibration.gaussians is not None and score == NOVELTY:
+            found |= {f"known_{name}": value for name, value in vars(calibration.gaussians).items()}
     # Copies, so that they follow no later change.
     contiguous = torch.contiguous_format
     arrays = {name: a.detach().clone(memory_format=contiguous) for name, a in found.items() if a is not None}
