@@ -256,8 +256,10 @@ class Judge:
         def of_rows(value: Tensor | None) -> Tensor | None:
             return None if value is None else taken(value, rows.to(value.device))
 
-        held = {name: of_rows(getattr(self, name)) for name in ("features", "values", "distances", "unrounded")}
-        return replace(self, **held)
+        features, values, distances, unrounded = map(
+            of_rows, (self.features, self.values, self.distances, self.unrounded)
+        )
+        return replace(self, features=features, values=values, distances=distances, unrounded=unrounded)
 
     def to(self, device: torch.device) -> Judge:
         """Return the same judge, whose features do not stay on another device."""

@@ -211,8 +211,7 @@ def loaded_calibration(saved: Mapping[str, Any] | None, width: int | None, like:
 def _loaded_gaussians(saved: object, width: int | None, like: Tensor) -> ClassGaussians:
     if width is None or not isinstance(saved, Mapping) or set(saved) != set(_OF_GAUSSIANS):
         refuse("calibration", f"gaussians with {', '.join(_OF_GAUSSIANS)}, of a last layer", kind_of(saved))
-    shapes = {"weights": (None,), "offsets": (None,)}
-    check_shapes("calibration", saved, like, shapes, torch.float64)
+    check_shapes("calibration", saved, like, {"weights": (None,), "offsets": (None,)}, torch.float64)
     shapes = {"basis": (width, len(saved["weights"])), "slopes": (len(saved["offsets"]), width)}
     check_shapes("calibration", saved, like, shapes, torch.float64)
     if not len(saved["offsets"]):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -166,11 +167,17 @@ def test_fits_that_add_up_keep_a_sample_of_both(pairs: str) -> None:
     la = Laplace(body(), "contrastive", "last_layer", "diag", backend_kwargs={"pairs": pairs})
     la.fit(training(0))
     la.fit(training(1), override=False)
-    rows = la.known.sample.features.columns["features"]
-    truth = body()[:3](torch.cat([x for seed in (0, 1) for x, _ in training(seed)])).detach()
-    torch.testing.assert_close(rows.sort(0).values, truth.sort(0).values)
+    columns = la.known.sample.features.columns
+    x, y = map(torch.cat, zip(*training(0), *training(1), strict=True))
+    truth = torch.cat([body()[:3](x).detach(), y.unsqueeze(1)], 1)
+    rows = torch.cat([columns["features"], columns["classes"].unsqueeze(1)], 1)
+    torch.testing.assert_close(rows[rows[:, 0].argsort()], truth[truth[:, 0].argsort()])
     la.fit(training(1))
     assert len(la.known.sample.features) == TRAINED
+    sample = la.known.sample.features
+    unlabelled = replace(sample, columns={"features": sample.columns["features"]})
+    for merged in (sample.merged(unlabelled), unlabelled.merged(sample)):
+        assert set(merged.columns) == {"features"}
 
 
 @pytest.mark.filterwarnings("ignore:override=False. this posterior was loaded")
@@ -321,6 +328,8 @@ def test_the_calibration_is_saved(weights: str, structure: str) -> None:
     loaded = made(weights, structure)
     loaded.load_state_dict(la.state_dict())
     torch.testing.assert_close(loaded(x).p_value, la(x).p_value, rtol=0, atol=0)
+    loaded.calibrate(given())
+    assert (loaded(x)._judge._components(loaded(x)).shape[1] == 4) == (weights == "last_layer")
     loaded.prior_precision = 5.0
     with pytest.raises(cc.NotFittedError, match="another posterior"):
         _ = loaded(x).p_value
@@ -337,6 +346,8 @@ SPOILT: list[tuple[str, Callable[[Tensor], Any], str]] = [
     ("statistics", lambda v: v[:0], "statistics"),
     ("location", lambda v: v[:2], "shape"),
     ("scale", lambda v: 0 * v, "positive"),
+    ("gaussians", lambda v: {**v, "basis": v["basis"][:2]}, "shape"),
+    ("gaussians", lambda v: {"basis": v["basis"]}, "slopes"),
     ("more", lambda _: 1, "more"),
 ]
 

@@ -186,7 +186,7 @@ def test_rows_that_are_not_finite_and_outputs_of_zeros(device: str, tmp_path: Pa
         np.testing.assert_array_equal(new[[0, 3]], old)
 
 
-@each("change, says", [({"format": "x"}, "format"), ({"version": 4}, "version 3"), ({"form": "diagonal"}, "changed")])
+@each("change, says", [({"format": "x"}, "format"), ({"version": 3}, "version 4"), ({"form": "diagonal"}, "changed")])
 def test_what_is_wrong_is_refused_on_load(device: str, change: dict[str, Any], says: str, tmp_path: Path) -> None:
     fitted("kron_lowrank of rank 2", device=device).export(tmp_path / "right.safetensors")
     with safe_open(tmp_path / "right.safetensors", "np") as file:
