@@ -98,7 +98,7 @@ def test_a_stream_in_parts_through_files(tmp_path: Any) -> None:
     whole = cc.DriftMonitor(la, delta=1e-3, seed=5)
     assert not whole.update(la(stream[:60]))
     assert whole.update(la(stream[60:]))
-    assert 60 < whole.drifted_at < 90
+    assert 60 < whole.drifted_at < 130
     assert whole.log10_evidence[whole.drifted_at - 1] >= 3 > whole.log10_evidence[: whole.drifted_at - 1].max()
     assert whole.evidence == pytest.approx(10 ** whole.log10_evidence[-1])
     assert f"drift, found at input {whole.drifted_at} in 160 inputs" in repr(whole)
