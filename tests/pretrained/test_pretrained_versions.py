@@ -24,6 +24,9 @@ VERSIONS = Path(__file__).resolve().parent / "versions"
 RELEASED = ["0.2.0"]
 """Append the version of every release."""
 
+OTHER_NOVELTY = ["0.2.0"]
+"""Releases whose calibrations are of another statistic, and left out."""
+
 NAMES = ("mu", "kappa", "variance", "uncertainty", "p_value")
 
 ROUNDING = 1e-4
@@ -46,7 +49,8 @@ def encoder() -> nn.Module:
 
 def predictions(la: Any, match: cc.MatchProbability, device: str) -> dict[str, Any]:
     out = la(numbers(3, 4, phase=0.7).to(device))
-    found = {name: getattr(out, name).tolist() for name in NAMES}
+    names = [name for name in NAMES if name != "p_value" or la.known.calibration is not None]
+    found = {name: getattr(out, name).tolist() for name in names}
     return {**found, "right": match.nearest(out, la(numbers(60, 4).to(device))).right.tolist()}
 
 
@@ -76,7 +80,12 @@ def test_there_is_a_folder_for_every_release() -> None:
 def test_it_loads_and_predicts_what_it_did(version: str, device: str) -> None:
     folder = VERSIONS / version / "posterior"
     expected = json.loads((VERSIONS / version / "expected.json").read_text())
-    la = cc.load_pretrained(folder, encoder().to(device))
+    if version in OTHER_NOVELTY:
+        del expected["p_value"]
+        with pytest.warns(UserWarning, match="another statistic"):
+            la = cc.load_pretrained(folder, encoder().to(device))
+    else:
+        la = cc.load_pretrained(folder, encoder().to(device))
     found = predictions(la, cc.pretrained.load_match(folder), device)
     assert found.keys() == expected.keys()
     for name, value in expected.items():
