@@ -19,7 +19,8 @@ FAMILIES = {
     "cifar10-resnet-": "CIFAR-10, small ResNet",
     "cifar10-paper": "CIFAR-10, the paper's network",
     "faces": "faces (LFW), pretrained MobileFaceNet",
-    "clinc150": "sentences (CLINC150)",
+    "clinc150-64": "sentences (CLINC150)",
+    "clinc150-unseen": "sentences (CLINC150), unseen intents",
     "omniglot": "drawings (Omniglot), unseen alphabets",
     "fashionmnist": "Fashion-MNIST, the paper's network",
     "mnist": "MNIST, the paper's network",
@@ -70,7 +71,7 @@ STORES = {
 }
 """How many numbers a score keeps: C classes, F features, K <= 1000 axes, D dimensions, N training inputs, M others."""
 
-UNSEEN = ("faces", "omniglot")
+UNSEEN = ("faces", "clinc150-unseen", "omniglot")
 """Families whose test inputs are of classes that training has not seen."""
 
 
@@ -119,7 +120,11 @@ def _by_score(families: dict[str, list[Result]]) -> Iterator[str]:
         ]
 
     scores = {"default/novelty": OURS["default/novelty"], **RIVALS_RIGHT, **RIVALS_KNOWN}
-    head = ["known input? mean / worst kind", "numbers kept", *(start.strip("-") for start in families)]
+    head = [
+        "known input? mean / worst kind",
+        "numbers kept",
+        *(start.removesuffix("-64").strip("-") for start in families),
+    ]
     yield table(
         head,
         cells(scores, families, lambda mine, x: f"{auroc(mine, x):.3f} / {min(by_kind(mine, x).values()):.3f}"),

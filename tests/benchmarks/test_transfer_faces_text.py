@@ -240,6 +240,10 @@ def test_texts_train_an_encoder_that_repeats_itself(tmp_path, monkeypatch):
     assert (made.train_labels[nearest] == made.test_labels).all()
     assert np.array_equal(made.test_features, again.test_features)
     assert all(np.array_equal(made.corrupted[key], again.corrupted[key]) for key in made.corrupted)
+    unseen = clinc150._make("supcon", 1, tmp_path, tmp_path, 0)
+    (left_out,) = set(unseen.test_labels.tolist())
+    assert set(unseen.train_labels.tolist()) == set(unseen.calibration_labels.tolist()) == {0, 1, 2} - {left_out}
+    assert (len(unseen.train_labels), len(unseen.test_labels)) == (48, 5)
     save_features(tmp_path / "a.npz", made)
     read = load_features(tmp_path / "a.npz")
     assert np.array_equal(read.calibration_features, made.calibration_features)

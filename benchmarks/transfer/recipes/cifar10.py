@@ -54,7 +54,9 @@ def load_photographs(root: Path, seed: int) -> Known:
     Raises:
         InputError: Files are missing or damaged.
     """
-    train, test = (_read(root / _FOLDER / part, count, seed) for part, count in (("train", _TRAIN), ("test", _TEST)))
+    train, test = (
+        read_images(root / _FOLDER / part, count, seed) for part, count in (("train", _TRAIN), ("test", _TEST))
+    )
     return Known(*train, *test)
 
 
@@ -67,7 +69,8 @@ def unknown_to_photographs(root: Path, count: int, seed: int) -> dict[str, Image
     return {name: unknown_images(source, root, (3, _SIDE, _SIDE), count, seed) for name, source in _UNKNOWN.items()}
 
 
-def _read(folder: Path, count: int, seed: int) -> tuple[Images, NDArray[np.int64]]:
+def read_images(folder: Path, count: int, seed: int) -> tuple[Images, NDArray[np.int64]]:
+    """Read ``FOLDER/CLASS/*.jpg``, as many of each class; the images (N, 32, 32, 3) and the numbers of the classes."""
     classes = sorted(path for path in folder.glob("*") if path.is_dir())
     files = [(path, label) for label, place in enumerate(classes) for path in sorted(place.glob("*.jpg"))]
     if not files:
@@ -249,6 +252,13 @@ _SIZES_RESNET56 = Sizes(10_000, 2_000, 500, 1_000)
 _TRAINING_RESNET56 = Training(epochs=10, rate=3e-3)
 
 
+def published_trunk(root: Path) -> CifarResNet:
+    """Load the ResNet-56 that somebody else trained, in evaluation mode."""
+    trunk = CifarResNet(_DEPTH).to(memory_format=torch.channels_last)
+    load_weights(trunk, root / _WEIGHTS, _HOW_RESNET56)
+    return trunk.eval()
+
+
 def trunk_features(root: Path, folder: Path, seed: int) -> FeatureFile:
     """The trunk's 64 features with its own classifier as the last layer; kept in the folder, as they take minutes.
 
@@ -267,9 +277,8 @@ def trunk_features(root: Path, folder: Path, seed: int) -> FeatureFile:
     if path.is_file():
         return load_features(path)
     known, unknown = load_photographs(root, seed), unknown_to_photographs(root, _SIZES_RESNET56.unknown, seed)
-    trunk = CifarResNet(_DEPTH).to(memory_format=torch.channels_last)
-    load_weights(trunk, root / _WEIGHTS, _HOW_RESNET56)
-    found = all_features(trunk.eval(), trunk.linear, known, unknown, _SIZES_RESNET56, seed)
+    trunk = published_trunk(root)
+    found = all_features(trunk, trunk.linear, known, unknown, _SIZES_RESNET56, seed)
     save_features(path, found)
     return found
 

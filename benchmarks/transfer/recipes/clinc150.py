@@ -1,7 +1,8 @@
 """CLINC150: a small encoder trained here on queries of 150 intents; unknown are the queries that have none of them.
 
 The training queries train the encoder and fit the posterior, the validation queries are for its calibration, and the
-test queries judge it; all have the same intents.
+test queries judge it; all have the same intents. Where intents are left out, the test queries have those, and training
+and validation the others.
 """
 
 from __future__ import annotations
@@ -26,20 +27,26 @@ _CORRUPTED = 1000
 # With several queries of each of so many intents in a batch.
 _TRAINING = Training(epochs=15, rate=3e-3, batch=256, together=4)
 _ROWS = 1000
+_LEFT_OUT = 30
 
 
-def _make(loss: str, root: Path, _folder: Path, seed: int) -> FeatureFile:
+def _make(loss: str, left_out: int, root: Path, _folder: Path, seed: int) -> FeatureFile:
     queries = read_queries(root)
-    parts = {part: parts_of(texts) for part, texts in queries.texts.items()}
+    unseen = np.random.default_rng(seed).permutation(len(np.unique(queries.labels["test"])))[:left_out]
+    texts, labels = {}, {}
+    for part, known in queries.labels.items():
+        rows = np.flatnonzero(np.isin(known, unseen) == (part == "test" and left_out > 0))
+        texts[part], labels[part] = [queries.texts[part][row] for row in rows], known[rows]
+    parts = {part: parts_of(some) for part, some in texts.items()}
     with seeded(seed):
         encoder = make_text_encoder(_DIM)
         # Within: dropout draws from the same source.
         inputs = parts["train"]
-        train(encoder, lambda rows: inputs[rows], torch.from_numpy(queries.labels["train"]), loss, _TRAINING, seed)
+        train(encoder, lambda rows: inputs[rows], torch.from_numpy(labels["train"]), loss, _TRAINING, seed)
     trunk, head = encoder[:-1], encoder.head
     features = {part: _features(trunk, numbers) for part, numbers in parts.items()}
     rows = np.sort(np.random.default_rng(seed).permutation(len(parts["test"]))[:_CORRUPTED])
-    chosen = [queries.texts["test"][row] for row in rows]
+    chosen = [texts["test"][row] for row in rows]
     corrupted = {
         (kind, level): _features(trunk, parts_of(corrupt_text(chosen, kind, level, seed)))
         for kind in TEXT_KINDS
@@ -47,16 +54,16 @@ def _make(loss: str, root: Path, _folder: Path, seed: int) -> FeatureFile:
     }
     return FeatureFile(
         train_features=features["train"],
-        train_labels=queries.labels["train"],
+        train_labels=labels["train"],
         test_features=features["test"],
-        test_labels=queries.labels["test"],
+        test_labels=labels["test"],
         weight=head.weight.detach().numpy(),
         bias=head.bias.detach().numpy(),
         unknown={"outofscope": _features(trunk, parts_of(queries.beyond))},
         corrupted=corrupted,
         corrupted_rows=rows,
         calibration_features=features["val"],
-        calibration_labels=queries.labels["val"],
+        calibration_labels=labels["val"],
     )
 
 
@@ -66,6 +73,8 @@ def _features(trunk: nn.Module, numbers: Tensor) -> NDArray[np.float32]:
 
 
 CLINC150 = tuple(
-    Recipe(f"clinc150-{_DIM}-{loss}", f"CLINC150, D = {_DIM}, {loss}", partial(_make, loss)) for loss in LOSSES
+    Recipe(f"clinc150-{name}{_DIM}-{loss}", f"CLINC150{title}, D = {_DIM}, {loss}", partial(_make, loss, left_out))
+    for name, title, left_out in (("", "", 0), ("unseen-", f", {_LEFT_OUT} intents left out", _LEFT_OUT))
+    for loss in LOSSES
 )
-"""Dimension 64, three losses."""
+"""Dimension 64, three losses, of queries of seen and of unseen intents."""

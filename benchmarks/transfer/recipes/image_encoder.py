@@ -116,15 +116,17 @@ def all_features(
     test = known.test[: sizes.test]
     corrupted = test[: sizes.corrupted]
     return FeatureFile(
-        train_features=_features(body, known.train[: sizes.train]),
+        train_features=features_of(body, known.train[: sizes.train]),
         train_labels=known.train_labels[: sizes.train],
-        test_features=_features(body, test),
+        test_features=features_of(body, test),
         test_labels=known.test_labels[: sizes.test],
         weight=head.get_parameter("weight").detach().numpy(),
         bias=head.get_parameter("bias").detach().numpy(),
-        unknown={name: _features(body, images[: sizes.unknown]) for name, images in unknown.items()},
+        unknown={name: features_of(body, images[: sizes.unknown]) for name, images in unknown.items()},
         corrupted={
-            (kind, level): _features(body, corrupt(corrupted, kind, level, seed)) for kind in KINDS for level in LEVELS
+            (kind, level): features_of(body, corrupt(corrupted, kind, level, seed))
+            for kind in KINDS
+            for level in LEVELS
         },
         corrupted_rows=np.arange(len(corrupted)),
     )
@@ -159,5 +161,5 @@ def unknown_images(name: str, root: Path, shape: tuple[int, int, int], count: in
 
 
 @torch.no_grad()
-def _features(body: nn.Module, images: Images) -> NDArray[np.float32]:
+def features_of(body: nn.Module, images: Images) -> NDArray[np.float32]:
     return torch.cat([body(make_inputs(images[at : at + _BATCH])) for at in range(0, len(images), _BATCH)]).numpy()
