@@ -223,7 +223,7 @@ MUTANTS = [
     M("p-value of zero", "(1 + #{known >= s}) / (n + 1)", "embedding/known.py",
       "(n + 1 - below)", "(n - below)", "embedding/test_known.py"),
     M("the other tail of novelty", "-log(1 - Phi(z))", "embedding/known.py",
-      "standardised > 0, -log_p", "standardised < 0, -log_p", "embedding/test_known.py"),
+      "tails > 0, -log_p", "tails < 0, -log_p", "embedding/test_known.py"),
     M("class means of the sample shrink the covariance", "rows within a class times sqrt(n / (n - 1))",
       "embedding/known.py", "counts / (counts - 1)", "counts / counts", "embedding/test_known.py"),
     M("gallery's threshold is one rank too low", "ceil((1 - share) (n + 1))", "embedding/gallery.py",

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -19,8 +19,9 @@ from contrastive_curvature.errors import InputError, expected
 if TYPE_CHECKING:
     from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 
-_WITH_FEATURES = ("log V/|phi|", "log V/|phi|^2", "-log n")
-_WITHOUT = ("log V", "log V/n^2", "-log n")
+_WITH_FEATURES = ("log V/|phi| (both tails)", "log V/|phi|^2", "-log n")
+_WITHOUT = ("log V (both tails)", "log V/n^2", "-log n")
+_OF_TRAINING = ("log Mahalanobis distance of outputs", "relative Mahalanobis distance of features")
 """Names of the components."""
 
 NOVELTY, UNCERTAINTY = "novelty", "uncertainty"
@@ -68,15 +69,15 @@ class OptimisticPValueWarning(UserWarning):
     """A p-value is relative to inputs that the encoder was trained on, so it is too small for other known inputs."""
 
 
-def statistic_name(with_features: bool, score: str = NOVELTY, with_classes: bool = False) -> str:
-    """Return the name of the statistic.
+def statistic_name(with_features: bool, score: str = NOVELTY, n_distances: int = 0) -> str:
+    """Return the name of the statistic, with so many distances to training inputs.
 
     Saved calibrations carry it, so it must change whenever the score does, such as :func:`components` or
     :func:`combine`.
     """
     if score != NOVELTY:
         return score
-    names = (*(_WITH_FEATURES if with_features else _WITHOUT), *(("relative Mahalanobis distance",) * with_classes))
+    names = (*(_WITH_FEATURES if with_features else _WITHOUT), *_OF_TRAINING[:n_distances])
     return f"Fisher's combination of standardised {', '.join(names)}"
 
 
@@ -87,7 +88,7 @@ def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = N
     and the norm ``|phi|`` of the features: the logarithms of ``V / |phi|``, ``V / |phi|^2`` and ``1 / n``, and without
     features those of ``V``, ``V / n^2`` and ``1 / n``. The first sees inputs with large features in unusual directions
     (strong noise), ``V / |phi|^2`` unusual directions alone (another kind of image), ``1 / n`` inputs that the encoder
-    sees little in (blur, little contrast): no single one of them sees all. :class:`ClassGaussians` gives a fourth.
+    sees little in (blur, little contrast): no single one sees all. :class:`TrainingGaussians` gives further ones.
 
     A ``V`` below the rounding of ``tr Cov`` counts as that rounding, and what is zero even then counts as the smallest
     normal number of float64: zero variances, outputs and features give finite components.
@@ -115,52 +116,72 @@ def feature_norms(phi: Tensor) -> Tensor:
 
 
 def combine(standardised: Tensor) -> Tensor:
-    """Return the statistic (B,) of components (B, K): ``sqrt(2 s)`` with ``s = sum_k -log(1 - Phi(z_k))``.
+    """Return the statistic (B,) of components (B, K), ``sqrt(2 s)`` of ``s = sum_k -log(1 - Phi(z_k)) - log Phi(z_1)``.
 
     Each term is the logarithm of the p-value that the component would have if it were normally distributed, so ``s``
-    combines them as Fisher did, and a component far below its median counts nothing. The root makes it a distance in
-    standard deviations, about ``z`` where one component is far out, whose rounding is that of the components.
+    combines them as Fisher did. Both tails of the first count, for an input may also have too little variance; of the
+    others, what is far below its median counts nothing. The root makes it a distance in standard deviations, about
+    ``z`` where one component is far out, whose rounding is that of the components.
 
     Source: R. A. Fisher, *Statistical Methods for Research Workers*, 4th ed., 1932, section 21.1.
     """
-    z = standardised.abs()
+    tails = torch.cat([standardised, -standardised[:, :1]], dim=1)
+    z = tails.abs()
     t = 1 / (1 + z / 8**0.5)
     series = torch.zeros_like(t)
     for coefficient in reversed(TAIL):
         series = series * t + coefficient
     # Of the tail beyond |z|.
     log_p = t.log() + series - z.square() / 2 - math.log(2)
-    both = torch.where(standardised > 0, -log_p, -torch.log1p(-log_p.exp()))
+    both = torch.where(tails > 0, -log_p, -torch.log1p(-log_p.exp()))
     return (2 * both.sum(1)).sqrt()
 
 
 @dataclass(frozen=True)
-class ClassGaussians:
-    """Relative Mahalanobis distance of features on the unit sphere to the classes of training, per dimension.
+class TrainingGaussians:
+    """Distances to training inputs under Gaussians that were fitted to a sample of them.
 
-    For ``u = phi / |phi|`` of F features it is ``(min_c d(u, m_c; Sw) - d(u, m; St)) / F`` with the squared distance
-    ``d(u, m; S) = (u - m)^T S^-1 (u - m)``, means ``m_c`` of the classes and ``m`` of all, and covariances ``Sw``
-    within classes and ``St`` in total. Directions in which the inputs of one class differ as much as those of different
-    classes cancel. Since ``|u| = 1``, it equals ``(u B)^2 . s + min_c (u . a_c + k_c)``, which is what is stored.
+    With the squared distance ``d(x, m; S) = (x - m)^T S^-1 (x - m)``, the first is the logarithm of ``d(z, m; S)`` of
+    raw outputs ``z``. The second, where classes are known, is the relative distance of the features on the unit sphere,
+    ``u = phi / |phi|``, per dimension: ``(min_c d(u, m_c; Sw) - d(u, m; St)) / F``, with means ``m_c`` of the classes
+    and ``m`` of all, and covariances ``Sw`` within classes and ``St`` in total. Directions in which the inputs of one
+    class differ as much as those of different classes cancel. Since ``|u| = 1``, it equals
+    ``(u B)^2 . s + min_c (u . a_c + k_c)``, which is what is stored.
 
     Source: Ren et al., "A simple fix to Mahalanobis distance for improving near-OOD detection", 2021
-    (arXiv 2106.09022).
+    (arXiv 2106.09022), for the second.
 
     Attributes:
-        basis: ``B``, shape (F, R), like all others float64.
+        centre: Mean of the outputs, shape (D,), like all others float64.
+        axes: Axes of ``S``, shape (D, Q).
+        inside: Inverse variances along them, less ``outside``, shape (Q,).
+        outside: Inverse variance in all other directions, shape ().
+        basis: ``B``, shape (F, R); ``None`` without classes, as are all that follow.
         weights: ``s``, shape (R,).
         slopes: ``a_c``, shape (C, F).
         offsets: ``k_c``, shape (C,).
     """
 
-    basis: Tensor
-    weights: Tensor
-    slopes: Tensor
-    offsets: Tensor
+    centre: Tensor
+    axes: Tensor
+    inside: Tensor
+    outside: Tensor
+    basis: Tensor | None = None
+    weights: Tensor | None = None
+    slopes: Tensor | None = None
+    offsets: Tensor | None = None
 
     @classmethod
-    def of(cls, features: Tensor, classes: Tensor) -> ClassGaussians | None:
-        """Return the Gaussians of features (n, F) of classes (n,); ``None`` without two classes of two inputs each.
+    def of(cls, features: Tensor, outputs: Tensor, classes: Tensor | None = None) -> TrainingGaussians:
+        """Return the Gaussians of features (n, F), outputs (n, D) and, if known, classes (n,)."""
+        wide = outputs.double()
+        centre = wide.mean(0)
+        spread = _Precision.of(wide - centre, float(wide.square().sum(1).mean().sqrt()))
+        found = cls(centre, spread.basis, spread.weights, wide.new_tensor(spread.rest))
+        return found if classes is None else found._with_classes(features, classes)
+
+    def _with_classes(self, features: Tensor, classes: Tensor) -> TrainingGaussians:
+        """Return the same with the classes, if two of them have two inputs each.
 
         A class of one input says nothing about the spread in classes, and is no class to be near to.
         """
@@ -168,26 +189,36 @@ class ClassGaussians:
         _, index, counts = classes.unique(return_inverse=True, return_counts=True)
         several, counts = counts > 1, counts.double()
         if int(several.sum()) < 2:
-            return None
+            return self
         means = u.new_zeros(len(counts), u.shape[1]).index_add_(0, index, u) / counts.unsqueeze(1)
         # The mean of a class is nearer to its inputs than to others.
         left = (u - means[index]) * (counts / (counts - 1)).sqrt()[index].unsqueeze(1)
         centre, means, width = u.mean(0), means[several], u.shape[1]
         within, total = _Precision.of(left[several[index]]), _Precision.of(u - centre)
         near, far = within(means), total(centre.unsqueeze(0))
-        return cls(
-            torch.cat([within.basis, total.basis], dim=1),
-            torch.cat([within.weights, -total.weights]) / width,
-            2 * (far - near) / width,
-            ((near * means).sum(1) - far[0] @ centre + within.rest - total.rest) / width,
+        return replace(
+            self,
+            basis=torch.cat([within.basis, total.basis], dim=1),
+            weights=torch.cat([within.weights, -total.weights]) / width,
+            slopes=2 * (far - near) / width,
+            offsets=((near * means).sum(1) - far[0] @ centre + within.rest - total.rest) / width,
         )
 
-    def __call__(self, features: Tensor) -> Tensor:
-        """Return the distances (B,) of features (B, F), float64."""
-        u = _units(features.to(self.basis.device))
-        return ((u @ self.basis).square() @ self.weights + (u @ self.slopes.T + self.offsets).amin(1)).to(
-            features.device
-        )
+    @property
+    def n_distances(self) -> int:
+        """Number of distances."""
+        return 1 if self.basis is None else 2
+
+    def __call__(self, features: Tensor, outputs: Tensor) -> Tensor:
+        """Return the distances (B, 1) or (B, 2) of features (B, F) and outputs (B, D), float64."""
+        apart = outputs.to(self.centre) - self.centre
+        squared = (apart @ self.axes).square() @ self.inside + self.outside * apart.square().sum(1)
+        found = [squared.clamp(min=_TINY, max=_HUGE).log()]
+        if self.basis is not None:
+            u = _units(features.to(self.basis.device))
+            nearest = (u @ self.slopes.T + self.offsets).amin(1)  # type: ignore[union-attr, operator]
+            found.append((u @ self.basis).square() @ self.weights + nearest)  # type: ignore[operator]
+        return torch.stack(found, dim=1).to(features.device)
 
 
 @dataclass(frozen=True)
@@ -199,8 +230,11 @@ class _Precision:
     rest: float
 
     @classmethod
-    def of(cls, rows: Tensor) -> _Precision:
-        """Return that of centred rows (n, F): the leading axes and an isotropic rest."""
+    def of(cls, rows: Tensor, length: float = 1.0) -> _Precision:
+        """Return that of centred rows (n, F): the leading axes and an isotropic rest.
+
+        ``length`` is that of the vectors before they were centred.
+        """
         n, width = rows.shape
         # Half as many axes as rows: the smallest eigenvalues of so few rows are noise.
         rank = min(width, _AXES, max(1, n // 2))
@@ -210,8 +244,8 @@ class _Precision:
         inside = rows @ axes
         values, vectors = torch.linalg.eigh(inside.T @ inside / n)
         values, vectors = values.flip(0)[:rank], vectors.flip(1)[:, :rank]
-        # So that the rounding of float32 features moves no distance by more than ROUNDING.
-        least = (2 * _EPS / (ROUNDING * width)) ** 2
+        # So that the rounding of float32 vectors moves no distance by more than ROUNDING.
+        least = (2 * _EPS * max(length, _TINY**0.25) / (ROUNDING * width)) ** 2
         rest = (float(rows.square().sum()) / n - float(values.sum())) / max(1, width - rank)
         rest = 1 / max(rest, least) if rank < width else 0.0
         return cls(axes @ vectors, 1 / values.clamp(min=least) - rest, rest)

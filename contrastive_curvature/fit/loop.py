@@ -155,7 +155,7 @@ class CurvatureSum:
         self._dominance = Dominance(pullback, structure, part)
         self._features: RowCollector | None = None
         if isinstance(pullback, LastLayerPullback):
-            # 2,000 rows and 2^24 numbers at most, but 200 rows of any width: the covariance of classes needs some of each.
+            # 2,000 rows and 2^24 numbers at most, but 200 rows of any width: some of each class.
             width = pullback.encoder.require_last_layer().in_features
             self._features = RowCollector(max(200, min(2000, 2**24 // max(1, width))))
         self._classes: CentreCollector | None = CentreCollector() if classes else None

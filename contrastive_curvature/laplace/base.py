@@ -388,7 +388,7 @@ class ContrastiveLaplace(FittedPosterior):
         self.model.output_size = self.n_outputs
         self._hold_curvature(*self.form.loaded(state))
         width = self.model.last_layer.in_features if self.keeps_features else None
-        self.known = self.known.anew(loaded_calibration(state["calibration"], width, like))
+        self.known = self.known.anew(loaded_calibration(state["calibration"], width, self.n_outputs, like))
         self._classes = loaded_classes(state["class_centres"], self.n_outputs, like)
         now, saved = weight_norms(self.model), state["encoder_norms"].to(like.device)
         # The tolerance is for other precisions. The encoder's own weights may be loaded after this, so it is no error.

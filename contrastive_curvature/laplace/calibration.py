@@ -24,9 +24,9 @@ from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.known import (
     NOVELTY,
     UNCERTAINTY,
-    ClassGaussians,
     OptimisticPValueWarning,
     Reference,
+    TrainingGaussians,
     check_alpha,
     components,
     feature_norms,
@@ -132,27 +132,28 @@ class Calibration:
         reference: Their scores.
         fingerprint: Of the posterior that they belong to.
         score: What the score is.
-        gaussians: Of the classes of training, where they are known.
+        gaussians: Of training inputs, where there was a sample of them.
     """
 
     reference: Reference
     fingerprint: Tensor
     score: Score = field(default_factory=Score)
-    gaussians: ClassGaussians | None = None
+    gaussians: TrainingGaussians | None = None
 
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """Features of some training inputs, with their classes, if any, and the fingerprint of their encoder."""
+    """Features of some training inputs, with their classes, if any, their outputs, and a fingerprint of the encoder."""
 
     features: Rows
+    outputs: Tensor
     encoder: Tensor
 
     @cached_property
-    def gaussians(self) -> ClassGaussians | None:
-        """Gaussians of the classes; made when first asked for."""
+    def gaussians(self) -> TrainingGaussians:
+        """Their Gaussians; made when first asked for."""
         columns = self.features.columns
-        return ClassGaussians.of(columns["features"], columns["classes"]) if "classes" in columns else None
+        return TrainingGaussians.of(columns["features"], self.outputs, columns.get("classes"))
 
 
 @dataclass(frozen=True)
@@ -162,7 +163,7 @@ class KnownInputs:
     Attributes:
         fits: How often the curvature was set.
         sample: Some inputs of ``fit``.
-        training: Fingerprint of the posterior and components (m, 3) or (m, 4) of the sample under it.
+        training: Fingerprint of the posterior and components (m, K) of the sample under it.
         calibration: From :func:`calibrate`.
         seen: State in which all weights were last seen to be those of the calibration.
         warned: Whether it has said that p-values without calibration are optimistic.
@@ -176,8 +177,8 @@ class KnownInputs:
     warned: bool = False
 
     @property
-    def gaussians(self) -> ClassGaussians | None:
-        """Gaussians of the classes of training that a novelty takes into account."""
+    def gaussians(self) -> TrainingGaussians | None:
+        """Gaussians of training inputs that a novelty takes into account."""
         source = self.calibration or self.sample
         return None if source is None else source.gaussians
 
@@ -195,7 +196,7 @@ class Judge:
         stamp: Its state then.
         features: Features, shape (B, F).
         values: Components (B, 3) of the embeddings, once they are known.
-        distances: Relative distances (B,) of the features, once they are known.
+        distances: Distances (B, 1) or (B, 2) to training inputs, once they are known.
         unrounded: Uncertainties and predicted classes (B, 2) of embeddings that were rounded.
     """
 
@@ -268,7 +269,7 @@ class Judge:
     def fixed(self, embedding: EmbeddingDistribution) -> Judge:
         """Return a judge that no longer looks at the embedding, which is about to be rounded."""
         before = self.unrounded if self.unrounded is not None else _unrounded(embedding)
-        values, distances = self._values(embedding), self._distances()
+        values, distances = self._values(embedding), self._distances(embedding)
         return replace(self, features=None, values=values, distances=distances, unrounded=before)
 
     def joined(self, judges: Sequence[Judge | None], embeddings: Sequence[EmbeddingDistribution]) -> Judge | None:
@@ -278,15 +279,16 @@ class Judge:
             if judge is None or judge.la is not self.la or not judge.stamp.equals(self.stamp):
                 return None
             parts.append(judge.fixed(embedding) if rounded else judge)
-        values = torch.cat([part._values(embedding) for part, embedding in zip(parts, embeddings, strict=True)])
+        pairs = list(zip(parts, embeddings, strict=True))
+        values = torch.cat([part._values(embedding) for part, embedding in pairs])
         # Not the features of all parts, which may be of a whole data set.
-        distances = [found for part in parts if (found := part._distances()) is not None]
+        distances = [found for part, embedding in pairs if (found := part._distances(embedding)) is not None]
         whole = torch.cat(distances) if len(distances) == len(parts) else None
         before = torch.cat([part.unrounded for part in parts if part.unrounded is not None]) if rounded else None
         return replace(self, features=None, values=values, distances=whole, unrounded=before)
 
     def _components(self, embedding: EmbeddingDistribution) -> Tensor:
-        return _with_distances(self._values(embedding), self._distances())
+        return _with_distances(self._values(embedding), self._distances(embedding))
 
     def _values(self, embedding: EmbeddingDistribution) -> Tensor:
         device = embedding.raw_mean.device
@@ -295,12 +297,12 @@ class Judge:
             self.values = components(embedding, norm)
         return self.values.to(device)
 
-    def _distances(self) -> Tensor | None:
+    def _distances(self, embedding: EmbeddingDistribution) -> Tensor | None:
         gaussians = self.la.known.gaussians
         if gaussians is None:
             return None
         if self.distances is None and self.features is not None:
-            self.distances = gaussians(self.features)
+            self.distances = gaussians(self.features, embedding.raw_mean.detach().to(self.features.device))
         return self.distances
 
     def _known(self, quiet: bool = False) -> Calibration:
@@ -340,7 +342,7 @@ def judged(la: ContrastiveLaplace, found: EmbeddingDistribution, features: Tenso
 
 def _with_distances(values: Tensor, distances: Tensor | None) -> Tensor:
     """Return all components (B, K)."""
-    return values if distances is None else torch.cat([values, distances.to(values).unsqueeze(1)], dim=1)
+    return values if distances is None else torch.cat([values, distances.to(values)], dim=1)
 
 
 def calibrate(
@@ -356,7 +358,7 @@ def calibrate(
         validate.flag("progress_bar", progress_bar)
     check_loader(loader, "loader", once=True)
     chosen = Score.chosen(la, score, by_class)
-    gaussians = _class_gaussians(la)
+    gaussians = _training_gaussians(la)
     found = [
         _measured(la, batch, number, chosen, gaussians)
         for number, batch in enumerate(Progress(progress_bar).over(loader, "[calibration]"))
@@ -448,7 +450,7 @@ def _share_found(sample: Tensor, values: Tensor) -> float:
 
 
 def _measured(
-    la: ContrastiveLaplace, batch: Any, number: int, score: Score, gaussians: ClassGaussians | None
+    la: ContrastiveLaplace, batch: Any, number: int, score: Score, gaussians: TrainingGaussians | None
 ) -> Tensor:
     """Return components, another score and predicted classes (B, K + 2) of what a loader yields, float64.
 
@@ -471,15 +473,17 @@ def _measured(
         raise InputError(msg) from error
 
 
-def _observed(out: EmbeddingDistribution, phi: Tensor | None, gaussians: ClassGaussians | None) -> Tensor:
+def _observed(out: EmbeddingDistribution, phi: Tensor | None, gaussians: TrainingGaussians | None) -> Tensor:
     """Return the components (B, K) of embeddings with these features (B, F)."""
     if phi is None:
         return components(out)
-    return _with_distances(components(out, feature_norms(phi)), None if gaussians is None else gaussians(phi))
+    return _with_distances(
+        components(out, feature_norms(phi)), None if gaussians is None else gaussians(phi, out.raw_mean)
+    )
 
 
-def _class_gaussians(la: ContrastiveLaplace) -> ClassGaussians | None:
-    """Return the Gaussians of the classes of training, where there are some of the encoder's present weights."""
+def _training_gaussians(la: ContrastiveLaplace) -> TrainingGaussians | None:
+    """Return the Gaussians of training inputs, where there are some of the encoder's present weights."""
     sample, before = _present_sample(la), la.known.calibration
     if sample is not None:
         return sample.gaussians

@@ -242,12 +242,17 @@ class FittedPosterior(CheckedPosterior):
         if features is None or not len(features) or not self.keeps_features:
             return None
         encoder = encoder_fingerprint(self.model)
-        if not earlier:
-            return TrainingSample(features, encoder)
-        before = self.known.sample
-        if before is None or not same_encoder(before.encoder, encoder):
-            return None
-        return TrainingSample(before.features.merged(features), encoder)
+        if earlier:
+            before = self.known.sample
+            if before is None or not same_encoder(before.encoder, encoder):
+                return None
+            features = before.features.merged(features)
+        layer = self.model.last_layer
+        with torch.no_grad():
+            outputs = torch.nn.functional.linear(
+                features.columns["features"].to(layer.weight), layer.weight, layer.bias
+            )
+        return TrainingSample(features, outputs, encoder)
 
     def _first_inputs(self, loader: Iterable[Any]) -> Inputs | None:
         """Return a few inputs of the first batch; ``None`` of an empty loader."""

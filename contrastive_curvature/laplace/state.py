@@ -14,7 +14,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from contrastive_curvature.embedding.known import NOVELTY, ClassGaussians, Reference, statistic_name
+from contrastive_curvature.embedding.known import NOVELTY, Reference, TrainingGaussians, statistic_name
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.laplace.calibration import Calibration
@@ -51,9 +51,10 @@ _KEYS: dict[str, Any] = {
 _OF_CALIBRATION = ("statistic", "statistics", "location", "scale", "fingerprint")
 
 _OF_SCORE = ("score", "counts", "marks", "probe", "gaussians")
-"""Further keys of a calibration with another score, by class, or with classes of training."""
+"""Further keys of a calibration with another score, by class, or with distances to training inputs."""
 
-_OF_GAUSSIANS = ("basis", "weights", "slopes", "offsets")
+_OF_OUTPUTS, _OF_FEATURES = ("centre", "axes", "inside", "outside"), ("basis", "weights", "slopes", "offsets")
+"""Keys of Gaussians of training inputs; the second only where classes are known."""
 
 _OF_CLASSES = ("labels", "n", "sums", "typical")
 
@@ -153,41 +154,44 @@ def saved_calibration(calibration: Calibration | None, with_features: bool) -> d
     """Return a calibration as tensors and strings.
 
     The sample of training inputs is not saved: a file of a posterior should not hold features of training data. It does
-    hold means of features of two or more inputs of a class, transformed, in the Gaussians of the classes.
+    hold the mean of the sample's outputs, and means of features of two or more inputs of a class, transformed.
     """
     if calibration is None:
         return None
     reference, score, gaussians = calibration.reference, calibration.score, calibration.gaussians
     found = {
-        "statistic": statistic_name(with_features, score.name, gaussians is not None),
+        "statistic": statistic_name(with_features, score.name, 0 if gaussians is None else gaussians.n_distances),
         **{name: getattr(reference, name) for name in ("location", "scale", "statistics")},
         "fingerprint": calibration.fingerprint,
     }
     # A plain calibration has the keys of earlier releases.
     optional: dict[str, Any] = {"counts": reference.counts, "marks": score.marks, "probe": score.probe}
     if gaussians is not None:
-        optional["gaussians"] = {name: getattr(gaussians, name) for name in _OF_GAUSSIANS}
+        optional["gaussians"] = {name: value for name, value in vars(gaussians).items() if value is not None}
     if score.marks is not None:
         found["score"] = score.name
     return found | {name: value for name, value in optional.items() if value is not None}
 
 
-def loaded_calibration(saved: Mapping[str, Any] | None, width: int | None, like: Tensor) -> Calibration | None:
+def loaded_calibration(
+    saved: Mapping[str, Any] | None, width: int | None, n_outputs: int, like: Tensor
+) -> Calibration | None:
     """Return the calibration of a state; ``width`` is that of the features, ``None`` where there are none."""
     if saved is None:
         return None
     if set(saved) - set(_OF_SCORE) != set(_OF_CALIBRATION):
         refuse("calibration", f"None, or a dictionary of {', '.join(_OF_CALIBRATION)}", f"the keys {sorted(saved)}")
     name = saved.get("score", NOVELTY)
-    of_classes = saved.get("gaussians")
-    if saved["statistic"] != statistic_name(width is not None, name, of_classes is not None):
+    of_training = saved.get("gaussians")
+    distances = 0 if of_training is None else 1 + ("basis" in of_training)
+    if saved["statistic"] != statistic_name(width is not None, name, distances):
         msg = (
             f"state_dict['calibration']: it is of another statistic ({saved['statistic']!r}), which another version of "
             "this library used, so it is left out. Call la.calibrate(loader) again."
         )
         warnings.warn(msg, UserWarning, stacklevel=4)
         return None
-    size = (3,) if of_classes is None else (4,)
+    size = (3 + distances,)
     shapes = {"statistics": (None,), "location": size, "scale": size}
     check_shapes("calibration", saved, like, shapes, torch.float64)
     if not len(saved["statistics"]) or bool((saved["scale"] <= 0).any()):
@@ -204,19 +208,28 @@ def loaded_calibration(saved: Mapping[str, Any] | None, width: int | None, like:
     if probe is not None:
         probe = _check_tensor("calibration", probe, probe, (8,), torch.float64).cpu()
     reference = Reference(saved["location"], saved["scale"], saved["statistics"], counts, name)
-    gaussians = None if of_classes is None else _loaded_gaussians(of_classes, width, like)
+    gaussians = None if of_training is None else _loaded_gaussians(of_training, width, n_outputs, like)
     return Calibration(reference, marks, Score(name, counts is not None, own, probe), gaussians)
 
 
-def _loaded_gaussians(saved: object, width: int | None, like: Tensor) -> ClassGaussians:
-    if width is None or not isinstance(saved, Mapping) or set(saved) != set(_OF_GAUSSIANS):
-        refuse("calibration", f"gaussians with {', '.join(_OF_GAUSSIANS)}, of a last layer", kind_of(saved))
-    check_shapes("calibration", saved, like, {"weights": (None,), "offsets": (None,)}, torch.float64)
-    shapes = {"basis": (width, len(saved["weights"])), "slopes": (len(saved["offsets"]), width)}
+def _loaded_gaussians(saved: object, width: int | None, n_outputs: int, like: Tensor) -> TrainingGaussians:
+    known = (set(_OF_OUTPUTS), {*_OF_OUTPUTS, *_OF_FEATURES})
+    if width is None or not isinstance(saved, Mapping) or set(saved) not in known:
+        names = ", ".join((*_OF_OUTPUTS, *_OF_FEATURES))
+        refuse("calibration", f"gaussians with {names}, of a last layer", kind_of(saved))
+    check_shapes("calibration", saved, like, {"inside": (None,)}, torch.float64)
+    shapes: dict[str, tuple[int | None, ...]] = {
+        "centre": (n_outputs,),
+        "axes": (n_outputs, len(saved["inside"])),
+        "outside": (),
+    }
+    if "basis" in saved:
+        check_shapes("calibration", saved, like, {"weights": (None,), "offsets": (None,)}, torch.float64)
+        shapes |= {"basis": (width, len(saved["weights"])), "slopes": (len(saved["offsets"]), width)}
+        if not len(saved["offsets"]):
+            refuse("calibration", "gaussians of classes", "none")
     check_shapes("calibration", saved, like, shapes, torch.float64)
-    if not len(saved["offsets"]):
-        refuse("calibration", "gaussians of classes", "none")
-    return ClassGaussians(**saved)
+    return TrainingGaussians(**saved)
 
 
 def saved_classes(centres: ClassCentres | None) -> dict[str, Any] | None:

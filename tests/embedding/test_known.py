@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.embedding.known import (
-    ClassGaussians,
     Reference,
+    TrainingGaussians,
     check_alpha,
     combine,
     components,
@@ -103,10 +103,14 @@ def test_the_statistic_is_fishers_combination_of_normal_tails() -> None:
     far = torch.logspace(-6, 6, 400, dtype=torch.float64)
     one = torch.cat([-far.flip(0), torch.zeros(1), far])
     for z in (one.unsqueeze(1), torch.stack([one, one.flip(0), one / 2], 1)):
-        found, truth = combine(z), np.sqrt(2 * -log_ndtr(-z.numpy()).sum(1))
+        both = np.concatenate([z.numpy(), -z.numpy()[:, :1]], 1)
+        found, truth = combine(z), np.sqrt(2 * -log_ndtr(-both).sum(1))
         np.testing.assert_allclose(found, truth, rtol=1e-11, atol=1e-15)
         np.testing.assert_allclose(found, numpy_scorer.combine(z.numpy()), rtol=1e-14, atol=1e-15)
-    assert bool((combine(one.unsqueeze(1)).diff() >= 0).all())
+    # The first counts on both sides, the others on one.
+    second = torch.stack([torch.zeros_like(one), one], 1)
+    assert bool((combine(second).diff() >= 0).all())
+    assert torch.equal(combine(one.unsqueeze(1)), combine(-one.unsqueeze(1)))
 
 
 def dense_distance(x: Tensor, y: Tensor, new: Tensor) -> Tensor:
@@ -123,6 +127,13 @@ def dense_distance(x: Tensor, y: Tensor, new: Tensor) -> Tensor:
     return (near - squared(u - u.mean(0), u.mean(0))) / x.shape[1]
 
 
+def dense_outputs(z: Tensor, new: Tensor) -> Tensor:
+    """The logarithm of the squared Mahalanobis distance with numpy's covariance."""
+    apart = new.double() - z.double().mean(0)
+    precision = torch.linalg.inv(torch.from_numpy(np.cov(z.double().numpy().T, ddof=0)))
+    return ((apart @ precision) * apart).sum(1).log()
+
+
 @on_every_device
 @pytest.mark.parametrize("width", [3, 64])
 def test_class_gaussians_are_the_dense_ones(width: int, device: str) -> None:
@@ -131,14 +142,16 @@ def test_class_gaussians_are_the_dense_ones(width: int, device: str) -> None:
     y = torch.arange(400) % 5
     x = x * torch.linspace(0.1, 1, width) + centres[y]
     y[7] = 9
-    gaussians = ClassGaussians.of(x.to(device), y.to(device))
-    assert gaussians is not None
-    found = gaussians(new.to(device))
+    z, out = x[:, :3] @ torch.diag(torch.tensor([3.0, 1.0, 0.1])) + 5, 7 * new[:, :3]
+    gaussians = TrainingGaussians.of(x.to(device), z.to(device), y.to(device))
+    found = gaussians(new.to(device), out.to(device))
     assert (found.device.type, found.dtype) == (device, torch.float64)
-    torch.testing.assert_close(found.cpu(), dense_distance(x, y, new), rtol=1e-9, atol=1e-9)
-    # Only the direction counts, and the rounding of float32 does not.
-    torch.testing.assert_close(gaussians(7 * new.to(device)), found, rtol=0, atol=3e-6)
-    assert ClassGaussians.of(x[:6].to(device), y[:6].to(device)) is None
+    truth = torch.stack([dense_outputs(z, out), dense_distance(x, y, new)], 1)
+    torch.testing.assert_close(found.cpu(), truth, rtol=1e-9, atol=1e-9)
+    # Only the direction of features counts, and the rounding of float32 does not.
+    torch.testing.assert_close(gaussians(7 * new.to(device), out.to(device)), found, rtol=0, atol=3e-6)
+    for few in (TrainingGaussians.of(x[:6], z, y[:6]), TrainingGaussians.of(x, z)):
+        torch.testing.assert_close(few(new, out), truth[:, :1])
 
 
 def test_wide_class_gaussians_keep_the_leading_axes() -> None:
@@ -149,15 +162,16 @@ def test_wide_class_gaussians_keep_the_leading_axes() -> None:
     scale = torch.cat([torch.linspace(3, 1, 64), torch.full((width - 64,), 0.05)])
     new = torch.randn(30, width, generator=generator) * scale
     x = torch.randn(n, width, generator=generator) * scale + torch.randn(4, width, generator=generator)[y] * (scale > 1)
-    gaussians = ClassGaussians.of(x, y)
-    assert gaussians is not None
+    gaussians = TrainingGaussians.of(x, x, y)
+    assert gaussians.basis is not None
     assert gaussians.basis.shape == (width, 128)
     # The rest of a sample is isotropic up to its noise.
-    torch.testing.assert_close(gaussians(new), dense_distance(x, y, new), rtol=0.1, atol=0.05)
+    truth = torch.stack([dense_outputs(x, new), dense_distance(x, y, new)], 1)
+    torch.testing.assert_close(gaussians(new, new), truth, rtol=0.1, atol=0.05)
     x[:, 5:] = 0
-    flat = ClassGaussians.of(x, y)
-    assert flat is not None
-    assert flat(torch.cat([new, 0 * new, x])).isfinite().all()
+    many = torch.cat([new, 0 * new, x])
+    for z in (x, 0 * x):
+        assert TrainingGaussians.of(x, z, y)(many, many).isfinite().all()
 
 
 @given(n=st.integers(1, 30).map(lambda k: 2 * k + 1), scale=st.sampled_from([0.1, 1.0, 40.0]))
@@ -194,8 +208,8 @@ def test_p_values_by_definition(n: int, b: int, draw: st.DataObject) -> None:
     known, new = values[:n], values[n:]
     reference = Reference(torch.zeros(1).double(), torch.ones(1).double(), combine(known).sort().values)
     found = _p_value(reference, new)
-    # The statistic of one component is increasing.
-    of_known, of_new = ([float(z) for z in part] for part in (known, new))
+    # The statistic of one component increases with its size.
+    of_known, of_new = ([abs(float(z)) for z in part] for part in (known, new))
     truth = [(1 + sum(k >= s for k in of_known)) / (n + 1) for s in of_new]
     assert found.tolist() == truth
     assert bool(((found > 0) & (found <= 1)).all())

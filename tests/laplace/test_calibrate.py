@@ -69,7 +69,18 @@ def truth_components(la: Any, x: Tensor, with_features: bool) -> Tensor:
         row = [total / scale, total / (scale if with_features else n) ** 2, 1 / n]
         rows.append(torch.stack(row).log())
     found = torch.stack(rows).detach()
-    return torch.cat([found, truth_distances(phi.detach()).unsqueeze(1)], 1) if with_features else found
+    if not with_features:
+        return found
+    apart = la(x).raw_mean.detach().cpu().double()
+    return torch.cat([found, truth_of_outputs(apart).to(found), truth_distances(phi.detach()).unsqueeze(1)], 1)
+
+
+def truth_of_outputs(z: Tensor) -> Tensor:
+    """Logarithms (B, 1) of squared Mahalanobis distances to the outputs of training."""
+    known = body()(torch.cat([x.cpu() for x, _ in training()])).detach().double()
+    left = known - known.mean(0)
+    apart = z - known.mean(0)
+    return ((apart @ torch.linalg.inv(left.T @ left / len(left))) * apart).sum(1, keepdim=True).log()
 
 
 def truth_distances(phi: Tensor) -> Tensor:
@@ -91,7 +102,8 @@ def truth_p_values(for_scale: Tensor, known: Tensor, new: Tensor) -> Tensor:
     scale = 1.4826 * (for_scale - middle).abs().median(0).values
 
     def statistic(c: Tensor) -> Tensor:
-        return (-2 * torch.special.log_ndtr((middle - c) / scale)).sum(1).sqrt()
+        z = (c - middle) / scale
+        return (-2 * torch.special.log_ndtr(torch.cat([-z, z[:, :1]], 1))).sum(1).sqrt()
 
     s, t = statistic(known), statistic(new)
     # Numbers within the rounding of float32 components are equal.
@@ -329,7 +341,7 @@ def test_the_calibration_is_saved(weights: str, structure: str) -> None:
     loaded.load_state_dict(la.state_dict())
     torch.testing.assert_close(loaded(x).p_value, la(x).p_value, rtol=0, atol=0)
     loaded.calibrate(given())
-    assert (loaded(x)._judge._components(loaded(x)).shape[1] == 4) == (weights == "last_layer")
+    assert (loaded(x)._judge._components(loaded(x)).shape[1] == 5) == (weights == "last_layer")
     loaded.prior_precision = 5.0
     with pytest.raises(cc.NotFittedError, match="another posterior"):
         _ = loaded(x).p_value
@@ -347,6 +359,7 @@ SPOILT: list[tuple[str, Callable[[Tensor], Any], str]] = [
     ("location", lambda v: v[:2], "shape"),
     ("scale", lambda v: 0 * v, "positive"),
     ("gaussians", lambda v: {**v, "basis": v["basis"][:2]}, "shape"),
+    ("gaussians", lambda v: {**v, "axes": v["axes"][:1]}, "shape"),
     ("gaussians", lambda v: {"basis": v["basis"]}, "slopes"),
     ("more", lambda _: 1, "more"),
 ]

@@ -26,6 +26,7 @@ FORMAT, VERSION = "contrastive_curvature.served", 1
 _BUFFERS = (
     *("typical_norm", "centres", "typical_ratio", "location", "scale", "rows", "counts"),
     *("variance", "bias_variance", "axes", "basis", "along", "across", "common", "covariance", "trace"),
+    *("known_centre", "known_axes", "known_inside", "known_outside"),
     *("known_basis", "known_weights", "known_slopes", "known_offsets"),
 )
 
@@ -118,6 +119,10 @@ class ScoreHead(nn.Module):
     trace: Tensor
     location: Tensor
     scale: Tensor
+    known_centre: Tensor | None
+    known_axes: Tensor
+    known_inside: Tensor
+    known_outside: Tensor
     known_basis: Tensor | None
     known_weights: Tensor
     known_slopes: Tensor
@@ -185,7 +190,7 @@ class ScoreHead(nn.Module):
         classes = None
         if self.counts is not None and self.centres is not None:
             classes = (mu @ self.centres.T).argmax(1)
-        score = self._novelty(self._log(spread), log_norm, phi) if self.score == NOVELTY else angle.double()
+        score = self._novelty(self._log(spread), log_norm, phi, wide) if self.score == NOVELTY else angle.double()
         if classes is not None or self.score != NOVELTY:
             known = known & (length > 0)
         return (*out, torch.where(known, self._p_value(score, classes), torch.nan))
@@ -212,12 +217,16 @@ class ScoreHead(nn.Module):
             wide = torch.cat([wide, torch.ones_like(wide[:, :1])], dim=1)
         return ((wide @ self.trace) * wide).sum(1), ((weights @ self.covariance) * weights).sum(1)
 
-    def _novelty(self, spread: Tensor, length: Tensor, phi: Tensor) -> Tensor:
+    def _novelty(self, spread: Tensor, length: Tensor, phi: Tensor, z: Tensor) -> Tensor:
         """Return the novelty of the logarithms of spread and norm; see :mod:`.known`."""
         wide = phi.double()
         norms = torch.maximum(wide.square().sum(1).sqrt(), self.tiny)
         features = self._log(norms)
         components = [spread - features, spread - 2 * features, -length]
+        if self.known_centre is not None:
+            apart = z - self.known_centre
+            squared = (apart @ self.known_axes).square() @ self.known_inside
+            components.append(self._log(squared + self.known_outside * apart.square().sum(1)))
         if self.known_basis is not None:
             u = wide / norms.unsqueeze(1)
             nearest = (u @ self.known_slopes.T + self.known_offsets).amin(1)

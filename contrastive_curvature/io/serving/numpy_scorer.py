@@ -213,7 +213,7 @@ class Scorer:
             known = np.abs(wide).sum(1) + total <= _LARGEST
             if "counts" in a or self.score != "novelty":
                 known &= length > 0
-            score = self._novelty(spread, lengths, phi) if self.score == "novelty" else out[2].astype(np.float64)
+            score = self._novelty(spread, lengths, phi, wide) if self.score == "novelty" else out[2].astype(np.float64)
             return (*out, np.where(known, self._p_value(score, mu), np.nan)), raw
 
     def _diagonal(self, phi: Array) -> tuple[Array, _Times]:
@@ -266,12 +266,17 @@ class Scorer:
         ratio = np.where(second == 0, 1, first / np.where(second == 0, 1, second))
         return between_classes(ratio, self._arrays["typical_ratio"]).astype(mu.dtype)
 
-    def _novelty(self, spread: Array, length: Array, phi: Array) -> Array:
+    def _novelty(self, spread: Array, length: Array, phi: Array, z: Array) -> Array:
         a = self._arrays
         wide = phi.astype(np.float64)
         norms = np.clip(np.sqrt(np.square(wide).sum(1)), _TINY, _LARGEST)
         features = np.log(norms)
         components = [spread - features, spread - 2 * features, -length]
+        if "known_centre" in a:
+            apart = z - a["known_centre"]
+            squared = np.square(apart @ a["known_axes"]) @ a["known_inside"]
+            squared += a["known_outside"] * np.square(apart).sum(1)
+            components.append(np.log(np.clip(squared, _TINY, _LARGEST)))
         if "known_basis" in a:
             u = wide / norms[:, None]
             nearest = (u @ a["known_slopes"].T + a["known_offsets"]).min(1)
@@ -340,10 +345,11 @@ def between_classes(ratio: Array, typical: Any) -> Array:
 
 def combine(standardised: Array) -> Array:
     """Fisher's combination of normal tails: the library's function of this name."""
-    z = np.abs(standardised)
+    tails = np.concatenate([standardised, -standardised[:, :1]], axis=1)
+    z = np.abs(tails)
     t = 1 / (1 + z / math.sqrt(8))
     log_p = np.log(t) + np.polyval(TAIL[::-1], t) - np.square(z) / 2 - math.log(2)
-    both = np.where(standardised > 0, -log_p, -np.log1p(-np.exp(log_p)))
+    both = np.where(tails > 0, -log_p, -np.log1p(-np.exp(log_p)))
     return np.asarray(np.sqrt(2 * both.sum(1)))
 
 

@@ -9,9 +9,10 @@ All structures come down to three forms of the covariance of the outputs at feat
 
 Besides, ``weight`` (D, F) and ``bias`` (D,) of the layer; ``typical_norm`` (); ``centres`` (K, D) and ``typical_ratio``
 () of the classes; ``location`` (3,), ``scale`` (3,) and ``statistics`` (n,) of the calibration, with ``rounding`` () of
-the scores and ``counts`` (K,) where p-values are by class; ``known_basis`` (F, M), ``known_weights`` (M,),
-``known_slopes`` (C, F) and ``known_offsets`` (C,) of a novelty with classes; ``location`` and ``scale`` then have a
-fourth entry. What is not there has no name. In a file of the scorer also the tensors of
+the scores and ``counts`` (K,) where p-values are by class. Of a novelty with distances to training inputs
+``known_centre`` (D,), ``known_axes`` (D, Q), ``known_inside`` (Q,) and ``known_outside`` (), with classes of training
+also ``known_basis`` (F, M), ``known_weights`` (M,), ``known_slopes`` (C, F) and ``known_offsets`` (C,); ``location``
+and ``scale`` then have four or five entries. What is not there has no name. In a file of the scorer also the tensors of
 ``MatchProbability.state_dict``, after ``match.``.
 """
 
