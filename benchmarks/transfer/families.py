@@ -55,7 +55,7 @@ OURS = {
 STORES = {
     "default/uncertainty": "posterior, C D",
     "default/without_classes": "posterior",
-    "default/novelty": "posterior",
+    "default/novelty": "posterior, C F",
     "norm": "nothing",
     "vmf": "C D",
     "mahalanobis": "F^2 + C F",

@@ -105,8 +105,8 @@ def _posterior(structure: str, name: str) -> Row:
     def score(fitted: Fitted, points: Points) -> Tensor:
         return fitted.answers(structure, points)[name]
 
-    # The angle grows between the centres of the training classes.
-    needs = Needs.CLASSES if name == "uncertainty" else Needs.NOTHING
+    # The angle grows between the centres of the training classes, and novelty takes the nearest of their features.
+    needs = Needs.CLASSES if name in ("uncertainty", "novelty") else Needs.NOTHING
     return Row(f"{structure}/{name}", f"`{structure}`, {_OF_POSTERIOR[name]}", needs, score)
 
 
