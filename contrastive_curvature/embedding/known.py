@@ -46,7 +46,7 @@ _LEAST_SPREAD = 1e-3
 are of rounding, and must not decide."""
 
 _AXES = 64
-"""Axes of a covariance of the features; beyond them it is isotropic."""
+"""Axes of a covariance of features or outputs; beyond them it is isotropic."""
 
 _SPARE, _STEPS = 16, 3
 """Further axes, and steps, of the subspace iteration."""

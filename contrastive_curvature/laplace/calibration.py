@@ -507,12 +507,12 @@ def _training_components(la: ContrastiveLaplace) -> Tensor | None:
         return None
     now = _fingerprint(la)
     if la.known.training is None or not _same_posterior(la.known.training[0], now):
-        layer, found = la.model.last_layer, []
+        weight, found = la.model.last_layer.weight, []
         with torch.no_grad():
-            for rows in sample.features.columns["features"].split(_AT_ONCE):
-                phi = rows.to(layer.weight)
-                z = torch.nn.functional.linear(phi, layer.weight, layer.bias)
-                out = la.observe(Features(at_least_float32(z), at_least_float32(phi)))
+            features = sample.features.columns["features"].split(_AT_ONCE)
+            for phi, z in zip(features, sample.outputs.split(_AT_ONCE), strict=True):
+                phi, z = (at_least_float32(part.to(weight)) for part in (phi, z))
+                out = la.observe(Features(z, phi))
                 found.append(_observed(*out, sample.gaussians))
         la.known = replace(la.known, training=(now, torch.cat(found)))
     return la.known.training[1]  # type: ignore[index]
