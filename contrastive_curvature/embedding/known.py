@@ -221,6 +221,21 @@ class TrainingGaussians:
         return torch.stack(found, dim=1).to(features.device)
 
 
+def held_out_distances(features: Tensor, outputs: Tensor, classes: Tensor | None = None) -> Tensor:
+    """Return the distances of each half of the inputs under the Gaussians of the other, shape (n, 1) or (n, 2).
+
+    Inputs lie nearer to Gaussians that were fitted to them than other inputs of the same kind. Half of the inputs give
+    worse Gaussians than all, so that these distances are, if anything, too large. Where a half has too few inputs of
+    each class, the second is that under the Gaussians of all.
+    """
+    found = TrainingGaussians.of(features, outputs, classes)(features, outputs)
+    order = torch.arange(len(features), device=features.device) if classes is None else classes.argsort(stable=True)
+    for one, other in ((order[::2], order[1::2]), (order[1::2], order[::2])):
+        gaussians = TrainingGaussians.of(features[one], outputs[one], None if classes is None else classes[one])
+        found[other, : gaussians.n_distances] = gaussians(features[other], outputs[other])
+    return found
+
+
 @dataclass(frozen=True)
 class _Precision:
     """Inverse of a covariance: ``basis diag(weights) basis^T + rest I``."""

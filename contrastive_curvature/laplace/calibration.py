@@ -30,6 +30,7 @@ from contrastive_curvature.embedding.known import (
     check_alpha,
     components,
     feature_norms,
+    held_out_distances,
     split,
 )
 from contrastive_curvature.embedding.spread import taken
@@ -152,8 +153,16 @@ class TrainingSample:
     @cached_property
     def gaussians(self) -> TrainingGaussians:
         """Their Gaussians; made when first asked for."""
+        return TrainingGaussians.of(*self._given())
+
+    @cached_property
+    def held_out(self) -> Tensor:
+        """Their distances under Gaussians of others, shape (m, 1) or (m, 2); made when first asked for."""
+        return held_out_distances(*self._given())
+
+    def _given(self) -> tuple[Tensor, Tensor, Tensor | None]:
         columns = self.features.columns
-        return TrainingGaussians.of(columns["features"], self.outputs, columns.get("classes"))
+        return columns["features"], self.outputs, columns.get("classes")
 
 
 @dataclass(frozen=True)
@@ -216,7 +225,7 @@ class Judge:
 
     def novelty(self, embedding: EmbeddingDistribution) -> Tensor:
         """Return the novelty, shape (B,)."""
-        return self._known(quiet=True).reference.novelty(self._components(embedding))
+        return self._known(compared=False).reference.novelty(self._components(embedding))
 
     def p_value(self, embedding: EmbeddingDistribution) -> Tensor:
         """Return p-values, shape (B,)."""
@@ -234,7 +243,7 @@ class Judge:
 
     def scores(self, embedding: EmbeddingDistribution) -> Tensor:
         """Return the score that p-values are of, float64, shape (B,)."""
-        return self._scores(embedding, self._known(quiet=True))
+        return self._scores(embedding, self._known(compared=False))
 
     def _p_value(self, embedding: EmbeddingDistribution, known: Calibration) -> Tensor:
         scores, classes = self._scores(embedding, known), None
@@ -305,8 +314,11 @@ class Judge:
             self.distances = gaussians(self.features, embedding.raw_mean.detach().to(self.features.device))
         return self.distances
 
-    def _known(self, quiet: bool = False) -> Calibration:
-        """Return the calibration, or the training inputs where there is none; refuse those of another posterior."""
+    def _known(self, compared: bool = True) -> Calibration:
+        """Return the calibration, or the training inputs where there is none; refuse those of another posterior.
+
+        Training inputs that others are ``compared`` with must not be those that the Gaussians were fitted to.
+        """
         la, now = self.la, Stamp.of(self.la)
         if not self.stamp.equals(now):
             wanted = "the posterior as it was when it made this prediction"
@@ -319,11 +331,12 @@ class Judge:
         if known is None:
             msg = f"p_value: la is not calibrated, and has no inputs of a fit at the present weights. {_CALIBRATE}"
             raise NotFittedError(msg)
-        if not la.known.warned and not quiet:
+        scored = _with_distances(known[:, :3], la.known.sample.held_out) if compared else known  # type: ignore[union-attr]
+        if compared and not la.known.warned:
             la.known = replace(la.known, warned=True)
             msg = f"p_value: la is not calibrated, and compares with inputs of the training. {_OPTIMISTIC} {_CALIBRATE}"
             warnings.warn(msg, OptimisticPValueWarning, stacklevel=5)
-        return Calibration(Reference.of(known, known), _NO_FINGERPRINT, gaussians=la.known.gaussians)
+        return Calibration(Reference.of(known, scored), _NO_FINGERPRINT, gaussians=la.known.gaussians)
 
 
 def _unrounded(embedding: EmbeddingDistribution) -> Tensor:

@@ -25,6 +25,7 @@ from contrastive_curvature.embedding.known import (
     check_alpha,
     combine,
     components,
+    held_out_distances,
     points_needed,
     split,
 )
@@ -150,8 +151,16 @@ def test_class_gaussians_are_the_dense_ones(width: int, device: str) -> None:
     torch.testing.assert_close(found.cpu(), truth, rtol=1e-9, atol=1e-9)
     # Only the direction of features counts, and the rounding of float32 does not.
     torch.testing.assert_close(gaussians(7 * new.to(device), out.to(device)), found, rtol=0, atol=3e-6)
-    for few in (TrainingGaussians.of(x[:6], z, y[:6]), TrainingGaussians.of(x, z)):
-        torch.testing.assert_close(few(new, out), truth[:, :1])
+    held_out = held_out_distances(x.to(device), z.to(device), y.to(device)).cpu()
+    order = y.argsort(stable=True)
+    for one, other in ((order[::2], order[1::2]), (order[1::2], order[::2])):
+        truth_of_half = [dense_outputs(z[one], z[other]), dense_distance(x[one], y[one], x[other])]
+        torch.testing.assert_close(held_out[other], torch.stack(truth_of_half, 1), rtol=1e-9, atol=1e-9)
+    # Two classes of two inputs: in halves, none has two.
+    few, pairs = held_out_distances(x[:6], z[:6], y[:6] // 2), TrainingGaussians.of(x[:6], z[:6], y[:6] // 2)
+    assert torch.equal(few[:, 1], pairs(x[:6], z[:6])[:, 1])
+    for one_class in (TrainingGaussians.of(x[:6], z, y[:6]), TrainingGaussians.of(x, z)):
+        torch.testing.assert_close(one_class(new, out), truth[:, :1])
 
 
 def test_wide_class_gaussians_keep_the_leading_axes() -> None:

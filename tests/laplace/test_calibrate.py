@@ -17,6 +17,7 @@ from tables import covering, each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
+from contrastive_curvature.embedding.known import held_out_distances
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 INPUTS, HIDDEN, DIM, TRAINED, GIVEN = 4, 6, 3, 20, 30
@@ -159,17 +160,21 @@ def test_without_calibration_the_training_inputs_stand_in_and_say_so() -> None:
     with pytest.warns(cc.OptimisticPValueWarning, match=r"optimistic.*la\.calibrate\(loader\)") as caught:
         p = out.p_value
     assert caught[0].filename == __file__, "it points to the line that asked"
-    known = truth_components(la, torch.cat([x for x, _ in training()]), True)
-    truth = truth_p_values(known, known, truth_components(la, new, True))
-    torch.testing.assert_close(p, truth, rtol=1e-12, atol=0)
+    x, y = map(torch.cat, zip(*training(), strict=True))
+    held_out = held_out_distances(body()[:3](x).detach(), body()(x).detach(), y)
+
+    def truth() -> Tensor:
+        known = truth_components(la, x, True)
+        compared = torch.cat([known[:, :3], held_out], 1)
+        return truth_p_values(known, compared, truth_components(la, new, True))
+
+    torch.testing.assert_close(p, truth(), rtol=1e-12, atol=0)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert torch.equal(out.p_value, p), "once is enough"
         # The prior precision moves the training inputs along.
         la.prior_precision = 7.0
-        known = truth_components(la, torch.cat([x for x, _ in training()]), True)
-        truth = truth_p_values(known, known, truth_components(la, new, True))
-        torch.testing.assert_close(la(new).p_value, truth, rtol=1e-12, atol=0)
+        torch.testing.assert_close(la(new).p_value, truth(), rtol=1e-12, atol=0)
         with pytest.raises(cc.InputError, match=r"alpha.*20 known inputs.*at least 99 inputs"):
             la(new).is_known()
 
