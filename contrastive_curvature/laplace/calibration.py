@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
@@ -51,6 +52,12 @@ if TYPE_CHECKING:
 
 _AT_ONCE = 256
 """Training inputs of one prediction: a covariance for each of them has D^2 numbers."""
+
+RIVALS = ("mahalanobis_outputs", "mahalanobis_relative", "knn_features")
+"""Other scores of whether an input is known."""
+
+_NEAREST = 10
+"""Training inputs whose mean distance is a score."""
 
 _SAME = 1e-5
 """Components of one input in another batch differ less, in float32."""
@@ -244,6 +251,18 @@ class Judge:
     def scores(self, embedding: EmbeddingDistribution) -> Tensor:
         """Return the score that p-values are of, float64, shape (B,)."""
         return self._scores(embedding, self._known(compared=False))
+
+    def rivals(self, embedding: EmbeddingDistribution) -> dict[str, Tensor]:
+        """Return other scores of whether inputs are known, as far as there are training inputs for them, shape (B,)."""
+        distances, found = self._distances(embedding), {}
+        if distances is not None:
+            found = dict(zip(RIVALS, distances.unbind(1), strict=False))
+        sample = _present_sample(self.la)
+        if sample is not None and self.features is not None:
+            stored = normalize(sample.features.columns["features"].to(self.features))
+            near = (normalize(self.features) @ stored.T).topk(min(_NEAREST, len(stored))).values
+            found[RIVALS[-1]] = (2 - 2 * near).clamp(min=0).sqrt().mean(1)
+        return found
 
     def _p_value(self, embedding: EmbeddingDistribution, known: Calibration) -> Tensor:
         scores, classes = self._scores(embedding, known), None

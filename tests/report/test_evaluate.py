@@ -57,9 +57,21 @@ def test_numbers_are_those_of_the_metrics(device):
     votes = [(labels[i[:, :10]] != labels[i[:, :1]]).double().mean(1) for i in (near.indices, far.indices)]
     distance = [side.values[:, 0].double() for side in (near, far)]
     angles = [side.uncertainty.cpu().double() for side in (known, unknown)]
-    for name, sides in (("distance", distance), ("votes", votes), ("uncertainty", angles)):
+    # Of the features, the distances of their directions; the fit kept all 200 of its inputs.
+    phi, of_other, trained = (la.model.model[:3](side.to(device)).detach() for side in (x, other, inputs(200, 1)[0]))
+    rivals = {}
+    for side, out in ((phi, known), (of_other, unknown)):
+        cosines = torch.nn.functional.cosine_similarity(side[:, None], trained, dim=2)
+        near = (2 - 2 * cosines).clamp(min=0).sqrt().sort().values[:, :10].mean(1).cpu()
+        distances = la.known.gaussians(side, out.raw_mean).cpu()
+        for name, values in zip(("mahalanobis_outputs", "mahalanobis_relative"), distances.T, strict=True):
+            rivals.setdefault(name, []).append(values)
+        rivals.setdefault("knn_features", []).append(near)
+    for name, sides in {**rivals, "distance": distance, "votes": votes, "uncertainty": angles}.items():
         wanted |= {f"auroc_{name}": metrics.auroc(*sides), f"auprc_{name}": metrics.auprc(*sides)}
-    for name, scores in (("distance", distance[0]), ("votes", votes[0]), ("novelty", novelty)):
+    others = {name: sides[0] for name, sides in rivals.items()}
+    others |= {"distance": distance[0], "votes": votes[0], "novelty": novelty}
+    for name, scores in others.items():
         wanted[f"r_auroc_{name}"] = metrics.auroc(scores[right == 1], scores[right == 0])
     assert found.metrics.keys() == wanted.keys()
     # In float32, another size of the batch may exchange two scores that are equal up to rounding.

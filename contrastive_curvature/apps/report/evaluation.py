@@ -135,8 +135,11 @@ class Compared:
     """How well one score answers the two questions, to choose one by; ``None`` where there is no answer.
 
     Attributes:
-        name: ``"uncertainty"``, ``"novelty"``, ``"distance"`` (to the nearest point), or ``"votes"``: the share of the
-            ten nearest points that are not of the class of the nearest.
+        name: ``"uncertainty"``, ``"novelty"``, ``"mahalanobis_outputs"`` and ``"mahalanobis_relative"`` (distances
+            to Gaussians of training inputs: of the outputs, and of the features with and without classes),
+            ``"knn_features"`` (mean distance to the ten nearest features of the training inputs that a fit keeps, so
+            not of a loaded posterior), ``"distance"`` (to the nearest point), or ``"votes"``: the share of the ten
+            nearest points that are not of the class of the nearest.
         auroc: For "the input is unknown".
         auprc: The same.
         r_auroc: AUROC for "the nearest neighbour is wrong".

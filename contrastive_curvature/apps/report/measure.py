@@ -233,6 +233,7 @@ def _scores(scored: Scored, test: Scored, gallery: Scored | None) -> dict[str, T
     out = {"uncertainty": scored.uncertainty}
     if not isinstance(scored.judged, Missing):
         out["novelty"] = scored.judged.novelty
+    out |= scored.rivals
     searched, itself = test if gallery is None else gallery, gallery is None and scored is test
     size = len(searched) - itself
     if not size:

@@ -13,6 +13,7 @@ from torch import Tensor
 from contrastive_curvature.apps.report.evaluation import Missing
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
+from contrastive_curvature.laplace.calibration import RIVALS
 from contrastive_curvature.metrics._checks import check_labels
 from contrastive_curvature.network.call import naming_the_input
 from contrastive_curvature.network.inputs import is_texts
@@ -86,6 +87,7 @@ class Scored:
         labels: Shape (N,); ``None`` where there are none.
         uncertainty: In radians, float64, shape (N,).
         judged: Novelty and p-value, or why there are none.
+        rivals: Other scores of whether an input is known, float64, shape (N,) each.
         samples: Embeddings by S networks, the same ones for all data sets, shape (S, N, D); ``None`` where not wanted.
         extremes: By name of a group, the inputs to show.
     """
@@ -95,6 +97,7 @@ class Scored:
     labels: Tensor | None
     uncertainty: Tensor
     judged: Judged | Missing
+    rivals: dict[str, Tensor]
     samples: Tensor | None
     extremes: dict[str, list[Extreme]]
 
@@ -123,6 +126,8 @@ def score(
                     # No metric takes infinities; the order stays.
                     found["novelty"] = embedding.novelty.cpu().nan_to_num(posinf=_HIGHEST, neginf=-_HIGHEST)
                     found["p_value"] = embedding.p_value.cpu()
+                    rivals = embedding._judge.rivals(embedding)  # type: ignore[union-attr]
+                    found |= {name: values.double().cpu() for name, values in rivals.items()}
                     ranked |= {"unusual": found["novelty"], "usual": -found["novelty"]}
                 except NotFittedError as error:
                     missing = Missing(str(error))
@@ -151,6 +156,7 @@ def score(
         torch.cat(parts["labels"]) if parts["labels"] else None,
         torch.cat(parts["uncertainty"]),
         missing or Judged(torch.cat(parts["novelty"]), torch.cat(parts["p_value"])),
+        {name: torch.cat(parts[name]) for name in RIVALS if parts[name]},
         torch.cat(parts["samples"], 1) if parts["samples"] else None,
         extremes,
     )
