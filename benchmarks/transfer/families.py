@@ -76,7 +76,7 @@ UNSEEN = ("faces", "clinc150-unseen", "omniglot")
 
 
 def families_table(results: Sequence[Result]) -> str:
-    """Return two tables with a line for each family, and two with a line for each score.
+    """Return two tables with a line for each family, two with a line for each score, and the weakest encoders.
 
     Each pair has the R-AUROC of right neighbours (by score: where classes are unseen) and the AUROC of unknown inputs.
 
@@ -106,7 +106,22 @@ def families_table(results: Sequence[Result]) -> str:
     right_head += ["`RetrievalUncertainty` with labels", "best other with a gallery"]
     known_head = ["known input?", "`novelty`", "its worst kind"]
     known_head += ["best other that stores no inputs", "best other that does"]
-    return "\n\n".join([table(right_head, right), table(known_head, known), *_by_score(families)])
+    every = [result for mine in families.values() for result in mine]
+    return "\n\n".join([table(right_head, right), table(known_head, known), *_by_score(families), _weakest(every)])
+
+
+def _weakest(results: Sequence[Result]) -> str:
+    """Return on which encoders the novelty is furthest behind the best other that stores no inputs."""
+    shares = {}
+    for result in results:
+        best = max(auroc([result], score) for score in RIVALS_RIGHT if has([result], score))
+        shares[result["name"]] = auroc([result], "default/novelty") / best
+    least = sorted(shares, key=lambda name: shares[name])[:3]
+    near = sum(share >= 0.9 for share in shares.values())
+    return (
+        f"Novelty over the best other that stores no inputs, encoder by encoder: 0.9 or more on {near} of {len(shares)}"
+        f", least {', '.join(f'{shares[name]:.3f} {name}' for name in least)}."
+    )
 
 
 def _by_score(families: dict[str, list[Result]]) -> Iterator[str]:

@@ -48,6 +48,9 @@ are of rounding, and must not decide."""
 _AXES = 64
 """Axes of a covariance of features or outputs; beyond them it is isotropic."""
 
+_FOLDS = 5
+"""Parts of the training sample whose distances to the others are taken."""
+
 _SPARE, _STEPS = 16, 3
 """Further axes, and steps, of the subspace iteration."""
 
@@ -222,18 +225,18 @@ class TrainingGaussians:
 
 
 def held_out_distances(features: Tensor, outputs: Tensor, classes: Tensor | None = None) -> Tensor:
-    """Return the distances of each half of the inputs under the Gaussians of the other, shape (n, 1) or (n, 2).
+    """Return the distances of each fifth of the inputs under the Gaussians of the others, shape (n, 1) or (n, 2).
 
-    Inputs lie nearer to Gaussians that were fitted to them than other inputs of the same kind. Half of the inputs give
-    worse Gaussians than all, so that these distances are, if anything, too large. Where a half has too few inputs of
-    each class, the second is that under the Gaussians of all.
+    Inputs lie nearer to Gaussians that were fitted to them than other inputs of the same kind. Where the others have
+    too few inputs of each class, the second distance is that under the Gaussians of all.
     """
     found = TrainingGaussians.of(features, outputs, classes)(features, outputs)
-    # Not by class: one of two inputs in each half, and neither half has the class.
     order = torch.randperm(len(features), generator=torch.Generator().manual_seed(0)).to(features.device)
-    for one, other in ((order[::2], order[1::2]), (order[1::2], order[::2])):
-        gaussians = TrainingGaussians.of(features[one], outputs[one], None if classes is None else classes[one])
-        found[other, : gaussians.n_distances] = gaussians(features[other], outputs[other])
+    folds = order.chunk(_FOLDS)
+    for number, fold in enumerate(folds):
+        rest = torch.cat([*folds[:number], *folds[number + 1 :]])
+        gaussians = TrainingGaussians.of(features[rest], outputs[rest], None if classes is None else classes[rest])
+        found[fold, : gaussians.n_distances] = gaussians(features[fold], outputs[fold])
     return found
 
 
