@@ -222,6 +222,8 @@ MUTANTS = [
       "embedding/test_similarity.py"),
     M("p-value of zero", "(1 + #{known >= s}) / (n + 1)", "embedding/known.py",
       "(n + 1 - below)", "(n - below)", "embedding/test_known.py"),
+    M("held-out distances know their own inputs", "a fifth under the Gaussians of the others", "embedding/known.py",
+      "rest = torch.cat([*folds[:number], *folds[number + 1 :]])", "rest = order", "embedding/test_known.py"),
     M("the other tail of novelty", "-log(1 - Phi(z))", "embedding/known.py",
       "tails > 0, -log_p", "tails < 0, -log_p", "embedding/test_known.py"),
     M("class means of the sample shrink the covariance", "rows within a class times sqrt(n / (n - 1))",
