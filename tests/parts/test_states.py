@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,9 @@ from torch.utils.data import DataLoader, TensorDataset
 import contrastive_curvature as cc
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit import dataset
+from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.state import State
+from contrastive_curvature.options import Structure
 
 pytestmark = [
     pytest.mark.parametrize("device", DEVICES),
@@ -333,3 +336,17 @@ def test_a_refused_fit_leaves_the_last_one(device: str) -> None:
         la.fit_parts(State.merged(first), second[0])
     assert torch.equal(la.H, before)
     assert la.n_data == N
+
+
+def test_an_option_that_is_new_tells_fits_apart_too(device: str) -> None:
+    @dataclass(frozen=True)
+    class MoreOptions(CurvatureOptions):
+        more: int = 0
+
+    own = CurvatureOptions.parse({})
+    known = {field.name: getattr(own, field.name) for field in fields(own)}
+    one, other = (
+        cc.ContrastiveGGN(encoder(device), options=MoreOptions(**known, more=more)).identity(Structure.DIAG)
+        for more in (0, 1)
+    )
+    assert {name for name in one if one[name] != other[name]} == {"options"}

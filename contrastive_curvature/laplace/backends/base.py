@@ -15,7 +15,7 @@ import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any, ClassVar
 
 import torch
@@ -249,8 +249,11 @@ class ContrastiveBackend(GGNInterface, ABC):
 
     def identity(self, structure: Structure) -> dict[str, str]:
         """Return what parts of one fit have in common: the encoder and all options."""
-        names = ("pairs", "candidates", "negatives_per_anchor", "positives", "rank", "mc_samples", "negative_samples")
-        options: dict[str, Any] = {name: getattr(self.options, name) for name in names}
+        options = {field.name: getattr(self.options, field.name) for field in fields(self.options)}
+        # The loss stands by itself below; whether it was given by name or as an object makes no other curvature.
+        del options["loss"], options["given_loss"]
+        # A function has no text that another process could compare.
+        options["relation"] = self.options.relation is not None
         indices = self.subnetwork_indices
         weights = "last layer" if self.last_layer else "all"
         if indices is not None:
@@ -261,9 +264,7 @@ class ContrastiveBackend(GGNInterface, ABC):
             "weights": weights,
             "structure": f"{structure}{' with a sketch of the inputs' if self.sketches_inputs else ''}",
             "loss": " ".join(repr(self.loss).split()),
-            "options": str(
-                {**options, "relation": self.options.relation is not None, "kfac_approx": str(self.options.kfac_approx)}
-            ),
+            "options": str({name: str(value) for name, value in options.items()}),
         }
 
     def fit(self, loader: Iterable[Any], structure: Structure, progress: bool | None = None) -> DatasetCurvature:
