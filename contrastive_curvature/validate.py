@@ -63,6 +63,13 @@ def dense(argument: str, value: Tensor) -> None:
         raise InputTypeError(expected(argument, "a dense tensor", f"layout {value.layout}", "Call .to_dense() on it."))
 
 
+def device(argument: str, value: Tensor) -> None:
+    """Refuse a tensor on a device without float64, in which sums over points are kept."""
+    if value.device.type == "mps":
+        hint = "Apple's mps has no float64, in which sums over points are kept. Use the CPU, as with model.to('cpu')."
+        raise UnsupportedError(expected(argument, "a tensor on the CPU or a CUDA GPU", "one on mps", hint))
+
+
 def tensor(
     argument: str, value: object, shape: tuple[int | str, ...] | None = None, like: Tensor | None = None
 ) -> Tensor:

@@ -197,6 +197,44 @@ class BatchStatistics(nn.Module):
         return self.head(self.norm(self.conv(x.view(-1, 1, 2, 2))).flatten(1))
 
 
+class OnApple(Tensor):
+    """A tensor of a shape on a device that this machine need not have: whatever is computed with it fails."""
+
+    @staticmethod
+    def __new__(cls, *shape: int) -> OnApple:
+        device = torch.device("mps")
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types, kwargs
+        if func is torch.ops.aten.detach.default:
+            return cls(*args[0].shape)
+        msg = f"{func} on mps"
+        raise NotImplementedError(msg)
+
+
+def apple() -> nn.Linear:
+    layer = nn.Linear(F, D)
+    layer.weight, layer.bias = (nn.Parameter(OnApple(*p.shape)) for p in (layer.weight, layer.bias))
+    return layer
+
+
+@each(
+    "call",
+    [
+        lambda: cc.ggn(apple(), *inputs()),
+        lambda: Laplace(apple(), "contrastive", "last_layer", "diag"),
+        lambda: Laplace(cc.TwoTowers(apple(), apple()), "contrastive", "last_layer", "diag"),
+        lambda: cc.with_last_layer(apple(), inputs()[0]),
+        lambda: cc.output_hessian(OnApple(N, D), outputs()[1]),
+        lambda: cc.SupConLoss()(OnApple(N, D), outputs()[1]),
+    ],
+)
+def test_a_device_without_float64_is_refused_by_name(call: Callable[[], Any]) -> None:
+    refused(call, cc.UnsupportedError, "CUDA", "mps", "no float64", "model.to('cpu')")
+
+
 INSIDE, BATCH = ("model", "inside forward", "L2Norm"), ("model", "batch")
 TUPLE = ("model", "tensor (N, D)", "tuple")
 ENCODERS: list[tuple[Callable[[], nn.Module], str, type[Exception], tuple[str, ...]]] = [

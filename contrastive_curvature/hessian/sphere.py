@@ -28,6 +28,7 @@ def check_outputs(z: Tensor, argument: str = "z") -> Tensor:
     if not isinstance(z, Tensor):
         raise InputTypeError(expected(argument, "a torch.Tensor of shape (N, D)", f"a {type(z).__name__}"))
     validate.dense(argument, z)
+    validate.device(argument, z)
     if not z.is_floating_point():
         raise InputTypeError(expected(argument, "a floating-point tensor", f"dtype {z.dtype}", "Call .float() on it."))
     if z.ndim != 2 or z.shape[1] == 0:

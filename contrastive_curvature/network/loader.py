@@ -21,6 +21,7 @@ from torch.utils.data import (
     SubsetRandomSampler,
 )
 
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.network.inputs import (
     Inputs,
@@ -288,7 +289,7 @@ def check_model(model: object, *, half: bool = False) -> None:
 
 
 def check_one_encoder(model: nn.Module) -> None:
-    """Refuse two towers where one encoder is meant."""
+    """Refuse two towers where one encoder is meant, and an encoder on a device that cannot be used."""
     if hasattr(model, "get_image_features") and hasattr(model, "get_text_features"):
         came = f"a {type(model).__name__}, which holds one of images and one of texts"
         hint = "Pass one, such as CLIPVisionModelWithProjection, or contrastive_curvature.TwoTowers of both."
@@ -296,3 +297,5 @@ def check_one_encoder(model: nn.Module) -> None:
     if isinstance(model, TwoTowers):
         hint = "laplace.Laplace(..., likelihood='contrastive') takes both; here pass encoder_a or encoder_b."
         raise InputTypeError(expected("model", "one encoder", "a TwoTowers", hint))
+    for parameter in model.parameters():
+        validate.device("model: parameters", parameter)

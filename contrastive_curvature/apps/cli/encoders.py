@@ -133,12 +133,13 @@ def encoder_of(text: str, options: Mapping[str, Any]) -> Encoder:
 
 
 def check_device(name: str) -> None:
-    """Refuse a device that torch does not know, or that is not there."""
+    """Refuse a device that torch does not know, that is not there, or that has no float64."""
     try:
-        float(torch.zeros(1, device=name) + 1)
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        float(torch.zeros(1, dtype=torch.float64, device=name) + 1)
+    except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise BadInputError(expected("--device", "a device of this machine", f"{name!r} ({reason})")) from error
+        wanted = "a device of this machine with float64 (Apple's mps has none)"
+        raise BadInputError(expected("--device", wanted, f"{name!r} ({reason})")) from error
 
 
 def _own_encoder(module_name: str, function_name: str, options: dict[str, Any]) -> Encoder:
