@@ -26,7 +26,7 @@ class Totals:
 
     Args:
         degree: ``sum_i d_i``, float64.
-        along: ``sum_i u_i . s_i``, float64.
+        along: ``sum_i u_i . s_i`` for ``u`` of length one, float64.
         value: The loss itself, float64; zero for losses that know it from the two sums above.
     """
 
@@ -61,11 +61,15 @@ class NodeSums:
         """Return the part of these points, unit embeddings (N, D), in the value of the loss."""
         if self.counted is not None:
             return self.counted
-        # In float64 and in chunks: the loss is the small difference of the two sums.
-        pairs = zip(u.split(_CHUNK_ROWS), self.neighbors.split(_CHUNK_ROWS), strict=True)
-        zero = self.neighbors.new_zeros(()).double()
-        along = sum(((a.double() * b.double()).sum() for a, b in pairs), start=zero)
-        return Totals(self.degree.double().sum(), along, self.value)
+        # In float64 and in chunks: the loss is the small difference of the two sums. Of points that are close together
+        # it is smaller than what rounding makes the length of u differ from one, so that is taken out.
+        degree = self.degree.double()
+        along = degree.sum()
+        parts = (part.split(_CHUNK_ROWS) for part in (u, self.neighbors, degree))
+        for a, b, d in zip(*parts, strict=True):
+            wide = a.double()
+            along = along + (wide * (b.double() - d.unsqueeze(1) * wide)).sum()
+        return Totals(degree.sum(), along, self.value)
 
     def checked(self, loss: str, hint: str = "") -> NodeSums:
         """Return these sums, if they are finite, as outputs are; the error names the loss and the points."""

@@ -8,6 +8,7 @@ interpolation", section 4), which the temperature follows from.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from enum import StrEnum
 from typing import TYPE_CHECKING, Any
@@ -131,7 +132,7 @@ def set_information(
     log-likelihood is the loss, a sum of half squares. To second order a sampled network has on average the loss
     ``L + T gamma / 2``: with ``gamma`` in the denominator, this stays below ``2 L`` however many parameters there are.
 
-    Where the prior precision is refused, the temperature is as it was.
+    Without any loss, or where the prior precision is refused, the temperature is as it was.
     """
     prior = average_information(la.curvature_diagonal(), la.parameter_sizes(), prior_structure)
     before = la.temperature
@@ -140,13 +141,27 @@ def set_information(
             la.prior_precision = prior * la.likelihood_factor / la.n_data
             return
         prior = prior * (STRENGTH if strength is None else float(strength))
-        if not keep_temperature and float(la.cost) > 0:
-            la.temperature = 2 * float(la.cost) / (la.n_data + la.effective_parameters(prior))
+        if not keep_temperature:
+            if float(la.cost) > 0:
+                la.temperature = 2 * float(la.cost) / (la.n_data + la.effective_parameters(prior))
+            else:
+                _say_no_cost(before)
         # The prior is divided by the temperature as the curvature is, so that it scales the whole covariance.
         la.prior_precision = prior * la.likelihood_factor
     except InputError:
         la.temperature = before
         raise
+
+
+def _say_no_cost(temperature: float) -> None:
+    """Warn that a fit without any loss says nothing about the temperature."""
+    msg = (
+        "optimize_prior_precision: la.cost is 0, as where all positives coincide and every negative is beyond the "
+        f"margin, so it does not say how uncertain the encoder is. The temperature stays {temperature:g}: the sizes of "
+        "variances and of uncertainty mean nothing; rankings and p-values do not depend on it. Choose it with "
+        "la.temperature=..., or fit on data that the encoder does not fit perfectly."
+    )
+    warnings.warn(msg, UserWarning, stacklevel=4)
 
 
 def search_grid(

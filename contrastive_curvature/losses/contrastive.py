@@ -101,11 +101,13 @@ class ContrastiveLoss(PairLoss):
             attract: Shares of the positives, summed over all of them and all points.
             dtype: Of the result.
         """
-        value = (totals.degree - totals.along) / 2
-        if not self.negative_weight:
-            return value.to(dtype), value.to(dtype)
-        repelling = ((1 - self.negative_weight) * attract - totals.degree) / 2
-        cost = value + (2 if self.margin is None else self.margin**2 / 2) * repelling
+        value = cost = (totals.degree - totals.along) / 2
+        attract = (1 - self.negative_weight) * attract
+        if self.negative_weight:
+            cost = value + (2 if self.margin is None else self.margin**2 / 2) * (attract - totals.degree) / 2
+        # What is left of positives that are equal but for the rounding of their outputs is no loss.
+        eps = torch.finfo(dtype).eps
+        cost = torch.where(cost > 64 * max(eps**2, torch.finfo(torch.float64).eps) * attract, cost, 0.0)
         return (value if self.margin is None else cost).to(dtype), cost.to(dtype)
 
     def mine(

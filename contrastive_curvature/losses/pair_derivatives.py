@@ -188,23 +188,31 @@ class PairDerivatives(DatasetDerivatives):
 
     def _sums(self, count: int, block: Callable[[int, int, bool], _Block]) -> NodeSums:
         """Return sums over the neighbours of points whose rows ``block(start, stop, with_value)`` are (B, N)."""
-        degree, neighbors = self.u.new_zeros(count), self.u.new_zeros(count, self.u.shape[1])
-        value = self.u.new_zeros((), dtype=torch.float64)
+        u = self._summands()
+        degree, neighbors = u.new_zeros(count), u.new_zeros(count, u.shape[1])
+        value = u.new_zeros((), dtype=torch.float64)
         for here in row_ranges(count, self.n):
             y, _, part = block(here.start, here.stop, not self.loss.value_from_sums)
-            degree[here], neighbors[here] = y.sum(1), y @ self.u
+            y = y.to(u)
+            degree[here], neighbors[here] = y.sum(1), y @ u
             value = value + part.double() / 2
         return self._summed(degree, neighbors, value, lambda a, b: cast("Tensor", block(a, b, False)[1]))
 
+    def _summands(self) -> Tensor:
+        """Return the unit embeddings as they are summed up: in float64 where the value is the difference of sums."""
+        return self.u.double() if self.loss.value_from_sums else self.u
+
     def _listed_sums(self, relation: EdgeRelation) -> NodeSums:
-        degree, neighbors = self.u.new_zeros(self.n), torch.zeros_like(self.u)
+        u = self._summands()
+        degree, neighbors = u.new_zeros(self.n), torch.zeros_like(u)
         value = degree.new_zeros((), dtype=torch.float64)
-        seconds = [degree.new_zeros(0)]
+        seconds = [self.u.new_zeros(0)]
         for i, j, (y, c, part) in self._listed(relation, value=not self.loss.value_from_sums):
             value = value + part.double()
+            y = y.to(u)
             for a, b in ((i, j), (j, i)):
                 degree.index_add_(0, a, y)
-                neighbors.index_add_(0, a, y.unsqueeze(1) * self.u[b])
+                neighbors.index_add_(0, a, y.unsqueeze(1) * u[b])
             seconds += [] if c is None else [c]
         second = torch.cat(seconds)
 

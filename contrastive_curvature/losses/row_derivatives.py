@@ -148,16 +148,16 @@ class RowDerivatives(CosineDerivatives):
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
         """See :meth:`CosineDerivatives.loss_and_cost`; the cost is the loss above the least that it can be."""
         if self._values is None:
-            total, least = torch.zeros(2, dtype=torch.float64, device=self.u.device)
+            total, cost = torch.zeros(2, dtype=torch.float64, device=self.u.device)
             for known in self._sides:
                 for here in known.blocks():
                     kept = known.kept[known.local(here)]
                     if bool(kept.any()):
-                        cosine, positive, negative = (part[kept] for part in known.given(here))
-                        total = total + self.loss._checked("_value", cosine, positive, negative).double().sum()
-                        least = least + self.loss._least(positive, negative).double().sum()
-            cost = (self.scale * (total - least)).clamp(min=0)
-            self._values = (self.scale * total).to(self.u.dtype), cost.to(self.u.dtype)
+                        given = [part[kept] for part in known.given(here)]
+                        value = self.loss._checked("_value", *given)
+                        total = total + value.double().sum()
+                        cost = cost + self.loss._checked("_cost", value, *given).double().sum()
+            self._values = (self.scale * total).to(self.u.dtype), (self.scale * cost).to(self.u.dtype)
         return self._values
 
     def _parts(self) -> Iterator[MomentPart]:

@@ -126,9 +126,16 @@ class RowLoss(CosineLoss):
             Shape (B,). Rows with a count of zero are not used, but must not raise.
         """
 
-    def _least(self, positive: Tensor, negative: Tensor) -> Tensor:
-        """Return a bound below the loss of an anchor at any embeddings, shape (B,); zero for most losses."""
-        return positive.new_zeros(len(positive))
+    def _cost(self, value: Tensor, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        """Return how far the loss of an anchor is above the least at any embeddings, shape (B,); mostly all of it.
+
+        Args:
+            value: What :meth:`_value` gives, shape (B,).
+            cosine: The other arguments as there.
+            positive: See :meth:`_counts`.
+            negative: See :meth:`_counts`.
+        """
+        return value
 
     @abstractmethod
     def _statistics(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:

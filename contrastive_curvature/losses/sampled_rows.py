@@ -96,8 +96,8 @@ class SampledRowDerivatives(SampledDerivatives):
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
         """See :meth:`CosineDerivatives.loss_and_cost`; the cost is the loss above the least that it can be."""
-        cost = (self._known.total - self._known.least).clamp(min=0)
-        return (self.scale * self._known.total).to(self.u.dtype), (self.scale * cost).to(self.u.dtype)
+        value, cost = self.scale * self._known.total, self.scale * self._known.cost
+        return value.to(self.u.dtype), cost.to(self.u.dtype)
 
 
 class _BankedAnchors:
@@ -117,7 +117,7 @@ class _BankedAnchors:
         kept: Whether an anchor has a term, in the same order, shape (N,).
         terms: Number of terms of all anchors.
         total: Loss of all anchors, not scaled.
-        least: What no embeddings make it fall below.
+        cost: What of it is above the least at any embeddings.
     """
 
     def __init__(self, loss: RowLoss, points: BankedPoints, share: float) -> None:
@@ -132,7 +132,7 @@ class _BankedAnchors:
             refuse_sampled(f"{type(loss).__name__} keeps {size} numbers of each of the {n} anchors, which is too much")
         self.statistics = zeros(n, size)
         self.kept = torch.zeros(n, dtype=torch.bool, device=points.index.device)
-        self.terms, self.total, self.least = 0.0, zeros(()), zeros(())
+        self.terms, self.total, self.cost = 0.0, zeros(()), zeros(())
         for _, same in points.groups(points.index):
             self._look_at(same)
         # What grows with the candidates is a list of them, from which the bank's serve as well.
@@ -162,8 +162,10 @@ class _BankedAnchors:
             self.terms += float(loss._checked("_counts_at", cosine, positive, negative).sum())
             self.statistics[place], self.kept[place] = loss._statistics(cosine, positive, negative), kept
             if bool(kept.any()):
-                self.total += loss._checked("_value", cosine[kept], positive[kept], negative[kept]).sum()
-                self.least += loss._least(positive[kept], negative[kept]).sum()
+                given = cosine[kept], positive[kept], negative[kept]
+                value = loss._checked("_value", *given)
+                self.total += value.sum()
+                self.cost += loss._checked("_cost", value, *given).sum()
 
     def _whole_rows(self, size: int) -> Tensor:
         """Return the statistics of the anchors of the bank over all N points, shape (M, K)."""

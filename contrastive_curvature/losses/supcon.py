@@ -63,11 +63,22 @@ class SupConLoss(RowLoss):
         target = positive / positive.sum(1, keepdim=True)
         return _log_sum(logits, positive, negative) - (target * logits).sum(1)
 
-    def _least(self, positive: Tensor, negative: Tensor) -> Tensor:
-        # The entropy of the targets: of equal ones, the logarithm of their number.
-        del negative
-        target = positive / positive.sum(1, keepdim=True)
-        return torch.special.entr(target).sum(1)
+    def _cost(self, value: Tensor, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+        # The least is the entropy of the targets, which the loss of a trained encoder may exceed by less than rounding.
+        # With d the logit less log(target), counted from its mean over the targets, the difference itself is
+        # log(1 + sum_p target_p (exp(d_p) - 1 - d_p) + sum_n exp(d_n)).
+        row, column = positive.nonzero(as_tuple=True)
+        sums = positive.new_zeros(len(positive), dtype=torch.float64)
+        target = positive[row, column].double() / positive.double().sum(1)[row]
+        d = cosine[row, column].double() / self.temperature - target.log()
+        mean = sums.index_add(0, row, target * d)
+        d = d - mean[row]
+        near = sums.index_add(0, row, target * (d.expm1() - d))
+        others = (negative > 0) & (positive == 0)
+        far = torch.where(others, cosine / self.temperature - mean.to(cosine).unsqueeze(1), -torch.inf).exp() * negative
+        cost = (near + far.sum(1)).log1p()
+        least = sums.index_add(0, row, torch.special.entr(target))
+        return torch.where(cost.isfinite(), cost, value.double() - least)
 
     def _statistics(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         log_sum = _log_sum(cosine / self.temperature, positive, negative)

@@ -62,3 +62,47 @@ def test_factors_may_have_nothing_where_a_diagonal_has_something() -> None:
         with pytest.warns(UserWarning, match="zero everywhere"):
             la = fitted(structure, 1.0, seed=SEED)
         assert bool((torch.linalg.eigvalsh(la.H_raw[0][0]) < 0).all())
+
+
+def collapsed(dtype: torch.dtype, radius: float, **options: Any) -> Any:
+    """The posterior of an encoder whose outputs of a class differ by little, and those of two by much."""
+    y = torch.arange(24) % 4
+    x = torch.eye(4, 6)[y] + radius * torch.randn(24, 6, generator=torch.Generator().manual_seed(0))
+    encoder = nn.Sequential(nn.Linear(6, 6))
+    with torch.no_grad():
+        encoder[0].weight.copy_(torch.eye(6))
+        encoder[0].bias.zero_()
+    structure, temperature = options.pop("structure"), options.pop("temperature", {})
+    model = encoder.to(dtype)
+    la: Any = Laplace(model, "contrastive", "last_layer", structure, backend_kwargs=options, **temperature)
+    la.fit([(x[:12].to(dtype), y[:12]), (x[12:].to(dtype), y[12:])])
+    return la
+
+
+@each("options", [{"loss": cc.SupConLoss(0.02)}, {"loss": cc.SupConLoss(0.02), "candidates": "dataset"}, {}])
+def test_the_temperature_of_a_collapsed_encoder_is_that_in_double_precision(options: dict[str, Any]) -> None:
+    for structure in ("diag", "kron"):
+        found = []
+        for dtype in (torch.float32, torch.float64):
+            la = collapsed(dtype, 1e-4 if not options else 1e-2, structure=structure, **options)
+            with warnings.catch_warnings():
+                warnings.simplefilter("error")
+                la.optimize_prior_precision()
+            found.append([float(la.cost), la.temperature, float(la(torch.eye(4, 6, dtype=dtype)).uncertainty.mean())])
+        assert found[0] == pytest.approx(found[1], rel=2e-3)
+        assert found[1][1] < 1e-4
+
+
+@each("structure", ["kron_lowrank", "kron", "diag", "full"])
+@each("dtype", [torch.float32, torch.float64])
+def test_without_any_loss_the_temperature_is_said_to_stay(structure: str, dtype: torch.dtype) -> None:
+    la = collapsed(dtype, 0.0, structure=structure)
+    with pytest.warns(UserWarning, match=r"la\.cost is 0.*temperature stays 1:.*la\.temperature=") as caught:
+        la.optimize_prior_precision()
+    assert caught[0].filename == __file__
+    assert (float(la.cost), la.temperature) == (0.0, 1.0)
+    assert float(la.prior_precision) > 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        collapsed(dtype, 0.0, structure=structure, temperature={"temperature": 0.5}).optimize_prior_precision()
+        collapsed(dtype, 1e-3, structure=structure).optimize_prior_precision()

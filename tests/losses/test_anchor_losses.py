@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
+import mpmath
 import pytest
 import torch
 from devices import DEVICES
@@ -378,6 +379,43 @@ def test_separated_positives_lose_no_digits(device: str) -> None:
         single, double = (loss.output_hessian(x, y).dense().double() for x in (points, points.double()))
         assert float(double.abs().max()) < most
         assert close(single, double, tolerance=1e-4)
+
+
+@pytest.mark.parametrize(("tau", "radius"), [(0.02, 0), (0.02, 1e-2), (0.02, 0.1), (0.1, 0), (0.1, 0.3), (1e-3, 0.3)])
+def test_what_a_trained_encoder_loses_beyond_the_least_keeps_its_digits(tau: float, radius: float, device: str) -> None:
+    """SupCon less the entropy of its targets, both of the size of one, is 1e-15 where the classes have collapsed."""
+    labels = torch.arange(24) // 6
+    z = torch.eye(4, 6)[labels] + radius * numbers(0, 24, 6).float()
+    twice = [torch.tensor(part) for part in ([0, 0, 0, 1], [1, 1, 2, 0], [0, 0, 1], [7, 7, 8])]
+    for given_as in ({"labels": labels.to(device)}, {"pairs": tuple(part.to(device) for part in twice)}):
+        for x, tolerance in ((z, 1e-3), (z.double(), 1e-9)):
+            loss = cc.SupConLoss(tau, reduction="sum")
+            found = loss.output_hessian(x.to(device), **given_as).loss_and_cost()[1]
+            relation = loss.relate(x, *(given_as.get(name) for name in ("labels", "pairs")))
+            masks = [mask.cpu() for mask in relation.rows(0, 24)]
+            truth, anchors = beyond_the_least(x.double(), *masks, tau)
+            # Single cosines are rounded, too: docs/defaults.md.
+            rounding = anchors * (torch.finfo(x.dtype).eps / tau) ** 2
+            assert float(found) == pytest.approx(truth, rel=tolerance, abs=rounding), (given_as.keys(), x.dtype)
+
+
+def beyond_the_least(z: Tensor, positive: Tensor, negative: Tensor, tau: float) -> tuple[float, int]:
+    """SupCon minus the entropy of its targets, with 60 digits; and the number of anchors."""
+    total, anchors = mpmath.mpf(0), 0
+    with mpmath.workdps(60):
+        for i, (p, n) in enumerate(zip(positive.tolist(), negative.tolist(), strict=True)):
+            if not sum(p):
+                continue
+            rows = [[mpmath.mpf(v) for v in row] for row in z.tolist()]
+            size = [mpmath.sqrt(sum(v * v for v in row)) for row in rows]
+            logits = [
+                sum(map(mpmath.fmul, rows[i], row)) / size[i] / s / tau for row, s in zip(rows, size, strict=True)
+            ]
+            inside = sum((1 if a else b) * mpmath.exp(x) for x, a, b in zip(logits, p, n, strict=True) if a or b)
+            targets = [(mpmath.mpf(a) / sum(p), x) for a, x in zip(p, logits, strict=True) if a]
+            total += mpmath.log(inside) - sum(t * (x - mpmath.log(t)) for t, x in targets)
+            anchors += 1
+        return float(total), anchors
 
 
 def test_promised_roots_survive_rounding(device: str) -> None:

@@ -96,6 +96,27 @@ def test_output_hessian_equals_autograd(
     check_cross_blocks(found, 10 * size, seed)
 
 
+@pytest.mark.parametrize("negative_weight", [0.5, 0.0])
+@pytest.mark.parametrize("distance", [1e-3, 1e-4, 1e-5])
+def test_the_loss_of_close_positives_keeps_its_digits(distance: float, negative_weight: float, device: str) -> None:
+    """Far below the rounding of 1 - s in float32."""
+    labels = torch.arange(40) // 10
+    z = (torch.eye(4, 8)[labels] + distance * torch.randn(40, 8, generator=torch.Generator().manual_seed(0))).to(device)
+    positive = (labels.unsqueeze(1) == labels) & ~torch.eye(40, dtype=torch.bool)
+    listed = (*positive.triu().nonzero().unbind(1), *(~positive).triu(1).nonzero().unbind(1))
+    masks = positive.to(device), (~positive & ~torch.eye(40, dtype=torch.bool)).to(device)
+    # Every point has as many positives as any other, so that all have the same share.
+    gaps = (unit(z.double()).unsqueeze(1) - unit(z.double())).square().sum(2).cpu()
+    truth = float((1 - negative_weight) * gaps[positive].sum() / 4 / 9)
+    forms: list[dict[str, Any]] = [{"labels": labels.to(device)}, {"pairs": masks}]
+    forms.append({"pairs": tuple(part.to(device) for part in listed)})
+    for given_as in forms:
+        for pd_fix in ("fixed", "positive"):
+            loss = cc.ContrastiveLoss(0.7, negative_weight, pd_fix=pd_fix)
+            found = loss.output_hessian(z, **given_as).loss_and_cost()
+            assert [float(part) for part in found] == pytest.approx([truth] * 2, rel=1e-3), (list(given_as), pd_fix)
+
+
 def test_a_fix_that_the_oracle_does_not_know_is_no_other_one(device: str) -> None:
     with pytest.raises(ValueError, match="pd_fix='psd_part'"):
         dense_output_hessian(torch.eye(3, device=device), torch.zeros(3), pd_fix="psd_part")
