@@ -30,7 +30,8 @@ class SoftContrastiveLoss(PairLoss):
 
     With ``squared=False``, the form of the paper, the second derivative in the cosine is negative for close positives,
     so that the second-order part alone (``pd_fix="ggn"``) is indefinite. It is unbounded where two embeddings meet
-    (``d = 0``): the value exists, with a zero gradient of that pair, and the Hessian is refused.
+    (``d = 0``): the value exists, with a zero gradient of that pair, and the Hessian is refused. Points that are
+    close cost digits: a curvature of parameters has a relative error of up to ``eps / d^3`` (``docs/theory.md``).
 
     The paper has points anywhere and not on the sphere:
     :func:`contrastive_curvature.hedged.soft_contrastive_loss`.

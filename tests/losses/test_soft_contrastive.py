@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 
 import pytest
@@ -53,6 +54,34 @@ def test_value_is_a_sum_over_pairs(case: Case, chosen: dict[str, Any], squared: 
         # A cosine of one is wrong by a rounding error, its distance by the root of it.
         size += abs(weight) * loss.a
     assert abs(float(loss(moved.z, **moved.given)) - truth) <= (1e-12 if squared else 1e-7) * size + 1e-12 * truth
+
+
+@pytest.mark.parametrize("distance", [1e-2, 1e-3, 3e-4, 1e-4])
+def test_points_that_are_close_cost_the_digits_that_the_docs_say(distance: float, device: str) -> None:
+    """Against autograd of the distance itself, which loses a digit for every one of 1 / d."""
+    x, y = numbers(0, 8, 4).to(device), (torch.arange(8) % 2).to(device)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3)).double().to(device)
+    step = numbers(1, 1, 4).to(device)[0]
+    far = unit(model(torch.stack([x[0], x[0] + 1e-6 * step])).detach())
+    x[2] = x[0] + distance / float((far[0] - far[1]).norm() / 1e-6) * step
+    z = model(x).detach()
+    rows, columns = (y.unsqueeze(1) == y).triu(1).nonzero().unbind(1)
+
+    def value(z: torch.Tensor) -> torch.Tensor:
+        u = unit(z)
+        return -nn.functional.logsigmoid(-(u[rows] - u[columns]).norm(dim=1)).sum() / 3
+
+    truth = torch.autograd.functional.hessian(value, z).view(24, 24)
+    outputs = partial(torch.func.functional_call, model, args=(x,))
+    parts = torch.func.jacrev(outputs)({name: part.detach() for name, part in model.named_parameters()})
+    jacobian = torch.cat([part.reshape(24, -1) for part in parts.values()], dim=1)
+    eps, pulled = torch.finfo(torch.float64).eps, jacobian.T @ truth @ jacobian
+    for fix in ("full", "positive"):
+        loss = SoftContrastiveLoss(negative_weight=0.0, pd_fix=fix)
+        assert close(loss.output_hessian(z, y).dense().view(24, 24), truth, tolerance=10 * eps / distance**2)
+        found = cc.ggn(model, x, y, loss=loss, structure="full", clamp=False)
+        assert close(found, pulled, tolerance=eps / distance**3)
 
 
 @given(case=cases(), chosen=chosen_options, squared=st.booleans())
