@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -12,9 +13,12 @@ from contrastive_curvature.errors import InputError, InputTypeError, Unsupported
 from contrastive_curvature.fit.share import Share
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.inputs import Inputs, input_length
-from contrastive_curvature.network.loader import Views, in_fixed_order, joined_inputs
+from contrastive_curvature.network.loader import Views, in_fixed_order, joined_inputs, uncoordinated_workers
 from contrastive_curvature.pairs import Pairs, RelationFunction
 from contrastive_curvature.pairs.relation import check_labels
+
+_MANY_REPEATED = 0.4
+"""Share of inputs that repeat others: a half where two workers give the same."""
 
 
 class Batch(NamedTuple):
@@ -47,6 +51,7 @@ class Reader:
 
     def __init__(self, loader: Any, read: Callable[[Any], Batch], part: int = 0, *, across: bool = False) -> None:
         self.loader, self.share, self._read, self._across = loader, Share(loader, part), read, across
+        self._workers = uncoordinated_workers(loader)
 
     def in_fixed_order(self) -> Reader:
         """Return a reader of the same batches in every pass, see :func:`~.loader.in_fixed_order`."""
@@ -61,9 +66,14 @@ class Reader:
 
     def __iter__(self) -> Iterator[Batch]:
         seen = self.share.start
+        keys, given_so_far = set[int](), 0
         for given, inputs in self.share:
             batch = self._read(given)
             n = input_length(batch.x)
+            if self._workers > 1:
+                # Of two views of an input, the first.
+                keys.update(once := _input_keys(batch.x)[: len(inputs) or n])
+                given_so_far += len(once)
             views, rest = divmod(n, max(1, len(inputs)))
             # Of two views of an input both are points.
             numbers = torch.cat([views * inputs + view for view in range(views)])
@@ -73,6 +83,29 @@ class Reader:
                 batch = batch._replace(labels=inputs.to(batch.labels.device).repeat(views))
             yield batch._replace(numbers=numbers)
             seen += n
+        if keys:
+            self._advise_on_workers(given_so_far, len(keys))
+
+    def _advise_on_workers(self, inputs: int, different: int) -> None:
+        """Warn, after the first pass, of inputs that several workers gave."""
+        repeated = 1 - different / inputs
+        if repeated >= _MANY_REPEATED:
+            msg = (
+                f"train_loader: {repeated:.0%} of its {inputs} inputs repeat others exactly, and all are counted. Each "
+                f"of {self._workers} workers gives all of an IterableDataset that does not split its data. Use "
+                "num_workers=1, or split the data in __iter__ by torch.utils.data.get_worker_info()."
+            )
+            warnings.warn(msg, UserWarning, stacklevel=2)
+        self._workers = 0
+
+
+def _input_keys(x: Inputs) -> list[int]:
+    """Return one number for each of n inputs, equal for equal ones."""
+    n = input_length(x)
+    parts = [x] if isinstance(x, Tensor) else [part for part in x.values() if isinstance(part, Tensor) and part.ndim]
+    rows = [part.detach().cpu().reshape(n, -1).contiguous() for part in parts if part.shape[0] == n]
+    bits = [part.view(torch.uint8).numpy() for part in rows]
+    return [hash(tuple(part[k].tobytes() for part in bits)) for k in range(n)]
 
 
 def labelled_batch(x: Inputs, targets: Tensor, relation: RelationFunction | None) -> Batch:

@@ -238,6 +238,12 @@ def loader_parts(loader: Any) -> list[Any]:
 _MOST_PARTS = 32
 
 
+def uncoordinated_workers(loader: Any) -> int:
+    """Return how many workers read one ``IterableDataset``; each gives all of it unless it splits itself."""
+    streams = [part for part in loader_parts(loader) if isinstance(getattr(part, "dataset", None), IterableDataset)]
+    return max((part.num_workers for part in streams if isinstance(part, DataLoader)), default=0)
+
+
 def in_fixed_order(loader: Any) -> Any:
     """Return a loader of the same batches in every pass for a shuffling ``DataLoader``, any other as it is.
 

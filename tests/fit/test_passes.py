@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 from laplace import Laplace
 from tables import covering
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, get_worker_info
 
 import contrastive_curvature as cc
 from contrastive_curvature.fit import dataset
@@ -214,6 +215,52 @@ def test_a_sampler_that_divides_the_data_is_refused() -> None:
     la.fit(DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=1, rank=0, shuffle=False)))
     with pytest.raises(cc.UnsupportedError, match="DistributedSampler"):
         la.optimize_prior_precision(method="gridsearch", val_loader=divided)
+
+
+class Stream(IterableDataset[Any]):
+    """Points one by one, some of them several times; workers split them, or each gives all."""
+
+    def __init__(self, splits: bool, repeats: int = 0, keys: bool = False) -> None:
+        x = torch.randn(N - repeats, WIDTH, generator=torch.Generator().manual_seed(0))
+        self.x, self.splits, self.keys = torch.cat([x, x[:repeats]]), splits, keys
+
+    def __iter__(self) -> Iterator[Any]:
+        worker = get_worker_info()
+        start, step = (worker.id, worker.num_workers) if worker is not None and self.splits else (0, 1)
+        for k in range(start, N, step):
+            yield {"x": self.x[k], "labels": k % 4} if self.keys else (self.x[k], k % 4)
+
+
+class OfMapping(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, 3)
+
+    def forward(self, batch: dict[str, Tensor]) -> Tensor:
+        return self.layer(batch["x"])
+
+
+def test_workers_that_give_every_point_are_named() -> None:
+    for encoder, options in (
+        (model("cpu"), {}),
+        (model("cpu"), {"pairs": "batch"}),
+        (model("cpu"), {"loss": cc.SupConLoss(0.1)}),
+        (OfMapping(), {}),
+    ):
+        keys = isinstance(encoder, OfMapping)
+
+        def fit(stream: Stream, workers: int, encoder: nn.Module = encoder, options: Any = options) -> int:
+            la = Laplace(encoder, "contrastive", "last_layer", "diag", backend_kwargs=options)
+            la.fit(DataLoader(stream, batch_size=8, num_workers=workers))
+            return int(la.n_data)
+
+        with pytest.warns(UserWarning, match=r"50% of its 80 inputs.*2 workers.*get_worker_info") as caught:
+            assert fit(Stream(splits=False, keys=keys), 2) == 2 * N
+        assert sum("workers" in str(one.message) for one in caught) == 1
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            assert fit(Stream(splits=True, repeats=N // 4, keys=keys), 2) == N
+            assert fit(Stream(splits=False, keys=keys), 1) == N
 
 
 class Counting(nn.Linear):
