@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -223,7 +224,10 @@ def _check_same(program: Any, module: ServedEncoder, batch: Any, mu: Tensor) -> 
 def _pt2_file(program: Any, module: ServedEncoder) -> Callable[[BinaryIO], object]:
     # Without the inputs that it was traced with. The setter of torch 2.6 takes no None.
     program._example_inputs = None
-    return lambda file: torch.export.save(program, file, extra_files={METADATA: json.dumps(module.metadata)})
+    # Into memory: torch's archive writer, given a file on a full disk, throws in a destructor, which ends the process.
+    whole = io.BytesIO()
+    torch.export.save(program, whole, extra_files={METADATA: json.dumps(module.metadata)})
+    return lambda file: file.write(whole.getbuffer())
 
 
 def _onnx_file(program: Any, module: ServedEncoder, example: Example) -> Callable[[BinaryIO], object]:
