@@ -48,6 +48,7 @@ from contrastive_curvature.laplace.state import (
     refuse,
     saved_calibration,
     saved_classes,
+    sealed,
 )
 from contrastive_curvature.network.call import refuse_compiled
 from contrastive_curvature.network.digest import weight_norms
@@ -329,9 +330,14 @@ class ContrastiveLaplace(FittedPosterior):
         """Everything the posterior needs besides the encoder: tensors, numbers and strings only.
 
         ``torch.load(..., weights_only=True)`` reads it back. No training input is in it, except for ``gp``, which is
-        made of them; ``"data"`` holds made-up inputs of the same types and shapes.
+        made of them; ``"data"`` holds made-up inputs of the same types and shapes. ``"checksum"`` is one of all other
+        entries but ``"data"``.
         """
         self.check_fitted()
+        return sealed(self._state())
+
+    def _state(self) -> dict[str, Any]:
+        """Return the state without its checksum."""
         state: dict[str, Any] = owned(
             {
                 **super().state_dict(),
@@ -357,8 +363,8 @@ class ContrastiveLaplace(FittedPosterior):
         encoder has other weights than the one it was saved from.
 
         Raises:
-            InputError: It belongs to another class, likelihood or options, a key is missing, or something in it has
-                another type or shape.
+            InputError: It is damaged, or belongs to another class, likelihood or options, a key is missing, or
+                something in it has another type or shape.
         """
         check_state(state_dict, type(self).__name__, CONTRASTIVE, self.plain_options())
         with self.unchanged_on_error():

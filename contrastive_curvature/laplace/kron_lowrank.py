@@ -94,9 +94,9 @@ class ContrastiveKronLowRankLLLaplace(LastLayerLaplace, _KronLowRankHost):
         self.check_fitted()
         return int(self.H.rank)
 
-    def state_dict(self) -> dict[str, Any]:
-        """See :meth:`ContrastiveLaplace.state_dict`; the curvature is saved as it was before its decomposition."""
-        state = super().state_dict()
+    def _state(self) -> dict[str, Any]:
+        # The curvature as it was before its decomposition.
+        state = super()._state()
         return {**state, "H": state["H_raw"]}
 
     def _gaussian(self, x: Any, joint: bool, diagonal: bool) -> EmbeddingDistribution:

@@ -6,6 +6,8 @@ changes before everything here has passed.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import warnings
 from collections.abc import Mapping
@@ -20,6 +22,7 @@ from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.laplace.calibration import Calibration
 from contrastive_curvature.laplace.posterior import check_prior
 from contrastive_curvature.laplace.score import Score
+from contrastive_curvature.network.digest import tensor_bytes
 
 _KEYS: dict[str, Any] = {
     "mean": Tensor,
@@ -45,6 +48,7 @@ _KEYS: dict[str, Any] = {
     "class_centres": (dict, type(None)),
     "curvature_error": (float, type(None)),
     "prior_chosen": bool,
+    "checksum": str,
 }
 """Keys of a state, and types of their values."""
 
@@ -96,6 +100,30 @@ def check_state(state: object, name: str, likelihood: str, options: Mapping[str,
         wanted, saved = (", ".join(f"{name}={given.get(name)!r}" for name in differ) for given in (options, was))
         hint = "Give this object the same backend_kwargs."
         raise InputError(expected("state_dict", f"this object's options {wanted}", saved, hint))
+    if state["checksum"] != _checksum(state):
+        hint = "Copy the file again from where it came. To change a setting, load the state and set it on la."
+        refuse("checksum", "that of the other entries", "another: the state is damaged, or was changed by hand", hint)
+
+
+def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a state with its checksum, which :func:`check_state` compares."""
+    return {**state, "checksum": _checksum(state)}
+
+
+def _checksum(state: Mapping[str, Any]) -> str:
+    """Return a text that any change of a state changes, but of ``"data"``: inputs that a user may replace."""
+
+    def plain(value: object) -> str:
+        if not isinstance(value, Tensor):
+            return repr(value)
+        # A number in a shape of its own, () or (1,), is the same; other shapes are checked.
+        digest = hashlib.sha256(f"{value.dtype} {value.numel()}".encode())
+        for content in tensor_bytes(value):
+            digest.update(content)
+        return digest.hexdigest()
+
+    content = [state.get(key) for key in _KEYS if key != "checksum"]
+    return hashlib.sha256(json.dumps(content, default=plain, skipkeys=True).encode()).hexdigest()
 
 
 def check_settings(

@@ -233,13 +233,13 @@ class TwoTowerLaplace:
         if not isinstance(state_dict, Mapping) or state_dict.get("cls_name") != type(self).__name__:
             hint = "The state of one posterior goes into la.a or la.b."
             raise InputError(expected("state_dict", "one of two towers", "another one", hint))
-        if state_dict["shared"] is not self.shared:
+        if state_dict.get("shared") is not self.shared:
             both = "one of two modules", "one of a module that both towers share"
             raise InputError(expected("state_dict", both[self.shared], both[not self.shared]))
         with self._unchanged_on_error():
             for tower, la in zip("ab", self._each(), strict=False):
                 with _naming(tower):
-                    la.load_state_dict(state_dict[tower])
+                    la.load_state_dict(state_dict.get(tower, {}))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: an input belongs to one of the towers.

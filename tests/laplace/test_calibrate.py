@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.embedding.known import held_out_distances
+from contrastive_curvature.laplace.state import sealed
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 INPUTS, HIDDEN, DIM, TRAINED, GIVEN = 4, 6, 3, 20, 30
@@ -378,7 +379,7 @@ def test_a_spoilt_calibration_is_refused_without_a_trace() -> None:
     for key, change, words in SPOILT:
         wrong = {**state, "calibration": {**part, key: change(part.get(key))}}
         with pytest.raises(cc.InputError, match=rf"state_dict.*calibration.*{words}"):
-            la.load_state_dict(wrong)
+            la.load_state_dict(sealed(wrong))
         assert torch.equal(la(x).p_value, p), words
 
 

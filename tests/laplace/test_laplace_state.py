@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import warnings
 from collections.abc import Callable
 from dataclasses import is_dataclass
@@ -18,6 +19,7 @@ from tables import each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
+from contrastive_curvature.laplace.state import sealed
 
 
 def picture(la: Any, x: Tensor) -> list[Any]:
@@ -138,10 +140,61 @@ def test_a_spoilt_state_is_refused_without_a_trace(weights: str, structure: str,
         if same(new, value):
             return
         changed = put(state, path, new)
-    if not loads_or_refuses(la, changed, data()[0]):
+    # With the checksum of what stands in it, as no damage has it: the other checks see it.
+    if not loads_or_refuses(la, sealed(changed), data()[0]):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             la.load_state_dict(state)
+
+
+def damaged(value: Any) -> Any:
+    """The same with one bit, digit or letter changed."""
+    if isinstance(value, Tensor):
+        changed = value.clone().contiguous()
+        changed.view(-1).view(torch.uint8)[0] ^= 1
+        return changed
+    if isinstance(value, str):
+        return value[:-1] + chr(ord(value[-1]) ^ 1)
+    return not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else value * (1 + 1e-15)
+
+
+@pytest.mark.parametrize(("weights", "structure"), KINDS)
+def test_every_damaged_entry_is_noticed(weights: str, structure: str) -> None:
+    la, state = kept(weights, structure)
+    checked = {key: value for key, value in state.items() if key not in ("data", "_last_layer_name")}
+    for path in leaves(checked):
+        value = at(state, path)
+        if isinstance(value, (Tensor, str, int, float)) and not (isinstance(value, Tensor) and not value.numel()):
+            with pytest.raises(cc.InputError, match=r"state_dict"):
+                la.load_state_dict(put(state, path, damaged(value)))
+    la.load_state_dict(state)
+
+
+def test_a_damaged_file_is_refused_or_loads_as_it_was() -> None:
+    la, file, x = fitted("last_layer", "kron_lowrank"), io.BytesIO(), data()[0]
+    torch.save(la.state_dict(), file)
+    content, wanted, notes = file.getvalue(), la(x).uncertainty, set()
+    # Some of the metadata, and the lowest, the middle and the highest byte of doubles.
+    for place in [*range(0, len(content), 31), *range(0, len(content), 64)]:
+        spoilt = bytearray(content)
+        spoilt[place] ^= 1
+        try:
+            state = torch.load(io.BytesIO(bytes(spoilt)), weights_only=True)
+        except Exception:  # torch's own errors have no common base
+            continue
+        try:
+            la.load_state_dict(state)
+        except cc.InputError as error:
+            notes.add("checksum" in str(error))
+        assert torch.equal(la(x).uncertainty, wanted), place
+    assert True in notes
+
+
+def test_the_checksum_is_of_the_numbers_and_not_of_how_they_lie_in_memory() -> None:
+    la, state = kept("last_layer", "full")
+    other = {key: v.t().contiguous().t() if isinstance(v, Tensor) and v.ndim == 2 else v for key, v in state.items()}
+    assert other["H"].stride() != state["H"].stride()
+    la.load_state_dict({**dict(reversed(other.items())), "data": 2 * state["data"], "of a user": 1})
 
 
 def test_a_missing_key_is_named() -> None:
@@ -180,7 +233,7 @@ def test_numbers_that_cannot_be_right(
     fresh = make(weights, structure)
     attributes = dict(fresh.__dict__)
     with pytest.raises(cc.InputError, match=words):
-        fresh.load_state_dict({**state, key: change(state[key])})
+        fresh.load_state_dict(sealed({**state, key: change(state[key])}))
     assert fresh.__dict__.keys() == attributes.keys()
     assert all(fresh.__dict__[name] is value for name, value in attributes.items())
     # And it takes the true one.

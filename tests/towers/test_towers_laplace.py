@@ -72,7 +72,14 @@ def test_bad_state_leaves_both_posteriors(device: str) -> None:
         la.load_state_dict(state)
     for tower in "ab":
         assert torch.equal(la.state_dict()[tower]["H"], before[tower]["H"])
-    for wrong in ({}, other.a.state_dict(), fitted("all", "diag", device, shared=True).state_dict()):
+    cut = {key: value for key, value in before.items() if key != "b"}
+    for wrong in (
+        {},
+        cut,
+        {**before, "shared": None},
+        other.a.state_dict(),
+        fitted("all", "diag", device, shared=True).state_dict(),
+    ):
         with pytest.raises(cc.InputError, match="state_dict: expected"):
             la.load_state_dict(wrong)
 
