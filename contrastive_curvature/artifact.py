@@ -46,13 +46,14 @@ def final_target(path: Path | str) -> Path:
     return target
 
 
-def write_whole(path: Path | str, write: Callable[[BinaryIO], object]) -> None:
+def write_whole(path: Path | str, write: Callable[[BinaryIO], object], *, follow: bool = True) -> None:
     """Write a file such that at every moment its name refers to the complete old content or to the complete new one.
 
-    If the path is a symbolic link, the link stays and its target is replaced. An existing file keeps its mode; a new
-    file gets the mode of the user's umask. What killed writers left of the same file an hour ago is removed.
+    If the path is a symbolic link, the link stays and its target is replaced; without ``follow``, for names in a folder
+    that somebody else may have made, the link itself is replaced. An existing file keeps its mode; a new file gets the
+    mode of the user's umask. What killed writers left of the same file an hour ago is removed.
     """
-    target = final_target(path)
+    target = final_target(path) if follow else Path(path)
     for old in target.parent.glob(f".{target.name}.*.tmp"):
         with contextlib.suppress(OSError):
             if time.time() - old.stat().st_mtime > _ABANDONED:
@@ -60,7 +61,7 @@ def write_whole(path: Path | str, write: Callable[[BinaryIO], object]) -> None:
     unfinished = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
     try:
         with unfinished.open("xb") as file:
-            if target.exists():
+            if target.exists() and not target.is_symlink():
                 shutil.copymode(target, unfinished)
             write(file)
             file.flush()
@@ -204,8 +205,12 @@ class ArtifactFolder(Generic[H]):
     @contextlib.contextmanager
     def locked(self, *, wait: bool = True) -> Iterator[None]:
         """Keep other writers away; the system releases the lock when the process ends."""
+        lock = self.path / ".lock"
+        if lock.is_symlink():
+            received = f"{lock}, a symbolic link, which would be written through"
+            raise InputError(expected(self._argument, "a folder with a lock of its own", received, "Remove the link."))
         try:
-            with FileLock(self.path / ".lock", timeout=-1 if wait else 0):
+            with FileLock(lock, timeout=-1 if wait else 0):
                 yield
         except Timeout:
             hint = "Wait for it, or name another folder."
@@ -216,22 +221,25 @@ class ArtifactFolder(Generic[H]):
         """Return the header."""
         try:
             text = self.header_path.read_bytes()
-        except FileNotFoundError:
+        except (FileNotFoundError, IsADirectoryError):
             self._header.refuse(str(self.path), f"no {self._header.file_name} there", self._header.made_by)
         return self._header.loads(text, str(self.header_path))
 
     def write(self, header: H) -> None:
         """Replace the header in one step."""
-        write_whole(self.header_path, lambda file: file.write(header.dumps().encode()))
+        write_whole(self.header_path, lambda file: file.write(header.dumps().encode()), follow=False)
 
 
-def write_tensors(path: Path | str, header: Header, tensors: Mapping[str, Tensor]) -> None:
-    """Write a safetensors file with a header and a checksum, without a copy of the tensors in memory."""
+def write_tensors(path: Path | str, header: Header, tensors: Mapping[str, Tensor], *, follow: bool = True) -> None:
+    """Write a safetensors file with a header and a checksum, without a copy of the tensors in memory.
+
+    ``follow`` is that of :func:`write_whole`.
+    """
     from safetensors.torch import save_file
 
     plain = _plain(tensors)
     metadata = _metadata(header, plain)
-    write_whole(path, lambda file: save_file(plain, file.name, metadata))
+    write_whole(path, lambda file: save_file(plain, file.name, metadata), follow=follow)
 
 
 def read_tensors(path: Path | str, kind: type[H]) -> tuple[H, dict[str, Tensor]]:

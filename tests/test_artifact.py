@@ -130,6 +130,8 @@ def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:
     artifact.write_whole(link, lambda file: file.write(b"new"))
     assert (path.read_bytes(), path.stat().st_mode & 0o777, link.is_symlink()) == (b"new", 0o640, True)
     assert sorted(os.listdir(tmp_path)) == ["f", "link"]
+    artifact.write_whole(link, lambda file: file.write(b"newer"), follow=False)
+    assert (path.read_bytes(), link.read_bytes(), link.is_symlink()) == (b"new", b"newer", False)
 
 
 KILLED = """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import contrastive_curvature as cc
+from contrastive_curvature.artifact import VERSION
+from contrastive_curvature.artifact import _checksum as checksum
+from contrastive_curvature.io.feature_folder.header import HEADER, FeatureHeader
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -83,6 +87,54 @@ def test_loaders(batches: Any, kind: type[Exception], message: str, device: str,
     if (tmp_path / "f").exists():
         with pytest.raises(cc.InputError, match="feature folder"):
             cc.FeatureFolder(tmp_path / "f")
+
+
+def resealed(path: Path, **changes: Any) -> None:
+    """A header with other fields and the checksum of these, as somebody else may have written it."""
+    content = {**json.loads(path.read_bytes())["content"], **changes}
+    about = {"format": FeatureHeader.format_name(), "version": VERSION, "sha256": checksum(content)}
+    path.write_text(json.dumps({**about, "content": content}))
+
+
+MALFORMED: list[tuple[str, list[Any]]] = [
+    ("format", ["", "npz", "../memmap"]),
+    ("dtype", ["", "text", "O", "int64"]),
+    ("target_type", ["", "object", "int64\n"]),
+    ("target_shape", [[0], [-1], [10**30]]),
+    ("identifiers", ["text", "O", "S0", "U8"]),
+    ("rows_per_part", [0, -1]),
+]
+
+
+@each("fmt", ["memmap", "parquet"])
+def test_a_malformed_header_is_refused_by_name(fmt: str, device: str, tmp_path: Path) -> None:
+    if fmt == "parquet":
+        pytest.importorskip("pyarrow")
+    cc.features(encoder(device), loader(*data(device)), tmp_path / fmt, format=fmt)
+    path = tmp_path / fmt / HEADER
+    source = json.loads(path.read_bytes())["content"]["source"]
+    for name, values in [*MALFORMED, ("source", [{**source, "width": width} for width in (-1, 10**30)])]:
+        before = path.read_text()
+        for value in values:
+            resealed(path, **{name: value})
+            with pytest.raises(cc.InputError, match=rf"header\.json: expected a feature folder, got one with.*{name}"):
+                cc.FeatureFolder(tmp_path / fmt)
+            path.write_text(before)
+    assert len(cc.FeatureFolder(tmp_path / fmt).targets) == POINTS
+
+
+def test_nothing_is_written_through_a_link(device: str, tmp_path: Path) -> None:
+    """A folder that somebody else made, which says that its features are missing, or have no end."""
+    cc.features(encoder(device), loader(*data(device)), tmp_path / "f")
+    mine, link = tmp_path / "mine", tmp_path / "f" / "features.bin"
+    link.rename(mine)
+    link.symlink_to(mine)
+    content = mine.read_bytes()
+    for changes in ({"parts": [None]}, {"points": None}):
+        resealed(tmp_path / "f" / HEADER, **changes)
+        with pytest.raises(cc.InputError, match=r"features\.bin: expected a file of this folder, got a symbolic link"):
+            cc.features(encoder(device), loader(*data(device)), tmp_path / "f")
+        assert mine.read_bytes() == content
 
 
 @each(

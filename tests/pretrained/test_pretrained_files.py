@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import pickle
@@ -18,7 +19,10 @@ from saved_cases import encoder, fitted, predicts_the_same
 from tables import each
 
 import contrastive_curvature as cc
-from contrastive_curvature.io.pretrained.folder import place_of, read, write
+from contrastive_curvature import artifact
+from contrastive_curvature.artifact import VERSION
+from contrastive_curvature.artifact import _checksum as checksum
+from contrastive_curvature.io.pretrained.folder import Saved, place_of, read, write
 
 DEVICE = "cpu"
 """Files are the same on every device."""
@@ -209,6 +213,68 @@ def test_foreign_damaged_and_later_files(la: Any, saved: Path) -> None:
     la.save_pretrained(saved, overwrite=True)
     assert predicts_the_same(la, loaded(saved), DEVICE)
     assert len(visible(saved)) == 3
+
+
+WRONG = (None, "", "..", -1, 1e308, True, [], {}, ["a"], {"$tensor": "none"}, {"$tuple": 3})
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    parts = value.items() if isinstance(value, dict) else enumerate(value[:2]) if isinstance(value, list) else ()
+    return [path, *(found for key, part in parts for found in places(part, (*path, key)))]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_header_with_a_right_checksum_and_a_wrong_field_is_refused_by_name(la: Any, saved: Path) -> None:
+    """What somebody else may have written: another value for every field, every field left out."""
+    path = saved / "config.json"
+    original = json.loads(path.read_bytes())["content"]
+    # As in a folder of 0.2.0: the state itself is looked at, not its checksum.
+    del original["posteriors"][0]["state"]["checksum"]
+    model, refused = encoder(), 0
+    for place in places(original)[1:]:
+        for new in (*WRONG[refused % 3 :: 3], "left out"):
+            content = copy.deepcopy(original)
+            at = content
+            for key in place[:-1]:
+                at = at[key]
+            if new == "left out":
+                del at[place[-1]]
+            else:
+                at[place[-1]] = new
+            about = {"format": Saved.format_name(), "version": VERSION, "sha256": checksum(content)}
+            path.write_text(json.dumps({**about, "content": content}))
+            refused += attempt(lambda folder: cc.load_pretrained(folder, model), saved)[1] != ""
+    assert refused > len(places(original))
+
+
+@each("name", ["..", "../secret", "/etc/passwd", "posterior-0123456789abcdef.safetensors/../../secret", "config.json"])
+def test_numbers_outside_the_folder_are_not_opened(name: str, saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved / "config.json"
+    content = json.loads(path.read_bytes())["content"]
+    content["numbers"]["name"] = name
+    about = {"format": Saved.format_name(), "version": VERSION, "sha256": checksum(content)}
+    path.write_text(json.dumps({**about, "content": content}))
+    monkeypatch.setattr(artifact, "sha256_of", None)
+    with pytest.raises(cc.InputError, match=r"config\.json: expected a saved posterior, got one with numbers\.name"):
+        loaded(saved)
+
+
+def test_nothing_is_written_through_a_link(la: Any, other: Any, saved: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    for name in ("README.md", numbers_of(other.save_pretrained(tmp_path / "new")).name, "config.json"):
+        content = (saved / name).read_bytes() if (saved / name).exists() else b"mine"
+        mine.write_bytes(content)
+        (saved / name).unlink(missing_ok=True)
+        (saved / name).symlink_to(mine)
+        other.save_pretrained(saved, overwrite=True)
+        assert mine.read_bytes() == content, name
+        assert not (saved / name).is_symlink()
+    assert predicts_the_same(other, loaded(saved), DEVICE)
+    (saved / ".lock").unlink(missing_ok=True)
+    (saved / ".lock").symlink_to(mine)
+    with pytest.raises(cc.InputError, match="a lock of its own"):
+        la.save_pretrained(saved, overwrite=True)
+    assert mine.read_bytes() == content
 
 
 def attempt(call: Callable[[Path], Any], folder: Path) -> tuple[Any, str]:

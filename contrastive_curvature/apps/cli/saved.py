@@ -148,7 +148,7 @@ def read_encoder(folder: Path) -> tuple[dict[str, Any] | None, dict[str, NDArray
 def _write_encoder(encoder: Encoder, folder: Path) -> None:
     weights = dict(encoder.module.named_parameters()) if encoder.width is not None else {}
     header = EncoderFile(spec=dict(encoder.spec), classes=encoder.classes)
-    write_tensors(_encoder_file(folder, encoder_digest(encoder.module)), header, weights)
+    write_tensors(_encoder_file(folder, encoder_digest(encoder.module)), header, weights, follow=False)
 
 
 def _encoder_file(folder: Path, digest: str) -> Path:

@@ -11,8 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
-
-_TARGET_TYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+from contrastive_curvature.io.feature_folder.header import TARGET_TYPES
 
 _MOST_LOST = 0.01
 """Rounding error of a feature, relative to the largest of its point, that is let pass."""
@@ -53,8 +52,8 @@ def as_tensor(stored: NDArray[Any]) -> Tensor:
 def target_type(targets: Tensor) -> str:
     """Return the name of the type that targets are stored in."""
     name = str(targets.dtype).removeprefix("torch.")
-    if name not in _TARGET_TYPES:
-        wanted = f"targets of one of the types {', '.join(_TARGET_TYPES)}"
+    if name not in TARGET_TYPES:
+        wanted = f"targets of one of the types {', '.join(TARGET_TYPES)}"
         raise InputTypeError(expected("loader", wanted, str(targets.dtype)))
     return name
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import numpy as np
+from pydantic import Field, PositiveInt, model_validator
 
 from contrastive_curvature.artifact import ArtifactFolder, Header
 from contrastive_curvature.network.given_features import FeatureSource
@@ -18,6 +19,13 @@ PRECISIONS = ("float16", "bfloat16", "float32", "float64")
 """torch's names of the types that features can be saved in."""
 
 
+TARGET_TYPES = ("bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64")
+
+
+def _one_of(names: tuple[str, ...]) -> Any:
+    return Field(pattern=f"^({'|'.join(names)})$")
+
+
 class FeatureHeader(Header):
     """What a feature folder holds.
 
@@ -25,7 +33,7 @@ class FeatureHeader(Header):
         format: Of :data:`FORMATS`.
         dtype: Of :data:`PRECISIONS`.
         source: The encoder that computed the features.
-        target_type: torch's and NumPy's name of the type of the targets.
+        target_type: torch's and NumPy's name of the type of the targets, of :data:`TARGET_TYPES`.
         target_shape: Shape of one target.
         identifiers: NumPy's name of their type: ``int64``, or ``S`` and the bytes of the longest text in UTF-8.
         rows_per_part: Number of points of every part but the last.
@@ -39,16 +47,25 @@ class FeatureHeader(Header):
     made_by: ClassVar[str] = "contrastive_curvature.features(encoder, loader, path) writes one."
     repaired_by: ClassVar[str] = "Delete the folder, and write it again."
 
-    format: str
-    dtype: str
+    format: str = _one_of(FORMATS)
+    dtype: str = _one_of(PRECISIONS)
     source: FeatureSource
-    target_type: str
-    target_shape: tuple[int, ...]
-    identifiers: str
-    rows_per_part: int
+    target_type: str = _one_of(TARGET_TYPES)
+    target_shape: tuple[PositiveInt, ...]
+    identifiers: str = _one_of(("int64", "S[1-9][0-9]*"))
+    rows_per_part: PositiveInt
     class_names: tuple[str, ...] | None = None
     points: int | None = None
     parts: tuple[str | None, ...] = ()
+
+    @model_validator(mode="after")
+    def _are_columns(self) -> Self:
+        try:
+            _ = self.columns
+        except (ValueError, OverflowError):
+            msg = "source and target_shape: no array has so many columns"
+            raise ValueError(msg) from None
+        return self
 
     @property
     def columns(self) -> dict[str, np.dtype[Any]]:

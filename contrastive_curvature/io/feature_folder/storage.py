@@ -30,6 +30,7 @@ class MemoryMap:
     def write(self, part: int, rows: dict[str, NDArray[Any]]) -> str:
         """Write a part and return its checksum; the files grow part by part."""
         self._mapped.clear()
+        self._refuse_links()
         for name, kind in self._columns.items():
             self._path(name).touch()
             with self._path(name).open("r+b") as file:
@@ -50,6 +51,7 @@ class MemoryMap:
 
     def finish(self, header: FeatureHeader) -> None:
         """Remove what a killed process left after the last point."""
+        self._refuse_links()
         for name, kind in self._columns.items():
             os.truncate(self._path(name), (header.points or 0) * kind.itemsize)
 
@@ -80,6 +82,12 @@ class MemoryMap:
             self._mapped[name] = np.memmap(path, dtype=kind, mode="c", shape=(n,))
         return self._mapped[name]
 
+    def _refuse_links(self) -> None:
+        for path in map(self._path, self._columns):
+            if path.is_symlink():
+                received = "a symbolic link, which would be written through"
+                raise InputError(expected(str(path), "a file of this folder", received, "Put the file in its place."))
+
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.bin"
 
@@ -107,7 +115,8 @@ class Parquet:
         columns = [self._array(rows[name], kind) for name, kind in self._columns.items()]
         table = self._arrow.table(columns, schema=self._schema)
         # Features compress badly, and a checksum is read far more often than a byte is saved.
-        write_whole(self._path(part), lambda file: self._parquet.write_table(table, file, compression="none"))
+        path = self._path(part)
+        write_whole(path, lambda file: self._parquet.write_table(table, file, compression="none"), follow=False)
         return sha256_of(self._path(part))
 
     def checksum(self, part: int, points: int) -> str:

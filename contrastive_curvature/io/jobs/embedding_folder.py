@@ -117,7 +117,7 @@ class EmbeddingFolder:
                 if waiting:
                     writer.write_table(need("pyarrow").concat_tables(waiting))
 
-        write_whole(self.file(part), write)
+        write_whole(self.file(part), write, follow=False)
 
     def file(self, part: int) -> Path:
         """Name of the file of a part."""

@@ -8,7 +8,8 @@ import re
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors import SafetensorError
 from torch import Tensor
 
 from contrastive_curvature.artifact import VERSION, ArtifactFolder, Header, sha256_of, write_whole
@@ -131,9 +132,9 @@ class SavedPosterior(_Model):
 
 
 class NumbersFile(_Model):
-    """The file of numbers beside ``config.json``."""
+    """The file of numbers beside ``config.json``; its name leads nowhere else."""
 
-    name: str
+    name: str = Field(pattern=f"^{_NUMBERS.pattern}$")
     sha256: str
     size: int
 
@@ -280,11 +281,11 @@ def write(place: ArtifactFolder[Saved], saved: Saved, numbers: bytes, card: str,
         # Somebody else may have saved there since the first check.
         check_target(place, overwrite=overwrite)
         try:
-            write_whole(place.path / saved.numbers.name, lambda file: file.write(numbers))
+            write_whole(place.path / saved.numbers.name, lambda file: file.write(numbers), follow=False)
             place.write(saved)
         finally:
             _remove_remains(place)
-        write_whole(place.path / CARD, lambda file: file.write(card.encode()))
+        write_whole(place.path / CARD, lambda file: file.write(card.encode()), follow=False)
 
 
 def _remove_remains(place: ArtifactFolder[Saved]) -> None:
@@ -316,7 +317,9 @@ def read(folder: Path, *, again: bool = True) -> tuple[Saved, dict[str, Tensor]]
         if sha256_of(path) != saved.numbers.sha256:
             Saved.refuse(str(path), "a damaged one: its checksum is another", Saved.repaired_by)
         return saved, load_file(path)
-    except FileNotFoundError:
+    except SafetensorError:
+        Saved.refuse(str(path), "something else", Saved.repaired_by)
+    except (FileNotFoundError, IsADirectoryError):
         if again:
             # Somebody may have replaced the posterior between the two files.
             return read(folder, again=False)

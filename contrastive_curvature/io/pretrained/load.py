@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
 from contrastive_curvature.embedding.match_probability import MatchProbability
-from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.io.pretrained.folder import PretrainedInfo, Saved, place_of, read, restored
+from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, InputTypeError, expected
+from contrastive_curvature.io.pretrained.folder import CONFIG, PretrainedInfo, Saved, place_of, read, restored
 from contrastive_curvature.io.pretrained.hub import local_folder
 from contrastive_curvature.io.pretrained.posterior import constructor, fill
 from contrastive_curvature.laplace import TwoTowerLaplace
@@ -65,12 +67,13 @@ def load_pretrained(
         hint = "Pass contrastive_curvature.TwoTowers(encoder_a, encoder_b)." if saved.towers else ""
         raise InputError(expected("encoder", wanted, f"a {type(encoder).__name__}", hint))
     given = {"loss": loss, "relation": relation, "backend": backend}
-    if isinstance(encoder, TwoTowers):
-        return _towers(saved, tensors, encoder, given)
-    (only,) = saved.posteriors
-    kind, arguments = constructor(only, tensors, encoder, **given)
-    la = kind(encoder, **arguments)
-    fill(la, only, tensors)
+    with _well_formed(folder):
+        if isinstance(encoder, TwoTowers):
+            return _towers(saved, tensors, encoder, given)
+        (only,) = saved.posteriors
+        kind, arguments = constructor(only, tensors, encoder, **given)
+        la = kind(encoder, **arguments)
+        fill(la, only, tensors)
     return la
 
 
@@ -99,9 +102,10 @@ def load_match(
     if saved.match is None:
         hint = "Save one with la.save_pretrained(folder, match=...)."
         raise InputError(expected(str(folder), "a posterior with a MatchProbability", "one without", hint))
-    state = restored(saved.match, tensors)
-    match = MatchProbability(use_uncertainty=state["use_uncertainty"], curve=state["curve"])
-    match.load_state_dict(state)
+    with _well_formed(folder):
+        state = restored(saved.match, tensors)
+        match = MatchProbability(use_uncertainty=state["use_uncertainty"], curve=state["curve"])
+        match.load_state_dict(state)
     return match
 
 
@@ -128,6 +132,18 @@ def read_info(
     """
     folder = local_folder(source, revision, token, cache_dir, local_files_only)
     return place_of(folder).read().info(folder)
+
+
+@contextlib.contextmanager
+def _well_formed(folder: Path) -> Iterator[None]:
+    """Refuse a header whose checksum is right, and whose content no posterior can be made of."""
+    try:
+        yield
+    except ContrastiveCurvatureError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        received = f"a malformed one ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
+        Saved.refuse(str(folder / CONFIG), received, Saved.repaired_by)
 
 
 def _towers(saved: Saved, tensors: dict[str, Tensor], encoder: TwoTowers, given: dict[str, Any]) -> TwoTowerLaplace:
