@@ -250,6 +250,7 @@ def _calls() -> dict[str, Call]:
     samples = z + 0.1 * torch.randn(5, N, D, generator=torch.Generator().manual_seed(1))
     scores = torch.rand(N, generator=torch.Generator().manual_seed(2)) + 0.1
     votes = torch.arange(N).repeat(4, 1) % 3
+    persons = torch.stack([torch.arange(N), torch.arange(N) + 1], dim=1)
     mean = torch.nn.functional.normalize(z, dim=1)
     kappa = scores * 10
     drawn = {"x": x, "pred_type": "glm", "n_samples": 3, "diagonal_output": False, "generator": None, "joint": False}
@@ -360,7 +361,7 @@ def _calls() -> dict[str, Call]:
         ),
         "MatchThreshold": (
             _same,
-            {"rate": 0.2, "asked": scores, "scores": scores, "same": labels == 0, "groups": labels.repeat(2, 1).T},
+            {"rate": 0.3, "asked": scores, "scores": scores, "same": labels == 0, "groups": persons},
         ),
         "DriftMonitor": (_drift, {"delta": 0.1, "seed": 0, "embedding": None}),
         "det_curve": (metrics.det_curve, {"scores": scores, "same": labels == 0}),

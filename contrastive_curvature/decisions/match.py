@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from typing import Self
 
 import numpy as np
@@ -20,9 +21,11 @@ class MatchThreshold(Fitted):
 
     Of new pairs of two classes, drawn as those of the fit were, at most ``false_match_rate`` lie above the threshold,
     on average over the pairs of the fit: the threshold is the k-th largest score of n such pairs, with
-    ``k = floor(rate (n + 1))``. The mean is exact for independent pairs; all pairs among few persons have a little
-    more. Intervals are those of Clopper and Pearson, at 95 %. With ``groups``, they take the number of independent
-    pairs whose rate would vary as much as that of pairs that share persons.
+    ``k = floor(rate (n + 1))``. The mean is exact for independent pairs; pairs that share persons have more, unless
+    ``groups`` names the persons: each pair of two classes is then judged by the pairs that share neither of its
+    persons, and k is the largest with which at most the stated share of pairs matches. Intervals are those of Clopper
+    and Pearson, at 95 %. With ``groups``, that of the FMR counts those matches, and both take the number of independent
+    pairs whose rate would vary as much as that of pairs that share persons, less what few persons leave unknown of it.
 
     Args:
         false_match_rate: Largest share of pairs of two classes that may count as the same (FMR), in (0, 1).
@@ -39,8 +42,10 @@ class MatchThreshold(Fitted):
         InputError: It is not in (0, 1).
 
     Source: ISO/IEC 19795-1 (the rates); Vovk et al. (2005), Algorithmic Learning in a Random World (the quantile);
-        Aronow et al. (2015), Cluster-robust variance estimation for dyadic data, Political Analysis 23 (pairs that
-        share persons); Korn and Graubard (1998), Survey Methodology 24 (the interval from the variance).
+        Vovk (2015), Cross-conformal predictors, Annals of Mathematics and Artificial Intelligence 74 (pairs judged
+        by others); Aronow et al. (2015), Cluster-robust variance estimation for dyadic data, Political Analysis 23
+        (pairs that share persons); Korn and Graubard (1998), Survey Methodology 24 (the interval from the variance);
+        Satterthwaite (1946), Biometrics Bulletin 2 (its degrees of freedom).
     """
 
     threshold: float
@@ -65,10 +70,13 @@ class MatchThreshold(Fitted):
                 distance.
             same: Whether each pair is of one class, bool (or integers 0 and 1), shape (N,).
             groups: Persons (or other groups) of both ends of each pair, integers, shape (N, 2). Pairs that share a
-                person depend on each other; with them, the intervals count that.
+                person depend on each other; with them, the threshold and the intervals count that.
 
         Returns:
             The object itself.
+
+        Warns:
+            UserWarning: ``groups`` has so few pairs of persons that the rate and the intervals may not hold.
 
         Raises:
             InputTypeError: An argument has a wrong type.
@@ -90,11 +98,26 @@ class MatchThreshold(Fitted):
             )
             raise InputError(expected("same", wanted, f"{n:,}", "Take more pairs, or a larger rate."))
         refuse_reversed("scores", impostor, genuine, "higher for pairs of one class")
+        apart = None
+        if persons is not None:
+            apart, found = _apart(impostor, persons[~so])
+            few = math.ceil(2 / rate - 1e-9)
+            if found < few:
+                msg = (
+                    f"groups: {found:,} pairs of persons are few for a false match rate of {rate:g}, which may be "
+                    f"exceeded; the intervals may be too narrow. Take at least {few:,} (all pairs among "
+                    f"{math.ceil(0.5 + math.sqrt(0.25 + 2 * few)):,} persons), or a larger rate."
+                )
+                warnings.warn(msg, UserWarning, stacklevel=2)
+            allowed = apart[apart < np.sort(apart)[min(k, n - 1)]].max(initial=apart.min())
+            level = min(k / (n + 1), allowed)
+            k = math.floor(level * (n + 1) + 1e-9)
         self.threshold = float(np.partition(impostor, n - k)[n - k])
-        missed, matched = score <= self.threshold, score > self.threshold
-        self.false_non_match_rate = float(missed[so].mean())
-        self.false_non_match_interval = _interval(missed[so], None if persons is None else persons[so])
-        self.false_match_interval = _interval(matched[~so], None if persons is None else persons[~so])
+        missed = score[so] <= self.threshold
+        matched = impostor > self.threshold if apart is None else apart <= level
+        self.false_non_match_rate = float(missed.mean())
+        self.false_non_match_interval = _interval(missed, None if persons is None else persons[so])
+        self.false_match_interval = _interval(matched, None if persons is None else persons[~so])
         self.pairs = len(genuine), n
         return self
 
@@ -135,26 +158,54 @@ def _persons(groups: object, length: int) -> NDArray[np.int64]:
     return np.unique(read, return_inverse=True)[1].reshape(length, 2)
 
 
+def _apart(scores: NDArray[np.float64], persons: NDArray[np.int64]) -> tuple[NDArray[np.float64], int]:
+    """Return the p-values of pairs among those that share neither of their persons; the number of pairs of persons."""
+    left, right = np.sort(persons, axis=1).T
+    two = left != right
+    rank = np.unique(-scores, return_inverse=True)[1]
+    ranks = rank.max() + 1
+    pair = np.unique(left * (right.max() + 1) + right, return_inverse=True)[1]
+    of_all, of_pair = np.sort(rank), np.sort(pair * ranks + rank)
+    of_person = np.sort(np.concatenate([left * ranks + rank, (right * ranks + rank)[two]]))
+
+    def count(keyed: NDArray[np.int64], key: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Count the pairs of each key: those with at least this score, and all."""
+        first, last, end = np.searchsorted(keyed, [key * ranks, key * ranks + rank + 1, (key + 1) * ranks])
+        return np.stack([last - first, end - first])
+
+    sharing = count(of_person, left) + two * (count(of_person, right) - count(of_pair, pair))
+    higher, others = count(of_all, np.zeros_like(left)) - sharing
+    return (higher + 1) / (others + 1), int(pair.max()) + 1
+
+
 def _interval(errors: NDArray[np.bool_], persons: NDArray[np.int64] | None) -> tuple[float, float]:
     """Return the 95 % interval of the share of errors among pairs.
 
     The variance over pairs that share persons sums the products of the residuals of every two such pairs: all products
-    of each person's residuals, less those of a pair of two persons with itself, which two persons have counted.
+    of each person's residuals, less those of a pair of two persons with itself, which two persons have counted. Each
+    person's residuals are divided by the number of pairs without the person, as the jackknife has it. What the variance
+    has more than that of independent pairs is uncertain: it grows by the squared ratio of Student's quantile to the
+    normal one, with the degrees of freedom that the persons' unequal parts leave.
     """
     n = len(errors)
-    count = int(errors.sum())
+    share = int(errors.sum()) / n
     if persons is None:
-        return clopper_pearson(count, n)
-    residual = errors - count / n
+        return clopper_pearson(share * n, n)
     left, right = persons.T
     two = left != right
-    of_person = (
-        np.bincount(left, residual)
-        if not two.any()
-        else np.bincount(np.concatenate([left, right[two]]), np.concatenate([residual, residual[two]]))
-    )
-    variance = float((of_person**2).sum() - (residual[two] ** 2).sum()) / n**2
+    residual, ends = errors - share, np.concatenate([left, right[two]])
+    counts = np.bincount(ends)
+    people = int(np.count_nonzero(counts))
     # Without an error there is no variance to see, and each person counts as one pair.
-    independent = count / n * (1 - count / n) / variance if variance > 0 else len(np.unique(persons))
-    independent = min(n, independent)
-    return clopper_pearson(count / n * independent, independent)
+    if people == 1 or share in (0, 1):
+        return clopper_pearson(share * people, people)
+    from scipy.special import ndtri, stdtrit
+
+    of_person = np.bincount(ends, np.concatenate([residual, residual[two]]))
+    squares = (of_person / np.maximum(n - counts, 1)) ** 2
+    uneven = (squares**2).sum() - squares.sum() ** 2 / people
+    freedom = min(people - 1, 2 * squares.sum() ** 2 / uneven) if uneven > 0 else people - 1
+    alone = share * (1 - share) / n
+    more = squares.sum() - (residual[two] ** 2).sum() / n**2 - alone
+    independent = share * (1 - share) / (alone + max(0, more) * (stdtrit(freedom, 0.975) / ndtri(0.975)) ** 2)
+    return clopper_pearson(share * independent, independent)
