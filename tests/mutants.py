@@ -204,6 +204,13 @@ MUTANTS = [
     M("calibration compares with what it standardises with", "split: scale from one part, ranks from the other",
       "laplace/calibration.py", "known, measured = split(measured)", "known, _ = split(measured)",
       "laplace/test_calibrate.py"),
+    M("the typical norm of merged fits is that of two fits", "t = (N1 t1 + N2 t2) / (N1 + N2)", "laplace/fitting.py",
+      "(earlier * self.typical_norm + result.n * norm) / n", "(self.typical_norm + norm) / 2",
+      "laplace/test_calibrate.py"),
+    M("an input that repeats fills a sample", "of one content, one in twenty rows a turn", "pairs/rows.py",
+      "order[_turns(keys, self.size).argsort(stable=True)[: self.size]]", "order[: self.size]", "parts/test_rows.py"),
+    M("the place of a point decides what a posterior keeps", "points are numbered by their outputs", "fit/loop.py",
+      "self._features.add(content_numbers(z),", "self._features.add(batch.numbers,", "laplace/test_calibrate.py"),
     M("a training input is left in its own centre", "centre without the input", "fit/class_centres.py",
       "self.sums[own] - units.double()", "self.sums[own]", "embedding/test_class_centres.py"),
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.pairs.rows import content_numbers, point_keys
 
 if TYPE_CHECKING:
     from contrastive_curvature.embedding.distribution import EmbeddingDistribution
@@ -231,7 +232,8 @@ def held_out_distances(features: Tensor, outputs: Tensor, classes: Tensor | None
     too few inputs of each class, the second distance is that under the Gaussians of all.
     """
     found = TrainingGaussians.of(features, outputs, classes)(features, outputs)
-    order = torch.randperm(len(features), generator=torch.Generator().manual_seed(0)).to(features.device)
+    # By what the inputs are, so that their order does not count. The sample itself was drawn with the first seed.
+    order = point_keys(content_numbers(outputs), seed=1).argsort(stable=True).to(features.device)
     folds = order.chunk(_FOLDS)
     for number, fold in enumerate(folds):
         rest = torch.cat([*folds[:number], *folds[number + 1 :]])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 
 import torch
 from torch import Tensor
@@ -12,7 +12,7 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.class_table import ClassTable, ClassTableCollector
 from contrastive_curvature.network.full_precision import full_precision
-from contrastive_curvature.pairs.rows import RowCollector, Rows
+from contrastive_curvature.pairs.rows import RowCollector, Rows, content_numbers
 
 WEIGHT = 3.0
 """How strongly the position between classes counts: the factor of an angle is ``exp(WEIGHT (r - typical r))``.
@@ -50,22 +50,22 @@ class ClassCentres:
         sums: Sums of unit embeddings, float64, shape (K, D).
         typical: Mean of :meth:`ratio`, capped, over inputs of these classes, each left out of its own centre.
         n: Number of these inputs.
-        sample: Unit embeddings of some of them, shape (m, D), and their labels, shape (m,): what is typical has to be
-            measured again where further classes are merged. A ``state_dict`` leaves it out: these are the user's data.
+        sample: Some of them, with their unit embeddings and labels in the columns ``outputs`` and ``targets``: what is
+            typical has to be measured again where further classes are merged. A ``state_dict`` leaves it out: these are
+            the user's data.
     """
 
     labels: Tensor
     sums: Tensor
     typical: float
     n: int
-    sample: tuple[Tensor, Tensor] | None = field(default=None, compare=False, repr=False)
+    sample: Rows | None = field(default=None, compare=False, repr=False)
 
     @classmethod
     def of(cls, outputs: Tensor, labels: Tensor) -> ClassCentres | None:
         """Return the centres of raw outputs (N, D) with int64 labels (N,); ``None`` where they cost too much."""
-        some = torch.randperm(len(outputs), generator=torch.Generator().manual_seed(0))[:_SAMPLE].to(outputs.device)
-        sample = Rows(None, some, {"outputs": outputs[some], "targets": labels[some]})
-        return centres_of(ClassTable.of(outputs.detach(), labels), sample)
+        every = Rows(None, content_numbers(outputs), {"outputs": outputs, "targets": labels})
+        return centres_of(ClassTable.of(outputs.detach(), labels), every.first(_SAMPLE))
 
     def merged(self, other: ClassCentres) -> ClassCentres | None:
         """Return the centres of both data sets, measured anew; ``None`` where they are too many.
@@ -75,23 +75,16 @@ class ClassCentres:
         labels, rows = torch.cat([self.labels, other.labels.to(self.labels)]).unique(return_inverse=True)
         every = torch.cat([self.sums, other.sums.to(self.sums)])
         sums = every.new_zeros(len(labels), every.shape[1]).index_add_(0, rows, every)
-        n, parts = self.n + other.n, []
-        for part in (self, other):
-            if part.sample is not None:
-                units, of = part.sample
-                some = torch.randperm(len(of), generator=torch.Generator().manual_seed(0)).to(of.device)
-                some = some[: max(1, _SAMPLE * part.n // n)]
-                parts.append((units[some].to(sums.device), of[some].to(labels)))
-        if sums.numel() > MOST_NUMBERS or not parts:
+        samples = [part.sample.to(sums.device) for part in (self, other) if part.sample is not None]
+        if sums.numel() > MOST_NUMBERS or not samples:
             return None
-        units, of = (torch.cat(some) for some in zip(*parts, strict=True))
-        return ClassCentres(labels, sums, 0.0, n, (units, of))._measured()
+        return ClassCentres(labels, sums, 0.0, self.n + other.n, reduce(Rows.merged, samples))._measured()
 
     def _measured(self) -> ClassCentres:
         """Return the same with what is typical for its sample."""
         if self.sample is None or len(self.labels) < 2:
             return self
-        units, own = self.sample[0], torch.searchsorted(self.labels, self.sample[1])
+        units, own = self.sample.columns["outputs"], torch.searchsorted(self.labels, self.sample.columns["targets"])
         rows = max(1, _ENTRIES // len(self.labels))
         parts = [self._left_out(u, k) for u, k in zip(units.split(rows), own.split(rows), strict=True)]
         # In float32, the cap itself would be rounded up.
@@ -200,18 +193,14 @@ class CentreCollector:
 
     def __init__(self, *, limited: bool = True) -> None:
         self._table, self._typical = ClassTableCollector(), RowCollector(_SAMPLE)
-        self._limited, self._n = limited, 0
-        self._too_many = False
+        self._limited, self._too_many = limited, False
 
-    def add(self, outputs: Tensor, labels: Tensor, numbers: Tensor | None = None) -> None:
+    def add(self, outputs: Tensor, labels: Tensor) -> None:
         """Take a batch into account."""
         if self._too_many:
             return
         self._table.add(outputs, labels)
-        if numbers is None:
-            numbers = torch.arange(self._n, self._n + len(outputs))
-        self._typical.add(numbers, {"outputs": outputs, "targets": labels})
-        self._n += len(outputs)
+        self._typical.add(content_numbers(outputs), {"outputs": outputs, "targets": labels})
         # More classes only follow.
         self._too_many = self._limited and self._table.size > MOST_NUMBERS
 
@@ -228,5 +217,6 @@ def centres_of(table: ClassTable | None, typical: Rows) -> ClassCentres | None:
     """Return the centres of classes; ``None`` where there are no classes, too many, or no typical points."""
     if table is None or not len(typical) or table.sums.numel() > MOST_NUMBERS:
         return None
-    sample = normalize(typical.columns["outputs"].detach())[0], typical.columns["targets"]
+    columns = {**typical.columns, "outputs": normalize(typical.columns["outputs"].detach())[0]}
+    sample = replace(typical, columns=columns)
     return ClassCentres(table.labels, table.sums, 0.0, int(table.counts.sum()), sample)._measured()

@@ -103,7 +103,7 @@ class DatasetFit(Problem):
             targets: Any = batch.labels
             self.record.add(z, targets)
             if options.relation is None:
-                classes.add(z, targets, batch.numbers)
+                classes.add(z, targets)
             points.add(batch.numbers, {"outputs": z, "targets": targets, **(_columns(batch.x) if inputs else {})})
             if features is not None:
                 room -= z.numel() + features.numel()

@@ -38,7 +38,7 @@ from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.pullback import KronFactors, Pullback
 from contrastive_curvature.options import KFACApprox, Structure
-from contrastive_curvature.pairs.rows import RowCollector, Rows, united
+from contrastive_curvature.pairs.rows import RowCollector, Rows, content_numbers, united
 from contrastive_curvature.progress import Progress
 
 VALUE, COST = "value", "cost"
@@ -176,11 +176,11 @@ class CurvatureSum:
             self._dominance.add(context, seen.blocks, alone)
         if self._features is not None:
             classes = {} if batch.classes is None else {"classes": batch.classes}
-            self._features.add(batch.numbers, {"features": context} | classes)
+            self._features.add(content_numbers(z), {"features": context} | classes)
         if batch.classes is None:
             self._classes = None
         elif self._classes is not None:
-            self._classes.add(z, batch.classes, batch.numbers)
+            self._classes.add(z, batch.classes)
         if self.record is not None:
             self.record.add(z, torch.zeros(len(z)) if batch.labels is None else batch.labels)
         if isinstance(term, Tensor):

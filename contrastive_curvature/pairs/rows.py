@@ -14,6 +14,13 @@ from contrastive_curvature.errors import InputError, expected
 
 _T = TypeVar("_T")
 
+_CELL = 2.0**-8
+"""Width of what counts as equal outputs, relative to their norm."""
+
+_MOST_ALIKE = 20
+"""One in so many rows of a sample has the same number, or an input that repeats could be most of it. More of them are
+taken where there are too few others."""
+
 _INCREMENT, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 
 
@@ -34,13 +41,29 @@ def point_keys(numbers: Tensor, seed: int = 0) -> Tensor:
     return torch.from_numpy(x.view(np.int64).copy())
 
 
+def content_numbers(outputs: Tensor) -> Tensor:
+    """Return a number (n,) for raw outputs (n, D) that depends on nothing else: not on their order, batch or part.
+
+    Eight projections of the direction and the logarithm of the norm are rounded so coarsely that of a thousand outputs
+    that were computed in float32 in batches of another size, about one gets another number, and so finely that
+    different inputs hardly share one, even in tight classes.
+    """
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(outputs.shape[1], 8, generator=generator, dtype=torch.float64).to(outputs.device)
+    odd = (torch.randint(-(2**62), 2**62, (9,), generator=generator) * 2 + 1).to(outputs.device)
+    wide = outputs.detach().double()
+    norm = wide.norm(dim=1, keepdim=True)
+    found = torch.cat([wide / norm @ directions, norm.log()], dim=1)
+    return ((found / _CELL).round().to(torch.int64) * odd).sum(1).cpu()
+
+
 @dataclass(frozen=True)
 class Rows:
     """Points that were kept.
 
     Args:
         size: How many are kept at most; ``None`` for all.
-        numbers: Of the points, different, int64 on the CPU, shape (m,).
+        numbers: Of the points, int64 on the CPU, shape (m,); different, or by :func:`content_numbers`.
         columns: What is known of them, each of shape (m, ...); without any point, empty.
         seed: Of the sample, see :func:`point_keys`.
     """
@@ -83,8 +106,8 @@ class Rows:
     def _smallest(self) -> Rows:
         if self.size is None or len(self) <= self.size:
             return self
-        keys = point_keys(self.numbers, self.seed)
-        return self._at(keys.topk(self.size, largest=False).indices)
+        keys, order = point_keys(self.numbers, self.seed).sort(stable=True)
+        return self._at(order[_turns(keys, self.size).argsort(stable=True)[: self.size]])
 
     def _at(self, places: Tensor) -> Rows:
         columns = {name: part[places.to(part.device)] for name, part in self.columns.items()}
@@ -122,13 +145,21 @@ class RowCollector:
         if self._size is not None and self._waiting >= 2 * self._size:
             self._kept = [self.rows()]
             self._waiting = len(self._kept[0])
-            self._bound = int(point_keys(self._kept[0].numbers, self._seed).max())
+            keys = point_keys(self._kept[0].numbers, self._seed).sort().values
+            # Where points stand in for others that are yet to come, any may be one of those.
+            if not bool(_turns(keys, self._size).any()):
+                self._bound = int(keys[-1])
 
     def rows(self) -> Rows:
         """Return what is kept so far."""
         if not self._kept:
             return Rows(self._size, torch.zeros(0, dtype=torch.int64), {}, self._seed)
         return _joined(self._kept, self._size, self._seed)._smallest()
+
+
+def _turns(keys: Tensor, size: int) -> Tensor:
+    """Return in which turn a sample takes points with these keys, ascending, (m,): of one key, few in each."""
+    return (torch.arange(len(keys)) - torch.searchsorted(keys, keys)) // max(1, size // _MOST_ALIKE)
 
 
 def united(first: Mapping[str, _T], second: Mapping[str, _T], merge: Callable[[_T, _T], _T]) -> dict[str, _T]:

@@ -164,6 +164,21 @@ def test_streams_and_merged_fits_have_the_centres_of_all(case: tuple[Tensor, Ten
         assert (both.n, both.typical) == (whole.n, pytest.approx(whole.typical, abs=1e-9))
 
 
+def test_what_is_typical_follows_from_the_inputs_alone() -> None:
+    """Of more inputs than are kept: in another order, in batches, and merged of unequal parts."""
+    generator = torch.Generator().manual_seed(0)
+    labels = torch.arange(6000) % 7
+    # Part by part less spread, so that a share too large or too small of one of them is noticed.
+    noise = torch.randn(6000, 5, generator=generator) * torch.linspace(2, 0.1, 6000).unsqueeze(1)
+    train = 3 * torch.randn(7, 5, generator=generator)[labels] + noise
+    whole, mixed, stream = ClassCentres.of(train, labels), torch.randperm(6000, generator=generator), CentreCollector()
+    for rows in mixed.split(700):
+        stream.add(train[rows], labels[rows])
+    first, second = ClassCentres.of(train[:5000], labels[:5000]), ClassCentres.of(train[5000:], labels[5000:])
+    for found in (ClassCentres.of(train[mixed], labels[mixed]), stream.centres(), first.merged(second)):
+        assert (found.n, found.typical) == (6000, pytest.approx(whole.typical, abs=1e-6))
+
+
 def test_a_stream_of_nothing_of_one_class_or_of_too_many_classes(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CentreCollector().centres() is None
     one = CentreCollector()

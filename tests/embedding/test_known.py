@@ -31,6 +31,7 @@ from contrastive_curvature.embedding.known import (
 )
 from contrastive_curvature.embedding.spread import Dense, Diagonal
 from contrastive_curvature.io.serving import numpy_scorer
+from contrastive_curvature.pairs.rows import content_numbers, point_keys
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 KINDS = ("variance", "covariance")
@@ -152,8 +153,10 @@ def test_class_gaussians_are_the_dense_ones(width: int, device: str) -> None:
     # Only the direction of features counts, and the rounding of float32 does not.
     torch.testing.assert_close(gaussians(7 * new.to(device), out.to(device)), found, rtol=0, atol=3e-6)
     held_out = held_out_distances(x.to(device), z.to(device), y.to(device)).cpu()
-    order = torch.randperm(len(x), generator=torch.Generator().manual_seed(0))
-    for fold in order.chunk(5):
+    mixed = torch.randperm(len(x), generator=generator)
+    again = held_out_distances(x[mixed].to(device), z[mixed].to(device), y[mixed].to(device)).cpu()
+    torch.testing.assert_close(again, held_out[mixed], rtol=1e-9, atol=1e-9)
+    for fold in point_keys(content_numbers(z), seed=1).argsort().chunk(5):
         rest = torch.ones(len(x), dtype=torch.bool).index_fill(0, fold, False)
         truth_of_fold = [dense_outputs(z[rest], z[fold]), dense_distance(x[rest], y[rest], x[fold])]
         torch.testing.assert_close(held_out[fold], torch.stack(truth_of_fold, 1), rtol=1e-9, atol=1e-9)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.embedding.known import held_out_distances
+from contrastive_curvature.fit.state import State
 from contrastive_curvature.laplace.state import sealed
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
@@ -178,6 +179,47 @@ def test_without_calibration_the_training_inputs_stand_in_and_say_so() -> None:
         torch.testing.assert_close(la(new).p_value, truth(), rtol=1e-12, atol=0)
         with pytest.raises(cc.InputError, match=r"alpha.*20 known inputs.*at least 99 inputs"):
             la(new).is_known()
+
+
+@pytest.mark.filterwarnings("ignore::contrastive_curvature.laplace.advice.FeatureNormWarning")
+@pytest.mark.parametrize("options", [{"hessian_structure": "diag"}, {}])
+def test_neither_order_nor_batch_size_nor_parts_decide_what_is_known(options: dict[str, str]) -> None:
+    """Of 6,000 points, three times as many as a posterior keeps, in float32."""
+    n, generator = 6000, torch.Generator().manual_seed(0)
+    centres, y = 1.5 * torch.randn(12, 16, generator=generator), torch.arange(n) % 12
+    x, known = (centres[labels] + torch.randn(len(labels), 16, generator=generator) for labels in (y, y[:1500]))
+    new = torch.cat([known[1000:], 2.5 * torch.randn(500, 16, generator=generator)])
+    torch.manual_seed(1)
+    encoder = nn.Sequential(nn.Linear(16, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 16))
+    ordered, mixed = torch.arange(n), torch.randperm(n, generator=generator)
+    found = []
+    for order, size, count in ((ordered, 500, 1), (mixed, 500, 1), (ordered, 77, 1), (mixed, 333, 2)):
+        la = Laplace(encoder, "contrastive", **options)
+        loaders = [[(x[rows], y[rows]) for rows in part.split(size)] for part in order.tensor_split(count)]
+        if count == 1:
+            la.fit(loaders[0])
+        else:
+            parts = [(loader, (part, count)) for part, loader in enumerate(loaders)]
+            statistics = State.merged([la.part_statistics(*part) for part in parts])
+            la.fit_parts(statistics, State.merged([la.part_curvature(*part, statistics) for part in parts]))
+        with pytest.warns(cc.OptimisticPValueWarning):
+            uncalibrated = la(new).p_value
+        la.calibrate([known[:1000]])
+        out = la(new)
+        found.append((torch.stack([uncalibrated, out.p_value]), out.uncertainty))
+    (p, angle), *others = found
+    assert 0 < (p[1, :500] <= 0.01).double().mean() < 0.05 < 0.5 < (p[1, 500:] <= 0.01).double().mean()
+    for q, other in others:
+        torch.testing.assert_close(q, p, rtol=0, atol=0.005)
+        assert torch.equal(q[1] <= 0.01, p[1] <= 0.01)
+        torch.testing.assert_close(other, angle, rtol=1e-4, atol=0)
+
+
+def test_fits_that_add_up_have_the_mean_norm_of_all_points() -> None:
+    la, x, more = fitted(), torch.cat([part for part, _ in training()]), 3 * inputs(7, 4)
+    la.fit([(more, torch.arange(7) % 3)], override=False)
+    norms = body()(torch.cat([x, more])).detach().norm(dim=1)
+    assert la.typical_norm == pytest.approx(float(norms.mean()), rel=1e-12)
 
 
 @pytest.mark.parametrize("pairs", ["dataset", "batch"])

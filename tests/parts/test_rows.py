@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.pairs.rows import RowCollector, Rows, point_keys
+from contrastive_curvature.pairs.rows import RowCollector, Rows, content_numbers, point_keys
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -51,6 +51,46 @@ def test_the_sample_is_that_of_any_other_division(
     assert torch.equal(found.numbers, wanted)
     assert torch.equal(found.columns["value"].cpu(), 3.0 * wanted)
     assert found.columns["value"].device.type == device
+
+
+@given(drawn=st.data(), size=st.integers(1, 60))
+def test_points_that_repeat_do_not_fill_a_sample_and_divisions_agree(
+    drawn: st.DataObject, size: int, device: str
+) -> None:
+    """Numbers by content: one in twenty rows is of one number, and more only for want of others."""
+    numbers = torch.tensor(drawn.draw(st.lists(st.integers(0, 12), min_size=1, max_size=300)))
+    batches = numbers.split(drawn.draw(st.integers(1, 40)))
+    cut = drawn.draw(st.integers(0, len(batches)))
+    merged, at_once = RowCollector(size).rows(), max(1, size // 20)
+    for part in (batches[:cut], batches[cut:]):
+        collector = RowCollector(size)
+        for batch in part:
+            collector.add(batch, {"value": 3.0 * batch.to(device)})
+        merged = merged.merged(collector.rows())
+    turns, waiting = [], numbers.unique().tolist()
+    left = {number: int((numbers == number).sum()) for number in waiting}
+    waiting.sort(key=lambda number: int(point_keys(torch.tensor([number]))[0]))
+    while any(left.values()):
+        for number in waiting:
+            turns += [number] * min(at_once, left[number])
+            left[number] -= min(at_once, left[number])
+    assert sorted(merged.numbers.tolist()) == sorted(turns[:size] if len(turns) > size else turns)
+    assert torch.equal(merged.columns["value"].cpu(), 3.0 * merged.numbers)
+
+
+def test_numbers_by_content_withstand_rounding_and_tell_inputs_of_a_tight_class_apart(device: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    z = torch.randn(1, 16, generator=generator) + 0.01 * torch.randn(10_000, 16, generator=generator)
+    numbers, mixed = content_numbers(z.to(device)), torch.randperm(len(z), generator=generator)
+    assert (numbers.dtype, numbers.device.type) == (torch.int64, "cpu")
+    assert torch.equal(torch.cat([content_numbers(part.to(device)) for part in z[mixed].split(77)]), numbers[mixed])
+    assert len(numbers.unique()) > 0.99 * len(z)
+    rounded = z * (1 + 1e-6 * torch.randn(z.shape, generator=generator))
+    assert (content_numbers(rounded.to(device)) == numbers).double().mean() > 0.99
+    # Of unit norm, whose logarithm is rounding, as of any other.
+    units = z / z.norm(dim=1, keepdim=True)
+    assert (content_numbers(units.to(device)) == content_numbers(units.double().to(device))).double().mean() > 0.99
+    assert not (content_numbers(1.1 * z.to(device)) == numbers).any()
 
 
 @given(n=st.integers(1, 50), size=st.integers(1, 60), fewer=st.integers(1, 60), seed=st.integers(0, 3))
