@@ -53,16 +53,16 @@ def test_the_sample_is_that_of_any_other_division(
     assert found.columns["value"].device.type == device
 
 
-@given(drawn=st.data(), size=st.integers(1, 60))
+@given(seed=st.integers(0, 99), n=st.integers(1, 300), kinds=st.integers(1, 90), size=st.integers(1, 60))
 def test_points_that_repeat_do_not_fill_a_sample_and_divisions_agree(
-    drawn: st.DataObject, size: int, device: str
+    seed: int, n: int, kinds: int, size: int, device: str
 ) -> None:
     """Numbers by content: one in twenty rows is of one number, and more only for want of others."""
-    numbers = torch.tensor(drawn.draw(st.lists(st.integers(0, 12), min_size=1, max_size=300)))
-    batches = numbers.split(drawn.draw(st.integers(1, 40)))
-    cut = drawn.draw(st.integers(0, len(batches)))
+    generator = torch.Generator().manual_seed(seed)
+    numbers = (kinds * torch.rand(n, generator=generator).square()).to(torch.int64)
+    batches = numbers.split(1 + seed)
     merged, at_once = RowCollector(size).rows(), max(1, size // 20)
-    for part in (batches[:cut], batches[cut:]):
+    for part in (batches[: len(batches) // 3], batches[len(batches) // 3 :]):
         collector = RowCollector(size)
         for batch in part:
             collector.add(batch, {"value": 3.0 * batch.to(device)})
