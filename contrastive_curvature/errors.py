@@ -51,3 +51,8 @@ def expected(argument: str, wanted: str, received: object, hint: str = "") -> st
     """
     shown = received if isinstance(received, str) else repr(received)
     return f"{argument}: expected {wanted}, got {shown}.{' ' + hint if hint else ''}"
+
+
+def to_install(extra: str) -> str:
+    """Say what to type for the packages of an extra of this library, whose own name no package index has."""
+    return f"In a copy of the repository: pip install '.[{extra}]'."

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected, to_install
 
 
 def count(argument: str, value: object) -> int:
@@ -119,5 +119,4 @@ def package(argument: str, module: str, extra: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != name:
             raise
-        hint = f"pip install 'contrastive-curvature[{extra}]'."
-        raise UnsupportedError(expected(argument, f"the package {name}", "none installed", hint)) from None
+        raise UnsupportedError(expected(argument, f"the package {name}", "none installed", to_install(extra))) from None

@@ -71,6 +71,16 @@ def test_documented_code_runs(page, section, tmp_path, monkeypatch):
         exec(compile("\n" * lines_above + code, str(page), "exec"), namespace)
 
 
+def test_no_message_or_page_sends_anybody_to_a_package_index_for_this_library():
+    """Nobody owns its name there, so that anybody could claim it."""
+    folders = [ROOT / name for name in ("contrastive_curvature", "docs", "benchmarks")]
+    paths = [*ROOT.glob("*.md"), *(path for folder in folders for path in folder.rglob("*") if path.suffix != ".png")]
+    offer = re.compile(rb"install[^\n]*contrastive[-_]curvature|pypi\.org/project/[{ ]*(?:contrastive|library)")
+    found = {path: offers for path in paths if path.is_file() and (offers := offer.findall(path.read_bytes()))}
+    assert found == {}
+    assert len(paths) > 200
+
+
 def test_claims_of_robustness_name_tests_that_exist():
     page = (ROOT / "docs" / "robustness.md").read_text(encoding="utf-8")
     rows = [line for line in page.splitlines() if line.startswith("|") and not line.startswith(("| promise", "|---"))]

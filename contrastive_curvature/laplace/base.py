@@ -253,9 +253,9 @@ class ContrastiveLaplace(FittedPosterior):
 
         Args:
             path: The file. ``.pt2``: a graph for ``torch.export.load``; ``.onnx``: a graph for onnxruntime and others
-                (``pip install 'contrastive-curvature[onnx]'``); ``.npz`` or ``.safetensors``: arrays for the scorer
-                :mod:`contrastive_curvature.io.serving.numpy_scorer`, which needs numpy only and takes the features of
-                the last layer.
+                (``pip install '.[onnx]'`` in a copy of the repository); ``.npz`` or ``.safetensors``: arrays for the
+                scorer :mod:`contrastive_curvature.io.serving.numpy_scorer`, which needs numpy only and takes the
+                features of the last layer.
             example: Inputs as ``la(x)`` takes them, to trace a graph with; its number of points may be another later.
                 It is not in the file. ``None`` takes made-up inputs of the types and shapes of the first ones of
                 ``fit``; a scorer needs none.

@@ -105,4 +105,4 @@ def test_a_missing_package_is_told_before_the_posterior_is_read(tmp_path, monkey
     assert cli.main([str(word) for word in words], standalone_mode=False) == 2
     error = capsys.readouterr().err
     assert f"the package {package}" in error
-    assert "pip install 'contrastive-curvature[report]'" in error
+    assert "pip install '.[report]'" in error

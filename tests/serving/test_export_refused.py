@@ -127,7 +127,7 @@ def test_encoders_that_have_no_graph(device: str, way: str, says: str, tmp_path:
 def test_without_a_package_of_onnx(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     la = fitted("diag", device=device)
     monkeypatch.setitem(sys.modules, "onnxscript", None)
-    says = re.escape("the package onnxscript, got none installed. pip install 'contrastive-curvature[onnx]'")
+    says = re.escape("the package onnxscript, got none installed. In a copy of the repository: pip install '.[onnx]'")
     refused(tmp_path, cc.UnsupportedError, says, la, tmp_path / "a.onnx", inputs(2, 1, device=device))
 
 

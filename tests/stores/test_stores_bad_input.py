@@ -193,6 +193,6 @@ def test_faiss_keeps_no_payload(device):
 @pytest.mark.parametrize(("package", "extra"), [("faiss", "faiss"), ("lancedb", "lance"), ("pyarrow", "lance")])
 def test_a_missing_package_is_named(device, package, extra, tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, package, None)
-    text = rf"expected the package {package}, got none installed. pip install 'contrastive-curvature\[{extra}\]'"
+    text = rf"package {package}, got none installed\. In a copy of the repository: pip install '\.\[{extra}\]'\."
     with pytest.raises(cc.UnsupportedError, match=text):
         make_store("faiss" if package == "faiss" else "lance", tmp_path)

@@ -29,7 +29,7 @@ def check_output(path: Path, sources: Iterable[Source]) -> None:
     if any(target.exists() and source.path.samefile(target) for source in sources):
         raise BadInputError(expected(f"--out {path}", "another file than the inputs", "one of them"))
     if path.suffix.lower() == ".parquet":
-        needed("pyarrow", f"--out {path}", "pip install 'contrastive-curvature[parquet]'; or name a .csv")
+        needed("pyarrow", f"--out {path}", "pip install pyarrow; or name a .csv")
 
 
 def write_table(path: Path, parts: Iterator[Rows]) -> None:

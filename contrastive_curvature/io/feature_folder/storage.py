@@ -6,7 +6,6 @@ Both keep the columns of :attr:`.FeatureHeader.columns`.
 from __future__ import annotations
 
 import hashlib
-import importlib
 import math
 import os
 from pathlib import Path
@@ -15,8 +14,9 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from contrastive_curvature import validate
 from contrastive_curvature.artifact import sha256_of, write_whole
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.io.feature_folder.header import FeatureHeader
 
 
@@ -206,11 +206,5 @@ def _refuse(path: Path, wanted: str, received: str) -> NoReturn:
 
 
 def _pyarrow() -> tuple[Any, Any]:
-    try:
-        return importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
-    except ImportError:
-        msg = (
-            "format='parquet': pyarrow is not installed. Run pip install 'contrastive-curvature[parquet]', or use "
-            "format='memmap'."
-        )
-        raise UnsupportedError(msg) from None
+    argument = "format='parquet' (not the default, 'memmap')"
+    return validate.package(argument, "pyarrow", "parquet"), validate.package(argument, "pyarrow.parquet", "parquet")

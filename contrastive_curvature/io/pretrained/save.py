@@ -34,7 +34,7 @@ from contrastive_curvature.io.pretrained.posterior import saved_posterior
 from contrastive_curvature.laplace import ContrastiveLaplace, TwoTowerLaplace
 
 LIBRARY = "contrastive-curvature"
-"""Name of this library on the Hugging Face hub and on PyPI."""
+"""Name of this library on the Hugging Face hub."""
 
 _TAGS = (LIBRARY, "laplace", "uncertainty", "embeddings", "metric-learning")
 
