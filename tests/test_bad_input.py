@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import pandas as pd
 import pytest
 import torch
 from devices import DEVICES
@@ -442,6 +443,10 @@ NAMES = [f"class {label}" for label in LABELS.tolist()]
     "call, words",
     [
         (lambda la: la.fit(X, LABELS), ("train_loader", "a Tensor", "DataLoader(TensorDataset(x, labels)")),
+        (
+            lambda la: la.fit(pd.DataFrame(X), LABELS.numpy()),
+            ("train_loader", "a DataFrame", "DataLoader("),
+        ),
         (lambda la: la.fit(TensorDataset(X, LABELS)), ("train_loader", "a TensorDataset", "DataLoader(TensorDataset(")),
         (lambda la: la(DataLoader(TensorDataset(X, LABELS))), ("x: ", "a DataLoader", "for x, _ in loader")),
         (lambda la: la(X.numpy()), ("x: ", "a ndarray", "torch.as_tensor(x)")),

@@ -264,7 +264,7 @@ def tell_samples(options: CurvatureOptions, n: int) -> None:
     elif options.negative_samples == "auto" and samples_of(options, n) is None:
         _log.info("negative_samples='auto': all pairs of %d points count", n)
     elif options.negative_samples == "auto":
-        _log.warning(
+        _log.info(
             "negative_samples='auto': of %d points, %d drawn at random stand for all negatives, as from %d points "
             "on; backend_kwargs=dict(negative_samples=None) counts all pairs",
             n,

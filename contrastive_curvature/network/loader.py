@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping
 from numbers import Number
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils.data import (
@@ -187,7 +186,7 @@ def _joined(first: Tensor, second: Tensor, argument: str) -> Tensor:
 
 
 def check_loader(loader: Any, argument: str = "train_loader", *, once: bool = False, shares: bool = False) -> None:
-    """Refuse arrays and data sets, which would be read as batches of points, and loaders of a part of the data.
+    """Refuse arrays, tables and data sets, which would be read as batches of points, and loaders of a part of the data.
 
     Args:
         loader: What the user passed.
@@ -201,7 +200,7 @@ def check_loader(loader: Any, argument: str = "train_loader", *, once: bool = Fa
     runs = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     points = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
     # NumPy's numbers have an index operator.
-    other = isinstance(loader, (str, bytes, Tensor, np.ndarray, Mapping, type, Number))
+    other = isinstance(loader, (str, bytes, Mapping, type, Number)) or hasattr(loader, "__array__")
     if iterator or points or other or not runs:
         hint = "Pass a DataLoader or a list of batches, as DataLoader(TensorDataset(x, labels), batch_size=256)."
         came = f"{'the iterator' if iterator else 'a'} {type(loader).__name__}"

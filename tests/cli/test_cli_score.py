@@ -89,13 +89,24 @@ def test_a_saved_posterior_is_calibrated_for_another_site(run: Run) -> None:
 def test_a_level_below_the_smallest_p_value(run: Run) -> None:
     np.savez("few.npz", **points(30, 5))
     run("fit", "train.npz", "--out", "few", "--calibrate", "few.npz")
-    result = run("score", "few", "new.npz", "--out", "scores.csv")
-    assert "--alpha" in result.stderr
-    assert list(read("scores.csv")[0])[-1] == "p_value"
     # 1 / 31 is the smallest p-value of 30 inputs.
-    assert "99" in error_of(run("score", "few", "new.npz", "--out", "none.csv", "--alpha", 0.01, code=2))
+    for words, got in (((), "got the default 0.01"), (("--alpha", 0.01), "got 0.01")):
+        error = error_of(run("score", "few", "new.npz", "--out", "none.csv", *words, code=2))
+        assert got in error
+        assert "99" in error
     assert not Path("none.csv").exists()
     run("score", "few", "new.npz", "--out", "some.csv", "--alpha", 1 / 31)
+    assert list(read("some.csv")[0])[-1] == "known"
+
+
+@each("out", ["-", "/dev/stdout"])
+def test_a_table_on_stdout_is_that_of_the_file_and_nothing_else(run: Run, out: str) -> None:
+    run("score", "posterior", "new.npz", "--out", "scores.csv", "--batch-size", 16)
+    for words, about in (((), "40 inputs"), (("--json",), '"inputs": 40')):
+        result = run("score", "posterior", "new.npz", "--out", out, "--batch-size", 16, *words)
+        assert result.stdout == Path("scores.csv").read_text(encoding="utf-8")
+        assert about in result.stderr
+    assert not Path("-").exists()
 
 
 def test_a_row_that_is_not_finite_is_named(run: Run) -> None:

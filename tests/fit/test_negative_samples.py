@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.fit import standard_error
+from contrastive_curvature.fit import dataset, standard_error
 from contrastive_curvature.laplace.features import RawFeatureExtractor
 from contrastive_curvature.losses.class_table import ClassTable
 from contrastive_curvature.losses.logistic import LogisticLoss
@@ -282,3 +282,15 @@ def test_the_error_from_some_of_the_points_is_near_that_from_all(device: str, mo
     assert torch.equal(part.curvature, whole.curvature)
     assert part.error != whole.error
     assert part.error == pytest.approx(whole.error, rel=0.5)
+
+
+def test_the_documented_default_is_told_as_information(
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(dataset, "MANY_POINTS", 60)
+    monkeypatch.setattr(dataset, "NEGATIVE_SAMPLES", 20)
+    x, y = torch.randn(90, 3, device=device), torch.arange(90, device=device) % 3
+    with caplog.at_level("INFO", "contrastive_curvature"):
+        cc.ContrastiveGGN(nn.Linear(3, 3).to(device)).fit([(x, y)], Structure.DIAG)
+    (told,) = [record for record in caplog.records if "of 90 points, 20 drawn at random" in record.getMessage()]
+    assert told.levelname == "INFO"

@@ -98,8 +98,10 @@ def _key_values(_: click.Context, option: click.Parameter, texts: tuple[str, ...
 
 
 def _table_name(_: click.Context, option: click.Parameter, path: Path) -> Path:
+    if str(path) in ("-", "/dev/stdout"):
+        return Path("-")
     if path.suffix.lower() not in (".csv", ".parquet"):
-        wanted = "a name that ends in .csv or .parquet"
+        wanted = "a name that ends in .csv or .parquet, or - for stdout"
         raise BadInputError(expected(f"{option.opts[0]} {path}", wanted, f"{path.name!r}"))
     if not path.parent.is_dir():
         wanted = "a file in a folder that exists"
@@ -131,7 +133,11 @@ def _refuse_both(options: dict[str, Any], first: str, second: str) -> None:
 
 
 _table_option = click.option(
-    "--out", type=_PATH, required=True, callback=_table_name, help="File that is written: .csv or .parquet."
+    "--out",
+    type=_PATH,
+    required=True,
+    callback=_table_name,
+    help="File that is written: .csv or .parquet; - for CSV on stdout.",
 )
 
 _prior_strength_option = click.option(
@@ -361,7 +367,8 @@ def score(console: Console, **options: Any) -> None:
     p_value          share of known inputs that are at least as unlike them
     known            p_value > alpha
 
-    The last three need a posterior that was calibrated, and are left out otherwise. Inputs are read and written in
+    The last three need a posterior that was calibrated, and are left out otherwise; known needs 1 / alpha - 1
+    calibration inputs. Inputs are read and written in
     batches. SOURCE needs no classes; what it may be: contrastive-curvature fit --help.
     """  # noqa: D301
     sources = _opened(options, "source")

@@ -84,10 +84,11 @@ class Console:
 
     def result(self, values: Mapping[str, Any], *lines: str) -> None:
         """Print the result of the command: values for JSON, or the same as lines for people."""
+        on_stderr = values.get("file") == "-"  # the table has stdout for itself
         if self.as_json:
-            click.echo(json.dumps({**values, "warnings": self.warnings}, allow_nan=False, default=str))
+            click.echo(json.dumps({**values, "warnings": self.warnings}, allow_nan=False, default=str), err=on_stderr)
         elif not self.quiet:
-            click.echo("\n".join(printable(line) for line in lines))
+            click.echo("\n".join(printable(line) for line in lines), err=on_stderr)
 
     @contextmanager
     def showing_warnings(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ import csv
 import io
 import itertools
 import secrets
+import sys
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
@@ -33,7 +34,10 @@ def check_output(path: Path, sources: Iterable[Source]) -> None:
 
 
 def write_table(path: Path, parts: Iterator[Rows]) -> None:
-    """Write a table whose rows come in parts; an error leaves what was there under that name."""
+    """Write a table whose rows come in parts; an error leaves what was there under that name. ``-`` is stdout."""
+    if path == Path("-"):
+        _write_csv(sys.stdout.buffer, parts)
+        return
     writer = _write_parquet if path.suffix.lower() == ".parquet" else _write_csv
     write_whole(path, lambda file: writer(file, parts))
 

@@ -39,7 +39,7 @@ def score(
             f"contrastive-curvature calibrate {folder} SOURCE."
         )
     else:
-        alpha = _checked_alpha(console, calibration.reference.fewest, alpha)
+        alpha = _checked_alpha(calibration.reference.fewest, alpha)
     unknown = 0
 
     def parts() -> Iterator[Rows]:
@@ -59,18 +59,15 @@ def score(
     console.result(values, line)
 
 
-def _checked_alpha(console: Console, count: int, given: float | None) -> float | None:
-    """Return the share that the calibration inputs are enough for; ``None`` if they are too few for the default."""
+def _checked_alpha(count: int, given: float | None) -> float:
+    """Return the share, the default if none is given; refuse one that takes more calibration inputs."""
     least = 1 / (count + 1)
     alpha = _ALPHA if given is None else given
     if alpha >= least:
         return alpha
     hint = f"Calibrate with at least {math.ceil(1 / alpha) - 1:,} inputs, or give a larger --alpha."
     wanted = f"at least {least:.4g}, the smallest p-value that {count} calibration inputs give"
-    if given is not None:
-        raise BadInputError(expected("--alpha", wanted, f"{alpha:g}", hint))
-    console.warn(expected("--alpha", wanted, f"the default {alpha:g}", f"The column known is left out. {hint}"))
-    return None
+    raise BadInputError(expected("--alpha", wanted, f"{'the default ' if given is None else ''}{alpha:g}", hint))
 
 
 def _scores(predicted: Any, *, mu: bool, calibrated: bool, alpha: float | None) -> dict[str, Any]:
