@@ -35,3 +35,9 @@ def test_the_commands_of_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert {"posterior", "photo_posterior", "scores.csv", "hits.csv", "photos.parquet"} <= written
     assert ran == set(cli.commands) - {"evaluate"}
     sys.modules.pop("my_encoder", None)
+
+
+def test_evaluate_is_found_as_report() -> None:
+    shown = [CliRunner().invoke(cli, words).output for words in (["--help"], ["report", "--help"])]
+    assert re.search(r"evaluate .*report", shown[0])
+    assert "The command report is the same" in shown[1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import markdown
+import pytest
 from markdown_it import MarkdownIt
 from markdown_pages import ROOT, markdown_files, without_front_matter
 
@@ -36,27 +38,49 @@ def tags(html: str) -> dict[str, int]:
     return {tag: parser.count[tag] for tag in _SHOWN}
 
 
-def build(folder: Path) -> subprocess.CompletedProcess[str]:
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("built") / "site"
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     nowhere = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
     environment = os.environ | nowhere | {"NO_MKDOCS_2_WARNING": "1"}
-    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
-
-
-def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(tmp_path):
-    done = build(tmp_path / "site")
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=600)
     assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
-    pages = sorted((tmp_path / "site").rglob("*.html"))
-    places = {str(page.relative_to(tmp_path / "site")) for page in pages}
+    return folder
+
+
+def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(site):
+    pages = sorted(site.rglob("*.html"))
+    places = {str(page.relative_to(site)) for page in pages}
     assert {"index.html", "quickstart.html", "changelog.html", "reference/losses.html"} <= places
     assert "benchmarks/results/transfer.html" in places
     for page in pages:
         assert _FOREIGN.findall(page.read_text(encoding="utf-8")) == [], page
-    for style in (tmp_path / "site").rglob("*.css"):
+    for style in site.rglob("*.css"):
         assert not _FOREIGN_STYLE.search(style.read_text(encoding="utf-8")), style
-    losses = (tmp_path / "site/reference/losses.html").read_text(encoding="utf-8")
+    losses = (site / "reference/losses.html").read_text(encoding="utf-8")
     assert 'id="contrastive_curvature.SupConLoss"' in losses
     assert not re.search(r":(?:class|func|meth):`|\.\. math::", losses)
+
+
+def test_the_search_finds_what_people_look_for(site):
+    index = json.loads((site / "search/search_index.json").read_text(encoding="utf-8"))
+
+    def words(text: str) -> set[str]:
+        return set(re.split(index["config"]["separator"], re.sub(r"<[^>]*>", " ", text).lower())) - {""}
+
+    sections = [(each["location"], words(f"{each['title']} {each['text']}")) for each in index["docs"]]
+    for query, page in {
+        "OOD": "which_score.html",
+        "verification": "tasks/verify_faces.html",
+        "p-value": "threshold.html",
+        "threshold": "threshold.html",
+        "evaluate": "report.html",
+        "report": "command_line.html",
+        "alpha": "threshold.html",
+    }.items():
+        found = {place.partition("#")[0] for place, there in sections if words(query) <= there}
+        assert page in found, query
 
 
 def test_a_page_reads_the_same_in_the_repository_and_on_the_site():

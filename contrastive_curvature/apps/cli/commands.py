@@ -34,6 +34,10 @@ class _Group(click.Group):
         """Return the names in the order of use."""
         return list(self.commands)
 
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Return a command; ``report`` is ``evaluate``, whose result it is."""
+        return super().get_command(ctx, "evaluate" if cmd_name == "report" else cmd_name)
+
     def main(
         self,
         args: Sequence[str] | None = None,
@@ -436,7 +440,7 @@ def search(console: Console, **options: Any) -> None:
 
 
 @cli.command(
-    short_help="Measure a posterior: all metrics, plots, one HTML page.",
+    short_help="Measure a posterior: a report of all metrics, plots, one HTML page.",
     epilog="Example: contrastive-curvature evaluate posterior --test test.npz --unknown other.npz --gallery train.npz "
     "--out report",
 )
@@ -457,7 +461,7 @@ def search(console: Console, **options: Any) -> None:
 @_data_options
 @console_options
 def evaluate(console: Console, **options: Any) -> None:
-    """Measure the posterior in FOLDER, and write a page that shows it.
+    """Measure the posterior in FOLDER, and write a report that shows it. The command report is the same.
 
     \b
     report.html       one page that needs no network: threshold slider, curves, the most and least certain inputs
