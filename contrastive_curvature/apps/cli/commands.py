@@ -461,7 +461,7 @@ def search(console: Console, **options: Any) -> None:
 @_data_options
 @console_options
 def evaluate(console: Console, **options: Any) -> None:
-    """Measure the posterior in FOLDER, and write a report that shows it. The command report is the same.
+    """Measure the posterior in FOLDER, and write a report (the command report is the same).
 
     \b
     report.html       one page that needs no network: threshold slider, curves, the most and least certain inputs
