@@ -53,7 +53,7 @@ def content_numbers(outputs: Tensor) -> Tensor:
     odd = (torch.randint(-(2**62), 2**62, (9,), generator=generator) * 2 + 1).to(outputs.device)
     wide = outputs.detach().double()
     norm = wide.norm(dim=1, keepdim=True)
-    found = torch.cat([wide / norm @ directions, norm.log()], dim=1)
+    found = torch.cat([wide @ directions / norm, norm.log()], dim=1)
     return ((found / _CELL).round().to(torch.int64) * odd).sum(1).cpu()
 
 
