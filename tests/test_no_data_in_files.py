@@ -1,4 +1,4 @@
-"""No file that the package writes has a row of the user's data in it, but for those that docs/robustness.md names."""
+"""No file that the package writes has a row of the user's data in it, but for those that docs/sharing.md names."""
 
 from __future__ import annotations
 
@@ -167,6 +167,51 @@ def test_a_kernel_is_made_of_training_inputs_and_the_search_finds_them(device: s
     assert found["state.pt"] == 20
     assert max(found.values()) == 20
     assert "holds some of its training inputs" in (tmp_path / "saved" / "README.md").read_text()
+
+
+def statistics(folder: Path, device: str) -> None:
+    x, labels = data(device)
+    new(device).part_statistics([(x[:100], labels[:100])], (0, 1)).save(folder / "statistics")
+
+
+def curvature(folder: Path, device: str) -> None:
+    x, labels = data(device)
+    whole = State.merged([new(device).part_statistics([(x[:100], labels[:100])], (0, 1))])
+    new(device).part_curvature([(x[:100], labels[:100])], (0, 1), whole).save(folder / "curvature")
+
+
+HELD: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
+    "a saved posterior": (("saved posterior and its card", "state", "graph", "numpy scorer"), {}),
+    "the same of structure `gp`": (("gp",), {"inputs": 20}),
+    "`la.part_statistics(...)`": (("statistics",), {"outputs": 100}),
+    "`la.part_curvature(...)`": (("curvature",), {"features": 100}),
+    "a pickle of a whole posterior": (("pickle",), {"features": 100, "outputs": 100}),
+}
+"""Files by their row in docs/sharing.md, and of how many of the 100 training points what is in them."""
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_what_is_in_which_file(device: str, tmp_path: Path) -> None:
+    page = (Path(__file__).parent.parent / "docs" / "sharing.md").read_text()
+    table = page.partition("### What is in which file")[2].partition("\n\nA sample")[0]
+    writers = FILES | {
+        "gp": lambda folder, device: torch.save(fitted(device, "gp").state_dict(), folder / "state.pt"),
+        "statistics": statistics,
+        "curvature": curvature,
+    }
+    x, encoder = data(device)[0][:100], new(device).model.model
+    with torch.no_grad():
+        rows = {"inputs": x, "outputs": encoder(x), "features": encoder[:2](x)}
+    for name, (kinds, held) in HELD.items():
+        (line,) = [line for line in table.splitlines() if line.startswith(f"| {name}")]
+        for kind in kinds:
+            folder = tmp_path / kind
+            folder.mkdir()
+            writers[kind](folder, device)
+            found = {what: max(rows_in(folder, values).values()) for what, values in rows.items()}
+            assert {what: count for what, count in found.items() if count} == held, kind
+        assert all(what in line for what in held), line
+        assert held or "no row" in line
 
 
 class Headed(nn.Module):
