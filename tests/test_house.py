@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from page_code import run_blocks
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -62,13 +63,10 @@ def test_public_names_have_docstrings():
     ("page", "section"),
     [pytest.param(*found, id=f"{found[0].name}: {found[1].title}") for found in documented_sections()],
 )
-def test_documented_code_runs(page, section, tmp_path, monkeypatch):
+def test_documented_code_runs_and_prints_what_the_page_says(page, section, tmp_path, monkeypatch, capsys):
     assert section.blocks, f"{page.name} has no ```python block"
     monkeypatch.chdir(tmp_path)
-    namespace = {"__name__": "__main__"}
-    for lines_above, code in section.blocks:
-        # the empty lines make a traceback show the page's own line numbers
-        exec(compile("\n" * lines_above + code, str(page), "exec"), namespace)
+    run_blocks(page, section.blocks, capsys)
 
 
 def test_no_message_or_page_sends_anybody_to_a_package_index_for_this_library():

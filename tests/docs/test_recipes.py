@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+from page_code import run_blocks
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "recipes"
 RECIPES = sorted(page for page in PAGES.glob("*.md") if page.name != "index.md")
@@ -24,14 +25,11 @@ def blocks(page: str) -> list[tuple[int, str]]:
 
 
 @pytest.mark.parametrize("page", RECIPES, ids=lambda page: page.stem)
-def test_recipe_runs(page, tmp_path, monkeypatch):
+def test_recipe_runs_and_prints_what_it_says(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    namespace = {"__name__": "__main__"}
     found = blocks(page.read_text(encoding="utf-8"))
     assert found
-    for lines_above, code in found:
-        # the empty lines make a traceback show the page's own line numbers
-        exec(compile("\n" * lines_above + code, str(page), "exec"), namespace)
+    run_blocks(page, found, capsys)
     assert "assert " in found[-1][1], "the last block shows what comes out, and checks it"
 
 
