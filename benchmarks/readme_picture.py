@@ -101,7 +101,7 @@ def draw(scored: Scored) -> Figure:
         right.hist(np.clip(values, bins[0], bins[-1]), bins, weights=weights, color=colour, alpha=0.65, label=label)
     threshold = float(scored.known.novelty[scored.known.is_known(ALPHA)].max())
     right.axvline(threshold, color=_GREY, linestyle="--", linewidth=1)
-    refused = [f"{share:.0f} %" for share in (flagged(scored.known), flagged(scored.unknown))]
+    refused = [f"{share:.1f} %" for share in (flagged(scored.known), flagged(scored.unknown))]
     text = f" is_known(alpha={ALPHA})\n refuses {refused[0]} | {refused[1]} →"
     right.text(threshold, right.get_ylim()[1] * 0.77, text, va="top", fontsize=9, color=_GREY)
     right.set(xlabel="novelty", ylabel="share of questions, %")
@@ -128,17 +128,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     scored = score(given.data, given.epochs)
     given.out.parent.mkdir(parents=True, exist_ok=True)
-    draw(scored).savefig(given.out, dpi=130)
+    lines = []
     for name, by in (("uncertainty", scored.uncertainty), ("cosine", scored.distance)):
         curve = errors(scored.wrong, by)
         told = ", ".join(
             f"{100 * float(curve[int(share * len(curve)) - 1]):.1f} % of {share:.0%}" for share in (1, 0.9, 0.8)
         )
-        print(f"wrong answers by {name}: {told}; AUROC {metrics.auroc(by[~scored.wrong], by[scored.wrong]):.3f}")
-    print(f"AUROC of novelty: {metrics.auroc(scored.known.novelty, scored.unknown.novelty):.3f}")
+        auroc = metrics.auroc(by[~scored.wrong], by[scored.wrong])
+        lines.append(f"wrong answers by {name}: {told}; AUROC {auroc:.3f}")
+    lines.append(f"AUROC of novelty: {metrics.auroc(scored.known.novelty, scored.unknown.novelty):.3f}")
     for alpha in (0.01, ALPHA, 0.1):
         known, unknown = (flagged(group, alpha) for group in (scored.known, scored.unknown))
-        print(f"alpha {alpha}: refused {known:.1f} %, unknown {unknown:.1f} %")
+        lines.append(f"alpha {alpha}: refused {known:.1f} %, unknown {unknown:.1f} %")
+    # The picture carries its figures, with which a test compares the caption in the README.
+    draw(scored).savefig(given.out, dpi=130, metadata={"Description": "\n".join(lines)})
+    print(*lines, sep="\n")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from benchmarks import readme_picture
 
@@ -44,4 +46,13 @@ def test_the_command_writes_the_picture_and_what_is_refused(scored, tmp_path: Pa
     share = 100 * float((scored.unknown.p_value <= readme_picture.ALPHA).double().mean())
     assert f"alpha 0.05: refused {readme_picture.flagged(scored.known):.1f} %, unknown {share:.1f} %" in printed
     (text,) = readme_picture.draw(scored).axes[1].texts
-    assert f"{share:.0f} %" in text.get_text()
+    assert f"{share:.1f} %" in text.get_text()
+
+
+def test_the_caption_has_the_figures_of_the_picture():
+    root = Path(__file__).resolve().parents[2]
+    (caption,) = re.findall(r"^\*Questions of CLINC150.*\*$", (root / "README.md").read_text("utf-8"), re.MULTILINE)
+    figures = Image.open(root / "docs/images/sentences.png").text["Description"]
+    said = re.findall(r"\d+\.\d %", caption)
+    assert len(said) == 5
+    assert [figure for figure in said if figure not in figures] == []
