@@ -42,6 +42,9 @@ ROUNDING = 3e-5
 """How far the components of one input may lie apart, in float32: products of matrices round differently in batches of
 another size."""
 
+_LARGEST_TIE = 1e-3
+"""How far apart scores of another name may lie that count as equal, over their mean distance from the median."""
+
 _LEAST_SPREAD = 1e-3
 """Smallest scale of a component. They are logarithms, or distances over their number of dimensions: smaller differences
 are of rounding, and must not decide."""
@@ -334,7 +337,9 @@ class Reference:
         """How far apart scores may lie that count as equal."""
         if self.score == NOVELTY:
             return ROUNDING / float(self.scale.min())
-        return ROUNDING * float(self.statistics.abs().median())
+        # The size alone would be all that tells inputs apart where a score has a large offset.
+        spread = float((self.statistics - self.statistics.median()).abs().mean())
+        return min(ROUNDING * float(self.statistics.abs().median()), _LARGEST_TIE * spread)
 
     @property
     def fewest(self) -> int:

@@ -467,6 +467,10 @@ def longest(embedding: cc.EmbeddingDistribution) -> Tensor:
     return -embedding.raw_mean.norm(dim=1)
 
 
+def far_from_zero(embedding: cc.EmbeddingDistribution) -> Tensor:
+    return 1e4 + longest(embedding)
+
+
 def classes_of(la: Any, x: Tensor) -> Tensor:
     return torch.cdist(la(x).mu, la.class_centres.centres).argmin(1)
 
@@ -514,6 +518,17 @@ def test_p_values_of_any_score_by_hand(weights: str, structure: str, score: Any,
     fewest = 1 / (1 + int(la.known.calibration.reference.counts.min())) if by_class else 0
     if alpha >= fewest:
         assert torch.equal(out.is_known(alpha), truth > alpha)
+
+
+def test_a_score_and_the_same_with_an_offset_rank_inputs_alike() -> None:
+    la, new, found = fitted("last_layer", "kron"), inputs(200, 8), []
+    for score in (longest, far_from_zero):
+        la.calibrate([inputs(400, 5)], score=score)
+        monitor = cc.DriftMonitor(la)
+        monitor.update(la(new))
+        found.append((la(new).p_value, monitor.log10_evidence))
+    assert float((found[0][0] - found[1][0]).abs().max()) <= 2 / 401
+    assert abs(found[0][1] - found[1][1]).max() < 0.02
 
 
 def test_what_outdates_or_contradicts_a_score() -> None:
