@@ -59,8 +59,14 @@ RIVALS = ("mahalanobis_outputs", "mahalanobis_relative", "knn_features")
 _NEAREST = 10
 """Training inputs whose mean distance is a score."""
 
+_PROJECTIONS = 8
+"""Random directions in which the features of two inputs are compared."""
+
 _SAME = 1e-5
-"""Components of one input in another batch differ less, in float32."""
+"""Directions and log norms of the features of one input in another batch differ less, in float32."""
+
+_ALIKE = 0.01
+"""Where more than this share of the training inputs agree (blank images, a dead layer), agreement says nothing."""
 
 _MOST_FITTED = 0.1
 """Share of the calibration inputs that may be of the fit. At this much, a share ``alpha`` of known inputs that is
@@ -395,7 +401,7 @@ def calibrate(
         _measured(la, batch, number, chosen, gaussians)
         for number, batch in enumerate(Progress(progress_bar).over(loader, "[calibration]"))
     ]
-    measured = torch.cat(found) if found else torch.empty(0)
+    measured, sketches = map(torch.cat, zip(*found, strict=True)) if found else (torch.empty(0), torch.empty(0))
     if len(measured) < 2:
         hint = "A p-value of 1 / (n + 1) needs n of them."
         raise InputError(expected("loader", "at least two known inputs", f"{len(measured)}", hint))
@@ -406,15 +412,14 @@ def calibrate(
             # Of other scores nothing is standardised.
             known, measured = split(measured)
         known = known[:, :-2]
-    # The posterior keeps some inputs of its fit only: each of them stands for as many.
-    elif (
-        share := _share_found(measured[:, :3], known[:, :3].to(measured)) * max(1, la.n_data / len(known))
-    ) > _MOST_FITTED:
-        msg = (
-            f"calibrate: about {min(share, 1):.0%} of these inputs are among those that the posterior was fitted on. "
-            f"{_OPTIMISTIC} {_CALIBRATE}"
-        )
-        warnings.warn(msg, OptimisticPValueWarning, stacklevel=3)
+    else:
+        sample = _sketch(la.known.sample.features.columns["features"])  # type: ignore[union-attr]
+        if (share := _share_fitted(sketches, sample.to(sketches), la.n_data)) > _MOST_FITTED:
+            msg = (
+                f"calibrate: about {min(share, 1):.0%} of these inputs are among those that the posterior was fitted "
+                f"on. {_OPTIMISTIC} {_CALIBRATE}"
+            )
+            warnings.warn(msg, OptimisticPValueWarning, stacklevel=3)
     reference = Reference.of(
         known.to(measured),
         measured[:, :-2],
@@ -471,20 +476,37 @@ def _equal(one: Tensor | None, other: Tensor | None) -> bool:
     return one is other or (one is not None and other is not None and torch.equal(one, other))
 
 
-def _share_found(sample: Tensor, values: Tensor) -> float:
-    """Return the share of the rows of ``sample`` (m, K) that ``values`` (n, K) have too, up to rounding."""
-    order = values[:, 0].argsort()
-    first, rest = values[order, 0].contiguous(), values[order]
-    # Of the neighbours in the order of the first component, one has all components where the row is there.
-    place = torch.searchsorted(first, sample[:, 0].contiguous())
-    near = (place.unsqueeze(1) + torch.arange(-2, 3, device=place.device)).clamp(0, len(values) - 1)
-    return float(((rest[near] - sample.unsqueeze(1)).abs() < _SAME).all(2).any(1).double().mean())
+def _sketch(phi: Tensor) -> Tensor:
+    """Return log norms of features (B, F), and random projections of their directions; float64, shape (B, 9)."""
+    norm = feature_norms(phi).clamp(min=torch.finfo(torch.float64).tiny).unsqueeze(1)
+    axes = torch.randn(phi.shape[1], _PROJECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return torch.cat([phi.double() / norm @ axes.to(phi.device), norm.log()], dim=1)
+
+
+def _share_fitted(given: Tensor, sample: Tensor, n_data: int) -> float:
+    """Estimate which share of inputs, by their sketches (n, K), is among the ``n_data`` inputs of a fit.
+
+    Of these, m are kept, with sketches (m, K): a match with one of them stands for ``n_data / m``; one with several
+    does not, as such an input would be kept most likely. Subtracted is what chance explains: as many matches as there
+    are misses by one to two times the tolerance, and three standard errors of the difference.
+    """
+    found = []
+    for rows in given.split(_AT_ONCE):
+        # Of most pairs the first number tells them apart.
+        row, other = ((rows[:, :1] - sample[:, 0]).abs() < 2 * _SAME).nonzero().unbind(1)
+        apart = (rows[row] - sample[other]).abs().amax(1)
+        same, close = (row[apart < size].bincount(minlength=len(rows)) for size in (_SAME, 2 * _SAME))
+        told = torch.stack([same == 1, same > 1, close > same], dim=1).double()
+        found.append(told[same <= max(2, _ALIKE * len(sample))])
+    told = torch.cat(found)
+    once, several, chance = told.mean(0).nan_to_num().tolist()
+    return several + max(1, n_data / len(sample)) * (once - chance - 3 * (2 * chance / max(1, len(told))) ** 0.5)
 
 
 def _measured(
     la: ContrastiveLaplace, batch: Any, number: int, score: Score, gaussians: TrainingGaussians | None
-) -> Tensor:
-    """Return components, another score and predicted classes (B, K + 2) of what a loader yields, float64.
+) -> tuple[Tensor, Tensor]:
+    """Return components, another score and predicted classes (B, K + 2), and sketches (B, 9) of a batch, float64.
 
     Labels are not used. The last two are zero where they are not asked for. An error names the batch.
     """
@@ -499,7 +521,8 @@ def _measured(
             out.relative_to(la.typical_norm, la.class_centres)
             scores = found.new_zeros(len(found)) if score.name == NOVELTY else score.of(out)
             classes = predicted_classes(out) if score.by_class else torch.zeros_like(scores)
-            return torch.cat([found, torch.stack([scores, classes.to(scores)], dim=1)], dim=1)
+            found = torch.cat([found, torch.stack([scores, classes.to(scores)], dim=1)], dim=1)
+            return found, found.new_empty(len(found), 0) if phi is None else _sketch(phi)
     except InputError as error:
         msg = f"loader: batch {number} (counted from 0): {error}"
         raise InputError(msg) from error

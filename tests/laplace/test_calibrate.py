@@ -462,6 +462,63 @@ def test_calibrating_with_training_inputs_is_noticed_and_said_to_be_optimistic()
         la.calibrate([x[: n // 25], others])
 
 
+def said_to_be_fitted(la: Any, known: Tensor) -> float:
+    """The share of inputs that the warning tells of; zero without one."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", cc.OptimisticPValueWarning)
+        la.calibrate(known.split(300))
+    return sum(float(str(one.message).split("about ")[1].split("%")[0]) / 100 for one in caught)
+
+
+def directions(n: int, width: int, seed: int) -> Tensor:
+    """Embeddings of norm 1 as a vector database holds them, of ten classes in turn."""
+    centres, noise = (
+        torch.randn(m, width, generator=torch.Generator().manual_seed(seed)) for m, seed in ((10, 9), (n, seed))
+    )
+    return nn.functional.normalize(0.7 * centres[torch.arange(n) % 10] + 0.5 * noise)
+
+
+def of_directions(x: Tensor) -> Any:
+    layer = nn.Linear(x.shape[1], x.shape[1], bias=False)
+    layer.weight.data.copy_(torch.eye(x.shape[1]))
+    la = Laplace(nn.Sequential(layer), "contrastive")
+    la.fit([(part, torch.arange(len(part)) % 10) for part in x.split(500)])
+    la.prior_precision = 1.0
+    return la
+
+
+@each("n, width", [(1500, 64), (6000, 8), (20000, 2)])
+def test_only_inputs_of_the_fit_count_as_such(n: int, width: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In two dimensions, many directions agree by chance."""
+    x, other, m = directions(n, width, 0), directions(1500, width, 1), 1500
+    la = of_directions(x)
+    assert said_to_be_fitted(la, other) == 0
+    nearly = nn.functional.normalize(x[:m] + 1e-3 * other)
+    assert said_to_be_fitted(la, nearly) == 0
+    assert said_to_be_fitted(la, torch.cat([x[: m // 20], other[m // 20 :]])) == 0
+    # What is kept is a random sample; what chance explains is subtracted with three standard errors.
+    kept, chance = min(1, 2000 / n), 0.01 if width > 2 else 0.15
+    for share in (0.05, 0.2, 1.0):
+        fitted_on = x[torch.arange(int(share * m)) * (n // m)]
+        with monkeypatch.context() as lower:
+            lower.setattr("contrastive_curvature.laplace.calibration._MOST_FITTED", 0.01)
+            found = said_to_be_fitted(la, torch.cat([fitted_on, other[: m - len(fitted_on)]]))
+        noise = 4 * (share * (1 - kept) / (kept * m)) ** 0.5
+        assert share - noise - chance <= found <= share + noise + 0.01, share
+
+
+def test_features_that_many_inputs_share_tell_of_no_overlap_and_repeated_data_do() -> None:
+    x, other = directions(6000, 16, 0), directions(1500, 16, 1)
+    for blank in (0.005, 0.4):
+        given, new = x.clone(), other.clone()
+        given[torch.rand(6000, generator=torch.Generator().manual_seed(2)) < blank] = 0.25
+        new[torch.rand(1500, generator=torch.Generator().manual_seed(3)) < blank] = 0.25
+        la = of_directions(given)
+        assert said_to_be_fitted(la, new) == 0, blank
+        assert said_to_be_fitted(la, given[:1500]) > 0.8, blank
+    assert said_to_be_fitted(of_directions(x[:900].repeat(2, 1)), x[:900]) == 1
+
+
 def longest(embedding: cc.EmbeddingDistribution) -> Tensor:
     """A score of the user's: the shorter the output, the less like known ones."""
     return -embedding.raw_mean.norm(dim=1)

@@ -229,7 +229,7 @@ def _last_layer_of_arrays(console: Console, train: ArraySource) -> Encoder:
         wanted = "weight (and bias, if there is one) beside features"
         raise BadInputError(expected(f"{train.path}", wanted, "none", hint))
     unit = np.allclose(np.linalg.norm(train.values, axis=1), 1, atol=_UNIT)
-    hint = " All of them have norm 1: save them before they are normalised, because novelty needs the norm."
+    hint = " All of them have norm 1, so novelty cannot see a norm, which may help or harm: if you can, try both."
     console.warn(
         f"{train.path}: the embeddings are taken as features of a last layer that is the identity, which the library's "
         f"evaluation does not cover; with features, weight and bias it does.{hint if unit else ''}"
