@@ -95,16 +95,6 @@ class Structure(StrEnum):
     KRON = "kron"
 
 
-class KFACApprox(StrEnum):
-    """How Kronecker factors treat the two points of a pair (:mod:`contrastive_curvature.fit.structured`)."""
-
-    EXPAND = "expand"
-    """Each point by itself: the cross terms of coupled fixes are dropped."""
-
-    REDUCE = "reduce"
-    """For coupled fixes, the two points of a pair are summed first: the curvature factor includes their cross terms."""
-
-
 _ALIASES = {"pos": "positive", "fix": "fixed"}
 
 

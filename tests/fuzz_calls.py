@@ -255,7 +255,7 @@ def _calls() -> dict[str, Call]:
     kappa = scores * 10
     drawn = {"x": x, "pred_type": "glm", "n_samples": 3, "diagonal_output": False, "generator": None, "joint": False}
     asked = {"x": x, "pred_type": "glm", "joint": False, "n_samples": 3, "diagonal_output": False, "generator": None}
-    weights = {"structure": "diag", "subset_of_weights": "all", "clamp": True, "kfac_approx": "expand"}
+    weights = {"structure": "diag", "subset_of_weights": "all", "clamp": True}
     retrieval = {"samples": samples, "labels": labels, "gallery": None, "gallery_labels": None}
     return {
         "output_hessian": (_hessian, {"z": z, "labels": labels, "pairs": None, "v": None, **_options()}),
@@ -275,7 +275,7 @@ def _calls() -> dict[str, Call]:
         ),
         "Laplace, options of the backend": (
             lambda **given: _laplace(loader, "last_layer", "diag", True, None, backend_kwargs=given),
-            {**_options(), "pairs": "dataset", "relation": None, "kfac_approx": "expand"},
+            {**_options(), "pairs": "dataset", "relation": None},
         ),
         "la(x)": (lambda **given: _described(posterior()(**given)), asked),
         "predictive_samples": (lambda **given: _sampled("predictive_samples", **given), drawn),

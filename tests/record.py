@@ -170,7 +170,6 @@ def ggn_of_pairs() -> dict[str, Any]:
     found["function"] = cc.ggn(make_encoder(), X, LABELS, pairs=lambda a, b: (a[:, None] == b, a[:, None] != b))
     found["normalised"] = cc.ggn(make_encoder(cc.L2Norm()), X, LABELS, pd_fix="full")
     found["raw sums"] = cc.ggn(make_encoder(), X, LABELS, clamp=False)
-    found["reduce"] = cc.ggn(make_encoder(), X, LABELS, structure="kron", pd_fix="full", kfac_approx="reduce")
     generator = torch.Generator().manual_seed(0)
     found["sampled"] = cc.ggn(make_encoder(), X, LABELS, mc_samples=2, generator=generator)
     return found
@@ -553,7 +552,6 @@ def groups() -> Iterator[tuple[str, Callable[[], Any]]]:
         "normalization sum": {"normalization": "sum"},
         "euclidean": {"distance": "euclidean", "pd_fix": "positive"},
         "pairs batch": {"pairs": "batch"},
-        "reduce": {"pairs": "batch", "kfac_approx": "reduce", "pd_fix": "full", "structure": "kron", "weights": "all"},
         "relation": {"relation": lambda a, b: ((a[:, None] - b) == 0, (a[:, None] - b).abs() == 1)},
         "rank 2": {"rank": 2},
         "mc samples": {"mc_samples": 2, "weights": "all", "structure": "diag"},

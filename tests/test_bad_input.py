@@ -142,9 +142,6 @@ def test_further_options_of_ggn() -> None:
     x, y = inputs()
     model = Counting()
     refused(lambda: cc.ggn(model, x, y, structure="lowrank"), cc.InputError, "structure", "'kron'", "lowrank")
-    for pd_fix in ("fixed", "psd"):
-        call = lambda p=pd_fix: cc.ggn(model, x, y, structure="kron", pd_fix=p, kfac_approx="reduce")  # noqa: E731
-        refused(call, cc.UnsupportedError, "kfac_approx", "'expand'")
     refused(lambda: cc.ggn(model, x[:0], y[:0]), cc.InputError, "x", "at least one point")
     assert model.points == 0
     refused(lambda: cc.ggn(model, x, y, subset_of_weights="first"), cc.InputError, "subset_of_weights", "first")

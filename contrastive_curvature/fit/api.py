@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.fit.finite import check_finite, clamp_curvature, clamp_factors
-from contrastive_curvature.fit.options import check_mc_samples, parse_kfac_approx
+from contrastive_curvature.fit.options import check_mc_samples
 from contrastive_curvature.fit.structured import make_sampler, structured_curvature
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.choice import DISTANCE, MARGIN, NEGATIVE_WEIGHT, NORMALIZATION, PD_FIX, choose_loss
@@ -24,7 +24,6 @@ from contrastive_curvature.network.module import SubnetworkPullback
 from contrastive_curvature.network.pullback import KronFactors, Pullback
 from contrastive_curvature.options import (
     Distance,
-    KFACApprox,
     Normalization,
     PDFix,
     Structure,
@@ -48,7 +47,6 @@ def ggn(
     structure: Structure | str = Structure.DIAG,
     subset_of_weights: str | Tensor = "all",
     clamp: bool = True,
-    kfac_approx: KFACApprox | str = KFACApprox.EXPAND,
     mc_samples: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor | KronFactors:
@@ -56,8 +54,8 @@ def ggn(
 
     ``J`` is the Jacobian of the raw outputs (before any l2-normalisation) and ``H`` the output Hessian
     (:func:`~contrastive_curvature.output_hessian`). ``diag`` and ``full`` are exact for every distance and fix;
-    ``kron`` is the K-FAC approximation. The model is run in evaluation mode and left as it was; a model in half
-    precision is computed in float32.
+    ``kron`` is the K-FAC approximation, which takes each point on its own and leaves cross terms out. The model is run
+    in evaluation mode and left as it was; a model in half precision is computed in float32.
 
     Args:
         model: Any module that maps ``x`` to (N, D); an l2-normalisation module at its end is looked through.
@@ -77,8 +75,6 @@ def ggn(
             flattened trainable parameters (a subnetwork).
         clamp: Clamp at zero what was accumulated: the entries of the diagonal, the eigenvalues of a matrix or factor.
             ``False`` returns the raw sum.
-        kfac_approx: For ``kron``: ``"expand"`` takes the two points of a pair each on its own and drops cross terms;
-            ``"reduce"`` keeps them, for ``positive`` and ``full``.
         mc_samples: ``None``: exact, with a backward pass for every output. K: an unbiased estimate of ``diag`` or
             ``kron`` from K backward passes with random cotangents (twice K where the Hessian is indefinite), for
             networks with many outputs. Refused for coupled fixes and for the last layer, whose closed form is cheaper.
@@ -104,7 +100,6 @@ def ggn(
     )
     validate.flag("clamp", clamp)
     kind = parse_option(Structure, "structure", structure)
-    approx = parse_kfac_approx(kfac_approx, chosen, kind)
     validate.generator(generator, torch.device("cpu"))
     check_mc_samples(mc_samples, chosen.coupled, kind)
     sampler = make_sampler(mc_samples, generator)
@@ -122,9 +117,7 @@ def ggn(
         relation = chosen.relate(like.new_zeros(input_length(x), encoder.dim), labels, pairs)
         z, context = pullback.forward(x)
         hessian = chosen.hessian_at(check_outputs(z, "model(x)"), relation)
-        found: Tensor | KronFactors = structured_curvature(
-            pullback, context, hessian, kind, len(hessian), approx, sampler
-        )
+        found: Tensor | KronFactors = structured_curvature(pullback, context, hessian, kind, len(hessian), sampler)
         check_finite(found, pullback, "this batch")
     if not clamp:
         return found

@@ -37,7 +37,7 @@ from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.pullback import KronFactors, Pullback
-from contrastive_curvature.options import KFACApprox, Structure
+from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs.rows import RowCollector, Rows, content_numbers, united
 from contrastive_curvature.progress import Progress
 
@@ -132,7 +132,6 @@ class CurvatureSum:
     Args:
         pullback: Pullback to the parameters.
         structure: ``diag``, ``full`` or ``kron``.
-        approx: How ``kron`` treats points that are coupled.
         sampler: Samples the blocks of the Hessian for an estimate; ``None`` uses the exact blocks.
         part: Index of the part of the data; -1 for all of it.
         record: Takes note of the points, so that other passes can be compared.
@@ -143,14 +142,13 @@ class CurvatureSum:
         self,
         pullback: Pullback,
         structure: Structure,
-        approx: KFACApprox = KFACApprox.EXPAND,
         sampler: BlockSampler | None = None,
         part: int = -1,
         record: PassRecord | None = None,
         *,
         classes: bool = True,
     ) -> None:
-        self.pullback, self.structure, self.approx, self.sampler = pullback, structure, approx, sampler
+        self.pullback, self.structure, self.sampler = pullback, structure, sampler
         self.record = record
         self._dominance = Dominance(pullback, structure, part)
         self._features: RowCollector | None = None
@@ -172,8 +170,7 @@ class CurvatureSum:
         # Read once at the end: a look at the device in every batch would keep it waiting.
         self._finite = self._finite & sum_is_finite(term)
         self._first_bad = self._first_bad + self._finite
-        if alone is not None:
-            self._dominance.add(context, seen.blocks, alone)
+        self._dominance.add(context, seen.blocks, alone)
         if self._features is not None:
             classes = {} if batch.classes is None else {"classes": batch.classes}
             self._features.add(content_numbers(z), {"features": context} | classes)
@@ -196,13 +193,11 @@ class CurvatureSum:
             check_finite(raw_curvature(self._sums), self.pullback, f"batch {int(self._first_bad)} (counted from 0)")
 
     def _curvature(self, context: Any, seen: Seen) -> tuple[Any, Any]:
-        """Return the unclamped curvature of a batch, and that of its points each by itself, where it is known."""
+        """Return the unclamped curvature of a batch, and that of its points each by itself."""
         if seen.coupled is None:
             found = block_curvature(self.pullback, context, seen.blocks, self.structure, 1, self.sampler)
             return found, found
-        found = structured_curvature(self.pullback, context, seen.coupled, self.structure, 1, self.approx, self.sampler)
-        if self.approx is not KFACApprox.EXPAND:
-            return found, None
+        found = structured_curvature(self.pullback, context, seen.coupled, self.structure, 1, self.sampler)
         if self.structure is Structure.KRON:
             return found, found
         # Cross terms nearly cancel the terms of single points, so points are compared without cross terms.
@@ -283,8 +278,7 @@ class Problem:
         sampler = make_sampler(self.options.mc_samples, torch.Generator().manual_seed(index))
         record = PassRecord() if self.records or self.part is not None else None
         place = -1 if self.alone else index
-        options, wanted = self.options, self.sums_classes
-        return CurvatureSum(self.pullback, self.structure, options.kfac_approx, sampler, place, record, classes=wanted)
+        return CurvatureSum(self.pullback, self.structure, sampler, place, record, classes=self.sums_classes)
 
     def first_pass(self, reader: Reader) -> Findings:
         """Return what all batches have to know of this part of the data; by default nothing."""

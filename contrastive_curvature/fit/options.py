@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from typing import Any
 
 from contrastive_curvature import validate
@@ -12,7 +12,7 @@ from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.choice import OF_THE_LOSS, choose_loss
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.sampled_data import check_samplable
-from contrastive_curvature.options import KFACApprox, Structure, parse_option
+from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs import RelationFunction
 
 _OF_ANY_LOSS = ("distance", "pd_fix")
@@ -36,7 +36,6 @@ class CurvatureOptions:
     relation: RelationFunction | None = None
     rank: int | None = 64
     """Of ``lowrank``; the Kronecker factors of a last layer choose theirs from the spectrum (``None``)."""
-    kfac_approx: KFACApprox = KFACApprox.EXPAND
     mc_samples: int | None = None
     negative_samples: int | str | None = "auto"
 
@@ -71,9 +70,7 @@ class CurvatureOptions:
         options._check_candidates("pairs" in given)
         options._check_negative_samples()
         check_mc_samples(options.mc_samples, options.loss.coupled)
-        return replace(
-            options, kfac_approx=parse_kfac_approx(options.kfac_approx, options.loss, pairs=options.compared_within)
-        )
+        return options
 
     @property
     def compared_within(self) -> str:
@@ -85,7 +82,6 @@ class CurvatureOptions:
         if isinstance(self.negative_samples, int):
             check_samplable(self.loss, structure)
         check_mc_samples(self.mc_samples, self.loss.coupled, structure)
-        parse_kfac_approx(self.kfac_approx, self.loss, structure, self.compared_within)
 
     def named(self) -> dict[str, Any]:
         """Return the options by the names that :meth:`parse` takes."""
@@ -187,29 +183,3 @@ def check_mc_samples(number: object, coupled: bool, structure: Structure | None 
     if structure not in (Structure.DIAG, Structure.KRON):
         msg = "mc_samples: only the structures 'diag' and 'kron' are estimated. Leave it out for the others."
         raise UnsupportedError(msg)
-
-
-def parse_kfac_approx(
-    value: KFACApprox | str, loss: CosineLoss, structure: Structure | None = Structure.KRON, pairs: str = "batch"
-) -> KFACApprox:
-    """Convert a string to a member, and refuse an approximation of cross terms where there are none."""
-    approx = parse_option(KFACApprox, "kfac_approx", value)
-    if approx is KFACApprox.EXPAND:
-        return approx
-    if structure is not Structure.KRON:
-        hint = "It approximates Kronecker factors. Use structure='kron', or leave it out."
-        raise InputError(expected("kfac_approx", "'expand' with a structure other than 'kron'", str(approx), hint))
-    if not loss.coupled:
-        msg = (
-            f"kfac_approx={str(approx)!r} with pd_fix={str(loss.pd_fix)!r}: this fix drops the cross terms between the "
-            "two points of a pair, so there is nothing to approximate. Use kfac_approx='expand', or pd_fix='positive' "
-            "or 'full' (of a loss with second derivatives also 'ggn')."
-        )
-        raise UnsupportedError(msg)
-    if pairs == "dataset":
-        msg = (
-            f"kfac_approx={str(approx)!r}: over the pairs of a data set its factors need all points at once. Use "
-            "pairs='batch' (of a loss of anchors candidates='batch'), or kfac_approx='expand'."
-        )
-        raise UnsupportedError(msg)
-    return approx

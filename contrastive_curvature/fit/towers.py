@@ -31,7 +31,7 @@ from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.loader import joined_inputs, read_views
 from contrastive_curvature.network.pullback import Pullback
-from contrastive_curvature.options import KFACApprox, Structure
+from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs.relation import check_labels
 from contrastive_curvature.progress import Progress
 
@@ -133,11 +133,10 @@ def towers_curvature(
     loss: CosineLoss,
     structure: Structure,
     progress: Progress,
-    kfac_approx: KFACApprox = KFACApprox.EXPAND,
     sampler: BlockSampler | None = None,
 ) -> list[DatasetCurvature]:
     """Sum the curvatures of all batches, unclamped; a mean over anchors counts times their number."""
-    totals = [CurvatureSum(pullback, structure, kfac_approx, sampler) for pullback in pullbacks]
+    totals = [CurvatureSum(pullback, structure, sampler) for pullback in pullbacks]
     batches = without = 0
     # Of each tower, points so far.
     seen = [0] * len(totals)

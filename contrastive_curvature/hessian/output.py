@@ -86,17 +86,6 @@ class OutputHessian:
         parts = (self.u[rows], self.n[rows], self.u[columns], self.n[columns])
         return CrossBlocks(*parts, first, second, symmetric=rows == columns, roots=roots)
 
-    def linked(self) -> Tensor:
-        """Return which pairs of points have a block, 0 or 1 of the type of the outputs, shape (N, N); for small N."""
-        everything = slice(0, len(self))
-        y, c = self.derivatives.dense()
-        roots = self.derivatives.roots(everything, everything)
-        linked = y != 0 if c is None else (y != 0) | (c != 0)
-        if roots is not None:
-            used = (roots.rows.weights != 0).to(self.u.dtype)
-            linked = linked | ((used.T @ used) > 0).fill_diagonal_(False)
-        return linked.to(self.u.dtype)
-
     @property
     def shape(self) -> tuple[int, int]:
         """Return ``(N D, N D)``."""

@@ -74,7 +74,7 @@ class ContrastiveLaplace(FittedPosterior):
             ``ContrastiveGGN``, is exact for every encoder and needs no other package.
         backend_kwargs: ``loss``, ``distance``, ``pd_fix``, ``margin``, ``negative_weight``, ``normalization``,
             ``pairs``, ``candidates``, ``negatives_per_anchor``, ``positives``, ``relation``, ``negative_samples``,
-            ``rank``, ``kfac_approx``, ``mc_samples``: see the backend.
+            ``rank``, ``mc_samples``: see the backend.
         **kwargs: As in laplace-torch's class (``prior_precision``, ``prior_mean``, ``temperature``, ...).
 
     Attributes:

@@ -56,9 +56,8 @@ class _KroneckerFactors(ContrastiveLaplace):
 class ContrastiveKronLaplace(_KroneckerFactors, KronLaplace):
     """All parameters, Kronecker-factored precision (K-FAC).
 
-    The fixes ``full`` and ``positive`` have cross terms between two points. ``kfac_approx="expand"``, the default,
-    leaves them out and says so; ``"reduce"`` with ``pairs="batch"`` approximates them
-    (:class:`~contrastive_curvature.options.KFACApprox`).
+    The fixes ``full``, ``positive`` and ``ggn`` have cross terms between two points, which the factors leave out; the
+    constructor says so.
     """
 
     _key = ("all", "kron", CONTRASTIVE)

@@ -10,7 +10,7 @@ from typing import Any
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
-from contrastive_curvature.options import KFACApprox, PDFix, Structure
+from contrastive_curvature.options import PDFix, Structure
 
 CONTRASTIVE = "contrastive"
 """The likelihood's name in ``laplace.Laplace(model, likelihood="contrastive")``."""
@@ -104,7 +104,7 @@ def check_options(
     changed = {name: value for name, value in known.items() if name in ours and value != ours[name]}
     options = CurvatureOptions.parse({**changed, **{name: given[name] for name in given if name in ours}})
     options.check_structure(structure)
-    if structure is Structure.KRON and options.loss.coupled and options.kfac_approx is KFACApprox.EXPAND:
+    if structure is Structure.KRON and options.loss.coupled:
         _warn_of_dropped_terms("kron_lowrank" if takes_rank else "kron", options.loss.pd_fix)
     return options, {name: given.get(name, known[name]) for name in known if name not in ours}
 
@@ -116,13 +116,9 @@ _NOT_OF_EMBEDDINGS = {
 
 
 def _warn_of_dropped_terms(name: str, pd_fix: PDFix) -> None:
-    if pd_fix.second_only:
-        loss, also = "so this is pd_fix='ggn_fixed'", ""
-    else:
-        loss, also = "and so overstates this curvature several times", ", pairs='batch'"
+    loss = "so this is pd_fix='ggn_fixed'" if pd_fix.second_only else "and so overstates this curvature several times"
     msg = (
-        f"hessian_structure={name!r} with pd_fix={str(pd_fix)!r}: K-FAC-expand leaves the cross terms between two "
-        f"points out, {loss}. backend_kwargs=dict(kfac_approx='reduce'{also}) approximates them; "
-        "hessian_structure='diag' or 'full' is exact."
+        f"hessian_structure={name!r} with pd_fix={str(pd_fix)!r}: K-FAC leaves the cross terms between two points out, "
+        f"{loss}. hessian_structure='diag' or 'full' is exact."
     )
     warnings.warn(msg, stacklevel=5)

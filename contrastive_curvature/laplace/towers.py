@@ -127,7 +127,6 @@ class TwoTowerLaplace:
                     self.loss_of_towers,
                     self.a.structure,
                     Progress(progress_bar),
-                    backend.options.kfac_approx,
                     backend.sampler(self.a.structure),
                 )
             for la, result in zip(self._each(), results, strict=True):

@@ -1,4 +1,4 @@
-"""Kronecker factors of the parameter curvature, every point on its own (``kfac_approx="expand"``).
+"""Kronecker factors of the parameter curvature, every point on its own.
 
 A layer's weight gets ``G (x) A``: ``A = mean_i a_i a_i^T`` of its inputs and ``G = sum_i B_i^T H_ii B_i`` with the
 Jacobian ``B_i`` of the raw outputs with respect to the layer's outputs. The approximation is that of K-FAC: inputs and
@@ -6,14 +6,11 @@ output curvature are taken as independent over the points (and, for convolutions
 is exact for one point, or where all points share the inputs or the blocks. Biases and other vectors get their exact
 block of what is kept.
 
-Fixes whose output Hessian couples points have cross terms besides, which are left out here;
-:mod:`contrastive_curvature.fit.structured` has approximations that keep them.
+Fixes whose output Hessian couples points have cross terms besides, which are left out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -39,19 +36,6 @@ FACTOR_SIZE = 16384
 
 _CHUNK_ELEMENTS = 2**23
 """Numbers in a chunk of Jacobians."""
-
-
-@dataclass(frozen=True)
-class LayerRun:
-    """One run of a layer on N points.
-
-    Args:
-        inputs: What the weight is multiplied with at every position, shape (N, T, F).
-        jacobian: Of the raw outputs with respect to what the layer puts out, shape (N, D, T, C).
-    """
-
-    inputs: Tensor
-    jacobian: Tensor
 
 
 def kron_kinds(pullback: LayerwisePullback) -> list[str]:
@@ -82,7 +66,7 @@ def kron_factors(pullback: LayerwisePullback, x: Inputs, blocks: Blocks, n_data:
         if kinds[number] == "block":
             out[number] = [_of_one(pullback, number).block_term(x, blocks, Structure.FULL)]
         else:
-            g = sandwich(_run_of_entries(pullback, number, x).jacobian, blocks.matmul)
+            g = _entries_factor(pullback, number, x, blocks)
             out[number] = [g, _identity(pullback.trainable[number], len(blocks) / n_data)]
     return out
 
@@ -134,69 +118,18 @@ def _add_products(out: Tensor, jacobian: Tensor, signs: Tensor) -> None:
         out.addmm_((flat * weights.unsqueeze(1)).mT, flat)
 
 
-def coupled_factors(
-    pullback: LayerwisePullback,
-    x: Inputs,
-    of_weight: Callable[[LayerRun], list[Tensor]],
-    of_bias: Callable[[LayerRun], Tensor],
-    of_vector: Callable[[ModulePullback], Tensor],
-) -> KronFactors:
-    """Return factors that see all points of a batch at once.
-
-    Args:
-        pullback: The layerwise pullback of the encoder.
-        x: N points.
-        of_weight: Returns ``[G, A]`` of a layer.
-        of_bias: Returns the block of its bias.
-        of_vector: Returns the block of another parameter, from the pullback to it alone.
-    """
-    # A parameter of several modules belongs to the first.
-    modules = reversed(list(pullback.encoder.modules()))
-    owners = {id(p): module for module in modules for p in module.parameters(recurse=False)}
-
-    def compute() -> KronFactors:
-        tape = pullback.tape(x)
-        kinds = kron_kinds(pullback)
-        used = _used(pullback)
-        places = {piece.number: {id(run) for run in piece.runs} for piece in tape.pieces}
-        runs = {
-            piece.number: LayerRun(_inputs(piece), b[:, :, 0].transpose(0, 1))
-            for piece, b in tape.by_piece(tape.axes)
-            if kinds[piece.number] == "matrix"
-        }
-        of_layer = {(id(owners[id(pullback.trainable[k])]), frozenset(places[k])): run for k, run in runs.items()}
-        factors: KronFactors = []
-        for number, p in enumerate(pullback.trainable):
-            layer = of_layer.get((id(owners[id(p)]), frozenset(places.get(number, ()))))
-            if number in runs:
-                factors.append(of_weight(runs[number]))
-            elif kinds[number] in ("entries", "none"):
-                factors.append(of_weight(_run_of_entries(pullback, number, x)))
-            elif layer is not None:
-                factors.append([of_bias(layer)])
-            elif kinds[number] == "matrix" or number not in used:
-                # What the encoder never runs has no curvature.
-                factors.append(_zeros(pullback, number, kinds[number], tape.z))
-            else:
-                factors.append([of_vector(_of_one(pullback, number))])
-        return factors
-
-    return pullback.run_layers(x, compute)
-
-
 def _of_one(pullback: LayerwisePullback, number: int) -> ModulePullback:
     """Return the pullback to one parameter."""
     return ModulePullback(pullback.encoder, only={pullback.names[number]})
 
 
-def _run_of_entries(pullback: LayerwisePullback, number: int, x: Inputs) -> LayerRun:
-    """Return a parameter as a layer: its first axis in place of the outputs, its others in place of positions."""
+def _entries_factor(pullback: LayerwisePullback, number: int, x: Inputs, blocks: Blocks) -> Tensor:
+    """Return ``G`` of a parameter outside layers, its axes after the first in the place of positions."""
     p, alone = pullback.trainable[number], _of_one(pullback, number)
     z, context = alone.forward(x)
-    jacobian = alone.jacobians(context, z)
-    others = p.numel() // _rows(p)
-    eye = torch.eye(others, dtype=z.dtype, device=z.device)
-    return LayerRun(eye.expand(len(z), -1, -1), jacobian.unflatten(2, (_rows(p), others)).transpose(2, 3))
+    b = alone.jacobians(context, z).unflatten(2, (_rows(p), -1))
+    curved = blocks.matmul(b.flatten(2)).view_as(b)
+    return torch.einsum("ndct,ndet->ce", b, curved)
 
 
 def _zeros(pullback: LayerwisePullback, number: int, kind: str, like: Tensor) -> list[Tensor]:
@@ -225,17 +158,6 @@ def refuse_kron(why: str) -> None:
     """
     msg = f"structure 'kron': {why}. Use the structure 'diag', or subset_of_weights='last_layer'."
     raise UnsupportedError(msg)
-
-
-def sandwich(b: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """Return ``sum_t b_t^T H b_t`` (C, C), every position t on its own, of a Jacobian (N, D, T, C).
-
-    Args:
-        b: The Jacobian.
-        product: ``v -> H v`` for ``v`` of shape (N, D, K).
-    """
-    curved = product(b.flatten(2)).view_as(b)
-    return torch.einsum("ndtc,ndte->ce", b, curved)
 
 
 def _rows(p: Tensor) -> int:

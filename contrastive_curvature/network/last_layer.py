@@ -137,13 +137,9 @@ class LastLayerPullback(Pullback):
         With a sketch of S columns, ``[[G, A Omega (F, S), trace (1,)]]``.
         """
         g = blocks.total()
-        weight = [g, *(part / n_data for part in self.input_moment(context, context))]
+        moment = [context.T @ context] if self.sketch is None else sketch_moment(context, self.sketch)
+        weight = [g, *(part / n_data for part in moment)]
         return [weight, [g.clone()]] if self.bias else [weight]
-
-    @full_precision
-    def input_moment(self, left: Tensor, right: Tensor) -> list[Tensor]:
-        """Return ``left^T right`` for features (N, F), in the form that Kronecker factors have here."""
-        return [left.T @ right] if self.sketch is None else sketch_moment(left, right, self.sketch)
 
     @full_precision
     def class_sums(self, context: Any, cotangents: Tensor, index: Tensor, n_classes: int) -> Tensor:

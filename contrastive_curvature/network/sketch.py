@@ -50,14 +50,14 @@ def sketch_matrix(width: int, size: int, dtype: torch.dtype, device: torch.devic
 
 
 @full_precision
-def sketch_moment(left: Tensor, right: Tensor, size: int) -> list[Tensor]:
-    """Sketch ``left^T right`` (F, F), which must be symmetric, in ``size`` columns.
+def sketch_moment(features: Tensor, size: int) -> list[Tensor]:
+    """Sketch ``features^T features`` (F, F) in ``size`` columns.
 
     Returns:
         The product with the test matrix (F, size), or the matrix itself where ``size`` is F; and the trace, shape (1,).
     """
-    width = left.shape[1]
-    trace = torch.linalg.vecdot(left, right).sum().reshape(1)
+    width = features.shape[1]
+    trace = features.square().sum().reshape(1)
     if size == width:
-        return [left.T @ right, trace]
-    return [left.T @ (right @ sketch_matrix(width, size, right.dtype, right.device)), trace]
+        return [features.T @ features, trace]
+    return [features.T @ (features @ sketch_matrix(width, size, features.dtype, features.device)), trace]

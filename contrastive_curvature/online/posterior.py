@@ -15,7 +15,7 @@ from contrastive_curvature.laplace.prior import average_information
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.online.discount import DiscountedCurvature
-from contrastive_curvature.options import KFACApprox, Structure
+from contrastive_curvature.options import Structure
 
 _CLASSES: dict[tuple[str, str], type[ContrastiveLaplace]] = {
     ("last_layer", "diag"): classes.ContrastiveDiagLLLaplace,
@@ -93,10 +93,9 @@ class OnlinePosterior:
     def fitted(self, discounted: DiscountedCurvature) -> ContrastiveLaplace:
         """Return a posterior for the user: the curvature rescaled to the data set, with its prior and temperature."""
         options = self._arguments["backend_kwargs"]
-        # The user may call fit(loader) later, which uses all pairs; other factors than 'expand' exist for batches only.
+        # The user may call fit(loader) later, which uses all pairs.
         if "pairs" in options:
-            pairs = "batch" if options.get("kfac_approx", KFACApprox.EXPAND) != KFACApprox.EXPAND else "dataset"
-            options = {**options, "pairs": pairs}
+            options = {**options, "pairs": "dataset"}
         posterior = self._new(backend_kwargs=options)
         posterior.set_curvature(discounted.at_scale(self.n_data))
         if self.prior_precision is None:

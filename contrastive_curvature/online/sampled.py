@@ -80,7 +80,7 @@ class SampledEncoder(ABC):
             hessian = ContrastiveLoss(pd_fix=PDFix.FIXED).data_hessian(
                 z, make_relation(len(z), z.device, None, (no_pairs,) * 4)
             )
-            return structured_curvature(pullback, context, hessian, self.structure, 1, self.backend.options.kfac_approx)
+            return structured_curvature(pullback, context, hessian, self.structure, 1)
 
     def _term(self, pullback: Pullback, z: Tensor, context: Any, targets: Any, pairs: Any) -> DatasetCurvature:
         loss, options = self.backend.loss, self.backend.options
@@ -92,7 +92,7 @@ class SampledEncoder(ABC):
             hessian = loss.data_hessian(z, relation, shares)
         else:
             hessian = loss.data_hessian(z, loss.relate(z, *given))
-        value = structured_curvature(pullback, context, hessian, self.structure, 1, options.kfac_approx)
+        value = structured_curvature(pullback, context, hessian, self.structure, 1)
         # Scaled as the part of a data set of N points that the B points of this batch contribute.
         scaled = self.backend.at_data_scale(DatasetCurvature(value, *hessian.loss_and_cost(), self.n_data))
         return replace(scaled, n=len(hessian), typical_norm=mean_norm(z))

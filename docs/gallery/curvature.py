@@ -166,33 +166,25 @@ for fix, matrix in ggn.items():
 #
 # K-FAC writes the block of each weight matrix as a Kronecker product of a matrix of the outputs and one of the inputs
 # of the layer. The error is measured against the exact block, in the Frobenius norm; keeping nothing at all has the
-# error 1. For fixes with blocks between points there are two approximations: `expand` drops these blocks, `reduce`
-# keeps them.
+# error 1. Blocks between points are left out.
 
 # %%
-kron_cases = [
-    ("fixed", "expand"),
-    ("psd", "expand"),
-    ("positive", "expand"),
-    ("positive", "reduce"),
-    ("full", "expand"),
-    ("full", "reduce"),
-]
+kron_fixes = ["fixed", "psd", "positive", "full"]
 layers = [(number, name) for number, name in enumerate(names) if name.endswith("weight")]
 starts = np.cumsum([0, *(shape.numel() for shape in shapes)])
 errors, pairs_of_blocks = {}, {}
-for fix, approx in kron_cases:
-    factors = cc.ggn(network, x, y, loss=loss, pd_fix=fix, structure="kron", kfac_approx=approx, clamp=False)
+for fix in kron_fixes:
+    factors = cc.ggn(network, x, y, loss=loss, pd_fix=fix, structure="kron", clamp=False)
     for number, _ in layers:
         block = ggn[fix][starts[number] : starts[number + 1], starts[number] : starts[number + 1]]
         found = torch.kron(*factors[number])
-        errors[fix, approx, number] = float((found - block).norm() / block.norm())
-        pairs_of_blocks[fix, approx, number] = block, found
+        errors[fix, number] = float((found - block).norm() / block.norm())
+        pairs_of_blocks[fix, number] = block, found
 fig, axis = plt.subplots(figsize=(7.6, 3.2))
 for place, (number, _) in enumerate(layers):
     bars = axis.bar(
-        np.arange(len(kron_cases)) + 0.27 * (place - 1),
-        [errors[*case, number] for case in kron_cases],
+        np.arange(len(kron_fixes)) + 0.27 * (place - 1),
+        [errors[fix, number] for fix in kron_fixes],
         0.25,
         label=f"layer {place + 1}",
         hatch=("", "//", "..")[place],
@@ -201,23 +193,23 @@ for place, (number, _) in enumerate(layers):
     axis.bar_label(bars, fmt="%.2f", fontsize=7)
 axis.axhline(1, color="gray", linestyle=":")
 axis.annotate("as wrong as keeping nothing", (-0.4, 1.05), va="bottom", fontsize=8, color="gray")
-axis.set_xticks(range(len(kron_cases)), [f"{fix}\n{approx}" for fix, approx in kron_cases])
-axis.set(xlabel="pd_fix and kfac_approx", ylabel="relative error of the block")
+axis.set_xticks(range(len(kron_fixes)), kron_fixes)
+axis.set(xlabel="pd_fix", ylabel="relative error of the block")
 axis.legend(frameon=False, ncols=3, loc="upper left")
 axis.set_yscale("log")
 axis.set_ylim(0.1, 3 * max(1.0, *errors.values()))
 plt.show()
 
 # %% [markdown]
-# `expand` is worse than nothing where the fix has blocks between points: these cancel most of the rest, and it drops
-# them. For fixes without such blocks, which are the ones that posteriors use, it is a fair approximation. What its
-# error looks like in the last layer, with `psd`: rows and columns are the weights, those of one output after those of
-# another. A Kronecker product has the same pattern of inputs for any two outputs, so it keeps the blocks on the
-# diagonal and loses much of what is between different outputs.
+# The factors are worse than nothing where the fix has blocks between points: these cancel most of the rest, and K-FAC
+# drops them. For fixes without such blocks, which are the ones that posteriors use, it is a fair approximation. In
+# the last layer, with `psd`, the error looks as follows: rows and columns are the weights, those of one output after
+# those of another. A Kronecker product has the same pattern of inputs for any two outputs, so it keeps the blocks on
+# the diagonal and loses much of what is between different outputs.
 
 # %%
 number = layers[-1][0]
-block, found = pairs_of_blocks["psd", "expand", number]
+block, found = pairs_of_blocks["psd", number]
 size = float(block.abs().max())
 fig, axes = plt.subplots(1, 3, figsize=(8.4, 2.9))
 for axis, matrix, title in zip(

@@ -93,6 +93,16 @@ def test_kron_equals_one_batch(drawn: Any, last: bool, device: str) -> None:
             assert close(factor, other, 1e-3 * _size(model, x, y, chosen))
 
 
+@pytest.mark.parametrize("pd_fix", ["positive", "full"])
+def test_kron_of_coupled_fixes_equals_one_batch(pd_fix: str, device: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double().to(device)
+    x, y = torch.randn(6, 4, dtype=torch.float64, device=device), torch.tensor([0, 0, 1, 0, 0, 1], device=device)
+    out = cc.ContrastiveGGN(model, pd_fix=pd_fix).fit([(x[:4], y[:4]), (x[4:], y[4:])], Structure.KRON).curvature
+    truth = cc.ggn(model, x, y, structure="kron", pd_fix=pd_fix, clamp=False)
+    assert all(close(f, g) for u, v in zip(out, truth, strict=True) for f, g in zip(u, v, strict=True))
+
+
 @given(drawn=data(), rank=st.integers(1, 3))
 def test_low_rank_finds_the_largest(drawn: Any, rank: int, device: str) -> None:
     model, x, y, loader, chosen = drawn

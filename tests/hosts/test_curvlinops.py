@@ -224,7 +224,7 @@ def test_what_kfac_refuses() -> None:
     model, x, y = conv_case()
     with pytest.raises(cc.UnsupportedError, match="pd_fix='psd'"):
         contrastive_kfac(model, x, y, pd_fix="fixed")
-    with pytest.raises(cc.UnsupportedError, match=r"couples points.*structure='kron'"):
+    with pytest.raises(cc.UnsupportedError, match=r"couples points.*pd_fix='psd'"):
         contrastive_ekfac(model, x, y, pd_fix="positive")
     with pytest.raises(cc.UnsupportedError, match=r"layer '0' \(LayerNorm\)"):
         contrastive_kfac(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)).double(), x, y)

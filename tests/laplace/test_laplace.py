@@ -166,15 +166,9 @@ def test_every_option_reaches_the_curvature(
         assert same_raw(la, truth), (weights, structure)
 
 
-def test_kron_without_cross_terms_warns_and_with_them_does_not() -> None:
-    with pytest.warns(UserWarning, match=r"overstates.*kfac_approx='reduce'.*pairs='batch'"):
+def test_kron_of_coupled_fixes_warns() -> None:
+    with pytest.warns(UserWarning, match=r"overstates.*'diag' or 'full' is exact"):
         make(body(), "all", "kron", pd_fix="full")
-    with pytest.raises(cc.UnsupportedError, match=r"kfac_approx.*pairs='batch'.*expand"):
-        make(body(), "all", "kron", pd_fix="full", kfac_approx="reduce")
-    for weights in ("all", "last_layer"):
-        la = make(body(), weights, "kron", pd_fix="full", kfac_approx="reduce", pairs="batch")
-        la.fit([data()])
-        assert same_raw(la, curvature(body(), *data(), weights, "kron", False, pd_fix="full", kfac_approx="reduce"))
 
 
 @pytest.mark.parametrize("normalization", ["sum", "type", "anchor"])

@@ -22,7 +22,7 @@ from contrastive_curvature.losses.logistic import LogisticLoss
 pytestmark = [
     pytest.mark.parametrize("device", DEVICES),
     pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning"),
-    pytest.mark.filterwarnings("ignore:.*K-FAC-expand"),
+    pytest.mark.filterwarnings("ignore:.*K-FAC leaves"),
     pytest.mark.filterwarnings("ignore::contrastive_curvature.laplace.advice.FeatureNormWarning"),
 ]
 

@@ -57,14 +57,12 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> bool:
     bias=st.booleans(),
     memory_factor=st.sampled_from([0.0, 0.3]),
     normalization=st.sampled_from(["type", "anchor", "sum"]),
-    fix=st.sampled_from(["psd", "fixed", "positive"]),
+    fix=st.sampled_from(["psd", "fixed"]),
 )
 def test_the_discounted_sum_is_the_sketch_of_that_of_kron(
     bias: bool, memory_factor: float, normalization: str, fix: str
 ) -> None:
     options = {"normalization": normalization, "pd_fix": fix, "negative_weight": 0.2}
-    if fix == "positive":
-        options["kfac_approx"] = "reduce"
     settings: dict[str, Any] = {"memory_factor": memory_factor, "sampling_temperature": 0.0, "backend_kwargs": options}
     mine, theirs = make("kron_lowrank", toy(bias), RANK, **settings), make("kron", toy(bias), **settings)
     assert train(mine) == pytest.approx(train(theirs), rel=1e-12)

@@ -88,23 +88,6 @@ def test_kronecker_factors_of_the_last_layer(fix: str, device: str) -> None:
     assert close(small.a.H.diag(), la.a.curvature_diagonal(), tolerance=1e-9)
 
 
-def test_reduced_kronecker_factors_of_one_input(device: str) -> None:
-    """Where all inputs are equal, the factors with cross terms are exact."""
-    a, b = encoders(device)
-    x_a, x_b = batches(device)[0]
-    data = [(x_a[:1].repeat(4, 1), x_b[:1].repeat(4, 1))]
-    la = posterior(a, b, "last_layer", "kron", LOSSES["siglip"](pd_fix="ggn"), kfac_approx="reduce", rank="full")
-    full = posterior(a, b, "last_layer", "full", LOSSES["siglip"](pd_fix="ggn"))
-    for one in (la, full):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            one.fit(data)
-    (g, moment), _ = la.a.H_raw
-    weight = full.a.H_raw[:9, :9]
-    assert float(weight.abs().max()) > 0.1
-    assert close(torch.kron(g, moment), weight, tolerance=1e-11)
-
-
 @covering(
     1,
     loss=[

@@ -190,7 +190,7 @@ def _build(
     if loss.coupled:
         msg = (
             f"pd_fix={str(loss.pd_fix)!r}: it couples points, and curvlinops' K-FAC is one of sums over points. Use "
-            "pd_fix='psd', or contrastive_curvature.ggn(..., structure='kron'), which has factors for coupled fixes."
+            "pd_fix='psd', or contrastive_curvature.ggn(..., structure='diag' or 'full'), which are exact."
         )
         raise UnsupportedError(msg)
     with evaluation_mode(model), torch.no_grad():

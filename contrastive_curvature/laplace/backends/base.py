@@ -91,8 +91,6 @@ class ContrastiveBackend(GGNInterface, ABC):
         relation: Instead of class labels, a callable on the loader's targets that returns two boolean masks.
         rank: Number of eigenpairs of the structure ``lowrank``, or of eigenvectors that ``kron_lowrank`` keeps of the
             input factor, there ``None`` to choose it from the spectrum.
-        kfac_approx: How the Kronecker structure treats the two points of a pair, see
-            :class:`~contrastive_curvature.options.KFACApprox`; all but ``"expand"`` need ``pairs="batch"``.
         negative_samples: Number M of points, drawn uniformly, that replace all negatives: a price of N M instead of N^2
             (``docs/large_data.md``). ``None`` counts all pairs. ``"auto"``, the default, takes 2,000 from 30,000 points
             on, where the fix and the structure have no cross terms or products with all pairs. For class labels, with
@@ -477,7 +475,7 @@ class ContrastiveBackend(GGNInterface, ABC):
                 given = as_batch(Views(x, None, y), loss, options.relation, options.positives)
                 hessian = loss.data_hessian(z, loss.relate(z, given.labels, given.pairs))
             sampler = self.sampler(structure)
-            found = structured_curvature(pullback, context, hessian, structure, n_data, options.kfac_approx, sampler)
+            found = structured_curvature(pullback, context, hessian, structure, n_data, sampler)
             check_finite(found, pullback, "this batch")
             scaled = self.at_data_scale(DatasetCurvature(found, *hessian.loss_and_cost(), n_data))
         return scaled.loss, scaled.curvature
