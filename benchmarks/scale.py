@@ -2,10 +2,9 @@
 
 From features on disk (512 numbers a point, saved by ``contrastive_curvature.features``), with embeddings of 128
 dimensions: the contrastive loss with a margin of 0.7, all pairs and ``negative_samples=2000``, with the relative
-standard error that the library reports and, where all pairs are counted, the true one; InfoNCE and SupCon with all
-points as candidates, of which a sample stands for the negatives; and two processes of one thread beside one of two.
-Then the same two for images, where the encoder dominates. Last, a fit in 100 parts, as on 100 machines, with few and
-with many classes: seconds of a part and of all merges, and the size of what the parts hand on.
+standard error that the library reports and, where all pairs are counted, the true one; and two processes of one thread
+beside one of two. Then the same two for images, where the encoder dominates. Last, a fit in 100 parts, as on 100
+machines, with few and with many classes: seconds of a part and of all merges, and the size of what the parts hand on.
 
 Every case runs in a process of its own. The points lie around the centres of 1,000 classes in a space of 8 dimensions,
 so that many negatives are inside the margin.
@@ -133,11 +132,6 @@ def _one_of_several(rank: int, case: dict[str, Any], folder: str) -> None:
 def fit(case: dict[str, Any], rank: int) -> dict[str, Any]:
     """The share of one process."""
     device, processes = torch.device(case["device"]), case["processes"]
-    kwargs: dict[str, Any] = {"negative_samples": case["samples"]}
-    if case["loss"] == "contrastive":
-        kwargs["margin"] = MARGIN
-    else:
-        kwargs |= {"loss": getattr(cc, f"{case['loss']}Loss")(), "candidates": "dataset"}
     loader: Any
     if case["path"] is None:
         model = image_encoder()
@@ -151,7 +145,7 @@ def fit(case: dict[str, Any], rank: int) -> dict[str, Any]:
         "contrastive",
         subset_of_weights="last_layer",
         hessian_structure=case["structure"],
-        backend_kwargs=kwargs,
+        backend_kwargs={"margin": MARGIN, "negative_samples": case["samples"]},
     )
     warnings.simplefilter("ignore")
 
@@ -225,7 +219,7 @@ def run(points: list[int], structures: list[str], place: Path, device: str) -> l
         case = {"n": n, "save": None, "device": device, "threads": 2, **case}
         found = run_apart("benchmarks.scale", case)
         images = case["path"] is None
-        shown = {name: case[name] for name in ("n", "loss", "structure", "samples", "processes")}
+        shown = {name: case[name] for name in ("n", "structure", "samples", "processes")}
         rows.append({**shown, "images": images, **found})
         print(rows[-1], flush=True)
 
@@ -235,17 +229,15 @@ def run(points: list[int], structures: list[str], place: Path, device: str) -> l
             saved = {}
             for samples in (SAMPLES, None) if n <= MOST_EXACT else (SAMPLES,):
                 saved[samples] = str(place / f"{structure}-{samples}.npy")
-                same = {"path": path, "loss": "contrastive", "structure": structure, "samples": samples}
+                same = {"path": path, "structure": structure, "samples": samples}
                 add(n, **same, processes=1, save=saved[samples])
             if None in saved:
                 sampled, exact = np.load(saved[SAMPLES]), np.load(saved[None])
                 rows[-2]["true_error"] = float(np.linalg.norm(sampled - exact) / np.linalg.norm(exact))
-        for loss in ("InfoNCE", "SupCon") if n <= MOST_EXACT else ():
-            add(n, path=path, loss=loss, structure="kron_lowrank", samples=SAMPLES, processes=1)
         for processes in several[1:]:
-            add(n, path=path, loss="contrastive", structure="kron_lowrank", samples=SAMPLES, processes=processes)
+            add(n, path=path, structure="kron_lowrank", samples=SAMPLES, processes=processes)
     for processes in several:
-        same = {"path": None, "loss": "contrastive", "structure": "kron_lowrank", "samples": None}
+        same = {"path": None, "structure": "kron_lowrank", "samples": None}
         add(min(IMAGES, max(points)), **same, processes=processes)
     return rows
 
@@ -289,9 +281,9 @@ def render(results: Case) -> str:
 
 
 def _kind(row: Case) -> str:
-    """Loss, structure and processes of a case."""
+    """Structure and processes of a case."""
     several = "" if row["processes"] == 1 else f", {row['processes']} processes"
-    return f"{row['loss']} `{row['structure']}`{several}{', images' if row['images'] else ''}"
+    return f"`{row['structure']}`{several}{', images' if row['images'] else ''}"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -103,9 +103,9 @@ MUTANTS = [
     M("a sampled negative stands for the wrong number", "n / m points of other classes",
       "losses/contrastive_classes.py", "return there / drawn", "return drawn / there",
       "fit/test_negative_samples.py::test_the_mean_over_all_samples_is_the_exact_sum"),
-    M("a banked candidate stands for itself alone", "n / m anchors whose negative a point is",
-      "losses/sampled_rows.py", "(mine.first + times * theirs.first.T)", "(mine.first + theirs.first.T)",
-      "losses/test_sampled_rows.py"),
+    M("a banked negative stands for itself alone", "n / m points of other classes",
+      "losses/sampled.py", "self.points.weight[index].unsqueeze(1) * ~same", "1.0 * ~same",
+      "fit/test_negative_samples.py::test_the_mean_over_all_samples_is_the_exact_sum"),
 
     # hessian
     M("Euclidean blocks go with 1 / n", "d P / n^2", "hessian/node_blocks.py",

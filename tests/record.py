@@ -545,7 +545,6 @@ def groups() -> Iterator[tuple[str, Callable[[], Any]]]:
         for fix in ("psd", "fixed", "full"):
             yield f"laplace {weights} {structure} {fix}", partial(laplace, weights, structure, fix)
     infonce = {"loss": cc.InfoNCELoss(0.3)}
-    anchors = {**infonce, "candidates": "dataset", "negatives_per_anchor": 11}
     options: dict[str, dict[str, Any]] = {
         "margin None": {"margin": None},
         "normalization type": {"normalization": "type", "negative_weight": 0.3},
@@ -557,8 +556,6 @@ def groups() -> Iterator[tuple[str, Callable[[], Any]]]:
         "mc samples": {"mc_samples": 2, "weights": "all", "structure": "diag"},
         "negative samples": {"negative_samples": 15},
         "negative samples, margin None": {"negative_samples": 15, "margin": None},
-        "negative samples of anchors": {**anchors, "negative_samples": 15, "structure": "diag"},
-        "candidates dataset": anchors,
         "views": {"data": VIEWS, **infonce},
         "labels of views": {"data": [(pair, LABELS[:10]) for pair in VIEWS], "positives": "labels", **infonce},
         "L2Norm": {"model": make_encoder(cc.L2Norm())},

@@ -49,25 +49,6 @@ def test_a_mean_counts_times_its_anchors(device: str) -> None:
     assert close(both.loss, mean.loss + fitted(encoder, [(x[12:], y[12:])], cc.InfoNCELoss(0.2)).loss)
 
 
-def test_candidates_of_a_data_set(device: str) -> None:
-    """One batch of everything is the data set; as many negatives as there are others count in full."""
-    encoder, x, y = small(device)
-    batches = list(zip(x.split(6), y.split(6), strict=True))
-    loss = cc.InfoNCELoss(0.2)
-    whole = fitted(encoder, [(x, y)], loss)
-    dataset = fitted(encoder, batches, loss, candidates="dataset")
-    assert close(dataset.loss, whole.loss)
-    assert close(dataset(x).covariance, whole(x).covariance, 1e-8)
-    assert close(fitted(encoder, batches, loss, candidates="dataset", negatives_per_anchor=23).loss, whole.loss)
-    fewer = fitted(encoder, batches, loss, candidates="dataset", negatives_per_anchor=5)
-    u = nn.functional.normalize(encoder(x).detach())
-    logits, same = u @ u.T / 0.2, y[:, None] == y
-    # Each negative counts 5 / 23.
-    rest = (logits.exp() * ~same * 5 / 23).sum(1, keepdim=True)
-    each = (logits.exp() / (logits.exp() + rest)).log()[same & ~torch.eye(24, dtype=torch.bool, device=device)]
-    assert close(fewer.loss, -24 * each.mean())
-
-
 def test_anchors_without_a_positive_are_counted(device: str, caplog: pytest.LogCaptureFixture) -> None:
     encoder, x, y = small(device)
     alone = torch.cat([y[:-1], y[-1:] + 99])

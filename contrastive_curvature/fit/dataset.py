@@ -12,7 +12,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
@@ -21,7 +20,7 @@ from contrastive_curvature.fit.cross_terms import CrossTerms, make_cross_terms, 
 from contrastive_curvature.fit.loop import DatasetCurvature, Problem, Seen, finished
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import PassRecord
-from contrastive_curvature.fit.readers import Batch, Reader, compared_everywhere
+from contrastive_curvature.fit.readers import Batch, Reader
 from contrastive_curvature.fit.standard_error import StandardError, relative_error
 from contrastive_curvature.fit.state import Findings
 from contrastive_curvature.hessian.dataset import DatasetHessian
@@ -38,7 +37,6 @@ from contrastive_curvature.losses.sampled_data import (
     sums_suffice,
     without_cross_terms,
 )
-from contrastive_curvature.losses.sampled_rows import SampledRowDerivatives
 from contrastive_curvature.losses.weighting import class_pairs
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.options import Structure
@@ -57,7 +55,7 @@ FEATURES_KEPT = 2**26
 
 
 class DatasetFit(Problem):
-    """All pairs of a data set; of a loss of anchors, whose candidates are the data set, with a sample of them.
+    """All pairs of a data set.
 
     Attributes:
         data_hessian: Output Hessian of all points, after :meth:`take`.
@@ -91,15 +89,13 @@ class DatasetFit(Problem):
 
     def first_pass(self, reader: Reader, *, everything: bool = False) -> Findings:
         """Return numbers and sums of the classes, and all points, or a sample of them."""
-        loss, options = self.loss, self.options
+        options = self.options
         size, inputs = (None, False) if everything else self._kept()
         self.record, classes, points = PassRecord(), CentreCollector(limited=False), RowCollector(size)
-        labelled, n = True, 0
+        n = 0
         seen: list[Batch] = []
         room = 0 if everything else FEATURES_KEPT
         for batch, z, features in self.embedded(reader):
-            if not isinstance(loss, PairLoss):
-                batch = compared_everywhere(batch, loss)
             targets: Any = batch.labels
             self.record.add(z, targets)
             if options.relation is None:
@@ -116,12 +112,9 @@ class DatasetFit(Problem):
                     "feature folder (contrastive_curvature.features) holds any number of them",
                     FEATURES_KEPT,
                 )
-            # Inputs of their own are no classes with a centre.
-            labelled, n = labelled and batch.classes is not None, n + len(z)
+            n += len(z)
         self._seen = seen
         table, typical = classes.found()
-        if not labelled:
-            typical = Rows(typical.size, torch.zeros(0, dtype=torch.int64), {})
         return Findings(n, {}, {_POINTS: points.rows(), TYPICAL: typical}, table)
 
     def again(self, reader: Reader) -> Iterable[Batch]:
@@ -148,6 +141,7 @@ class DatasetFit(Problem):
         if not keeps and samples is not None and needs_points(loss):
             # Kronecker factors leave the cross terms out, which a sample does not give.
             loss = without_cross_terms(loss)
+        assert isinstance(loss, PairLoss)
         if not n:
             raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
         kept, table = statistics.kept, statistics.classes
@@ -157,19 +151,17 @@ class DatasetFit(Problem):
         # Of few points a sample has all.
         every = points.size is None or (samples is None and len(points) == n)
         rows = points if every else None
-        if table is not None and isinstance(loss, PairLoss):
+        if table is not None:
             check_fittable(n, class_pairs(table.counts)[2][0])
         elif n < 2:
             check_fittable(n, 1.0)
-        if table is not None and (rows is None or samples is not None or not isinstance(loss, PairLoss)):
+        if table is not None and (rows is None or samples is not None):
             like = (kept[TYPICAL] if rows is None else rows).columns["outputs"]
             if samples is not None:
                 self.sampled = points.first(samples)
-            per_anchor = self.options.negatives_per_anchor
-            self.data_hessian = sampled_hessian(loss, table, rows, self.sampled, keeps, like, per_anchor)
+            self.data_hessian = sampled_hessian(loss, table, rows, self.sampled, keeps, like)
             return
         assert rows is not None
-        assert isinstance(loss, PairLoss)
         z, targets = rows.columns["outputs"], rows.columns["targets"]
         related = make_relation(n, z.device, targets, relation)
         if relation is not None:
@@ -183,10 +175,7 @@ class DatasetFit(Problem):
     def begin(self, statistics: Findings) -> None:
         """Make the Hessian of all points, and what observes the second pass."""
         self.take(statistics)
-        hessian = self.data_hessian
-        if isinstance(hessian.derivatives, SampledRowDerivatives):
-            note_skipped(hessian.derivatives.anchors, hessian.derivatives.skipped)
-        coupled = hessian.coupled and self.structure is not Structure.KRON
+        coupled = self.data_hessian.coupled and self.structure is not Structure.KRON
         self._cross = make_cross_terms(self) if coupled else None
         # Cross terms are sampled, too, and would have to be known for each half of the sample.
         self._error = StandardError(self.pullback, self.n) if self.sampled is not None and not coupled else None
@@ -271,28 +260,6 @@ def tell_samples(options: CurvatureOptions, n: int) -> None:
             NEGATIVE_SAMPLES,
             MANY_POINTS,
         )
-
-
-def note_skipped(anchors: int, skipped: int) -> None:
-    """Say how many anchors had nothing to be compared with."""
-    if not anchors:
-        hint = "An anchor needs a positive among the candidates of its batch: larger batches, or several of each class."
-        wanted = "at least one anchor with positives and candidates as the loss compares them"
-        raise InputError(expected("train_loader", wanted, f"none of {skipped}", hint))
-    if skipped:
-        _log.info(
-            "%d of %d anchors had no positive, or nothing to be compared with, and add nothing to the curvature",
-            skipped,
-            anchors + skipped,
-        )
-
-
-def expected_points(loader: Iterable[Any]) -> int:
-    """Return the number of points of a loader's data set, or 0 if it is unknown."""
-    try:
-        return len(loader.dataset)  # type: ignore[attr-defined]
-    except (AttributeError, TypeError):  # a list of batches; a data set without a length
-        return 0
 
 
 def check_fittable(n: int, positives: float) -> None:

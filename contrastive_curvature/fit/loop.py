@@ -6,7 +6,7 @@ curvature of every batch. A :class:`Problem` says which loss over which data thi
 
 - pairs of the whole data set, of all points or of a sample (:mod:`contrastive_curvature.fit.dataset`);
 - pairs inside batches, weighted to stand for all (:mod:`contrastive_curvature.fit.batches`);
-- anchors with the candidates of their batch, or of the data set (:mod:`contrastive_curvature.fit.anchors`);
+- anchors with the candidates of their batch (:mod:`contrastive_curvature.fit.anchors`);
 - two towers, each with a curvature of its own (:mod:`contrastive_curvature.fit.towers`).
 
 All of them read batches from a :class:`~contrastive_curvature.fit.readers.Reader`. What is summed merges, so several

@@ -16,7 +16,7 @@ from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.fit.anchors import WholeHessian, collect_anchors
+from contrastive_curvature.fit.anchors import AnchorFit, WholeHessian, collect_anchors
 from contrastive_curvature.fit.contributions import FEWEST_POINTS, MOST, warn_of_point
 from contrastive_curvature.fit.dataset import DatasetFit
 from contrastive_curvature.fit.finite import check_finite
@@ -39,9 +39,10 @@ def whole_hessian(
     encoder: Encoder, pullback: Pullback, reader: Reader, options: CurvatureOptions, progress: Progress
 ) -> WholeHessian:
     """Return the Hessian at the outputs of a whole data set, in the order of its reader."""
-    problem = DatasetFit(encoder, pullback, Structure.DIAG, options, progress)
+    given = encoder, pullback, Structure.DIAG, options, progress
     if not isinstance(options.loss, PairLoss):
-        return collect_anchors(problem, reader)
+        return collect_anchors(AnchorFit(*given), reader)
+    problem = DatasetFit(*given)
     problem.collect(reader)
     hessian = problem.data_hessian.whole()
     return WholeHessian(hessian.z, [hessian], problem.classes)

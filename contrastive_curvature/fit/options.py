@@ -30,8 +30,6 @@ class CurvatureOptions:
     given_loss: bool
     """Whether the user gave the loss as an object."""
     pairs: str = "dataset"
-    candidates: str | None = None
-    negatives_per_anchor: int | None = None
     positives: str | None = None
     relation: RelationFunction | None = None
     rank: int | None = 64
@@ -67,15 +65,10 @@ class CurvatureOptions:
         rest = {name: value for name, value in given.items() if name not in of_the_loss}
         options = cls(choose_loss(**of_the_loss), given.get("loss") is not None, **rest)
         options._check_data()
-        options._check_candidates("pairs" in given)
+        options._check_positives("pairs" in given)
         options._check_negative_samples()
         check_mc_samples(options.mc_samples, options.loss.coupled)
         return options
-
-    @property
-    def compared_within(self) -> str:
-        """Within what points are compared: ``"batch"`` or ``"dataset"``."""
-        return self.pairs if isinstance(self.loss, PairLoss) else self.candidates or "batch"
 
     def check_structure(self, structure: Structure | None) -> None:
         """Refuse options that a structure has no answer for; ``None`` is one without a curvature of parameters."""
@@ -102,7 +95,7 @@ class CurvatureOptions:
             # On one line, as the states of OnlineLaplace keep one option a line.
             plain["loss"] = " ".join(repr(self.loss).split())
         # Left out where they are the defaults, so that states stay comparable when an option is added.
-        for name in ("mc_samples", "candidates", "negatives_per_anchor", "positives"):
+        for name in ("mc_samples", "positives"):
             if plain[name] is None:
                 del plain[name]
         if self.negative_samples == "auto":
@@ -119,17 +112,16 @@ class CurvatureOptions:
         if self.rank is not None:
             validate.count("rank", self.rank)
 
-    def _check_candidates(self, pairs_given: bool) -> None:
-        """Check the options of data sets against the loss: of pairs, or of anchors and their candidates."""
+    def _check_positives(self, pairs_given: bool) -> None:
+        """Check which points belong together against the loss: of pairs, or of anchors."""
         loss, name = self.loss, type(self.loss).__name__
         if isinstance(loss, PairLoss):
-            for option in ("candidates", "negatives_per_anchor", "positives"):
-                if getattr(self, option) is not None:
-                    hint = f"{name} is a sum over pairs. Use pairs='dataset' or 'batch', or leave it out."
-                    raise InputError(expected(option, "nothing with a loss of pairs", getattr(self, option), hint))
+            if self.positives is not None:
+                hint = f"{name} is a sum over pairs. Leave it out."
+                raise InputError(expected("positives", "nothing with a loss of pairs", self.positives, hint))
             return
         if pairs_given:
-            hint = f"{name} compares an anchor with candidates: use candidates='batch' or 'dataset', or leave it out."
+            hint = f"{name} compares an anchor with the candidates of its batch. Leave it out."
             raise InputError(expected("pairs", "nothing with a loss of anchors", self.pairs, hint))
         by_views = self.positives == "views"
         if self.relation is not None and (loss.graded or loss.needs_labels or by_views):
@@ -137,18 +129,8 @@ class CurvatureOptions:
             raise InputError(expected("relation", f"nothing {reason}", "a callable", "Leave one of them out."))
         if loss.graded and self.positives is not None:
             raise InputError(expected("positives", f"nothing with {name}, whose pairs have grades", self.positives))
-        if self.candidates is not None:
-            validate.choice("candidates", self.candidates, ("batch", "dataset"))
         if self.positives is not None:
             validate.choice("positives", self.positives, ("labels", "views"))
-        if self.negatives_per_anchor is not None:
-            validate.count("negatives_per_anchor", self.negatives_per_anchor)
-            if self.candidates != "dataset":
-                hint = "In a batch an anchor has the negatives of the batch. Use candidates='dataset', or leave it out."
-                wanted = "nothing with candidates='batch'"
-                raise InputError(expected("negatives_per_anchor", wanted, self.negatives_per_anchor, hint))
-        if self.candidates == "dataset":
-            loss.check_dataset(self.negatives_per_anchor)
 
     def _check_negative_samples(self) -> None:
         given = self.negative_samples
@@ -156,10 +138,12 @@ class CurvatureOptions:
             return
         if isinstance(given, bool) or not isinstance(given, int) or given < 2:
             raise InputError(expected("negative_samples", "None, 'auto' or a whole number from 2 on", given))
-        if self.compared_within != "dataset":
-            option = "pairs" if isinstance(self.loss, PairLoss) else "candidates"
-            hint = f"A batch has few negatives. Use {option}='dataset', or leave it out."
-            raise InputError(expected("negative_samples", f"nothing with {option}='batch'", given, hint))
+        if not isinstance(self.loss, PairLoss):
+            hint = "It compares points within their batch. Leave it out."
+            raise InputError(expected("negative_samples", f"nothing with {type(self.loss).__name__}", given, hint))
+        if self.pairs == "batch":
+            hint = "A batch has few negatives. Use pairs='dataset', or leave it out."
+            raise InputError(expected("negative_samples", "nothing with pairs='batch'", given, hint))
         if self.relation is not None:
             hint = (
                 "Which points are positives shows only when all pairs are looked at. Use class labels, or leave it out."

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.fit.share import Share
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.inputs import Inputs, input_length
@@ -46,16 +46,15 @@ class Reader:
         loader: Gives the same points in every pass.
         read: Takes a batch apart and brings it to the model's device.
         part: Index of the part of the data that the loader has.
-        across: Whether points of different batches are compared, so that views need labels of the whole data set.
     """
 
-    def __init__(self, loader: Any, read: Callable[[Any], Batch], part: int = 0, *, across: bool = False) -> None:
-        self.loader, self.share, self._read, self._across = loader, Share(loader, part), read, across
+    def __init__(self, loader: Any, read: Callable[[Any], Batch], part: int = 0) -> None:
+        self.loader, self.share, self._read = loader, Share(loader, part), read
         self._workers = uncoordinated_workers(loader)
 
     def in_fixed_order(self) -> Reader:
         """Return a reader of the same batches in every pass, see :func:`~.loader.in_fixed_order`."""
-        return Reader(in_fixed_order(self.loader), self._read, across=self._across)
+        return Reader(in_fixed_order(self.loader), self._read)
 
     def inputs(self) -> Iterator[Inputs]:
         """Give the inputs of all batches."""
@@ -79,8 +78,6 @@ class Reader:
             numbers = torch.cat([views * inputs + view for view in range(views)])
             if rest or len(numbers) != n:
                 numbers = torch.arange(seen, seen + n)
-            elif self._across and batch.classes is None and batch.pairs is None and batch.labels is not None:
-                batch = batch._replace(labels=inputs.to(batch.labels.device).repeat(views))
             yield batch._replace(numbers=numbers)
             seen += n
         if keys:
@@ -160,14 +157,6 @@ def check_usable(views: Views, loss: CosineLoss, positives: str | None) -> None:
     if views.unusable is not None and (positives == "labels" or (positives is None and loss.supervised)):
         hint = "Yield labels as a tensor of whole numbers, or say positives='views' if they are not to be used."
         raise InputTypeError(expected("train_loader", "labels as a tensor of one entry a point", views.unusable, hint))
-
-
-def compared_everywhere(batch: Batch, loss: CosineLoss) -> Batch:
-    """Return a batch whose points can be compared with those of other batches."""
-    if batch.labels is None or (batch.pairs is not None and not callable(batch.pairs)):
-        msg = f"candidates='dataset': {type(loss).__name__} compares listed pairs of a batch. Use candidates='batch'."
-        raise UnsupportedError(msg)
-    return batch
 
 
 def _of_targets(x: Inputs, targets: Any, relation: RelationFunction | None) -> Batch:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.fit.dataset import DatasetFit, note_skipped
+from contrastive_curvature.fit.anchors import note_skipped
+from contrastive_curvature.fit.dataset import DatasetFit
 from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.fit.readers import Reader
 from contrastive_curvature.hessian.sphere import check_outputs

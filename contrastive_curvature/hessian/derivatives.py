@@ -265,8 +265,8 @@ class DatasetDerivatives(CosineDerivatives):
 def refuse_sampled(why: str) -> NoReturn:
     """Refuse to sample negatives, for a reason that is a clause."""
     msg = (
-        f"negative_samples: {why}. Use pd_fix='psd_parts', 'psd', 'fixed' or 'ggn_fixed' with a loss whose statistics "
-        "are few, or negative_samples=None, which takes all negatives."
+        f"negative_samples: {why}. Use pd_fix='psd_parts', 'psd', 'fixed' or 'ggn_fixed', or "
+        "negative_samples=None, which takes all negatives."
     )
     raise UnsupportedError(msg)
 

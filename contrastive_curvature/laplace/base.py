@@ -73,8 +73,7 @@ class ContrastiveLaplace(FittedPosterior):
             ``StochManContrastiveGGN`` or a :class:`~contrastive_curvature.ContrastiveBackend` of your own. The default,
             ``ContrastiveGGN``, is exact for every encoder and needs no other package.
         backend_kwargs: ``loss``, ``distance``, ``pd_fix``, ``margin``, ``negative_weight``, ``normalization``,
-            ``pairs``, ``candidates``, ``negatives_per_anchor``, ``positives``, ``relation``, ``negative_samples``,
-            ``rank``, ``mc_samples``: see the backend.
+            ``pairs``, ``positives``, ``relation``, ``negative_samples``, ``rank``, ``mc_samples``: see the backend.
         **kwargs: As in laplace-torch's class (``prior_precision``, ``prior_mean``, ``temperature``, ...).
 
     Attributes:

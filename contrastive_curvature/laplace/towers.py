@@ -343,9 +343,6 @@ def _loss_of(la: ContrastiveLaplace) -> CosineLoss:
             "SupConLoss or SigLIPLoss, or of graded pairs, CoSENTLoss."
         )
         raise UnsupportedError(msg)
-    if options.candidates == "dataset":
-        msg = "candidates='dataset': two towers have the candidates of a batch. Take batches as large as in training."
-        raise UnsupportedError(msg)
     if options.relation is not None:
         msg = "relation: inputs of two towers belong together by pairs or labels. Yield (a, b) or (a, b, labels)."
         raise UnsupportedError(msg)

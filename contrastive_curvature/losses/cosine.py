@@ -131,18 +131,6 @@ class CosineLoss(_Loss, ABC):
         """Return the Hessian at checked raw outputs (N, D) as the part of a batch in that of a data set."""
         return self.hessian_at(z, relation)
 
-    def check_dataset(self, negatives_per_anchor: int | None = None) -> None:
-        """Refuse candidates from a whole data set where they make no sense for this loss.
-
-        Args:
-            negatives_per_anchor: How many negatives an anchor had in training; ``None`` counts all of them.
-
-        Raises:
-            UnsupportedError: The loss is one of batches.
-        """
-        msg = f"candidates='dataset': {type(self).__name__} is a loss of batches. Use candidates='batch'."
-        raise UnsupportedError(msg)
-
     def given_with(self, z: Tensor) -> tuple[Tensor | None, Pairs | None] | None:
         """Return labels and pairs of the last differentiable call, for hosts that need them in the backward pass.
 

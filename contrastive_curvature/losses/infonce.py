@@ -52,7 +52,6 @@ class InfoNCELoss(RowLoss):
     root_signs = (-1, 1)
     shift_invariant = True
     supervised = False
-    negatives_scale = True
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.derivatives import CosineDerivatives
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import normalize
@@ -72,9 +72,6 @@ class RowLoss(CosineLoss):
     Raises:
         InputError: An option is unknown or out of range.
     """
-
-    negatives_scale: ClassVar[bool] = False
-    """Whether the number of negatives makes the comparison harder while the positives stay as many."""
 
     root_signs: ClassVar[tuple[int, ...]] = ()
     """Signs of the roots that :meth:`_terms` gives."""
@@ -156,15 +153,6 @@ class RowLoss(CosineLoss):
             statistics: Of the whole rows, shape (B, K).
         """
 
-    def check_dataset(self, negatives_per_anchor: int | None = None) -> None:
-        """See :meth:`CosineLoss.check_dataset`."""
-        if negatives_per_anchor is not None and not self.negatives_scale:
-            msg = (
-                f"negatives_per_anchor: {type(self).__name__} compares the positives of an anchor with each other, "
-                "too, and they grow with the data as the negatives do. Leave it out, or use candidates='batch'."
-            )
-            raise UnsupportedError(msg)
-
     def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> Relation:
         """See :meth:`CosineLoss.relate`."""
         if isinstance(pairs, Tensor):
@@ -177,22 +165,19 @@ class RowLoss(CosineLoss):
     def _at(self, u: Tensor, relation: Relation) -> Tensor:
         return self._value_of(u, relation, one_tower(len(u)))
 
-    def derivatives(
-        self, relation: Relation, u: Tensor, *, as_data: bool = False, negative_share: float = 1.0
-    ) -> CosineDerivatives:
+    def derivatives(self, relation: Relation, u: Tensor, *, as_data: bool = False) -> CosineDerivatives:
         """Return the derivatives of this loss in the cosines of N points.
 
         Args:
             relation: Which pairs are positive and negative.
             u: Unit embeddings, shape (N, D).
             as_data: Whether a mean is multiplied by its number of anchors, as a fit has it.
-            negative_share: How much a negative counts.
         """
-        return self._derivatives(relation, u, one_tower(len(u), negative_share), as_data)
+        return self._derivatives(relation, u, one_tower(len(u)), as_data)
 
-    def data_hessian(self, z: Tensor, relation: Relation, negative_share: float = 1.0) -> OutputHessian:
+    def data_hessian(self, z: Tensor, relation: Relation) -> OutputHessian:
         """See :meth:`CosineLoss.data_hessian`: a mean over terms counts times its number of anchors."""
-        return self.hessian_at(z, relation, as_data=True, negative_share=negative_share)
+        return self.hessian_at(z, relation, as_data=True)
 
     def between_towers(self, relation: Relation, u: Tensor, first: int, *, as_data: bool = False) -> CosineDerivatives:
         """Return the same for two towers, N points of the first in front, whose candidates are those of the other."""

@@ -6,7 +6,6 @@ in the data set and m of them in the sample. All is computed in float64.
 
 from __future__ import annotations
 
-from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple, cast
@@ -21,7 +20,6 @@ from contrastive_curvature.pairs.relation import row_ranges
 
 if TYPE_CHECKING:
     from contrastive_curvature.losses.base import PairLoss
-    from contrastive_curvature.losses.cosine import CosineLoss
 
 
 _TOGETHER = 256
@@ -84,10 +82,6 @@ class BankedPoints:
         """Return the unit embeddings at some places in float64, of length one to its precision."""
         return unit(self._u[self._order[places]])
 
-    def widest(self) -> int:
-        """Return the number of points of the largest group of :meth:`groups`, or more."""
-        return max(_TOGETHER, int(self.sizes.max())) if len(self.sizes) else 0
-
     def groups(self, index: Tensor) -> Iterator[tuple[Tensor, Candidates]]:
         """Iterate over points of some classes with all points of the same classes; small classes together.
 
@@ -143,19 +137,19 @@ class PairTerms(NamedTuple):
         y: ``-dL/ds``, of both directions of a pair.
         second: Second derivatives; ``None`` for a linear loss.
         cosine: Cosines of the pairs.
-        value: What they add to the value of the loss, where it follows from single pairs.
-        roots: Roots of the points as anchors.
+        value: What they add to the value of the loss.
     """
 
     y: Tensor
     second: Tensor | None
     cosine: Tensor
-    value: Tensor | float = 0.0
-    roots: tuple[Tensor, ...] = ()
+    value: Tensor
 
 
-class SampledDerivatives(DatasetDerivatives):
-    """What a loss adds to the block of every point of a data set, from N (M + size of a class) pairs.
+class SampledPairDerivatives(DatasetDerivatives):
+    """What a loss of pairs adds to the block of every point of a data set, from N (M + size of a class) pairs.
+
+    Every sum over the neighbours of a point is unbiased.
 
     Args:
         loss: The loss, with a fix that couples no points.
@@ -164,19 +158,27 @@ class SampledDerivatives(DatasetDerivatives):
         sample: Which points are sampled, int64, shape (M,), see :class:`BankedPoints`.
     """
 
-    root_signs: tuple[int, ...] = ()
-    """Signs of the roots of :class:`PairTerms`."""
-
-    def __init__(self, loss: CosineLoss, u: Tensor, labels: Tensor, sample: Tensor) -> None:
+    def __init__(self, loss: PairLoss, u: Tensor, labels: Tensor, sample: Tensor) -> None:
         if loss.coupled:
             refuse_sampled(f"pd_fix={str(loss.pd_fix)!r} couples points with each other")
         self.loss, self.u, self.labels = loss, u, labels
         self.n = self.anchors = len(u)
         self.points = BankedPoints(u, labels, sample)
+        classes, sizes = self.points.classes, self.points.sizes
+        self.shares = ClassShares.of_counts(classes, sizes, loss.normalization, torch.float64).shares
 
-    @abstractmethod
     def pair_terms(self, x: Tensor, index: Tensor, place: Tensor, others: Candidates) -> PairTerms:
         """Return the derivatives between B points, unit embeddings (B, D), their classes and places, and candidates."""
+        itself = place.unsqueeze(1) == others.place
+        same = index.unsqueeze(1) == others.index
+        nothing = x.new_zeros(1, 1).expand(same.shape)
+        stands_for = self.points.weight[index].unsqueeze(1) * ~same
+        counts = ((same & ~itself).double(), nothing) if others.positives else (nothing, stands_for)
+        shares = self.shares[index], self.shares[others.index]
+        attract, repel = weigh_pairs(self.loss.negative_weight, *counts, *shares)
+        cosine = (x @ others.u.T).masked_fill(itself, 0.0)
+        first, second = self.loss._checked_terms(cosine, attract, repel)
+        return PairTerms(-first, second, cosine, self.loss._checked_value(cosine, attract, repel))
 
     def node_sums(self) -> NodeSums:
         """See :meth:`CosineDerivatives.node_sums`."""
@@ -185,9 +187,8 @@ class SampledDerivatives(DatasetDerivatives):
     def sums_for(self, u: Tensor, targets: Tensor) -> NodeSums:
         """See :meth:`DatasetDerivatives.sums_for`; a point is the one of its label that is closest to it."""
         x, index = unit(u), find_classes(self.points.classes, targets.to(self.labels.device))
-        signs = x.new_tensor(self.root_signs)
         degree, neighbors, value = x.new_zeros(len(x)), torch.zeros_like(x), x.new_zeros(())
-        vectors, bound = x.new_zeros(len(signs), *x.shape), x.new_zeros(len(x))
+        bound = x.new_zeros(len(x))
         met = [
             (rows, _Pairs(self, x[rows], index[rows], place, others))
             for rows, place, others in self.points.met(x, index)
@@ -203,14 +204,12 @@ class SampledDerivatives(DatasetDerivatives):
                 if terms.second is None:
                     continue
                 bound[here] += torch.linalg.vector_norm(terms.second, ord=1, dim=1)
-                for vector, root in zip(vectors, terms.roots, strict=True):
-                    vector[here] += root @ pairs.others.u
                 if holds:
                     pairs.held.append((terms.second, terms.cosine))
         moments = None
         if not self.loss.linear:
             parts = [MomentPart(rows, pairs.weigh, pairs.others.u) for rows, pairs in met]
-            moments = PairMoments(parts, signs, vectors, bound + vectors.square().sum((0, 2)), u.dtype)
+            moments = PairMoments(parts, x.new_zeros(0), x.new_zeros(0, *x.shape), bound, u.dtype)
         return NodeSums(degree, neighbors, moments, value).checked(type(self.loss).__name__)
 
 
@@ -227,7 +226,7 @@ class _Pairs:
         held: Second derivatives and cosines of blocks of points, from the first one on, for :meth:`weigh`.
     """
 
-    derivatives: SampledDerivatives
+    derivatives: SampledPairDerivatives
     x: Tensor
     index: Tensor
     place: Tensor
@@ -247,30 +246,6 @@ class _Pairs:
         blocks = row_ranges(stop - start, len(self.others.u), _PAIRS)
         found = [self.terms(slice(start + some.start, start + some.stop)) for some in blocks]
         return _joined([(cast("Tensor", terms.second), terms.cosine) for terms in found])
-
-
-class SampledPairDerivatives(SampledDerivatives):
-    """The same of a loss of pairs; every sum over the neighbours of a point is unbiased."""
-
-    loss: PairLoss
-
-    def __init__(self, loss: PairLoss, u: Tensor, labels: Tensor, sample: Tensor) -> None:
-        super().__init__(loss, u, labels, sample)
-        classes, sizes = self.points.classes, self.points.sizes
-        self.shares = ClassShares.of_counts(classes, sizes, loss.normalization, torch.float64).shares
-
-    def pair_terms(self, x: Tensor, index: Tensor, place: Tensor, others: Candidates) -> PairTerms:
-        """See :meth:`SampledDerivatives.pair_terms`."""
-        itself = place.unsqueeze(1) == others.place
-        same = index.unsqueeze(1) == others.index
-        nothing = x.new_zeros(1, 1).expand(same.shape)
-        stands_for = self.points.weight[index].unsqueeze(1) * ~same
-        counts = ((same & ~itself).double(), nothing) if others.positives else (nothing, stands_for)
-        shares = self.shares[index], self.shares[others.index]
-        attract, repel = weigh_pairs(self.loss.negative_weight, *counts, *shares)
-        cosine = (x @ others.u.T).masked_fill(itself, 0.0)
-        first, second = self.loss._checked_terms(cosine, attract, repel)
-        return PairTerms(-first, second, cosine, self.loss._checked_value(cosine, attract, repel))
 
 
 def unit(u: Tensor) -> Tensor:

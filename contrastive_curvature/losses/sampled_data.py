@@ -9,16 +9,13 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.hessian.dataset import DatasetHessian
-from contrastive_curvature.hessian.derivatives import DatasetDerivatives
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.class_table import ClassTable
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.losses.contrastive_classes import LabelledPoints, SampledContrastive
 from contrastive_curvature.losses.cosine import CosineLoss
-from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.losses.sampled import SampledPairDerivatives
-from contrastive_curvature.losses.sampled_rows import SampledRowDerivatives
 from contrastive_curvature.options import PDFix, Structure
 from contrastive_curvature.pairs.rows import Rows
 
@@ -64,13 +61,12 @@ def check_samplable(loss: CosineLoss, structure: Structure | None) -> None:
 
 
 def sampled_hessian(
-    loss: CosineLoss,
+    loss: PairLoss,
     table: ClassTable,
     points: Rows | None,
     sample: Rows | None,
     keeps: bool,
     like: Tensor,
-    negatives_per_anchor: int | None = None,
 ) -> DatasetHessian:
     """Return the Hessian over all pairs of a data set with class labels.
 
@@ -81,7 +77,6 @@ def sampled_hessian(
         sample: Points that stand for all negatives; ``None`` where sums over classes suffice.
         keeps: Whether products with the Hessian of all points will be asked for.
         like: A tensor of the outputs' type and device, shape (..., D).
-        negatives_per_anchor: See the backend.
     """
     if sample is not None:
         kinds = len(sample.columns["targets"].unique()) if len(sample) else 0
@@ -99,14 +94,9 @@ def sampled_hessian(
     points, sample = cast("Rows", points), cast("Rows", sample)
     u, labels = _labelled(points)
 
-    def of_sample(rows: Rows) -> DatasetDerivatives:
+    def of_sample(rows: Rows) -> SampledPairDerivatives:
         places = torch.searchsorted(points.numbers, rows.numbers).to(labels.device)
-        if isinstance(loss, PairLoss):
-            return SampledPairDerivatives(loss, u, labels, places)
-        if isinstance(loss, RowLoss):
-            return SampledRowDerivatives(loss, u, labels, places, negatives_per_anchor)
-        msg = f"negative_samples: {type(loss).__name__} has no negatives that a sample could stand for."
-        raise UnsupportedError(msg)
+        return SampledPairDerivatives(loss, u, labels, places)
 
     parts = [of_sample(half) for half in sample.halves() if len(half.columns["targets"].unique()) > 1]
     return DatasetHessian(points.columns["outputs"], of_sample(sample), loss.distance, loss.pd_fix, parts)

@@ -20,12 +20,10 @@ class Side:
     Args:
         anchors: Among all N points.
         candidates: The same.
-        negative_share: How much a negative counts.
     """
 
     anchors: slice
     candidates: slice
-    negative_share: float = 1.0
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -45,17 +43,16 @@ class Side:
         chosen = self.candidates if columns is None else slice(first + columns.start, first + columns.stop)
         rows = self.anchors.start + anchors.start, self.anchors.start + anchors.stop
         positive, negative = relation.rows(*rows, chosen)
-        repels = negative.to(dtype)
-        return positive.to(dtype), repels if self.negative_share == 1 else self.negative_share * repels
+        return positive.to(dtype), negative.to(dtype)
 
 
 Sides = tuple[Side, ...]
 """All directions of a loss: each point is an anchor in at most one of them, and a candidate in at most one."""
 
 
-def one_tower(n: int, negative_share: float = 1.0) -> Sides:
+def one_tower(n: int) -> Sides:
     """Make every point an anchor, and a candidate of all others."""
-    return (Side(slice(0, n), slice(0, n), negative_share),)
+    return (Side(slice(0, n), slice(0, n)),)
 
 
 def two_towers(first: int, n: int, directions: str = "both") -> Sides:

@@ -140,8 +140,7 @@ def _check_size(sides: Sides) -> None:
         if anchors * candidates > _MOST_PAIRS:
             msg = (
                 f"TripletLoss: triplets are those of a batch, and its derivatives for {anchors} anchors with "
-                f"{candidates} candidates each are not formed (at most {_MOST_PAIRS} pairs). Use smaller batches, "
-                "candidates='batch'."
+                f"{candidates} candidates each are not formed (at most {_MOST_PAIRS} pairs). Use smaller batches."
             )
             raise UnsupportedError(msg)
 

@@ -53,7 +53,7 @@ def batch_options(backend_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
         options = {"pairs": "batch", **options}
     later = "A training step sees no others; la.fit(loader) after training takes those of the data set."
     samples = "A step has few points, and an interrupted training could not go on with the same samples."
-    for name, only, hint in (("pairs", "batch", later), ("candidates", "batch", later), ("mc_samples", None, samples)):
+    for name, only, hint in (("pairs", "batch", later), ("mc_samples", None, samples)):
         if options.get(name) not in (None, only):
             wanted = "nothing in training" if only is None else f"{only!r} or nothing"
             raise InputError(expected(f"backend_kwargs: {name}", wanted, repr(options[name]), hint))

@@ -12,7 +12,7 @@ from benchmarks.machine import describe
 def test_a_fit_is_measured_from_features_on_disk(tmp_path, monkeypatch, device):
     monkeypatch.setattr(scale, "CLASSES", 5)
     path = scale.folder_of(300, tmp_path, 5)
-    same = {"n": 300, "loss": "contrastive", "structure": "diag", "processes": 1}
+    same = {"n": 300, "structure": "diag", "processes": 1}
     case = {**same, "path": str(path), "device": device, "threads": 1, "save": str(tmp_path / "h.npy")}
     rows = []
     for samples in (100, None):
@@ -29,13 +29,12 @@ def test_a_fit_is_measured_from_features_on_disk(tmp_path, monkeypatch, device):
     assert "to the power 1.00" in text
 
 
-@pytest.mark.parametrize("loss", ["contrastive", "InfoNCE"])
-def test_two_processes_fit_what_one_fits(tmp_path, loss):
+def test_two_processes_fit_what_one_fits(tmp_path):
     path = scale.folder_of(400, tmp_path, scale.CLASSES)
     found = []
     for processes in (1, 2):
         save = tmp_path / f"{processes}.npy"
-        case = {"n": 400, "loss": loss, "structure": "kron", "samples": 100, "processes": processes}
+        case = {"n": 400, "structure": "kron", "samples": 100, "processes": processes}
         scale.measure({**case, "path": str(path), "device": "cpu", "threads": 1, "save": str(save)})
         found.append(np.load(save))
     assert np.allclose(*found, rtol=1e-4, atol=1e-5 * np.abs(found[0]).max())

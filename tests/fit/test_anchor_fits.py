@@ -1,8 +1,7 @@
-"""Losses of anchors over data sets: batches, all points as candidates, two views, subsets, and what is refused."""
+"""Losses of anchors over data sets: batches, two views, subsets, and what is refused."""
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from devices import DEVICES
 from laplace import Laplace
 from tables import covering, each
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset, TensorDataset
+from torch.utils.data import DataLoader, Dataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.testing.cases import close
@@ -58,49 +57,6 @@ def test_a_fit_is_the_sum_over_batches(name: str, reduction: str, fix: str, subs
         assert 0 <= float(la.cost) <= float(la.loss) + 1e-12
         assert la.n_data == 12
     assert bool(la(x).kappa.isfinite().all())
-
-
-@covering(1, name=["infonce", "supcon", "siglip", "multisimilarity"], fix=["psd_parts", "full", "ggn"])
-def test_candidates_of_the_whole_data_set(name: str, fix: str, device: str) -> None:
-    model, x, y = problem(device)
-    loss = LOSSES[name](pd_fix=fix)
-    truth = 12 * cc.ggn(model, x, y, loss=loss, structure="full", subset_of_weights="last_layer", clamp=False)
-    options = {"loss": loss, "candidates": "dataset"}
-    for loader in (
-        list(zip(x.split(5), y.split(5), strict=True)),
-        DataLoader(TensorDataset(x.cpu(), y.cpu()), batch_size=5, shuffle=True),
-    ):
-        for structure in ("diag", "full"):
-            la = Laplace(model, "contrastive", "last_layer", structure, backend_kwargs=options)
-            la.fit(loader)
-            # In another order of the batches sums are rounded differently.
-            assert close(la.H_raw, truth.diagonal() if structure == "diag" else truth, tolerance=1e-10)
-    if fix == "psd_parts":
-        la = Laplace(model, "contrastive", "last_layer", "kron", backend_kwargs=options)
-        la.fit([(x, y)])
-        expected = cc.ggn(model, x, y, loss=loss, structure="kron", subset_of_weights="last_layer", clamp=False)
-        assert close(la.H_raw[0][0], 12 * expected[0][0], tolerance=1e-11)
-        assert close(la.H_raw[0][1], expected[0][1], tolerance=1e-11)
-
-
-def test_negatives_that_count_less(device: str) -> None:
-    """All seven negatives of an anchor are those of a batch; fewer count less."""
-    model, x, y = problem(device, 8)
-    y = torch.arange(8, device=device) // 2
-    loss = cc.InfoNCELoss(0.2, pd_fix="fixed")
-    once = cc.ggn(model, x, y, loss=loss, subset_of_weights="last_layer", clamp=False)
-    options = {"loss": loss, "candidates": "dataset", "negatives_per_anchor": 7}
-    la = Laplace(model, "contrastive", "last_layer", "diag", backend_kwargs=options)
-    la.fit([(x, y)])
-    assert close(la.H_raw, 8 * once, tolerance=1e-12)
-    options["negatives_per_anchor"] = 3
-    fewer = Laplace(model, "contrastive", "last_layer", "diag", backend_kwargs=options)
-    fewer.fit([(x, y)])
-    z = model(x).detach()
-    want = loss.hessian_of(
-        z, loss.derivatives(loss.relate(z, y, None), nn.functional.normalize(z), negative_share=3 / 7)
-    )
-    assert float(fewer.loss) == pytest.approx(8 * float(want.loss_and_cost()[0]), rel=1e-10)
 
 
 @covering(1, structure=["lowrank", "gp", "kron", "kron_lowrank"], name=LOSSES)
@@ -209,9 +165,6 @@ def test_fresh_augmentation_in_one_pass(device: str) -> None:
     assert data.seen <= 32 + 2 * 8
     la.optimize_prior_precision()
     assert bool(la(x.float()).uncertainty.isfinite().all())
-    whole = Laplace(model, "contrastive", backend_kwargs={"loss": cc.InfoNCELoss(0.2), "candidates": "dataset"})
-    with pytest.raises(cc.InputError, match=r"same points in the same order.*candidates='batch'"):
-        whole.fit(loader)
 
 
 def test_graded_pairs(device: str) -> None:
@@ -258,19 +211,10 @@ PROXIES = LOSSES["proxies"]()
 @each(
     "options, kind, words",
     [
-        ({"candidates": "all"}, cc.InputError, r"candidates.*'batch', 'dataset'.*all"),
+        *(({name: "dataset"}, cc.InputError, rf"keys among.*'{name}'") for name in ("candidates", "kfac_approx")),
         ({"positives": "both"}, cc.InputError, r"positives.*'labels', 'views'"),
-        ({"negatives_per_anchor": 7}, cc.InputError, "candidates='dataset'"),
-        ({"negatives_per_anchor": 0, "candidates": "dataset"}, cc.InputError, "negatives_per_anchor"),
         ({"pairs": "batch"}, cc.InputError, r"pairs.*candidates"),
-        ({"loss": None, "candidates": "batch"}, cc.InputError, "ContrastiveLoss is a sum over pairs"),
         ({"loss": None, "positives": "views"}, cc.InputError, "ContrastiveLoss is a sum over pairs"),
-        (
-            {"loss": cc.SupConLoss(), "candidates": "dataset", "negatives_per_anchor": 7},
-            cc.UnsupportedError,
-            "negatives_per_anchor: SupConLoss",
-        ),
-        ({"loss": cc.CoSENTLoss(), "candidates": "dataset"}, cc.UnsupportedError, "CoSENTLoss is a loss of batches"),
         ({"loss": cc.CoSENTLoss(), "positives": "views"}, cc.InputError, r"positives.*grades"),
         ({"loss": nn.TripletMarginLoss()}, cc.InputTypeError, r"loss.*function of the cosines"),
         ({"positives": "views", "relation": near}, cc.InputError, "relation"),
@@ -314,23 +258,6 @@ def test_batches_that_are_refused(
     la = Laplace(problem(device)[0], "contrastive", backend_kwargs={"loss": cc.InfoNCELoss(0.2), **options})
     with pytest.raises(kind, match=words):
         la.fit([batch])
-
-
-def test_candidates_of_the_data_set_are_refused(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where points are each other's, in training, and for cross terms of many points."""
-    model, x, y = problem(device)
-    options = {"loss": cc.InfoNCELoss(0.2), "candidates": "dataset"}
-    la = Laplace(model, "contrastive", "last_layer", "gp", n_subset=4, backend_kwargs=options)
-    with pytest.raises(cc.UnsupportedError, match=r"candidates='dataset'.*each other's"):
-        la.fit([(x, y)])
-    with pytest.raises(cc.InputError, match=r"candidates.*batch"):
-        cc.OnlineLaplace(model, probe=x[:4], n_data=24, backend_kwargs=options)
-    monkeypatch.setattr(importlib.import_module("contrastive_curvature.fit.anchors"), "MOST_COUPLED", 11)
-    options["loss"] = cc.SupConLoss(0.2, pd_fix="full")
-    la = Laplace(model, "contrastive", "last_layer", "diag", backend_kwargs=options)
-    with pytest.raises(cc.UnsupportedError, match=r"N\^3.*12 points.*psd_parts"):
-        la.fit([(x, y)])
-    la.fit([(x[:11], y[:11])])
 
 
 def test_factors_leave_cross_terms_out_and_say_so(device: str) -> None:

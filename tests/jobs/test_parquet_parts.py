@@ -70,7 +70,7 @@ def test_every_row_is_in_one_part(groups: list[list[int]], parts: int, size: int
 @covering(
     1,
     structure=["diag", "kron", "kron_lowrank", "full"],
-    options=[{}, {"negative_samples": None}, {"loss": cc.SupConLoss(), "candidates": "dataset"}],
+    options=[{}, {"negative_samples": None}],
 )
 def test_a_fit_of_parts_is_that_of_the_whole(
     structure: str, options: dict[str, Any], device: str, tmp_path: Path

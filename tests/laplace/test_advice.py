@@ -108,7 +108,7 @@ def test_towers_say_it_too(device: str) -> None:
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"pairs": "batch"}, {"loss": cc.SupConLoss(0.1)}, {"loss": cc.SupConLoss(0.1), "candidates": "dataset"}],
+    [{}, {"pairs": "batch"}, {"loss": cc.SupConLoss(0.1)}],
     ids=str,
 )
 def test_labels_of_one_class_and_of_minus_one(options: dict[str, Any], device: str) -> None:

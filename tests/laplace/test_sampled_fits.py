@@ -12,7 +12,6 @@ from laplace import Laplace
 from strategies import close
 from tables import each
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.errors import InputError, UnsupportedError
@@ -121,7 +120,6 @@ def test_from_thirty_thousand_points_on_a_sample_stands_for_all_negatives(
 EXACT: list[tuple[int, str, dict[str, Any]]] = [
     (301, "diag", {"margin": 0.9}),
     (301, "diag", {"loss": LogisticLoss()}),
-    (301, "diag", {"loss": cc.InfoNCELoss(), "candidates": "dataset"}),
     (300, "diag", {"margin": 0.9, "negative_samples": None}),
     (300, "kron", {"margin": 0.9, "pd_fix": "full"}),
     (300, "diag", {"margin": None}),
@@ -140,18 +138,6 @@ def test_all_pairs_of_fewer_points_count_and_where_that_is_asked_for_or_no_sampl
     assert torch.equal(la(probe).covariance, exact(probe).covariance)
 
 
-def test_losses_of_anchors_are_sampled_too(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From whatever kind of loader the points come."""
-    x, y = data(200, device)
-    loss = {"loss": cc.InfoNCELoss(0.5), "candidates": "dataset"}
-    as_if_many(monkeypatch, 200)
-    monkeypatch.setattr(dataset, "NEGATIVE_SAMPLES", 50)
-    for given in (DataLoader(TensorDataset(x, y), batch_size=60), list(zip(x.split(60), y.split(60), strict=True))):
-        la, explicit = (fitted(device, given, **loss, negative_samples=m) for m in ("auto", 50))
-        assert torch.equal(la.H, explicit.H)
-        assert la.curvature_error == explicit.curvature_error > 0
-
-
 @each("options", [{"margin": None}, {"margin": 0.9, "negative_weight": 0.0}, {"margin": 2.0}])
 def test_where_sums_over_classes_suffice_a_number_is_of_no_effect(options: dict[str, Any], device: str) -> None:
     la, exact = (fitted(device, [data(40, device)], negative_samples=m, **options) for m in (5, None))
@@ -165,14 +151,10 @@ REFUSED: list[tuple[dict[str, Any], str, type[Exception]]] = [
         for value in (1, "many")
     ),
     ({"pairs": "batch"}, "negative_samples.*pairs='batch'", InputError),
-    ({"loss": cc.InfoNCELoss()}, "negative_samples.*candidates='batch'", InputError),
+    ({"loss": cc.InfoNCELoss()}, "negative_samples: expected nothing with InfoNCELoss.*within their batch", InputError),
+    ({"loss": cc.CoSENTLoss()}, "negative_samples: expected nothing with CoSENTLoss.*within their batch", InputError),
     ({"relation": lambda a, b: (a == b, a != b)}, "negative_samples.*relation", InputError),
     ({"loss": LogisticLoss(pd_fix="full")}, "negative_samples with pd_fix='full'.*LogisticLoss", UnsupportedError),
-    (
-        {"loss": cc.SupConLoss(pd_fix="full"), "candidates": "dataset"},
-        "negative_samples with pd_fix='full'.*SupConLoss",
-        UnsupportedError,
-    ),
 ]
 
 
@@ -184,21 +166,18 @@ def test_combinations_are_refused_when_they_are_made(
         make(device, **{"negative_samples": 10, **options})
 
 
-def test_training_and_the_low_rank_structure_of_anchors_refuse_at_once(device: str) -> None:
+def test_training_and_the_low_rank_structure_of_coupled_fixes_refuse_at_once(device: str) -> None:
     with pytest.raises(InputError, match="negative_samples"):
         cc.OnlineLaplace(encoder(device), probe=data(4, device)[0], n_data=40, backend_kwargs={"negative_samples": 10})
-    for options in ({"loss": cc.SupConLoss(), "candidates": "dataset"}, {"pd_fix": "full"}):
-        with pytest.raises(UnsupportedError, match="negative_samples"):
-            make(device, "lowrank", "all", negative_samples=10, **options).fit(Probed(data(20, device)))
+    with pytest.raises(UnsupportedError, match="negative_samples"):
+        make(device, "lowrank", "all", negative_samples=10, pd_fix="full").fit(Probed(data(20, device)))
 
 
-@each("loss", [None, LogisticLoss(pd_fix="psd"), cc.SupConLoss()])
+@each("loss", [None, LogisticLoss(pd_fix="psd")])
 def test_a_sample_of_one_class_is_refused(loss: Any, device: str) -> None:
     x, _ = data(400, device)
     y = torch.zeros(400, dtype=torch.int64, device=device)
     y[-2:] = 1
     options: dict[str, Any] = {} if loss is None else {"loss": loss}
-    if isinstance(loss, cc.SupConLoss):
-        options["candidates"] = "dataset"
     with pytest.raises(InputError, match="negative_samples: expected a sample with points of two of the 2 classes"):
         fitted(device, [(x, y)], negative_samples=2, **options)

@@ -25,7 +25,6 @@ from contrastive_curvature.losses import row_derivatives, triplet_hinge
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.losses.sides import joined_towers
 from contrastive_curvature.pairs import relation
-from contrastive_curvature.pairs.relation import MaskRelation, Relation
 from contrastive_curvature.testing.oracle import AnchorCase, anchor_hessian, masks_of
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -278,27 +277,6 @@ def test_both_ends_of_a_triplet_agree_on_whether_it_is_active(device: str) -> No
     first = loss._terms(s, positive, 1 - positive, statistics).first
     assert not first.sum(1).any()
     assert torch.equal(loss._counts_at(s, positive, 1 - positive), (first * (1 - positive)).sum(1) / 2)
-
-
-@pytest.mark.parametrize("name", [name for name in FAMILIES if name != "supcon"])
-def test_negatives_that_count_a_fraction(name: str, device: str) -> None:
-    """A share of 3 is every negative three times: as a relation that lists it so."""
-
-    class Thrice(Relation):
-        def __init__(self, relation: Relation) -> None:
-            self.one, self.n, self.device = relation, relation.n, relation.device
-
-        def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
-            positive, negative = self.one.rows(start, stop, columns)
-            return positive, 3 * negative
-
-    z, labels = numbers(0, 9, 3).to(device), (torch.arange(9) % 3).to(device)
-    same = labels[:, None] == labels
-    related, loss = MaskRelation(same, ~same, 9), FAMILIES[name].make(reduction="sum", pd_fix="full")
-    weighted = loss.hessian_of(z, loss.derivatives(related, unit(z), negative_share=3.0))
-    listed = loss.hessian_of(z, loss.derivatives(Thrice(related), unit(z)))
-    assert close(weighted.dense(), listed.dense(), tolerance=1e-13)
-    assert not close(weighted.dense(), loss.hessian_of(z, loss.derivatives(related, unit(z))).dense(), tolerance=1e-6)
 
 
 def check_same(ours: Tensor, theirs: Tensor, z: Tensor) -> None:

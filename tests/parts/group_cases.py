@@ -35,17 +35,11 @@ CASES: dict[str, tuple[str, str, dict[str, Any], str]] = {
     "negatives, full": ("all", "full", {**SAMPLED, "pd_fix": "full"}, "points"),
     "batches": ("last_layer", "diag", {"pairs": "batch"}, "points"),
     "batches, sum": ("last_layer", "full", {"pairs": "batch", "normalization": "sum"}, "points"),
-    "infonce, kron": ("all", "kron", {"loss": cc.InfoNCELoss(0.5), "candidates": "batch"}, "views"),
-    "supcon": ("last_layer", "full", {"loss": cc.SupConLoss(), "candidates": "dataset", **SAMPLED}, "points"),
+    "infonce, kron": ("all", "kron", {"loss": cc.InfoNCELoss(0.5)}, "views"),
     "full": ("all", "full", FULL, "points"),
     "full, empty": ("last_layer", "full", FULL, "empty"),
     "whole": ("last_layer", "diag", {}, "whole"),
-    "whole, infonce": (
-        "last_layer",
-        "diag",
-        {"loss": cc.InfoNCELoss(0.5), "candidates": "batch"},
-        "whole views in order",
-    ),
+    "whole, infonce": ("last_layer", "diag", {"loss": cc.InfoNCELoss(0.5)}, "whole views in order"),
 }
 
 

@@ -14,7 +14,6 @@ from group_cases import BATCH, batches, data, made, parts, share
 from torch import distributed
 from torch.utils.data import DataLoader, DistributedSampler
 
-import contrastive_curvature as cc
 from contrastive_curvature.fit.state import State
 from contrastive_curvature.laplace.forms import DiagonalForm
 
@@ -97,8 +96,6 @@ def refusals(rank: int, world: int, device: str) -> Iterator[tuple[str, str]]:
     yield "nothing", attempt(lambda: ordinary(device).fit([]))
     yield "only one flag", attempt(lambda: ordinary(device).fit(mine, override=3 if last else True))
     yield "cross terms", attempt(lambda: ordinary(device, pd_fix="full").fit(mine))
-    supcon = {"loss": cc.SupConLoss(), "candidates": "dataset"}
-    yield "all candidates", attempt(lambda: ordinary(device, **supcon).fit(mine))
     if world > 2:
         chosen = parts("points", world, points)
         own = batches(points, chosen[max(0, rank - 1)])

@@ -50,14 +50,12 @@ CASES: dict[str, dict[str, Any]] = {
     "kron_lowrank": {"pd_fix": "psd", "margin": 0.9, "structure": "kron_lowrank", "negative_samples": 7},
     "relation": {"relation": neighbours, "margin": 0.9},
     "logistic sampled": {"loss": LogisticLoss(4.0, -1.0, pd_fix="psd_parts"), "negative_samples": 7},
-    "supcon sampled": {"loss": cc.SupConLoss(0.4), "candidates": "dataset", "negative_samples": 7},
-    "views sampled": {"loss": cc.InfoNCELoss(0.4), "candidates": "dataset", "negative_samples": 9, "views": True},
     "mc samples": {"pd_fix": "psd", "margin": None, "structure": "kron", "mc_samples": 2, "weights": "all"},
     "pairs of batches": {"margin": 0.9, "pairs": "batch", "structure": "full"},
     "all pairs of batches": {"margin": 0.9, "pairs": "batch", "normalization": "sum"},
     "anchors of batches": {"loss": cc.InfoNCELoss(0.4), "structure": "kron"},
 }
-"""Options of the backend, and ``weights``, ``structure`` and ``views`` of the fit and the data."""
+"""Options of the backend, and ``weights`` and ``structure`` of the fit."""
 
 ALONE = (
     "pairs of batches",
@@ -90,38 +88,31 @@ def make(case: str, device: str, **more: Any) -> Any:
     """A posterior of its own, around an encoder of its own."""
     options = {**CASES[case], **more}
     weights, structure = options.pop("weights", "last_layer"), options.pop("structure", "diag")
-    options.pop("views", None)
     if "loss" in options:
         options["loss"] = copy.deepcopy(options["loss"])
     elif "negative_samples" not in options and "pairs" not in options:
         options["negative_samples"] = None
     elif "pairs" in options:
         options.pop("negative_samples", None)
-    if "loss" in options and "candidates" not in options and isinstance(options["loss"], LogisticLoss):
+    if "loss" in options and isinstance(options["loss"], LogisticLoss):
         options.setdefault("negative_samples", None)
     return Laplace(encoder(device), "contrastive", weights, structure, backend_kwargs=options)
 
 
-def points(case: str, device: str, n: int = N, seed: int = 7) -> tuple[Tensor, ...]:
-    """Inputs and labels, or two views."""
+def points(device: str, n: int = N, seed: int = 7) -> tuple[Tensor, ...]:
+    """Inputs and labels."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(n, 4, generator=generator, dtype=torch.float64)
     y = torch.arange(n) // 2 % 3
-    second = x + 0.3 * torch.randn(n, 4, generator=generator, dtype=torch.float64)
-    found = (x, second, y) if CASES[case].get("views") else (x, y)
-    return tuple(part.to(device) for part in found)
+    return x.to(device), y.to(device)
 
 
-def batches_of(case: str, device: str, sizes: Sequence[int], chosen: Tensor | None = None, seed: int = 7) -> Numbered:
+def batches_of(device: str, sizes: Sequence[int], chosen: Tensor | None = None, seed: int = 7) -> Numbered:
     """The points, or some of them, in batches of some sizes."""
-    given = points(case, device, seed=seed)
+    given = points(device, seed=seed)
     numbers = torch.arange(len(given[0])) if chosen is None else chosen
     at = numbers.to(device)
     batches = list(zip(*(part[at].split(list(sizes)) for part in given), strict=True))
-    if CASES[case].get("views") and CASES[case].get("candidates") == "dataset":
-        batches = [batch[:2] for batch in batches]
-    elif CASES[case].get("views"):
-        batches = [((a, b), y) for a, b, y in batches]
     return Numbered(batches, numbers)
 
 

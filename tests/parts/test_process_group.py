@@ -80,7 +80,6 @@ REFUSED = {
     "seeds": "InputError: train_loader: expected samplers that give every point of the data set to one process",
     "nothing": "InputError: train_loader: expected at least one batch, got an empty loader",
     "cross terms": "UnsupportedError: pd_fix='full': every point is coupled with every other one",
-    "all candidates": "UnsupportedError: candidates='dataset' in parts",
     "two with the same": "InputError: train_loader: expected other points in every process, got the same in 0 and 1",
     "earlier fits": "InputError: earlier fit: expected the same in all {world} processes",
 }

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def state(device: str, seed: int = 7) -> State:
-    return make("sampled", device).part_statistics(batches_of("sampled", device, [5, 5, 2], seed=seed), (0, 1))
+    return make("sampled", device).part_statistics(batches_of(device, [5, 5, 2], seed=seed), (0, 1))
 
 
 def test_other_files_are_refused_by_name(device: str, tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_nothing_in_a_file_is_executed(device: str, tmp_path: Path) -> None:
 @each("n", [12, 1200])
 def test_a_file_of_curvature_does_not_hold_the_data(n: int, device: str) -> None:
     """The curvature, the sample with its classes, and points that say what is typical; no inputs."""
-    la, loader = make("sampled", device), [points("sampled", device, n)]
+    la, loader = make("sampled", device), [points(device, n)]
     first = la.part_statistics(loader, (0, 1))
     assert len(content_of(first)) <= 7000 + n * 8 * 5
     assert len(content_of(la.part_curvature(loader, (0, 1), first))) <= 7000 + n * 8 * 7

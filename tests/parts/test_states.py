@@ -59,10 +59,10 @@ def divisions(draw: st.DrawFn) -> list[tuple[list[int], list[int]]]:
     return found
 
 
-def loader_of(case: str, device: str, chosen: list[int], sizes: list[int]) -> Any:
+def loader_of(device: str, chosen: list[int], sizes: list[int]) -> Any:
     if not chosen:
         return []
-    return batches_of(case, device, sizes, torch.tensor(chosen))
+    return batches_of(device, sizes, torch.tensor(chosen))
 
 
 def fit_with(la: Any, parts: list[Any]) -> None:
@@ -91,7 +91,7 @@ def merged_in(states: list[State], order: list[int], pairs: list[int]) -> State:
 def test_a_fit_in_parts_is_that_of_the_whole(
     case: str, drawn: list[tuple[list[int], list[int]]], data: st.DataObject, device: str
 ) -> None:
-    parts = [loader_of(case, device, chosen, sizes) for chosen, sizes in drawn]
+    parts = [loader_of(device, chosen, sizes) for chosen, sizes in drawn]
     la, count = make(case, device), len(parts)
 
     def merged(states: list[State]) -> State:
@@ -101,7 +101,7 @@ def test_a_fit_in_parts_is_that_of_the_whole(
     statistics = merged([la.part_statistics(part, (k, count)) for k, part in enumerate(parts)])
     la.fit_parts(statistics, merged([la.part_curvature(p, (k, count), statistics) for k, p in enumerate(parts)]))
     whole = make(case, device)
-    whole.fit(batches_of(case, device, [5, 5, 2]))
+    whole.fit(batches_of(device, [5, 5, 2]))
     same_posterior(la, whole, device)
 
 
@@ -112,9 +112,9 @@ def test_the_number_of_all_points_decides_in_parts_as_in_one_process(
     monkeypatch.setattr(dataset, "MANY_POINTS", many)
     monkeypatch.setattr(dataset, "NEGATIVE_SAMPLES", 7)
     case = "as the number of points has it"
-    parts = [batches_of(case, device, [5, 2], torch.arange(7)), batches_of(case, device, [5], torch.arange(7, N))]
+    parts = [batches_of(device, [5, 2], torch.arange(7)), batches_of(device, [5], torch.arange(7, N))]
     la, whole = fit_in_parts(case, device, parts)[0], make(case, device)
-    whole.fit(batches_of(case, device, [N]))
+    whole.fit(batches_of(device, [N]))
     same_posterior(la, whole, device)
     same_posterior(la, fit_in_parts(case, device, parts, negative_samples=7 if many == N else None)[0], device)
     assert (la.curvature_error is None) is (many > N)
@@ -123,7 +123,7 @@ def test_the_number_of_all_points_decides_in_parts_as_in_one_process(
 @pytest.mark.parametrize("case", list(CASES))
 def test_every_step_may_run_in_a_process_of_its_own(case: str, device: str, tmp_path: Path) -> None:
     """States go through files, and a part that was lost is computed again to the bit."""
-    parts = [batches_of(case, device, [3, 1], torch.arange(4) + 4 * k) for k in range(3)]
+    parts = [batches_of(device, [3, 1], torch.arange(4) + 4 * k) for k in range(3)]
     first = [make(case, device).part_statistics(part, (k, 3)) for k, part in enumerate(parts)]
     assert content_of(make(case, device).part_statistics(parts[1], (1, 3))) == content_of(first[1])
     statistics, backwards = State.merged(first), State.merged(reversed(first))
@@ -140,42 +140,31 @@ def test_every_step_may_run_in_a_process_of_its_own(case: str, device: str, tmp_
     same_posterior(again, la, device, 0.0)
     if case != "mc samples":
         whole = make(case, device)
-        whole.fit(batches_of(case, device, [3, 1] * 3))
+        whole.fit(batches_of(device, [3, 1] * 3))
         same_posterior(la, whole, device)
 
 
 def test_p_values_are_those_of_the_whole(device: str) -> None:
     case = "kron_lowrank"
-    parts = [batches_of(case, device, [4], torch.arange(4) + 4 * k) for k in range(3)]
+    parts = [batches_of(device, [4], torch.arange(4) + 4 * k) for k in range(3)]
     la, whole = fit_in_parts(case, device, parts)[0], make(case, device)
-    whole.fit(batches_of(case, device, [4] * 3))
-    known = DataLoader(TensorDataset(*points(case, device, 40, seed=9)), batch_size=16)
+    whole.fit(batches_of(device, [4] * 3))
+    known = DataLoader(TensorDataset(*points(device, 40, seed=9)), batch_size=16)
     for one in (la, whole):
         one.calibrate(known)
-    x = points(case, device, 30, seed=11)[0]
+    x = points(device, 30, seed=11)[0]
     assert torch.allclose(la(x).p_value, whole(x).p_value, rtol=0, atol=1e-12)
 
 
 def test_shards_of_saved_features_are_parts(device: str, tmp_path: Path) -> None:
     model = encoder(device)
-    x, y = points("sampled", device)
+    x, y = points(device)
     folder = cc.features(model, DataLoader(TensorDataset(x, y), batch_size=5), tmp_path / "f", dtype="float64")
     la, whole = make("sampled", device), make("sampled", device)
     whole.fit(folder)
     for count in (5, 25):  # also more shards than points
         fit_with(la, [folder.shard(k, count) for k in range(count)])
         same_posterior(la, whole, device)
-
-
-def test_shuffled_views_of_a_data_set_keep_their_numbers(device: str) -> None:
-    x, second, _ = points("views sampled", device)
-    shuffled = DataLoader(TensorDataset(x, second), batch_size=5, shuffle=True)
-    la = make("views sampled", device)
-    fit_with(la, [shuffled])
-    whole = make("views sampled", device)
-    whole.fit(shuffled)
-    assert la.class_centres is whole.class_centres is None
-    same_posterior(la, whole, device)
 
 
 def test_a_point_that_dominates_is_named_with_its_part(device: str) -> None:
@@ -194,7 +183,7 @@ def test_a_point_that_dominates_is_named_with_its_part(device: str) -> None:
 def states(case: str, device: str, count: int = 2, **more: Any) -> tuple[Any, list[Any], list[State], list[State]]:
     """A posterior, the loaders of its parts, and their states."""
     n = N // count
-    parts = [batches_of(case, device, [n], torch.arange(n) + n * k) for k in range(count)]
+    parts = [batches_of(device, [n], torch.arange(n) + n * k) for k in range(count)]
     la = make(case, device, **more)
     first = [la.part_statistics(part, (k, count)) for k, part in enumerate(parts)]
     whole = State.merged(first)
@@ -266,7 +255,7 @@ def test_other_points_in_the_second_pass_are_refused(kind: str, device: str) -> 
 
 
 def test_a_point_in_two_parts_is_refused(device: str) -> None:
-    la, part = make("sampled", device), batches_of("sampled", device, [6], torch.arange(6))
+    la, part = make("sampled", device), batches_of(device, [6], torch.arange(6))
     whole = State.merged([la.part_statistics(part, (k, 2)) for k in range(2)])
     with pytest.raises(InputError, match=r"statistics: expected every point in one part, got point \d twice"):
         la.part_curvature(part, (0, 2), whole)
@@ -274,7 +263,7 @@ def test_a_point_in_two_parts_is_refused(device: str) -> None:
 
 def test_the_same_data_under_other_numbers_are_refused(device: str) -> None:
     """A job array whose jobs forget to take their share: 40 points, counted from a place of its own in every part."""
-    la, (x, y) = make("sampled", device), points("sampled", device, 40)
+    la, (x, y) = make("sampled", device), points(device, 40)
     first = [la.part_statistics([(x, y)], (k, 2)) for k in range(2)]
     with pytest.raises(InputError, match="expected other points in every part, got the same 40 points"):
         State.merged(first)
@@ -286,7 +275,7 @@ def test_the_same_data_under_other_numbers_are_refused(device: str) -> None:
 def test_malformed_parts_are_refused(part: Any, device: str) -> None:
     la = make("sampled", device)
     with pytest.raises(InputError, match="part: expected"):
-        la.part_statistics(batches_of("sampled", device, [12]), part)
+        la.part_statistics(batches_of(device, [12]), part)
 
 
 def test_malformed_states_are_refused(device: str) -> None:
@@ -303,7 +292,7 @@ class Unread:
     """A loader of which only the first batch may be read."""
 
     def __init__(self, device: str) -> None:
-        self.batch = batches_of("exact", device, [12]).batches[0]
+        self.batch = batches_of(device, [12]).batches[0]
 
     def __iter__(self) -> Any:
         yield self.batch
@@ -314,7 +303,6 @@ class Unread:
     "structure, options, message",
     [
         ("diag", {"pd_fix": "full", "negative_samples": None}, "pd_fix='full': every point is coupled"),
-        ("diag", {"loss": cc.SupConLoss(), "candidates": "dataset"}, "candidates='dataset' in parts"),
         ("lowrank", {"pd_fix": "psd"}, "does not add up over parts of the data"),
         ("gp", {"pd_fix": "psd"}, "does not add up over parts of the data"),
     ],

@@ -38,7 +38,6 @@ def test_towers_run_both_encoders(device: str) -> None:
     [
         ({}, r"backend_kwargs: loss: .*InfoNCELoss\(temperature=...\).*SigLIPLoss"),
         ({"loss": cc.ContrastiveLoss()}, "loss: ContrastiveLoss compares points of one tower"),
-        ({"loss": LOSSES["infonce"](), "candidates": "dataset"}, "candidates='dataset': two towers"),
         ({"loss": LOSSES["infonce"](), "relation": lambda a, b: (a, b)}, "relation: inputs of two towers"),
     ],
 )

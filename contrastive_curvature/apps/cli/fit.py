@@ -284,10 +284,7 @@ def _calibrate(console: Console, la: Any, calibration: Loader | None, **score: A
 
 
 def _takes_pairs_of_a_batch(options: Mapping[str, Any]) -> bool:
-    given = options["curvature"]
-    if isinstance(options["made_loss"], RowLoss):
-        return given.get("candidates") != "dataset"
-    return given.get("pairs") == "batch"
+    return isinstance(options["made_loss"], RowLoss) or options["curvature"].get("pairs") == "batch"
 
 
 def _name(path: Path) -> str:

@@ -24,7 +24,7 @@ from laplace.utils import Kron
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.fit.anchors import AnchorFit, WholeHessian, fit_anchors
+from contrastive_curvature.fit.anchors import AnchorFit, WholeHessian
 from contrastive_curvature.fit.api import check_encoder, check_trainable, make_pullback
 from contrastive_curvature.fit.batches import BatchFit
 from contrastive_curvature.fit.dataset import DatasetFit, samples_of
@@ -81,11 +81,8 @@ class ContrastiveBackend(GGNInterface, ABC):
         margin: See :class:`~contrastive_curvature.ContrastiveLoss`.
         negative_weight: See :class:`~contrastive_curvature.ContrastiveLoss`.
         normalization: See :class:`~contrastive_curvature.ContrastiveLoss`.
-        pairs: ``"dataset"``: exact over all pairs of the data set. ``"batch"``: only pairs inside a batch, rescaled.
-        candidates: Of a loss of anchors (:class:`~contrastive_curvature.losses.rows.RowLoss`): ``"batch"``, the
-            default, as in training, in one pass; ``"dataset"`` compares an anchor with all points.
-        negatives_per_anchor: With ``candidates="dataset"``: number of negatives an anchor had in training, as which all
-            N - 1 together weigh; ``None`` counts each fully.
+        pairs: Of a loss of pairs: ``"dataset"``, exact over all pairs of the data set, or ``"batch"``, only pairs
+            inside a batch, rescaled. Losses of anchors compare within batches, as in training.
         positives: Where a loader has two views of every input, and labels: ``"views"`` of one input belong together, or
             inputs with the same of the ``"labels"``; ``None``: labels for losses of classes, views for the others.
         relation: Instead of class labels, a callable on the loader's targets that returns two boolean masks.
@@ -93,8 +90,8 @@ class ContrastiveBackend(GGNInterface, ABC):
             input factor, there ``None`` to choose it from the spectrum.
         negative_samples: Number M of points, drawn uniformly, that replace all negatives: a price of N M instead of N^2
             (``docs/large_data.md``). ``None`` counts all pairs. ``"auto"``, the default, takes 2,000 from 30,000 points
-            on, where the fix and the structure have no cross terms or products with all pairs. For class labels, with
-            ``pairs="dataset"`` or ``candidates="dataset"``.
+            on, where the fix and the structure have no cross terms or products with all pairs. For class labels and a
+            loss of pairs, with ``pairs="dataset"``.
         mc_samples: ``None``: exact. K: an unbiased estimate of the structures ``diag`` and ``kron`` from K random
             backward passes, see :func:`contrastive_curvature.ggn`; the same samples at every fit.
         options: All of these, parsed; those that are given by name besides it replace its own.
@@ -295,7 +292,6 @@ class ContrastiveBackend(GGNInterface, ABC):
             with self._ready(loader) as (encoder, pullback):
                 identity = self.identity(structure)
                 check_agreed(exchange, {**identity, "backend": type(self).__name__})
-                self.check_parts()
                 # One process shows its progress for all.
                 shown = Progress(progress if exchange.rank == 0 else False)
                 part = exchange.rank, exchange.count
@@ -311,9 +307,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         self, encoder: Encoder, pullback: Pullback, loader: Any, structure: Structure, progress: Progress
     ) -> DatasetCurvature:
         """Return the curvature of all data of a loader, in this process."""
-        problem = self._problem(encoder, pullback, structure, progress)
-        fitted = fit_anchors if self._compares_all else fit
-        return fitted(problem, self._reader(loader))
+        return fit(self._problem(encoder, pullback, structure, progress), self._reader(loader))
 
     def fit_part(
         self,
@@ -327,7 +321,6 @@ class ContrastiveBackend(GGNInterface, ABC):
 
         ``loader`` is ``None`` for a part without points.
         """
-        self.check_parts()
         identity = self.identity(structure)
         if statistics is not None:
             check_identity(statistics, identity)
@@ -347,7 +340,6 @@ class ContrastiveBackend(GGNInterface, ABC):
         self, structure: Structure, statistics: State, curvature: State, probe: Inputs
     ) -> DatasetCurvature:
         """Return the curvature of a data set from what :meth:`fit_part` gave for all its parts."""
-        self.check_parts()
         identity = self.identity(structure)
         check_identity(statistics, identity)
         check_identity(curvature, {**identity, "statistics": digest_of(statistics)})
@@ -358,15 +350,6 @@ class ContrastiveBackend(GGNInterface, ABC):
             problem = self._problem(encoder, pullback, structure, Progress(False), part)
             out = finish_parts(problem, statistics.to(device), curvature.to(device))
         return self.at_data_scale(out)
-
-    def check_parts(self) -> None:
-        """Refuse options with which every part of the data would have to know all others."""
-        if self._compares_all and not isinstance(self.options.negative_samples, int):
-            msg = (
-                f"candidates='dataset' in parts: every anchor of {type(self.loss).__name__} is compared with "
-                "the points of all parts. Add backend_kwargs=dict(negative_samples=2000), or use candidates='batch'."
-            )
-            raise UnsupportedError(msg)
 
     def fit_lowrank(self, loader: Iterable[Any], progress: bool | None = None) -> DatasetCurvature:
         """Return the leading eigenvectors (P, R) and eigenvalues (R,) over all pairs of a data set, times its scale.
@@ -379,8 +362,7 @@ class ContrastiveBackend(GGNInterface, ABC):
             The pair of them as curvature, loss and number of points.
 
         Raises:
-            UnsupportedError: ``pairs="batch"``; or a sample stands for all negatives, and the fix couples points or the
-                loss is one of anchors.
+            UnsupportedError: ``pairs="batch"``; or a sample stands for all negatives, and the fix couples points.
             InputError: The backend has no rank.
         """
         if self.options.pairs == "batch":
@@ -440,12 +422,6 @@ class ContrastiveBackend(GGNInterface, ABC):
         with self._ready(loader) as (encoder, pullback):
             reader, shown = self._reader(loader), Progress(progress)
             if not isinstance(self.loss, PairLoss):
-                if self._compares_all:
-                    msg = (
-                        "candidates='dataset': the points that hessian_structure='gp' draws are each other's "
-                        "candidates. Leave candidates out, or use 'diag', 'kron' or 'full'."
-                    )
-                    raise UnsupportedError(msg)
                 return anchor_subset(encoder, reader, self.loss, size, seed, shown)
             problem = DatasetFit(encoder, pullback, Structure.DIAG, self.options, shown)
             problem.collect(reader)
@@ -485,11 +461,6 @@ class ContrastiveBackend(GGNInterface, ABC):
         self.options.check_structure(structure)
         return make_sampler(self.options.mc_samples)
 
-    @property
-    def _compares_all(self) -> bool:
-        """Whether the anchors of a loss are compared with all points of the data set."""
-        return not isinstance(self.loss, PairLoss) and self.options.compared_within == "dataset"
-
     def _problem(
         self,
         encoder: Encoder,
@@ -500,14 +471,13 @@ class ContrastiveBackend(GGNInterface, ABC):
     ) -> Problem:
         """Return the loss over the data that the options ask for."""
         self.options.check_structure(structure)
-        in_batches: type[Problem] = BatchFit if isinstance(self.loss, PairLoss) else AnchorFit
-        kind = DatasetFit if self.options.compared_within == "dataset" else in_batches
+        kind: type[Problem] = AnchorFit
+        if isinstance(self.loss, PairLoss):
+            kind = BatchFit if self.options.pairs == "batch" else DatasetFit
         return kind(encoder, pullback, structure, self.options, progress, part)
 
     def _reader(self, loader: Any, part: int = 0) -> Reader:
-        # Views of one input have its place in the loader as their label.
-        ordered = in_fixed_order(loader) if self._compares_all else loader
-        return Reader(ordered, self.points_of, part, across=self._compares_all)
+        return Reader(loader, self.points_of, part)
 
     @contextmanager
     def _ready(self, loader: Iterable[Any]) -> Iterator[tuple[Encoder, Pullback]]:
@@ -527,19 +497,12 @@ class ContrastiveBackend(GGNInterface, ABC):
         self, loader: Iterable[Any], progress: Progress
     ) -> Iterator[tuple[Pullback, Reader, WholeHessian]]:
         """Give the pullback, the batches in a fixed order, and the output Hessian of all points, for products."""
-        sampled = samples_of(self.options) is not None
-        if sampled and not isinstance(self.loss, PairLoss):
-            msg = (
-                "negative_samples: the low-rank structure takes all candidates of a loss of anchors. Use "
-                "hessian_structure='diag' or 'kron', or negative_samples=None."
-            )
-            raise UnsupportedError(msg)
-        if sampled and self.loss.coupled:
+        if samples_of(self.options) is not None and self.loss.coupled:
             refuse_sampled(
                 f"pd_fix={str(self.loss.pd_fix)!r} couples points, and this structure multiplies with all pairs"
             )
         check_loader(loader)
-        reader = Reader(in_fixed_order(loader), self.points_of, across=self._compares_all)
+        reader = Reader(in_fixed_order(loader), self.points_of)
         with self._ready(loader) as (encoder, pullback):
             yield pullback, reader, whole_hessian(encoder, pullback, reader, self.options, progress)
 
