@@ -48,10 +48,10 @@ MUTANTS = [
       "positive[itself - start, itself - first] = False", "positive[itself - start, itself - first] |= False",
       "losses/test_anchor_losses.py losses/test_derivatives.py"),
     M("a pair that is listed twice counts once", "multiplicity of a listed pair", "pairs/edges.py",
-      "positive[keys], negative[keys]", "positive[keys].clamp(max=1), negative[keys]",
+      "minlength=n * n).view(n, n)", "minlength=n * n).clamp(max=1).view(n, n)",
       "losses/test_pair_losses.py losses/test_derivatives.py"),
     M("listed pairs are seen from their first point only", "{i, j} = {j, i}", "pairs/edges.py",
-      "in ((i, j), (j, i)):", "in ((i, j),):",
+      "return listed + listed.T", "return listed",
       "losses/test_derivatives.py losses/test_anchor_losses.py"),
 
     # losses: their two rules

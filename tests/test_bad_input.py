@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.fit import dataset
+from contrastive_curvature.pairs.edges import MOST_POINTS
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 N, F, D = 12, 4, 3
@@ -91,6 +92,8 @@ def test_pairs(call: Callable[..., Any], device: str) -> None:
     refused(lambda: call(z, y, pairs=(index,) * 3), cc.InputError, "labels, pairs", "both")
     refused(lambda: call(z, pairs=(index.double(),) * 3), cc.InputTypeError, "pairs", "integer", "float64")
     refused(lambda: call(z, pairs=(index, index[:2], index)), cc.InputError, "pairs", "equal length", "[3, 2, 3]")
+    many = z[:1].expand(MOST_POINTS + 1, -1)
+    refused(lambda: call(many, pairs=(index,) * 3), cc.InputError, "pairs", "at most 16,384 points", "16385", "Labels")
     mask = y[:, None] == y
     refused(lambda: call(z, pairs=(mask, mask)), cc.InputError, "pairs", "both")
     refused(lambda: call(z, pairs=(mask[:, :5], ~mask)), cc.InputError, "pairs", "(12, 12)", "(12, 5)")

@@ -23,7 +23,6 @@ def batches(n: int = 40) -> list[tuple[Tensor, Tensor]]:
 def test_many_pairs_are_told_of_before_any_is_formed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pair_derivatives, "_MANY_PRODUCTS", 1000)
     z, labels = torch.randn(40, 3), torch.arange(40) % 4
-    near, far = torch.tensor([[0, 4], [1, 5]]), torch.tensor([[0, 1], [1, 2]])
 
     def related(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         same = (a.unsqueeze(1) - b).abs() < 2
@@ -39,12 +38,11 @@ def test_many_pairs_are_told_of_before_any_is_formed(monkeypatch: pytest.MonkeyP
     ):
         with pytest.warns(LongRunWarning, match=words):
             call()
-    # Sums over classes, and listed pairs, are few.
+    # Sums over classes are few.
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         cc.output_hessian(z, labels, margin=None)
         cc.output_hessian(z, labels, negative_weight=0.0)
-        cc.output_hessian(z, pairs=(*near, *far))
         cc.output_hessian(z[:10], labels[:10])
 
 

@@ -19,7 +19,6 @@ from contrastive_curvature.losses.pair_derivatives import PairDerivatives
 from contrastive_curvature.losses.weighting import Shares, count_shares, pair_totals, weigh_pairs
 from contrastive_curvature.options import Distance, Normalization, PDFix, check_negative_weight, parse_option
 from contrastive_curvature.pairs import Pairs, make_relation
-from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import Relation, RelationFunction, make_target_relation
 
 
@@ -86,7 +85,7 @@ class PairLoss(CosineLoss):
         """Compute the value of a block of pairs, differentiable by autograd.
 
         Args:
-            cosine: ``s``, shape (B, M), or (K,) for listed pairs.
+            cosine: ``s``, shape (B, M).
             attract: How much each pair counts as a positive, of a shape that broadcasts to that of ``cosine``.
             repel: How much each pair counts as a negative.
 
@@ -101,11 +100,6 @@ class PairLoss(CosineLoss):
     def _at(self, u: Tensor, relation: Relation) -> Tensor:
         counts = relation.counts()
         shares = count_shares(*counts, self.normalization, u.dtype, pair_totals(*counts))
-        if isinstance(relation, EdgeRelation):
-            i, j = relation.i, relation.j
-            weights = weigh_pairs(self.negative_weight, relation.positive, relation.negative, shares[i], shares[j])
-            # From the difference: its gradient keeps the digits of points that are close together.
-            return self._checked_value(1 - (u[i] - u[j]).square().sum(1) / 2, *weights)
         # In float64, since a data set has many pairs.
         total = u.new_zeros((), dtype=torch.float64)
         for rows, positive, negative in relation.row_blocks():

@@ -137,7 +137,7 @@ class ContrastiveDerivatives(PairDerivatives):
         """See :meth:`PairDerivatives.forms_pairs`; without a margin, sums over classes are enough."""
         # The value of the loss has the repelling pairs, also where the curvature leaves them out.
         by_margin = self.loss.threshold is not None and self.loss.negative_weight > 0
-        return super().forms_pairs() and (by_margin or not isinstance(self.relation, LabelRelation))
+        return by_margin or not isinstance(self.relation, LabelRelation)
 
     def node_sums(self) -> NodeSums:
         """See :meth:`CosineDerivatives.node_sums`."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -13,7 +13,6 @@ from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSu
 from contrastive_curvature.hessian.moments import MomentPart, PairMoments
 from contrastive_curvature.losses.weighting import ClassShares, Shares, count_shares, pair_totals, weigh_pairs
 from contrastive_curvature.options import PDFix
-from contrastive_curvature.pairs.edges import EdgeRelation, placed
 from contrastive_curvature.pairs.relation import LabelRelation, Relation, TargetRelation, row_ranges
 from contrastive_curvature.progress import LongRunWarning
 
@@ -55,41 +54,22 @@ class PairDerivatives(DatasetDerivatives):
 
     def forms_pairs(self) -> bool:
         """Return whether the sums of the points need all their pairs."""
-        return not isinstance(self.relation, EdgeRelation)
+        return True
 
     def node_sums(self) -> NodeSums:
         """See :meth:`CosineDerivatives.node_sums`."""
-        if isinstance(self.relation, EdgeRelation):
-            return self._listed_sums(self.relation)
         return self._sums(self.n, lambda start, stop, value: self._rows(start, stop, value=value))
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """See :meth:`CosineDerivatives.rows`."""
         return self._rows(start, stop, columns)[:2]
 
-    def matmul(self, x: Tensor) -> Tensor:
-        """See :meth:`CosineDerivatives.matmul`."""
-        if not isinstance(self.relation, EdgeRelation):
-            return super().matmul(x)
-        out = torch.zeros_like(x)
-        for i, j, (y, _, _) in self._listed(self.relation, x.shape[1]):
-            out.index_add_(0, i, y.unsqueeze(1) * x[j])
-            out.index_add_(0, j, y.unsqueeze(1) * x[i])
-        return out
-
     def second_matmul(self, t: Tensor) -> Tensor | None:
         """See :meth:`CosineDerivatives.second_matmul`."""
         if self.loss.linear:
             # Before any block of pairs is formed: every product with a Hessian asks.
             return None
-        if not isinstance(self.relation, EdgeRelation):
-            return super().second_matmul(t)
-        out = torch.zeros_like(t)
-        for i, j, (_, c, _) in self._listed(self.relation, t[0].numel()):
-            for a, b in ((i, j), (j, i)):
-                along = cast("Tensor", c).unsqueeze(1) * torch.einsum("ed,edk->ek", self.u[a], t[b])
-                out.index_add_(0, a, self.u[b].unsqueeze(2) * along.unsqueeze(1))
-        return out
+        return super().second_matmul(t)
 
     def sums_for(self, u: Tensor, targets: Tensor) -> NodeSums:
         """See :meth:`DatasetDerivatives.sums_for`."""
@@ -196,58 +176,16 @@ class PairDerivatives(DatasetDerivatives):
             y = y.to(u)
             degree[here], neighbors[here] = y.sum(1), y @ u
             value = value + part.double() / 2
-        return self._summed(degree, neighbors, value, lambda a, b: cast("Tensor", block(a, b, False)[1]))
+        moments = None
+        if not self.loss.linear:
+            points = torch.arange(count, device=self.u.device)
+            made = MomentPart(points, lambda a, b: (cast("Tensor", block(a, b, False)[1]), None), self.u)
+            moments = PairMoments([made], degree.new_zeros(0), neighbors.new_zeros(0, *neighbors.shape))
+        return NodeSums(degree, neighbors, moments, value).checked(type(self.loss).__name__)
 
     def _summands(self) -> Tensor:
         """Return the unit embeddings as they are summed up: in float64 where the value is the difference of sums."""
         return self.u.double() if self.loss.value_from_sums else self.u
-
-    def _listed_sums(self, relation: EdgeRelation) -> NodeSums:
-        u = self._summands()
-        degree, neighbors = u.new_zeros(self.n), torch.zeros_like(u)
-        value = degree.new_zeros((), dtype=torch.float64)
-        seconds = [self.u.new_zeros(0)]
-        for i, j, (y, c, part) in self._listed(relation, value=not self.loss.value_from_sums):
-            value = value + part.double()
-            y = y.to(u)
-            for a, b in ((i, j), (j, i)):
-                degree.index_add_(0, a, y)
-                neighbors.index_add_(0, a, y.unsqueeze(1) * u[b])
-            seconds += [] if c is None else [c]
-        second = torch.cat(seconds)
-
-        def weigh(start: int, stop: int) -> Tensor:
-            rows = self.u.new_zeros(stop - start, self.n)
-            for inside, place in placed(relation.i, relation.j, slice(start, stop), slice(0, self.n)):
-                rows[place] = second[inside]
-            return rows
-
-        return self._summed(degree, neighbors, value, weigh)
-
-    def _summed(
-        self, degree: Tensor, neighbors: Tensor, value: Tensor, weigh: Callable[[int, int], Tensor]
-    ) -> NodeSums:
-        """Return sums over neighbours, with the moments from ``c`` of ranges of points, which ``weigh`` gives."""
-        moments = None
-        if not self.loss.linear:
-            points = torch.arange(len(degree), device=self.u.device)
-            part = MomentPart(points, lambda start, stop: (weigh(start, stop), None), self.u)
-            moments = PairMoments([part], degree.new_zeros(0), neighbors.new_zeros(0, *neighbors.shape))
-        return NodeSums(degree, neighbors, moments, value).checked(type(self.loss).__name__)
-
-    def _listed(
-        self, relation: EdgeRelation, width: int = 1, value: bool = False
-    ) -> Iterator[tuple[Tensor, Tensor, _Block]]:
-        """Iterate over chunks of the listed pairs: their points and their block, each (K,)."""
-        for chunk in row_ranges(relation.i.numel(), max(width, self.u.shape[1])):
-            i, j = relation.i[chunk], relation.j[chunk]
-            cosine = (self.u[i] * self.u[j]).sum(1)
-            counts = relation.positive[chunk], relation.negative[chunk]
-            block = self._block(*counts, cosine, self.shares[i], self.shares[j], value)
-            if self.loss.linear and not value:
-                keep = block[0] != 0
-                i, j, block = i[keep], j[keep], (block[0][keep], None, block[2])
-            yield i, j, block
 
     def _target_relation(self) -> TargetRelation:
         return cast("TargetRelation", self.relation)

@@ -8,27 +8,25 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.pairs.relation import BLOCK_ELEMENTS, Relation
+from contrastive_curvature.pairs.relation import Relation
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
 
+MOST_POINTS = 2**14
+"""Points of a batch whose pairs are listed: as many as two matrices of all pairs hold in a few GiB."""
+
+
 class EdgeRelation(Relation):
-    """Listed pairs, as the miners of pytorch-metric-learning return them; a pair listed twice counts twice.
+    """Listed pairs of a batch, as the miners of pytorch-metric-learning return them; a pair listed twice counts twice.
 
     ``(a, p, n)`` lists for every triplet the positive pair ``{a, p}`` and the negative pair ``{a, n}``;
     ``(a1, p, a2, n)`` lists the positive pairs ``{a1, p}`` and the negative pairs ``{a2, n}``.
 
     Args:
         tuples: Three or four integer index tensors.
-        n: Number of points.
+        n: Number of points, at most :data:`MOST_POINTS`.
         device: Device of the points.
-
-    Attributes:
-        i: Smaller index of every distinct pair, shape (K,).
-        j: Larger index of every distinct pair, shape (K,).
-        positive: How often the pair is listed as positive, shape (K,).
-        negative: How often the pair is listed as negative, shape (K,).
     """
 
     def __init__(self, tuples: tuple[Tensor, ...], n: int, device: torch.device) -> None:
@@ -37,36 +35,15 @@ class EdgeRelation(Relation):
         if a1.shape != p.shape or a2.shape != neg.shape:
             lengths = [t.numel() for t in tensors]
             raise InputError(expected("pairs", "index tensors of equal length", f"lengths {lengths}"))
-        key_pos, key_neg = _pair_keys(a1, p, n), _pair_keys(a2, neg, n)
-        if n * n <= BLOCK_ELEMENTS:
-            # For a batch, counting in a table of all possible pairs is faster than sorting the listed ones.
-            positive, negative = (torch.bincount(keys, minlength=n * n) for keys in (key_pos, key_neg))
-            keys = (positive + negative).nonzero().squeeze(1)
-            self.positive, self.negative = positive[keys], negative[keys]
-        else:
-            keys, inverse = torch.cat([key_pos, key_neg]).unique(return_inverse=True)
-            self.positive = torch.bincount(inverse[: key_pos.numel()], minlength=keys.numel())
-            self.negative = torch.bincount(inverse[key_pos.numel() :], minlength=keys.numel())
-        self.i, self.j = keys // max(1, n), keys % max(1, n)
-        self.n = n
-        self.device = device
-
-    def counts(self) -> tuple[Tensor, Tensor]:
-        """See :meth:`Relation.counts`."""
-        out = []
-        for weight in (self.positive, self.negative):
-            count = torch.zeros(self.n, dtype=torch.int64, device=self.device)
-            out.append(count.index_add(0, self.i, weight).index_add(0, self.j, weight))
-        return out[0], out[1]
+        if n > MOST_POINTS:
+            hint = "Labels and a callable relate any number of points."
+            raise InputError(expected("pairs", f"index tensors of a batch of at most {MOST_POINTS:,} points", n, hint))
+        self.n, self.device = n, device
+        self._positive, self._negative = _times_listed(a1, p, n), _times_listed(a2, neg, n)
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """See :meth:`Relation.rows`."""
-        first, last, _ = columns.indices(self.n)
-        positive = torch.zeros(stop - start, max(0, last - first), dtype=torch.int64, device=self.device)
-        negative = torch.zeros_like(positive)
-        for inside, place in placed(self.i, self.j, slice(start, stop), slice(first, last)):
-            positive[place], negative[place] = self.positive[inside], self.negative[inside]
-        return positive, negative
+        return self._positive[start:stop, columns], self._negative[start:stop, columns]
 
 
 class GradedPairs(Relation):
@@ -115,10 +92,10 @@ def placed(i: Tensor, j: Tensor, rows: slice, columns: slice) -> Iterator[tuple[
         yield inside, (here[inside] - rows.start, there[inside] - columns.start)
 
 
-def _pair_keys(a: Tensor, b: Tensor, n: int) -> Tensor:
-    apart = a != b
-    a, b = a[apart], b[apart]
-    return torch.minimum(a, b) * n + torch.maximum(a, b)
+def _times_listed(a: Tensor, b: Tensor, n: int) -> Tensor:
+    """Return how often pairs of two points are listed, in either order, shape (n, n)."""
+    listed = torch.bincount((a * n + b)[a != b], minlength=n * n).view(n, n)
+    return listed + listed.T
 
 
 def _indices(argument: str, tensor: object, n: int, device: torch.device) -> Tensor:

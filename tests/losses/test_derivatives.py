@@ -14,7 +14,7 @@ import contrastive_curvature as cc
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses import contrastive_classes
 from contrastive_curvature.losses.pair_derivatives import PairDerivatives
-from contrastive_curvature.pairs import edges, make_relation, relation
+from contrastive_curvature.pairs import make_relation, relation
 from contrastive_curvature.testing import list_pairs, pair_weights
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -59,8 +59,7 @@ def test_bounded_blocks_change_nothing(case: Case, elements: int, device: str) -
     truth = true_weights(case)
     u = normalize(case.z)[0]
     with pytest.MonkeyPatch.context() as patch:
-        for module in (edges, relation):
-            patch.setattr(module, "BLOCK_ELEMENTS", elements)
+        patch.setattr(relation, "BLOCK_ELEMENTS", elements)
         patch.setattr(contrastive_classes, "_TILE_ROWS", 2)
         patch.setattr(contrastive_classes, "_TILE_COLUMNS", 3)
         made = make_weights(case, device)
