@@ -25,7 +25,6 @@ from benchmarks.pairwise import pairwise_curvature
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.last_layer import LastLayerPullback
-from contrastive_curvature.options import Structure
 
 DISTANCES = ("arccos", "euclidean")
 FIXES = ("fixed", "positive", "full")
@@ -43,7 +42,7 @@ def node_curvature(
     pairs: tuple[Tensor, ...] | None = None,
 ) -> Tensor:
     """What ``cc.ggn(..., subset_of_weights="last_layer", clamp=False)`` does once the encoder has run."""
-    return pullback.curvature(features, loss.output_hessian(z, labels, pairs=pairs), Structure.DIAG)
+    return pullback.coupled_diag(features, loss.output_hessian(z, labels, pairs=pairs))
 
 
 def warm_up(loss: cc.PairLoss, device: str) -> None:

@@ -87,14 +87,6 @@ class Normalization(StrEnum):
     points (Eq. 119)."""
 
 
-class Structure(StrEnum):
-    """Which approximation of the (P, P) parameter curvature is stored."""
-
-    DIAG = "diag"
-    FULL = "full"
-    KRON = "kron"
-
-
 _ALIASES = {"pos": "positive", "fix": "fixed"}
 
 

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.fit.finite import clamp_curvature
 from contrastive_curvature.laplace.backends import ContrastiveBackend
 from contrastive_curvature.options import Distance, PDFix
+from contrastive_curvature.structures.dense import clamped_matrix
 from contrastive_curvature.testing.cases import FIXES, close
 from contrastive_curvature.testing.losses import make_backend
 from contrastive_curvature.testing.networks import NETWORKS, build_network, make_inputs
@@ -178,8 +178,8 @@ def _found_and_truth(
     if structure == "gp":
         return predicted(truth, n_subset=len(x), backend_kwargs=options)
     if structure == "lowrank":
-        vectors, values = made(rank=len(truth)).fit_lowrank([(x, LABELS)]).curvature
-        return (vectors * values) @ vectors.T, clamp_curvature(truth)
+        vectors, values = made(rank=len(truth)).fit_lowrank([(x, LABELS)]).curvature.plain()
+        return (vectors * values) @ vectors.T, clamped_matrix(truth)
     if structure in ("diag", "full"):
         found = getattr(made(), structure)(x, LABELS, N=len(x))[1]
         return found, truth.diagonal() if structure == "diag" else truth
@@ -191,7 +191,7 @@ def _found_and_truth(
     values, vectors = torch.linalg.eigh(a)
     values[:-_RANK] = values[:-_RANK].mean()
     inputs = (vectors * values) @ vectors.T
-    curvature = torch.block_diag(torch.kron(clamp_curvature(g), inputs), clamp_curvature(of_bias)).view_as(truth)
+    curvature = torch.block_diag(torch.kron(clamped_matrix(g), inputs), clamped_matrix(of_bias)).view_as(truth)
     return predicted(curvature, backend_kwargs={**options, "rank": _RANK})
 
 

@@ -11,7 +11,7 @@ from fresh import ROOT, run
 
 PACKAGE = "contrastive_curvature"
 
-FLOW = ["pairs", "hessian", "network", "losses", "fit", "vmf", "metrics", "embedding", "hosts", "laplace"]
+FLOW = ["pairs", "hessian", "network", "losses", "structures", "fit", "vmf", "metrics", "embedding", "hosts", "laplace"]
 """Folders of the flow, in its order: each imports those before it alone, and none of those around it."""
 
 PLAIN = {"artifact", "errors", "validate", "options", "progress"}

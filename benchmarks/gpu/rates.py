@@ -28,7 +28,6 @@ from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.contrastive_classes import InsideColumns
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.last_layer import LastLayerPullback
-from contrastive_curvature.options import Structure
 
 RESULTS = Path(__file__).parents[1] / "results" / "gpu"
 _MARGIN = 0.7
@@ -95,7 +94,7 @@ def kernels(device: str, dtype: torch.dtype, quick: bool) -> dict[str, tuple[Cal
             size * n_sampled * dim + 8 * n_sampled * (dim + 1),
         ),
         f"last-layer diagonal, N = {n_layer:,}, D = {dim}, F = {width:,}": (
-            lambda: pullback.curvature(phi, attracted, Structure.DIAG),
+            lambda: pullback.coupled_diag(phi, attracted),
             2 * n_layer * dim * width,
             size * n_layer * (dim + width),
         ),

@@ -192,4 +192,4 @@ class Fitted:
 def default_structure() -> str:
     """The structure that ``Laplace(encoder, likelihood="contrastive")`` takes."""
     la: Any = Laplace(nn.Linear(2, 2), likelihood="contrastive")
-    return str(la._key[1])
+    return str(la.hessian_structure)

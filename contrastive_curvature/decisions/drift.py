@@ -16,8 +16,8 @@ from contrastive_curvature.decisions.fitted import percent
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.known import Reference
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
-from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.calibration import present_calibration
+from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 
 _Numbers = NDArray[np.float64]
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.class_centres import ClassCentres
-from contrastive_curvature.fit.loop import DatasetCurvature, Problem, Seen, finished, raw_curvature
+from contrastive_curvature.fit.loop import DatasetCurvature, Problem, Seen, finished
 from contrastive_curvature.fit.readers import Batch, Reader
 from contrastive_curvature.fit.state import Findings
 from contrastive_curvature.hessian.output import OutputHessian
@@ -39,9 +39,7 @@ class AnchorFit(Problem):
     def finish(self, found: Findings) -> DatasetCurvature:
         """Return the sum over all batches."""
         check_compared(found)
-        raw = raw_curvature(found.sums)
-        parts = [raw] if isinstance(raw, Tensor) else [factors[0] for factors in raw]
-        if not any(bool(part.any()) for part in parts):
+        if found.curvature is not None and not bool(found.curvature.sizes().any()):
             hint = (
                 "In a batch of one input nothing has to be told apart; triplets outside their margin, pairs of equal "
                 "grades, and comparisons that float32 takes for certain add nothing either. Use larger batches, or the "

@@ -9,9 +9,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.fit.finite import check_finite, clamp_curvature, clamp_factors
-from contrastive_curvature.fit.options import check_mc_samples
-from contrastive_curvature.fit.structured import make_sampler, structured_curvature
+from contrastive_curvature.fit.mc_samples import check_mc_samples, make_sampler, term_of
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.choice import DISTANCE, MARGIN, NEGATIVE_WEIGHT, NORMALIZATION, PD_FIX, choose_loss
 from contrastive_curvature.losses.cosine import CosineLoss
@@ -22,14 +20,10 @@ from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.loader import check_one_encoder
 from contrastive_curvature.network.module import SubnetworkPullback
 from contrastive_curvature.network.pullback import KronFactors, Pullback
-from contrastive_curvature.options import (
-    Distance,
-    Normalization,
-    PDFix,
-    Structure,
-    parse_option,
-)
+from contrastive_curvature.options import Distance, Normalization, PDFix
 from contrastive_curvature.pairs import Pairs
+from contrastive_curvature.structures import structure_of
+from contrastive_curvature.structures.finite import check_finite
 
 
 def ggn(
@@ -44,7 +38,7 @@ def ggn(
     margin: float | None = MARGIN,
     negative_weight: float = NEGATIVE_WEIGHT,
     normalization: Normalization | str = NORMALIZATION,
-    structure: Structure | str = Structure.DIAG,
+    structure: str = "diag",
     subset_of_weights: str | Tensor = "all",
     clamp: bool = True,
     mc_samples: int | None = None,
@@ -99,7 +93,7 @@ def ggn(
         pd_fix=pd_fix,
     )
     validate.flag("clamp", clamp)
-    kind = parse_option(Structure, "structure", structure)
+    kind = structure_of(structure, known=("diag", "full", "kron"))
     validate.generator(generator, torch.device("cpu"))
     check_mc_samples(mc_samples, chosen.coupled, kind)
     sampler = make_sampler(mc_samples, generator)
@@ -117,11 +111,10 @@ def ggn(
         relation = chosen.relate(like.new_zeros(input_length(x), encoder.dim), labels, pairs)
         z, context = pullback.forward(x)
         hessian = chosen.hessian_at(check_outputs(z, "model(x)"), relation)
-        found: Tensor | KronFactors = structured_curvature(pullback, context, hessian, kind, len(hessian), sampler)
-        check_finite(found, pullback, "this batch")
-    if not clamp:
-        return found
-    return clamp_curvature(found) if isinstance(found, Tensor) else clamp_factors(found)
+        found = term_of(kind, pullback, context, hessian, sampler)
+        check_finite(found.plain(), pullback, "this batch")
+        plain: Tensor | KronFactors = (found.positive() if clamp else found).plain()
+    return plain
 
 
 def check_encoder(encoder: Encoder, loss: CosineLoss) -> None:
@@ -146,16 +139,7 @@ def make_pullback(encoder: Encoder, subset_of_weights: str | Tensor) -> Pullback
     wanted = "'all', 'last_layer' or an integer tensor of indices into the flattened trainable parameters"
     if isinstance(subset_of_weights, Tensor):
         total = sum(p.numel() for p in encoder.parameters() if p.requires_grad)
-        indices = subset_of_weights
-        whole = indices.dtype != torch.bool and not (indices.is_floating_point() or indices.is_complex())
-        if not whole or indices.layout != torch.strided or indices.ndim != 1 or not indices.numel():
-            came = f"dtype {indices.dtype}, shape {tuple(indices.shape)}"
-            raise InputError(expected("subset_of_weights", wanted, came))
-        if int(indices.min()) < 0 or int(indices.max()) >= total or indices.unique().numel() != indices.numel():
-            came = (
-                f"{int(indices.min())}..{int(indices.max())}, {indices.unique().numel()} distinct of {indices.numel()}"
-            )
-            raise InputError(expected("subset_of_weights", f"distinct indices in 0..{total - 1}", came))
+        indices = check_indices(subset_of_weights, total, "subset_of_weights")
         return SubnetworkPullback.of_touched(encoder, indices)
     if not isinstance(subset_of_weights, str):
         raise InputTypeError(expected("subset_of_weights", wanted, f"a {type(subset_of_weights).__name__}"))
@@ -165,6 +149,20 @@ def make_pullback(encoder: Encoder, subset_of_weights: str | Tensor) -> Pullback
         check_trainable(encoder)
         return LastLayerPullback(encoder) if _is_last_layer_alone(encoder) else LayerwisePullback(encoder)
     raise InputError(expected("subset_of_weights", wanted, subset_of_weights))
+
+
+def check_indices(indices: object, total: int, argument: str) -> Tensor:
+    """Return distinct entries of the flattened trainable parameters, ``total`` of them, or refuse what are none."""
+    if not isinstance(indices, Tensor):
+        raise InputTypeError(expected(argument, "an integer tensor of indices", f"a {type(indices).__name__}"))
+    whole = indices.dtype != torch.bool and not (indices.is_floating_point() or indices.is_complex())
+    if not whole or indices.layout != torch.strided or indices.ndim != 1 or not indices.numel():
+        came = f"dtype {indices.dtype}, shape {tuple(indices.shape)}"
+        raise InputError(expected(argument, "an integer tensor of indices, shape (K,), not empty", came))
+    if int(indices.min()) < 0 or int(indices.max()) >= total or indices.unique().numel() != indices.numel():
+        came = f"{int(indices.min())}..{int(indices.max())}, {indices.unique().numel()} distinct of {indices.numel()}"
+        raise InputError(expected(argument, f"distinct indices in 0..{total - 1}", came))
+    return indices
 
 
 def _is_last_layer_alone(encoder: Encoder) -> bool:

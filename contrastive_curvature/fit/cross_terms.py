@@ -19,8 +19,9 @@ from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.contrastive_classes import ContrastiveOfClasses, LabelledPoints, SampledContrastive
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.inputs import slice_inputs
-from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs.relation import chunks
+from contrastive_curvature.structures import Structure
+from contrastive_curvature.structures.base import added
 
 if TYPE_CHECKING:
     from contrastive_curvature.fit.dataset import DatasetFit
@@ -31,8 +32,8 @@ _FEATURE_ELEMENTS = 2**27
 _Placed = tuple[Any, HessianPart, Tensor]
 """Context and points of a part of a batch, and the number of each point."""
 
-_BY_CLASS, _BY_SAMPLE = "cross/classes", "cross/sample"
-"""Names of sums over points: of the rows of ``J`` of every class, and of terms with sampled points."""
+_BY_CLASS = "cross/classes"
+"""Name of the sums over points of the rows of ``J`` of every class."""
 
 
 class CrossTerms:
@@ -41,20 +42,23 @@ class CrossTerms:
     def __init__(self, problem: DatasetFit) -> None:
         self.problem, self.pullback, self.structure = problem, problem.pullback, problem.structure
 
-    def of_batch(self, context: Any, part: HessianPoints) -> tuple[Blocks, dict[str, Tensor]]:
-        """Return sums of a batch, and its blocks without the cross terms of its points with themselves in the sums."""
-        del context
-        return part.blocks, {}
+    def of_batch(self, context: Any, part: HessianPoints) -> tuple[Blocks, dict[str, Tensor], Structure | None]:
+        """Return the blocks of a batch, sums of it, and cross terms.
 
-    def remaining(self, reader: Reader) -> dict[str, Tensor]:
+        The blocks are without the cross terms of a point with itself that the sums have.
+        """
+        del context
+        return part.blocks, {}, None
+
+    def remaining(self, reader: Reader) -> Structure | None:
         """Return what takes further passes over the data."""
         del reader
-        return {}
+        return None
 
-    def finish(self, sums: Mapping[str, Tensor]) -> Tensor | int:
-        """Return the cross terms from sums over all points, in ``diag`` or ``full``."""
+    def finish(self, sums: Mapping[str, Tensor]) -> Structure | None:
+        """Return the cross terms from sums over all points."""
         del sums
-        return 0
+        return None
 
 
 def make_cross_terms(problem: DatasetFit) -> CrossTerms:
@@ -100,20 +104,18 @@ class _ByClass(CrossTerms):
         super().__init__(problem)
         self.coupling = coupling
 
-    def of_batch(self, context: Any, part: HessianPoints) -> tuple[Blocks, dict[str, Tensor]]:
+    def of_batch(self, context: Any, part: HessianPoints) -> tuple[Blocks, dict[str, Tensor], Structure | None]:
         index = torch.searchsorted(self.coupling.classes, part.targets)
         sums = self.pullback.class_sums(context, part.tangent_axes(), index, self.coupling.classes.numel())
         y = self.coupling.y if self.coupling.y.ndim == 1 else self.coupling.y.diagonal()
-        return part.blocks.add_projector(y[index] / part.n / part.n), {_BY_CLASS: sums}
+        return part.blocks.add_projector(y[index] / part.n / part.n), {_BY_CLASS: sums}, None
 
-    def finish(self, sums: Mapping[str, Tensor]) -> Tensor | int:
+    def finish(self, sums: Mapping[str, Tensor]) -> Structure | None:
         rows = sums[_BY_CLASS]
         with torch.autocast(rows.device.type, enabled=False):
             y = self.coupling.y.to(rows)
             weighted = -(y.view(-1, 1, 1) * rows if y.ndim == 1 else (y @ rows.flatten(1)).view_as(rows))
-            if self.structure is Structure.DIAG:
-                return (rows * weighted).sum((0, 1))
-            return rows.flatten(0, 1).T @ weighted.flatten(0, 1)
+            return self.structure.products(rows.flatten(0, 1), weighted.flatten(0, 1))
 
 
 class _WithSample(_ByClass):
@@ -124,26 +126,20 @@ class _WithSample(_ByClass):
         self.of_classes = of_classes
         self._columns: list[tuple[Any, HessianPart]] = []
 
-    def of_batch(self, context: Any, part: HessianPoints) -> tuple[Blocks, dict[str, Tensor]]:
+    def of_batch(self, context: Any, part: HessianPoints) -> tuple[Blocks, dict[str, Tensor], Structure | None]:
         self._columns = self._columns or list(self._sampled())
-        blocks, sums = super().of_batch(context, part)
-        total: Any = 0
-        for rows in chunks(len(part.u), self.pullback.tile_size(self.structure, part.u.shape[1])):
+        blocks, sums, total = super().of_batch(context, part)
+        for rows in chunks(len(part.u), self.structure.tile(self.pullback, part.u.shape[1])):
             u, n, mine = part.u[rows], part.n[rows], self.pullback.slice_context(context, rows)
             for column, other in self._columns:
                 y = self.of_classes.repelling(u, part.targets[rows], LabelledPoints(other.u, other.targets))
                 cross = CrossBlocks(u, n, other.u, other.n, y, None)
-                total = total + self.pullback.cross_term(mine, column, cross, self.structure)
-        return blocks, {**sums, _BY_SAMPLE: total}
-
-    def finish(self, sums: Mapping[str, Tensor]) -> Tensor | int:
-        part = sums[_BY_SAMPLE]
-        # Every pair has both ends among the sampled points as often as not.
-        return super().finish(sums) + (part if self.structure is Structure.DIAG else (part + part.T) / 2)
+                total = added(total, self.structure.cross(self.pullback, mine, column, cross))
+        return blocks, sums, total
 
     def _sampled(self) -> Iterator[tuple[Any, HessianPart]]:
         inputs, targets = self.problem.sampled_inputs()
-        for rows in chunks(len(targets), self.pullback.tile_size(self.structure, self.problem.dim)):
+        for rows in chunks(len(targets), self.structure.tile(self.pullback, self.problem.dim)):
             z, context = self.pullback.forward(slice_inputs(inputs, rows))
             yield context, HessianPart(*normalize(check_outputs(z, "model(x)")), targets[rows])
 
@@ -153,18 +149,18 @@ class _Streamed(CrossTerms):
 
     _order: Tensor | None = None
 
-    def remaining(self, reader: Reader) -> dict[str, Tensor]:
+    def remaining(self, reader: Reader) -> Structure | None:
         """Return all cross terms, without pairs of a point with itself."""
         batches, progress = self.problem.again(reader.in_fixed_order()), self.problem.progress
-        total: Any = 0
+        total: Structure | None = None
         with progress.bar("[cross terms]", total=self.problem.n**2) as bar:
             for block in _grouped(self._parts(batches)):
                 for context, columns, others in self._parts(batches):
                     for row_context, rows, numbers in block:
                         cross = self.problem.data_hessian.cross(rows, columns, numbers.unsqueeze(1) == others)
-                        total = total + self.pullback.cross_term(row_context, context, cross, self.structure)
+                        total = added(total, self.structure.cross(self.pullback, row_context, context, cross))
                         bar.update(cross.y.numel())
-        return {"curvature": torch.as_tensor(total)}
+        return total
 
     def _parts(self, batches: Iterable[Batch]) -> Iterator[_Placed]:
         """Give one pass over the data, which must be the data of the first pass."""
@@ -175,7 +171,7 @@ class _Streamed(CrossTerms):
             y: Any = batch.labels
             z, context = self.problem.outputs(batch)
             record.add(z, y)
-            for rows in chunks(len(z), self.pullback.tile_size(self.structure, z.shape[1])):
+            for rows in chunks(len(z), self.structure.tile(self.pullback, z.shape[1])):
                 part = hessian.place(z[rows], y[rows])
                 places = hessian.derivatives.places(part.u, part.targets)
                 # Equal points have one place, and take turns.

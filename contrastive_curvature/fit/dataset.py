@@ -39,9 +39,9 @@ from contrastive_curvature.losses.sampled_data import (
 )
 from contrastive_curvature.losses.weighting import class_pairs
 from contrastive_curvature.network.inputs import Inputs, input_length
-from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs import make_relation
 from contrastive_curvature.pairs.rows import RowCollector, Rows
+from contrastive_curvature.structures import Structure
 
 _log = logging.getLogger("contrastive_curvature")
 
@@ -175,7 +175,7 @@ class DatasetFit(Problem):
     def begin(self, statistics: Findings) -> None:
         """Make the Hessian of all points, and what observes the second pass."""
         self.take(statistics)
-        coupled = self.data_hessian.coupled and self.structure is not Structure.KRON
+        coupled = self.data_hessian.coupled and self.structure.couples
         self._cross = make_cross_terms(self) if coupled else None
         # Cross terms are sampled, too, and would have to be known for each half of the sample.
         self._error = StandardError(self.pullback, self.n) if self.sampled is not None and not coupled else None
@@ -189,21 +189,20 @@ class DatasetFit(Problem):
         terms = {name: getattr(found.totals, name) for name in _TOTALS}
         if self._error is not None:
             terms |= self._error.terms(self.data_hessian, z, targets, context, batch.numbers)
-        blocks = found.blocks
-        if self._cross is not None:
-            blocks, more = self._cross.of_batch(context, found)
-            terms |= more
-        return Seen(z, blocks, None, terms)
+        if self._cross is None:
+            return Seen(z, found.blocks, None, terms)
+        blocks, more, cross = self._cross.of_batch(context, found)
+        return Seen(z, blocks, None, terms | more, cross)
 
-    def remaining(self, reader: Reader) -> dict[str, Tensor]:
+    def remaining(self, reader: Reader) -> Structure | None:
         """Return the cross terms that the loop has not summed."""
-        return {} if self._cross is None else self._cross.remaining(reader)
+        return None if self._cross is None else self._cross.remaining(reader)
 
     def finish(self, found: Findings) -> DatasetCurvature:
         """Return the curvature of all parts."""
         sums = found.sums
         tell_samples(self.options, self.n)
-        cross = 0 if self._cross is None else self._cross.finish(sums)
+        cross = None if self._cross is None else self._cross.finish(sums)
         curvature = finished(self.pullback, found, cross)
         # The sums over all pairs, the expensive part of the loss, are in the totals.
         loss, cost = self.data_hessian.loss_and_cost(Totals(*(sums[name] for name in _TOTALS)))
@@ -213,7 +212,7 @@ class DatasetFit(Problem):
     def check_adds_up(self) -> None:
         """Refuse cross terms between different parts of the data, before anything is computed."""
         loss = self.loss
-        if self.alone or not loss.coupled or self.structure is Structure.KRON:
+        if self.alone or not loss.coupled or not self.structure.couples:
             return
         by_class = isinstance(loss, ContrastiveLoss) and (loss.pd_fix.attracting_only or sums_suffice(loss))
         if self.options.relation is not None or not (by_class or samples_of(self.options) is not None):
@@ -233,7 +232,7 @@ class DatasetFit(Problem):
             return None, False
         if options.negative_samples == "auto":
             return MANY_POINTS - 1, False
-        crosses = loss.coupled and not loss.pd_fix.attracting_only and self.structure is not Structure.KRON
+        crosses = loss.coupled and not loss.pd_fix.attracting_only and self.structure.couples
         return wanted, crosses
 
 

@@ -14,11 +14,10 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.fit.contributions import FEWEST_POINTS, MOST, STORED, Contributions, Largest, Place
-from contrastive_curvature.fit.structured import block_curvature
 from contrastive_curvature.hessian.blocks import Blocks
-from contrastive_curvature.network.pullback import KronFactors, Pullback
-from contrastive_curvature.options import Structure
+from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.pairs.rows import united
+from contrastive_curvature.structures import Diagonal, Kron, Structure
 
 
 class _Batch(NamedTuple):
@@ -62,21 +61,24 @@ class Dominance:
         part: Index of the part of the data; -1 for all of it.
     """
 
-    def __init__(self, pullback: Pullback, structure: Structure, part: int = -1) -> None:
-        self._pullback, self._structure, self._part = pullback, structure, part
+    def __init__(self, pullback: Pullback, structure: type[Structure], part: int = -1) -> None:
+        self._pullback, self._part = pullback, part
+        # Of other structures than Kronecker factors, the diagonal says enough.
+        self._factored = issubclass(structure, Kron)
+        self._structure: type[Structure] = structure if self._factored else Diagonal
         self._total: Tensor | int = 0
         self._count = self._batches = 0
         self._first: _Batch | None = None
         self._largest: dict[int, tuple[float, Place]] = {}
         self._inputs: dict[str, _Inputs] = {}
 
-    def add(self, context: Any, blocks: Blocks, term: Tensor | KronFactors) -> None:
-        """Record the contribution of one batch."""
+    def add(self, context: Any, blocks: Blocks, term: Structure) -> None:
+        """Record the contribution of one batch; the term is of its points each by itself."""
         start = Place(self._batches, 0, self._count, self._part)
-        if self._structure is Structure.KRON:
+        if self._factored:
             found = {layer: _largest(sizes, start) for layer, sizes in self._pullback.input_sizes(context).items()}
             self._inputs = united(self._inputs, found, _Inputs.merged)
-        batch = _Batch(start, context, blocks, _sizes(term))
+        batch = _Batch(start, context, blocks, term.sizes())
         self._total = self._total + batch.sizes
         self._count, self._batches = self._count + len(blocks), self._batches + 1
         if self._first is None:
@@ -94,9 +96,7 @@ class Dominance:
             self._search(self._first)
         factors = {}
         for k, total in enumerate(torch.as_tensor(self._total).tolist()):
-            name = (
-                f"curvature factor of {self._pullback.parameter_name(k)!r}" if self._structure is Structure.KRON else ""
-            )
+            name = f"curvature factor of {self._pullback.parameter_name(k)!r}" if self._factored else ""
             factors[name] = Largest(total, (self._largest[k],) if k in self._largest else ())
         inputs = {layer: found.largest(self._part) for layer, found in self._inputs.items()}
         return Contributions(self._count, factors, inputs)
@@ -116,10 +116,8 @@ class Dominance:
                 return
             middle = (start + stop) // 2
             rows = slice(start, middle)
-            # Of other structures than Kronecker factors, the diagonal says enough.
-            structure = Structure.KRON if self._structure is Structure.KRON else Structure.DIAG
             some = self._pullback.slice_context(batch.context, rows)
-            left = _sizes(block_curvature(self._pullback, some, batch.blocks[rows], structure))
+            left = self._structure.term(self._pullback, some, batch.blocks[rows]).sizes()
             bisect(start, middle, left)
             bisect(middle, stop, sizes - left)
 
@@ -130,10 +128,3 @@ def _largest(sizes: Tensor, start: Place) -> _Inputs:
     values, rows = sizes.topk(min(STORED, sizes.numel()))
     places = torch.stack([torch.full_like(rows, start.batch), rows, rows + start.point], dim=1)
     return _Inputs(sizes.sum().double(), values, places)
-
-
-def _sizes(term: Tensor | KronFactors) -> Tensor:
-    """Return the sum of the absolute diagonal: of the matrix, shape (1,), or of each of G factors, shape (G,)."""
-    if isinstance(term, Tensor):
-        return (term if term.ndim == 1 else term.diagonal()).abs().sum().reshape(1)
-    return torch.stack([group[0].diagonal().abs().sum() for group in term])

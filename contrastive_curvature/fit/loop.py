@@ -25,21 +25,22 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.class_centres import TYPICAL, CentreCollector, ClassCentres, centres_of
 from contrastive_curvature.fit.dominance import Dominance
-from contrastive_curvature.fit.finite import check_finite, per_point, sum_is_finite
+from contrastive_curvature.fit.mc_samples import Sampler, make_sampler, term_of
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.fit.readers import Batch, Reader
 from contrastive_curvature.fit.state import Findings, Origin
-from contrastive_curvature.fit.structured import BlockSampler, block_curvature, make_sampler, structured_curvature
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.last_layer import LastLayerPullback
-from contrastive_curvature.network.pullback import KronFactors, Pullback
-from contrastive_curvature.options import Structure
+from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.pairs.rows import RowCollector, Rows, content_numbers, united
 from contrastive_curvature.progress import Progress
+from contrastive_curvature.structures import Diagonal, Structure
+from contrastive_curvature.structures.base import added
+from contrastive_curvature.structures.finite import check_finite, sum_is_finite
 
 VALUE, COST = "value", "cost"
 """Names of sums over batches: the loss, and its non-negative version."""
@@ -48,7 +49,7 @@ _B = TypeVar("_B")
 Look = Callable[[_B, str], Sequence[tuple[Any, "Seen", Batch]]]
 """From a batch and its name to what each sum adds: context of the pullback, Hessian and points."""
 
-_CURVATURE, _FACTOR, _FEATURES, _NORMS = "curvature", "factor/", "features", "norms"
+_FEATURES, _NORMS = "features", "norms"
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class DatasetCurvature:
     """Unclamped curvature of a data set.
 
     Args:
-        curvature: (P,), (P, P), Kronecker factors, or eigenvectors and eigenvalues.
+        curvature: The curvature.
         loss: Value of the loss.
         cost: The loss above the least that it can be, from which the default temperature is computed; see
             :meth:`DatasetHessian.loss_and_cost`.
@@ -68,7 +69,7 @@ class DatasetCurvature:
         error: Relative standard error of the curvature, where the negatives are a sample.
     """
 
-    curvature: Any
+    curvature: Structure
     loss: Tensor
     cost: Tensor
     n: int
@@ -111,12 +112,14 @@ class Seen(NamedTuple):
         blocks: Hessian blocks of single points.
         coupled: The Hessian with its cross terms, where the points of the batch are coupled with each other alone.
         terms: Further numbers to be summed, by name.
+        cross: Cross terms of the points of the batch with others.
     """
 
     z: Tensor
     blocks: Blocks
     coupled: OutputHessian | None = None
     terms: Mapping[str, Tensor] = {}
+    cross: Structure | None = None
 
     @classmethod
     def of(cls, hessian: OutputHessian, **terms: Tensor) -> Seen:
@@ -131,7 +134,7 @@ class CurvatureSum:
 
     Args:
         pullback: Pullback to the parameters.
-        structure: ``diag``, ``full`` or ``kron``.
+        structure: What is kept of the curvature.
         sampler: Samples the blocks of the Hessian for an estimate; ``None`` uses the exact blocks.
         part: Index of the part of the data; -1 for all of it.
         record: Takes note of the points, so that other passes can be compared.
@@ -141,8 +144,8 @@ class CurvatureSum:
     def __init__(
         self,
         pullback: Pullback,
-        structure: Structure,
-        sampler: BlockSampler | None = None,
+        structure: type[Structure],
+        sampler: Sampler | None = None,
         part: int = -1,
         record: PassRecord | None = None,
         *,
@@ -157,6 +160,7 @@ class CurvatureSum:
             width = pullback.encoder.require_last_layer().in_features
             self._features = RowCollector(max(200, min(2000, 2**24 // max(1, width))))
         self._classes: CentreCollector | None = CentreCollector() if classes else None
+        self._curvature: Structure | None = None
         self._sums: dict[str, Tensor] = {}
         self._batches = self._n = 0
         self._finite: Tensor | bool = True
@@ -165,10 +169,10 @@ class CurvatureSum:
 
     def add(self, context: Any, seen: Seen, batch: Batch) -> None:
         """Add a batch."""
-        term, alone = self._curvature(context, seen)
+        term, alone = self._terms_of(context, seen)
         z = seen.z
         # Read once at the end: a look at the device in every batch would keep it waiting.
-        self._finite = self._finite & sum_is_finite(term)
+        self._finite = self._finite & sum_is_finite(term.tensors())
         self._first_bad = self._first_bad + self._finite
         self._dominance.add(context, seen.blocks, alone)
         if self._features is not None:
@@ -180,39 +184,35 @@ class CurvatureSum:
             self._classes.add(z, batch.classes)
         if self.record is not None:
             self.record.add(z, torch.zeros(len(z)) if batch.labels is None else batch.labels)
-        if isinstance(term, Tensor):
-            named = {_CURVATURE: term}
-        else:
-            named = {f"{_FACTOR}{k}/{j}": part for k, group in enumerate(term) for j, part in enumerate(group)}
-        self._sums = united(self._sums, {**named, **seen.terms, _NORMS: len(z) * mean_norm(z)}, torch.add)
+        self._curvature = added(self._curvature, added(term, seen.cross))
+        self._sums = united(self._sums, {**seen.terms, _NORMS: len(z) * mean_norm(z)}, torch.add)
         self._batches, self._n = self._batches + 1, self._n + len(z)
 
     def check_finite(self) -> None:
         """Refuse a curvature with NaN or infinity, which no further batch takes out of the sum."""
         if self._batches and not bool(self._finite):
-            check_finite(raw_curvature(self._sums), self.pullback, f"batch {int(self._first_bad)} (counted from 0)")
+            assert self._curvature is not None
+            check_finite(self._curvature.plain(), self.pullback, f"batch {int(self._first_bad)} (counted from 0)")
 
-    def _curvature(self, context: Any, seen: Seen) -> tuple[Any, Any]:
+    def _terms_of(self, context: Any, seen: Seen) -> tuple[Structure, Structure]:
         """Return the unclamped curvature of a batch, and that of its points each by itself."""
-        if seen.coupled is None:
-            found = block_curvature(self.pullback, context, seen.blocks, self.structure, 1, self.sampler)
-            return found, found
-        found = structured_curvature(self.pullback, context, seen.coupled, self.structure, 1, self.sampler)
-        if self.structure is Structure.KRON:
-            return found, found
+        if seen.coupled is None or not self.structure.couples:
+            blocks = seen.blocks if self.sampler is None else self.sampler(seen.blocks, self.pullback)
+            term = self.structure.term(self.pullback, context, blocks)
+            return term, term
         # Cross terms nearly cancel the terms of single points, so points are compared without cross terms.
-        return found, self.pullback.block_term(context, seen.blocks, Structure.DIAG)
+        alone = Diagonal.term(self.pullback, context, seen.blocks)
+        return term_of(self.structure, self.pullback, context, seen.coupled, self.sampler), alone
 
-    def findings(self, more: Mapping[str, Tensor] | None = None) -> Findings:
-        """Return all that was found, with further sums."""
+    def findings(self, more: Structure | None = None) -> Findings:
+        """Return all that was found, with what the loop has not summed."""
         table, kept = None, {}
         if self._classes is not None and self._batches:
             table, kept[TYPICAL] = self._classes.found()
         if self._features is not None and self._batches:
             kept[_FEATURES] = self._features.rows()
-        return Findings(
-            self._n, united(self._sums, more or {}, torch.add), kept, table, self._dominance.contributions()
-        )
+        curvature = added(self._curvature, more)
+        return Findings(self._n, self._sums, kept, table, self._dominance.contributions(), curvature)
 
 
 class Problem:
@@ -231,7 +231,7 @@ class Problem:
     Args:
         encoder: The analysed encoder, in evaluation mode.
         pullback: Pullback to the parameters.
-        structure: ``diag``, ``full`` or ``kron``.
+        structure: What is kept of the curvature.
         options: The loss, and what it is summed over.
         progress: Of the whole fit.
         part: Index of the part of the data and number of all parts; ``None`` for a fit of all data in one process.
@@ -248,7 +248,7 @@ class Problem:
         self,
         encoder: Encoder,
         pullback: Pullback,
-        structure: Structure,
+        structure: type[Structure],
         options: CurvatureOptions,
         progress: Progress,
         part: tuple[int, int] | None = None,
@@ -320,26 +320,25 @@ class Problem:
         came = f"{again.n} points for {n}" if again.n != n else "other points, targets or outputs"
         raise InputError(expected(argument, f"the points of part {part} of the statistics", came, hint))
 
-    def remaining(self, reader: Reader) -> dict[str, Tensor]:
+    def remaining(self, reader: Reader) -> Structure | None:
         """Return what the loop has not summed; by default nothing."""
         del reader
-        return {}
+        return None
 
     def finish(self, found: Findings) -> DatasetCurvature:
         """Return the curvature of all parts."""
         return finished(self.pullback, found)
 
 
-def finished(pullback: Pullback, found: Findings, more: Tensor | int = 0) -> DatasetCurvature:
+def finished(pullback: Pullback, found: Findings, more: Structure | None = None) -> DatasetCurvature:
     """Return the curvature of all batches; warns of a point that contributes most of it."""
     sums, classes = found.sums, found.classes
-    if not found.n:
+    curvature = added(found.curvature, more)
+    if not found.n or curvature is None:
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
-    raw = raw_curvature(sums)
-    curvature: Any = raw + more if isinstance(raw, Tensor) else per_point(raw, found.n)
-    check_finite(curvature, pullback, "the sum over all batches")
+    check_finite(curvature.plain(), pullback, "the sum over all batches")
     found.contributions.warn()
-    dtype = (curvature if isinstance(curvature, Tensor) else curvature[0][0]).dtype
+    dtype = curvature.tensors()[0].dtype
     value, cost = (sums[name].to(dtype) if name in sums else torch.zeros(()) for name in (VALUE, COST))
     # Where a part had no sums of classes, those of the others do not say which classes there are.
     complete = classes is not None and int(classes.counts.sum()) == found.n and TYPICAL in found.kept
@@ -350,15 +349,3 @@ def finished(pullback: Pullback, found: Findings, more: Tensor | int = 0) -> Dat
 def mean_norm(z: Tensor) -> Tensor:
     """Return the mean norm of raw outputs (N, D), float64 and without a graph; no sum of float32 norms overflows."""
     return normalize(z.detach())[1].double().mean()
-
-
-def raw_curvature(sums: Mapping[str, Tensor]) -> Tensor | KronFactors:
-    """Return the sum over all batches as it is; of Kronecker factors, those of inputs are sums over points."""
-    if _CURVATURE in sums:
-        return sums[_CURVATURE]
-    groups: dict[int, dict[int, Tensor]] = {}
-    for name, part in sums.items():
-        if name.startswith(_FACTOR):
-            k, j = map(int, name.removeprefix(_FACTOR).split("/"))
-            groups.setdefault(k, {})[j] = part
-    return [[groups[k][j] for j in sorted(groups[k])] for k in sorted(groups)]

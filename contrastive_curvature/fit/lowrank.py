@@ -19,7 +19,6 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.anchors import AnchorFit, WholeHessian, collect_anchors
 from contrastive_curvature.fit.contributions import FEWEST_POINTS, MOST, warn_of_point
 from contrastive_curvature.fit.dataset import DatasetFit
-from contrastive_curvature.fit.finite import check_finite
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import check_same_outputs
 from contrastive_curvature.fit.readers import Reader
@@ -28,8 +27,9 @@ from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.pullback import Pullback
-from contrastive_curvature.options import Structure
 from contrastive_curvature.progress import Progress
+from contrastive_curvature.structures import Diagonal
+from contrastive_curvature.structures.finite import check_finite
 
 DENSE_PARAMETERS = 256
 """Up to so many parameters the matrix is formed, which cannot fail to converge."""
@@ -39,7 +39,7 @@ def whole_hessian(
     encoder: Encoder, pullback: Pullback, reader: Reader, options: CurvatureOptions, progress: Progress
 ) -> WholeHessian:
     """Return the Hessian at the outputs of a whole data set, in the order of its reader."""
-    given = encoder, pullback, Structure.DIAG, options, progress
+    given = encoder, pullback, Diagonal, options, progress
     if not isinstance(options.loss, PairLoss):
         return collect_anchors(AnchorFit(*given), reader)
     problem = DatasetFit(*given)

@@ -7,13 +7,14 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.fit.mc_samples import check_mc_samples
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.choice import OF_THE_LOSS, choose_loss
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.sampled_data import check_samplable
-from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs import RelationFunction
+from contrastive_curvature.structures import Structure
 
 _OF_ANY_LOSS = ("distance", "pd_fix")
 
@@ -67,13 +68,13 @@ class CurvatureOptions:
         options._check_data()
         options._check_positives("pairs" in given)
         options._check_negative_samples()
-        check_mc_samples(options.mc_samples, options.loss.coupled)
+        check_mc_samples(options.mc_samples, options.loss.coupled, None)
         return options
 
-    def check_structure(self, structure: Structure | None) -> None:
-        """Refuse options that a structure has no answer for; ``None`` is one without a curvature of parameters."""
+    def check_structure(self, structure: type[Structure]) -> None:
+        """Refuse options that a structure has no answer for."""
         if isinstance(self.negative_samples, int):
-            check_samplable(self.loss, structure)
+            check_samplable(self.loss, structure.couples)
         check_mc_samples(self.mc_samples, self.loss.coupled, structure)
 
     def named(self) -> dict[str, Any]:
@@ -149,21 +150,3 @@ class CurvatureOptions:
                 "Which points are positives shows only when all pairs are looked at. Use class labels, or leave it out."
             )
             raise InputError(expected("negative_samples", "nothing with relation", given, hint))
-
-
-def check_mc_samples(number: object, coupled: bool, structure: Structure | None = Structure.DIAG) -> None:
-    """Refuse samples of blocks where there is no such estimate, see :class:`.BlockSampler`."""
-    if number is None:
-        return
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise InputError(expected("mc_samples", "None (exact) or a positive whole number", number))
-    if coupled:
-        msg = (
-            "mc_samples with pd_fix='positive', 'full' or 'ggn': the samples are of each point's own block, and "
-            "these fixes couple points. Use pd_fix='psd', 'fixed' or, for a loss with second derivatives, "
-            "'ggn_fixed'; or leave mc_samples out."
-        )
-        raise UnsupportedError(msg)
-    if structure not in (Structure.DIAG, Structure.KRON):
-        msg = "mc_samples: only the structures 'diag' and 'kron' are estimated. Leave it out for the others."
-        raise UnsupportedError(msg)

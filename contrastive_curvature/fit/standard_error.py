@@ -9,7 +9,6 @@ from torch import Tensor
 
 from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.network.pullback import Pullback
-from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs.rows import point_keys
 
 _MOST_POINTS = 2**12
@@ -51,7 +50,7 @@ class StandardError:
         if len(found) < 2:
             return {}
         some = context if stop == len(z) else self._pullback.slice_context(context, rows)
-        first, second = (self._pullback.block_term(some, blocks, Structure.DIAG) for blocks in found)
+        first, second = (self._pullback.diag(some, blocks) for blocks in found)
         return {_MEAN: first + second, _DIFFERENCE: first - second}
 
 

@@ -15,6 +15,8 @@ from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.fit.contributions import Contributions
 from contrastive_curvature.losses.class_table import ClassTable
 from contrastive_curvature.pairs.rows import Rows, united
+from contrastive_curvature.structures import Structure
+from contrastive_curvature.structures.base import added
 
 _TELLING = 32
 """Points from which on two parts are not alike by chance."""
@@ -74,6 +76,7 @@ class Findings:
         kept: Points that are kept.
         classes: Numbers and sums of embeddings of every class; ``None`` where targets are no class labels.
         contributions: Which points dominate; of no points for statistics.
+        curvature: The unclamped curvature; of a pass for statistics ``None``.
     """
 
     n: int = 0
@@ -81,19 +84,24 @@ class Findings:
     kept: Mapping[str, Rows] = field(default_factory=dict)
     classes: ClassTable | None = None
     contributions: Contributions = field(default_factory=Contributions)
+    curvature: Structure | None = None
 
     def merged(self, other: Findings) -> Findings:
         """Return what both passes as one would have found."""
         kept = united(self.kept, other.kept, Rows.merged)
         classes = self.classes if other.classes is None else other.classes.merged(self.classes)
         contributions = self.contributions.merged(other.contributions)
-        return Findings(self.n + other.n, united(self.sums, other.sums, _sum), kept, classes, contributions)
+        sums = united(self.sums, other.sums, _sum)
+        curvature = added(self.curvature, other.curvature)
+        return Findings(self.n + other.n, sums, kept, classes, contributions, curvature)
 
     def to(self, device: torch.device) -> Findings:
         """Return the same on a device; numbers of points stay on the CPU."""
         sums = {name: part.to(device) for name, part in self.sums.items()}
         kept = {name: rows.to(device) for name, rows in self.kept.items()}
-        return replace(self, sums=sums, kept=kept, classes=None if self.classes is None else self.classes.to(device))
+        classes = None if self.classes is None else self.classes.to(device)
+        curvature = None if self.curvature is None else self.curvature.map(lambda tensor: tensor.to(device))
+        return replace(self, sums=sums, kept=kept, classes=classes, curvature=curvature)
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.fit.anchors import anchors_seen, check_compared
-from contrastive_curvature.fit.finite import check_finite
 from contrastive_curvature.fit.loop import CurvatureSum, DatasetCurvature, Seen, add_up, finished
+from contrastive_curvature.fit.mc_samples import Sampler
 from contrastive_curvature.fit.readers import Batch, check_usable
-from contrastive_curvature.fit.structured import BlockSampler
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, PartOfDerivatives
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.cosine import CosineLoss
@@ -31,9 +30,10 @@ from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.loader import joined_inputs, read_views
 from contrastive_curvature.network.pullback import Pullback
-from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs.relation import check_labels
 from contrastive_curvature.progress import Progress
+from contrastive_curvature.structures import Structure
+from contrastive_curvature.structures.finite import check_finite
 
 _log = logging.getLogger("contrastive_curvature")
 
@@ -131,9 +131,9 @@ def towers_curvature(
     loader: Iterable[Any],
     read: TowerReader,
     loss: CosineLoss,
-    structure: Structure,
+    structure: type[Structure],
     progress: Progress,
-    sampler: BlockSampler | None = None,
+    sampler: Sampler | None = None,
 ) -> list[DatasetCurvature]:
     """Sum the curvatures of all batches, unclamped; a mean over anchors counts times their number."""
     totals = [CurvatureSum(pullback, structure, sampler) for pullback in pullbacks]

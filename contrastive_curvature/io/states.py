@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from torch import Tensor
 
 from contrastive_curvature.artifact import Header, read_tensors, write_tensors
 from contrastive_curvature.fit.contributions import Contributions
 from contrastive_curvature.fit.state import Findings, Origin, State
+from contrastive_curvature.io.pretrained.folder import TensorTable, flattened, restored
 from contrastive_curvature.losses.class_table import ClassTable
 from contrastive_curvature.pairs.rows import Rows
+from contrastive_curvature.structures import structure_from
 
 _PROBE = "probe"
 
@@ -27,6 +29,7 @@ class StateHeader(Header):
         count: Number of all parts.
         kept: Size and seed of every sample of points.
         contributions: Which points dominate.
+        curvature: The curvature as plain values, with names in the place of its tensors.
     """
 
     kind: ClassVar[str] = "part"
@@ -40,6 +43,7 @@ class StateHeader(Header):
     count: int
     kept: dict[str, tuple[int | None, int]]
     contributions: Contributions
+    curvature: Any = None
 
 
 def save_state(state: State, path: Path | str) -> None:
@@ -61,6 +65,11 @@ def save_state(state: State, path: Path | str) -> None:
         tensors |= {f"kept/{name}/columns/{column}": part for column, part in rows.columns.items()}
     if found.classes is not None:
         tensors |= {f"classes/{name}": part for name, part in vars(found.classes).items()}
+    curvature = None
+    if found.curvature is not None:
+        table = TensorTable()
+        curvature = flattened(found.curvature.tree(), table, "curvature")
+        tensors |= table.tensors
     header = StateHeader(
         of=state.kind,
         identity=state.identity,
@@ -68,6 +77,7 @@ def save_state(state: State, path: Path | str) -> None:
         count=state.count,
         kept={name: (rows.size, rows.seed) for name, rows in kept.items()},
         contributions=found.contributions,
+        curvature=curvature,
     )
     write_tensors(path, header, tensors)
 
@@ -87,7 +97,8 @@ def load_state(path: Path | str) -> State:
     classes = _under(tensors, "classes/")
     n = sum(origin.n for origin in header.origins.values())
     table = ClassTable(**classes) if classes else None
-    found = Findings(n, _under(tensors, "sums/"), kept, table, header.contributions)
+    curvature = None if header.curvature is None else structure_from(restored(header.curvature, tensors))
+    found = Findings(n, _under(tensors, "sums/"), kept, table, header.contributions, curvature)
     return State(header.of, header.identity, header.origins, header.count, found, probe)
 
 

@@ -17,13 +17,13 @@ from contrastive_curvature.network.loader import check_loader, inputs_alone
 from contrastive_curvature.progress import Progress
 
 if TYPE_CHECKING:
-    from contrastive_curvature.laplace.base import ContrastiveLaplace
+    from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 
 
 def predict(
     la: ContrastiveLaplace, data: Any, batch_size: int, on_invalid: str, progress_bar: bool | None
 ) -> EmbeddingDistribution:
-    """Do what :meth:`contrastive_curvature.laplace.base.ContrastiveLaplace.predict` says."""
+    """Do what :meth:`contrastive_curvature.laplace.posterior.ContrastiveLaplace.predict` says."""
     validate.count("batch_size", batch_size)
     if progress_bar is not None:
         validate.flag("progress_bar", progress_bar)

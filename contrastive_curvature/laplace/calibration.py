@@ -48,7 +48,7 @@ from contrastive_curvature.pairs.rows import Rows
 from contrastive_curvature.progress import Progress
 
 if TYPE_CHECKING:
-    from contrastive_curvature.laplace.base import ContrastiveLaplace
+    from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 
 _AT_ONCE = 256
 """Training inputs of one prediction: a covariance for each of them has D^2 numbers."""
@@ -390,7 +390,7 @@ def calibrate(
     score: Any = NOVELTY,
     by_class: bool = False,
 ) -> None:
-    """Do what :meth:`contrastive_curvature.laplace.base.ContrastiveLaplace.calibrate` says."""
+    """Do what :meth:`contrastive_curvature.laplace.posterior.ContrastiveLaplace.calibrate` says."""
     la.check_fitted()
     if progress_bar is not None:
         validate.flag("progress_bar", progress_bar)
@@ -433,7 +433,7 @@ def calibrate(
 
 
 def set_score(la: ContrastiveLaplace, score: Any) -> None:
-    """Do what :meth:`contrastive_curvature.laplace.base.ContrastiveLaplace.set_score` says."""
+    """Do what :meth:`contrastive_curvature.laplace.posterior.ContrastiveLaplace.set_score` says."""
     calibration = la.known.calibration
     if calibration is None:
         msg = f"set_score: la is not calibrated. {_CALIBRATE}"

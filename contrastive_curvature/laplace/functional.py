@@ -9,12 +9,10 @@ are computed in float64, because the posterior is a small difference of such num
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, NoReturn
 
 import torch
-from laplace.baselaplace import ParametricLaplace
-from laplace.lllaplace import LLLaplace
 from torch import Tensor, nn
 
 from contrastive_curvature import validate
@@ -22,13 +20,10 @@ from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.spread import Dense, Diagonal
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.fit.contributions import FEWEST_POINTS, MOST, warn_of_point
-from contrastive_curvature.fit.finite import check_finite, eigenpairs
 from contrastive_curvature.fit.loop import DatasetCurvature, mean_norm
 from contrastive_curvature.fit.subset import HessianSubset
-from contrastive_curvature.laplace.base import ContrastiveLaplace
-from contrastive_curvature.laplace.forms import KernelForm
-from contrastive_curvature.laplace.last_layer import LastLayerLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE
+from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.laplace.prediction import (
     check_joint_size,
     check_outputs,
@@ -38,58 +33,135 @@ from contrastive_curvature.laplace.prediction import (
 )
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.structures import Clamped, Structure
+from contrastive_curvature.structures.base import Against, Room
+from contrastive_curvature.structures.finite import check_finite, eigenpairs
 
 _KERNEL_LIMIT = 2**13
 
 
-class _FunctionSpace(ContrastiveLaplace):
-    """Posterior in function space.
+@dataclass(frozen=True, eq=False)
+class Kernel(Structure):
+    """Some points, a root of their output Hessian, and the eigenpairs of ``A A^T``; two of them do not add.
+
+    Attributes:
+        inputs: The M points.
+        factor: ``S``, shape (M, D, R), or of each point (M, D, D).
+        coupled: Whether the points are coupled, so that ``S`` is one factor of all of them.
+        values: Eigenvalues of ``A A^T``, not negative, shape (R,).
+        vectors: Its eigenvectors as columns, shape (R, R).
+    """
+
+    name = "gp"
+    adds = False
+    priors = ("scalar",)
+
+    inputs: Inputs
+    factor: Tensor
+    coupled: bool
+    values: Tensor
+    vectors: Tensor
+
+    def shapes(self, room: Room) -> dict[str, Any]:
+        """See :meth:`Structure.shapes`."""
+        (points, dim), columns = self.factor.shape[:2], len(self.values)
+        factor = (points, dim, columns if self.coupled else dim)
+        return {"factor": factor, "values": (columns,), "vectors": (columns, columns)}
+
+    def sizes(self) -> Tensor:
+        """See :meth:`Structure.sizes`."""
+        return self.values.sum().reshape(1)
+
+    def clamped(self, sizes: list[int]) -> ClampedKernel:
+        """See :meth:`Structure.clamped`; ``A^T A`` has the same eigenvalues as ``A A^T``, and zeros."""
+        return ClampedKernel(self.values, sizes)
+
+    def plain(self) -> dict[str, Any]:
+        """Return all fields by name."""
+        return {name: value for name, value in self.tree().items() if name != "structure"}
+
+
+class ClampedKernel(Clamped):
+    """Eigenvalues alone: their eigenvectors have the size of all Jacobians."""
+
+    def into(self, v: Tensor) -> NoReturn:
+        """Refuse: a posterior in function space has no basis of the weights.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        msg = "functional_variance: a posterior in function space works with kernels. Use la(x).covariance."
+        raise UnsupportedError(msg)
+
+    def out_of(self, x: Tensor) -> NoReturn:
+        """See :meth:`into`."""
+        self.into(x)
+
+    def diagonal(self) -> Tensor:
+        """Return the mean of the diagonal, shape (1,): the one prior precision needs no more."""
+        return (self.values.sum() / sum(self.sizes)).reshape(1)
+
+    def plain(self) -> Tensor:
+        """Return the eigenvalues."""
+        return self.values
+
+    def posterior_precision(self, prior: Tensor, factor: float | Tensor) -> NoReturn:
+        """Refuse: it is never formed.
+
+        Raises:
+            UnsupportedError: Always.
+        """
+        msg = (
+            "posterior_precision: a posterior in function space has no matrix of weights. Use hessian_structure='full'."
+        )
+        raise UnsupportedError(msg)
+
+    def against(self, prior: Tensor) -> Against:
+        """See :meth:`Clamped.against`; the eigenvalues that are zero do not matter for what is asked of it."""
+        return Against(self, prior.reshape(-1).expand(len(self.values)), 1.0)
+
+
+class FunctionSpaceLaplace(ContrastiveLaplace):
+    """Posterior in function space, for every fix whose output Hessian is positive semidefinite.
 
     Args:
         model: The encoder.
         likelihood: ``"contrastive"``.
+        subset_of_weights: ``"all"``, or ``"last_layer"``, whose kernel is that of the features, in closed form.
         n_subset: Number M of points that represent the data set.
-        *args: As in laplace-torch's other classes.
         seed: Seed of the random choice of the points.
         independent_outputs: Refused: the covariance between outputs is part of the kernel.
-        **kwargs: As in laplace-torch's other classes.
+        **arguments: As in :class:`ContrastiveLaplace`.
 
     Raises:
         InputError: ``n_subset`` is missing or not a positive whole number, or ``seed`` is not a whole number.
     """
 
-    structure = None  # type: ignore[assignment]
-    fits_in_parts = False
-    prior_structures = ("scalar",)
-    keeps_features = False
+    fits_in_function_space: ClassVar[bool] = True
 
     def __init__(
         self,
         model: nn.Module,
         likelihood: str = CONTRASTIVE,
+        subset_of_weights: str = "all",
+        *,
         n_subset: int | None = None,
-        *args: Any,
         seed: int = 0,
         independent_outputs: bool = False,
-        **kwargs: Any,
+        **arguments: Any,
     ) -> None:
         self.n_subset, self.seed = validate.count("n_subset", n_subset), seed
         if independent_outputs:
             msg = "independent_outputs=True: the kernel between outputs is computed exactly. Leave it out."
             raise UnsupportedError(msg)
-        super().__init__(model, likelihood, *args, **kwargs)
+        super().__init__(model, likelihood, subset_of_weights, "gp", **arguments)
 
-    @property
-    def form(self) -> KernelForm:  # type: ignore[override]
-        """Points, and the eigenpairs of their kernel."""
-        return KernelForm(self.n_params, self.n_subset)
+    def _structure_of(self, name: object) -> type[Structure]:
+        return Kernel
 
     def plain_options(self) -> dict[str, Any]:
         """Return the options of the curvature and of the choice of points as strings and numbers."""
         return {**super().plain_options(), "n_subset": self.n_subset, "seed": self.seed}
-
-    def _init_H(self) -> None:
-        self.H = None
 
     def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool | None = None) -> None:
         """Fit the posterior on some of the points, their Hessian taken from the pairs of the whole data set.
@@ -104,9 +176,7 @@ class _FunctionSpace(ContrastiveLaplace):
                 that is too large.
             UnsupportedError: The output Hessian is not positive semidefinite, or ``override=False``.
         """
-        if override is False:
-            msg = "override=False: two subsets do not add up. Use hessian_structure='diag', 'kron' or 'full'."
-            raise UnsupportedError(msg)
+        self._check_adds(override)
         self._begin(train_loader, override, progress_bar)
         subset, loss, cost, n = self.backend.fit_subset(train_loader, self.n_subset, self.seed, progress_bar)
         columns = subset.columns
@@ -123,37 +193,13 @@ class _FunctionSpace(ContrastiveLaplace):
             gram = subset.project(subset.project(kernel).movedim(2, 0))
             values, vectors = eigenpairs((gram + gram.T) / 2)
             _warn_of_one_point(subset, kernel)
-        curvature = {
-            "inputs": subset.inputs,
-            "factor": subset.factor,
-            "coupled": subset.coupled,
-            "values": values.clamp(min=0),
-            "vectors": vectors,
-        }
+        curvature = Kernel(subset.inputs, subset.factor, subset.coupled, values.clamp(min=0), vectors)
         self.set_curvature(DatasetCurvature(curvature, loss, cost, n, None, mean_norm(z)))
 
     @property
-    def posterior_precision(self) -> Tensor:
-        """Never formed.
-
-        Raises:
-            UnsupportedError: Always.
-        """
-        msg = (
-            "posterior_precision: a posterior in function space has no matrix of weights. Use hessian_structure='full'."
-        )
-        raise UnsupportedError(msg)
-
-    @property
-    def log_det_ratio(self) -> Tensor:
-        """``log det(I + (h / p) A A^T)``, the posterior precision over the prior's."""
-        self.check_fitted()
-        return (self._H_factor * self.H["values"] / self.prior_precision.squeeze()).log1p().sum()
-
-    @property
-    def log_det_posterior_precision(self) -> Tensor:
-        """Log determinant of ``p I + h A^T A``."""
-        return self.log_det_ratio + self.n_params * self.prior_precision.squeeze().log()
+    def H(self) -> Any:
+        """The points and the eigenpairs, by name; ``None`` before ``fit``."""
+        return self.H_raw
 
     def square_norm(self, value: Tensor) -> Tensor:
         """``(value - mean)^T (p I + h A^T A) (value - mean)`` for weights (P,)."""
@@ -250,34 +296,27 @@ class _FunctionSpace(ContrastiveLaplace):
             where = f"the points {rows.start} to {rows.stop - 1} of those that stand for the data"
             check_finite(jacobian.abs().sum((0, 1)), pullback, where)
 
-    def functional_variance(self, Js: Tensor) -> Tensor:
-        """Never computed from Jacobians.
-
-        Raises:
-            UnsupportedError: Always.
-        """
-        msg = "functional_variance: a posterior in function space works with kernels. Use la(x).covariance."
-        raise UnsupportedError(msg)
-
-    def functional_covariance(self, Js: Tensor) -> Tensor:
-        """Never computed from Jacobians.
-
-        Raises:
-            UnsupportedError: Always.
-        """
-        msg = "functional_covariance: a posterior in function space works with kernels. Use la(x, joint=True)."
-        raise UnsupportedError(msg)
-
     def _embed(self, x: Inputs) -> tuple[Tensor, Any]:
         """Raw outputs (B, D), and what a pullback needs of the points."""
-        return self.backend.encoder(x)(x), x
+        return self._features(x) if self.on_last_layer else (self.backend.encoder(x)(x), x)
 
     def _kernel(self, left: Any, right: Any) -> Tensor:
         """Return the kernel between two sets of points, shape (A, D, B, D)."""
+        if self.on_last_layer:
+            features = left.double() @ right.double().T
+            if self.model.last_layer.bias is not None:
+                features = features + 1
+            eye = torch.eye(self._encoder_dim(), dtype=features.dtype, device=features.device)
+            return torch.einsum("ab,de->adbe", features, eye)
         return torch.cat([self._times(some.double(), right) for _, some in self._jacobian_chunks(left)])
 
     def _kernels_of_points(self, points: Any, held: Any, diagonal: bool) -> tuple[Tensor, Tensor]:
         """Return kernels of B points with themselves, (B, D) or (B, D, D), and with the held ones, (B, D, M, D)."""
+        if self.on_last_layer:
+            phi = points.double()
+            size = phi.square().sum(1) + (self.model.last_layer.bias is not None)
+            variances = size.unsqueeze(1).expand(-1, self._encoder_dim())
+            return variances if diagonal else torch.diag_embed(variances), self._kernel(points, held)
         own, cross = [], []
         for _, some in self._jacobian_chunks(points):
             mine = some.double()
@@ -292,39 +331,10 @@ class _FunctionSpace(ContrastiveLaplace):
 
     def _context_chunks(self, context: Any, n: int, dim: int) -> Iterator[Any]:
         """Parts of a context whose Jacobians fit a chunk."""
+        if self.on_last_layer:
+            return iter((context,))
         pullback = self.backend.pullback(context)
         return (pullback.slice_context(context, rows) for rows in point_chunks(pullback, n, dim))
-
-
-class ContrastiveFunctionalLaplace(_FunctionSpace, ParametricLaplace):
-    """All parameters, in function space; every fix whose output Hessian is positive semidefinite."""
-
-    _key = ("all", "gp", CONTRASTIVE)
-
-
-class ContrastiveFunctionalLLLaplace(_FunctionSpace, LastLayerLaplace, LLLaplace):
-    """Last linear layer, in function space: the kernel is that of the features, in closed form."""
-
-    _key = ("last_layer", "gp", CONTRASTIVE)
-
-    def _embed(self, x: Inputs) -> tuple[Tensor, Any]:
-        return self._features(x)
-
-    def _kernel(self, left: Any, right: Any) -> Tensor:
-        features = left.double() @ right.double().T
-        if self.model.last_layer.bias is not None:
-            features = features + 1
-        eye = torch.eye(self._encoder_dim(), dtype=features.dtype, device=features.device)
-        return torch.einsum("ab,de->adbe", features, eye)
-
-    def _kernels_of_points(self, points: Any, held: Any, diagonal: bool) -> tuple[Tensor, Tensor]:
-        phi = points.double()
-        own = phi.square().sum(1) + (self.model.last_layer.bias is not None)
-        variances = own.unsqueeze(1).expand(-1, self._encoder_dim())
-        return variances if diagonal else torch.diag_embed(variances), self._kernel(points, held)
-
-    def _context_chunks(self, context: Any, n: int, dim: int) -> Iterator[Any]:
-        return iter((context,))
 
 
 def _warn_of_one_point(subset: HessianSubset, kernel: Tensor) -> None:

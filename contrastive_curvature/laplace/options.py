@@ -7,29 +7,16 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
+from laplace.baselaplace import ParametricLaplace
+
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
-from contrastive_curvature.options import PDFix, Structure
+from contrastive_curvature.options import PDFix
+from contrastive_curvature.structures import Eigenpairs, KronLowRank, Structure
 
 CONTRASTIVE = "contrastive"
 """The likelihood's name in ``laplace.Laplace(model, likelihood="contrastive")``."""
-
-
-def arguments_by_name(cls: type, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a constructor that follow model and likelihood, by their names in laplace-torch's class.
-
-    Raises:
-        InputTypeError: There are too many, one is given twice, or one is unknown.
-    """
-    host: Any = next(c for c in cls.__mro__ if c.__module__.startswith("laplace."))
-    signature = inspect.signature(host.__init__)
-    try:
-        given = signature.bind_partial(None, None, None, *args, **kwargs).arguments
-    except TypeError as error:
-        wanted = f"arguments among {', '.join(list(signature.parameters)[3:])}"
-        raise InputTypeError(expected(cls.__name__, wanted, str(error))) from None
-    return dict(list(given.items())[3:])
 
 
 def known_options(backend: type[ContrastiveBackend] = ContrastiveBackend) -> dict[str, Any]:
@@ -53,27 +40,25 @@ def given_options(backend_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def check_options(
-    structure: Structure | None,
+    structure: type[Structure],
     backend: object,
     backend_kwargs: Mapping[str, Any] | None,
     host_kwargs: Mapping[str, Any],
-    takes_rank: bool = False,
 ) -> tuple[CurvatureOptions, dict[str, Any]]:
     """Parse the options of a contrastive Laplace object.
 
     Args:
-        structure: The Hessian structure; ``None`` for those without a curvature in parameter space.
+        structure: What is kept of the curvature.
         backend: What the user passed as ``backend``.
         backend_kwargs: What the user passed as ``backend_kwargs``.
-        host_kwargs: Further arguments for laplace-torch's class.
-        takes_rank: Whether the structure is one of low rank.
+        host_kwargs: Further arguments, of laplace-torch's classes.
 
     Returns:
         The options, and those that a backend of the user's own adds.
 
     Raises:
         InputError: An option is unknown or out of range.
-        InputTypeError: ``backend`` is no contrastive backend.
+        InputTypeError: ``backend`` is no contrastive backend, or an argument is unknown.
         UnsupportedError: Something that embeddings do not have.
     """
     if backend is not None and not (isinstance(backend, type) and issubclass(backend, ContrastiveBackend)):
@@ -82,19 +67,24 @@ def check_options(
     if backend is not None and host_kwargs.get("enable_backprop") and not backend.keeps_graph:
         msg = f"enable_backprop=True: {backend.__name__} keeps no graph. Use backend=ContrastiveGGN, or leave it out."
         raise UnsupportedError(msg)
-    for name, instead in _NOT_OF_EMBEDDINGS.items():
-        if host_kwargs.get(name) is not None:
-            msg = f"{name}: {instead}"
+    for name, value in host_kwargs.items():
+        if name not in (*_NOT_OF_EMBEDDINGS, "enable_backprop"):
+            parameters = inspect.signature(ParametricLaplace.__init__).parameters
+            wanted = f"arguments among {', '.join(list(parameters)[3:])}"
+            raise InputTypeError(expected("ContrastiveLaplace", wanted, f"{name}={value!r}"))
+        if name in _NOT_OF_EMBEDDINGS and value not in (None, False, 1):
+            msg = f"{name}: {_NOT_OF_EMBEDDINGS[name]}"
             raise UnsupportedError(msg)
     given = given_options(backend_kwargs)
     known = known_options(backend or ContrastiveBackend)
     unknown = sorted(set(given) - set(known), key=str)
     if unknown:
         raise InputError(expected("backend_kwargs", f"keys among {sorted(known)}", str(unknown)))
-    if "rank" in given and not takes_rank:
+    chooses_rank = issubclass(structure, KronLowRank)
+    if "rank" in given and not (chooses_rank or issubclass(structure, Eigenpairs)):
         hint = "It is for hessian_structure='lowrank' and 'kron_lowrank'; leave it out."
         raise InputError(expected("backend_kwargs: rank", "nothing for this structure", given["rank"], hint))
-    if takes_rank and structure is Structure.KRON:
+    if chooses_rank:
         # None chooses the rank from the spectrum.
         given.setdefault("rank", None)
     elif "rank" in given and given["rank"] is None:
@@ -104,13 +94,15 @@ def check_options(
     changed = {name: value for name, value in known.items() if name in ours and value != ours[name]}
     options = CurvatureOptions.parse({**changed, **{name: given[name] for name in given if name in ours}})
     options.check_structure(structure)
-    if structure is Structure.KRON and options.loss.coupled:
-        _warn_of_dropped_terms("kron_lowrank" if takes_rank else "kron", options.loss.pd_fix)
+    if options.loss.coupled and not structure.couples:
+        _warn_of_dropped_terms(structure.name, options.loss.pd_fix)
     return options, {name: given.get(name, known[name]) for name in known if name not in ours}
 
 
 _NOT_OF_EMBEDDINGS = {
     "asdl_fisher_kwargs": "the contrastive backend is not ASDL's. Its options go into backend_kwargs.",
+    "sigma_noise": "embeddings have no observation noise. Use temperature=... to weaken the likelihood.",
+    "damping": "laplace-torch drops it where the prior is added, so it has no effect there.",
     "feature_reduction": "the last layer of an encoder takes (N, F). Pool inside the encoder.",
 }
 

@@ -1,56 +1,352 @@
-"""laplace-torch's posterior with its arguments checked: the prior, the temperature, and everything that needs a fit.
+"""The posterior of a contrastive encoder: one class, for all weights and structures.
 
-laplace-torch stores most settings unchecked, and fails in several ways where there is no fit yet.
+It is a ``ParametricLaplace`` of laplace-torch, of which it inherits the marginal likelihood and its optimisation. Of
+its curvature it asks the structure (:mod:`contrastive_curvature.structures`).
 """
 
 from __future__ import annotations
 
+import copy
+import logging
 import math
-from collections.abc import Collection
-from numbers import Real
-from typing import Any, ClassVar
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
 from laplace.baselaplace import BaseLaplace, ParametricLaplace
-from torch import Tensor
+from laplace.utils import Kron as HostKron
+from laplace.utils.enums import Likelihood, LinkApprox, PredType
+from laplace.utils.matrix import KronDecomposed
+from torch import Tensor, nn
+from tqdm import tqdm
 
 from contrastive_curvature import validate
+from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+from contrastive_curvature.embedding.match_probability import MatchProbability
+from contrastive_curvature.embedding.spread import Dense, Diagonal
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError, expected
-from contrastive_curvature.laplace.prior import PRIOR_STRUCTURES
-from contrastive_curvature.network.full_precision import full_precision
+from contrastive_curvature.fit.api import check_indices
+from contrastive_curvature.fit.class_centres import MOST_NUMBERS, CentreCollector, ClassCentres
+from contrastive_curvature.fit.exchange import ProcessGroup, check_agreed, present_exchange
+from contrastive_curvature.fit.loop import DatasetCurvature
+from contrastive_curvature.fit.state import CURVATURE, STATISTICS, State
+from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.laplace import batches, calibration, parts, prediction
+from contrastive_curvature.laplace.advice import DefaultPriorWarning, LabelRange, advise_on_labels, advise_on_norms
+from contrastive_curvature.laplace.backends.base import ContrastiveBackend, ContrastiveGGN
+from contrastive_curvature.laplace.features import Features, RawFeatureExtractor
+from contrastive_curvature.laplace.options import CONTRASTIVE, check_options
+from contrastive_curvature.laplace.prior import (
+    NOTHING_POSITIVE,
+    PriorMethod,
+    RetrievalCriterion,
+    check_prior,
+    make_grid,
+    parse_method,
+    search_grid,
+    set_information,
+)
+from contrastive_curvature.laplace.state import (
+    KNOWN_BACKENDS,
+    check_settings,
+    check_shapes,
+    check_state,
+    kind_of,
+    loaded_calibration,
+    loaded_classes,
+    owned,
+    refuse,
+    saved_calibration,
+    saved_classes,
+    sealed,
+)
+from contrastive_curvature.network.call import refuse_compiled, uncompiled
+from contrastive_curvature.network.digest import encoder_fingerprint, same_encoder, versions, weight_norms
+from contrastive_curvature.network.encoder import at_least_float32, evaluation_mode, flatten_parameters
+from contrastive_curvature.network.inputs import (
+    Inputs,
+    asks_for_example,
+    input_length,
+    made_up_inputs,
+    slice_inputs,
+    tokenized_batch,
+)
+from contrastive_curvature.network.loader import check_loader, check_model, read_views
+from contrastive_curvature.network.module import ModulePullback
+from contrastive_curvature.pairs.relation import check_labels
+from contrastive_curvature.pairs.rows import Rows
+from contrastive_curvature.progress import Progress
+from contrastive_curvature.structures import STRUCTURES, Clamped, KronLowRank, Structure, structure_of
+from contrastive_curvature.structures.at_features import AtFeatures
+from contrastive_curvature.structures.base import Room, of_each_weight
+from contrastive_curvature.structures.kron import ClampedKron
+
+_log = logging.getLogger("contrastive_curvature")
+
+_AS_SAVED = ("mean", "loss", "cost", "n_data", "n_outputs", "typical_norm", "curvature_error", "enable_backprop")
+"""Attributes that a state holds as they are."""
+
+_SETTINGS = ("prior_mean", "prior_precision", "likelihood", "temperature")
+"""Further ones, which are checked when they are set."""
+
+WEIGHTS = ("last_layer", "all", "subnetwork")
+"""Values of ``subset_of_weights``."""
 
 
-def _fitted_only(name: str, meaning: str) -> Any:
-    """Return laplace-torch's property of that name, which by itself answers without a fit, too."""
+class ContrastiveLaplace(ParametricLaplace):
+    """A laplace-torch class for the posterior of a contrastive encoder.
 
-    def get(self: CheckedPosterior) -> Any:
-        self.check_fitted()
-        return getattr(super(CheckedPosterior, self), name)
-
-    return property(get, doc=meaning)
-
-
-class CheckedPosterior(ParametricLaplace):
-    """One of laplace-torch's classes with its arguments and the fit checked.
+    Args:
+        model: The encoder. Where it ends in an l2-normalisation module, the raw outputs are what that takes in.
+        likelihood: ``"contrastive"``.
+        subset_of_weights: ``"last_layer"``, ``"all"`` or ``"subnetwork"``.
+        hessian_structure: Name of a structure (:data:`contrastive_curvature.structures.STRUCTURES`).
+        prior_precision: One number, one a parameter tensor, or one a parameter; ``None`` for 1 until one is chosen.
+        prior_mean: One number, or one a parameter.
+        temperature: Of the likelihood; ``None`` for 1 until ``optimize_prior_precision`` chooses one.
+        enable_backprop: Whether predictions keep a graph.
+        dict_key_x: Of no effect; laplace-torch passes it.
+        dict_key_y: Where batches that are mappings keep the labels.
+        backend: ``ContrastiveGGN``, ``BackPackContrastiveGGN``, ``CurvlinopsContrastiveGGN``,
+            ``StochManContrastiveGGN`` or a :class:`~contrastive_curvature.ContrastiveBackend` of your own. The default,
+            ``ContrastiveGGN``, is exact for every encoder and needs no other package.
+        backend_kwargs: ``loss``, ``distance``, ``pd_fix``, ``margin``, ``negative_weight``, ``normalization``,
+            ``pairs``, ``positives``, ``relation``, ``negative_samples``, ``rank``, ``mc_samples``: see the backend.
+        last_layer_name: Name of the last linear layer; ``None`` finds it.
+        subnetwork_indices: Entries of the flattened trainable parameters, for ``"subnetwork"``.
+        **refused: What laplace-torch has and embeddings have not.
 
     Attributes:
-        prior_structures: Values that ``prior_structure`` may have.
+        cost: What the loss over the data is above the least that it can be, never negative: ``SupConLoss`` minus the
+            entropy of its targets, the contrastive loss with each repelling pair counted from the margin, or from the
+            largest distance, 2, without one. All other losses as they are.
+        typical_norm: Mean norm of the raw outputs of the training inputs, which ``uncertainty`` compares norms with;
+            ``None`` before ``fit``, and after loading a state that was saved without it.
+        class_centres: Centres of the classes of training, which ``uncertainty`` takes into account; ``None`` where the
+            targets are no class labels, there are too many classes, or the fit has not seen them. Set it to ``None``
+            for an ``uncertainty`` of the posterior and the norm alone.
+        curvature_error: Relative standard error of the diagonal of the last fit's curvature, where a sample stands for
+            all negatives (``backend_kwargs=dict(negative_samples=...)``); ``None`` where all pairs were counted, and
+            for fixes with cross terms, ``lowrank`` and ``gp``, where it is not measured.
+
+    Raises:
+        InputError: An option is unknown or out of range.
+        UnsupportedError: The combination has no correct answer.
     """
 
-    prior_structures: ClassVar[tuple[str, ...]] = PRIOR_STRUCTURES
+    fits_in_function_space: ClassVar[bool] = False
 
     # None until the first batch shows what the last layer is.
     n_params: Any
     n_layers: Any
     n_data: int
     loss: Tensor | float
-    _posterior_scale: Tensor | None
+    _backend: ContrastiveBackend | None
 
-    log_det_posterior_precision = _fitted_only("log_det_posterior_precision", "Log determinant of the precision.")
-    log_det_ratio = _fitted_only("log_det_ratio", "Log determinant of the posterior precision over the prior's.")
-    log_likelihood = _fitted_only("log_likelihood", "The loss over the temperature, negated.")
-    scatter = _fitted_only("scatter", "Squared distance of the weights to the prior mean, in the prior's units.")
+    def __init__(
+        self,
+        model: nn.Module,
+        likelihood: str = CONTRASTIVE,
+        subset_of_weights: str = "last_layer",
+        hessian_structure: str = "kron_lowrank",
+        *,
+        prior_precision: float | Tensor | None = None,
+        prior_mean: float | Tensor = 0.0,
+        temperature: float | None = None,
+        enable_backprop: bool = False,
+        dict_key_x: str = "input_ids",
+        dict_key_y: str = "labels",
+        backend: type[ContrastiveBackend] | None = None,
+        backend_kwargs: Mapping[str, Any] | None = None,
+        last_layer_name: str | None = None,
+        subnetwork_indices: Tensor | None = None,
+        **refused: Any,
+    ) -> None:
+        if likelihood != CONTRASTIVE:
+            raise InputError(expected("likelihood", repr(CONTRASTIVE), likelihood))
+        validate.choice("subset_of_weights", subset_of_weights, WEIGHTS)
+        self.subset_of_weights = subset_of_weights
+        self.structure = self._structure_of(hessian_structure)
+        self.hessian_structure = self.structure.name
+        of_some = {
+            "last_layer_name": (last_layer_name, self.on_last_layer),
+            "subnetwork_indices": (subnetwork_indices, self.subset_of_weights == "subnetwork"),
+        }
+        for name, (given, allowed) in of_some.items():
+            if given is not None and not allowed:
+                wanted = f"nothing with {self.subset_of_weights!r} weights and the structure {self.hessian_structure!r}"
+                raise InputTypeError(expected(name, wanted, repr(given)))
+        check_model(model, half=self.keeps_features)
+        if not self.keeps_features:
+            refuse_compiled(model)
+        self.curvature_options, self._own_options = check_options(
+            self.structure, backend, backend_kwargs, {**refused, "enable_backprop": enable_backprop}
+        )
+        self.curvature: Structure | None = None
+        self.clamped: Clamped | None = None
+        self.cost: Tensor | float = 0.0
+        self.typical_norm: float | None = None
+        self.curvature_error: float | None = None
+        self.known = calibration.KnownInputs()
+        self.stamp: calibration.Stamp | None = None
+        self.chooses_backend = backend is None
+        self.shares_encoder = not self.on_last_layer
+        self._indices = None
+        self._classes: ClassCentres | None = None
+        self._advised_on_prior = False
+        self._temperature_given = temperature is not None
+        self._made_spread: tuple[Tensor, Any, AtFeatures] | None = None
+        # laplace-torch knows no contrastive likelihood: of those it knows, regression adds the least of its own.
+        super().__init__(
+            model,
+            Likelihood.REGRESSION,
+            temperature=1.0 if temperature is None else temperature,
+            enable_backprop=enable_backprop,
+            dict_key_x=dict_key_x,
+            dict_key_y=dict_key_y,
+            backend=backend or ContrastiveGGN,
+            backend_kwargs={**self._own_options, "options": self.curvature_options, "last_layer": self.on_last_layer},
+        )
+        if self.on_last_layer:
+            self.n_params = self.n_layers = None
+            self._last_layer_name = last_layer_name
+            self._hold(_copied(model))
+        if self.subset_of_weights == "subnetwork":
+            self._indices = check_indices(subnetwork_indices, self.n_params, "subnetwork_indices")
+        self.prior_precision = 1.0 if prior_precision is None else prior_precision
+        self.prior_mean = prior_mean
+        self._prior_chosen = prior_precision is not None
+        self.likelihood = CONTRASTIVE
+
+    @classmethod
+    def around(cls, encoder: nn.Module, probe: Inputs, **arguments: Any) -> Self:
+        """Return a posterior that holds an encoder which goes on training, in its mode, and no curvature yet."""
+        training = [(module, module.training) for module in encoder.modules()]
+        try:
+            la = cls(encoder, **arguments)
+            la._hold(encoder)
+            la.shares_encoder = True
+            with evaluation_mode(la.model):
+                la.look_at(probe)
+        finally:
+            for module, mode in training:
+                module.training = mode
+        return la
+
+    def _structure_of(self, name: object) -> type[Structure]:
+        """Return the structure of a name, if these weights have it."""
+        known = tuple(name for name, kind in STRUCTURES.items() if self.subset_of_weights in kind.weights)
+        return structure_of(name, "hessian_structure", known)
+
+    @property
+    def on_last_layer(self) -> bool:
+        """Whether the posterior is over the last linear layer, which has closed forms."""
+        return self.subset_of_weights == "last_layer"
+
+    @property
+    def keeps_features(self) -> bool:
+        """Whether the fit keeps a sample of the features."""
+        return self.on_last_layer and not self.fits_in_function_space
+
+    @property
+    def H(self) -> Any:
+        """The clamped curvature as laplace-torch has it: (P,), (P, P) or Kronecker factors; ``None`` before ``fit``."""
+        if isinstance(self.clamped, ClampedKron):
+            return KronDecomposed(self.clamped.vectors, self.clamped.eigenvalues)
+        return None if self.clamped is None else self.clamped.plain()
+
+    @property
+    def H_raw(self) -> Any:
+        """The curvature before clamping as laplace-torch has it; ``None`` before ``fit``."""
+        return None if self.curvature is None else self.curvature.plain()
+
+    @property
+    def H_facs(self) -> HostKron:
+        """The Kronecker factors, unclamped, as laplace-torch's class has them."""
+        return HostKron(self.H_raw)
+
+    @property
+    def posterior_precision(self) -> Any:
+        """The precision of the weights as laplace-torch has it: (P,), (P, P), or decomposed Kronecker factors."""
+        clamped = self.present()
+        if isinstance(clamped, ClampedKron):
+            return self.H * self._H_factor + self.prior_precision
+        return clamped.posterior_precision(self.prior_precision, self._H_factor)
+
+    @property
+    def posterior_covariance(self) -> Tensor:
+        """Covariance of the weights, shape (P, P)."""
+        eye = torch.eye(self.n_weights, dtype=self._dtype, device=self._device)
+        return self.present().covariance(eye, self.prior_precision, self._H_factor)
+
+    @property
+    def prior_precision_diag(self) -> Tensor:
+        """The prior precision of every weight, shape (P,)."""
+        if self.n_params is None:
+            # The first batch shows how many parameters there are.
+            self.check_fitted()
+        return of_each_weight(self.prior_precision, self.parameter_sizes())
+
+    @property
+    def log_det_ratio(self) -> Tensor:
+        """Log determinant of the posterior precision over the prior's."""
+        return self.present().log_det_ratio(self.prior_precision, self._H_factor)
+
+    @property
+    def log_det_posterior_precision(self) -> Tensor:
+        """Log determinant of the posterior precision."""
+        return self.log_det_ratio + self.log_det_prior_precision
+
+    @property
+    def log_likelihood(self) -> Tensor:
+        """The loss over the temperature, negated."""
+        self.check_fitted()
+        return super().log_likelihood
+
+    @property
+    def scatter(self) -> Tensor:
+        """Squared distance of the weights to the prior mean, in the prior's units."""
+        self.check_fitted()
+        delta = self._chosen(self.mean) - self.prior_mean
+        return (delta * self.prior_precision_diag) @ delta
+
+    @property
+    def rank(self) -> int:
+        """Number of eigenvectors of the input factor that the structure ``kron_lowrank`` keeps.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+        """
+        return int(self.present().rank)  # type: ignore[attr-defined]
+
+    @property
+    def n_params_subnet(self) -> int:
+        """Number of chosen weights of a subnetwork."""
+        return self.n_weights
+
+    @property
+    def mean_subnet(self) -> Tensor:
+        """Mean of the chosen weights of a subnetwork, shape (K,)."""
+        return self._chosen(self.mean)
+
+    def _chosen(self, weights: Tensor) -> Tensor:
+        """Return the weights that the posterior is over, of all trainable ones (..., P)."""
+        return weights if self._indices is None else weights[..., self._indices]
+
+    def present(self) -> Clamped:
+        """Return the clamped curvature.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+        """
+        self.check_fitted()
+        assert self.clamped is not None
+        return self.clamped
 
     def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
         """Draw weights from the posterior.
@@ -60,14 +356,21 @@ class CheckedPosterior(ParametricLaplace):
             generator: Source of randomness, on the encoder's device.
 
         Returns:
-            Shape (S, P).
+            Shape (S, P); of a subnetwork all trainable weights.
 
         Raises:
             NotFittedError: Before ``fit``.
             InputError: An argument is malformed.
         """
         self.check_sampling(n_samples, generator)
-        return super().sample(n_samples, generator)
+        like: dict[str, Any] = {"device": self._device, "dtype": self._dtype, "generator": generator}
+        noise = torch.randn(n_samples, self.n_weights, **like)
+        shift = self.present().sample(noise, self.prior_precision, self._H_factor)
+        if self._indices is None:
+            return self.mean + shift
+        weights = self.mean.repeat(n_samples, 1)
+        weights[:, self._indices] += shift
+        return weights
 
     def square_norm(self, value: Tensor) -> Tensor:
         """``(value - mean)^T P (value - mean)`` with the posterior precision.
@@ -80,7 +383,7 @@ class CheckedPosterior(ParametricLaplace):
             InputError: ``value`` is malformed.
         """
         self.check_weights(value)
-        return super().square_norm(value)
+        return self.present().square_norm(value - self._chosen(self.mean), self.prior_precision, self._H_factor)
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
         """Log density of the posterior.
@@ -99,7 +402,6 @@ class CheckedPosterior(ParametricLaplace):
             return -norm / 2
         return -self.n_weights / 2 * math.log(2 * math.pi) + self.log_det_posterior_precision / 2 - norm / 2
 
-    @full_precision
     def functional_variance(self, Js: Tensor) -> Tensor:
         """Covariances of the linearised outputs, shape (B, D, D), from Jacobians (B, D, P).
 
@@ -108,9 +410,8 @@ class CheckedPosterior(ParametricLaplace):
             InputError: The Jacobians are malformed.
         """
         self._check_jacobians(Js)
-        return super().functional_variance(Js)
+        return self.present().covariance(Js, self.prior_precision, self._H_factor)
 
-    @full_precision
     def functional_covariance(self, Js: Tensor) -> Tensor:
         """Covariance of all linearised outputs together, shape (B D, B D), from Jacobians (B, D, P).
 
@@ -119,7 +420,7 @@ class CheckedPosterior(ParametricLaplace):
             InputError: The Jacobians are malformed.
         """
         self._check_jacobians(Js)
-        return super().functional_covariance(Js)
+        return self.present().covariance(Js.flatten(0, 1), self.prior_precision, self._H_factor)
 
     @property
     def temperature(self) -> float:
@@ -173,7 +474,22 @@ class CheckedPosterior(ParametricLaplace):
     @property
     def n_weights(self) -> int:
         """Number of weights that the posterior is over."""
-        return int(self.n_params)
+        return int(self.n_params) if self._indices is None else len(self._indices)
+
+    @property
+    def prior_structures(self) -> tuple[str, ...]:
+        """Values that ``prior_structure`` may have; laplace-torch knows one prior precision for a subnetwork."""
+        return ("scalar",) if self.subset_of_weights == "subnetwork" else self.structure.priors
+
+    def posterior_parameters(self) -> list[Tensor]:
+        """The parameters that the posterior is over, in order; the chosen entries of a subnetwork are one."""
+        if self.on_last_layer:
+            return [at_least_float32(p) for p in self.model.last_layer.parameters()]
+        return list(self.params) if self._indices is None else [self._chosen(flatten_parameters(self.params))]
+
+    def parameter_sizes(self) -> list[int]:
+        """Numbers of entries of the parts that a layerwise prior tells apart."""
+        return [p.numel() for p in self.posterior_parameters()]
 
     @property
     def likelihood_factor(self) -> float | Tensor:
@@ -220,16 +536,1062 @@ class CheckedPosterior(ParametricLaplace):
         self.check_fitted()
         validate.tensor("Js", Js, ("B", "D", self.n_weights), self.mean)
 
+    @property
+    def _weights_known(self) -> bool:
+        """Whether it is known which weights the posterior is over; of a last layer the first batch shows it."""
+        return self.n_params is not None and (not self.on_last_layer or isinstance(self.model, RawFeatureExtractor))
+
     def _prior_sizes(self) -> set[int] | None:
         """Return the numbers of prior precisions that the structure takes, besides one; ``None`` if not yet known."""
-        if self.n_params is None:
+        if not self._weights_known:
             return None
-        per = {"scalar": 1, "layerwise": self.n_layers, "diag": self.n_params}
+        per = {"scalar": 1, "layerwise": len(self.parameter_sizes()), "diag": self.n_weights}
         return {per[structure] for structure in self.prior_structures}
 
     def _prior_mean_sizes(self) -> set[int] | None:
         """Return the numbers of prior means that the structure takes, besides one; ``None`` if not yet known."""
-        return None if self.n_params is None else {self.n_params}
+        if not self._weights_known:
+            return None
+        return {1} if self.subset_of_weights == "subnetwork" else {self.n_params}
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Of the posterior: that of the encoder, and float32 for one in half precision."""
+        return torch.promote_types(super()._dtype, torch.float32)
+
+    @property
+    def backend(self) -> ContrastiveBackend:
+        """The curvature backend, constructed at first use."""
+        if self._backend is None:
+            keys = {"dict_key_x": self.dict_key_x, "dict_key_y": self.dict_key_y}
+            self._backend = self._backend_cls(self.model, CONTRASTIVE, **keys, **self._backend_kwargs)
+            self._backend.subnetwork_indices = self._indices
+            self._backend.sketches_inputs = issubclass(self.structure, KronLowRank)
+        return self._backend
+
+    @property
+    def class_centres(self) -> ClassCentres | None:
+        """Centres of the classes of training; ``None`` where there are no labels, one class, or too many classes."""
+        return self._classes if self._classes is not None and len(self._classes.labels) > 1 else None
+
+    @class_centres.setter
+    def class_centres(self, centres: ClassCentres | None) -> None:
+        self._classes = centres
+
+    def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool | None = None) -> None:
+        """Fit the posterior over all pairs of the data set (or inside its batches, with ``pairs="batch"``).
+
+        In an initialised ``torch.distributed`` process group (``torchrun``) every process gives its share of the data,
+        as a ``DistributedSampler`` does, and all get the same posterior, that of all the data.
+
+        Args:
+            train_loader: Batches ``(x, labels)`` or mappings; iterated several times, and may shuffle in between.
+            override: ``False`` adds to an earlier fit, as a further data set: pairs between the two are not formed.
+            progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on. A fit that forms
+                very many pairs says so before it does, whatever this is.
+
+        Raises:
+            InputError: No data, one point, no positive pair, malformed batches, other data in the second pass, or a
+                curvature that is not finite; or the processes have different encoders or options, or shares of the
+                data that overlap or leave points out.
+            UnsupportedError: The encoder's raw outputs cannot be reached, the structure has no answer for the fix, or
+                the loader gives every process its own part of the data, and this is the only process.
+            ProcessError: The fit failed in another process, or that process has gone or does not fit. The posteriors of
+                all processes are as they were.
+        """
+        self._check_adds(override)
+        exchange = present_exchange() if self.structure.adds else None
+        with self._in_all_processes(exchange, override=override is not False):
+            self._begin(train_loader, override, progress_bar, exchange)
+            self.backend.labels_seen = LabelRange()
+            result = self.backend.fit(train_loader, self.structure, progress_bar)
+            adds = bool(self.n_data) and not override
+            self.set_curvature(result, override=override)
+        # A share of the data may well have one class.
+        if exchange is None:
+            advise_on_labels(self.backend.labels_seen, adds)
+
+    def _check_adds(self, override: object) -> None:
+        """Refuse to add to an earlier fit what does not add up."""
+        if override is False and not self.structure.adds:
+            msg = (
+                f"override=False: the structure {self.hessian_structure!r} of two data sets does not add up. Use "
+                "hessian_structure='diag', 'kron' or 'full'."
+            )
+            raise UnsupportedError(msg)
+
+    def _begin(
+        self, loader: Iterable[Any], override: object, progress_bar: object, exchange: ProcessGroup | None = None
+    ) -> None:
+        """Check the arguments of ``fit``, look at the first batch, and construct the backend."""
+        # First, as the labels of la.fit(x, labels) would be taken for override.
+        check_loader(loader, shares=exchange is not None)
+        validate.flag("override", override)
+        if progress_bar is not None:
+            validate.flag("progress_bar", progress_bar)
+        probe = self._first_inputs(loader)
+        if exchange is not None:
+            probe = parts.shared_inputs(exchange, probe, self._device)
+        if probe is None:
+            raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+        self.look_at(probe)
+
+    @contextmanager
+    def _in_all_processes(self, exchange: ProcessGroup | None, *, override: bool) -> Iterator[None]:
+        """Succeed in all processes of a fit, or fail in all of them and leave the posteriors alone."""
+        if exchange is None:
+            yield
+            return
+        with self.unchanged_on_error(), exchange.together():
+            parts.check_unwrapped(self.model)
+            earlier = f"{self.n_data} points with loss {float(self.loss)!r}" if self.n_data and not override else ""
+            check_agreed(
+                exchange,
+                {
+                    "posterior": f"{self.subset_of_weights}, {self.hessian_structure}",
+                    "earlier fit": earlier or "replaced",
+                },
+            )
+            yield
+
+    def look_at(self, probe: Inputs) -> None:
+        """Analyse the encoder with a few inputs, and construct the backend.
+
+        Raises:
+            InputError: The embeddings have one dimension.
+            UnsupportedError: The encoder's raw outputs cannot be reached.
+        """
+        self.model.eval()
+        self._analyse(probe)
+        self._renew_backend()
+        dim = self.backend.encoder(probe).dim
+        if dim < 2:
+            hint = "The direction of one number is its sign, which no small change of the weights moves."
+            raise InputError(expected("model", "embeddings of D >= 2 dimensions", f"D = {dim}", hint))
+
+    def _renew_backend(self) -> None:
+        """Construct the backend anew, unless the user named one: the encoder may not be that of the last fit."""
+        if not self.chooses_backend:
+            return
+        # laplace-torch's subnetwork classes tell the backend their indices, nobody else.
+        indices = self.backend.subnetwork_indices
+        self._backend_cls, self._backend = ContrastiveGGN, None
+        self.backend.subnetwork_indices = indices
+        _log.info("curvature by ContrastiveGGN: the default, exact for every encoder (backend=... takes another)")
+
+    def set_curvature(self, result: DatasetCurvature, *, override: bool = True) -> None:
+        """Take a curvature at the encoder's present weights, with all that a fit leaves besides it.
+
+        Args:
+            result: Unclamped curvature, loss, cost and number of points. The backend has analysed the encoder before.
+            override: ``False`` adds it to an earlier one.
+        """
+        earlier = 0 if override else self.n_data
+        raw = self.curvature + result.curvature if earlier and self.curvature is not None else result.curvature
+        clamped = self._clamp(raw)
+        diagonal = clamped.diagonal()
+        if not bool(diagonal.any()):
+            msg = f"The clamped curvature is zero everywhere: the posterior is the prior. {NOTHING_POSITIVE}"
+            warnings.warn(msg, UserWarning, stacklevel=3)
+        self._advise(result.features, diagonal)
+        classes = _merged_classes(self._classes, result.classes) if earlier else result.classes
+        n, loss, cost = result.n, result.loss.detach(), float(result.cost)
+        norm = math.nan if result.typical_norm is None else float(result.typical_norm)
+        if earlier:
+            n, loss, cost = n + earlier, loss + self.loss, cost + float(self.cost)
+            norm = math.nan if self.typical_norm is None else (earlier * self.typical_norm + result.n * norm) / n
+        sample = self._training_sample(result.features, earlier)
+        # Everything that can fail has run, so that a failed fit leaves the last one whole.
+        self._take(raw, clamped)
+        self.loss, self.cost, self.n_data = loss, cost, n
+        self.typical_norm = norm if math.isfinite(norm) and norm > 0 else None
+        self._classes = classes
+        mean = flatten_parameters(self.params if self._indices is not None else self.posterior_parameters())
+        self.mean = mean if self.enable_backprop else mean.detach()
+        self.n_outputs = self.model.output_size = self._encoder_dim()
+        self.known = replace(self.known.anew(), sample=sample)
+        self.curvature_error = result.error
+        if result.error is not None:
+            _log.info("the sampled negatives leave a relative standard error of %.2g in the curvature", result.error)
+
+    def _take(self, curvature: Structure, clamped: Clamped) -> None:
+        self.curvature, self.clamped = curvature, clamped
+        self._posterior_scale = self._made_spread = None
+
+    def _clamp(self, curvature: Structure) -> Clamped:
+        """Return the positive semidefinite part of a curvature, decomposed as the options ask for."""
+        given = {"rank": self.curvature_options.rank}
+        return curvature.clamped(self.parameter_sizes(), **{name: given[name] for name in self.structure.options})
+
+    def _advise(self, features: Rows | None, diagonal: Tensor) -> None:
+        """Warn where the variances of a last layer with independent weights say little more than the features' norm."""
+        if features is not None and self.keeps_features and self.hessian_structure == "diag":
+            weight, *bias = self.posterior_parameters()
+            advise_on_norms(features.columns["features"], weight, bias[0] if bias else None, diagonal)
+
+    def _training_sample(self, features: Rows | None, earlier: int) -> calibration.TrainingSample | None:
+        """Return the sample of training inputs after a fit; ``None`` where there is none of all the data."""
+        # Of an encoder that is one linear layer, a fit of all weights draws features too, which its statistic has not.
+        if features is None or not len(features) or not self.keeps_features:
+            return None
+        encoder = encoder_fingerprint(self.model)
+        if earlier:
+            before = self.known.sample
+            if before is None or not same_encoder(before.encoder, encoder):
+                return None
+            features = before.features.merged(features)
+        layer = self.model.last_layer
+        with torch.no_grad():
+            outputs = torch.nn.functional.linear(
+                features.columns["features"].to(layer.weight), layer.weight, layer.bias
+            )
+        return calibration.TrainingSample(features, outputs, encoder)
+
+    def _first_inputs(self, loader: Iterable[Any]) -> Inputs | None:
+        """Return a few inputs of the first batch; ``None`` of an empty loader."""
+        for batch in loader:
+            # Of two views both are inputs of the encoder.
+            x = read_views(tokenized_batch(self.model, batch), self._device, self.dict_key_y).first
+            return slice_inputs(x, slice(0, 8))
+        return None
+
+    def update(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
+        """Add further data to the posterior: ``fit(loader, override=False)``, without pairs of the two data sets.
+
+        Choose the prior precision and calibrate again afterwards, as after ``fit``: the calibration is dropped, and the
+        first prediction warns where the prior precision is still that of before.
+
+        Args:
+            loader: As for ``fit``; classes have the numbers that they had there.
+            progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: See ``fit``. The posterior is as it was.
+            UnsupportedError: See ``fit``, or the structure cannot add up: ``gp``, ``lowrank``.
+        """
+        self.check_fitted()
+        self.fit(loader, override=False, progress_bar=progress_bar)
+        self._prior_chosen = self._advised_on_prior = False
+
+    def part_statistics(self, loader: Iterable[Any], part: tuple[int, int], progress_bar: bool | None = None) -> State:
+        """First pass over a part of the data: what all other parts have to know of it.
+
+        Save it with ``state.save(path)``, load it with ``State.load(path)``, and merge those of all parts with
+        ``State.merged(states)``, in any order. A part that was lost is computed again alone.
+
+        Args:
+            loader: Batches ``(x, labels)`` or mappings with the points of the part; perhaps none.
+            part: Index of the part, from 0, and number of all parts.
+            progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
+
+        Returns:
+            Numbers and sums of the classes, and ``negative_samples`` points (``"auto"``: 29,999 at most); with
+            ``negative_samples=None`` and a margin, or with a loss whose positives have to be known one by one, all
+            embeddings of the part.
+
+        Raises:
+            InputError: Malformed batches, or ``part`` is no such pair.
+            UnsupportedError: The structure or an option has no fit in parts.
+        """
+        return self._pass(loader, part, None, progress_bar)
+
+    def part_curvature(
+        self, loader: Iterable[Any], part: tuple[int, int], statistics: State, progress_bar: bool | None = None
+    ) -> State:
+        """Second pass over a part of the data: what it adds to the curvature.
+
+        Args:
+            loader: The same points as in the first pass over this part, in any order.
+            part: Index of the part, from 0, and number of all parts.
+            statistics: Of ALL parts, merged.
+            progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
+
+        Returns:
+            The unclamped curvature of the part, to be saved and merged like the statistics.
+
+        Raises:
+            InputError: The statistics lack a part, or are of other data, another encoder or other options; malformed
+                batches; or a curvature that is not finite.
+            UnsupportedError: The structure or an option has no fit in parts.
+        """
+        parts.check_kind("statistics", statistics, STATISTICS)
+        statistics.check_complete()
+        return self._pass(loader, part, statistics, progress_bar)
+
+    def fit_parts(self, statistics: State, curvature: State, example: Inputs | None = None) -> None:
+        """Fit the posterior from what the two passes over all parts gave; no data are needed.
+
+        Args:
+            statistics: Of :meth:`part_statistics`, merged over all parts.
+            curvature: Of :meth:`part_curvature`, merged over all parts.
+            example: Two inputs, where the encoder does not take the made-up ones that are in the states.
+
+        Raises:
+            InputError: A part is missing, the states are of other data, another encoder or other options, or an example
+                is needed. The posterior is as it was.
+        """
+        self._check_parts()
+        parts.check_kind("statistics", statistics, STATISTICS)
+        parts.check_kind("curvature", curvature, CURVATURE)
+        for state in (statistics, curvature):
+            state.check_complete()
+        found = parts.probe_of(statistics)
+        if found is None:
+            raise InputError(expected("statistics", "at least one point", "none in any part"))
+        probe = prediction.moved_inputs(self.model, found if example is None else example, self._device)
+        with asks_for_example(example):
+            self.look_at(probe)
+        self.set_curvature(self.backend.fit_of_parts(self.structure, statistics, curvature, probe))
+
+    def _pass(
+        self, loader: Iterable[Any], part: tuple[int, int], statistics: State | None, progress_bar: bool | None
+    ) -> State:
+        self._check_parts()
+        check_loader(loader, "loader", shares=True)
+        parts.check_part(part, statistics)
+        parts.check_sampler(loader, part)
+        if progress_bar is not None:
+            validate.flag("progress_bar", progress_bar)
+        probe = self._first_inputs(loader)
+        if probe is None:
+            self._renew_backend()
+            return self.backend.fit_part(None, self.structure, part, statistics, progress_bar)
+        self.look_at(probe)
+        state = self.backend.fit_part(loader, self.structure, part, statistics, progress_bar)
+        return replace(state, probe=parts.kept_probe(made_up_inputs(probe, parts.PROBES), part[0]))
+
+    def _check_parts(self) -> None:
+        if not self.structure.adds:
+            msg = (
+                f"{type(self).__name__}: this structure does not add up over parts of the data. Use "
+                "hessian_structure='diag', 'kron', 'kron_lowrank' or 'full', or fit in one process."
+            )
+            raise UnsupportedError(msg)
+
+    def measure_classes(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
+        """Take the centres of the classes of labelled inputs, which ``uncertainty`` compares embeddings with.
+
+        ``fit`` does this with the training data. Call it for a posterior that has none (:class:`OnlineLaplace`, ``gp``,
+        a state of an earlier version), or for the classes that will be searched where they are not those of training.
+
+        Args:
+            loader: Batches ``(x, labels)`` or mappings, with class labels; run over once.
+            progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: The loader is empty, the labels are no class labels, there is one class only, or there are more
+                classes than :data:`~contrastive_curvature.fit.class_centres.MOST_NUMBERS` allows. Nothing has changed.
+        """
+        self.check_fitted()
+        if progress_bar is not None:
+            validate.flag("progress_bar", progress_bar)
+        check_loader(loader)
+        sums = CentreCollector()
+        with evaluation_mode(self.model), torch.no_grad():
+            for batch in Progress(progress_bar).over(loader, "[classes]"):
+                x, y = self.backend.read(batch)
+                z = check_outputs(self.backend.encoder(x)(x), "model(x)")
+                sums.add(z, check_labels(y, len(z)))
+        centres = sums.centres()
+        if centres is None or len(centres.labels) < 2:
+            wanted = f"inputs of at least two classes, at most {MOST_NUMBERS:,} numbers of all centres"
+            raise InputError(expected("loader", wanted, "other ones"))
+        self.class_centres = centres
+
+    def curvature_diagonal(self) -> Tensor:
+        """Diagonal of the clamped curvature, without the likelihood factor, shape (P,)."""
+        return self.present().diagonal()
+
+    def effective_parameters(self, prior: Tensor) -> float:
+        """Effective number of parameters, for a prior precision at the temperature 1."""
+        return self.present().effective_parameters(prior)
+
+    @contextmanager
+    def unchanged_on_error(self) -> Iterator[None]:
+        """Put the attributes of this object, and of the module that it wraps, back when something fails inside."""
+        before = [(thing, dict(thing.__dict__)) for thing in (self, self.model)]
+        try:
+            yield
+        except BaseException:
+            for thing, attributes in before:
+                thing.__dict__.clear()
+                thing.__dict__.update(attributes)
+            raise
+
+    def _hold(self, encoder: nn.Module) -> None:
+        """Use this encoder; nothing where laplace-torch has not copied it."""
+        if self.on_last_layer:
+            self.model = RawFeatureExtractor(
+                uncompiled(encoder), self._last_layer_name, self.enable_backprop, self.dict_key_y
+            )
+
+    def _analyse(self, probe: Inputs) -> None:
+        """Find out what must be known of the encoder before the backend exists; nothing where all parameters are."""
+        if not self.on_last_layer or self.model.last_layer is not None:
+            return
+        chosen = self._prior_chosen
+        with self.unchanged_on_error():
+            self.model.analyse(probe)
+            # Saved with the posterior, to find the layer again.
+            self.data = made_up_inputs(probe)
+            self.n_params = sum(self.parameter_sizes())
+            self.n_layers = len(self.parameter_sizes())
+            # They could not be checked before the layer is known.
+            self.prior_precision = self._prior_precision
+            self.prior_mean = self._prior_mean
+        self._prior_chosen = chosen
+
+    def _encoder_dim(self) -> int:
+        return self.backend.encoder({}).dim
+
+    def calibrate(
+        self,
+        loader: Iterable[Any],
+        progress_bar: bool | None = None,
+        *,
+        score: str | Callable[[EmbeddingDistribution], Any] = "novelty",
+        by_class: bool = False,
+    ) -> None:
+        """Take known inputs to compare others with: afterwards ``la(x).p_value`` and ``la(x).is_known(alpha)`` hold.
+
+        On new inputs that are exchangeable with these, as from one shuffled data set, at most a share alpha has a
+        p-value of at most alpha, on average over calibration sets, however bad the encoder and the score. The novelty
+        is standardised with a sample of the training inputs that a last layer's ``fit`` keeps. Without a sample (other
+        weights than the last layer's, ``gp``, a loaded posterior, :class:`OnlineLaplace`) a third of the calibration
+        inputs takes its place, and two thirds count; with another score all do.
+
+        Call it after everything that changes the posterior: another fit drops the calibration, and with another prior
+        precision, temperature or encoder, or other class centres where the score takes them into account, p-values are
+        refused until it is called again.
+
+        Args:
+            loader: Batches ``(x, labels)``, whose labels are not used, or ``x`` alone; run over once. Best inputs that
+                the encoder was not trained on, n >= 1 / alpha - 1 of them for the smallest alpha you will use.
+            progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
+            score: What p-values are of, higher for inputs less like the known ones: ``"novelty"``, ``"uncertainty"``,
+                or a function with a name that takes an :class:`EmbeddingDistribution` and returns B numbers, each from
+                its own embedding alone. It can ask for all but ``novelty``, ``p_value`` and ``is_known``; a loaded
+                posterior needs it again, see :meth:`set_score`.
+            by_class: Compare each input with the calibration inputs of its predicted class (of the nearest class
+                centre). The share alpha then holds for every predicted class, and each needs 1 / alpha - 1 inputs.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputTypeError: The loader or a batch has another type, or the function has no name.
+            InputError: Fewer than two inputs, inputs that the encoder does not take, or outputs or scores that are not
+                finite. The calibration is as it was.
+            UnsupportedError: ``by_class`` without class centres.
+
+        Warns:
+            OptimisticPValueWarning: More than a tenth of the inputs are among those of ``fit``, as far as the sample
+                that a last layer's ``fit`` keeps can tell; without one there is no such warning.
+
+        Source: Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, 2005 (4.6 for ``by_class``).
+        """
+        calibration.calibrate(self, loader, progress_bar, score, by_class)
+
+    def set_score(self, score: Callable[[EmbeddingDistribution], Any]) -> None:
+        """Give a loaded posterior the function that it was calibrated with, which no file holds.
+
+        Args:
+            score: The function, under the same name. It is tried on eight made-up embeddings.
+
+        Raises:
+            NotFittedError: The posterior is not calibrated, or the function gives other scores than at the calibration.
+            InputError: It has another name, or the calibration needs none.
+        """
+        calibration.set_score(self, score)
+
+    def __call__(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        joint: bool = False,
+        link_approx: LinkApprox | str | None = None,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        fitting: bool = False,
+        on_invalid: str = "error",
+        **model_kwargs: Any,
+    ) -> EmbeddingDistribution:
+        """Distribution of embeddings; ``mu, kappa = la(x)``.
+
+        With all parameters it is computed for a chunk of inputs at a time.
+
+        Args:
+            x: A batch of B inputs.
+            pred_type: ``"glm"``: Gaussian over the raw outputs of the linearised network, in closed form, no samples
+                (exact for a last layer). ``"nn"``: from networks with sampled weights.
+            joint: With ``"glm"``, keep the covariance between inputs, (B D)^2 numbers. It needs B D P numbers for P
+                weights, and is refused above 16 GiB in float32.
+            link_approx: Must be left alone: a sphere has no link function.
+            n_samples: Number of networks for ``"nn"``.
+            diagonal_output: With ``"glm"``, compute only the variances of the raw outputs.
+            generator: Source of randomness for ``"nn"``.
+            fitting: Of no effect; laplace-torch passes it.
+            on_invalid: What happens where an input has no embedding, because its output or its variance is NaN or
+                infinite, or its output is zero. ``"error"``: an error that names the rows. ``"nan"``: these rows are
+                NaN and ``is_known`` is false; other rows do not change.
+            **model_kwargs: Refused.
+
+        Returns:
+            The distribution.
+
+        Raises:
+            InputError: An option is unknown or malformed, an input has no finite output, or ``joint`` needs too much.
+            NotFittedError: Before ``fit``.
+        """
+        self.check_sampling(n_samples, generator)
+        prediction.refuse_link(link_approx)
+        if model_kwargs:
+            raise InputTypeError(expected("la(x)", "no further arguments", str(sorted(model_kwargs))))
+        for name, value in (("joint", joint), ("diagonal_output", diagonal_output), ("fitting", fitting)):
+            validate.flag(name, value)
+        if joint and diagonal_output:
+            raise InputError(expected("joint, diagonal_output", "at most one of them", "both"))
+        validate.choice("on_invalid", on_invalid, ("error", "nan"))
+        self._advise_on_prior()
+        kind = prediction.parse_pred_type(pred_type)
+        if kind is PredType.NN and n_samples < 2:
+            hint = "A concentration is estimated from them."
+            raise InputError(expected("n_samples for pred_type='nn'", "at least 2 samples", n_samples, hint))
+
+        def finished(found: EmbeddingDistribution, features: Tensor | None) -> EmbeddingDistribution:
+            if kind is PredType.GLM and not joint and not diagonal_output:
+                found = calibration.judged(self, found, features)
+            return found.relative_to(self.typical_norm, self.class_centres)
+
+        def predict(rows: Inputs) -> EmbeddingDistribution:
+            if kind is PredType.NN:
+                samples = self._joint_samples(rows, n_samples, generator, False)
+                return finished(EmbeddingDistribution.from_samples(samples), None)
+            if joint or diagonal_output:
+                return finished(self._gaussian(rows, joint, diagonal_output), None)
+            return finished(*self.observe(rows))
+
+        def nothing() -> EmbeddingDistribution:
+            mean = torch.empty(0, self.n_outputs, dtype=self.mean.dtype, device=self._device)
+            if kind is PredType.NN:
+                none = EmbeddingDistribution.from_samples(mean.expand(n_samples, -1, -1))
+            elif joint:
+                none = prediction.joint_distribution(mean, mean.new_empty(0, 0))
+            elif diagonal_output:
+                none = EmbeddingDistribution.trusted(mean, Diagonal(mean))
+            else:
+                none = EmbeddingDistribution.trusted(mean, Dense(mean.new_empty(0, self.n_outputs, self.n_outputs)))
+            return finished(none, mean.new_empty(0, self.model.last_layer.in_features) if self.keeps_features else None)
+
+        if on_invalid == "error":
+            return predict(x)
+        return prediction.with_nan_rows(predict, x, generator, nothing)
+
+    def predict(
+        self,
+        data: Any,
+        batch_size: int = 256,
+        *,
+        on_invalid: str = "error",
+        progress_bar: bool | None = None,
+    ) -> EmbeddingDistribution:
+        """Distribution of the embeddings of a whole data set: ``la(x)`` of each batch, put together.
+
+        A posterior of Kronecker factors (the default) keeps a few times N D numbers for N embeddings, any other
+        N D^2.
+
+        Args:
+            data: A loader, or a list of batches ``(x, labels)`` or ``x``: labels are not used, of two views the first
+                is taken. Or a tensor, a mapping of tensors, a NumPy array or a list of texts with all inputs; a NumPy
+                array of floating-point numbers is converted to the precision of the encoder.
+            batch_size: Inputs at once; those of a loader come as it yields them.
+            on_invalid: What happens where an input has no embedding, as in ``la(x)``.
+            progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
+
+        Returns:
+            The distribution of all inputs, in order.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputTypeError: The data or a batch has another type.
+            InputError: There is no input, an option is malformed, or the encoder does not take a batch, which the
+                error names.
+        """
+        self.check_fitted()
+        # Here, so that the warning names the line of the caller.
+        self._advise_on_prior()
+        return batches.predict(self, data, batch_size, on_invalid, progress_bar)
+
+    def observe(self, x: Any) -> tuple[EmbeddingDistribution, Tensor | None]:
+        """Return the distribution of B embeddings, and their features (B, F), where they are known."""
+        if not self.on_last_layer:
+            return self._gaussian(x, False, False), None
+        z, phi = self._features(x)
+        return self._gaussian(Features(z, phi), False, False), phi
+
+    def _gaussian(self, x: Any, joint: bool, diagonal: bool) -> EmbeddingDistribution:
+        """Return the Gaussian over raw outputs of the linearised encoder."""
+        if self.on_last_layer:
+            return self._gaussian_at_features(*self._features(x), joint, diagonal)
+        x = prediction.moved_inputs(self.model, x, self._device)
+        if joint:
+            prediction.check_joint_size(input_length(x), self.n_outputs, self.n_weights)
+        if self.enable_backprop:
+            # The graph leads through every Jacobian, so all of them have to be kept.
+            jacobians, z = self.backend.jacobians(x, enable_backprop=True)
+            prediction.check_outputs(x, z, self.n_outputs)
+            if joint:
+                return prediction.joint_distribution(z, self.functional_covariance(jacobians))
+            return prediction.distribution(z, Dense(self.functional_variance(jacobians)), diagonal)
+        with evaluation_mode(self.model):
+            with torch.no_grad():
+                pullback = self.backend.pullback(x)
+                z, context = pullback.forward(x)
+            prediction.check_outputs(x, z, self.n_outputs)
+            if joint:
+                jacobians = prediction.jacobians_of_all(pullback, context, z)
+                return prediction.joint_distribution(z, self.functional_covariance(jacobians))
+            of_weights = self.present().variances(self.prior_precision, self._H_factor)
+            if of_weights is not None and of_weights.requires_grad:
+                of_weights = None
+            spread = prediction.marginal_spread(pullback, context, z, self.functional_variance, of_weights, diagonal)
+        return EmbeddingDistribution.trusted(z, Diagonal(spread) if diagonal else Dense(spread))
+
+    def _gaussian_at_features(self, z: Tensor, phi: Tensor, joint: bool, diagonal: bool) -> EmbeddingDistribution:
+        """Return the Gaussian over raw outputs (B, D) of a last layer, at its features (B, F)."""
+        if not joint:
+            return prediction.distribution(z, prediction.spread_at(self.output_spread(), phi), diagonal)
+        prediction.check_joint_size(len(z), z.shape[1], self.n_weights)
+        jacobians = self.backend.pullback({}).jacobians(phi, z)
+        return prediction.joint_distribution(z, self.functional_covariance(jacobians))
+
+    def output_spread(self) -> AtFeatures:
+        """Return what gives the spread of the outputs at features (B, F): made once for a prior and a temperature."""
+        prior = self.prior_precision
+        counted = (self.known.fits, self.temperature, versions([prior]))
+        made = self._made_spread
+        if made is None or made[0] is not prior or made[1] != counted or prior.requires_grad:
+            spread = self.present().at_features(self.n_outputs, prior, self._H_factor)
+            made = self._made_spread = prior, counted, spread
+        return made[2]
+
+    def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
+        """Means and variances of the raw outputs of a last layer, shape (B, D) each."""
+        self.check_fitted()
+        out = self._gaussian(X, False, True)
+        return out.raw_mean, out.variance
+
+    def _features(self, x: Inputs | Features) -> tuple[Tensor, Tensor]:
+        if isinstance(x, Features):
+            return x
+        x = prediction.moved_inputs(self.model, x, self._device)
+        with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
+            z, phi = self.model.forward_with_features(x)
+        prediction.check_outputs(x, z, self.model.last_layer.out_features)
+        return z, phi
+
+    def sampling_context(self, x: Inputs) -> Any:
+        """What :meth:`outputs_at` needs of a batch, computed once for all samples."""
+        return self._features(x)[1] if self.on_last_layer else x
+
+    def outputs_at(self, context: Any, theta: Tensor, linearized: bool) -> Tensor:
+        """Raw outputs (S, B, D) at given weights (S, P), of the encoder or of its linearisation."""
+        if self.on_last_layer:
+            # A linear layer is its own linearisation.
+            layer = self.model.last_layer
+            weight = theta[:, : layer.weight.numel()].view(-1, *layer.weight.shape)
+            out = torch.einsum("bf,sdf->sbd", context, weight)
+            return out if layer.bias is None else out + theta[:, None, layer.weight.numel() :]
+        with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
+            pullback = ModulePullback(self.backend.encoder(context))
+            if linearized:
+                moved = [pullback.jvp(context, sample - self.mean) for sample in theta]
+                return torch.stack([z + shift for z, shift in moved])
+            return torch.stack([pullback.outputs_at(context, sample) for sample in theta])
+
+    def functional_samples(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        joint: bool = False,
+    ) -> Tensor:
+        """Draw raw outputs, before normalisation.
+
+        Args:
+            x: A batch of B inputs.
+            pred_type: ``"glm"`` or ``"nn"``, as in calling.
+            n_samples: Number S of samples.
+            diagonal_output: With marginal ``"glm"`` samples, ignore covariances between outputs.
+            generator: Source of randomness.
+            joint: ``True``: sample s has the same weights for all inputs, as retrieval metrics need. ``False``
+                with ``"glm"``: every input from its own marginal, from one forward pass and the Jacobians. ``"nn"`` is
+                always joint.
+
+        Returns:
+            Shape (S, B, D).
+
+        Raises:
+            InputError: An option is unknown or malformed, or an input has no finite output.
+            NotFittedError: Before ``fit``.
+        """
+        self.check_sampling(n_samples, generator)
+        linearized = prediction.parse_pred_type(pred_type) is PredType.GLM
+        validate.flag("joint", joint)
+        validate.flag("diagonal_output", diagonal_output)
+        self._advise_on_prior()
+        if joint or not linearized:
+            return self._joint_samples(x, n_samples, generator, linearized)
+        return self._gaussian(x, False, diagonal_output).raw_samples(n_samples, generator)
+
+    def predictive_samples(
+        self,
+        x: Inputs,
+        pred_type: PredType | str = PredType.GLM,
+        n_samples: int = 100,
+        diagonal_output: bool = False,
+        generator: torch.Generator | None = None,
+        joint: bool = False,
+    ) -> Tensor:
+        """Draw embeddings on the sphere: :meth:`functional_samples`, normalised. Shape (S, B, D)."""
+        self.check_sampling(n_samples, generator)
+        # Here, so that the warning names the line of the caller.
+        self._advise_on_prior()
+        raw = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint)
+        return normalize(raw.flatten(0, 1))[0].view_as(raw)
+
+    def sampled_weights(self, n_samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
+        """Sampled weights in chunks of bounded size, each (S, P)."""
+        step = max(1, 2**26 // self.mean.numel())
+        for start in range(0, n_samples, step):
+            yield self.sample(min(step, n_samples - start), generator)
+
+    def _joint_samples(self, x: Inputs, n_samples: int, generator: torch.Generator | None, linearized: bool) -> Tensor:
+        """Return raw outputs (S, B, D) of S encoders with sampled weights."""
+        moved = prediction.moved_inputs(self.model, x, self._device)
+        context = self.sampling_context(moved)
+        weights = self.sampled_weights(n_samples, generator)
+        samples = torch.cat([self.outputs_at(context, theta, linearized) for theta in weights])
+        prediction.check_outputs(moved, samples, self.n_outputs, sampled=True)
+        return samples
+
+    def _advise_on_prior(self) -> None:
+        """Warn once of a prediction with a prior precision that nobody chose."""
+        if self._prior_chosen or self._advised_on_prior:
+            return
+        self._advised_on_prior = True
+        msg = (
+            f"la(x): the prior precision is still {float(self.prior_precision.flatten()[0]):.3}, as before the last "
+            "fit or update: kappa and uncertainty may be off by orders of magnitude. Call "
+            "la.optimize_prior_precision(), or set la.prior_precision yourself."
+        )
+        warnings.warn(msg, DefaultPriorWarning, stacklevel=3)
+
+    def optimize_prior_precision(
+        self,
+        pred_type: PredType | str = PredType.GLM,
+        method: PriorMethod | str = PriorMethod.AVERAGE_INFORMATION,
+        n_steps: int = 100,
+        lr: float = 1e-1,
+        init_prior_prec: float | Tensor = 1.0,
+        prior_structure: str = "scalar",
+        val_loader: Iterable[Any] | None = None,
+        loss: RetrievalCriterion | None = None,
+        log_prior_prec_min: float = -4,
+        log_prior_prec_max: float = 4,
+        grid_size: int = 17,
+        link_approx: object = None,
+        n_samples: int = 30,
+        verbose: bool = False,
+        progress_bar: bool = False,
+        log_prior_prec_base: float = 10.0,
+        strength: float | None = None,
+    ) -> None:
+        """Choose the prior precision.
+
+        Args:
+            pred_type: For ``"gridsearch"``: ``"glm"`` or ``"nn"`` samples.
+            method: ``"average_information"`` (default): ``strength`` times the mean diagonal of the curvature, see
+                :func:`~contrastive_curvature.laplace.prior.average_information`; unless the object was constructed with
+                a temperature, that is set too, to ``2 L / (N + gamma)``, with ``L`` the ``cost`` of all N points and
+                the effective number ``gamma`` of parameters
+                (:mod:`~contrastive_curvature.laplace.prior`), so that sampled networks have
+                at most about twice the loss of the trained one. ``"unit_information"``: the mean divided by the number
+                of points, the temperature left alone. ``"marglik"``: laplace-torch's maximisation of the marginal
+                likelihood. ``"gridsearch"``: minimise ``loss`` on ``val_loader``.
+            n_steps: Steps of ``"marglik"``.
+            lr: Learning rate of ``"marglik"``.
+            init_prior_prec: Start of ``"marglik"``.
+            prior_structure: ``"scalar"``, ``"layerwise"`` or ``"diag"``.
+            val_loader: Validation data of ``"gridsearch"``, batches ``(x, labels)``.
+            loss: Criterion of ``"gridsearch"``, :data:`~contrastive_curvature.laplace.prior.RetrievalCriterion`; the
+                default is the Brier score of 1-nearest-neighbour votes of sampled networks,
+                :func:`contrastive_curvature.metrics.retrieval_brier`.
+            log_prior_prec_min: Lower end of the grid, as an exponent.
+            log_prior_prec_max: Upper end of the grid, as an exponent.
+            grid_size: Number of values.
+            link_approx: Of no effect; laplace-torch passes it.
+            n_samples: Sampled networks of ``"gridsearch"``.
+            verbose: Whether to print the result.
+            progress_bar: Whether to show a progress bar.
+            log_prior_prec_base: Base of the grid.
+            strength: Scale of the prior for ``"average_information"``, a positive number; ``None`` for
+                :data:`~contrastive_curvature.laplace.prior.STRENGTH` (``docs/defaults.md``).
+
+        Raises:
+            InputError: An option is unknown, out of range or of no use to the method, the posterior precision is not
+                positive definite by rounding, or ``"gridsearch"`` has no validation data.
+            NotFittedError: Before ``fit``.
+        """
+        self.check_sampling(n_samples, None)
+        linearized = prediction.parse_pred_type(pred_type) is PredType.GLM
+        method = parse_method(method, prior_structure, strength, self.prior_structures)
+        if method is PriorMethod.MARGLIK:
+            validate.count("n_steps", n_steps)
+            validate.number("lr", lr, positive=True)
+            check_prior("init_prior_prec", init_prior_prec, self._dtype, self._prior_sizes())
+            before = self.prior_precision
+            try:
+                super().optimize_prior_precision(
+                    PredType.GLM, "marglik", n_steps, lr, init_prior_prec, prior_structure, progress_bar=progress_bar
+                )
+            except BaseException as error:
+                self.prior_precision = before
+                if not isinstance(error, InputError):
+                    raise
+                wanted = "a maximisation that stays among positive finite numbers"
+                hint = "Use a smaller lr, or method='average_information'."
+                raise InputError(expected("lr, n_steps, init_prior_prec", wanted, f"({error})", hint)) from None
+        elif method is PriorMethod.GRIDSEARCH:
+            grid = make_grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base, self._dtype)
+            search_grid(self, grid, val_loader, prior_structure, loss, linearized, n_samples, progress_bar)
+        else:
+            set_information(self, method, prior_structure, strength, self._temperature_given)
+        if verbose:
+            tqdm.write(f"Prior precision: {self.prior_precision}")
+
+    def export(
+        self,
+        path: Path | str,
+        example: Inputs | None = None,
+        *,
+        format: str | None = None,
+        p_value: bool | None = None,
+        dynamic_axes: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
+        match: MatchProbability | None = None,
+    ) -> tuple[str, ...]:
+        """Write the encoder and its posterior as one module that needs neither this library nor laplace-torch.
+
+        The structures ``diag``, ``kron``, ``full`` and ``kron_lowrank`` of a last layer. What is written gives
+        ``mu, kappa, uncertainty, p_value`` of ``la(x)``, or the first three of a posterior that is not calibrated.
+
+        Args:
+            path: The file. ``.pt2``: a graph for ``torch.export.load``; ``.onnx``: a graph for onnxruntime and others
+                (``pip install '.[onnx]'`` in a copy of the repository); ``.npz`` or ``.safetensors``: arrays for the
+                scorer :mod:`contrastive_curvature.io.serving.numpy_scorer`, which needs numpy only and takes the
+                features of the last layer.
+            example: Inputs as ``la(x)`` takes them, to trace a graph with; its number of points may be another later.
+                It is not in the file. ``None`` takes made-up inputs of the types and shapes of the first ones of
+                ``fit``; a scorer needs none.
+            format: ``"pt2"``, ``"onnx"``, ``"npz"`` or ``"safetensors"``, where the path does not say it.
+            p_value: ``True`` refuses a posterior that is not calibrated, ``False`` leaves p-values out.
+            dynamic_axes: Axes besides the first whose sizes may change: ``[2, 3]``, and for a mapping of inputs
+                ``{"input_ids": [1], "attention_mask": [1]}``.
+            match: Fitted to predictions of this posterior, for ``scorer.same`` and ``scorer.right`` of the scorer; a
+                graph, which scores one input, holds none.
+
+        Returns:
+            Names of what is returned for an input, in order.
+
+        Raises:
+            NotFittedError: Before ``fit``; before ``la.calibrate``, where ``p_value``; the calibration is of another
+                prior precision, temperature or encoder; or ``match`` is not fitted.
+            UnsupportedError: Other weights or structures, an encoder that cannot be traced, or a missing package.
+            InputError: The folder does not exist, the name says no format, or an argument is malformed. A file of that
+                name is as it was, as after every other error.
+        """
+        # Imported when used, as it imports the classes of posteriors.
+        from contrastive_curvature.io.serving.export import export
+
+        return export(self, path, example, format=format, p_value=p_value, dynamic_axes=dynamic_axes, match=match)
+
+    def save_pretrained(self, folder: Path | str, *, overwrite: bool = False, **options: Any) -> Path:
+        """Write the posterior, of two towers both, to a folder to keep or to share: safetensors, JSON and a model card.
+
+        :func:`contrastive_curvature.load_pretrained` reads it back around the encoder, which is not in it. What is in
+        it is complete at every moment, also if the process is killed.
+
+        Args:
+            folder: The folder; missing parents are made.
+            overwrite: Whether a saved posterior that is there may be replaced.
+            **options: ``match``, ``example`` and what the model card says (``fitted_on``, ``encoder_source``,
+                ``license``, ``metrics``, ...), see :class:`~contrastive_curvature.io.pretrained.SaveOptions`.
+
+        Returns:
+            The folder.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: An option is malformed, the folder holds something already, or it cannot be written.
+            UnsupportedError: A posterior is of a class of your own, or has options that are no plain values.
+        """
+        # Imported when used, as it imports the classes of posteriors.
+        from contrastive_curvature.io.pretrained.save import save_pretrained
+
+        return save_pretrained(self, folder, overwrite=overwrite, **options)
+
+    def push_to_hub(self, repo_id: str, **options: Any) -> str:
+        """Save and upload to the Hugging Face hub.
+
+        Args:
+            repo_id: The repository, ``"user/name"``; it is made where there is none.
+            **options: ``private``, ``token``, ``revision``, ``create_pr`` and ``commit_message``, and the options of
+                :meth:`save_pretrained`, see :class:`~contrastive_curvature.io.pretrained.PushOptions`.
+
+        Returns:
+            Address of the upload.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: An option is malformed, or the hub refuses the upload.
+            UnsupportedError: See :meth:`save_pretrained`.
+        """
+        from contrastive_curvature.io.pretrained.hub import push_to_hub
+
+        return push_to_hub(self, repo_id, **options)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything the posterior needs besides the encoder: tensors, numbers and strings only.
+
+        ``torch.load(..., weights_only=True)`` reads it back. No training input is in it, except for ``gp``, which is
+        made of them; ``"data"`` holds made-up inputs of the same types and shapes. ``"checksum"`` is one of all other
+        entries but ``"data"``.
+        """
+        self.check_fitted()
+        assert self.curvature is not None
+        state: dict[str, Any] = owned(
+            {
+                **{name: getattr(self, name) for name in _AS_SAVED},
+                **{name: getattr(self, name) for name in _SETTINGS},
+                "subset_of_weights": self.subset_of_weights,
+                "contrastive": self.plain_options(),
+                "curvature": self.curvature.tree(),
+                **({"data": self.data, "_last_layer_name": self._last_layer_name} if self.on_last_layer else {}),
+                "temperature_given": self._temperature_given,
+                "backend": type(self.backend).__name__,
+                "encoder_norms": weight_norms(self.model),
+                "calibration": saved_calibration(self.known.calibration, self.keeps_features),
+                "class_centres": saved_classes(self._classes),
+                "prior_chosen": self._prior_chosen,
+            }
+        )
+        return sealed(state)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` gave, into an object constructed with the same options.
+
+        Everything in it is checked first, so that a state that is refused leaves this object as it was. Warns where the
+        encoder has other weights than the one it was saved from.
+
+        Raises:
+            InputError: It is damaged, or belongs to another class, likelihood or options, a key is missing, or
+                something in it has another type or shape.
+        """
+        kind = {"subset_of_weights": self.subset_of_weights, "likelihood": CONTRASTIVE}
+        check_state(state_dict, kind, self.plain_options())
+        with self.unchanged_on_error():
+            self._prepare_to_load(state_dict)
+            like = at_least_float32(next(self.model.parameters()).detach())
+            self._load(state_dict, like)
+
+    def _load(self, state: dict[str, Any], like: Tensor) -> None:
+        """Take a state whose keys and options are checked; laplace-torch's own method assigns while it checks."""
+        if self.enable_backprop != state["enable_backprop"]:
+            msg = "enable_backprop: the state was saved with another value, which now holds."
+            warnings.warn(msg, UserWarning, stacklevel=3)
+        own = ContrastiveGGN if self.chooses_backend else self._backend_cls
+        if state["backend"] not in (*KNOWN_BACKENDS, own.__name__):
+            hint = "Where it is a backend of your own, construct this object with backend=... of it."
+            refuse("backend", f"one of {', '.join(KNOWN_BACKENDS)}", repr(state["backend"]), hint)
+        self._renew_backend()
+        check_settings(state, like, self.n_params, self._prior_mean_sizes() or set(), self._prior_sizes() or set())
+        raw = self._loaded_curvature(state["curvature"], like)
+        for name in _AS_SAVED:
+            setattr(self, name, state[name])
+        self.prior_mean, self.prior_precision = state["prior_mean"], state["prior_precision"]
+        self.temperature, self._temperature_given = state["temperature"], state["temperature_given"]
+        self._prior_chosen = state["prior_chosen"]
+        self.model.output_size = self.n_outputs
+        self._take(raw, self._clamp(raw))
+        width = self.model.last_layer.in_features if self.keeps_features else None
+        self.known = self.known.anew(loaded_calibration(state["calibration"], width, self.n_outputs, like))
+        self._classes = loaded_classes(state["class_centres"], self.n_outputs, like)
+        now, saved = weight_norms(self.model), state["encoder_norms"].to(like.device)
+        # The tolerance is for other precisions. The encoder's own weights may be loaded after this, so it is no error.
+        if saved.shape != now.shape or not torch.allclose(now, saved.to(now), rtol=1e-3, atol=1e-12):
+            msg = (
+                "The encoder has other weights than the one whose posterior is loaded, so predictions will be wrong. "
+                "Load the encoder's state_dict first: laplace-torch keeps it apart from the posterior's."
+            )
+            warnings.warn(msg, UserWarning, stacklevel=3)
+
+    def _loaded_curvature(self, saved: Mapping[str, Any], like: Tensor) -> Structure:
+        """Return the curvature of a state, whose tensors have the shapes that these weights ask for."""
+        if saved.get("structure") != self.hessian_structure:
+            refuse("curvature", f"the structure {self.hessian_structure!r}", kind_of(saved.get("structure")))
+        fields = {name: value for name, value in saved.items() if name != "structure"}
+        try:
+            raw = self.structure(**fields)
+            shapes = raw.shapes(Room(self.posterior_parameters(), self.curvature_options.rank))
+        except (TypeError, AttributeError, IndexError) as error:
+            refuse("curvature", f"the fields of {self.hessian_structure!r}", f"others ({error})")
+        check_shapes("curvature", saved, like, shapes)
+        return raw
+
+    def _prepare_to_load(self, state: Mapping[str, Any]) -> None:
+        """Find out what must be known before a state can be checked; nothing where all parameters are."""
+        if not self.on_last_layer:
+            return
+        missing = [key for key in ("data", "_last_layer_name") if key not in state]
+        if missing:
+            raise InputError(expected("state_dict", "the keys data and _last_layer_name", f"none of {missing}"))
+        name = state["_last_layer_name"]
+        if not isinstance(name, (str, type(None))) or name != self._last_layer_name:
+            refuse("_last_layer_name", f"{self._last_layer_name!r}, that of this object", kind_of(name))
+        if state["data"] is None and self.model.last_layer is not None:
+            return
+        try:
+            self._analyse(prediction.moved_inputs(self.model, state["data"], self._device))
+        except UnsupportedError:
+            raise
+        except Exception as error:  # what an encoder raises at inputs of another kind has no common base
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            hint = "Where these are made up and the encoder needs real ones, set state_dict['data'] = x[:2] of yours."
+            refuse("data", "inputs that the encoder takes", f"{kind_of(state['data'])} ({reason})", hint)
+        if state["n_outputs"] != self.model.encoder.dim:
+            refuse("n_outputs", f"{self.model.encoder.dim}, that of the encoder", kind_of(state["n_outputs"]))
+        self.data = state["data"]
+
+    def plain_options(self) -> dict[str, Any]:
+        """Return the options of the curvature as strings and numbers; of a relation only whether there is one."""
+        return {**self.curvature_options.plain(), **self._own_options}
+
+
+def _copied(model: nn.Module) -> nn.Module:
+    """Return a copy of the encoder, which the posterior of a last layer owns."""
+    try:
+        return copy.deepcopy(model)
+    except RuntimeError as error:
+        if "deepcopy" not in str(error):
+            raise
+        msg = (
+            "model: a module keeps a tensor of its last run together with the graph, which cannot be copied; so do "
+            "torch.nn.utils.weight_norm and spectral_norm. Run it once without: with torch.no_grad(): model(x)"
+        )
+        raise UnsupportedError(msg) from error
 
 
 def _plain(value: float | Tensor) -> float | Tensor:
@@ -237,34 +1599,17 @@ def _plain(value: float | Tensor) -> float | Tensor:
     return value if isinstance(value, Tensor) else float(value)
 
 
-def check_prior(
-    argument: str, value: object, dtype: torch.dtype, sizes: Collection[int] | None = None, *, positive: bool = True
-) -> None:
-    """Refuse what is no prior precision (or mean, where numbers need not be positive).
-
-    Args:
-        argument: Its name.
-        value: A number, or a tensor of at most one dimension.
-        dtype: Of the encoder: what underflows to zero there is refused.
-        sizes: Numbers of entries that there is room for, besides one; ``None`` where that is not known yet.
-        positive: Whether zero and negative numbers are refused.
-    """
-    if not isinstance(value, Tensor):
-        if isinstance(value, bool) or not isinstance(value, Real):
-            wanted = f"a {'positive' if positive else 'finite'} number or a tensor of them"
-            hint = "Wrap it with torch.tensor(...)." if isinstance(value, (list, tuple)) else ""
-            raise InputTypeError(expected(argument, wanted, f"a {type(value).__name__}", hint))
-        value = torch.tensor(float(value), dtype=dtype)
-    if value.is_complex() or value.dtype == torch.bool:
-        raise InputTypeError(expected(argument, "real numbers", f"a tensor of {value.dtype}"))
-    given = value.detach().to(dtype)
-    if given.ndim > 1 or not given.numel():
-        raise InputError(expected(argument, "a number or shape (K,), not empty", f"shape {tuple(given.shape)}"))
-    if sizes is not None and given.numel() not in {1, *sizes}:
-        room = " or ".join(str(size) for size in sorted({1, *sizes}))
-        raise InputError(expected(argument, f"{room} entries", f"{given.numel()}"))
-    good = given.isfinite() & (given > 0) if positive else given.isfinite()
-    if not bool(good.all()):
-        wanted = f"positive numbers, finite in {dtype}" if positive else f"finite numbers in {dtype}"
-        shown = f"{float(given)}" if given.numel() == 1 else f"{int((~good).sum())} others"
-        raise InputError(expected(argument, wanted, shown))
+def _merged_classes(earlier: ClassCentres | None, new: ClassCentres | None) -> ClassCentres | None:
+    """Return the class centres of two fits together; ``None`` where one of them has none."""
+    if earlier is None or new is None:
+        return None
+    found = earlier.merged(new)
+    if found is None or earlier.sample is None:
+        why = (
+            "there are too many classes, so uncertainty goes without their centres"
+            if found is None
+            else "this posterior was loaded, so what is typical for its classes follows from the new inputs alone; "
+            "la.measure_classes(loader) over all of them makes it exact"
+        )
+        warnings.warn(f"override=False: {why}.", UserWarning, stacklevel=4)
+    return found

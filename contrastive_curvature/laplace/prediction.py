@@ -16,11 +16,17 @@ from laplace.utils.enums import LinkApprox, PredType
 from torch import Tensor
 
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution, InvalidRowsError, with_invalid_rows
-from contrastive_curvature.embedding.spread import Diagonal, Joint, Spread
+from contrastive_curvature.embedding.spread import Axes, Dense, Diagonal, Joint, Spread
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.network.inputs import Inputs, slice_inputs, tokenized
 from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, Pullback
 from contrastive_curvature.pairs.relation import chunks
+from contrastive_curvature.structures.at_features import (
+    AtFeatures,
+    AxesAtFeatures,
+    DenseAtFeatures,
+    DiagonalAtFeatures,
+)
 
 JOINT_ELEMENTS = 2**32
 """Numbers that ``joint=True`` may hold: the Jacobians of all inputs and their covariance; 16 GiB in float32."""
@@ -79,6 +85,15 @@ def check_outputs(x: Inputs, z: Tensor, dim: int, *, sampled: bool = False) -> N
     hint += " Leave them out, or call la(x, on_invalid='nan'), which gives NaN for these rows alone."
     received = f"NaN or infinity in rows {bad.nonzero().flatten()[:5].tolist()}"
     raise InvalidRowsError(expected("x", "inputs with finite outputs", received, hint), bad)
+
+
+_SPREADS: dict[type, type[Any]] = {DiagonalAtFeatures: Diagonal, AxesAtFeatures: Axes, DenseAtFeatures: Dense}
+
+
+def spread_at(posterior: AtFeatures, phi: Tensor) -> Spread:
+    """Return the spread of the outputs of a last layer at features (B, F)."""
+    spread: Spread = _SPREADS[type(posterior)](*posterior(phi))
+    return spread
 
 
 def distribution(z: Tensor, spread: Spread, diagonal: bool) -> EmbeddingDistribution:

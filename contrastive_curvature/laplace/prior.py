@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from enum import StrEnum
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,7 +25,7 @@ from contrastive_curvature.network.loader import check_loader
 from contrastive_curvature.options import parse_option
 
 if TYPE_CHECKING:
-    from contrastive_curvature.laplace.base import ContrastiveLaplace
+    from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 
 PRIOR_STRUCTURES = ("scalar", "layerwise", "diag")
 """One prior precision in all, one a parameter tensor, or one a parameter."""
@@ -215,32 +216,34 @@ def _embedding_samples(la: ContrastiveLaplace, contexts: list[Any], linearized: 
     return torch.cat(samples)
 
 
-def of_eigenvalues(groups: Sequence[tuple[Tensor, Tensor]]) -> float:
-    """Return the effective parameters of eigenvalues, not negative, with the prior precision of each group."""
-    return sum(float(_share(values, prior).sum()) for values, prior in groups)
+def check_prior(
+    argument: str, value: object, dtype: torch.dtype, sizes: Collection[int] | None = None, *, positive: bool = True
+) -> None:
+    """Refuse what is no prior precision (or mean, where numbers need not be positive).
 
-
-def of_dense(curvature: Tensor, prior: Tensor) -> float:
-    """Return the effective parameters of a matrix (P, P), with prior precisions (P,)."""
-    prior = prior.detach().double()
-    root, failed = torch.linalg.cholesky_ex(curvature.detach().double() + torch.diag(prior))
-    if int(failed):
-        hint = "Fit the encoder in float64, model.double(), or use hessian_structure='diag'."
-        raise InputError(expected("curvature", "a positive semidefinite one", "one that is not, by rounding", hint))
-    return float(len(prior) - (prior * torch.cholesky_inverse(root).diagonal()).sum())
-
-
-def of_eigenpairs(vectors: Tensor, values: Tensor, prior: Tensor) -> float:
-    """Return the effective parameters of ``U diag(values) U^T`` with ``U`` (P, R), with prior precisions (P,)."""
-    wide = vectors.detach().double() * values.detach().double().sqrt()
-    scaled = wide / prior.detach().double().sqrt().unsqueeze(1)
-    with torch.autocast(wide.device.type, enabled=False):
-        squares = torch.linalg.eigvalsh(scaled.T @ scaled).clamp(min=0)
-    return float(_share(squares, squares.new_ones(())).sum())
-
-
-def _share(values: Tensor, prior: Tensor) -> Tensor:
-    """Return what eigenvalues contribute, ``h / (h + d)`` in [0, 1]; zero where both are zero."""
-    values, prior = values.detach().double(), prior.detach().double()
-    total = values + prior
-    return values / torch.where(total > 0, total, 1)
+    Args:
+        argument: Its name.
+        value: A number, or a tensor of at most one dimension.
+        dtype: Of the encoder: what underflows to zero there is refused.
+        sizes: Numbers of entries that there is room for, besides one; ``None`` where that is not known yet.
+        positive: Whether zero and negative numbers are refused.
+    """
+    if not isinstance(value, Tensor):
+        if isinstance(value, bool) or not isinstance(value, Real):
+            wanted = f"a {'positive' if positive else 'finite'} number or a tensor of them"
+            hint = "Wrap it with torch.tensor(...)." if isinstance(value, (list, tuple)) else ""
+            raise InputTypeError(expected(argument, wanted, f"a {type(value).__name__}", hint))
+        value = torch.tensor(float(value), dtype=dtype)
+    if value.is_complex() or value.dtype == torch.bool:
+        raise InputTypeError(expected(argument, "real numbers", f"a tensor of {value.dtype}"))
+    given = value.detach().to(dtype)
+    if given.ndim > 1 or not given.numel():
+        raise InputError(expected(argument, "a number or shape (K,), not empty", f"shape {tuple(given.shape)}"))
+    if sizes is not None and given.numel() not in {1, *sizes}:
+        room = " or ".join(str(size) for size in sorted({1, *sizes}))
+        raise InputError(expected(argument, f"{room} entries", f"{given.numel()}"))
+    good = given.isfinite() & (given > 0) if positive else given.isfinite()
+    if not bool(good.all()):
+        wanted = f"positive numbers, finite in {dtype}" if positive else f"finite numbers in {dtype}"
+        shown = f"{float(given)}" if given.numel() == 1 else f"{int((~good).sum())} others"
+        raise InputError(expected(argument, wanted, shown))

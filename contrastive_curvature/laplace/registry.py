@@ -8,13 +8,13 @@ place: each constructs our class for this likelihood, and laplace-torch's own fo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
-from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.laplace import classes, functional
-from contrastive_curvature.laplace.kron_lowrank import ContrastiveKronLowRankLLLaplace
+from contrastive_curvature.errors import InputTypeError, UnsupportedError, expected
+from contrastive_curvature.laplace.functional import FunctionSpaceLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE
+from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.laplace.towers import TwoTowerLaplace
 from contrastive_curvature.network.two_towers import TwoTowers
 
@@ -22,40 +22,39 @@ __all__ = ["entries"]
 
 Key = tuple[str, str]
 
-
-def _last_layer_kron(*args: Any, **kwargs: Any) -> Any:
-    """Return the posterior whose input factor is of low rank beyond a width; ``rank="full"`` keeps all eigenvectors."""
-    options = dict(kwargs.get("backend_kwargs") or {})
-    full = options.get("rank") == "full"
-    if full:
-        del options["rank"]
-        kwargs["backend_kwargs"] = options
-    # Damping splits the prior between two factors, which both have to be whole.
-    kind = classes.ContrastiveKronLLLaplace if full or "damping" in kwargs else ContrastiveKronLowRankLLLaplace
-    return kind(*args, **kwargs)
-
-
-_OURS: dict[Key, Callable[..., Any]] = {
-    ("last_layer", "kron"): _last_layer_kron,
-    ("last_layer", "kron_lowrank"): _last_layer_kron,
-    ("last_layer", "diag"): classes.ContrastiveDiagLLLaplace,
-    ("last_layer", "full"): classes.ContrastiveFullLLLaplace,
-    ("last_layer", "gp"): functional.ContrastiveFunctionalLLLaplace,
-    ("all", "diag"): classes.ContrastiveDiagLaplace,
-    ("all", "kron"): classes.ContrastiveKronLaplace,
-    ("all", "full"): classes.ContrastiveFullLaplace,
-    ("all", "lowrank"): classes.ContrastiveLowRankLaplace,
-    ("all", "gp"): functional.ContrastiveFunctionalLaplace,
-    ("subnetwork", "diag"): classes.ContrastiveDiagSubnetLaplace,
-    ("subnetwork", "full"): classes.ContrastiveFullSubnetLaplace,
+_STRUCTURES: dict[str, tuple[str, ...]] = {
+    "last_layer": ("kron", "kron_lowrank", "diag", "full", "gp"),
+    "all": ("diag", "kron", "full", "lowrank", "gp"),
+    "subnetwork": ("diag", "full"),
 }
+"""Structures of the posterior, by weights."""
+
+_BY_PLACE = ("sigma_noise", "prior_precision", "prior_mean", "temperature", "enable_backprop")
+_SUBNETWORK = ("subnetwork_indices", *_BY_PLACE[:4])
+"""Arguments that may be given by place, in the order of laplace-torch's classes."""
+
 _NEITHER: tuple[Key, ...] = (("last_layer", "lowrank"), ("all", "kron_lowrank"))
+
+
+def _posterior(model: Any, likelihood: str, weights: str, structure: str, **arguments: Any) -> Any:
+    """Return the posterior of an encoder."""
+    if structure == "gp":
+        return FunctionSpaceLaplace(model, likelihood, weights, **arguments)
+    if weights == "last_layer" and structure.startswith("kron"):
+        # Of many features the input factor is of low rank; rank="full" keeps all eigenvectors.
+        options = dict(arguments.get("backend_kwargs") or {})
+        full = options.get("rank") == "full"
+        if full:
+            arguments["backend_kwargs"] = {name: value for name, value in options.items() if name != "rank"}
+        structure = "kron" if full else "kron_lowrank"
+    return ContrastiveLaplace(model, likelihood, weights, structure, **arguments)
 
 
 def entries(hosts_classes: Iterable[Any]) -> list[Any]:
     """Return what ``laplace.Laplace`` chooses from, in place of these subclasses of ``BaseLaplace``."""
+    ours = [(weights, structure) for weights, room in _STRUCTURES.items() for structure in room]
     hosts = {kind._key: kind for kind in hosts_classes if hasattr(kind, "_key")}
-    return [*hosts.values(), *(_entry(key, hosts.get(key)) for key in (*_OURS, *_NEITHER))]
+    return [*hosts.values(), *(_entry(key, hosts.get(key)) for key in (*ours, *_NEITHER))]
 
 
 def _entry(key: Key, of_host: Any) -> Any:
@@ -70,12 +69,18 @@ def _entry(key: Key, of_host: Any) -> Any:
             return of_host(model, likelihood, *args, **kwargs)
         if key in _NEITHER:
             weights, structure = key
-            room = " or ".join(repr(one[1]) for one in _OURS if one[0] == weights)
+            room = " or ".join(map(repr, _STRUCTURES[weights]))
             msg = f"hessian_structure={structure!r}: subset_of_weights={weights!r} has no such structure. Use {room}."
             raise UnsupportedError(msg)
+        by_place = _SUBNETWORK if key[0] == "subnetwork" else _BY_PLACE
+        named = dict(zip(by_place, args, strict=False))
+        if len(args) > len(by_place) or set(named) & set(kwargs):
+            came = f"{len(args)} of them by place, and {', '.join(kwargs) or 'none'} by name"
+            raise InputTypeError(expected("Laplace", f"each argument once, by place {', '.join(by_place)}", came))
+        kwargs = {**named, **kwargs}
         if isinstance(model, TwoTowers):
-            return TwoTowerLaplace(model, likelihood, *key, *args, **kwargs)
-        return _OURS[key](model, likelihood, *args, **kwargs)
+            return TwoTowerLaplace(model, likelihood, *key, **kwargs)
+        return _posterior(model, likelihood, *key, **kwargs)
 
     construct._key = key  # type: ignore[attr-defined]
     return construct

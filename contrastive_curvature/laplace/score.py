@@ -16,7 +16,7 @@ from contrastive_curvature.errors import InputError, InputTypeError, NotFittedEr
 from contrastive_curvature.network.digest import same_encoder, summary
 
 if TYPE_CHECKING:
-    from contrastive_curvature.laplace.base import ContrastiveLaplace
+    from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 
 _PROBES = 8
 """Made-up embeddings whose scores tell one function from another."""

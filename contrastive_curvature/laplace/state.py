@@ -20,26 +20,24 @@ from contrastive_curvature.embedding.known import NOVELTY, Reference, TrainingGa
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.laplace.calibration import Calibration
-from contrastive_curvature.laplace.posterior import check_prior
+from contrastive_curvature.laplace.prior import check_prior
 from contrastive_curvature.laplace.score import Score
 from contrastive_curvature.network.digest import tensor_bytes
 
 _KEYS: dict[str, Any] = {
     "mean": Tensor,
-    "H": object,
-    "H_raw": object,
+    "curvature": dict,
     "loss": object,
     "cost": object,
     "prior_mean": Tensor,
     "prior_precision": Tensor,
-    "sigma_noise": object,
     "n_data": int,
     "n_outputs": int,
     "likelihood": str,
     "temperature": float,
     "temperature_given": bool,
     "enable_backprop": bool,
-    "cls_name": str,
+    "subset_of_weights": str,
     "contrastive": dict,
     "backend": str,
     "encoder_norms": Tensor,
@@ -75,25 +73,22 @@ def refuse(key: str, wanted: str, got: object, instead: str = "") -> Never:
     raise InputError(expected(f"state_dict[{key!r}]", wanted, got, instead)) from None
 
 
-def check_state(state: object, name: str, likelihood: str, options: Mapping[str, Any]) -> None:
-    """Refuse what is no state of a class of this name, with these options; the numbers are not looked at."""
+def check_state(state: object, kind: Mapping[str, str], options: Mapping[str, Any]) -> None:
+    """Refuse what is no state of a posterior with these weights and options; the numbers are not looked at."""
     if not isinstance(state, Mapping):
         raise InputError(expected("state_dict", "what la.state_dict() gave", f"a {type(state).__name__}"))
     if "contrastive" not in state:
         raise InputError(expected("state_dict", "one of a contrastive Laplace", "one of another likelihood"))
     missing = [key for key in _KEYS if key not in state]
     if missing:
-        raise InputError(expected("state_dict", f"the keys {', '.join(_KEYS)}", f"none of {', '.join(missing)}"))
-    for key, kind in _KEYS.items():
-        if not isinstance(state[key], kind) or (kind is int and isinstance(state[key], bool)):
-            refuse(key, f"a value of type {kind}", kind_of(state[key]))
-    if state["cls_name"] != name:
-        hint = "Give this object the same subset_of_weights and hessian_structure."
-        if state["cls_name"] == "ContrastiveKronLLLaplace":
-            hint = "Give this object hessian_structure='kron' with backend_kwargs=dict(rank='full')."
-        refuse("cls_name", name, state["cls_name"], hint)
-    if state["likelihood"] != likelihood:
-        refuse("likelihood", repr(likelihood), repr(state["likelihood"]))
+        hint = "States of version 0.2 are not read: fit again."
+        raise InputError(expected("state_dict", f"the keys {', '.join(_KEYS)}", f"none of {', '.join(missing)}", hint))
+    for key, wanted in _KEYS.items():
+        if not isinstance(state[key], wanted) or (wanted is int and isinstance(state[key], bool)):
+            refuse(key, f"a value of type {wanted}", kind_of(state[key]))
+    for key, value in kind.items():
+        if state[key] != value:
+            refuse(key, repr(value), repr(state[key]), "Give this object the same arguments.")
     was = state["contrastive"]
     differ = [name for name in sorted({*options, *was}, key=str) if name not in was or was[name] != options.get(name)]
     if differ:
@@ -143,8 +138,13 @@ def check_settings(
 
 
 def check_shapes(key: str, value: Any, like: Tensor, shapes: Any, dtype: torch.dtype | None = None) -> None:
-    """Refuse a value whose tensors do not have these shapes, in the same lists or under the same names."""
-    if isinstance(shapes, tuple):
+    """Refuse a value whose tensors do not have these shapes, in the same lists or under the same names.
+
+    A shape is a tuple, or a dtype for one number of it.
+    """
+    if isinstance(shapes, torch.dtype):
+        _check_tensor(key, value, like, (), shapes)
+    elif isinstance(shapes, tuple):
         _check_tensor(key, value, like, shapes, dtype)
     elif isinstance(shapes, dict):
         for name, shape in shapes.items():

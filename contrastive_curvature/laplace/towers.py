@@ -14,8 +14,8 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.fit.towers import TowerBatch, read_towers, towers_curvature, towers_product
-from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.options import CONTRASTIVE
+from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.laplace.prior import PriorMethod
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.rows import RowLoss
@@ -136,7 +136,7 @@ class TwoTowerLaplace:
         """Choose the prior precision of both posteriors, each from its own curvature.
 
         Args:
-            *args: As of :meth:`~contrastive_curvature.laplace.base.ContrastiveLaplace.optimize_prior_precision`.
+            *args: As of :meth:`~contrastive_curvature.laplace.posterior.ContrastiveLaplace.optimize_prior_precision`.
             **kwargs: The same by name.
 
         Raises:
@@ -278,7 +278,7 @@ class TwoTowerLaplace:
             raise InputError(expected("encoder_a, encoder_b", wanted, f"{a} outputs of encoder_a and {b} of encoder_b"))
         if self.a.keeps_features:
             # The posteriors hold copies of the encoders, in which nothing is shared.
-            _refuse_shared_parameters(self.model, [la.model.encoder.last_layer_name for la in (self.a, self.b)])
+            _refuse_shared_parameters(self.model, [str(la.model.encoder.last_layer_name) for la in (self.a, self.b)])
         return probe
 
     @contextmanager

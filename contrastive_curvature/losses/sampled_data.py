@@ -16,7 +16,7 @@ from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.losses.contrastive_classes import LabelledPoints, SampledContrastive
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.sampled import SampledPairDerivatives
-from contrastive_curvature.options import PDFix, Structure
+from contrastive_curvature.options import PDFix
 from contrastive_curvature.pairs.rows import Rows
 
 MANY_POINTS = 30_000
@@ -48,9 +48,9 @@ def without_cross_terms(loss: CosineLoss) -> CosineLoss:
     return loss.replaced(pd_fix=fixes.get(loss.pd_fix, loss.pd_fix))
 
 
-def check_samplable(loss: CosineLoss, structure: Structure | None) -> None:
-    """Refuse a loss whose cross terms go through the pairs of other points, unless Kronecker factors leave them out."""
-    coupled = without_cross_terms(loss).coupled if structure is Structure.KRON else loss.coupled
+def check_samplable(loss: CosineLoss, couples: bool) -> None:
+    """Refuse a loss whose cross terms go through the pairs of other points, unless a structure leaves them out."""
+    coupled = loss.coupled if couples else without_cross_terms(loss).coupled
     if needs_points(loss) and coupled:
         msg = (
             f"negative_samples with pd_fix={str(loss.pd_fix)!r}: the cross terms of {type(loss).__name__} go through "

@@ -22,7 +22,6 @@ from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.layer_tape import Piece
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.network.pullback import KronFactors, own_name
-from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs.relation import chunks
 
 if TYPE_CHECKING:
@@ -52,26 +51,26 @@ def kron_kinds(pullback: LayerwisePullback) -> list[str]:
     return [kind(number, p) for number, p in enumerate(pullback.trainable)]
 
 
-def kron_factors(pullback: LayerwisePullback, x: Inputs, blocks: Blocks, n_data: int) -> KronFactors:
-    """Return the factors of a batch, whose ``A`` are averaged over ``n_data`` points; those of batches add up.
+def kron_factors(pullback: LayerwisePullback, x: Inputs, blocks: Blocks) -> KronFactors:
+    """Return the factors of a batch, whose ``A`` are sums over points; those of batches add up.
 
     A matrix that multiplies the inputs of every position has ``[G, A]``; several runs of it count as more positions.
     A vector has its exact block. Other parameters (tokens and tables that are added, embeddings, grouped convolutions)
     have their exact block up to :data:`BLOCK_ENTRIES` entries, and above that ``[G, A]`` too: their first axis takes
     the place of a layer's outputs, and the other axes that of positions whose inputs are unit vectors.
     """
-    out = pullback.run_layers(x, lambda: _layer_factors(pullback, x, blocks, n_data))
+    out = pullback.run_layers(x, lambda: _layer_factors(pullback, x, blocks))
     kinds = kron_kinds(pullback)
     for number in sorted(pullback.by_func):
         if kinds[number] == "block":
-            out[number] = [_of_one(pullback, number).block_term(x, blocks, Structure.FULL)]
+            out[number] = [_of_one(pullback, number).full(x, blocks)]
         else:
             g = _entries_factor(pullback, number, x, blocks)
-            out[number] = [g, _identity(pullback.trainable[number], len(blocks) / n_data)]
+            out[number] = [g, _identity(pullback.trainable[number], len(blocks))]
     return out
 
 
-def _layer_factors(pullback: LayerwisePullback, x: Inputs, blocks: Blocks, n_data: int) -> KronFactors:
+def _layer_factors(pullback: LayerwisePullback, x: Inputs, blocks: Blocks) -> KronFactors:
     """Return factors of all parameters that are seen in layers; those of the others are zero."""
     kinds = kron_kinds(pullback)
     out = [_zeros(pullback, number, kind, blocks.u) for number, kind in enumerate(kinds)]
@@ -80,10 +79,10 @@ def _layer_factors(pullback: LayerwisePullback, x: Inputs, blocks: Blocks, n_dat
             if kinds[piece.number] == "matrix":
                 inputs = _inputs(piece)
                 a = inputs.flatten(0, 1)
-                out[piece.number][1].addmm_(a.mT, a, alpha=1 / (n_data * inputs.shape[1]))
+                out[piece.number][1].addmm_(a.mT, a, alpha=1 / inputs.shape[1])
         for number, p in enumerate(pullback.trainable):
             if kinds[number] in ("entries", "none") and number not in pullback.by_func:
-                out[number][1] += _identity(p, len(tape.z) / n_data).to(tape.z)
+                out[number][1] += _identity(p, len(tape.z)).to(tape.z)
         factor = blocks[rows].signed_factor()
         for group, signs in pullback.backward(tape, factor.columns, factor.signs):
             jacobians: dict[int, Tensor] = {}

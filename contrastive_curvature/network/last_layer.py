@@ -17,7 +17,6 @@ from contrastive_curvature.network.full_precision import full_precision
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, KronFactors, Pullback
 from contrastive_curvature.network.sketch import sketch_moment
-from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs.relation import chunks
 
 _PAIR_OVERHEAD = 40
@@ -81,7 +80,8 @@ class LastLayerPullback(Pullback):
         return self._flat(cotangents.T @ self._extended(self.forward(x)[1]))
 
     @full_precision
-    def _block_diag(self, context: Any, blocks: Blocks) -> Tensor:
+    def diag(self, context: Any, blocks: Blocks) -> Tensor:
+        """See :meth:`Pullback.diag`."""
         m, width = blocks.diagonal(), context.shape[1] + self.bias
         out = m.new_zeros(m.shape[1], width)
         for rows in chunks(len(context), _CHUNK_ELEMENTS // width):
@@ -89,7 +89,8 @@ class LastLayerPullback(Pullback):
         return self._flat(out)
 
     @full_precision
-    def _block_full(self, context: Any, blocks: Blocks) -> Tensor:
+    def full(self, context: Any, blocks: Blocks) -> Tensor:
+        """See :meth:`Pullback.full`."""
         phi = self._extended(context)
         (n, width), dim = phi.shape, blocks.u.shape[1]
         out = phi.new_zeros(dim * dim, width * width)
@@ -103,14 +104,11 @@ class LastLayerPullback(Pullback):
         return by_layer[order.flatten()][:, order.flatten()]
 
     @full_precision
-    def cross_term(self, rows: Any, columns: Any, cross: CrossBlocks, structure: Structure) -> Tensor:
-        """See :meth:`Pullback.cross_term`.
+    def cross_diag(self, rows: Any, columns: Any, cross: CrossBlocks) -> Tensor:
+        """See :meth:`Pullback.cross_diag`.
 
-        The diagonal, for entry (k, f), is ``sum_ij H_ij[k, k] phi_if phi_jf``; by points for few outputs, by pairs for
-        many.
+        Entry (k, f) is ``sum_ij H_ij[k, k] phi_if phi_jf``; by points for few outputs, by pairs for many.
         """
-        if structure is not Structure.DIAG:
-            return super().cross_term(rows, columns, cross, structure)
         dim = cross.u_rows.shape[1]
         if not cross.y.numel():
             return cross.u_rows.new_zeros(self.n_params)
@@ -126,20 +124,20 @@ class LastLayerPullback(Pullback):
         """See :meth:`Pullback.output_covariance`; the outputs are independent."""
         return torch.diag_embed(diag_last_layer_variance(context, variance, self.encoder.dim))
 
-    def tile_size(self, structure: Structure, dim: int) -> int:
-        """See :meth:`Pullback.tile_size`; without Jacobians only the pair weights are held."""
-        return 2048 if structure is Structure.DIAG else super().tile_size(structure, dim)
+    def tile_diag(self, dim: int) -> int:
+        """See :meth:`Pullback.tile_diag`; without Jacobians only the pair weights are held."""
+        del dim
+        return 2048
 
     @full_precision
-    def kron_factors(self, context: Any, blocks: Blocks, n_data: int) -> KronFactors:
-        """See :meth:`Pullback.kron_factors`: ``[[G (D, D), A (F, F)]]``, and ``[G]`` for the bias.
+    def kron(self, context: Any, blocks: Blocks) -> KronFactors:
+        """See :meth:`Pullback.kron`: ``[[G (D, D), sum phi phi^T (F, F)]]``, and ``[G]`` for the bias.
 
-        With a sketch of S columns, ``[[G, A Omega (F, S), trace (1,)]]``.
+        A sketch of S columns has its product with the test matrix (F, S) and its trace (1,) in the place of the sum.
         """
         g = blocks.total()
         moment = [context.T @ context] if self.sketch is None else sketch_moment(context, self.sketch)
-        weight = [g, *(part / n_data for part in moment)]
-        return [weight, [g.clone()]] if self.bias else [weight]
+        return [[g, *moment], [g.clone()]] if self.bias else [[g, *moment]]
 
     @full_precision
     def class_sums(self, context: Any, cotangents: Tensor, index: Tensor, n_classes: int) -> Tensor:

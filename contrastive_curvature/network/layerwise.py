@@ -45,7 +45,6 @@ from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.network.pullback import KronFactors, own_name
 from contrastive_curvature.network.recorder import Recorder
 from contrastive_curvature.network.threads import private_copy
-from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs.relation import chunks
 
 _T = TypeVar("_T")
@@ -122,24 +121,21 @@ class LayerwisePullback(ModulePullback):
             self._example = few_points(x)
         return super().forward(x)
 
-    def block_term(self, context: Any, blocks: Blocks, structure: Structure) -> Tensor:
-        """See :meth:`Pullback.block_term`; the diagonal without a Jacobian of the network."""
-        if structure is not Structure.DIAG:
-            return super().block_term(context, blocks, structure)
+    def diag(self, context: Any, blocks: Blocks) -> Tensor:
+        """See :meth:`Pullback.diag`; without a Jacobian of the network."""
 
         def add(pieces: Sequence[Tensor]) -> None:
             for rows, tape in self.tapes(context):
                 self._add_squares(pieces, tape, blocks[rows].signed_factor())
 
-        return self._diagonal(blocks.u, context, add, lambda general: general.block_term(context, blocks, structure))
+        return self._diagonal(blocks.u, context, add, lambda general: general.diag(context, blocks))
 
-    def curvature(self, context: Any, hessian: OutputHessian, structure: Structure) -> Tensor:
-        """See :meth:`Pullback.curvature`; in one tile, blocks and cross terms share their backward passes."""
-        n = len(hessian)
-        diagonal = structure is Structure.DIAG and hessian.coupled and n > 0
-        shared = _shared_columns(hessian) if diagonal and n <= self.tile_size(structure, hessian.z.shape[1]) else None
+    def coupled_diag(self, context: Any, hessian: OutputHessian) -> Tensor:
+        """See :meth:`Pullback.coupled_diag`; in one tile, blocks and cross terms share their backward passes."""
+        fits = hessian.coupled and 0 < len(hessian) <= self.tile_diag(hessian.z.shape[1])
+        shared = _shared_columns(hessian) if fits else None
         if shared is None:
-            return super().curvature(context, hessian, structure)
+            return super().coupled_diag(context, hessian)
         columns, weight, rest = shared
 
         def add(pieces: Sequence[Tensor]) -> None:
@@ -149,34 +145,29 @@ class LayerwisePullback(ModulePullback):
                     pieces[piece.number][piece.part.place] += piece.part.weighted(b, piece.part, b, weight)
             self._add_squares(pieces, tape, rest)
 
-        return self._diagonal(hessian.z, context, add, lambda general: general.curvature(context, hessian, structure))
+        return self._diagonal(hessian.z, context, add, lambda general: general.coupled_diag(context, hessian))
 
-    def cross_term(self, rows_context: Any, columns_context: Any, cross: CrossBlocks, structure: Structure) -> Tensor:
-        """See :meth:`Pullback.cross_term`; the diagonal without a Jacobian of the network."""
-        if structure is not Structure.DIAG:
-            return super().cross_term(rows_context, columns_context, cross, structure)
+    def cross_diag(self, rows: Any, columns: Any, cross: CrossBlocks) -> Tensor:
+        """See :meth:`Pullback.cross_diag`; without a Jacobian of the network."""
         if not all(cross.shape):
             return cross.u_rows.new_zeros(self.n_params)
 
         def add(pieces: Sequence[Tensor]) -> None:
-            left = self.tape(rows_context)
-            right = left if cross.symmetric else self.tape(columns_context)
+            left = self.tape(rows)
+            right = left if cross.symmetric else self.tape(columns)
             for piece, found in _cross_diagonals(left, right, cross):
                 pieces[piece.number][piece.part.place] += found
 
-        def general(pullback: ModulePullback) -> Tensor:
-            return pullback.cross_term(rows_context, columns_context, cross, structure)
+        return self._diagonal(cross.u_rows, rows, add, lambda general: general.cross_diag(rows, columns, cross))
 
-        return self._diagonal(cross.u_rows, rows_context, add, general)
-
-    def kron_factors(self, context: Any, blocks: Blocks, n_data: int) -> KronFactors:
-        """See :meth:`Pullback.kron_factors`.
+    def kron(self, context: Any, blocks: Blocks) -> KronFactors:
+        """See :meth:`Pullback.kron`.
 
         Raises:
             UnsupportedError: A parameter has other factors in this batch than in the batches before, so that their sum
                 would have no meaning.
         """
-        factors = kron_factors(self, context, blocks, n_data)
+        factors = kron_factors(self, context, blocks)
         kinds = kron_kinds(self)
         if self._kinds is not None and kinds != self._kinds:
             changed = [k for k, (old, new) in enumerate(zip(self._kinds, kinds, strict=True)) if old != new]
@@ -214,13 +205,13 @@ class LayerwisePullback(ModulePullback):
                 covariance += self.general.output_covariance(context, mine)
         return covariance
 
-    def tile_size(self, structure: Structure, dim: int) -> int:
-        """See :meth:`Pullback.tile_size`; for diagonals as many points as one graph may have."""
-        if structure is not Structure.DIAG or (self.layouts is _UNKNOWN and self._example is None):
-            return super().tile_size(structure, dim)
+    def tile_diag(self, dim: int) -> int:
+        """See :meth:`Pullback.tile_diag`; as many points as one graph may have."""
+        if self.layouts is _UNKNOWN and self._example is None:
+            return super().tile_diag(dim)
         self.run_layers(self._example, lambda: None)
         if self.general is not None:
-            return min(_TILE_POINTS, self.general.tile_size(structure, dim))
+            return min(_TILE_POINTS, self.general.tile_diag(dim))
         size = self.layouts.inputs + 2 * self.layouts.gradients
         return max(1, min(_TILE_POINTS, 4 * _CHUNK_ELEMENTS // size))
 

@@ -25,7 +25,6 @@ from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs
 from contrastive_curvature.network.pullback import Pullback, own_name
 from contrastive_curvature.network.threads import private_copy
-from contrastive_curvature.options import Structure
 
 
 class ModulePullback(Pullback):
@@ -221,26 +220,26 @@ class SubnetworkPullback(Pullback):
         """See :meth:`Pullback.vjp`."""
         return self.inner.vjp(context, cotangents)[..., self.indices]
 
-    def block_term(self, context: Any, blocks: Blocks, structure: Structure) -> Tensor:
-        """See :meth:`Pullback.block_term`."""
-        if structure is Structure.DIAG:
-            return self.inner.block_term(context, blocks, structure)[self.indices]
-        return super().block_term(context, blocks, structure)
+    def diag(self, context: Any, blocks: Blocks) -> Tensor:
+        """See :meth:`Pullback.diag`."""
+        return self.inner.diag(context, blocks)[self.indices]
 
-    def cross_term(self, rows: Any, columns: Any, cross: CrossBlocks, structure: Structure) -> Tensor:
-        """See :meth:`Pullback.cross_term`."""
-        if structure is Structure.DIAG:
-            return self.inner.cross_term(rows, columns, cross, structure)[self.indices]
-        return super().cross_term(rows, columns, cross, structure)
+    def cross_diag(self, rows: Any, columns: Any, cross: CrossBlocks) -> Tensor:
+        """See :meth:`Pullback.cross_diag`."""
+        return self.inner.cross_diag(rows, columns, cross)[self.indices]
 
     def output_covariance(self, context: Any, variance: Tensor) -> Tensor:
         """See :meth:`Pullback.output_covariance`; the other parameters are known."""
         everywhere = variance.new_zeros(self.inner.n_params).index_copy(0, self.indices, variance)
         return self.inner.output_covariance(context, everywhere)
 
-    def tile_size(self, structure: Structure, dim: int) -> int:
-        """See :meth:`Pullback.tile_size`."""
-        return self.inner.tile_size(structure, dim)
+    def tile_diag(self, dim: int) -> int:
+        """See :meth:`Pullback.tile_diag`."""
+        return self.inner.tile_diag(dim)
+
+    def tile_full(self, dim: int) -> int:
+        """See :meth:`Pullback.tile_full`."""
+        return self.inner.tile_full(dim)
 
 
 class _FunctionalEncoder:

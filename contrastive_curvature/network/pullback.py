@@ -1,14 +1,15 @@
 """From the output Hessian to the curvature of the parameters: ``J^T H J`` with the Jacobian of the RAW outputs.
 
-A pullback knows one thing, the per-point vector-Jacobian product; every structure is written on top of it once. The
-last linear layer replaces what has a closed form (:mod:`contrastive_curvature.network.last_layer`), the layerwise
-pullback what needs no Jacobian of any point (:mod:`contrastive_curvature.network.layerwise`).
+A pullback knows one thing, the per-point vector-Jacobian product; what the structures
+(:mod:`contrastive_curvature.structures`) ask for is written on top of it once, by name. The last linear layer replaces
+what has a closed form (:mod:`contrastive_curvature.network.last_layer`), the layerwise pullback what needs no Jacobian
+of any point (:mod:`contrastive_curvature.network.layerwise`).
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.threads import watched
-from contrastive_curvature.options import Structure
 from contrastive_curvature.pairs.relation import chunks
 
 JACOBIAN_ELEMENTS = 2**25
@@ -130,22 +130,35 @@ class Pullback(ABC):
             out += self.vjp(self.slice_context(context, rows), cotangents[rows].unsqueeze(1)).sum((0, 1))
         return out
 
-    def curvature(self, context: Any, hessian: OutputHessian, structure: Structure) -> Tensor:
-        """Return ``J^T H J`` of points that are there at once, unclamped: its diagonal (P,) or the whole (P, P)."""
-        numbers = hessian.z.numel() * self.width
-        if hessian.coupled and structure is Structure.FULL and numbers <= JACOBIAN_ELEMENTS:
+    def coupled_diag(self, context: Any, hessian: OutputHessian) -> Tensor:
+        """Return the diagonal (P,) of ``J^T H J`` of points that are coupled with each other alone, unclamped."""
+        return self._coupled(context, hessian, self.diag, self.cross_diag, self.tile_diag)
+
+    def coupled_full(self, context: Any, hessian: OutputHessian) -> Tensor:
+        """Return ``J^T H J`` (P, P) of points that are coupled with each other alone, unclamped."""
+        if hessian.coupled and hessian.z.numel() * self.width <= JACOBIAN_ELEMENTS:
             # One product of large matrices instead of one for the blocks and one for the cross terms.
             jacobian = self.jacobians(context, hessian.z)
             return jacobian.flatten(0, 1).T @ hessian.matvec(jacobian).flatten(0, 1)
-        out = self.block_term(context, hessian.blocks, structure)
+        return self._coupled(context, hessian, self.full, self.cross_full, self.tile_full)
+
+    def _coupled(
+        self,
+        context: Any,
+        hessian: OutputHessian,
+        term: Callable[[Any, Blocks], Tensor],
+        cross_term: Callable[[Any, Any, CrossBlocks], Tensor],
+        tile: Callable[[int], int],
+    ) -> Tensor:
+        out = term(context, hessian.blocks)
         if not hessian.coupled:
             return out
-        tiles = list(chunks(len(hessian), self.tile_size(structure, hessian.z.shape[1])))
+        tiles = list(chunks(len(hessian), tile(hessian.z.shape[1])))
         for rows in tiles:
             left = context if len(tiles) == 1 else self.slice_context(context, rows)
             for columns in tiles:
                 right = left if columns == rows else self.slice_context(context, columns)
-                out = out + self.cross_term(left, right, hessian.cross(rows, columns), structure)
+                out = out + cross_term(left, right, hessian.cross(rows, columns))
         return out
 
     def jacobians(self, context: Any, like: Tensor) -> Tensor:
@@ -153,12 +166,40 @@ class Pullback(ABC):
         n, dim = like.shape
         return self.vjp(context, torch.eye(dim, dtype=like.dtype, device=like.device).expand(n, dim, dim))
 
-    def block_term(self, context: Any, blocks: Blocks, structure: Structure) -> Tensor:
-        """Return ``sum_i J_i^T H_ii J_i``: its diagonal (P,) or the whole (P, P)."""
-        return self._block_diag(context, blocks) if structure is Structure.DIAG else self._block_full(context, blocks)
+    def diag(self, context: Any, blocks: Blocks) -> Tensor:
+        """Return the diagonal (P,) of ``sum_i J_i^T H_ii J_i``."""
+        n, dim = blocks.u.shape
+        out = blocks.u.new_zeros(self.n_params)
+        eye = torch.eye(dim, dtype=blocks.u.dtype, device=blocks.u.device)
+        for rows, axes in self._chunks(n, dim):
+            part = self.slice_context(context, rows)
+            unit = eye[axes].expand(rows.stop - rows.start, -1, -1)
+            jacobian = self.vjp(part, unit)
+            if axes == slice(0, dim):
+                curved = blocks[rows].matmul(jacobian)
+            else:
+                # Not all rows of the Jacobian fit at once: row k of H J is the product with row k of H.
+                curved = self.vjp(part, blocks[rows].matmul(unit.mT).mT)
+            # An einsum would become one small matrix product a parameter.
+            out += (jacobian * curved).sum((0, 1))
+        return out
 
-    def cross_term(self, rows: Any, columns: Any, cross: CrossBlocks, structure: Structure) -> Tensor:
-        """Return ``sum_ij J_i^T H_ij J_j`` for points i and j: its diagonal (P,) or the whole (P, P).
+    def full(self, context: Any, blocks: Blocks) -> Tensor:
+        """Return ``sum_i J_i^T H_ii J_i`` (P, P)."""
+        n, dim = blocks.u.shape
+        out = blocks.u.new_zeros(self.n_params, self.n_params)
+        for rows in chunks(n, self._points_at_once(dim)):
+            jacobian = self.jacobians(self.slice_context(context, rows), blocks.u[rows])
+            out += jacobian.flatten(0, 1).T @ blocks[rows].matmul(jacobian).flatten(0, 1)
+        return out
+
+    def cross_diag(self, rows: Any, columns: Any, cross: CrossBlocks) -> Tensor:
+        """Return the diagonal (P,) of :meth:`cross_full`."""
+        left, curved = self._crossed(rows, columns, cross)
+        return (left * curved).sum((0, 1))
+
+    def cross_full(self, rows: Any, columns: Any, cross: CrossBlocks) -> Tensor:
+        """Return ``sum_ij J_i^T H_ij J_j`` (P, P) for points i and j.
 
         Only the sum over all tiles of a symmetric Hessian has a meaning.
 
@@ -166,14 +207,14 @@ class Pullback(ABC):
             rows: Context of R points.
             columns: Context of C points.
             cross: The blocks between them; ``cross.symmetric`` where both are the same points.
-            structure: ``diag`` or ``full``.
         """
-        right = self.jacobians(columns, cross.u_columns)
-        left = right if cross.symmetric else self.jacobians(rows, cross.u_rows)
-        curved = cross.matmul(right)
-        if structure is Structure.DIAG:
-            return (left * curved).sum((0, 1))
+        left, curved = self._crossed(rows, columns, cross)
         return left.flatten(0, 1).T @ curved.flatten(0, 1)
+
+    def _crossed(self, rows: Any, columns: Any, cross: CrossBlocks) -> tuple[Tensor, Tensor]:
+        """Return Jacobians of the rows (R, D, P), and the blocks times those of the columns."""
+        right = self.jacobians(columns, cross.u_columns)
+        return right if cross.symmetric else self.jacobians(rows, cross.u_rows), cross.matmul(right)
 
     def output_covariance(self, context: Any, variance: Tensor) -> Tensor:
         """Return covariances (N, D, D) of linearised outputs, ``J diag(v) J^T``, for variances (P,) of parameters."""
@@ -184,13 +225,15 @@ class Pullback(ABC):
             out[rows] = (jacobian * variance) @ jacobian.mT
         return out
 
-    def kron_factors(self, context: Any, blocks: Blocks, n_data: int) -> KronFactors:
+    def kron(self, context: Any, blocks: Blocks) -> KronFactors:
         """Return Kronecker factors (:mod:`contrastive_curvature.network.kron`) of some points; those of batches add up.
 
         Args:
             context: Of N points.
             blocks: Their Hessian blocks.
-            n_data: Number of points over which the input factors are averaged.
+
+        Returns:
+            ``[G, sum_i a_i a_i^T]`` of a matrix and ``[block]`` of a vector, in the order of the parameters.
 
         Raises:
             UnsupportedError: These parameters have none.
@@ -210,8 +253,12 @@ class Pullback(ABC):
             out[:, axes].index_add_(0, index[rows], found)
         return out
 
-    def tile_size(self, structure: Structure, dim: int) -> int:
-        """Return how many points with D outputs a tile of the cross terms may have on each side."""
+    def tile_diag(self, dim: int) -> int:
+        """Return how many points with D outputs a tile of :meth:`cross_diag` may have on each side."""
+        return self._points_at_once(dim)
+
+    def tile_full(self, dim: int) -> int:
+        """Return how many points with D outputs a tile of :meth:`cross_full` may have on each side."""
         return self._points_at_once(dim)
 
     def _points_at_once(self, dim: int) -> int:
@@ -223,31 +270,6 @@ class Pullback(ABC):
         if self.encoder is not None:
             return self.encoder.dim
         return self.forward(context)[0].shape[1]
-
-    def _block_diag(self, context: Any, blocks: Blocks) -> Tensor:
-        n, dim = blocks.u.shape
-        out = blocks.u.new_zeros(self.n_params)
-        eye = torch.eye(dim, dtype=blocks.u.dtype, device=blocks.u.device)
-        for rows, axes in self._chunks(n, dim):
-            part = self.slice_context(context, rows)
-            unit = eye[axes].expand(rows.stop - rows.start, -1, -1)
-            jacobian = self.vjp(part, unit)
-            if axes == slice(0, dim):
-                curved = blocks[rows].matmul(jacobian)
-            else:
-                # Not all rows of the Jacobian fit at once: row k of H J is the product with row k of H.
-                curved = self.vjp(part, blocks[rows].matmul(unit.mT).mT)
-            # An einsum would become one small matrix product a parameter.
-            out += (jacobian * curved).sum((0, 1))
-        return out
-
-    def _block_full(self, context: Any, blocks: Blocks) -> Tensor:
-        n, dim = blocks.u.shape
-        out = blocks.u.new_zeros(self.n_params, self.n_params)
-        for rows in chunks(n, self._points_at_once(dim)):
-            jacobian = self.jacobians(self.slice_context(context, rows), blocks.u[rows])
-            out += jacobian.flatten(0, 1).T @ blocks[rows].matmul(jacobian).flatten(0, 1)
-        return out
 
     def _chunks(self, n: int, dim: int) -> Iterator[tuple[slice, slice]]:
         """Yield points by output axes, such that a chunk of Jacobian rows stays within bounds."""

@@ -1,8 +1,8 @@
 """A sketch of a matrix of second moments ``A`` (F, F): its product with a fixed test matrix, and its trace.
 
 Both are linear in ``A``, so sketches of batches, of data sets and of discounted sums add up as the matrices would. No
-(F, F) matrix is formed where the sketch is smaller. :mod:`contrastive_curvature.fit.nystrom` recovers the leading
-eigenvectors.
+(F, F) matrix is formed where the sketch is smaller. The leading eigenvectors are recovered by
+:mod:`contrastive_curvature.structures.nystrom`.
 """
 
 from __future__ import annotations

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import count
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from contrastive_curvature import validate
-from contrastive_curvature.fit.finite import clamp_factors
 from contrastive_curvature.fit.loop import DatasetCurvature
+from contrastive_curvature.structures import Structure
 
 _NORMS_FORGET = 0.01
 """What a step forgets of the norms of the outputs at least."""
@@ -27,8 +26,7 @@ class DiscountedCurvature(nn.Module):
     while an encoder is trained.
 
     Args:
-        empty: The curvature of no pairs, which gives the shape: (P,), (P, P), or Kronecker factors whose input factors,
-            or sketches of them, are sums over points.
+        empty: The curvature of no pairs, which gives the structure and the shapes.
         memory_factor: The discount ``alpha``.
     """
 
@@ -41,17 +39,12 @@ class DiscountedCurvature(nn.Module):
     steps: Tensor
     positive: Tensor
 
-    def __init__(self, empty: Any, memory_factor: float) -> None:
+    def __init__(self, empty: Structure, memory_factor: float) -> None:
         super().__init__()
         self.memory_factor = memory_factor
-        self._dense = isinstance(empty, Tensor)
-        numbers = count()
-        self._names: list[list[str]] = []
-        for group in _groups(empty):
-            names = [f"curvature_{next(numbers)}" for _ in group]
-            self._names.append(names)
-            for name, tensor in zip(names, group, strict=True):
-                self.register_buffer(name, torch.zeros_like(tensor))
+        self._empty = empty
+        for number, tensor in enumerate(empty.tensors()):
+            self.register_buffer(f"curvature_{number}", torch.zeros_like(tensor))
         like = self.get_buffer("curvature_0")
         for name in ("points", "remembered", "norms", "normed", "cost", "value"):
             self.register_buffer(name, like.new_zeros(()))
@@ -86,8 +79,8 @@ class DiscountedCurvature(nn.Module):
             for tensor in (*curvature, scalars):
                 torch.distributed.all_reduce(tensor)
         points, norms, cost, value = scalars
-        names = [name for group in self._names for name in group]
-        added = {**dict(zip(names, curvature, strict=True)), "points": points, "cost": cost, "value": value}
+        named = {f"curvature_{number}": tensor for number, tensor in enumerate(curvature)}
+        added = {**named, "points": points, "cost": cost, "value": value}
         keep = 1 - self.memory_factor
         for name, tensor in added.items():
             getattr(self, name).mul_(keep).add_(tensor)
@@ -95,9 +88,7 @@ class DiscountedCurvature(nn.Module):
             getattr(self, name).mul_(min(keep, 1 - _NORMS_FORGET)).add_(tensor)
         self.remembered.mul_(keep).add_(1)
         self.steps.add_(1)
-        # Of Kronecker pairs only the first factor counts: the input factor is positive even without pairs.
-        for group in self._names:
-            self.positive.logical_or_((getattr(self, group[0]) > 0).any())
+        self.positive.logical_or_((self._curvature().sizes() > 0).any())
 
     def at_scale(self, n_data: int) -> DatasetCurvature:
         """Return the discounted curvature, rescaled to a data set.
@@ -106,23 +97,15 @@ class DiscountedCurvature(nn.Module):
             n_data: Number N of points of the data set.
 
         Returns:
-            The curvature ``(N / w) R``, and both losses rescaled in the same way. Input factors of Kronecker pairs are
-            means, ``R / w``.
+            The curvature ``(N / w) R``, and both losses rescaled in the same way.
         """
         scale = n_data / self.points
-        groups = []
-        for names in self._names:
-            first, *others = (getattr(self, name) for name in names)
-            groups.append([scale * first, *(other / self.points for other in others)])
-        curvature: Any = groups[0][0] if self._dense else groups
-        return DatasetCurvature(
-            curvature, scale * self.value, scale * self.cost, n_data, typical_norm=self.norms / self.normed
-        )
+        curvature = self._curvature().scaled(scale)
+        value, cost, norm = scale * self.value, scale * self.cost, self.norms / self.normed
+        return DatasetCurvature(curvature, value, cost, n_data, typical_norm=norm)
 
-
-def _groups(curvature: Any) -> list[list[Tensor]]:
-    """Return a curvature in the form of Kronecker factors."""
-    return [[curvature]] if isinstance(curvature, Tensor) else curvature
+    def _curvature(self) -> Structure:
+        return self._empty.with_tensors(getattr(self, f"curvature_{k}") for k in range(len(self._empty.tensors())))
 
 
 def _clamped(term: DatasetCurvature) -> list[Tensor]:
@@ -130,7 +113,7 @@ def _clamped(term: DatasetCurvature) -> list[Tensor]:
 
     Each step is clamped separately, because each enters the moving average separately (docs/online.md).
     """
-    flat = [factor for group in clamp_factors(_groups(term.curvature)) for factor in group]
+    flat = term.curvature.positive().tensors()
     assert term.typical_norm is not None
     norms = term.n * term.typical_norm
     return [*flat, *(number.to(flat[0]) for number in (norms, term.cost, term.loss))]

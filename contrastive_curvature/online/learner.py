@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, expected
-from contrastive_curvature.fit.finite import is_finite
 from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.fit.readers import as_batch
 from contrastive_curvature.hessian.blocks import UnrepresentableError
@@ -28,6 +27,7 @@ from contrastive_curvature.online.posterior import OnlinePosterior
 from contrastive_curvature.online.sampled import AllParameters, LastLayer, SampledEncoder
 from contrastive_curvature.options import Normalization
 from contrastive_curvature.pairs import Pairs
+from contrastive_curvature.structures.finite import all_finite
 
 Miner = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
 """``miner(embeddings (N, D) of unit norm, labels (N,))`` returns index tuples ``(a, p, n)`` or ``(a1, p, a2, n)``, as
@@ -279,7 +279,7 @@ class OnlineLaplace(nn.Module):
     def _check_finite(self, losses: list[Tensor], terms: list[DatasetCurvature]) -> None:
         every = {
             "loss": [loss.detach().isfinite().all() for loss in losses],
-            "curvature": [is_finite(term.curvature) & term.cost.isfinite() & term.loss.isfinite() for term in terms],
+            "curvature": [all_finite([*term.curvature.tensors(), term.cost, term.loss]) for term in terms],
         }
         # Transferred at once, because each transfer waits for the device.
         finite = torch.stack([torch.stack(each).all() for each in every.values()]).tolist()

@@ -9,23 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import DivergenceError, InputError
-from contrastive_curvature.laplace import ContrastiveKronLowRankLLLaplace, ContrastiveLaplace, classes
+from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.prior import average_information
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.online.discount import DiscountedCurvature
-from contrastive_curvature.options import Structure
-
-_CLASSES: dict[tuple[str, str], type[ContrastiveLaplace]] = {
-    ("last_layer", "diag"): classes.ContrastiveDiagLLLaplace,
-    ("last_layer", "full"): classes.ContrastiveFullLLLaplace,
-    ("last_layer", "kron"): classes.ContrastiveKronLLLaplace,
-    ("last_layer", "kron_lowrank"): ContrastiveKronLowRankLLLaplace,
-    ("all", "diag"): classes.ContrastiveDiagLaplace,
-    ("all", "full"): classes.ContrastiveFullLaplace,
-    ("all", "kron"): classes.ContrastiveKronLaplace,
-}
+from contrastive_curvature.structures import Structure
 
 
 class OnlinePosterior:
@@ -59,7 +49,7 @@ class OnlinePosterior:
     ) -> None:
         check_model(encoder)
         self.encoder, self.n_data = encoder, n_data
-        self._kind = _CLASSES[subset_of_weights, hessian_structure]
+        self._kind = {"subset_of_weights": subset_of_weights, "hessian_structure": hessian_structure}
         self.prior_precision, self.temperature = prior_precision, temperature
         self.sampling_temperature = sampling_temperature
         given = {"prior_precision": prior_precision, "temperature": temperature}
@@ -82,7 +72,7 @@ class OnlinePosterior:
         return self._sampling_posterior.backend
 
     @property
-    def structure(self) -> Structure:
+    def structure(self) -> type[Structure]:
         """The Hessian structure."""
         return self._sampling_posterior.structure
 
@@ -163,7 +153,7 @@ class OnlinePosterior:
         return float(posterior.cost) / self.n_data if posterior.cost > 0 else 1.0
 
     def _new(self, **changes: Any) -> ContrastiveLaplace:
-        return self._kind.around(self.encoder, self.probe, **{**self._arguments, **changes})
+        return ContrastiveLaplace.around(self.encoder, self.probe, **{**self._kind, **self._arguments, **changes})
 
 
 def _map_tensors(x: Inputs, function: Callable[[Tensor], Tensor]) -> Inputs:

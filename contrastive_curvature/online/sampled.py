@@ -15,7 +15,7 @@ from torch.nn.functional import linear
 
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.loop import DatasetCurvature, mean_norm
-from contrastive_curvature.fit.structured import structured_curvature
+from contrastive_curvature.fit.mc_samples import term_of
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.losses.base import PairLoss
@@ -25,8 +25,9 @@ from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.module import parameter_places
 from contrastive_curvature.network.pullback import Pullback
-from contrastive_curvature.options import PDFix, Structure
+from contrastive_curvature.options import PDFix
 from contrastive_curvature.pairs import make_relation
+from contrastive_curvature.structures import Structure
 
 
 class SampledEncoder(ABC):
@@ -39,7 +40,7 @@ class SampledEncoder(ABC):
         structure: The Hessian structure.
     """
 
-    def __init__(self, backend: ContrastiveBackend, probe: Inputs, n_data: int, structure: Structure) -> None:
+    def __init__(self, backend: ContrastiveBackend, probe: Inputs, n_data: int, structure: type[Structure]) -> None:
         self.backend, self.n_data, self.structure = backend, n_data, structure
         self.encoder = backend.encoder(probe)
 
@@ -67,10 +68,10 @@ class SampledEncoder(ABC):
             pairs: Index tuples of a miner, or ``None`` for all pairs.
 
         Returns:
-            Unclamped curvature, loss, non-negative loss, and B. Input factors of Kronecker pairs are sums over points.
+            Unclamped curvature, loss, non-negative loss, and B.
         """
 
-    def empty(self, x: Inputs) -> Any:
+    def empty(self, x: Inputs) -> Structure:
         """Return the curvature of no pairs, which is zero and has the right shape."""
         pullback = self.backend.pullback(x)
         with torch.no_grad(), evaluation_mode(self.encoder):
@@ -80,7 +81,7 @@ class SampledEncoder(ABC):
             hessian = ContrastiveLoss(pd_fix=PDFix.FIXED).data_hessian(
                 z, make_relation(len(z), z.device, None, (no_pairs,) * 4)
             )
-            return structured_curvature(pullback, context, hessian, self.structure, 1)
+            return term_of(self.structure, pullback, context, hessian)
 
     def _term(self, pullback: Pullback, z: Tensor, context: Any, targets: Any, pairs: Any) -> DatasetCurvature:
         loss, options = self.backend.loss, self.backend.options
@@ -92,7 +93,7 @@ class SampledEncoder(ABC):
             hessian = loss.data_hessian(z, relation, shares)
         else:
             hessian = loss.data_hessian(z, loss.relate(z, *given))
-        value = structured_curvature(pullback, context, hessian, self.structure, 1)
+        value = term_of(self.structure, pullback, context, hessian)
         # Scaled as the part of a data set of N points that the B points of this batch contribute.
         scaled = self.backend.at_data_scale(DatasetCurvature(value, *hessian.loss_and_cost(), self.n_data))
         return replace(scaled, n=len(hessian), typical_norm=mean_norm(z))
@@ -125,7 +126,7 @@ class LastLayer(SampledEncoder):
 class AllParameters(SampledEncoder):
     """Samples all trainable parameters."""
 
-    def __init__(self, backend: ContrastiveBackend, probe: Inputs, n_data: int, structure: Structure) -> None:
+    def __init__(self, backend: ContrastiveBackend, probe: Inputs, n_data: int, structure: type[Structure]) -> None:
         super().__init__(backend, probe, n_data, structure)
         self._places = parameter_places(self.encoder)
         self._size = sum(p.numel() for p in self.encoder.parameters() if p.requires_grad)

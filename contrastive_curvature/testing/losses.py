@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputTypeError, UnsupportedError, expected
-from contrastive_curvature.fit.finite import clamp_curvature
 from contrastive_curvature.laplace.backends import ContrastiveBackend, ContrastiveGGN
 from contrastive_curvature.laplace.features import RawFeatureExtractor
 from contrastive_curvature.losses import (
@@ -24,7 +23,9 @@ from contrastive_curvature.losses import (
     SupConLoss,
     TripletLoss,
 )
-from contrastive_curvature.options import Distance, PDFix, Structure
+from contrastive_curvature.options import Distance, PDFix
+from contrastive_curvature.structures import STRUCTURES
+from contrastive_curvature.structures.dense import clamped_matrix
 from contrastive_curvature.testing.cases import Case, close
 from contrastive_curvature.testing.networks import build_network, make_inputs
 from contrastive_curvature.testing.oracle import (
@@ -117,16 +118,16 @@ def check_data(
     made: ContrastiveBackend, loader: Any, want: Tensor, reach: float, dtype: torch.dtype = torch.float64
 ) -> None:
     """Compare what a backend gives for a data set, and its products, with a dense curvature."""
-    assert near(made.fit(loader, Structure.DIAG).curvature, want.diagonal(), reach, dtype)
-    assert near(made.fit(loader, Structure.FULL).curvature, want, reach, dtype)
+    assert near(made.fit(loader, STRUCTURES["diag"]).curvature.plain(), want.diagonal(), reach, dtype)
+    assert near(made.fit(loader, STRUCTURES["full"]).curvature.plain(), want, reach, dtype)
     v = torch.linspace(-1, 1, len(want), dtype=torch.float64)
     assert near(made.matvec(loader, v.to(loader[0][1].device, dtype)), want @ v, reach * len(want), dtype)
 
 
 def check_low_rank(made: ContrastiveBackend, loader: Any, want: Tensor, reach: float) -> None:
     """Compare the eigenpairs that a backend fits with a dense curvature."""
-    vectors, values = made.fit_lowrank(loader).curvature
-    assert close(((vectors * values) @ vectors.T).cpu(), clamp_curvature(want).cpu(), reach, 1e-8)
+    vectors, values = made.fit_lowrank(loader).curvature.plain()
+    assert close(((vectors * values) @ vectors.T).cpu(), clamped_matrix(want).cpu(), reach, 1e-8)
 
 
 def draw_loss_case(data: st.DataObject, networks: list[str]) -> Drawn:

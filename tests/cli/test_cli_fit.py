@@ -62,7 +62,7 @@ def test_prior_precision_itself_and_other_weights(run: Run) -> None:
     fit = ("fit", "train.npz", "--out", "other", "--calibrate", "validation.npz")
     run(*fit, "--weights", "all", "--structure", "full", "--prior-precision", 2.5)
     found, _ = open_posterior(Path("other"))
-    assert (found._key[:2], float(found.prior_precision)) == (("all", "full"), 2.5)
+    assert (found.subset_of_weights, found.hessian_structure, float(found.prior_precision)) == ("all", "full", 2.5)
     assert found.known.calibration is not None
 
 
@@ -100,7 +100,7 @@ def test_a_posterior_is_replaced_when_asked_and_other_files_stay(run: Run) -> No
     Path("posterior/mine.txt").write_text("mine")
     run("fit", "train.npz", "--out", "posterior", "--overwrite", "--structure", "diag")
     assert Path("posterior/mine.txt").read_text() == "mine"
-    assert open_posterior(Path("posterior"))[0]._key[1] == "diag"
+    assert open_posterior(Path("posterior"))[0].hessian_structure == "diag"
     assert len(list(Path("posterior").glob("*.safetensors"))) == 2
 
 

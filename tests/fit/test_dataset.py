@@ -22,7 +22,7 @@ import contrastive_curvature as cc
 from contrastive_curvature.fit import cross_terms, lowrank
 from contrastive_curvature.laplace.features import RawFeatureExtractor
 from contrastive_curvature.losses import contrastive_classes
-from contrastive_curvature.options import Structure
+from contrastive_curvature.structures import Dense, Diagonal, Kron, Structure
 from contrastive_curvature.testing import dense_jacobian
 
 WITHOUT_FACTORS = (nn.Embedding, nn.MultiheadAttention)
@@ -45,7 +45,7 @@ def data(draw: st.DrawFn) -> tuple[nn.Module, Tensor, Tensor, DataLoader, dict[s
     return model, x, y, loader, chosen
 
 
-def fit(model: nn.Module, loader: DataLoader, chosen: dict[str, Any], structure: Structure, last: bool) -> Any:
+def fit(model: nn.Module, loader: DataLoader, chosen: dict[str, Any], structure: type[Structure], last: bool) -> Any:
     backend_model: Any = model
     if last:
         backend_model = RawFeatureExtractor(model)
@@ -66,12 +66,14 @@ def test_equals_one_batch(drawn: Any, last: bool, held: int, class_sums: int, de
         # Both routes of the coupled fixes, and blocks that hold one batch or all of them.
         patch.setattr(cross_terms, "_FEATURE_ELEMENTS", held)
         patch.setattr(cross_terms, "_CLASS_SUM_ELEMENTS", class_sums)
-        for structure in (Structure.DIAG, Structure.FULL):
-            truth = scale * cc.ggn(model, x, y, structure=structure, subset_of_weights=subset, clamp=False, **pairs)
+        for structure in (Diagonal, Dense):
+            truth = scale * cc.ggn(
+                model, x, y, structure=structure.name, subset_of_weights=subset, clamp=False, **pairs
+            )
             found = fit(model, loader, chosen, structure, last)
             size = _size(model, x, y, pairs)
             assert found.n == len(x)
-            assert close(found.curvature, truth, scale * size)
+            assert close(found.curvature.plain(), truth, scale * size)
     loss = cc.ContrastiveLoss(*(chosen[k] for k in ("margin", "negative_weight", "normalization")))
     value = scale * loss(model(x), y, pairs=pairs.get("pairs"))
     assert close(found.loss.reshape(1), value.detach().reshape(1), 4 * scale * len(x) ** 2, 1e-12)
@@ -87,7 +89,7 @@ def test_kron_equals_one_batch(drawn: Any, last: bool, device: str) -> None:
     truth = cc.ggn(
         model, x, y, structure="kron", subset_of_weights="last_layer" if last else "all", clamp=False, **chosen
     )
-    found = fit(model, loader, chosen, Structure.KRON, last).curvature
+    found = fit(model, loader, chosen, Kron, last).curvature.plain()
     for group, expected in zip(found, truth, strict=True):
         for factor, other in zip(group, expected, strict=True):
             assert close(factor, other, 1e-3 * _size(model, x, y, chosen))
@@ -98,7 +100,7 @@ def test_kron_of_coupled_fixes_equals_one_batch(pd_fix: str, device: str) -> Non
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 2)).double().to(device)
     x, y = torch.randn(6, 4, dtype=torch.float64, device=device), torch.tensor([0, 0, 1, 0, 0, 1], device=device)
-    out = cc.ContrastiveGGN(model, pd_fix=pd_fix).fit([(x[:4], y[:4]), (x[4:], y[4:])], Structure.KRON).curvature
+    out = cc.ContrastiveGGN(model, pd_fix=pd_fix).fit([(x[:4], y[:4]), (x[4:], y[4:])], Kron).curvature.plain()
     truth = cc.ggn(model, x, y, structure="kron", pd_fix=pd_fix, clamp=False)
     assert all(close(f, g) for u, v in zip(out, truth, strict=True) for f, g in zip(u, v, strict=True))
 
@@ -114,7 +116,7 @@ def test_low_rank_finds_the_largest(drawn: Any, rank: int, device: str) -> None:
         patch.setattr(lowrank, "DENSE_PARAMETERS", 0)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".* eigenpairs converged")
-            vectors, values = cc.ContrastiveGGN(model, rank=rank, **chosen).fit_lowrank(ordered).curvature
+            vectors, values = cc.ContrastiveGGN(model, rank=rank, **chosen).fit_lowrank(ordered).curvature.plain()
     scale = len(x) / 2 if chosen["normalization"] == "type" else 1.0
     truth = torch.linalg.eigvalsh(scale * cc.ggn(model, x, y, structure="full", clamp=False, **chosen)).flip(0)[:rank]
     size = scale * _size(model, x, y, chosen)
@@ -128,9 +130,10 @@ def test_one_batch_of_everything_is_the_batch_estimate(drawn: Any, device: str) 
     model, x, _, loader, chosen = drawn
     model = model.to(device)
     whole = DataLoader(loader.dataset, batch_size=len(x))
-    exact = fit(model, whole, chosen, Structure.DIAG, False)
-    estimate = fit(model, whole, {**chosen, "pairs": "batch"}, Structure.DIAG, False)
-    assert close(estimate.curvature, exact.curvature, 1e-3 * float(exact.curvature.abs().max()) + 1e-12)
+    exact = fit(model, whole, chosen, Diagonal, False)
+    estimate = fit(model, whole, {**chosen, "pairs": "batch"}, Diagonal, False)
+    found, wanted = estimate.curvature.plain(), exact.curvature.plain()
+    assert close(found, wanted, 1e-3 * float(wanted.abs().max()) + 1e-12)
     assert close(estimate.loss.reshape(1), exact.loss.reshape(1), 1.0)
 
 
@@ -141,14 +144,14 @@ def test_batches_are_rescaled_as_in_proposition_b1(device: str) -> None:
     x, y = torch.randn(6, INPUTS, dtype=torch.float64), torch.tensor([0, 0, 0, 1, 1, 1])
     loader = DataLoader(TensorDataset(x.repeat(5, 1), y.repeat(5)), batch_size=6)
     alone = cc.ggn(model, x.to(device), y.to(device), margin=None, clamp=False, normalization="type")
-    found = fit(model, loader, {"margin": None, "normalization": "type", "pairs": "batch"}, Structure.DIAG, False)
-    assert close(found.curvature, 15 * alone)
-    found = fit(model, loader, {"margin": None, "normalization": "sum", "pairs": "batch"}, Structure.DIAG, False)
+    found = fit(model, loader, {"margin": None, "normalization": "type", "pairs": "batch"}, Diagonal, False)
+    assert close(found.curvature.plain(), 15 * alone)
+    found = fit(model, loader, {"margin": None, "normalization": "sum", "pairs": "batch"}, Diagonal, False)
     positive, negative = (
         cc.ggn(model, x.to(device), y.to(device), margin=None, clamp=False, normalization="type", negative_weight=w)
         for w in (0.0, 1.0)
     )
-    assert close(found.curvature, (2 * 15 * 14 / 2 * positive + 15 * 15 * negative) / 2)
+    assert close(found.curvature.plain(), (2 * 15 * 14 / 2 * positive + 15 * 15 * negative) / 2)
 
 
 def test_low_rank_takes_a_shuffling_loader_in_its_own_order(device: str) -> None:
@@ -158,7 +161,7 @@ def test_low_rank_takes_a_shuffling_loader_in_its_own_order(device: str) -> None
     fits = []
     for shuffle in (False, True):
         loader = DataLoader(data, batch_size=3, shuffle=shuffle)
-        vectors, values = cc.ContrastiveGGN(model, rank=2).fit_lowrank(loader).curvature
+        vectors, values = cc.ContrastiveGGN(model, rank=2).fit_lowrank(loader).curvature.plain()
         fits.append((vectors * values) @ vectors.T)
     assert close(*fits, tolerance=1e-12)
 
@@ -180,7 +183,7 @@ def test_memory_of_a_last_layer_fit_does_not_grow_with_pairs(device: str) -> Non
             return out
 
     with Watch():
-        fit(model, loader, {}, Structure.DIAG, True)
+        fit(model, loader, {}, Diagonal, True)
     assert largest <= contrastive_classes._TILE_ROWS * contrastive_classes._TILE_COLUMNS
 
 
@@ -219,7 +222,7 @@ def test_low_rank_says_which_eigenpairs_did_not_converge(device: str, monkeypatc
     torch.manual_seed(0)
     model = nn.Linear(INPUTS, 3).double().to(device)
     x, y = torch.randn(8, INPUTS, dtype=torch.float64), torch.arange(8) % 2
-    exact, _ = cc.ContrastiveGGN(model, rank=2, pd_fix="psd").fit_lowrank([(x, y)]).curvature
+    exact, _ = cc.ContrastiveGGN(model, rank=2, pd_fix="psd").fit_lowrank([(x, y)]).curvature.plain()
 
     def stops_early(operator: Any, **kwargs: Any) -> Any:
         vectors = exact[:, :1].cpu().numpy()
@@ -228,6 +231,6 @@ def test_low_rank_says_which_eigenpairs_did_not_converge(device: str, monkeypatc
     monkeypatch.setattr(lowrank, "DENSE_PARAMETERS", 0)
     monkeypatch.setattr(lowrank, "eigsh", stops_early)
     with pytest.warns(UserWarning, match="1 of 2 eigenpairs converged"):
-        vectors, values = cc.ContrastiveGGN(model, rank=2, pd_fix="psd").fit_lowrank([(x, y)]).curvature
+        vectors, values = cc.ContrastiveGGN(model, rank=2, pd_fix="psd").fit_lowrank([(x, y)]).curvature.plain()
     assert torch.equal(vectors, exact[:, :1])
     assert values.tolist() == [1.0]

@@ -8,12 +8,13 @@ import pytest
 import torch
 from devices import DEVICES
 from laplace import Laplace
+from laplace.utils import Kron as HostKron
 from tables import covering, each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.fit.finite import eigenpairs
-from contrastive_curvature.laplace.forms import decompose_factors
+from contrastive_curvature.structures import Kron
+from contrastive_curvature.structures.finite import eigenpairs
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -104,15 +105,12 @@ def test_eigenvalues_that_cannot_be_had_are_an_error_of_ours(device: str) -> Non
         with pytest.raises(cc.InputError, match="finite"):
             eigenpairs(matrix)
         with pytest.raises(cc.InputError, match="finite"):
-            decompose_factors([[torch.eye(3, device=device), matrix]])
+            Kron([[torch.eye(3, device=device), matrix]], torch.ones((), device=device)).clamped([12])
 
 
 def test_the_decomposition_is_the_hosts(device: str) -> None:
-    from laplace.utils import Kron
-
     torch.manual_seed(0)
     factors = [[(a := torch.randn(4, 9)) @ a.T, (b := torch.randn(6, 3)) @ b.T], [(c := torch.randn(4, 5)) @ c.T]]
-    ours, theirs = decompose_factors(factors, damping=True), Kron(factors).decompose(damping=True)
-    for mine, other in ((ours.eigenvalues, theirs.eigenvalues), (ours.eigenvectors, theirs.eigenvectors)):
+    ours, theirs = Kron(factors, torch.ones(())).clamped([24, 16]), HostKron(factors).decompose()
+    for mine, other in ((ours.eigenvalues, theirs.eigenvalues), (ours.vectors, theirs.eigenvectors)):
         assert all(torch.equal(x, y) for f, g in zip(mine, other, strict=True) for x, y in zip(f, g, strict=True))
-    assert ours.damping

@@ -60,7 +60,7 @@ def test_bounded_chunks_change_nothing(drawn: Drawn, elements: int, data: st.Dat
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pullback, "JACOBIAN_ELEMENTS", elements)
         patch.setattr(last_layer, "JACOBIAN_ELEMENTS", elements)
-        patch.setattr(last_layer.LastLayerPullback, "tile_size", lambda *_: max(1, elements // 3))
+        patch.setattr(last_layer.LastLayerPullback, "tile_diag", lambda *_: max(1, elements // 3))
         check_exact(drawn, data, device)
 
 

@@ -131,7 +131,7 @@ def test_embeddings_of_another_posterior_are_refused(device: str, tmp_path: Path
 def test_the_digest_sees_the_curvature(device: str) -> None:
     la, other = fitted(device, structure="full"), fitted(device, structure="full")
     assert posterior_digest(la) == posterior_digest(other)
-    other.H = other.H * (1 + 1e-9)
+    other.curvature = other.curvature.scaled(1 + 1e-9)
     assert posterior_digest(la) != posterior_digest(other)
 
 

@@ -18,7 +18,7 @@ from contrastive_curvature.hosts.backpack import BackPackPullback
 from contrastive_curvature.laplace.backends.backpack import BackPackContrastiveGGN
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.layerwise import LayerwisePullback
-from contrastive_curvature.options import Structure
+from contrastive_curvature.structures import STRUCTURES
 from contrastive_curvature.testing import dense_ggn
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -33,9 +33,7 @@ def curvature(drawn: Drawn, device: str, structure: str, kind: type = BackPackPu
         made = kind(Encoder(model.to(device), x))
         z, context = made.forward(x)
         hessian = cc.output_hessian(z, **moved.all)
-        if structure == "kron":
-            return made.kron_factors(context, hessian.blocks, len(x))
-        return made.curvature(context, hessian, Structure(structure))
+        return STRUCTURES[structure].coupled_term(made, context, hessian).plain()
 
 
 @given(drawn=backpack_cases(HOSTED, 5))

@@ -128,14 +128,6 @@ def test_predictions_have_the_linearised_covariance(weights: str, structure: str
     assert close(diagonal.covariance, torch.diag_embed(truth.diagonal(dim1=1, dim2=2)))
 
 
-@each("weights", ["last_layer", "all"])
-def test_damped_factors_predict_with_the_damped_posterior(weights: str) -> None:
-    la, _, x = posterior(weights, "kron", host={"damping": True})
-    jacobian = jacobian_of(x, weights)
-    covariance = (la.H * la._H_factor + la.prior_precision).to_matrix(exponent=-1)
-    assert close(la(x).covariance, jacobian @ covariance @ jacobian.mT)
-
-
 @on_every_device
 @for_every_combination
 def test_joint_samples_are_networks(weights: str, structure: str, device: str) -> None:

@@ -193,7 +193,8 @@ def test_a_damaged_file_is_refused_or_loads_as_it_was() -> None:
 def test_the_checksum_is_of_the_numbers_and_not_of_how_they_lie_in_memory() -> None:
     la, state = kept("last_layer", "full")
     other = {key: v.t().contiguous().t() if isinstance(v, Tensor) and v.ndim == 2 else v for key, v in state.items()}
-    assert other["H"].stride() != state["H"].stride()
+    other["curvature"] = {**state["curvature"], "matrix": state["curvature"]["matrix"].t().contiguous().t()}
+    assert other["curvature"]["matrix"].stride() != state["curvature"]["matrix"].stride()
     la.load_state_dict({**dict(reversed(other.items())), "data": 2 * state["data"], "of a user": 1})
 
 
@@ -204,13 +205,16 @@ def test_a_missing_key_is_named() -> None:
             la.load_state_dict({name: value for name, value in state.items() if name != key})
 
 
+INF = float("inf")
 ATTACKS: list[tuple[str, str, str, Callable[[Any], Any], str]] = [
-    ("last_layer", "diag", "H", lambda h: h[:1], "shape"),
-    ("all", "diag", "H_raw", lambda h: h.fill_(float("nan")), "NaN"),
-    ("all", "full", "H", lambda h: h.diagonal(), "shape"),
-    ("last_layer", "kron", "H", lambda h: [[h[0][0]], *h[1:]], "H"),
-    ("all", "kron", "H", lambda h: [[f * float("inf") for f in g] for g in h], "NaN"),
-    ("all", "lowrank", "H", lambda h: h[0], "2 parts"),
+    ("last_layer", "diag", "curvature", lambda h: {**h, "entries": h["entries"][:1]}, "shape"),
+    ("all", "diag", "curvature", lambda h: {**h, "entries": h["entries"] * float("nan")}, "NaN"),
+    ("all", "full", "curvature", lambda h: {**h, "matrix": h["matrix"].diagonal()}, "shape"),
+    ("last_layer", "kron", "curvature", lambda h: {**h, "factors": h["factors"][:1]}, "parts|factors"),
+    ("last_layer", "kron", "curvature", lambda h: {**h, "points": h["points"].float()}, "float64"),
+    ("last_layer", "kron", "curvature", lambda h: {"structure": h["structure"], "points": h["points"]}, "fields"),
+    ("all", "kron", "curvature", lambda h: {**h, "factors": [[f * INF for f in g] for g in h["factors"]]}, "NaN"),
+    ("all", "lowrank", "curvature", lambda h: {**h, "structure": "diag"}, "the structure 'lowrank'"),
     ("last_layer", "diag", "mean", lambda m: m.float(), "float64"),
     ("last_layer", "diag", "data", lambda _: None, "data"),
     ("last_layer", "diag", "n_data", lambda _: -12, "whole number"),
@@ -219,7 +223,7 @@ ATTACKS: list[tuple[str, str, str, Callable[[Any], Any], str]] = [
     ("last_layer", "diag", "loss", lambda _: float("inf"), "finite"),
     ("last_layer", "diag", "prior_precision", lambda p: -p, "positive numbers"),
     ("last_layer", "kron", "prior_precision", lambda p: p.repeat(18), "entries"),
-    ("last_layer", "diag", "cls_name", lambda _: "ContrastiveFullLLLaplace", "hessian_structure"),
+    ("last_layer", "diag", "subset_of_weights", lambda _: "all", "same arguments"),
     ("last_layer", "diag", "likelihood", lambda _: "regression", "contrastive"),
 ]
 

@@ -79,7 +79,7 @@ def collapsed(dtype: torch.dtype, radius: float, **options: Any) -> Any:
     return la
 
 
-@each("options", [{"loss": cc.SupConLoss(0.02)}, {"loss": cc.SupConLoss(0.02), "candidates": "dataset"}, {}])
+@each("options", [{"loss": cc.SupConLoss(0.02)}, {}])
 def test_the_temperature_of_a_collapsed_encoder_is_that_in_double_precision(options: dict[str, Any]) -> None:
     for structure in ("diag", "kron"):
         found = []

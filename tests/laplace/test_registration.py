@@ -119,6 +119,9 @@ out["with"] = results()
 
 x, y = torch.randn(12, 3), torch.arange(12) % 3
 loader = DataLoader(TensorDataset(x, y), batch_size=5, shuffle=True)
+def kind(la):
+    return f"{type(la).__name__} {la.subset_of_weights} {la.hessian_structure}"
+
 made = {}
 for call in (
     lambda: Laplace(net(), likelihood="contrastive"),
@@ -127,7 +130,7 @@ for call in (
 ):
     la = call()
     la.fit(loader)
-    made[type(la).__name__] = bool(torch.isfinite(la(x).kappa).all()) and isinstance(la, BaseLaplace)
+    made[kind(la)] = bool(torch.isfinite(la(x).kappa).all()) and isinstance(la, BaseLaplace)
 out["made"] = made
 
 # The names above were imported before this package.
@@ -139,12 +142,11 @@ for name, call in {
     "enumeration": lambda: Laplace(net(), "contrastive", hessian_structure=HessianStructure.KRON),
     "positional": lambda: Laplace(net(), "contrastive", "last_layer", "kron_lowrank", 1.0, 2.5),
     "unknown": lambda: Laplace(net(), "contrastive", "last_layer", "bogus"),
-    "damping": lambda: Laplace(net(), "contrastive", damping=True),
     "none": lambda: Laplace(net(), "contrastive", "all", "kron_lowrank"),
     "theirs": lambda: Laplace(net(), "regression", "last_layer", "kron_lowrank"),
 }.items():
     try:
-        chosen[name] = type(call()).__name__
+        chosen[name] = kind(call())
     except Exception as error:
         chosen[name] = f"{type(error).__name__}: {error}"
 chosen["prior"] = float(Laplace(net(), "contrastive", "last_layer", "kron_lowrank", 1.0, 2.5).prior_precision)
@@ -180,7 +182,7 @@ try:
 except ValueError as error:
     out["refused"] = type(error).__name__
 cc.register()
-out["again"] = type(Laplace(net(), "contrastive", "all", "diag")).__name__
+out["again"] = kind(Laplace(net(), "contrastive", "all", "diag"))
 print(json.dumps(out))
 """
     )
@@ -199,13 +201,14 @@ def test_ordinary_results_are_bit_identical(plain: Any, registered: Any) -> None
 
 def test_calls_work_however_laplace_was_imported(registered: Any) -> None:
     assert registered["made"] == dict.fromkeys(
-        ("ContrastiveKronLowRankLLLaplace", "ContrastiveKronLLLaplace", "ContrastiveFullLaplace"), True
+        [f"ContrastiveLaplace {what}" for what in ("last_layer kron_lowrank", "last_layer kron", "all full")], True
     )
-    assert registered["again"] == "ContrastiveDiagLaplace"
+    assert registered["again"] == "ContrastiveLaplace all diag"
     chosen = registered["chosen"]
-    assert {chosen[name] for name in ("default", "positional", "enumeration")} == {"ContrastiveKronLowRankLLLaplace"}
-    assert chosen["all"] == "ContrastiveKronLaplace"
-    assert chosen["damping"] == "ContrastiveKronLLLaplace"
+    assert {chosen[name] for name in ("default", "positional", "enumeration")} == {
+        "ContrastiveLaplace last_layer kron_lowrank"
+    }
+    assert chosen["all"] == "ContrastiveLaplace all kron"
     assert chosen["prior"] == 2.5
     assert chosen["unknown"] == "ValueError: Unsupported Laplace combination: last_layer, bogus."
     assert chosen["none"].startswith("UnsupportedError: hessian_structure='kron_lowrank': subset_of_weights='all'")
@@ -221,7 +224,7 @@ def test_one_function_is_replaced_and_put_back(registered: Any) -> None:
 def test_a_users_subclass_keeps_working_and_our_classes_have_keys_of_their_own(registered: Any) -> None:
     assert registered["subclass"]
     assert registered["found"] == "Mine"
-    assert registered["ours"] >= 9
+    assert registered["ours"] >= 2
     assert registered["collisions"] == []
 
 

@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import contrastive_curvature as cc
 from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.losses.soft_contrastive import SoftContrastiveLoss
+from contrastive_curvature.structures import Dense, Diagonal
 from contrastive_curvature.testing import list_pairs
 from contrastive_curvature.testing.oracle import pair_weights
 
@@ -155,7 +156,7 @@ def test_no_rule_of_a_loss_sees_a_point_with_itself(fix: str, device: str) -> No
         fits += [(batches, None, 14)]
     for loader, relation, samples in fits:
         backend = cc.ContrastiveGGN(model, last_layer=False, loss=loss, relation=relation, negative_samples=samples)
-        found = backend.fit(loader, cc.options.Structure.FULL).curvature
+        found = backend.fit(loader, Dense).curvature.plain()
         given = {"labels": y} if relation is None else {"pairs": near(y, y)}
         assert close(found, cc.ggn(model, x, **given, loss=loss, structure="full", clamp=False), tolerance=1e-9)
 
@@ -168,9 +169,9 @@ def test_equal_points_are_two_points(device: str) -> None:
     for loss in (cc.LogisticLoss(pd_fix="full"), cc.ContrastiveLoss(0.9, pd_fix="full")):
         backend = cc.ContrastiveGGN(model, last_layer=False, loss=loss)
         for loader in ([(x[:1], y[:1]), (x[1:], y[1:])], DataLoader(TensorDataset(x, y), batch_size=5, shuffle=True)):
-            found = backend.fit(loader, cc.options.Structure.FULL).curvature
+            found = backend.fit(loader, Dense).curvature.plain()
             assert close(found, cc.ggn(model, x, y, loss=loss, structure="full", clamp=False), tolerance=1e-9)
     # A distance that is not squared has no second derivative where they meet.
     backend = cc.ContrastiveGGN(model, last_layer=False, loss=SoftContrastiveLoss(3.0, 2.0))
     with pytest.raises(UnrepresentableError, match=r"squared=True"):
-        backend.fit([(x, y)], cc.options.Structure("diag"))
+        backend.fit([(x, y)], Diagonal)

@@ -23,7 +23,6 @@ import contrastive_curvature as cc
 from contrastive_curvature.network import layer_parts, layerwise
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.layerwise import LayerwisePullback
-from contrastive_curvature.options import Structure
 from contrastive_curvature.testing import dense_jacobian
 from contrastive_curvature.testing.cases import truth_and_size
 
@@ -221,7 +220,7 @@ def check(model: nn.Module, x: Any, device: str, **options: Any) -> LayerwisePul
     # Callers compute without gradients.
     with torch.no_grad():
         outputs, context = pullback.forward(on_device)
-        found = pullback.curvature(context, hessian, Structure.DIAG)
+        found = pullback.coupled_diag(context, hessian)
         variance = torch.linspace(0.1, 2, jacobian.shape[1], dtype=z.dtype)
         covariance = pullback.output_covariance(context, variance.to(device))
     assert not found.requires_grad
@@ -268,7 +267,7 @@ def test_drawn_networks(drawn: Any, device: str) -> None:
     pullback = LayerwisePullback(Encoder(model.to(device), x))
     with no_warning():
         _, context = pullback.forward(x)
-        found = pullback.curvature(context, cc.output_hessian(case.z, **case.all), Structure.DIAG)
+        found = pullback.coupled_diag(context, cc.output_hessian(case.z, **case.all))
     assert close(found.cpu(), truth.diagonal(), size)
 
 
@@ -305,7 +304,7 @@ def test_second_derivatives_of_the_loss_in_the_cosines(device: str) -> None:
         )
         model, x = model.to(device), moved(x, device)
         pullback = LayerwisePullback(Encoder(model, x))
-        found = pullback.cross_term(x, x, cross, Structure.DIAG)
+        found = pullback.cross_diag(x, x, cross)
         columns = jacobian.view(*z.shape, -1).to(device)
         truth = (columns * cross.matmul(columns)).sum((0, 1))
         assert close(found, truth, tolerance=1e-9)
@@ -327,7 +326,7 @@ def test_tiles_of_one_position_and_of_several(second_derivatives: bool, device: 
         jacobians = [dense_jacobian(model, tiles[side]).view(3, 3, -1) for side in (left, right)]
         truth = (jacobians[0] * cross.matmul(jacobians[1])).sum((0, 1))
         pullback = LayerwisePullback(Encoder(model, tiles[1]))
-        assert close(pullback.cross_term(tiles[left], tiles[right], cross, Structure.DIAG), truth, tolerance=1e-9)
+        assert close(pullback.cross_diag(tiles[left], tiles[right], cross), truth, tolerance=1e-9)
 
 
 def test_one_point_no_point_one_output_and_frozen_parameters(device: str) -> None:
@@ -340,7 +339,7 @@ def test_one_point_no_point_one_output_and_frozen_parameters(device: str) -> Non
     hessian = cc.output_hessian(model(x).detach(), torch.tensor([0, 0, 1], device=device), margin=None)
     jacobian = dense_jacobian(model, x)
     for rows in (slice(0, 0), slice(1, 2), slice(0, 3)):
-        found = pullback.block_term(x[rows], hessian.blocks[rows], Structure.DIAG)
+        found = pullback.diag(x[rows], hessian.blocks[rows])
         part = jacobian[rows]
         assert close(found, (part * hessian.blocks[rows].dense().flatten(1) * part).sum(0), 1e-12)
     assert pullback.output_covariance(x[:0], torch.ones(pullback.n_params, device=device).double()).shape == (0, 1, 1)

@@ -18,7 +18,6 @@ from torch.overrides import _get_current_function_mode
 import contrastive_curvature as cc
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.layerwise import LayerwisePullback
-from contrastive_curvature.options import Structure
 from contrastive_curvature.testing import dense_ggn, dense_jacobian
 
 pytestmark = [
@@ -173,7 +172,7 @@ def test_another_order_in_most_batches_gives_no_wrong_sum(sorted_batches: int, d
     def fit() -> Tensor:
         pullback = LayerwisePullback(Encoder(model, ordered))
         with torch.no_grad():
-            return sum(pullback.block_term(batch, hessian.blocks, Structure.DIAG) for batch in batches)
+            return sum(pullback.diag(batch, hessian.blocks) for batch in batches)
 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*exact and slow")
@@ -349,12 +348,12 @@ def test_factors_of_another_kind_are_not_added_up(device: str) -> None:
     pullback = LayerwisePullback(Encoder(model, x))
     hessian = cc.output_hessian(model(x).detach(), LABELS.to(device), margin=None)
     with torch.no_grad():
-        pullback.kron_factors(x, hessian.blocks, 16)
+        pullback.kron(x, hessian.blocks)
         with (
             pytest.warns(UserWarning, match="'a.weight'"),
             pytest.raises(cc.UnsupportedError, match=r"'a\.weight' in another way"),
         ):
-            pullback.kron_factors(x + 60, hessian.blocks, 16)
+            pullback.kron(x + 60, hessian.blocks)
 
 
 def test_an_error_in_any_call_leaves_nothing_behind(device: str) -> None:

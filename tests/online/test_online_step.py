@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import contrastive_curvature as cc
-from contrastive_curvature.fit.finite import clamp_curvature, clamp_factors
 from contrastive_curvature.online import OnlineLaplace
+from contrastive_curvature.structures.dense import clamped_matrix
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -64,8 +64,9 @@ def curvature(encoder: nn.Module, x: Tensor, pairs: dict[str, Any], how: dict[st
     found = cc.ggn(encoder, x, clamp=False, **pairs, **how)
     scale = data_scale(how["normalization"], len(x))
     if isinstance(found, Tensor):
-        return [clamp_curvature(scale * found)]
-    return [f for g, *a in found for f in (clamp_factors([[scale * g]])[0][0], *(len(x) * part for part in a))]
+        return [scale * found.clamp(min=0) if found.ndim == 1 else clamped_matrix(scale * found)]
+    factors = [f for g, *a in found for f in (clamped_matrix(scale * g), *(len(x) * part for part in a))]
+    return [*factors, torch.tensor(float(len(x)), dtype=torch.float64)]
 
 
 def remembered(online: OnlineLaplace) -> list[Tensor]:

@@ -15,7 +15,7 @@ from torch import distributed
 from torch.utils.data import DataLoader, DistributedSampler
 
 from contrastive_curvature.fit.state import State
-from contrastive_curvature.laplace.forms import DiagonalForm
+from contrastive_curvature.structures import Diagonal
 
 LOOK, FIRST, SECOND = 0, 1, 2
 """The passes of a fit over its loader."""
@@ -133,7 +133,7 @@ def faults(la: Any, rank: int, world: int, device: str) -> Iterator[tuple[str, s
     def fails(*_: Any, **__: Any) -> None:
         raise MemoryError("no more")
 
-    for name, thing, attribute in (("taking", DiagonalForm, "clamped"), ("merging", State, "merge")):
+    for name, thing, attribute in (("taking", Diagonal, "clamped"), ("merging", State, "merge")):
         with mock.patch.object(thing, attribute, fails) if last else mock.MagicMock():
             yield name, attempt(lambda: la.fit(mine))
 

@@ -35,7 +35,7 @@ from contrastive_curvature.errors import InputError, InputTypeError, Unsupported
 from contrastive_curvature.fit import dataset
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.state import State
-from contrastive_curvature.options import Structure
+from contrastive_curvature.structures import Diagonal
 
 pytestmark = [
     pytest.mark.parametrize("device", DEVICES),
@@ -334,7 +334,7 @@ def test_an_option_that_is_new_tells_fits_apart_too(device: str) -> None:
     own = CurvatureOptions.parse({})
     known = {field.name: getattr(own, field.name) for field in fields(own)}
     one, other = (
-        cc.ContrastiveGGN(encoder(device), options=MoreOptions(**known, more=more)).identity(Structure.DIAG)
+        cc.ContrastiveGGN(encoder(device), options=MoreOptions(**known, more=more)).identity(Diagonal)
         for more in (0, 1)
     )
     assert {name for name in one if one[name] != other[name]} == {"options"}

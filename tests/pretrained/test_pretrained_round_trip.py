@@ -67,7 +67,7 @@ def test_every_posterior_predicts_what_it_did(weights: str, structure: str, devi
 @pytest.mark.parametrize(
     ("weights", "structure", "options"),
     [
-        ("last_layer", "kron", {"last_layer_name": "3", "damping": True}),
+        ("last_layer", "kron", {"last_layer_name": "3"}),
         ("last_layer", "diag", {"enable_backprop": True, "temperature": 0.5}),
         ("last_layer", "full", {"backend_kwargs": {"loss": cc.SupConLoss(0.2, pd_fix="ggn_fixed")}}),
         ("all", "kron", {"backend_kwargs": {"pairs": "batch", "mc_samples": 2}}),

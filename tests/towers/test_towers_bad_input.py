@@ -13,7 +13,7 @@ from torch import nn
 from tower_cases import LOSSES, batches, encoders, numbers, posterior
 
 import contrastive_curvature as cc
-from contrastive_curvature.laplace import ContrastiveDiagLaplace
+from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.network.two_towers import TwoTowers
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -148,7 +148,7 @@ def test_two_towers_are_no_encoder(device: str) -> None:
     for call in (
         lambda: cc.OnlineLaplace(towers, probe=torch.rand(2, 3, device=device), n_data=10),
         lambda: cc.ContrastiveGGN(towers),
-        lambda: ContrastiveDiagLaplace(towers),
+        lambda: ContrastiveLaplace(towers, "contrastive", "all", "diag"),
         lambda: cc.ggn(towers, torch.rand(4, 3, device=device), torch.zeros(4, dtype=torch.int64)),
     ):
         with pytest.raises(cc.InputTypeError, match=r"one encoder.*TwoTowers.*encoder_a or encoder_b"):

@@ -70,7 +70,7 @@ def fit(
         "calibration_inputs": count,
         "dimension": int(la.n_outputs),
         "weights": int(la.n_params),
-        "structure": la._key[1],
+        "structure": la.hessian_structure,
         "prior_precision": float(la.prior_precision.flatten()[0]) if la.prior_precision.numel() == 1 else None,
         "temperature": float(la.temperature),
         "loss": float(la.loss),

@@ -120,7 +120,7 @@ def evaluate(
 
 
 def _check_posterior(la: Any) -> None:
-    from contrastive_curvature.laplace.base import ContrastiveLaplace
+    from contrastive_curvature.laplace.posterior import ContrastiveLaplace
     from contrastive_curvature.laplace.towers import TwoTowerLaplace
 
     if isinstance(la, TwoTowerLaplace):
@@ -139,11 +139,11 @@ def _sorted(name: str, values: Any, check: Callable[[str, object], Any]) -> list
 
 
 def _why_no_votes(la: Any, n_samples: int) -> Missing | None:
-    from contrastive_curvature.laplace.functional import ContrastiveFunctionalLaplace, ContrastiveFunctionalLLLaplace
+    from contrastive_curvature.laplace import FunctionSpaceLaplace
 
     if not n_samples:
         return Missing("No networks were sampled (n_samples=0).")
-    if isinstance(la, (ContrastiveFunctionalLaplace, ContrastiveFunctionalLLLaplace)):
+    if isinstance(la, FunctionSpaceLaplace):
         return Missing("A posterior of functions (structure 'gp') cannot sample one network for several batches.")
     return None
 

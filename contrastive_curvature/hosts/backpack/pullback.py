@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import UnsupportedError
-from contrastive_curvature.fit.finite import check_finite
 from contrastive_curvature.hessian.blocks import Blocks, SignedFactor
 from contrastive_curvature.hosts.backpack.extensions import CurvatureFactor, DiagCurvature, SignedExtension
 from contrastive_curvature.hosts.backpack.layers import ADVICE
@@ -19,7 +18,7 @@ from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.module import ModulePullback
-from contrastive_curvature.options import Structure
+from contrastive_curvature.structures.finite import check_finite
 
 _T = TypeVar("_T")
 
@@ -76,10 +75,8 @@ class BackPackPullback(LayerwisePullback):
                     piece.copy_(found.columns.reshape(many, n, -1).transpose(0, 1))
         return out
 
-    def block_term(self, context: Any, blocks: Blocks, structure: Structure) -> Tensor:
-        """See :meth:`Pullback.block_term`; the diagonal without a Jacobian of any point."""
-        if structure is not Structure.DIAG:
-            return super().block_term(context, blocks, structure)
+    def diag(self, context: Any, blocks: Blocks) -> Tensor:
+        """See :meth:`Pullback.diag`; without a Jacobian of any point."""
         out = blocks.u.new_zeros(self.n_params)
         pieces = self._pieces(out)
         for rows in self._host_chunks(*blocks.u.shape):

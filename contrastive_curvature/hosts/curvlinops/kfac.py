@@ -80,8 +80,8 @@ class CurvlinopsPullback(LayerwisePullback):
     Its operators give a diagonal or a matrix column by column only, so those come from the shared code.
     """
 
-    def kron_factors(self, context: Any, blocks: Blocks, n_data: int) -> KronFactors:
-        """See :meth:`Pullback.kron_factors`; the host's own where its squared loss can stand for the blocks."""
+    def kron(self, context: Any, blocks: Blocks) -> KronFactors:
+        """See :meth:`Pullback.kron`; the host's own where its squared loss can stand for the blocks."""
         if blocks.is_psd():
             few = self.slice_context(context, slice(0, 1))
             positions = _layer_positions(self.encoder, few)
@@ -89,8 +89,8 @@ class CurvlinopsPullback(LayerwisePullback):
             if _why_unknown(self.encoder, positions) is None and self._all_used(few):
                 own = _own_copy(self.encoder, few)
                 if own is not None:
-                    return _host_factors(own, context, blocks, n_data, positions)
-        return super().kron_factors(context, blocks, n_data)
+                    return _host_factors(own, context, blocks, positions)
+        return super().kron(context, blocks)
 
     def _all_used(self, context: Any) -> bool:
         with torch.enable_grad():
@@ -127,10 +127,8 @@ def _why_unknown(encoder: Encoder, positions: dict[str, list[int]]) -> str | Non
     return None
 
 
-def _host_factors(
-    encoder: Encoder, x: Inputs, blocks: Blocks, n_data: int, positions: dict[str, list[int]]
-) -> KronFactors:
-    """Return the host's K-FAC in the format of laplace-torch's ``Kron``, with ``A`` averaged over ``n_data`` points."""
+def _host_factors(encoder: Encoder, x: Inputs, blocks: Blocks, positions: dict[str, list[int]]) -> KronFactors:
+    """Return the host's K-FAC in the format of :meth:`Pullback.kron`."""
     params = [p for p in encoder.parameters() if p.requires_grad]
     network = _Factored(encoder, blocks)
     weights = _operator(KFACLinearOperator, network, params, x)
@@ -139,7 +137,7 @@ def _host_factors(
     factors: list[list[Tensor]] = [[] for _ in params]
     for name, places in weights._mapping.items():
         if "weight" in places:
-            a = weights._input_covariances[name] * (input_length(x) / n_data)
+            a = weights._input_covariances[name] * input_length(x)
             factors[places["weight"]] = [weights._gradient_covariances[name], a]
         if "bias" in places and positions[name.removeprefix("encoder.")] == [1]:
             factors[places["bias"]] = [weights._gradient_covariances[name].clone()]

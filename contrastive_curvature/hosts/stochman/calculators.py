@@ -25,7 +25,7 @@ from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.module import ModulePullback
-from contrastive_curvature.options import Distance, PDFix, Structure
+from contrastive_curvature.options import Distance, PDFix
 
 _NO_OPS = (nnj.Identity, nnj.Flatten, nnj.Reshape)
 
@@ -217,10 +217,11 @@ def _weight_hessian(
         return x.new_zeros(total) if shape == "diagonal" else x.new_zeros(total, total)
     if speed != "fast" and shape != "block":
         kind = LayerwisePullback if speed == "slow" else StochManPullback
-        structure = Structure.DIAG if shape == "diagonal" else Structure.FULL
         pullback = kind(Encoder(network, x[:8]))
         # The run tells how many points a tile of cross terms may have.
-        return pullback.curvature(pullback.forward(x)[1], hessian, structure)
+        context = pullback.forward(x)[1]
+        coupled = pullback.coupled_diag if shape == "diagonal" else pullback.coupled_full
+        return coupled(context, hessian)
     if speed == "fast":
         found = _sweep(network, x, hessian, shape, wanted)
         parts = [found[k] for k in wanted]
@@ -233,7 +234,7 @@ def _block(network: nn.Sequential, k: int, x: Tensor, hessian: OutputHessian) ->
     """Return the matrix of the trainable parameters of one layer, by the code for any network."""
     encoder, mine = Encoder(network, x[:8]), {id(p) for p in network[k].parameters()}
     names = {name for name, p in encoder.named_parameters() if id(p) in mine and p.requires_grad}
-    return ModulePullback(encoder, only=names).curvature(x, hessian, Structure.FULL)
+    return ModulePullback(encoder, only=names).coupled_full(x, hessian)
 
 
 def _input_hessian(network: nn.Sequential, x: Tensor, hessian: OutputHessian, shape: str, speed: str) -> Tensor:

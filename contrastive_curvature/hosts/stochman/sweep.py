@@ -19,7 +19,6 @@ from contrastive_curvature.hosts.stochman.rules import RefusedError, Rule, find_
 from contrastive_curvature.network import pullback as limits
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.layerwise import LayerwisePullback
-from contrastive_curvature.options import Structure
 
 _POINTS = 8
 """Points of the first batch on which the outputs of StochMan's layers are compared with the encoder's."""
@@ -154,15 +153,15 @@ class StochManPullback(LayerwisePullback):
         self._host_layers = [counterpart(layer, name) for name, layer in named]
         self._sweep: Sweep | None = None
 
-    def block_term(self, context: Any, blocks: Blocks, structure: Structure) -> Tensor:
-        """See :meth:`Pullback.block_term`."""
-        if structure is Structure.DIAG and len(context):
+    def diag(self, context: Any, blocks: Blocks) -> Tensor:
+        """See :meth:`Pullback.diag`."""
+        if len(context):
             if self._sweep is None and not self.reasons:
                 self._plan(context)
             if self._sweep is not None:
                 found = self._sweep.run(context, lambda rows: blocks[rows].dense())
                 return torch.cat([found[k] for k in sorted(found)])
-        return super().block_term(context, blocks, structure)
+        return super().diag(context, blocks)
 
     def _plan(self, x: Tensor) -> None:
         layers = self._host_layers

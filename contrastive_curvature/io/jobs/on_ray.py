@@ -16,10 +16,10 @@ from contrastive_curvature.io.jobs.embedding_folder import EmbeddingFolder
 from contrastive_curvature.io.jobs.parquet_parts import Reader, need
 from contrastive_curvature.io.jobs.sources import Source, parts_of
 from contrastive_curvature.io.jobs.state_folder import StateFolder
-from contrastive_curvature.laplace.fitting import FittedPosterior
+from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.progress import Progress
 
-Posterior = FittedPosterior | Callable[[], Any]
+Posterior = ContrastiveLaplace | Callable[[], Any]
 
 
 def fit_on_ray(
@@ -148,8 +148,8 @@ def embed_on_ray(
 def made(posterior: Any) -> Any:
     """Return the posterior, or what a function without arguments makes."""
     # A posterior is callable, too.
-    la = posterior() if callable(posterior) and not isinstance(posterior, FittedPosterior) else posterior
-    if not isinstance(la, FittedPosterior):
+    la = posterior() if callable(posterior) and not isinstance(posterior, ContrastiveLaplace) else posterior
+    if not isinstance(la, ContrastiveLaplace):
         wanted = "a posterior of likelihood='contrastive', or a function that returns one"
         hint = "laplace.Laplace(encoder, likelihood='contrastive', ...) makes one."
         raise InputTypeError(expected("posterior", wanted, f"a {type(la).__name__}", hint))

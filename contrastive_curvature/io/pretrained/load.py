@@ -154,12 +154,7 @@ def _towers(saved: Saved, tensors: dict[str, Tensor], encoder: TwoTowers, given:
     _, arguments = constructor(first, tensors, encoder, **given)
     if "last_layer_name" in arguments:
         arguments["last_layer_name"] = [one.arguments["last_layer_name"] for one in (first, last)]
-    la = TwoTowerLaplace(
-        encoder,
-        subset_of_weights=first.info.subset_of_weights,
-        hessian_structure=first.info.hessian_structure,
-        **arguments,
-    )
+    la = TwoTowerLaplace(encoder, **arguments)
     for one in saved.posteriors:
         fill(getattr(la, one.info.name), one, tensors, f"encoder_{one.info.name}")
     return la

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from contrastive_curvature import laplace, losses
+from contrastive_curvature import losses
 from contrastive_curvature.embedding.known import NOVELTY
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.io.pretrained.encoders import (
@@ -19,8 +19,7 @@ from contrastive_curvature.io.pretrained.encoders import (
     raw_outputs,
 )
 from contrastive_curvature.io.pretrained.folder import PosteriorInfo, SavedPosterior, TensorTable, flattened, restored
-from contrastive_curvature.laplace import ContrastiveLaplace
-from contrastive_curvature.laplace.functional import ContrastiveFunctionalLaplace, ContrastiveFunctionalLLLaplace
+from contrastive_curvature.laplace import ContrastiveLaplace, FunctionSpaceLaplace
 from contrastive_curvature.laplace.options import known_options
 from contrastive_curvature.laplace.prediction import moved_inputs
 from contrastive_curvature.laplace.state import KNOWN_BACKENDS, owned, sealed
@@ -35,14 +34,16 @@ KNOWN_LOSSES: dict[str, type[CosineLoss]] = {
 }
 """The losses of this library, by name."""
 
-_ARGUMENTS = ("enable_backprop", "dict_key_x", "dict_key_y", "damping", "n_subset", "seed")
+_ARGUMENTS = (
+    *("subset_of_weights", "hessian_structure", "enable_backprop", "dict_key_x", "dict_key_y"),
+    *("n_subset", "seed"),
+)
 
 
-def posterior_classes() -> dict[str, type[ContrastiveLaplace]]:
-    """Return all classes that can be saved, by name."""
-    named = [getattr(laplace, name) for name in laplace.__all__ if isinstance(getattr(laplace, name), type)]
-    kinds = [kind for kind in named if issubclass(kind, ContrastiveLaplace) and "_key" in vars(kind)]
-    return {kind.__name__: kind for kind in (*kinds, ContrastiveFunctionalLaplace, ContrastiveFunctionalLLLaplace)}
+_CLASSES: dict[str, type[ContrastiveLaplace]] = {
+    kind.__name__: kind for kind in (ContrastiveLaplace, FunctionSpaceLaplace)
+}
+"""All classes that can be saved, by name."""
 
 
 def saved_posterior(la: Any, name: str, table: TensorTable, prefix: str, example: Inputs | None) -> SavedPosterior:
@@ -60,7 +61,7 @@ def saved_posterior(la: Any, name: str, table: TensorTable, prefix: str, example
         NotFittedError: Before ``fit``.
         InputError: The encoder does not take the example.
     """
-    if type(la) is not posterior_classes().get(type(la).__name__):
+    if type(la) is not _CLASSES.get(type(la).__name__):
         msg = (
             f"save_pretrained: {type(la).__name__} is a class of your own, which load_pretrained cannot construct. Use "
             "torch.save(la.state_dict(), path)."
@@ -82,8 +83,8 @@ def saved_posterior(la: Any, name: str, table: TensorTable, prefix: str, example
     info = PosteriorInfo(
         name=name,
         kind=type(la).__name__,
-        subset_of_weights=la._key[0],
-        hessian_structure=la._key[1],
+        subset_of_weights=la.subset_of_weights,
+        hessian_structure=la.hessian_structure,
         dtype=str(la._dtype),
         n_outputs=la.n_outputs,
         n_params=la.n_params,
@@ -139,6 +140,9 @@ def constructor(
     Raises:
         InputError: Something that has to be given is missing or another one.
     """
+    if saved.info.kind not in _CLASSES:
+        hint = "Posteriors of version 0.2 are not read: fit again, or install the version that saved it."
+        raise InputError(expected("folder", f"a posterior of {' or '.join(_CLASSES)}", saved.info.kind, hint))
     arguments: dict[str, Any] = restored(saved.arguments, tensors)
     options = restored(saved.options, tensors)
     _check_relation(saved.info.relation, relation)
@@ -157,7 +161,7 @@ def constructor(
     elif saved.backend is not None and saved.backend not in KNOWN_BACKENDS:
         hint = "Its code is not in the folder. Pass backend=... as in the fit."
         raise InputError(expected("backend", f"the {saved.backend} of the fit", "None", hint))
-    return posterior_classes()[saved.info.kind], {**arguments, "backend_kwargs": options}
+    return _CLASSES[saved.info.kind], {**arguments, "backend_kwargs": options}
 
 
 def fill(la: Any, saved: SavedPosterior, tensors: dict[str, Tensor], argument: str = "encoder") -> None:
@@ -207,14 +211,13 @@ def _example(la: Any, example: Any) -> tuple[Inputs, Tensor]:
 def _arguments(la: Any) -> dict[str, Any]:
     """Return arguments of the constructor, besides the options of the curvature, that are not in the state."""
     arguments = {name: getattr(la, name) for name in _ARGUMENTS if hasattr(la, name)}
-    if la._key[0] == "subnetwork":
+    if isinstance(la, FunctionSpaceLaplace):
+        del arguments["hessian_structure"]
+    if la.subset_of_weights == "subnetwork":
         arguments["subnetwork_indices"] = la.backend.subnetwork_indices.cpu()
-    if hasattr(la, "_last_layer_name"):
+    if la.on_last_layer:
         arguments["last_layer_name"] = la._last_layer_name
-    host: Any = next(kind for kind in type(la).__mro__ if kind.__module__.startswith("laplace."))
-    own: Any = type(la)
-    known = {name for kind in (host, own) for name in inspect.signature(kind.__init__).parameters}
-    return {name: value for name, value in arguments.items() if name in known}
+    return arguments
 
 
 def _given_options(la: Any) -> dict[str, Any]:

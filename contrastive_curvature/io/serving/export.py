@@ -54,7 +54,7 @@ def export(
     dynamic_axes: Any = None,
     match: Any = None,
 ) -> tuple[str, ...]:
-    """See :meth:`contrastive_curvature.laplace.base.ContrastiveLaplace.export`."""
+    """See :meth:`contrastive_curvature.laplace.posterior.ContrastiveLaplace.export`."""
     check_exportable(la)
     kind = _format(path, format)
     if p_value is not None:

@@ -26,24 +26,11 @@ from torch import Tensor
 
 from contrastive_curvature.embedding.known import NOVELTY
 from contrastive_curvature.errors import InputTypeError, NotFittedError, UnsupportedError, expected
-from contrastive_curvature.laplace.base import ContrastiveLaplace
 from contrastive_curvature.laplace.calibration import present_calibration
-from contrastive_curvature.laplace.classes import (
-    ContrastiveDiagLLLaplace,
-    ContrastiveFullLLLaplace,
-    ContrastiveKronLLLaplace,
-)
-from contrastive_curvature.laplace.kron_lowrank import ContrastiveKronLowRankLLLaplace
-from contrastive_curvature.laplace.output_spread import DenseSpread, DiagonalSpread
+from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.laplace.score import made_up
 from contrastive_curvature.network.encoder import at_least_float32
-
-_CLASSES = (
-    ContrastiveDiagLLLaplace,
-    ContrastiveKronLLLaplace,
-    ContrastiveFullLLLaplace,
-    ContrastiveKronLowRankLLLaplace,
-)
+from contrastive_curvature.structures.at_features import DenseAtFeatures, DiagonalAtFeatures
 
 
 @dataclass(frozen=True)
@@ -74,8 +61,8 @@ def check_exportable(la: Any) -> None:
     if not isinstance(la, ContrastiveLaplace):
         hint = "Of OnlineLaplace take online.laplace(), of two towers la.a and la.b."
         raise InputTypeError(expected("la", "a contrastive last-layer posterior", f"a {type(la).__name__}", hint))
-    if not isinstance(la, _CLASSES):
-        weights, structure = la._key[:2]
+    if not la.keeps_features:
+        weights, structure = la.subset_of_weights, la.hessian_structure
         msg = (
             f"export: subset_of_weights={weights!r}, hessian_structure={structure!r} needs Jacobians or training "
             "inputs for every prediction, which no exported graph has. Fit subset_of_weights='last_layer' with "
@@ -122,17 +109,17 @@ def parts_of(la: Any, p_value: bool | None = None) -> Parts:
     # Copies, so that they follow no later change.
     contiguous = torch.contiguous_format
     arrays = {name: a.detach().clone(memory_format=contiguous) for name, a in found.items() if a is not None}
-    return Parts(form, la._key[1], score, arrays)
+    return Parts(form, la.hessian_structure, score, arrays)
 
 
 def _spread(la: Any) -> tuple[str, dict[str, Tensor | None]]:
     """Return the name of the form of the covariance, and its arrays."""
     spread = la.output_spread()
-    if isinstance(spread, DiagonalSpread):
+    if isinstance(spread, DiagonalAtFeatures):
         dim, width = la.model.last_layer.weight.shape
         weights, bias = spread.variance.split([dim * width, len(spread.variance) - dim * width])
         return "diagonal", {"variance": weights.view(dim, width), "bias_variance": bias if len(bias) else None}
-    if isinstance(spread, DenseSpread):
+    if isinstance(spread, DenseAtFeatures):
         return "dense", {"covariance": spread.covariance}
     return "axes", {
         **{name: getattr(spread, name) for name in ("axes", "basis", "along", "across")},

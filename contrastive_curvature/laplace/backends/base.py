@@ -16,11 +16,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, cast
 
 import torch
 from laplace.curvature.curvature import GGNInterface
-from laplace.utils import Kron
+from laplace.utils import Kron as HostKron
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
@@ -29,14 +29,13 @@ from contrastive_curvature.fit.api import check_encoder, check_trainable, make_p
 from contrastive_curvature.fit.batches import BatchFit
 from contrastive_curvature.fit.dataset import DatasetFit, samples_of
 from contrastive_curvature.fit.exchange import check_agreed, present_exchange
-from contrastive_curvature.fit.finite import check_finite
 from contrastive_curvature.fit.loop import DatasetCurvature, Problem, fit, mean_norm
 from contrastive_curvature.fit.lowrank import curvature_product, leading_eigenpairs, whole_hessian
+from contrastive_curvature.fit.mc_samples import Sampler, make_sampler, term_of
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.processes import curvature_of, finish_parts, fit_together, statistics_of
 from contrastive_curvature.fit.readers import Batch, Reader, as_batch, labelled_batch
 from contrastive_curvature.fit.state import CURVATURE, STATISTICS, Origin, State, check_identity, digest_of
-from contrastive_curvature.fit.structured import BlockSampler, make_sampler, structured_curvature
 from contrastive_curvature.fit.subset import HessianSubset, anchor_subset, subset_hessian
 from contrastive_curvature.hessian.derivatives import refuse_sampled
 from contrastive_curvature.hessian.sphere import check_outputs
@@ -59,9 +58,13 @@ from contrastive_curvature.network.loader import (
 from contrastive_curvature.network.module import SubnetworkPullback
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.network.sketch import sketch_size
-from contrastive_curvature.options import Normalization, Structure
+from contrastive_curvature.options import Normalization
 from contrastive_curvature.pairs import make_relation
 from contrastive_curvature.progress import Progress
+from contrastive_curvature.structures import Dense, Diagonal, Eigenpairs, Kron, Structure
+from contrastive_curvature.structures.finite import check_finite
+
+_S = TypeVar("_S", bound=Structure)
 
 
 class ContrastiveBackend(GGNInterface, ABC):
@@ -174,16 +177,20 @@ class ContrastiveBackend(GGNInterface, ABC):
 
     def diag(self, x: Inputs, y: Tensor, N: int | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return loss and unclamped diagonal (P,) that a batch adds to the estimate for N points."""
-        return self._batch(x, y, N, Structure.DIAG)
+        loss, found = self._batch(x, y, N, Diagonal)
+        return loss, found.plain()
 
     def full(self, x: Inputs, y: Tensor, N: int | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return loss and unclamped matrix (P, P) that a batch adds to the estimate for N points."""
-        return self._batch(x, y, N, Structure.FULL)
+        loss, found = self._batch(x, y, N, Dense)
+        return loss, found.plain()
 
-    def kron(self, x: Inputs, y: Tensor, N: int | None = None, **kwargs: Any) -> tuple[Tensor, Kron]:
+    def kron(self, x: Inputs, y: Tensor, N: int | None = None, **kwargs: Any) -> tuple[Tensor, HostKron]:
         """Return loss and Kronecker factors that a batch adds to the estimate for N points."""
-        loss, factors = self._batch(x, y, N, Structure.KRON)
-        return loss, Kron(factors)
+        loss, found = self._batch(x, y, N, Kron)
+        # The host adds up means over all points.
+        whole = found.points.new_tensor(len(y) if N is None else N)
+        return loss, HostKron(replace(found, points=whole).plain())
 
     def jacobians(self, x: Inputs, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
         """Return Jacobians (B, D, P) of the raw outputs in this backend's parameters, and the outputs (B, D)."""
@@ -242,7 +249,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         self.labels_seen.note(found.classes)
         return found
 
-    def identity(self, structure: Structure) -> dict[str, str]:
+    def identity(self, structure: type[Structure]) -> dict[str, str]:
         """Return what parts of one fit have in common: the encoder and all options."""
         options = {field.name: getattr(self.options, field.name) for field in fields(self.options)}
         # The loss stands by itself below; whether it was given by name or as an object makes no other curvature.
@@ -257,12 +264,12 @@ class ContrastiveBackend(GGNInterface, ABC):
         return {
             "encoder": encoder_digest(self.model),
             "weights": weights,
-            "structure": f"{structure}{' with a sketch of the inputs' if self.sketches_inputs else ''}",
+            "structure": structure.name,
             "loss": " ".join(repr(self.loss).split()),
             "options": str({name: str(value) for name, value in options.items()}),
         }
 
-    def fit(self, loader: Iterable[Any], structure: Structure, progress: bool | None = None) -> DatasetCurvature:
+    def fit(self, loader: Iterable[Any], structure: type[Structure], progress: bool | None = None) -> DatasetCurvature:
         """Return the unclamped curvature of a data set, times its scale.
 
         Inside an initialised ``torch.distributed`` process group, every process gives its share of the data, and all
@@ -270,7 +277,7 @@ class ContrastiveBackend(GGNInterface, ABC):
 
         Args:
             loader: Batches ``(x, labels)`` or mappings.
-            structure: ``diag``, ``full`` or ``kron``.
+            structure: What is kept of the curvature.
             progress: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
         Returns:
@@ -278,9 +285,16 @@ class ContrastiveBackend(GGNInterface, ABC):
             by N / 2, so that they grow with the data; on classes of equal size this equals ``"anchor"``.
 
         Raises:
-            InputError: See :meth:`~contrastive_curvature.laplace.base.ContrastiveLaplace.fit`.
+            InputError: See :meth:`~contrastive_curvature.laplace.posterior.ContrastiveLaplace.fit`.
             ProcessError: Another process of the group has failed.
         """
+        if not structure.adds:
+            leading = self.fit_lowrank(loader, progress)
+            if not bool(leading.curvature.sizes().any()):
+                hint = "All negatives may lie inside the margin; use pd_fix='psd' or 'positive'."
+                wanted = "data with a positive eigenvalue of the curvature"
+                raise InputError(expected("train_loader", wanted, "none", hint))
+            return leading
         exchange = present_exchange()
         if exchange is None:
             check_loader(loader)
@@ -304,7 +318,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         return self.at_data_scale(found)
 
     def _fit_alone(
-        self, encoder: Encoder, pullback: Pullback, loader: Any, structure: Structure, progress: Progress
+        self, encoder: Encoder, pullback: Pullback, loader: Any, structure: type[Structure], progress: Progress
     ) -> DatasetCurvature:
         """Return the curvature of all data of a loader, in this process."""
         return fit(self._problem(encoder, pullback, structure, progress), self._reader(loader))
@@ -312,7 +326,7 @@ class ContrastiveBackend(GGNInterface, ABC):
     def fit_part(
         self,
         loader: Iterable[Any] | None,
-        structure: Structure,
+        structure: type[Structure],
         part: tuple[int, int],
         statistics: State | None,
         progress: bool | None,
@@ -337,7 +351,7 @@ class ContrastiveBackend(GGNInterface, ABC):
             return curvature_of(problem, reader, identity, statistics.to(next(encoder.parameters()).device))
 
     def fit_of_parts(
-        self, structure: Structure, statistics: State, curvature: State, probe: Inputs
+        self, structure: type[Structure], statistics: State, curvature: State, probe: Inputs
     ) -> DatasetCurvature:
         """Return the curvature of a data set from what :meth:`fit_part` gave for all its parts."""
         identity = self.identity(structure)
@@ -379,7 +393,8 @@ class ContrastiveBackend(GGNInterface, ABC):
         n, norm = len(hessian.z), mean_norm(hessian.z)
         loss, cost = hessian.loss_and_cost()
         scale = self._data_scale(n)
-        return DatasetCurvature((vectors, scale * values), scale * loss, scale * cost, n, None, norm, hessian.classes)
+        found = Eigenpairs(vectors, scale * values)
+        return DatasetCurvature(found, scale * loss, scale * cost, n, None, norm, hessian.classes)
 
     def matvec(self, loader: Iterable[Any], v: Tensor) -> Tensor:
         """Return ``J^T H J v`` over all pairs of a data set, unclamped, times its scale; no matrix is formed.
@@ -423,7 +438,7 @@ class ContrastiveBackend(GGNInterface, ABC):
             reader, shown = self._reader(loader), Progress(progress)
             if not isinstance(self.loss, PairLoss):
                 return anchor_subset(encoder, reader, self.loss, size, seed, shown)
-            problem = DatasetFit(encoder, pullback, Structure.DIAG, self.options, shown)
+            problem = DatasetFit(encoder, pullback, Diagonal, self.options, shown)
             problem.collect(reader)
             subset = subset_hessian(problem, reader, size, seed)
         scale = self._data_scale(problem.n)
@@ -433,10 +448,9 @@ class ContrastiveBackend(GGNInterface, ABC):
     def eig_lowrank(self, data_loader: Iterable[Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the host's form of :meth:`fit_lowrank`: eigenvectors, eigenvalues and loss."""
         out = self.fit_lowrank(data_loader)
-        vectors, values = out.curvature
-        return vectors, values, out.loss
+        return *out.curvature.plain(), out.loss
 
-    def _batch(self, x: Inputs, y: Tensor, n_data: int | None, structure: Structure) -> tuple[Tensor, Any]:
+    def _batch(self, x: Inputs, y: Tensor, n_data: int | None, structure: type[_S]) -> tuple[Tensor, _S]:
         """Return loss and curvature that a batch of a data set of ``n_data`` points stands for."""
         options, loss = self.options, self.loss
         with evaluation_mode(self.model), torch.no_grad():
@@ -450,13 +464,13 @@ class ContrastiveBackend(GGNInterface, ABC):
             else:
                 given = as_batch(Views(x, None, y), loss, options.relation, options.positives)
                 hessian = loss.data_hessian(z, loss.relate(z, given.labels, given.pairs))
-            sampler = self.sampler(structure)
-            found = structured_curvature(pullback, context, hessian, structure, n_data, sampler)
-            check_finite(found, pullback, "this batch")
+            found = term_of(structure, pullback, context, hessian, self.sampler(structure))
+            check_finite(found.plain(), pullback, "this batch")
             scaled = self.at_data_scale(DatasetCurvature(found, *hessian.loss_and_cost(), n_data))
-        return scaled.loss, scaled.curvature
+        found = cast("_S", scaled.curvature)
+        return scaled.loss, found
 
-    def sampler(self, structure: Structure) -> BlockSampler | None:
+    def sampler(self, structure: type[Structure]) -> Sampler | None:
         """Return what ``mc_samples`` asks for, with the seed 0; ``None`` for exact blocks."""
         self.options.check_structure(structure)
         return make_sampler(self.options.mc_samples)
@@ -465,7 +479,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         self,
         encoder: Encoder,
         pullback: Pullback,
-        structure: Structure,
+        structure: type[Structure],
         progress: Progress,
         part: tuple[int, int] | None = None,
     ) -> Problem:
@@ -513,12 +527,7 @@ class ContrastiveBackend(GGNInterface, ABC):
     def at_data_scale(self, out: DatasetCurvature) -> DatasetCurvature:
         """Multiply by N / 2 where the loss is a mean over pairs, so that it grows with the data; see :meth:`fit`."""
         scale = self._data_scale(out.n)
-        if isinstance(out.curvature, Tensor):
-            scaled: Any = scale * out.curvature
-        else:
-            # The scale goes to the curvature factor alone: the other is a mean of inputs.
-            scaled = [[scale * f[0], *f[1:]] for f in out.curvature]
-        return replace(out, curvature=scaled, loss=scale * out.loss, cost=scale * out.cost)
+        return replace(out, curvature=out.curvature.scaled(scale), loss=scale * out.loss, cost=scale * out.cost)
 
 
 class ContrastiveGGN(ContrastiveBackend):

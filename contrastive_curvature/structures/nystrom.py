@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.fit.finite import eigenpairs
 from contrastive_curvature.network.sketch import EXACT_WIDTH, MOST_RANK, sketch_matrix
+from contrastive_curvature.structures.finite import eigenpairs
 
 LEFT_OVER = 0.01
 """What the chosen rank may leave to the rest, as a fraction of what the first eigenvector leaves of the trace."""

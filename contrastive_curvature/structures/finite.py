@@ -1,28 +1,38 @@
-"""Curvatures as numbers: finite or refused by layer and batch, decomposed, and clamped once at the end."""
+"""Curvatures as numbers: finite or refused by layer and batch, and decomposed."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.network.full_precision import full_precision
-from contrastive_curvature.network.pullback import KronFactors, Pullback
+
+if TYPE_CHECKING:
+    from contrastive_curvature.network.pullback import Pullback
 
 
-def is_finite(curvature: Tensor | KronFactors) -> Tensor:
+def all_finite(tensors: list[Tensor]) -> Tensor:
     """Return whether all entries are finite, as a boolean tensor with one entry."""
-    return torch.stack([tensor.isfinite().all() for tensor in _tensors(curvature)]).all()
+    return torch.stack([tensor.isfinite().all() for tensor in tensors]).all()
 
 
-def sum_is_finite(curvature: Tensor | KronFactors) -> Tensor:
+def sum_is_finite(tensors: list[Tensor]) -> Tensor:
     """Return whether the sum of all entries is finite, in a third of the time; only then all entries certainly are."""
-    return torch.stack([tensor.sum() for tensor in _tensors(curvature)]).sum().isfinite()
+    return torch.stack([tensor.sum() for tensor in tensors]).sum().isfinite()
 
 
-def check_finite(curvature: Tensor | KronFactors, pullback: Pullback, where: str) -> None:
-    """Refuse a curvature with NaN or infinity."""
-    if bool(sum_is_finite(curvature)) or bool(is_finite(curvature)):
+def check_finite(curvature: Any, pullback: Pullback, where: str) -> None:
+    """Refuse a curvature with NaN or infinity.
+
+    Args:
+        curvature: (P,), (P, P), or a list of tensors for every parameter.
+        pullback: Knows the names of the parameters.
+        where: What the numbers come from, for the message.
+    """
+    tensors = [curvature] if isinstance(curvature, Tensor) else [factor for group in curvature for factor in group]
+    if bool(sum_is_finite(tensors)) or bool(all_finite(tensors)):
         return
     if isinstance(curvature, Tensor):
         bad = ~curvature.isfinite()
@@ -43,10 +53,6 @@ def check_finite(curvature: Tensor | KronFactors, pullback: Pullback, where: str
     raise InputError(expected("curvature", "finite numbers", received, hint))
 
 
-def _tensors(curvature: Tensor | KronFactors) -> list[Tensor]:
-    return [curvature] if isinstance(curvature, Tensor) else [factor for group in curvature for factor in group]
-
-
 def eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues and eigenvectors of a symmetric matrix; only the upper triangle is read."""
     if not bool(matrix.isfinite().all()):
@@ -62,25 +68,3 @@ def eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
     received = f"one of shape {tuple(matrix.shape)} with entries up to {float(matrix.abs().max()):.3g}"
     hint = "Scale the inputs, or use hessian_structure='diag', which needs no eigenvalues."
     raise InputError(expected("curvature", "a matrix whose eigenvalues can be computed", received, hint))
-
-
-@full_precision
-def clamp_curvature(curvature: Tensor) -> Tensor:
-    """Make an accumulated curvature positive semidefinite, once, at the end."""
-    if curvature.ndim == 1:
-        return curvature.clamp(min=0)
-    symmetric = (curvature + curvature.T) / 2
-    values, vectors = eigenpairs(symmetric)
-    if not values.numel() or values[0] >= 0:
-        return symmetric
-    return (vectors * values.clamp(min=0)) @ vectors.T
-
-
-def clamp_factors(factors: KronFactors) -> KronFactors:
-    """Set the negative eigenvalues of the curvature factors to zero; the input factors have none."""
-    return [[clamp_curvature(f[0]), *f[1:]] for f in factors]
-
-
-def per_point(factors: KronFactors, n: float) -> KronFactors:
-    """Divide the input factors, which are sums, by the number ``n`` of points."""
-    return [[f[0], *(part / n for part in f[1:])] for f in factors]

@@ -1,23 +1,28 @@
-"""How the outputs of a last layer spread at given features: all of a posterior that a prediction needs.
+"""How the outputs of a last linear layer spread at its features: all of a posterior that a prediction needs.
 
-It is made once for a curvature, a prior and a temperature (:meth:`.LastLayerLaplace.output_spread`), and exported as it
-is (:mod:`contrastive_curvature.io.serving`).
+It is made once for a curvature, a prior and a temperature, and exported as it is
+(:mod:`contrastive_curvature.io.serving`). Each kind returns the parts of a spread of
+:mod:`contrastive_curvature.embedding.spread`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature.embedding.spread import Axes, Dense, Diagonal
 from contrastive_curvature.network.full_precision import full_precision
 from contrastive_curvature.network.last_layer import diag_last_layer_variance
 
+AtFeatures = Callable[[Tensor], tuple[Any, ...]]
+"""From features (B, F) to the parts of a spread."""
+
 
 @dataclass(frozen=True, eq=False)
-class DiagonalSpread:
+class DiagonalAtFeatures:
     """Of independent weights.
 
     Attributes:
@@ -28,14 +33,14 @@ class DiagonalSpread:
     variance: Tensor
     dim: int
 
-    def __call__(self, phi: Tensor) -> Diagonal:
-        """Return the spread at features (B, F)."""
-        return Diagonal(diag_last_layer_variance(phi, self.variance, self.dim))
+    def __call__(self, phi: Tensor) -> tuple[Tensor]:
+        """Return variances (B, D) of independent outputs, at features (B, F)."""
+        return (diag_last_layer_variance(phi, self.variance, self.dim),)
 
 
 @dataclass(frozen=True, eq=False)
-class AxesSpread:
-    """Of a Kronecker-factored posterior: variances ``along (Q^T phi)^2 + across |phi - Q Q^T phi|^2 + bias`` on axes.
+class AxesAtFeatures:
+    """Of Kronecker factors: variances ``along (Q^T phi)^2 + across |phi - Q Q^T phi|^2 + bias`` on axes.
 
     Attributes:
         axes: Eigenvectors of the curvature factor as columns, shape (D, D).
@@ -56,8 +61,8 @@ class AxesSpread:
     @classmethod
     def of(
         cls, axes: Tensor, basis: Tensor, along: Tensor, across: Tensor | None, bias: tuple[Tensor, Tensor] | None
-    ) -> AxesSpread:
-        """Return the spread, from the eigenvectors and variances of the bias among others; ``None`` without one."""
+    ) -> AxesAtFeatures:
+        """Return the spread; ``bias`` has the eigenvectors of the bias's block, and its variances along them."""
         if bias is None:
             return cls(axes, basis, along, across)
         vectors, variances = bias[0], bias[1].to(axes)
@@ -70,8 +75,8 @@ class AxesSpread:
         return self.common if self.bias is None else (self.axes * self.bias) @ self.axes.T
 
     @full_precision
-    def __call__(self, phi: Tensor) -> Axes:
-        """Return the spread at features (B, F)."""
+    def __call__(self, phi: Tensor) -> tuple[Tensor, Tensor, Tensor | None, torch.dtype]:
+        """Return axes (D, D), variances along them (B, D), the covariance of the bias and the dtype, at features."""
         # An encoder that was converted after the fit has features of another dtype.
         wide = phi.to(self.basis.dtype)
         coordinates = wide @ self.basis
@@ -80,12 +85,12 @@ class AxesSpread:
         if self.across is not None:
             left = (wide - coordinates @ self.basis.T).square().sum(1, keepdim=True)
             values = torch.addcmul(values, left, self.across)
-        return Axes(self.axes, values, self.common, phi.dtype)
+        return self.axes, values, self.common, phi.dtype
 
 
 @dataclass(frozen=True, eq=False)
-class DenseSpread:
-    """Of a dense posterior.
+class DenseAtFeatures:
+    """Of dependent weights.
 
     Attributes:
         covariance: Of ``[W.flatten(), b]``, shape (P, P), float64.
@@ -95,19 +100,15 @@ class DenseSpread:
     covariance: Tensor
     dim: int
 
-    def __call__(self, phi: Tensor) -> Dense:
-        """Return the spread at features (B, F)."""
-        return Dense(_dense_covariance(phi.double(), self.covariance, self.dim).to(phi.dtype))
-
-
-@full_precision
-def _dense_covariance(phi: Tensor, covariance: Tensor, dim: int) -> Tensor:
-    """Return covariances (B, D, D) of the outputs at features (B, F), under a covariance (P, P) of weight and bias."""
-    width = phi.shape[1]
-    weights = dim * width
-    by_layer = covariance[:weights, :weights].view(dim, width, dim, width)
-    out = torch.einsum("bf,kflg,bg->bkl", phi, by_layer, phi)
-    if covariance.shape[0] > weights:
-        mixed = torch.einsum("bf,kfl->bkl", phi, covariance[:weights, weights:].view(dim, width, dim))
-        out = out + mixed + mixed.mT + covariance[weights:, weights:]
-    return out
+    @full_precision
+    def __call__(self, phi: Tensor) -> tuple[Tensor]:
+        """Return covariances (B, D, D) of the outputs, at features (B, F)."""
+        wide, dim = phi.double(), self.dim
+        width, weights = phi.shape[1], dim * phi.shape[1]
+        by_layer = self.covariance[:weights, :weights].view(dim, width, dim, width)
+        out = torch.einsum("bf,kflg,bg->bkl", wide, by_layer, wide)
+        if len(self.covariance) > weights:
+            of_both = self.covariance[:weights, weights:].view(dim, width, dim)
+            mixed = torch.einsum("bf,kfl->bkl", wide, of_both)
+            out = out + mixed + mixed.mT + self.covariance[weights:, weights:]
+        return (out.to(phi.dtype),)

@@ -1,0 +1,97 @@
+"""A posterior whose data come in parts: checks, and the inputs that the state of a part carries."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DistributedSampler
+
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.fit.exchange import ProcessGroup
+from contrastive_curvature.fit.state import State
+from contrastive_curvature.network.inputs import Inputs, input_length, move_inputs
+from contrastive_curvature.network.loader import loader_parts
+from contrastive_curvature.pairs.rows import Rows
+
+PROBES = 2
+_SHARED = "shared/"
+"""Inputs in a state, so that a process without data can look at the encoder."""
+
+_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+
+
+def shared_inputs(exchange: ProcessGroup, mine: Inputs | None, device: torch.device) -> Inputs | None:
+    """Return the inputs of this process, or of the first one that has any."""
+    # Copied, or a few rows would go with their whole batch.
+    few = None if mine is None else move_inputs(mine, torch.device("cpu"))
+    if isinstance(few, Tensor):
+        few = few.clone()
+    elif few is not None:
+        few = {name: part.clone() if isinstance(part, Tensor) else part for name, part in few.items()}
+    first = next((x for x in exchange.gather(few) if x is not None), None)
+    return mine if mine is not None or first is None else move_inputs(first, device)
+
+
+def check_unwrapped(model: nn.Module) -> None:
+    """Refuse wrappers that exchange buffers or parameters at every forward pass: shares may differ in length."""
+    for module in model.modules():
+        name = type(module).__name__
+        if name in _WRAPPERS and type(module).__module__.startswith("torch."):
+            msg = (
+                f"model: {name} exchanges buffers or parameters at every forward pass, and the processes of a fit may "
+                "have different numbers of batches, so that they would wait for each other. Pass the encoder inside, "
+                "which for DistributedDataParallel is its .module."
+            )
+            raise UnsupportedError(msg)
+
+
+def check_kind(argument: str, state: object, kind: str) -> None:
+    """Refuse what is no merged state of a kind."""
+    if not isinstance(state, State):
+        hint = "State.load(path) reads a file, State.merged(states) merges several."
+        raise InputTypeError(expected(argument, "a merged State", f"a {type(state).__name__}", hint))
+    if state.kind != kind:
+        raise InputError(expected(argument, f"a state of kind {kind!r}", f"{state.kind!r}"))
+
+
+def check_part(part: Any, statistics: State | None) -> None:
+    """Refuse what is no index of a part and number of all parts, or not those of the statistics."""
+    whole = isinstance(part, (tuple, list)) and len(part) == 2 and all(type(k) is int for k in part)
+    if not whole or not 0 <= part[0] < part[1]:
+        raise InputError(expected("part", "an index from 0 and the number of all parts, as (0, 8)", part))
+    if statistics is not None and statistics.count != part[1]:
+        wanted = f"one of {statistics.count} parts, as in the statistics"
+        raise InputError(expected("part", wanted, f"one of {part[1]}"))
+
+
+def check_sampler(loader: Any, part: tuple[int, int]) -> None:
+    """Refuse a sampler that gives another part of the data than this one is called."""
+    for sampler in loader_parts(loader):
+        if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != part:
+            came = f"rank {sampler.rank} of {sampler.num_replicas} in its DistributedSampler"
+            raise InputError(expected("loader", f"part {part[0]} of {part[1]}, as part= says", came))
+
+
+def kept_probe(x: Inputs, index: int) -> Rows:
+    """Return inputs as rows of the state of a part; what belongs to all points together is in each of them."""
+    columns = {"": x} if isinstance(x, Tensor) else {k: v for k, v in x.items() if isinstance(v, Tensor)}
+    kept, count = {}, input_length(x)
+    for name, part in columns.items():
+        if part.ndim and len(part) == count:
+            kept[f"x/{name}"] = part
+        else:
+            kept[f"{_SHARED}{name}"] = part.expand(count, *part.shape)
+    return Rows(PROBES, PROBES * index + torch.arange(count), kept)
+
+
+def probe_of(state: State) -> Inputs | None:
+    """Return the inputs that a state carries; ``None`` where no part has a point."""
+    if state.probe is None:
+        return None
+    found = {
+        name.removeprefix(_SHARED).removeprefix("x/"): part[0] if name.startswith(_SHARED) else part
+        for name, part in state.probe.columns.items()
+    }
+    return found[""] if set(found) == {""} else found

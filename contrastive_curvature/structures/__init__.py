@@ -1,0 +1,60 @@
+"""Which part of the curvature is kept: how it adds up over points, and how its posterior is used."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.structures.base import Clamped, Structure
+from contrastive_curvature.structures.dense import Dense
+from contrastive_curvature.structures.diagonal import Diagonal
+from contrastive_curvature.structures.eigenpairs import Eigenpairs
+from contrastive_curvature.structures.kron import Kron
+from contrastive_curvature.structures.kron_lowrank import KronLowRank
+
+STRUCTURES: dict[str, type[Structure]] = {kind.name: kind for kind in (Diagonal, Dense, Kron, KronLowRank, Eigenpairs)}
+"""By the name that ``hessian_structure`` takes."""
+
+
+def structure_of(name: object, argument: str = "structure", known: tuple[str, ...] | None = None) -> type[Structure]:
+    """Return the structure of a name.
+
+    Args:
+        name: The name.
+        argument: Of the user's function, for the message.
+        known: Names that it may have; ``None`` for all.
+
+    Raises:
+        InputError: There is none of this name.
+    """
+    names = tuple(STRUCTURES) if known is None else known
+    if not isinstance(name, str) or name not in names:
+        raise InputError(expected(argument, f"one of {', '.join(map(repr, names))}", name))
+    return STRUCTURES[str(name)]
+
+
+def structure_from(tree: Mapping[str, Any]) -> Structure:
+    """Return the curvature that :meth:`Structure.tree` gave; only structures that are known are made.
+
+    Raises:
+        InputError: It is none.
+    """
+    fields = {name: value for name, value in tree.items() if name != "structure"}
+    kind = structure_of(tree.get("structure"), "curvature: structure")
+    try:
+        return kind(**fields)
+    except TypeError as error:
+        raise InputError(expected("curvature", f"the fields of {kind.name!r}", f"others ({error})")) from None
+
+
+__all__ = [
+    "STRUCTURES",
+    "Clamped",
+    "Dense",
+    "Diagonal",
+    "Eigenpairs",
+    "Kron",
+    "KronLowRank",
+    "Structure",
+    "structure_from",
+    "structure_of",
+]

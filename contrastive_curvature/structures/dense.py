@@ -1,0 +1,154 @@
+"""The whole curvature as a matrix. Exact for every fix, for up to some thousands of weights.
+
+It is decomposed in float64, whatever the encoder's precision. The precision ``factor * H + prior`` has eigenvalues from
+the prior's to those of the curvature, which goes with ``1 / norm^2`` of the outputs: where outputs are short, float32
+cannot hold that range.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.hessian.cross import CrossBlocks
+from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.network.full_precision import full_precision
+from contrastive_curvature.network.pullback import Pullback
+from contrastive_curvature.structures.base import Against, Clamped, Room, Structure, of_each_weight
+from contrastive_curvature.structures.finite import eigenpairs
+
+_MOST_ROUNDING = 0.5
+"""Of the prior precision, which alone decides the variances along directions without curvature."""
+
+
+@dataclass(frozen=True, eq=False)
+class Dense(Structure):
+    """The matrix, shape (P, P); symmetric once all of it is there."""
+
+    name = "full"
+    weights = ("last_layer", "all", "subnetwork")
+    priors = ("scalar", "layerwise", "diag")
+
+    matrix: Tensor
+
+    @classmethod
+    def term(cls, pullback: Pullback, context: Any, blocks: Blocks) -> Self:
+        """See :meth:`Structure.term`."""
+        return cls(pullback.full(context, blocks))
+
+    @classmethod
+    def coupled_term(cls, pullback: Pullback, context: Any, hessian: OutputHessian) -> Self:
+        """See :meth:`Structure.coupled_term`."""
+        return cls(pullback.coupled_full(context, hessian))
+
+    @classmethod
+    def cross(cls, pullback: Pullback, left: Any, right: Any, cross: CrossBlocks) -> Self:
+        """See :meth:`Structure.cross`."""
+        return cls(pullback.cross_full(left, right, cross))
+
+    @classmethod
+    def products(cls, left: Tensor, right: Tensor) -> Self:
+        """See :meth:`Structure.products`."""
+        return cls(left.T @ right)
+
+    def sizes(self) -> Tensor:
+        """See :meth:`Structure.sizes`."""
+        return self.matrix.diagonal().abs().sum().reshape(1)
+
+    def positive(self) -> Self:
+        """See :meth:`Structure.positive`."""
+        return replace(self, matrix=clamped_matrix(self.plain()))
+
+    def shapes(self, room: Room) -> dict[str, Any]:
+        """See :meth:`Structure.shapes`."""
+        return {"matrix": (room.total, room.total)}
+
+    def clamped(self, sizes: list[int]) -> ClampedDense:
+        """See :meth:`Structure.clamped`."""
+        values, vectors = eigenpairs(self.plain().double())
+        return ClampedDense(values.clamp(min=0), sizes, vectors, self.matrix.dtype)
+
+    def plain(self) -> Tensor:
+        """Return the symmetric matrix, shape (P, P)."""
+        return (self.matrix + self.matrix.T) / 2
+
+
+@dataclass(frozen=True, eq=False)
+class ClampedDense(Clamped):
+    """Eigenvectors of the matrix.
+
+    Attributes:
+        vectors: As columns, shape (P, P), float64.
+        summed: Dtype that the curvature was summed in.
+    """
+
+    vectors: Tensor
+    summed: torch.dtype
+
+    def into(self, v: Tensor) -> Tensor:
+        """See :meth:`Clamped.into`."""
+        return v @ self.vectors
+
+    def out_of(self, x: Tensor) -> Tensor:
+        """See :meth:`Clamped.out_of`."""
+        return x @ self.vectors.T
+
+    def against(self, prior: Tensor) -> Against:
+        """See :meth:`Clamped.against`; one decomposition for every prior that is not one number."""
+        d = of_each_weight(prior.double(), self.sizes)
+        if prior.numel() == 1:
+            return Against(self, d, 1.0)
+        scale = d.rsqrt()
+        values, vectors = eigenpairs(scale.unsqueeze(1) * self._matrix() * scale)
+        return Against(replace(self, values=values.clamp(min=0), vectors=vectors), torch.ones_like(d), scale)
+
+    def sample(self, noise: Tensor, prior: Tensor, factor: float | Tensor) -> Tensor:
+        """See :meth:`Clamped.sample`."""
+        self.warn_of_rounding(prior, factor)
+        return super().sample(noise, prior, factor)
+
+    def covariance(self, jacobians: Tensor, prior: Tensor, factor: float | Tensor) -> Tensor:
+        """See :meth:`Clamped.covariance`."""
+        self.warn_of_rounding(prior, factor)
+        return super().covariance(jacobians, prior, factor)
+
+    def diagonal(self) -> Tensor:
+        """See :meth:`Clamped.diagonal`."""
+        return (self.vectors.square() @ self.values).to(self.summed)
+
+    def plain(self) -> Tensor:
+        """Return the matrix, shape (P, P)."""
+        return self._matrix().to(self.summed)
+
+    def posterior_precision(self, prior: Tensor, factor: float | Tensor) -> Tensor:
+        """See :meth:`Clamped.posterior_precision`."""
+        return super().posterior_precision(prior, factor).to(self.summed)
+
+    def warn_of_rounding(self, prior: Tensor, factor: float | Tensor) -> None:
+        """Warn where the curvature, summed in the encoder's dtype, has rounding errors of the size of the prior."""
+        rounding = torch.finfo(self.summed).eps * float(factor * self.diagonal().max())
+        part = rounding / float(prior.min())
+        if part > _MOST_ROUNDING:
+            msg = (
+                f"The curvature is rounded to {self.summed}, which is {100 * part:.3g} % of the prior precision, so "
+                "variances may be off. Fit the encoder in float64, model.double(), or use optimize_prior_precision(), "
+                "whose prior grows with the curvature."
+            )
+            warnings.warn(msg, UserWarning, stacklevel=2)
+
+    def _matrix(self) -> Tensor:
+        return (self.vectors * self.values) @ self.vectors.T
+
+
+@full_precision
+def clamped_matrix(matrix: Tensor) -> Tensor:
+    """Return a symmetric matrix with its negative eigenvalues set to zero."""
+    values, vectors = eigenpairs(matrix)
+    if not values.numel() or values[0] >= 0:
+        return matrix
+    return (vectors * values.clamp(min=0)) @ vectors.T

@@ -1,0 +1,142 @@
+"""Kronecker factors: the curvature of a layer's weight as ``G (x) A`` (K-FAC).
+
+``A`` is the mean of ``a a^T`` over the inputs ``a`` of the layer, and ``G = sum_i B_i^T H_ii B_i`` with the Jacobian
+``B_i`` of the raw outputs with respect to the layer's outputs (:mod:`contrastive_curvature.network.kron`). Cross terms
+between points are left out, which overstates the curvature of coupled fixes several times (``docs/theory.md``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.network.pullback import KronFactors, Pullback
+from contrastive_curvature.structures.at_features import AtFeatures, AxesAtFeatures
+from contrastive_curvature.structures.base import Clamped, Room, Structure, of_each_weight
+from contrastive_curvature.structures.dense import clamped_matrix
+from contrastive_curvature.structures.finite import eigenpairs
+
+
+@dataclass(frozen=True, eq=False)
+class Kron(Structure):
+    """Factors of every parameter.
+
+    Attributes:
+        factors: ``[G, sum_i a_i a_i^T]`` of a matrix, ``[block]`` of a vector.
+        points: Number of points behind the sums over inputs, shape ().
+    """
+
+    name = "kron"
+    couples = False
+    estimated = True
+
+    factors: KronFactors
+    points: Tensor
+
+    @classmethod
+    def term(cls, pullback: Pullback, context: Any, blocks: Blocks) -> Self:
+        """See :meth:`Structure.term`."""
+        return cls(pullback.kron(context, blocks), blocks.u.new_tensor(len(blocks), dtype=torch.float64))
+
+    def positive(self) -> Self:
+        """See :meth:`Structure.positive`; the moments of the inputs have no negative eigenvalues."""
+        return replace(self, factors=[[clamped_matrix(g), *moment] for g, *moment in self.factors])
+
+    def sizes(self) -> Tensor:
+        """See :meth:`Structure.sizes`; the traces of the curvature factors, whose sign does not count."""
+        return torch.stack([group[0].diagonal().abs().sum() for group in self.factors])
+
+    def scaled(self, number: float | Tensor) -> Self:
+        """See :meth:`Structure.scaled`; the number belongs to one of the two factors."""
+        return replace(self, factors=[[number * g, *moment] for g, *moment in self.factors])
+
+    def shapes(self, room: Room) -> dict[str, Any]:
+        """See :meth:`Structure.shapes`."""
+        if len(self.factors) != len(room.parameters):
+            wanted = f"factors of {len(room.parameters)} parameters"
+            raise InputError(expected("curvature", wanted, len(self.factors)))
+        groups = zip(room.parameters, self.factors, strict=True)
+        return {"factors": [[(n, n) for n in _rows(p, group)] for p, group in groups], "points": torch.float64}
+
+    def clamped(self, sizes: list[int]) -> ClampedKron:
+        """See :meth:`Structure.clamped`."""
+        pairs = [[eigenpairs(factor) for factor in group] for group in self.plain()]
+        eigenvalues = [[values.clamp(min=0) for values, _ in group] for group in pairs]
+        vectors = [[vectors for _, vectors in group] for group in pairs]
+        return ClampedKron(_outer(eigenvalues), sizes, eigenvalues, vectors)
+
+    def plain(self) -> KronFactors:
+        """Return ``[G, A]`` of every matrix, with the mean ``A``, and ``[block]`` of every vector."""
+        return [[g, *(part / self.points.to(part) for part in moment)] for g, *moment in self.factors]
+
+
+@dataclass(frozen=True, eq=False)
+class ClampedKron(Clamped):
+    """Eigenvectors and eigenvalues of all factors.
+
+    Attributes:
+        eigenvalues: Of each factor, not negative, ascending.
+        vectors: Of each factor, as columns.
+    """
+
+    eigenvalues: list[list[Tensor]]
+    vectors: list[list[Tensor]]
+
+    def into(self, v: Tensor) -> Tensor:
+        """See :meth:`Clamped.into`."""
+        return self._turned(v, [[factor.mT for factor in group] for group in self.vectors])
+
+    def out_of(self, x: Tensor) -> Tensor:
+        """See :meth:`Clamped.out_of`."""
+        return self._turned(x, self.vectors)
+
+    def diagonal(self) -> Tensor:
+        """See :meth:`Clamped.diagonal`."""
+        return _outer(
+            [
+                [vectors.square() @ values for vectors, values in zip(*group, strict=True)]
+                for group in zip(self.vectors, self.eigenvalues, strict=True)
+            ]
+        )
+
+    def plain(self) -> ClampedKron:
+        """Return the object itself."""
+        return self
+
+    def at_features(self, dim: int, prior: Tensor, factor: float | Tensor) -> AtFeatures:
+        """See :meth:`Clamped.at_features`; in the eigenbasis the variances are ``1 / (g_k a_f + prior)``."""
+        variances = 1 / self.precision(of_each_weight(prior, self.sizes), factor)
+        along, *of_bias = variances.to(self.values.dtype).split(self.sizes)
+        (axes, basis), *bias = self.vectors
+        spread = (bias[0][0], of_bias[0]) if bias else None
+        return AxesAtFeatures.of(axes, basis, along.view(dim, -1), None, spread)
+
+    def _turned(self, rows: Tensor, matrices: list[list[Tensor]]) -> Tensor:
+        """Return ``M v`` of rows ``v`` (..., P), with the Kronecker products ``M`` of the matrices."""
+        out = []
+        for part, (left, *right) in zip(rows.split(self.sizes, -1), matrices, strict=True):
+            if right:
+                block = part.unflatten(-1, (len(left), len(right[0])))
+                out.append((left @ block @ right[0].mT).flatten(-2))
+            else:
+                out.append(part @ left.mT)
+        return torch.cat(out, -1)
+
+
+def _rows(p: Tensor, group: Sequence[Any]) -> tuple[int, ...]:
+    """Return the rows of the factors of a parameter: those of a layer, or any two with as many products as entries."""
+    if len(group) == 1:
+        return (p.numel(),)
+    rows = len(group[0])
+    return (rows, p.numel() // rows) if rows and p.numel() % rows == 0 else (len(p), p[0].numel())
+
+
+def _outer(groups: list[list[Tensor]]) -> Tensor:
+    """Return the outer products of the vectors of every group, joined."""
+    return torch.cat([group[0] if len(group) == 1 else torch.outer(*group).flatten() for group in groups])
