@@ -6,6 +6,7 @@ among all pairs of the data set, divided by the part of the pairs of its type th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,10 +20,9 @@ from contrastive_curvature.fit.readers import Batch, Reader
 from contrastive_curvature.fit.state import Findings
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.class_table import ClassTableCollector
-from contrastive_curvature.losses.pair_derivatives import PairDerivatives
-from contrastive_curvature.losses.weighting import pair_totals
+from contrastive_curvature.losses.weighting import ClassShares, Shares, count_shares, pair_totals
 from contrastive_curvature.pairs import make_relation
-from contrastive_curvature.pairs.relation import LabelRelation, TargetRelation, make_target_relation
+from contrastive_curvature.pairs.relation import make_target_relation
 from contrastive_curvature.pairs.rows import RowCollector
 
 _INSIDE, _TARGETS = "inside", "targets"
@@ -32,7 +32,8 @@ class BatchFit(Problem):
     """Pairs inside batches, which stand for all pairs of the data set."""
 
     loss: PairLoss
-    _every: PairDerivatives
+    _totals: tuple[float, float]
+    _shares: Callable[[Tensor], Shares]
     _inside: list[float]
 
     def first_pass(self, reader: Reader) -> Findings:
@@ -58,19 +59,25 @@ class BatchFit(Problem):
             raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
         self._inside = statistics.sums[_INSIDE].tolist()
         check_fittable(statistics.n, self._inside[0])
-        table = statistics.classes
+        table, loss = statistics.classes, self.loss
         if table is not None:
-            made: TargetRelation = LabelRelation(table.labels.repeat_interleave(table.counts))
-        else:
-            targets = statistics.kept[_TARGETS].columns["targets"]
-            made = make_target_relation(targets, len(targets), targets.device, self.options.relation)
-        # Counts alone, without any embedding.
-        self._every = self.loss.derivatives(made, torch.zeros(0, 1, dtype=torch.float64, device=made.device))
+            every = ClassShares.of_counts(table.labels, table.counts, loss.normalization, torch.float64)
+            self._totals, self._shares = every.totals, lambda targets: every.shares[every.index(targets)]
+            return
+        targets = statistics.kept[_TARGETS].columns["targets"]
+        related = make_target_relation(targets, len(targets), targets.device, self.options.relation)
+        totals = pair_totals(*related.counts())
+
+        def shares(some: Tensor) -> Shares:
+            positive, negative = related.counts_of(some)
+            return count_shares(positive, negative, loss.normalization, torch.float64, totals)
+
+        self._totals, self._shares = totals, shares
 
     def hessian(self, z: Tensor, context: Any, batch: Batch) -> Seen:
         """Return the Hessian of the pairs inside a batch, as its part of the data set's."""
         del context
         targets: Any = batch.labels
         relation = make_relation(len(z), z.device, targets, self.options.relation)
-        shares = self._every.shares_for(targets).standing_for(self._every.totals, self._inside)
+        shares = self._shares(targets).standing_for(self._totals, self._inside)
         return Seen.of(self.loss.data_hessian(z, relation, shares.to(z.dtype)))

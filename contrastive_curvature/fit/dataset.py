@@ -21,18 +21,19 @@ from contrastive_curvature.fit.loop import DatasetCurvature, Problem, Seen, fini
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.fit.readers import Batch, Reader
-from contrastive_curvature.fit.standard_error import StandardError, relative_error
+from contrastive_curvature.fit.standard_error import error_terms, relative_error
 from contrastive_curvature.fit.state import Findings
 from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.hessian.derivatives import Totals
+from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
-from contrastive_curvature.losses.sampled_data import (
+from contrastive_curvature.losses.dataset import (
     MANY_POINTS,
     NEGATIVE_SAMPLES,
+    dataset_hessian,
     needs_points,
-    sampled_hessian,
     sampled_unasked,
     sums_suffice,
     without_cross_terms,
@@ -61,6 +62,8 @@ class DatasetFit(Problem):
         data_hessian: Output Hessian of all points, after :meth:`take`.
         n: Number N of points.
         classes: Centres of the classes; ``None`` where targets are no class labels.
+        dim: Number D of outputs.
+        points: All points by ascending numbers; ``None`` where they were not kept.
         sampled: Points that stand for all negatives; ``None`` where all have been counted.
     """
 
@@ -68,16 +71,12 @@ class DatasetFit(Problem):
 
     data_hessian: DatasetHessian
     n: int
+    dim: int
+    points: Rows | None
     classes: ClassCentres | None
     sampled: Rows | None
     _seen: Sequence[Batch] = ()
     _cross: CrossTerms | None
-    _error: StandardError | None
-
-    @property
-    def dim(self) -> int:
-        """Number D of outputs."""
-        return self.data_hessian.derivatives.u.shape[1]
 
     def sampled_inputs(self) -> tuple[Inputs, Tensor]:
         """Return inputs and targets of the points that stand for all negatives, which were kept for cross terms."""
@@ -95,7 +94,7 @@ class DatasetFit(Problem):
         n = 0
         seen: list[Batch] = []
         room = 0 if everything else FEATURES_KEPT
-        for batch, z, features in self.embedded(reader):
+        for batch, z, features in self.embedded(reader.in_fixed_order()):
             targets: Any = batch.labels
             self.record.add(z, targets)
             if options.relation is None:
@@ -119,7 +118,7 @@ class DatasetFit(Problem):
 
     def again(self, reader: Reader) -> Iterable[Batch]:
         """Return the batches of a later pass: the reader's, or those kept, with outputs and features for inputs."""
-        return self._seen or reader
+        return self._seen or reader.in_fixed_order()
 
     def look(self, batch: Batch, where: str) -> list[tuple[Any, Seen, Batch]]:
         """Return the context of the pullback, the Hessian and the points of a batch."""
@@ -135,7 +134,12 @@ class DatasetFit(Problem):
         return check_outputs(z, where), context
 
     def take(self, statistics: Findings, *, keeps: bool = False) -> None:
-        """Make the output Hessian of the data set from what the first passes over all parts found."""
+        """Make the output Hessian of the data set from what the first passes over all parts found.
+
+        Args:
+            statistics: The findings.
+            keeps: Whether products with the Hessian of all points will be asked for.
+        """
         loss, relation, n = self.loss, self.options.relation, statistics.n
         samples = samples_of(self.options, n)
         if not keeps and samples is not None and needs_points(loss):
@@ -150,46 +154,44 @@ class DatasetFit(Problem):
         _check_different(points)
         # Of few points a sample has all.
         every = points.size is None or (samples is None and len(points) == n)
-        rows = points if every else None
-        if table is not None:
-            check_fittable(n, class_pairs(table.counts)[2][0])
-        elif n < 2:
-            check_fittable(n, 1.0)
-        if table is not None and (rows is None or samples is not None):
-            like = (kept[TYPICAL] if rows is None else rows).columns["outputs"]
-            if samples is not None:
-                self.sampled = points.first(samples)
-            self.data_hessian = sampled_hessian(loss, table, rows, self.sampled, keeps, like)
-            return
-        assert rows is not None
-        z, targets = rows.columns["outputs"], rows.columns["targets"]
-        related = make_relation(n, z.device, targets, relation)
-        if relation is not None:
-            check_fittable(n, float(related.counts()[0].sum()))
-        self.data_hessian = loss.dataset_hessian(z, related)
+        self.points = points if every else None
+        check_fittable(n, 1.0 if table is None else class_pairs(table.counts)[2][0])
+        if samples is not None:
+            self.sampled = points.first(samples)
+        outputs = (kept[TYPICAL] if self.points is None else self.points).columns["outputs"]
+        self.dim = outputs.shape[1]
+        self.data_hessian = dataset_hessian(loss, table, relation, self.points, self.sampled, outputs.dtype)
+        if table is None:
+            check_fittable(n, self.data_hessian.derivatives.totals[0])
 
     def collect(self, reader: Reader) -> None:
         """Keep all points of a reader, and make their output Hessian; no second pass follows."""
         self.take(self.first_pass(reader, everything=True), keeps=True)
+
+    def whole(self) -> OutputHessian:
+        """Return the Hessian of all points at once, in the order of their numbers, after :meth:`collect`."""
+        assert self.points is not None
+        z, targets, hessian = self.points.columns["outputs"], self.points.columns["targets"], self.data_hessian
+        if self.sampled is not None:
+            return OutputHessian(z, hessian.derivatives, hessian.distance, hessian.pd_fix)
+        return self.loss.hessian_at(z, make_relation(self.n, z.device, targets, self.options.relation))
 
     def begin(self, statistics: Findings) -> None:
         """Make the Hessian of all points, and what observes the second pass."""
         self.take(statistics)
         coupled = self.data_hessian.coupled and self.structure.couples
         self._cross = make_cross_terms(self) if coupled else None
-        # Cross terms are sampled, too, and would have to be known for each half of the sample.
-        self._error = StandardError(self.pullback, self.n) if self.sampled is not None and not coupled else None
         if self.sampled is not None:
             self.title = f"[curvature, {len(self.sampled):,} negatives]"
 
     def hessian(self, z: Tensor, context: Any, batch: Batch) -> Seen:
         """Return the blocks of some points over all pairs of the data set."""
         targets: Any = batch.labels
-        found = self.data_hessian.at(z, targets)
+        found = self.data_hessian.at(z, targets, batch.numbers)
         terms = {name: getattr(found.totals, name) for name in _TOTALS}
-        if self._error is not None:
-            terms |= self._error.terms(self.data_hessian, z, targets, context, batch.numbers)
         if self._cross is None:
+            # Cross terms would have to be known for each half of the bank.
+            terms |= error_terms(self.data_hessian, self.pullback, z, targets, context, batch.numbers)
             return Seen(z, found.blocks, None, terms)
         blocks, more, cross = self._cross.of_batch(context, found)
         return Seen(z, blocks, None, terms | more, cross)

@@ -44,7 +44,7 @@ def whole_hessian(
         return collect_anchors(AnchorFit(*given), reader)
     problem = DatasetFit(*given)
     problem.collect(reader)
-    hessian = problem.data_hessian.whole()
+    hessian = problem.whole()
     return WholeHessian(hessian.z, [hessian], problem.classes)
 
 

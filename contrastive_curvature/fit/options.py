@@ -12,7 +12,7 @@ from contrastive_curvature.fit.mc_samples import check_mc_samples
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.choice import OF_THE_LOSS, choose_loss
 from contrastive_curvature.losses.cosine import CosineLoss
-from contrastive_curvature.losses.sampled_data import check_samplable
+from contrastive_curvature.losses.dataset import check_samplable
 from contrastive_curvature.pairs import RelationFunction
 from contrastive_curvature.structures import Structure
 

@@ -49,12 +49,13 @@ class Reader:
     """
 
     def __init__(self, loader: Any, read: Callable[[Any], Batch], part: int = 0) -> None:
-        self.loader, self.share, self._read = loader, Share(loader, part), read
+        self.loader, self.share, self._read, self._part = loader, Share(loader, part), read, part
         self._workers = uncoordinated_workers(loader)
 
     def in_fixed_order(self) -> Reader:
         """Return a reader of the same batches in every pass, see :func:`~.loader.in_fixed_order`."""
-        return Reader(in_fixed_order(self.loader), self._read)
+        ordered = in_fixed_order(self.loader)
+        return self if ordered is self.loader else Reader(ordered, self._read, self._part)
 
     def inputs(self) -> Iterator[Inputs]:
         """Give the inputs of all batches."""

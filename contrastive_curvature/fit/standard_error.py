@@ -21,37 +21,26 @@ _SEED = 1
 _MEAN, _DIFFERENCE = "error/mean", "error/difference"
 
 
-class StandardError:
-    """The diagonal of the curvature of some points, and its difference between two halves of the sample.
+def error_terms(
+    hessian: DatasetHessian, pullback: Pullback, z: Tensor, targets: Tensor, context: Any, numbers: Tensor
+) -> dict[str, Tensor]:
+    """Return what a batch adds to the sums that :func:`relative_error` takes.
 
-    Args:
-        pullback: Pullback to the parameters.
-        n: Number of points of the data set.
+    They are the sum and the difference of two diagonals of the curvature of some points, with each half of the bank.
     """
-
-    def __init__(self, pullback: Pullback, n: int) -> None:
-        self._pullback = pullback
-        share = min(1.0, _MOST_POINTS / max(1, n))
-        # Keys are spread over all whole numbers of 64 bits.
-        self._bound = None if share >= 1 else int(-(2**63) + share * 2**64)
-
-    def terms(
-        self, hessian: DatasetHessian, z: Tensor, targets: Tensor, context: Any, numbers: Tensor
-    ) -> dict[str, Tensor]:
-        """Return what a batch adds to the sums that :func:`relative_error` takes."""
-        stop = len(z)
-        if self._bound is not None:
-            # The first rows of a batch, as many as the share says: contexts are cut by ranges.
-            stop = int((point_keys(numbers, _SEED) < self._bound).sum())
-            if not stop:
-                return {}
-        rows = slice(0, stop)
-        found = hessian.estimates_at(z[rows], targets[rows])
-        if len(found) < 2:
+    if len(hessian.halves) < 2:
+        return {}
+    share, stop = min(1.0, _MOST_POINTS / max(1, len(hessian))), len(z)
+    if share < 1:
+        # Keys are spread over all whole numbers of 64 bits. The first rows of a batch: contexts are cut by ranges.
+        stop = int((point_keys(numbers, _SEED) < int(-(2**63) + share * 2**64)).sum())
+        if not stop:
             return {}
-        some = context if stop == len(z) else self._pullback.slice_context(context, rows)
-        first, second = (self._pullback.diag(some, blocks) for blocks in found)
-        return {_MEAN: first + second, _DIFFERENCE: first - second}
+    rows = slice(0, stop)
+    some = context if stop == len(z) else pullback.slice_context(context, rows)
+    halves = hessian.estimates_at(z[rows], targets[rows], numbers[rows])
+    first, second = (pullback.diag(some, blocks) for blocks in halves)
+    return {_MEAN: first + second, _DIFFERENCE: first - second}
 
 
 def relative_error(sums: Mapping[str, Tensor], sampled: int, n: int) -> float | None:

@@ -61,9 +61,9 @@ class HessianSubset:
 def subset_hessian(problem: DatasetFit, reader: Reader, size: int, seed: int) -> HessianSubset:
     """Draw points without replacement, and compute a square root of their Hessian."""
     chosen, hessian = _drawn(problem.n, size, seed), problem.data_hessian
-    parts, outputs, targets, start = [], [], [], 0
+    parts, outputs, targets, numbers, start = [], [], [], [], 0
     record = PassRecord()
-    for batch in problem.progress.over(reader, "[inducing points]"):
+    for batch in problem.progress.over(reader.in_fixed_order(), "[inducing points]"):
         y: Any = batch.labels
         z = check_outputs(problem.encoder(batch.x), "model(x)")
         record.add(z, y)
@@ -73,11 +73,12 @@ def subset_hessian(problem: DatasetFit, reader: Reader, size: int, seed: int) ->
             parts.append(_selected(batch.x, rows))
             outputs.append(z[rows])
             targets.append(y[rows])
+            numbers.append(batch.numbers[rows.cpu()])
     problem.check_same(record)
-    inputs, z, y = _concatenated(parts), torch.cat(outputs), torch.cat(targets)
+    inputs, points = _concatenated(parts), (torch.cat(outputs), torch.cat(targets), torch.cat(numbers))
     if hessian.coupled:
-        return HessianSubset(inputs, hessian.among(z, y).factor(), coupled=True)
-    return HessianSubset(inputs, (problem.n / size) ** 0.5 * hessian.at(z, y).blocks.factor(), coupled=False)
+        return HessianSubset(inputs, hessian.among(*points).factor(), coupled=True)
+    return HessianSubset(inputs, (problem.n / size) ** 0.5 * hessian.at(*points).blocks.factor(), coupled=False)
 
 
 def anchor_subset(

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
 
 from torch import Tensor
 
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks, tangent_axes
-from contrastive_curvature.hessian.derivatives import DatasetDerivatives, Totals
+from contrastive_curvature.hessian.derivatives import DatasetDerivatives, NodeSums, Totals
 from contrastive_curvature.hessian.output import OutputHessian, make_blocks
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.options import Distance, PDFix
@@ -24,11 +23,17 @@ class HessianPart:
         u: Unit embeddings, shape (B, D).
         n: Norms of the raw outputs, shape (B,).
         targets: Labels or targets, shape (B, ...).
+        numbers: Of the points, int64, shape (B,).
     """
 
     u: Tensor
     n: Tensor
     targets: Tensor
+    numbers: Tensor
+
+    def __getitem__(self, rows: slice) -> HessianPart:
+        """Return some of them."""
+        return HessianPart(self.u[rows], self.n[rows], self.targets[rows], self.numbers[rows])
 
     def tangent_axes(self) -> Tensor:
         """Return ``P_i e_k / n_i`` for every output axis k, shape (B, D, D)."""
@@ -52,60 +57,55 @@ class DatasetHessian:
     """Output Hessian over all pairs of a data set.
 
     Args:
-        z: Raw outputs of all N points, in the order of the first pass over the data, shape (N, D); ``None`` where the
-            points were not kept.
-        derivatives: Of the loss in their cosines.
+        derivatives: Of the loss in the cosines.
         distance: Which split of the generalised Gauss-Newton.
         pd_fix: The fix for positive definiteness.
-        halves: Where the derivatives are an estimate from a sample, those from its two halves, unless they give them.
+        halves: Where a bank stands for all negatives, the derivatives with each half of it.
     """
 
     def __init__(
         self,
-        z: Tensor | None,
         derivatives: DatasetDerivatives,
         distance: Distance,
         pd_fix: PDFix,
         halves: Sequence[DatasetDerivatives] = (),
     ) -> None:
-        self.z, self._halves = z, halves
-        self.derivatives = derivatives
+        self.derivatives, self.halves = derivatives, halves
         self.distance, self.pd_fix = distance, pd_fix
         self.coupled = pd_fix.coupled
 
     def __len__(self) -> int:
         return self.derivatives.n
 
-    def whole(self) -> OutputHessian:
-        """Return the Hessian of all points at once, in the order of the first pass, if they were kept."""
-        return OutputHessian(cast("Tensor", self.z), self.derivatives, self.distance, self.pd_fix)
+    def place(self, z: Tensor, targets: Tensor, numbers: Tensor) -> HessianPart:
+        """Return some of the points without their blocks; arguments as in :meth:`at`."""
+        return HessianPart(*normalize(z), targets, numbers.to(z.device))
 
-    def place(self, z: Tensor, targets: Tensor) -> HessianPart:
-        """Return some of the points, recognised by their targets, without their blocks; arguments as in :meth:`at`."""
-        return HessianPart(*normalize(z), targets)
+    def at(self, z: Tensor, targets: Tensor, numbers: Tensor) -> HessianPoints:
+        """Return some of the points, raw outputs (B, D), targets (B, ...) and numbers (B,), with their blocks."""
+        part = self.place(z, targets, numbers)
+        blocks, sums = self._blocks(part, self.derivatives)
+        return HessianPoints(part.u, part.n, targets, part.numbers, blocks, sums.totals(part.u))
 
-    def at(self, z: Tensor, targets: Tensor) -> HessianPoints:
-        """Return some of the points, raw outputs (B, D) recognised by their targets (B, ...), with their blocks."""
-        u, n = normalize(z)
-        sums = self.derivatives.sums_for(u, targets)
-        blocks = make_blocks(u, n, sums, self.distance, self.pd_fix)
-        return HessianPoints(u, n, targets, blocks, sums.totals(u))
+    def estimates_at(self, z: Tensor, targets: Tensor, numbers: Tensor) -> list[Blocks]:
+        """Return the blocks of :meth:`at` from each half of a bank, as independent estimates."""
+        part = self.place(z, targets, numbers)
+        return [self._blocks(part, half)[0] for half in self.halves]
 
-    def estimates_at(self, z: Tensor, targets: Tensor) -> list[Blocks]:
-        """Return independent estimates of the blocks of :meth:`at`, two where these are an estimate themselves."""
-        u, n = normalize(z)
-        found = self.derivatives.estimates_for(u, targets) or [half.sums_for(u, targets) for half in self._halves]
-        return [make_blocks(u, n, sums, self.distance, self.pd_fix) for sums in found]
-
-    def among(self, z: Tensor, targets: Tensor) -> OutputHessian:
+    def among(self, z: Tensor, targets: Tensor, numbers: Tensor) -> OutputHessian:
         """Return the Hessian of some of the points among themselves, which stands for that of the whole set."""
-        return OutputHessian(z, self.derivatives.among(normalize(z)[0], targets), self.distance, self.pd_fix)
+        derivatives = self.derivatives.among(normalize(z)[0], targets, numbers.to(z.device))
+        return OutputHessian(z, derivatives, self.distance, self.pd_fix)
 
-    def cross(self, rows: HessianPart, columns: HessianPart, itself: Tensor) -> CrossBlocks:
-        """Return the blocks ``H_ij`` between two parts, zero for a point with ``itself``, boolean, shape (A, B)."""
-        y, c = self.derivatives.between(rows.u, rows.targets, columns.u, columns.targets, itself)
+    def cross(self, rows: HessianPart, columns: HessianPart) -> CrossBlocks:
+        """Return the blocks ``H_ij`` between two parts, zero for a point with itself."""
+        y, c = self.derivatives.between(rows, columns)
         return CrossBlocks(rows.u, rows.n, columns.u, columns.n, y, c)
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
         """See :meth:`CosineDerivatives.loss_and_cost`."""
         return self.derivatives.loss_and_cost(totals)
+
+    def _blocks(self, part: HessianPart, derivatives: DatasetDerivatives) -> tuple[Blocks, NodeSums]:
+        sums = derivatives.sums_for(part.u, part.targets, part.numbers)
+        return make_blocks(part.u, part.n, sums, self.distance, self.pd_fix), sums

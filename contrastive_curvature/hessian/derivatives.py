@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.hessian.cross import CrossRoots
 from contrastive_curvature.hessian.moments import Moments
 from contrastive_curvature.pairs.relation import row_ranges
+
+if TYPE_CHECKING:
+    from contrastive_curvature.hessian.dataset import HessianPart
 
 _CHUNK_ROWS = 2**16
 """Points that are held in float64 at once."""
@@ -225,40 +228,37 @@ class ClassWeights(NamedTuple):
 
 
 class DatasetDerivatives(CosineDerivatives):
-    """The same where a target tells which point arrives again, in any order."""
+    """The same for points of a data set that arrive again, each with its number, in any order.
+
+    Attributes:
+        totals: Number of positive and of negative pairs.
+    """
+
+    totals: tuple[float, float]
 
     @abstractmethod
-    def sums_for(self, u: Tensor, targets: Tensor) -> NodeSums:
-        """Return the sums over the neighbours of B points of this set, unit embeddings (B, D) and targets (B, ...)."""
-
-    def estimates_for(self, u: Tensor, targets: Tensor) -> list[NodeSums]:
-        """Return independent estimates of :meth:`sums_for` from halves of its sample, where it is one itself."""
-        return []
-
-    def between(
-        self, u_a: Tensor, targets_a: Tensor, u_b: Tensor, targets_b: Tensor, itself: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """Return ``y`` and ``c``, each (A, B), between points of this set.
+    def sums_for(self, u: Tensor, targets: Tensor, numbers: Tensor) -> NodeSums:
+        """Return the sums over the neighbours of B points of this set.
 
         Args:
-            u_a: Unit embeddings, shape (A, D).
-            targets_a: Their targets.
-            u_b: Unit embeddings, shape (B, D).
-            targets_b: Their targets.
-            itself: Which pairs are of a point with itself, and so no pairs; boolean, shape (A, B).
+            u: Unit embeddings, shape (B, D).
+            targets: Their targets, shape (B, ...).
+            numbers: Of the points, as in the first pass, int64, shape (B,).
         """
-        _refuse_pairs()
 
-    def places(self, u: Tensor, targets: Tensor) -> Tensor:
-        """Return which of the N points some are, (B,): of their target, the closest; equal ones are interchangeable."""
-        _refuse_pairs()
+    @abstractmethod
+    def between(self, rows: HessianPart, columns: HessianPart) -> tuple[Tensor, Tensor | None]:
+        """Return ``y`` and ``c``, each (A, B), between points of this set; zero for a point with itself."""
 
-    def among(self, u: Tensor, targets: Tensor) -> CosineDerivatives:
+    @abstractmethod
+    def among(self, u: Tensor, targets: Tensor, numbers: Tensor) -> CosineDerivatives:
         """Return the derivatives of some points of this set among themselves, which stand for the whole set."""
-        _refuse_pairs()
 
     def class_weights(self) -> ClassWeights | None:
-        """Return the weights of pairs by class; ``None`` where they depend on more than the two classes."""
+        """Return the weights of pairs by class; ``None`` where they depend on more than the two classes.
+
+        Where a sample stands for all negatives and a margin decides which of them count, those of the positives.
+        """
         return None
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.hessian.dataset import DatasetHessian
+from contrastive_curvature.hessian.derivatives import Totals
 from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.pair_derivatives import PairDerivatives
 from contrastive_curvature.losses.weighting import Shares, count_shares, pair_totals, weigh_pairs
@@ -151,9 +151,17 @@ class PairLoss(CosineLoss):
         """
         return self.hessian_at(z, relation, shares=shares)
 
-    def dataset_hessian(self, z: Tensor, relation: Relation) -> DatasetHessian:
-        """Return the Hessian over all pairs of a data set, with checked raw outputs (N, D)."""
-        return DatasetHessian(z, self.derivatives(relation, normalize(z)[0]), self.distance, self.pd_fix)
+    def loss_and_cost(self, totals: Totals, attract: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Return the value of the loss, and its non-negative version.
+
+        Args:
+            totals: Of all points.
+            attract: Shares of the positives, summed over all of them and all points.
+            dtype: Of the result.
+        """
+        del attract
+        value = totals.value.to(dtype)
+        return value, value
 
     def mine(
         self, z: Tensor, targets: Tensor, relation: RelationFunction | None = None

@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputTypeError, expected
-from contrastive_curvature.hessian.derivatives import ClassWeights, NodeSums, Totals
+from contrastive_curvature.hessian.derivatives import NodeSums, Totals
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.base import PairLoss, Terms
 from contrastive_curvature.losses.class_table import ClassTable
-from contrastive_curvature.losses.contrastive_classes import ContrastiveOfClasses, LabelledPoints
+from contrastive_curvature.losses.columns import Columns
+from contrastive_curvature.losses.contrastive_classes import ContrastiveOfClasses
 from contrastive_curvature.losses.pair_derivatives import PairDerivatives
 from contrastive_curvature.losses.weighting import ClassShares, Shares
 from contrastive_curvature.options import LARGEST_DISTANCE, Distance, Normalization, PDFix, check_margin
@@ -92,14 +93,9 @@ class ContrastiveLoss(PairLoss):
         return ContrastiveDerivatives(self, relation, u, shares)
 
     def loss_and_cost(self, totals: Totals, attract: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return the value of the loss, and its non-negative version, counting repelling pairs from the margin.
+        """See :meth:`PairLoss.loss_and_cost`; the cost counts repelling pairs from the margin.
 
         Without a margin it counts them from the largest distance, 2, as ``(4 - |u_i - u_j|^2) / 2``.
-
-        Args:
-            totals: Of all points.
-            attract: Shares of the positives, summed over all of them and all points.
-            dtype: Of the result.
         """
         value = cost = (totals.degree - totals.along) / 2
         attract = (1 - self.negative_weight) * attract
@@ -131,7 +127,6 @@ class ContrastiveDerivatives(PairDerivatives):
     """``y`` (N, N) of the contrastive loss; for class labels, sums over neighbours come from sums over classes."""
 
     loss: ContrastiveLoss
-    _found: ContrastiveOfClasses | None = None
 
     def forms_pairs(self) -> bool:
         """See :meth:`PairDerivatives.forms_pairs`; without a margin, sums over classes are enough."""
@@ -141,35 +136,12 @@ class ContrastiveDerivatives(PairDerivatives):
 
     def node_sums(self) -> NodeSums:
         """See :meth:`CosineDerivatives.node_sums`."""
-        if isinstance(self.relation, LabelRelation):
-            return self.sums_for(self.u, self.relation.targets)
-        return super().node_sums()
-
-    def sums_for(self, u: Tensor, targets: Tensor) -> NodeSums:
-        """See :meth:`DatasetDerivatives.sums_for`."""
-        if isinstance(self.relation, LabelRelation):
-            return self._of_classes(self.relation.targets).neighbour_sums(u, targets)[0]
-        return super().sums_for(u, targets)
-
-    def class_weights(self) -> ClassWeights | None:
-        """See :meth:`DatasetDerivatives.class_weights`."""
-        if isinstance(self.relation, LabelRelation):
-            return self._of_classes(self.relation.targets).class_weights()
-        return None
-
-    def _of_classes(self, labels: Tensor) -> ContrastiveOfClasses:
-        if self._found is None:
-            self._found = ContrastiveOfClasses(
-                self.loss,
-                ClassTable.of(self.u, labels, unit=True),
-                self.u.dtype,
-                [LabelledPoints(self.u, labels)],
-                attracting_only=self.loss.pd_fix.attracting_only,
-                shares=ClassShares(labels, self.shares),
-            )
-        return self._found
-
-    def _loss_and_cost(self, totals: Totals) -> tuple[Tensor, Tensor]:
-        """See :meth:`ContrastiveLoss.loss_and_cost`."""
-        attract = (self.shares.positive.double() * self.relation.counts()[0]).sum()
-        return self.loss.loss_and_cost(totals, attract, self.u.dtype)
+        if not isinstance(self.relation, LabelRelation):
+            return super().node_sums()
+        labels = self.relation.targets
+        table = ClassTable.of(self.u, labels, unit=True)
+        index = torch.searchsorted(table.labels, labels)
+        first = torch.zeros_like(table.labels).scatter_(0, index, torch.arange(self.n, device=labels.device))
+        related = ClassShares(table.labels, table.counts, self.shares[first], self.u.dtype)
+        points = Columns(self.u, index, torch.arange(self.n, device=labels.device))
+        return ContrastiveOfClasses(self.loss, related, table, points).node_sums()

@@ -18,7 +18,7 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.options import Normalization
 from contrastive_curvature.pairs.edges import EdgeRelation
-from contrastive_curvature.pairs.relation import Relation
+from contrastive_curvature.pairs.relation import LabelRelation, Relation, TargetRelation
 
 
 @dataclass(frozen=True)
@@ -63,17 +63,25 @@ def count_shares(
 
 
 class ClassShares:
-    """Shares by class label: all points of a class have equal counts.
+    """Which points are positives of each other, and their shares, by class label.
 
     Args:
-        labels: Class labels of the N points, shape (N,).
-        shares: Of the same points.
+        classes: Class labels, ascending, shape (C,).
+        counts: Number of points of every class, shape (C,).
+        shares: Of a point of every class, float64.
+        dtype: Floating-point type of the embeddings.
+
+    Attributes:
+        n: Number of all points.
+        totals: Number of positive and of negative pairs.
+        attract: Shares of the positives, summed over all of them and all points, float64.
     """
 
-    def __init__(self, labels: Tensor, shares: Shares) -> None:
-        self.classes, inverse = labels.unique(return_inverse=True)
-        first = torch.zeros_like(self.classes).scatter_(0, inverse, torch.arange(len(labels), device=labels.device))
-        self.shares = shares[first]
+    def __init__(self, classes: Tensor, counts: Tensor, shares: Shares, dtype: torch.dtype) -> None:
+        self.classes, self.counts, self.shares, self.dtype = classes, counts, shares.to(torch.float64), dtype
+        positive, _, self.totals = class_pairs(counts)
+        self.n = int(counts.sum())
+        self.attract = (self.shares.positive * positive * counts).sum()
 
     @classmethod
     def of_counts(
@@ -81,15 +89,57 @@ class ClassShares:
     ) -> ClassShares:
         """Make the shares from the number of points (C,) of every class, ascending labels (C,)."""
         positive, negative, totals = class_pairs(counts)
-        return cls(classes, count_shares(positive, negative, normalization, dtype, totals))
+        return cls(classes, counts, count_shares(positive, negative, normalization, torch.float64, totals), dtype)
 
-    def find(self, labels: Tensor) -> Tensor:
-        """Return the index of the class of every label, shape (B,)."""
-        return find_classes(self.classes, labels)
+    def index(self, targets: Tensor, numbers: Tensor | None = None) -> Tensor:
+        """Return the class of every point, shape (B,), by its label."""
+        del numbers
+        return find_classes(self.classes, targets)
 
-    def of(self, labels: Tensor) -> Shares:
-        """Return the shares of points with these labels."""
-        return self.shares[self.find(labels)]
+    def relate(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """Return positives and negatives, each (A, B), of points of classes (A,) and (B,)."""
+        same = rows.unsqueeze(1) == columns
+        return same, ~same
+
+    def relation_of(self, targets: Tensor) -> Relation:
+        """Return the relation of some points with labels (B,) among themselves."""
+        return LabelRelation(targets)
+
+
+class PointShares:
+    """The same for a relation that is no equality of labels: every point is a class by itself.
+
+    Args:
+        relation: Of all N points by ascending numbers.
+        numbers: Of these points, shape (N,).
+        normalization: Of the loss.
+        dtype: Floating-point type of the embeddings.
+    """
+
+    def __init__(
+        self, relation: TargetRelation, numbers: Tensor, normalization: Normalization, dtype: torch.dtype
+    ) -> None:
+        self.relation, self.numbers, self.dtype, self.n = relation, numbers, dtype, relation.n
+        counts = relation.counts()
+        self.totals = pair_totals(*counts)
+        self.shares = count_shares(*counts, normalization, torch.float64, self.totals)
+        self.attract = (self.shares.positive * counts[0]).sum()
+
+    def index(self, targets: Tensor, numbers: Tensor) -> Tensor:
+        """Return the place of every point among all, shape (B,), by its number."""
+        place = torch.searchsorted(self.numbers, numbers)
+        if not torch.equal(self.relation.targets[place], targets):
+            raise InputError(expected("train_loader", "the same data in every pass", "other targets in the second"))
+        return place
+
+    def relate(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`ClassShares.relate`."""
+        targets = self.relation.targets
+        return self.relation.relate(targets[rows], targets[columns])
+
+    def relation_of(self, targets: Tensor) -> Relation:
+        """See :meth:`ClassShares.relation_of`."""
+        return self.relation.of(targets)
 
 
 def find_classes(classes: Tensor, labels: Tensor) -> Tensor:
@@ -112,12 +162,12 @@ def class_pairs(counts: Tensor) -> tuple[Tensor, Tensor, tuple[float, float]]:
 
 
 def weigh_pairs(
-    negative_weight: float, positive: Tensor, negative: Tensor, rows: Shares, columns: Shares
+    negative_weight: float, positive: Tensor | None, negative: Tensor | None, rows: Shares, columns: Shares
 ) -> tuple[Tensor, Tensor]:
-    """Return how much each pair counts as a positive and as a negative; one zero where the factor is zero."""
+    """Return how much each pair counts as a positive and as a negative; one zero for no pairs or a factor of zero."""
 
-    def weight(factor: float, a: Tensor, b: Tensor, count: Tensor) -> Tensor:
-        if not factor:
+    def weight(factor: float, a: Tensor, b: Tensor, count: Tensor | None) -> Tensor:
+        if not factor or count is None:
             return a.new_zeros(())
         share = (a.unsqueeze(1) + b) / 2 if count.ndim == 2 else (a + b) / 2
         return (factor * share) * count

@@ -99,12 +99,17 @@ class TargetRelation(Relation):
         """
 
     @abstractmethod
-    def self_relation(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the relation of every given point to itself: boolean positives and negatives, each (B,)."""
-
-    @abstractmethod
     def of(self, targets: Tensor) -> TargetRelation:
         """Return the same relation between other points, given by their targets, shape (B, ...)."""
+
+    def counts_of(self, targets: Tensor) -> Tensor:
+        """Return the number of positives and negatives of some of the n points, by their targets, shape (2, B)."""
+        counts = [
+            torch.stack([mask.sum(1) for mask in self.relate(targets[rows], self.targets)])
+            for rows in row_ranges(len(targets), self.n)
+        ]
+        itself = torch.stack([mask.diagonal() for mask in self.relate(targets, targets)])
+        return torch.cat(counts, dim=1) - itself.long()
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """See :meth:`Relation.rows`."""
@@ -130,11 +135,6 @@ class LabelRelation(TargetRelation):
     def relate(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Return whether labels (A,) and (B,) are equal, and whether they differ, each (A, B)."""
         same = a.unsqueeze(1) == b.unsqueeze(0)
-        return same, ~same
-
-    def self_relation(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """Return all true, and all false: every point has its own label. Each (B,)."""
-        same = torch.ones(targets.shape[0], dtype=torch.bool, device=self.device)
         return same, ~same
 
     def of(self, targets: Tensor) -> LabelRelation:
@@ -172,11 +172,6 @@ class CallableRelation(TargetRelation):
     def of(self, targets: Tensor) -> CallableRelation:
         """See :meth:`TargetRelation.of`."""
         return CallableRelation(targets, self.function)
-
-    def self_relation(self, targets: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`TargetRelation.self_relation`."""
-        positive, negative = self.relate(targets, targets)
-        return positive.diagonal(), negative.diagonal()
 
     def relate(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Call the function on targets (A, ...) and (B, ...), and check its two masks, each (A, B)."""

@@ -22,8 +22,8 @@ from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit import dataset, standard_error
 from contrastive_curvature.laplace.features import RawFeatureExtractor
 from contrastive_curvature.losses.class_table import ClassTable
+from contrastive_curvature.losses.dataset import dataset_hessian
 from contrastive_curvature.losses.logistic import LogisticLoss
-from contrastive_curvature.losses.sampled_data import sampled_hessian
 from contrastive_curvature.pairs.rows import Rows, point_keys
 from contrastive_curvature.structures import Dense, Diagonal, Kron
 
@@ -178,7 +178,7 @@ def rows_of(z: Tensor, y: Tensor, chosen: list[int] | None = None) -> Rows:
 
 def hessian_of(loss: Any, z: Tensor, y: Tensor, chosen: list[int]) -> Any:
     kept = rows_of(z, y) if not isinstance(loss, cc.ContrastiveLoss) else None
-    return sampled_hessian(loss, ClassTable.of(z, y), kept, rows_of(z, y, chosen), False, like=z)
+    return dataset_hessian(loss, ClassTable.of(z, y), None, kept, rows_of(z, y, chosen), z.dtype)
 
 
 @covering(1, labels__size=TINY, normalization=NORMALIZATIONS, curved=[False, True])
@@ -190,7 +190,8 @@ def test_the_mean_over_all_samples_is_the_exact_sum(
     if curved:
         loss = LogisticLoss(4.0, -1.0, 0.6, normalization)
     whole = loss.output_hessian(z, y).blocks.dense()
-    found = torch.stack([hessian_of(loss, z, y, chosen).at(z, y).blocks.dense() for chosen in every_sample(y, size)])
+    samples = [hessian_of(loss, z, y, chosen) for chosen in every_sample(y, size)]
+    found = torch.stack([sampled.at(z, y, torch.arange(len(y))).blocks.dense() for sampled in samples])
     assert float(found.std(0).max()) > 1e-3
     assert close(found.mean(0), whole)
 

@@ -13,8 +13,11 @@ from torch import Tensor
 import contrastive_curvature as cc
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses import contrastive_classes
+from contrastive_curvature.losses.class_table import ClassTable
+from contrastive_curvature.losses.dataset import dataset_hessian
 from contrastive_curvature.losses.pair_derivatives import PairDerivatives
 from contrastive_curvature.pairs import make_relation, relation
+from contrastive_curvature.pairs.rows import Rows
 from contrastive_curvature.testing import list_pairs, pair_weights
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -71,19 +74,21 @@ def test_bounded_blocks_change_nothing(case: Case, elements: int, device: str) -
 
 @given(case=cases(), seed=st.integers(0, 99))
 def test_points_that_come_again_in_any_order(case: Case, seed: int, device: str) -> None:
-    """What the second pass over a loader asks for: places, sums over neighbours, and weights between batches."""
+    """What the second pass over a loader asks for: sums over neighbours, and weights between batches."""
     if isinstance(case.pairs, tuple):
         case.pairs, case.labels = relate_by_remainder, torch.arange(len(case.z))
-    made, truth = make_weights(case, device), true_weights(case)
-    size = float(truth.abs().max())
-    order = torch.randperm(len(case.z), generator=torch.Generator().manual_seed(seed))
-    u, targets = made.u[order], made.relation.targets[order]
-    sums = made.sums_for(u, targets)
+    moved, truth = case.to(device), true_weights(case)
+    size, n = float(truth.abs().max()), len(case.z)
+    targets = torch.arange(n, device=device) if moved.labels is None else moved.labels
+    rows = Rows(None, 3 * torch.arange(n) + 5, {"outputs": moved.z, "targets": targets})
+    table = ClassTable.of(moved.z, targets) if case.pairs is None else None
+    loss = cc.ContrastiveLoss(**case.options)
+    hessian = dataset_hessian(loss, table, moved.pairs, rows, None, moved.z.dtype)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    part = hessian.place(moved.z[order], targets[order], rows.numbers[order])
+    sums = hessian.derivatives.sums_for(part.u, part.targets, part.numbers)
+    u = normalize(case.z)[0]
     assert close(sums.degree.cpu(), truth.sum(1)[order], size, 1e-13)
-    assert close(sums.neighbors.cpu(), (truth @ made.u.cpu())[order], size, 1e-13)
-    places = made.places(u, targets)
-    assert torch.equal(made.u[places], u)
-    assert torch.equal(made.relation.targets[places], targets)
-    itself = order.to(device).unsqueeze(1) == torch.arange(len(order), device=device)
-    between = made.between(u, targets, made.u, made.relation.targets, itself)[0].cpu()
-    assert close(between, truth[order], size, 1e-13)
+    assert close(sums.neighbors.cpu(), (truth @ u)[order], size, 1e-13)
+    every = hessian.place(moved.z, targets, rows.numbers)
+    assert close(hessian.derivatives.between(part, every)[0].cpu(), truth[order], size, 1e-13)

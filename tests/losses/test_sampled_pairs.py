@@ -12,10 +12,12 @@ from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature.errors import InputError, UnsupportedError
+from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.dataset import DatasetHessian
-from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.losses import sampled as module
-from contrastive_curvature.losses.sampled import SampledPairDerivatives
+from contrastive_curvature.losses import columns, pair_derivatives
+from contrastive_curvature.losses.class_table import ClassTable
+from contrastive_curvature.losses.dataset import dataset_hessian
+from contrastive_curvature.pairs.rows import Rows
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -26,8 +28,15 @@ def make(fix: str = "fixed") -> cc.LogisticLoss:
 
 def sampled(loss: cc.LogisticLoss, z: Tensor, labels: Tensor, bank: Tensor) -> DatasetHessian:
     """The Hessian of a data set with a bank."""
-    made = SampledPairDerivatives(loss, normalize(z)[0], labels, bank)
-    return DatasetHessian(z, made, loss.distance, loss.pd_fix)
+    every = Rows(None, torch.arange(len(z)), {"outputs": z, "targets": labels})
+    kept = Rows(None, bank.cpu(), {"outputs": z[bank], "targets": labels[bank]})
+    return dataset_hessian(loss, ClassTable.of(z, labels), None, every, kept, z.dtype)
+
+
+def at(hessian: DatasetHessian, z: Tensor, labels: Tensor, rows: Tensor | None = None) -> Blocks:
+    """The blocks of some points."""
+    rows = torch.arange(len(z), device=z.device) if rows is None else rows
+    return hessian.at(z[rows], labels[rows], rows.cpu()).blocks
 
 
 def test_blocks_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
@@ -35,12 +44,12 @@ def test_blocks_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch, devic
     z, labels = numbers(0, 23, 3).to(device), (torch.arange(23, device=device) ** 2) % 7
     bank = torch.randperm(23, generator=torch.Generator().manual_seed(1))[:9].to(device)
     found = sampled(make(), z, labels, bank)
-    dense, diagonal = (getattr(found.at(z, labels).blocks, what)() for what in ("dense", "diagonal"))
-    for name, size in (("_HELD", 0), ("_PAIRS", 64), ("_TOGETHER", 4)):
+    dense, diagonal = (getattr(at(found, z, labels), what)() for what in ("dense", "diagonal"))
+    for module, name, size in ((pair_derivatives, "_HELD", 0), (columns, "_PAIRS", 64), (columns, "_TOGETHER", 4)):
         monkeypatch.setattr(module, name, size)
     again = sampled(make(), z, labels, bank)
     for rows in torch.randperm(23, generator=torch.Generator().manual_seed(2)).to(device).split(8):
-        blocks = again.at(z[rows], labels[rows]).blocks
+        blocks = at(again, z, labels, rows)
         assert close(blocks.dense(), dense[rows], tolerance=1e-13)
         assert close(blocks.diagonal(), diagonal[rows], tolerance=1e-12)
         assert close(blocks[2:5].diagonal(), diagonal[rows][2:5], tolerance=1e-12)
@@ -50,8 +59,8 @@ def test_equal_points_are_told_apart_from_themselves(device: str) -> None:
     """Each is left out once, whichever of the two it is taken for."""
     z, labels = numbers(0, 8, 3).to(device), torch.tensor([0, 0, 0, 1, 1, 1, 2, 2], device=device)
     z[1], z[4], z[5] = z[0], z[3], z[2]
-    found = sampled(make(), z, labels, torch.arange(8, device=device)).at(z, labels)
-    assert close(found.blocks.dense(), make().output_hessian(z, labels).blocks.dense())
+    found = at(sampled(make(), z, labels, torch.arange(8, device=device)), z, labels)
+    assert close(found.dense(), make().output_hessian(z, labels).blocks.dense())
 
 
 def test_points_that_arrive_rounded_in_another_way_are_recognised(device: str) -> None:
@@ -60,8 +69,7 @@ def test_points_that_arrive_rounded_in_another_way_are_recognised(device: str) -
     found = sampled(make(), z, labels, torch.arange(0, 14, 2, device=device))
     moved = z * (1 + 1e-9 * numbers(1, 14, 3).to(device))
     rows = torch.arange(13, -1, -1, device=device)
-    blocks = found.at(moved[rows], labels[rows]).blocks
-    assert close(blocks.dense(), found.at(z, labels).blocks.dense()[rows], tolerance=1e-7)
+    assert close(at(found, moved, labels, rows).dense(), at(found, z, labels).dense()[rows], tolerance=1e-7)
 
 
 @covering(1, fix=["fixed", "psd", "psd_parts", "ggn_fixed"])
@@ -71,7 +79,7 @@ def test_single_precision(fix: str, device: str) -> None:
     z += 3 * numbers(8, 7, 8).to(device)[labels]
     # Outputs of the same value in both.
     z, bank = z.float().double(), torch.arange(0, 60, 2, device=device)
-    wide, narrow = (sampled(make(fix), part, labels, bank).at(part, labels).blocks for part in (z, z.float()))
+    wide, narrow = (at(sampled(make(fix), part, labels, bank), part, labels) for part in (z, z.float()))
     for what in ("dense", "diagonal", "total"):
         theirs, ours = getattr(wide, what)(), getattr(narrow, what)()
         assert ours.dtype == torch.float32
@@ -83,6 +91,9 @@ def test_what_is_refused(device: str) -> None:
     everything = torch.arange(6, device=device)
     for fix in ("full", "positive", "ggn"):
         with pytest.raises(UnsupportedError, match=f"negative_samples.*{fix}.*Use pd_fix"):
-            sampled(make(fix), z, labels, everything)
+            at(sampled(make(fix), z, labels, everything), z, labels)
     with pytest.raises(InputError, match="the same data in every pass"):
-        sampled(make(), z, labels, everything).at(z, labels + 1)
+        at(sampled(make(), z, labels, everything), z, labels + 1)
+    # By their numbers these would be other points of the same labels.
+    with pytest.raises(InputError, match=r"the same order.*Turn shuffling off"):
+        at(sampled(make(), z, labels, everything), z.flip(0), labels)
