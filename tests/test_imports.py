@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from fresh import ROOT, run
 
 PACKAGE = "contrastive_curvature"
 
-FLOW = ["pairs", "hessian", "network", "losses", "structures", "fit", "vmf", "metrics", "embedding", "hosts", "laplace"]
+FLOW = ["pairs", "hessian", "network", "structures", "losses", "fit", "vmf", "metrics", "embedding", "hosts", "laplace"]
 """Folders of the flow, in its order: each imports those before it alone, and none of those around it."""
 
 PLAIN = {"artifact", "errors", "validate", "options", "progress"}
@@ -59,14 +60,31 @@ def graph() -> dict[str, set[str]]:
     return import_graph(ROOT, PACKAGE)
 
 
-def test_folders_import_what_stands_before_them(graph: dict[str, set[str]]) -> None:
+@pytest.fixture(scope="module")
+def folders(graph: dict[str, set[str]]) -> dict[str, set[str]]:
+    """Folder, or module of the top -> others that it imports."""
+
     def folder(module: str) -> str:
         return ([*module.split("."), ""])[1]
 
-    folders: dict[str, set[str]] = {folder(module): set() for module in graph}
+    found: dict[str, set[str]] = {folder(module): set() for module in graph}
     for module, others in graph.items():
-        folders[folder(module)] |= {folder(other) for other in others} - {folder(module), ""}
-    assert len(folders) > 10
+        found[folder(module)] |= {folder(other) for other in others} - {folder(module), ""}
+    assert len(found) > 10
+    return found
+
+
+def test_no_circle_of_folders(folders: dict[str, set[str]]) -> None:
+    TopologicalSorter(folders).prepare()  # raises CycleError, which names the circle
+
+
+def test_an_embedding_knows_no_posterior() -> None:
+    """Not even for the type checker, or in a function."""
+    for path in (ROOT / PACKAGE / "embedding").glob("*.py"):
+        assert f"from {PACKAGE}.laplace" not in path.read_text(encoding="utf-8"), path.name
+
+
+def test_folders_import_what_stands_before_them(folders: dict[str, set[str]]) -> None:
     for place, name in enumerate(FLOW):
         above = folders[name] - set(FLOW[:place]) - PLAIN
         assert not above, f"{name} imports {above}, which do not stand before it in the flow"

@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 from contrastive_curvature import validate
 from contrastive_curvature.decisions.fitted import percent
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
-from contrastive_curvature.embedding.known import Reference
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
 from contrastive_curvature.laplace.calibration import present_calibration
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
@@ -92,8 +91,13 @@ class DriftMonitor:
             raise InputTypeError(expected("la", "a posterior of Laplace(..., 'contrastive')", f"a {type(la).__name__}"))
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise InputError(expected("seed", "a whole number >= 0", repr(seed)))
-        self.delta, self.seed, self._la = validate.fraction("delta", delta), seed, la
-        self._known = self._calibration()
+        self.delta, self.seed = validate.fraction("delta", delta), seed
+        calibration = present_calibration(la)
+        if calibration is None:
+            call = "Call la.calibrate(loader) with known inputs that the encoder was not trained on"
+            msg = f"DriftMonitor: la is not calibrated. {call}."
+            raise NotFittedError(msg)
+        self._known = calibration.reference
         self._begin()
 
     def update(self, embedding: EmbeddingDistribution) -> bool:
@@ -108,23 +112,23 @@ class DriftMonitor:
 
         Raises:
             InputTypeError: It is no prediction.
-            InputError: It is of another posterior, has rows of NaN, or the posterior has changed since this prediction
-                or was calibrated again since the monitor was made.
-            NotFittedError: The posterior has changed since its calibration.
+            InputError: It is of another posterior or another calibration than the monitor's, or has rows of NaN.
+            NotFittedError: When it made the prediction, the posterior had changed since its calibration.
             UnsupportedError: It is no plain prediction ``la(x)``.
         """
         if not isinstance(embedding, EmbeddingDistribution):
             raise InputTypeError(expected("embedding", "a prediction la(x)", f"a {type(embedding).__name__}"))
-        judge = embedding._asked("p_value")
-        if judge.la is not self._la:
-            raise InputError(expected("embedding", "a prediction of the monitor's posterior", "one of another"))
-        if self._calibration() is not self._known:
+        known = embedding._asked("p_value")
+        if known.refusal is None and (known.reference is None or not known.reference.equals(self._known)):
             hint = "Make a new DriftMonitor(la): evidence against other calibration inputs is no longer evidence."
-            raise InputError(expected("la", "the calibration that the monitor began with", "another", hint))
+            wanted = "a prediction of the posterior and the calibration that the monitor began with"
+            raise InputError(expected("embedding", wanted, "one of another", hint))
         if missing := int(embedding.raw_mean.isnan().any(1).sum()):
             hint = "Leave them out: monitor.update(embedding[~embedding.uncertainty.isnan()])."
             raise InputError(expected("embedding", "embeddings of valid inputs", f"{missing} rows of NaN", hint))
-        self._take(judge.scores(embedding).cpu().numpy())
+        scores = known.scored(embedding).scores
+        assert scores is not None
+        self._take(scores.cpu().numpy())
         return self.drifted
 
     @property
@@ -198,14 +202,6 @@ class DriftMonitor:
             self.drifted_at = n + 1 + int(passed.argmax())
         self._scores += scores.tolist()
         self._log10_evidence += (evidence / math.log(10)).tolist()
-
-    def _calibration(self) -> Reference:
-        calibration = present_calibration(self._la)
-        if calibration is None:
-            call = "Call la.calibrate(loader) with known inputs that the encoder was not trained on"
-            msg = f"DriftMonitor: la is not calibrated. {call}."
-            raise NotFittedError(msg)
-        return calibration.reference
 
 
 def _power(exponents: list[float]) -> float:

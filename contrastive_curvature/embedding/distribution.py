@@ -5,22 +5,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from copy import copy
 from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Self
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
+from contrastive_curvature.embedding.known import Known, check_alpha
 from contrastive_curvature.embedding.spread import Dense, Diagonal, Joint, Samples, Spread, taken
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.fit.class_centres import ClassCentres, between_classes, same_centres
 from contrastive_curvature.hessian.sphere import normalize, norms
 from contrastive_curvature.vmf.checks import unit
 from contrastive_curvature.vmf.estimation import concentration_of_variance
-
-if TYPE_CHECKING:
-    from contrastive_curvature.laplace.calibration import Judge
 
 _Arguments = ParamSpec("_Arguments")
 
@@ -161,7 +158,7 @@ class EmbeddingDistribution:
         self.raw_mean, self.spread = raw_mean, spread
         self._has_invalid = False
         self._polar: tuple[bool, Polar] | None = None
-        self._judge: Judge | None = None
+        self._known: Known | None = None
         self._typical_norm: float | None = None
         self._class_centres: ClassCentres | None = None
         return self
@@ -365,10 +362,10 @@ class EmbeddingDistribution:
 
         Raises:
             UnsupportedError: This is no plain prediction ``la(x)``.
-            NotFittedError: The posterior is not calibrated, and has no training inputs to compare with.
-            InputError: The posterior has changed since this prediction.
+            NotFittedError: The posterior was not calibrated, and had no training inputs to compare with.
         """
-        return self._asked("novelty").novelty(self)
+        self._known = self._asked("novelty").measured(self)
+        return self._known.novelty()
 
     @property
     @_of_valid_rows
@@ -382,11 +379,11 @@ class EmbeddingDistribution:
 
         Raises:
             UnsupportedError: This is no plain prediction ``la(x)``.
-            NotFittedError: The posterior is not calibrated and has no training inputs to compare with, or was
-                calibrated for another prior precision, temperature or encoder.
-            InputError: The posterior has changed since this prediction.
+            NotFittedError: When it made this prediction, the posterior was not calibrated and had no training inputs to
+                compare with, or was calibrated for another prior precision, temperature or encoder.
         """
-        return self._asked("p_value").p_value(self)
+        self._known = self._asked("p_value").scored(self)
+        return self._known.p_value()
 
     @_of_valid_rows
     def is_known(self, alpha: float = 0.01) -> Tensor:
@@ -402,9 +399,12 @@ class EmbeddingDistribution:
             InputTypeError: ``alpha`` is no number.
             InputError: ``alpha`` is not in (0, 1), or too small for the number of calibration inputs.
             UnsupportedError: As for :attr:`p_value`, like the following.
-            NotFittedError: The posterior is not calibrated, or for another posterior.
+            NotFittedError: As for :attr:`p_value`.
         """
-        return self._asked("is_known").is_known(self, alpha)
+        check_alpha(alpha)
+        self._known = self._asked("is_known").scored(self)
+        self._known.check_alpha(alpha)
+        return self._known.p_value() > alpha
 
     def to_pandas(self, mu: bool = False) -> Any:
         """Return a table with one row an embedding, for pandas: ``embedding.to_pandas().describe()``.
@@ -421,7 +421,6 @@ class EmbeddingDistribution:
             UnsupportedError: pandas is not installed.
             NotFittedError: See :attr:`p_value`: the posterior was calibrated for another prior precision, temperature
                 or encoder.
-            InputError: The posterior has changed since this prediction.
         """
         validate.flag("mu", mu)
         try:
@@ -430,7 +429,7 @@ class EmbeddingDistribution:
             raise UnsupportedError(
                 expected("to_pandas", "the package pandas", "none installed", "pip install pandas")
             ) from None
-        names = ["uncertainty", "kappa", *([] if self._judge is None else self._judge.known_scores)]
+        names = ["uncertainty", "kappa", *([] if self._known is None else self._known.names)]
         columns = {name: getattr(self, name) for name in names}
         if mu:
             columns |= {f"mu_{axis}": column for axis, column in enumerate(self.mu.T)}
@@ -442,16 +441,29 @@ class EmbeddingDistribution:
         """Return the same distribution, which cannot be asked about known inputs."""
         return self._changed(self.raw_mean, self.spread, None)
 
-    def _asked(self, question: str) -> Judge:
-        if self._judge is None:
+    def _asked(self, question: str) -> Known:
+        if self._known is None:
             msg = (
                 f"{question}: only a plain prediction la(x) of a fitted posterior can be compared with known inputs. A "
-                "distribution that was built by hand, from samples or with joint=True or diagonal_output=True, a copy, "
-                "and a concatenation with one of these or of predictions of two states of a posterior cannot. Call "
+                "distribution that was built by hand, from samples or with joint=True or diagonal_output=True, and a "
+                "concatenation with one of these or of predictions of two states of a posterior cannot. Call "
                 f"la(x).{question}."
             )
             raise UnsupportedError(msg)
-        return self._judge
+        return self._known
+
+    def _measured(self) -> Known | None:
+        """Return what is known, with the components of the embeddings."""
+        return self._known if self._known is None or self._known.empty else self._known.measured(self)
+
+    def _fixed(self) -> Known | None:
+        """Return what is known, with all numbers."""
+        if self._known is None or not self._has_invalid:
+            return None if self._known is None else self._known.fixed(self)
+        valid = ~self.raw_mean.isnan().any(1)
+        good = self[valid]
+        known = good._asked("p_value").fixed(good)
+        return known.of_rows(torch.where(valid, valid.cumsum(0) - 1, -1))
 
     def __len__(self) -> int:
         """Number B of embeddings."""
@@ -488,8 +500,8 @@ class EmbeddingDistribution:
 
     def _select(self, rows: Tensor) -> Self:
         """Return the embeddings with these numbers, int64, shape (N,); -1 is a row of NaN."""
-        judge = None if self._judge is None else self._judge.rows(rows)
-        return self._changed(taken(self.raw_mean, rows), self.spread.rows(rows), judge)
+        known = None if self._known is None else self._known.of_rows(rows)
+        return self._changed(taken(self.raw_mean, rows), self.spread.rows(rows), known)
 
     @classmethod
     def cat(cls, distributions: Sequence[EmbeddingDistribution]) -> EmbeddingDistribution:
@@ -536,10 +548,10 @@ class EmbeddingDistribution:
             if not same_centres(first._class_centres, part._class_centres):
                 hint = "The uncertainties of the parts were compared with different ones."
                 raise InputError(expected(f"distributions[{number}]", "the class centres of the first", "others", hint))
-        judges = [part._judge for part in parts]
-        judge = None if judges[0] is None else judges[0].joined(judges, parts)
+        scored = any(part._known is not None and part._known.scores is not None for part in parts)
+        known = Known.joined([part._fixed() if scored else part._measured() for part in parts])
         mean = torch.cat([part.raw_mean for part in parts])
-        out = first._changed(mean, first.spread.cat([part.spread for part in others]), judge)
+        out = first._changed(mean, first.spread.cat([part.spread for part in others]), known)
         out._has_invalid = any(part._has_invalid for part in parts)
         return out
 
@@ -562,20 +574,19 @@ class EmbeddingDistribution:
             device, dtype = None, device
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
             raise InputTypeError(expected("dtype", "a floating-point dtype", f"{dtype!r}"))
-        judge = self._judge
-        if judge is not None and dtype not in (None, self.raw_mean.dtype):
-            judge = judge.fixed(self)
+        known = self._known if dtype in (None, self.raw_mean.dtype) else self._fixed()
         mean = self.raw_mean.to(device=device, dtype=dtype)
-        judge = None if judge is None else judge.to(mean.device)
-        return self._changed(mean, self.spread.to(mean.device, dtype), judge)
+        known = None if known is None else known.to(mean.device)
+        return self._changed(mean, self.spread.to(mean.device, dtype), known)
 
     def cpu(self) -> Self:
         """The same distribution on the CPU."""
         return self.to("cpu")
 
-    def _changed(self, raw_mean: Tensor, spread: Spread, judge: Judge | None) -> Self:
-        out = copy(self)
-        out.raw_mean, out.spread, out._judge, out._polar = raw_mean, spread, judge, None
+    def _changed(self, raw_mean: Tensor, spread: Spread, known: Known | None) -> Self:
+        out = type(self).__new__(type(self))
+        out.__dict__.update(self.__dict__)
+        out.raw_mean, out.spread, out._known, out._polar = raw_mean, spread, known, None
         return out
 
     def __repr__(self) -> str:
@@ -595,8 +606,9 @@ class EmbeddingDistribution:
             raise AttributeError(msg)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled: all but the posterior behind :attr:`p_value`, which holds the encoder."""
-        return {**self.__dict__, "_judge": None, "_polar": None}
+        """What is copied and pickled: the numbers that :attr:`p_value` needs, and nothing of training inputs."""
+        known = self._fixed()
+        return {**self.__dict__, "_known": None if known is None else known.plain(), "_polar": None}
 
 
 def with_invalid_rows(good: EmbeddingDistribution, valid: Tensor) -> EmbeddingDistribution:

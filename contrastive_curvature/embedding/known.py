@@ -6,19 +6,23 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.pairs.rows import content_numbers, point_keys
+from contrastive_curvature.embedding.spread import taken
+from contrastive_curvature.errors import InputError, NotFittedError, expected
+from contrastive_curvature.pairs.rows import Rows, content_numbers, point_keys
 
 if TYPE_CHECKING:
     from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+    from contrastive_curvature.embedding.score import Score
 
 _WITH_FEATURES = ("log V/|phi| (both tails)", "log V/|phi|^2", "-log n")
 _WITHOUT = ("log V (both tails)", "log V/n^2", "-log n")
@@ -68,6 +72,9 @@ _NORMAL = 1.4826
 
 _CACHED = 2**17
 """Features that are converted at once."""
+
+_AT_ONCE = 256
+"""Training inputs of one prediction: a covariance for each of them has D^2 numbers."""
 
 _TINY, _HUGE = torch.finfo(torch.float64).tiny, torch.finfo(torch.float64).max
 
@@ -120,6 +127,14 @@ def feature_norms(phi: Tensor) -> Tensor:
     if len(phi) <= step:
         return torch.linalg.vector_norm(phi.double(), dim=1)
     return torch.cat([feature_norms(rows) for rows in phi.split(step)])
+
+
+def measure(embedding: EmbeddingDistribution, phi: Tensor | None, gaussians: TrainingGaussians | None) -> Tensor:
+    """Return all components (B, K) of embeddings: those of features (B, F) and of distances where these are known."""
+    if phi is None:
+        return components(embedding)
+    values = components(embedding, feature_norms(phi))
+    return values if gaussians is None else torch.cat([values, gaussians(phi, embedding.raw_mean.detach())], dim=1)
 
 
 def combine(standardised: Tensor) -> Tensor:
@@ -341,6 +356,14 @@ class Reference:
         spread = float((self.statistics - self.statistics.median()).abs().mean())
         return min(ROUNDING * float(self.statistics.abs().median()), _LARGEST_TIE * spread)
 
+    def equals(self, other: Reference) -> bool:
+        """Return whether the known inputs are the same, perhaps on another device."""
+        if self is other:
+            return True
+        same = self.score == other.score and (self.counts is None) == (other.counts is None)
+        names = ("location", "scale", "statistics", *(() if self.counts is None else ("counts",)))
+        return same and all(torch.equal(getattr(self, name).cpu(), getattr(other, name).cpu()) for name in names)
+
     @property
     def fewest(self) -> int:
         """Number of inputs that a p-value compares with; where it depends on the class, the smallest one."""
@@ -408,3 +431,219 @@ def points_needed(alpha: float, splits: bool = False) -> int:
 
 def _for_scale(n: int) -> int:
     return max(1, n // _SHARE_FOR_SCALE)
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """Known inputs that others are compared with.
+
+    Attributes:
+        reference: Their scores.
+        fingerprint: Of the posterior that they belong to, shape (9,).
+        score: What the score is.
+        gaussians: Of training inputs, where there was a sample of them.
+    """
+
+    reference: Reference
+    fingerprint: Tensor
+    score: Score
+    gaussians: TrainingGaussians | None = None
+
+
+@dataclass(frozen=True)
+class TrainingSample:
+    """Features of some training inputs, with their classes, if any, their outputs, and a fingerprint of the encoder."""
+
+    features: Rows
+    outputs: Tensor
+    encoder: Tensor
+
+    @cached_property
+    def gaussians(self) -> TrainingGaussians:
+        """Their Gaussians; made when first asked for."""
+        return TrainingGaussians.of(*self._given())
+
+    @cached_property
+    def held_out(self) -> Tensor:
+        """Their distances under Gaussians of others, shape (m, 1) or (m, 2); made when first asked for."""
+        return held_out_distances(*self._given())
+
+    def _given(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        columns = self.features.columns
+        return columns["features"], self.outputs, columns.get("classes")
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingInputs:
+    """Training inputs under one state of a posterior, which its predictions share; computed when first asked for.
+
+    Attributes:
+        sample: The inputs.
+        predict: From outputs (B, D) and features (B, F) to the prediction in that state.
+    """
+
+    sample: TrainingSample
+    predict: Callable[[Tensor, Tensor], EmbeddingDistribution]
+
+    @cached_property
+    def values(self) -> Tensor:
+        """Their components (m, K)."""
+        batches = zip(
+            self.sample.features.columns["features"].split(_AT_ONCE), self.sample.outputs.split(_AT_ONCE), strict=True
+        )
+        with torch.no_grad():
+            parts = [measure(self.predict(z, phi), phi, self.sample.gaussians) for phi, z in batches]
+        return torch.cat(parts)
+
+    @cached_property
+    def scale(self) -> Reference:
+        """What standardises components; its own statistics are too small, because the Gaussians know these inputs."""
+        return Reference.of(self.values, self.values)
+
+    @cached_property
+    def reference(self) -> Reference:
+        """The reference with distances under Gaussians of other inputs."""
+        compared = torch.cat([self.values[:, :3], self.sample.held_out.to(self.values)], dim=1)
+        return Reference.of(self.values, compared)
+
+
+@dataclass(frozen=True, eq=False)
+class Known:
+    """What a prediction knows of known inputs, as of the time when it was made; it holds no posterior.
+
+    Attributes:
+        reference: Calibration inputs; ``None`` where training inputs take their place, or there are none.
+        gaussians: Of training inputs, where the calibration has them.
+        score: What p-values are of; ``None`` for the novelty.
+        training: Training inputs, where there is no calibration.
+        refusal: Why there are no p-values; without a reference and training inputs there is no novelty either.
+        names: Of what can be asked without a warning.
+        optimism: Warning of the first p-value that is compared with training inputs, shared by all predictions.
+        splits: Whether a calibration would standardise with a part of its inputs.
+        features: Features of the embeddings, shape (B, F), until nothing depends on them any more.
+        values: Components (B, K) of the embeddings, once they are asked for.
+        scores: What p-values are of, once they are asked for, shape (B,).
+        classes: Predicted classes (B,) as floating-point numbers, where p-values are by class.
+    """
+
+    reference: Reference | None = None
+    gaussians: TrainingGaussians | None = None
+    score: Score | None = None
+    training: TrainingInputs | None = None
+    refusal: str | None = None
+    names: tuple[str, ...] = ()
+    optimism: list[str] = field(default_factory=list)
+    splits: bool = False
+    features: Tensor | None = None
+    values: Tensor | None = None
+    scores: Tensor | None = None
+    classes: Tensor | None = None
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compare with."""
+        return self.reference is None and self.training is None
+
+    @property
+    def compared(self) -> Reference | None:
+        """The known inputs that p-values are relative to."""
+        return self.reference if self.training is None else self.training.reference
+
+    def measured(self, embedding: EmbeddingDistribution) -> Known:
+        """Return the same with the components of the embedding."""
+        if self.empty:
+            raise NotFittedError(str(self.refusal))
+        if self.values is not None:
+            return self
+        gaussians = self.gaussians if self.training is None else self.training.sample.gaussians
+        return replace(self, values=measure(embedding, self.features, gaussians))
+
+    def scored(self, embedding: EmbeddingDistribution) -> Known:
+        """Return the same with what p-values are of."""
+        if self.refusal is not None:
+            raise NotFittedError(self.refusal)
+        if self.scores is not None:
+            return self
+        score, known = self.score, self
+        if score is not None:
+            score.check(embedding)
+        if score is None or score.name == NOVELTY:
+            known = self.measured(embedding)
+            scores = known.novelty()
+        else:
+            scores = score.of(embedding)
+        return replace(known, scores=scores, classes=None if score is None else score.classes(embedding))
+
+    def fixed(self, embedding: EmbeddingDistribution) -> Known:
+        """Return the same with all numbers, so that the embedding may be rounded or saved."""
+        known = self if self.empty else self.measured(embedding)
+        try:
+            known = known.scored(embedding)
+        except NotFittedError as error:
+            known = replace(known, refusal=str(error))
+        return replace(known, features=None)
+
+    def plain(self) -> Known:
+        """Return what a file may hold of :meth:`fixed`: no features of training inputs, no function."""
+        numbers: dict[str, Any] = {"reference": self.compared, "optimism": list(self.optimism)}
+        return replace(self, **numbers, gaussians=None, score=None, training=None)
+
+    def novelty(self) -> Tensor:
+        """Return the novelty (B,), once the embedding is measured."""
+        scale = self.reference if self.training is None else self.training.scale
+        assert scale is not None
+        assert self.values is not None
+        return scale.novelty(self.values)
+
+    def p_value(self) -> Tensor:
+        """Return the p-values (B,), once the embedding is scored."""
+        while self.optimism:
+            warnings.warn(self.optimism.pop(), OptimisticPValueWarning, stacklevel=4)
+        reference, scores = self.compared, self.scores
+        assert reference is not None
+        assert scores is not None
+        return reference.p_value(scores, None if self.classes is None else self.classes.long())
+
+    def check_alpha(self, alpha: float) -> None:
+        """Refuse a share that is smaller than all p-values."""
+        reference = self.compared
+        assert reference is not None
+        splits = self.splits and reference.score == NOVELTY
+        check_alpha(alpha, reference.fewest, splits, reference.counts is not None)
+
+    def of_rows(self, rows: Tensor) -> Known:
+        """Return what is known of some of the embeddings; -1 is a row of NaN."""
+        return self._each(lambda value: taken(value, rows.to(value.device)))
+
+    def to(self, device: torch.device) -> Known:
+        """Return the same on the device of the embedding."""
+        return self._each(lambda value: value.to(device))
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Known:
+        numbers: dict[str, Any] = {name: getattr(self, name) for name in ("features", "values", "scores", "classes")}
+        numbers = {name: change(value) for name, value in numbers.items() if value is not None}
+        return replace(self, **numbers)
+
+    @classmethod
+    def joined(cls, parts: Sequence[Known | None]) -> Known | None:
+        """Return what a concatenation knows, of parts that are measured; ``None`` where they know different things."""
+        first, known = parts[0], [part for part in parts if part is not None]
+        if first is None or len(known) < len(parts) or not all(first._agrees(part) for part in known):
+            return None
+
+        def together(name: str) -> Any:
+            values = [getattr(part, name) for part in known]
+            return None if any(value is None for value in values) else torch.cat(values)
+
+        refusal = next((part.refusal for part in known if part.refusal is not None), None)
+        # Not the features of all parts, which may be of a whole data set.
+        numbers: dict[str, Any] = {name: together(name) for name in ("values", "scores", "classes")}
+        return replace(first, refusal=refusal, features=None, **numbers)
+
+    def _agrees(self, other: Known) -> bool:
+        """Return whether both compare with the same inputs, perhaps of two files."""
+        if self.training is not other.training:
+            return False
+        if self.reference is None or other.reference is None:
+            return self.reference is other.reference and self.refusal == other.refusal
+        return self.reference.equals(other.reference)

@@ -27,6 +27,7 @@ from tqdm import tqdm
 
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+from contrastive_curvature.embedding.known import TrainingSample
 from contrastive_curvature.embedding.match_probability import MatchProbability
 from contrastive_curvature.embedding.spread import Dense, Diagonal
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError, expected
@@ -66,7 +67,7 @@ from contrastive_curvature.laplace.state import (
     sealed,
 )
 from contrastive_curvature.network.call import refuse_compiled, uncompiled
-from contrastive_curvature.network.digest import encoder_fingerprint, same_encoder, versions, weight_norms
+from contrastive_curvature.network.digest import Watch, same_encoder, versions, weight_norms
 from contrastive_curvature.network.encoder import at_least_float32, evaluation_mode, flatten_parameters
 from contrastive_curvature.network.inputs import (
     Inputs,
@@ -193,9 +194,9 @@ class ContrastiveLaplace(ParametricLaplace):
         self.typical_norm: float | None = None
         self.curvature_error: float | None = None
         self.known = calibration.KnownInputs()
-        self.stamp: calibration.Stamp | None = None
+        self.last_seen: calibration.Present | None = None
         self.chooses_backend = backend is None
-        self.shares_encoder = not self.on_last_layer
+        self.watch = Watch(shared=not self.on_last_layer)
         self._indices = None
         self._classes: ClassCentres | None = None
         self._advised_on_prior = False
@@ -230,7 +231,7 @@ class ContrastiveLaplace(ParametricLaplace):
         try:
             la = cls(encoder, **arguments)
             la._hold(encoder)
-            la.shares_encoder = True
+            la.watch = Watch(shared=True)
             with evaluation_mode(la.model):
                 la.look_at(probe)
         finally:
@@ -709,7 +710,7 @@ class ContrastiveLaplace(ParametricLaplace):
         mean = flatten_parameters(self.params if self._indices is not None else self.posterior_parameters())
         self.mean = mean if self.enable_backprop else mean.detach()
         self.n_outputs = self.model.output_size = self._encoder_dim()
-        self.known = replace(self.known.anew(), sample=sample)
+        self.known = replace(self.known, sample=sample, calibration=None)
         self.curvature_error = result.error
         if result.error is not None:
             _log.info("the sampled negatives leave a relative standard error of %.2g in the curvature", result.error)
@@ -729,12 +730,12 @@ class ContrastiveLaplace(ParametricLaplace):
             weight, *bias = self.posterior_parameters()
             advise_on_norms(features.columns["features"], weight, bias[0] if bias else None, diagonal)
 
-    def _training_sample(self, features: Rows | None, earlier: int) -> calibration.TrainingSample | None:
+    def _training_sample(self, features: Rows | None, earlier: int) -> TrainingSample | None:
         """Return the sample of training inputs after a fit; ``None`` where there is none of all the data."""
         # Of an encoder that is one linear layer, a fit of all weights draws features too, which its statistic has not.
         if features is None or not len(features) or not self.keeps_features:
             return None
-        encoder = encoder_fingerprint(self.model)
+        encoder = self.watch(self.model)
         if earlier:
             before = self.known.sample
             if before is None or not same_encoder(before.encoder, encoder):
@@ -745,7 +746,7 @@ class ContrastiveLaplace(ParametricLaplace):
             outputs = torch.nn.functional.linear(
                 features.columns["features"].to(layer.weight), layer.weight, layer.bias
             )
-        return calibration.TrainingSample(features, outputs, encoder)
+        return TrainingSample(features, outputs, encoder)
 
     def _first_inputs(self, loader: Iterable[Any]) -> Inputs | None:
         """Return a few inputs of the first batch; ``None`` of an empty loader."""
@@ -963,8 +964,8 @@ class ContrastiveLaplace(ParametricLaplace):
         inputs takes its place, and two thirds count; with another score all do.
 
         Call it after everything that changes the posterior: another fit drops the calibration, and with another prior
-        precision, temperature or encoder, or other class centres where the score takes them into account, p-values are
-        refused until it is called again.
+        precision, temperature or encoder, or other class centres where the score takes them into account, predictions
+        have no p-values until it is called again. Predictions made before keep theirs: what they know is frozen.
 
         Args:
             loader: Batches ``(x, labels)``, whose labels are not used, or ``x`` alone; run over once. Best inputs that
@@ -1061,7 +1062,7 @@ class ContrastiveLaplace(ParametricLaplace):
 
         def finished(found: EmbeddingDistribution, features: Tensor | None) -> EmbeddingDistribution:
             if kind is PredType.GLM and not joint and not diagonal_output:
-                found = calibration.judged(self, found, features)
+                found = calibration.with_known(self, found, features)
             return found.relative_to(self.typical_norm, self.class_centres)
 
         def predict(rows: Inputs) -> EmbeddingDistribution:
@@ -1169,7 +1170,7 @@ class ContrastiveLaplace(ParametricLaplace):
     def output_spread(self) -> AtFeatures:
         """Return what gives the spread of the outputs at features (B, F): made once for a prior and a temperature."""
         prior = self.prior_precision
-        counted = (self.known.fits, self.temperature, versions([prior]))
+        counted = (self.temperature, versions([prior]))
         made = self._made_spread
         if made is None or made[0] is not prior or made[1] != counted or prior.requires_grad:
             spread = self.present().at_features(self.n_outputs, prior, self._H_factor)
@@ -1527,7 +1528,8 @@ class ContrastiveLaplace(ParametricLaplace):
         self.model.output_size = self.n_outputs
         self._take(raw, self._clamp(raw))
         width = self.model.last_layer.in_features if self.keeps_features else None
-        self.known = self.known.anew(loaded_calibration(state["calibration"], width, self.n_outputs, like))
+        known = loaded_calibration(state["calibration"], width, self.n_outputs, like)
+        self.known = replace(self.known, sample=None, calibration=known)
         self._classes = loaded_classes(state["class_centres"], self.n_outputs, like)
         now, saved = weight_norms(self.model), state["encoder_norms"].to(like.device)
         # The tolerance is for other precisions. The encoder's own weights may be loaded after this, so it is no error.

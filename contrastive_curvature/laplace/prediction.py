@@ -18,6 +18,7 @@ from torch import Tensor
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution, InvalidRowsError, with_invalid_rows
 from contrastive_curvature.embedding.spread import Axes, Dense, Diagonal, Joint, Spread
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.network.encoder import at_least_float32
 from contrastive_curvature.network.inputs import Inputs, slice_inputs, tokenized
 from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, Pullback
 from contrastive_curvature.pairs.relation import chunks
@@ -99,6 +100,12 @@ def spread_at(posterior: AtFeatures, phi: Tensor) -> Spread:
 def distribution(z: Tensor, spread: Spread, diagonal: bool) -> EmbeddingDistribution:
     """Return the distribution with means (B, D) and a spread, or its variances alone."""
     return EmbeddingDistribution.trusted(z, Diagonal(spread.variance) if diagonal else spread)
+
+
+def at_features(posterior: AtFeatures, like: Tensor, z: Tensor, phi: Tensor) -> EmbeddingDistribution:
+    """Return the distribution at stored outputs (B, D) and features (B, F), of the dtype and device of the encoder."""
+    z, phi = (at_least_float32(part.to(like)) for part in (z, phi))
+    return distribution(z, spread_at(posterior, phi), diagonal=False)
 
 
 def joint_distribution(z: Tensor, covariance: Tensor) -> EmbeddingDistribution:

@@ -16,12 +16,11 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from contrastive_curvature.embedding.known import NOVELTY, Reference, TrainingGaussians, statistic_name
+from contrastive_curvature.embedding.known import NOVELTY, Calibration, Reference, TrainingGaussians, statistic_name
+from contrastive_curvature.embedding.score import Score
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.class_centres import ClassCentres
-from contrastive_curvature.laplace.calibration import Calibration
 from contrastive_curvature.laplace.prior import check_prior
-from contrastive_curvature.laplace.score import Score
 from contrastive_curvature.network.digest import tensor_bytes
 
 _KEYS: dict[str, Any] = {

@@ -144,6 +144,7 @@ def test_repeated_inputs_are_ties_whatever_their_batch() -> None:
 
 def test_what_is_refused() -> None:
     la, other = calibrated(), calibrated()
+    other.calibrate([inputs(200, 5)])
     monitor, x = cc.DriftMonitor(la), inputs(5, 3)
     state, early = monitor.state_dict(), la(x)
     bare = Laplace(nn.Linear(4, 3), "contrastive")
@@ -155,7 +156,7 @@ def test_what_is_refused() -> None:
         (lambda: cc.DriftMonitor(la, seed=-1), cc.InputError, "seed"),
         (lambda: cc.DriftMonitor(bare), cc.NotFittedError, "la.calibrate"),
         (lambda: monitor.update(la(x).mu), cc.InputTypeError, "embedding"),
-        (lambda: monitor.update(other(x)), cc.InputError, "the monitor's posterior"),
+        (lambda: monitor.update(other(x)), cc.InputError, "the posterior and the calibration that the monitor began"),
         (lambda: monitor.update(holes), cc.InputError, "1 rows of NaN"),
     ]
     for call, kind, words in cases:
@@ -168,5 +169,8 @@ def test_what_is_refused() -> None:
         cc.DriftMonitor(la).load_state_dict(state)
     la.prior_precision = 7.0
     with pytest.raises(cc.NotFittedError, match="Call la"):
-        monitor.update(early)
+        monitor.update(la(x))
     assert not len(monitor.log10_evidence)
+    # A prediction from before the changes is still one of the monitor's posterior.
+    monitor.update(early)
+    assert len(monitor.log10_evidence) == 5

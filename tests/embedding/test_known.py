@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import io
 import math
 from typing import Any
 
@@ -301,23 +299,6 @@ def test_a_distribution_of_no_posterior_has_no_p_value(made: cc.EmbeddingDistrib
         _ = made.p_value
     with pytest.raises(cc.UnsupportedError, match=r"is_known: .*Call la\(x\)\.is_known"):
         made.is_known(0.1)
-
-
-def test_what_is_copied_leaves_the_posterior_behind() -> None:
-    class Refuses:
-        def __reduce__(self) -> Any:
-            msg = "the encoder would be saved too"
-            raise AssertionError(msg)
-
-    made = cc.EmbeddingDistribution(torch.ones(2, 3), variance=torch.ones(2, 3))
-    made._judge = Refuses()  # type: ignore[assignment]
-    file = io.BytesIO()
-    torch.save(made, file)
-    file.seek(0)
-    for twin in (copy.deepcopy(made), copy.copy(made), torch.load(file, weights_only=False)):
-        assert torch.equal(twin.kappa, made.kappa)
-        with pytest.raises(cc.UnsupportedError, match="copy"):
-            _ = twin.p_value
 
 
 def test_by_class_the_share_holds_for_every_predicted_class() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,9 +18,11 @@ from tables import covering, each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.embedding.known import held_out_distances
+from contrastive_curvature.embedding.known import TrainingGaussians, held_out_distances
 from contrastive_curvature.fit.state import State
+from contrastive_curvature.laplace import calibration
 from contrastive_curvature.laplace.state import sealed
+from contrastive_curvature.network import digest
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
 INPUTS, HIDDEN, DIM, TRAINED, GIVEN = 4, 6, 3, 20, 30
@@ -292,19 +295,101 @@ def test_another_posterior_is_noticed(weights: str, change: Callable[[Any], None
     la, x = fitted(weights, "diag"), inputs(3, 8)
     if weights == "last_layer":
         la.prior_precision = torch.tensor([10.0, 0.1])
-    early = la(x)
     la.calibrate(given())
-    assert torch.equal(early.p_value, la(x).p_value), "a calibration after a prediction counts"
-    before = la(x)
+    before, again = la(x), la(x)
+    novelty, p_value, flagged = again.novelty, again.p_value, again.is_known(0.2)
     change(la)
     for ask in (lambda: la(x).p_value, lambda: la(x).is_known(0.2)):
         with pytest.raises(cc.NotFittedError, match=r"another posterior.*la\.calibrate\(loader\) again"):
             ask()
     la.calibrate(given())
     assert la(x).p_value.shape == (3,)
-    if change not in (_statistics_of_a_layer, _step_of_a_fused_optimizer):  # which move no version counter
-        with pytest.raises(cc.InputError, match=r"p_value.*when it made this prediction.*Call la\(x\) again"):
-            _ = before.p_value
+    # A prediction answers as of when it was made.
+    assert torch.equal(before.novelty, novelty)
+    assert torch.equal(before.p_value, p_value)
+    assert torch.equal(before.is_known(0.2), flagged)
+    assert cc.EmbeddingDistribution.cat([before, again]).p_value.tolist() == [*p_value.tolist()] * 2
+    with pytest.raises(cc.UnsupportedError, match="two states of a posterior"):
+        _ = cc.EmbeddingDistribution.cat([before, la(x)]).p_value
+
+
+def _prior_in_place(la: Any) -> None:
+    la.prior_precision.mul_(2)
+
+
+@each("calibrated", [True, False])
+@each("change", [_other_prior, _prior_in_place, _other_temperature, _weights, lambda la: la.fit(training(1))])
+def test_a_prediction_is_frozen(change: Callable[[Any], None], calibrated: bool) -> None:
+    """It answers the same after a change as before, whether it was asked before or not."""
+    la, x = fitted("last_layer", "kron"), inputs(9, 8)
+    la.prior_precision = torch.tensor([3.0, 2.0], dtype=torch.float64)
+    if calibrated:
+        la.calibrate(given())
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        truth = la(x)
+        wanted = [truth.novelty, truth.p_value, truth.uncertainty]
+        out, part = la(x), la(x)[2:5]
+        change(la)
+        found = [out.novelty, out.p_value, out.uncertainty]
+        assert torch.equal(part.p_value, wanted[1][2:5])
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
+
+
+@each("options", [{}, {"score": "uncertainty", "by_class": True}, {"by_class": True}, None])
+def test_a_pickled_prediction_keeps_its_numbers_and_nothing_of_the_training_data(options: dict[str, Any]) -> None:
+    la, x = fitted("last_layer", "kron"), inputs(9, 8)
+    x[4] = torch.nan
+    if options is not None:
+        la.calibrate(given(), **options)
+    with warnings.catch_warnings(record=True):
+        warnings.simplefilter("always")
+        out = la(x, on_invalid="nan")
+        p_value, novelty = out.p_value, out.novelty
+        content = pickle.dumps(la(x, on_invalid="nan"))
+        stored = body()[:3](torch.cat([part for part, _ in training()])).detach()
+        assert not any(row.numpy().tobytes()[:16] in content for row in stored)
+        la.prior_precision = 7.0
+        loaded = pickle.loads(content)
+        for twin in (loaded, copy.copy(loaded), copy.deepcopy(loaded), pickle.loads(pickle.dumps(loaded))):
+            assert torch.equal(twin.p_value.nan_to_num(-1), p_value.nan_to_num(-1))
+            assert torch.equal(twin.novelty.nan_to_num(-1), novelty.nan_to_num(-1))
+            assert torch.equal(twin[[5, 0]].p_value, p_value[[5, 0]])
+            assert torch.equal(twin.is_known(0.2), out.is_known(0.2))
+            parts = cc.EmbeddingDistribution.cat([twin[:3], loaded[3:]])
+            assert torch.equal(parts.p_value.nan_to_num(-1), p_value.nan_to_num(-1))
+    with pytest.raises(cc.NotFittedError, match="not calibrated"):
+        _ = pickle.loads(pickle.dumps(fitted("all", "diag")(x[:3]))).p_value
+
+
+def test_what_is_expensive_is_computed_once_for_a_state(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gaussians of the training sample once for a fit, its components once for a prior, weights read after a change."""
+    counts = {"gaussians": 0, "components": 0, "weights": 0}
+
+    def counting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def run(*args: Any) -> Any:
+            counts[name] += 1
+            return function(*args)
+
+        return run
+
+    monkeypatch.setattr(TrainingGaussians, "of", counting("gaussians", TrainingGaussians.of))
+    monkeypatch.setattr(calibration, "at_features", counting("components", calibration.at_features))
+    monkeypatch.setattr(digest, "state_tensors", counting("weights", digest.state_tensors))
+    la, x = fitted("last_layer", "kron"), inputs(3, 8)
+    counts["weights"] = 0
+    for _ in range(3):
+        assert torch.equal(la(x).novelty, la(x).novelty)
+    assert counts == {"gaussians": 1, "components": 1, "weights": 0}
+    la.prior_precision = 2.0
+    la(x)
+    assert counts["components"] == 1, "nobody has asked"
+    assert torch.equal(la(x).novelty, la(x).novelty)
+    assert counts == {"gaussians": 1, "components": 2, "weights": 0}
+    with torch.no_grad():
+        next(la.model.parameters()).mul_(1)
+    assert torch.equal(la(x).novelty, la(x).novelty)
+    assert counts == {"gaussians": 1, "components": 2, "weights": 1}
 
 
 def test_the_same_posterior_is_taken_for_it() -> None:
@@ -326,10 +411,9 @@ def test_the_same_posterior_is_taken_for_it() -> None:
 def test_a_fit_drops_the_calibration() -> None:
     la, x = fitted("all", "diag"), inputs(3, 8)
     la.calibrate(given())
-    out = la(x)
+    out, p_value = la(x), la(x).p_value
     la.fit(training(1), override=False)
-    with pytest.raises(cc.InputError, match=r"Call la\(x\) again"):
-        _ = out.p_value
+    assert torch.equal(out.p_value, p_value)
     with pytest.raises(cc.NotFittedError, match="not calibrated"):
         _ = la(x).p_value
 
@@ -389,7 +473,7 @@ def test_the_calibration_is_saved(weights: str, structure: str) -> None:
     loaded.load_state_dict(la.state_dict())
     torch.testing.assert_close(loaded(x).p_value, la(x).p_value, rtol=0, atol=0)
     loaded.calibrate(given())
-    assert (loaded(x)._judge._components(loaded(x)).shape[1] == 5) == (weights == "last_layer")
+    assert (loaded(x)._measured().values.shape[1] == 5) == (weights == "last_layer")
     loaded.prior_precision = 5.0
     with pytest.raises(cc.NotFittedError, match="another posterior"):
         _ = loaded(x).p_value

@@ -13,7 +13,7 @@ from torch import Tensor
 from contrastive_curvature.apps.report.evaluation import Missing
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
-from contrastive_curvature.laplace.calibration import RIVALS
+from contrastive_curvature.laplace.calibration import RIVALS, rivals
 from contrastive_curvature.metrics._checks import check_labels
 from contrastive_curvature.network.call import naming_the_input
 from contrastive_curvature.network.inputs import is_texts
@@ -126,8 +126,7 @@ def score(
                     # No metric takes infinities; the order stays.
                     found["novelty"] = embedding.novelty.cpu().nan_to_num(posinf=_HIGHEST, neginf=-_HIGHEST)
                     found["p_value"] = embedding.p_value.cpu()
-                    rivals = embedding._judge.rivals(embedding)  # type: ignore[union-attr]
-                    found |= {name: values.double().cpu() for name, values in rivals.items()}
+                    found |= {name: values.double().cpu() for name, values in rivals(la, embedding).items()}
                     ranked |= {"unusual": found["novelty"], "usual": -found["novelty"]}
                 except NotFittedError as error:
                     missing = Missing(str(error))

@@ -26,9 +26,8 @@ from torch import Tensor
 
 from contrastive_curvature.embedding.known import NOVELTY
 from contrastive_curvature.errors import InputTypeError, NotFittedError, UnsupportedError, expected
-from contrastive_curvature.laplace.calibration import present_calibration
+from contrastive_curvature.laplace.calibration import example, present_calibration
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
-from contrastive_curvature.laplace.score import made_up
 from contrastive_curvature.network.encoder import at_least_float32
 from contrastive_curvature.structures.at_features import DenseAtFeatures, DiagonalAtFeatures
 
@@ -100,7 +99,7 @@ def parts_of(la: Any, p_value: bool | None = None) -> Parts:
                 "with p_value=False, or calibrate for 'novelty' or 'uncertainty'."
             )
             raise UnsupportedError(msg)
-        calibration.score.check(la, made_up(la))
+        calibration.score.check(example(la))
         reference, score = calibration.reference, calibration.score.name
         found |= {name: getattr(reference, name) for name in ("location", "scale", "statistics", "counts")}
         found["rounding"] = reference.statistics.new_tensor(reference.rounding)

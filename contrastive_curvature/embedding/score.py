@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,10 +13,8 @@ from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.known import NOVELTY, UNCERTAINTY
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError, expected
+from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.network.digest import same_encoder, summary
-
-if TYPE_CHECKING:
-    from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 
 _PROBES = 8
 """Made-up embeddings whose scores tell one function from another."""
@@ -48,34 +46,33 @@ class Score:
         return f"{self.name} by class" if self.by_class else self.name
 
     @classmethod
-    def chosen(cls, la: ContrastiveLaplace, score: Any, by_class: bool) -> Score:
-        """Return the score that a user asks for."""
+    def chosen(cls, example: EmbeddingDistribution, score: Any, by_class: bool) -> Score:
+        """Return the score that a user asks for; the example is :func:`made_up` for the posterior."""
         validate.flag("by_class", by_class)
-        if by_class and la.class_centres is None:
+        if by_class and example._class_centres is None:
             hint = "Fit with the labels of two classes or more, or call la.measure_classes(loader)."
             raise UnsupportedError(expected("by_class=True", "a posterior with class centres", "one without", hint))
         if not callable(score):
             validate.choice("score", score, (NOVELTY, UNCERTAINTY))
-            marks = _marks(made_up(la)) if by_class or score != NOVELTY else None
+            marks = _marks(example) if by_class or score != NOVELTY else None
             return cls(score, by_class, marks)
         name = getattr(score, "__name__", "<lambda>")
         if name in ("<lambda>", NOVELTY, UNCERTAINTY):
             wanted = "a function with a name of its own, under which it is saved"
             raise InputTypeError(expected("score", wanted, repr(score), "Write def my_score(embedding): ..."))
-        embedding = made_up(la)
-        return cls(name, by_class, _marks(embedding), called(name, score, embedding), score)
+        return cls(name, by_class, _marks(example), called(name, score, example), score)
 
-    def given(self, la: ContrastiveLaplace, function: Any) -> Score:
+    def given(self, example: EmbeddingDistribution, function: Any) -> Score:
         """Return this score with its function, given again."""
         name = getattr(function, "__name__", None)
         if self.probe is None or name != self.name:
             wanted = f"the function {self.name!r}" if self.probe is not None else "none: the score needs no function"
             raise InputError(expected("score", f"{wanted}, as la was calibrated", repr(name or function)))
         found = Score(self.name, self.by_class, self.marks, self.probe, function)
-        found._check_function(la)
+        found._check_function(example)
         return found
 
-    def check(self, la: ContrastiveLaplace, embedding: EmbeddingDistribution) -> None:
+    def check(self, embedding: EmbeddingDistribution) -> None:
         """Refuse where the score would no longer be that of the calibration."""
         if self.marks is not None:
             now = _marks(embedding)
@@ -86,7 +83,9 @@ class Score:
                 )
                 raise NotFittedError(msg)
         if self.probe is not None:
-            self._check_function(la)
+            mean = embedding.raw_mean.detach()
+            like = mean.to(torch.promote_types(mean.dtype, torch.float32))
+            self._check_function(made_up(like, embedding._typical_norm, embedding._class_centres))
 
     def of(self, embedding: EmbeddingDistribution) -> Tensor:
         """Return the scores of embeddings but for the novelty, float64, shape (B,)."""
@@ -94,7 +93,15 @@ class Score:
             return embedding.uncertainty.detach().double()
         return called(self.name, self.function, embedding)
 
-    def _check_function(self, la: ContrastiveLaplace) -> None:
+    def classes(self, embedding: EmbeddingDistribution) -> Tensor | None:
+        """Return the index of the nearest class centre as a number, float64, shape (B,); ``None`` unless by class."""
+        if not self.by_class:
+            return None
+        centres = embedding._class_centres
+        assert centres is not None
+        return centres.nearest(embedding.raw_mean.detach()).double()
+
+    def _check_function(self, example: EmbeddingDistribution) -> None:
         assert self.probe is not None
         if self.function is None:
             msg = (
@@ -102,7 +109,7 @@ class Score:
                 f"la.set_score({self.name})."
             )
             raise NotFittedError(msg)
-        now = called(self.name, self.function, made_up(la)).cpu()
+        now = called(self.name, self.function, example).cpu()
         if float((now - self.probe).abs().max()) > _APART * float(self.probe.abs().max()):
             msg = (
                 f"p_value: the function {self.name!r} gives other scores than at the calibration; has its gallery "
@@ -126,20 +133,13 @@ def called(name: str, function: Callable[[EmbeddingDistribution], Any], embeddin
     return found.to(embedding.raw_mean.device)
 
 
-def predicted_classes(embedding: EmbeddingDistribution) -> Tensor:
-    """Return the index of the nearest class centre, int64, shape (B,)."""
-    centres = embedding._class_centres
-    assert centres is not None
-    return centres.nearest(embedding.raw_mean)
-
-
-def made_up(la: ContrastiveLaplace) -> EmbeddingDistribution:
-    """Return embeddings that are the same in every process."""
-    dim, size = la.n_outputs, la.typical_norm or 1.0
+def made_up(like: Tensor, typical_norm: float | None, centres: ClassCentres | None) -> EmbeddingDistribution:
+    """Return embeddings of the dimension, dtype and device of others (B, D), the same in every process."""
+    dim, size = like.shape[1], typical_norm or 1.0
     wave = (1.7 * torch.arange(1, _PROBES * dim + 1, dtype=torch.float64)).sin().view(_PROBES, dim)
-    mean = (wave * size * (2 / dim) ** 0.5).to(la._device, la._dtype)
+    mean = (wave * size * (2 / dim) ** 0.5).to(like)
     found = EmbeddingDistribution(mean, variance=torch.full_like(mean, 0.01 * size**2 / dim))
-    return found.relative_to(la.typical_norm, la.class_centres)
+    return found.relative_to(typical_norm, centres)
 
 
 def _marks(embedding: EmbeddingDistribution) -> Tensor:
