@@ -89,6 +89,12 @@ def check(clamped: Clamped, room: tuple[str, ...]) -> None:
         assert close(clamped.log_det_ratio(prior, FACTOR), ratio)
         effective = float(torch.linalg.solve(matrix + each.diag(), matrix).trace())
         assert clamped.effective_parameters(prior) == pytest.approx(effective, rel=1e-9, abs=1e-12)
+        stated = clamped.posterior_precision(prior, FACTOR)
+        if isinstance(stated, Tensor):
+            assert close(stated, precision if stated.ndim == 2 else precision.diagonal())
+        elif isinstance(stated, tuple):
+            (vectors, values), of_each = stated
+            assert close((vectors * values) @ vectors.T + of_each.diag(), precision)
         of_weights = clamped.variances(prior, FACTOR)
         assert of_weights is None or close(of_weights, covariance.diagonal())
 
