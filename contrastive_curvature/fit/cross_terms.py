@@ -102,7 +102,7 @@ class _ByClass(CrossTerms):
     def of_batch(self, context: Any, part: HessianPoints) -> tuple[Blocks, dict[str, Tensor], Structure | None]:
         index = torch.searchsorted(self.coupling.classes, part.targets)
         sums = self.pullback.class_sums(context, part.tangent_axes(), index, self.coupling.classes.numel())
-        y = (self.coupling.y if self.coupling.y.ndim == 1 else self.coupling.y.diagonal()).to(sums)
+        y = self.coupling.y if self.coupling.y.ndim == 1 else self.coupling.y.diagonal()
         return part.blocks.add_projector(y[index] / part.n / part.n), {_BY_CLASS: sums}, None
 
     def finish(self, sums: Mapping[str, Tensor]) -> Structure | None:

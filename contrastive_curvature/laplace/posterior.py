@@ -438,8 +438,6 @@ class ContrastiveLaplace(ParametricLaplace):
             wanted = f"a number whose inverse is positive and finite in {self._dtype}"
             raise InputError(expected("temperature", wanted, number))
         self._temperature = number
-        # laplace-torch keeps a root of the covariance, and does not drop it here.
-        self._posterior_scale = None
 
     @BaseLaplace.sigma_noise.setter  # type: ignore[untyped-decorator]
     def sigma_noise(self, value: float | Tensor) -> None:
@@ -674,10 +672,7 @@ class ContrastiveLaplace(ParametricLaplace):
         """Construct the backend anew, unless the user named one: the encoder may not be that of the last fit."""
         if not self.chooses_backend:
             return
-        # laplace-torch's subnetwork classes tell the backend their indices, nobody else.
-        indices = self.backend.subnetwork_indices
         self._backend_cls, self._backend = ContrastiveGGN, None
-        self.backend.subnetwork_indices = indices
         _log.info("curvature by ContrastiveGGN: the default, exact for every encoder (backend=... takes another)")
 
     def set_curvature(self, result: DatasetCurvature, *, override: bool = True) -> None:
@@ -717,7 +712,7 @@ class ContrastiveLaplace(ParametricLaplace):
 
     def _take(self, curvature: Structure, clamped: Clamped) -> None:
         self.curvature, self.clamped = curvature, clamped
-        self._posterior_scale = self._made_spread = None
+        self._made_spread = None
 
     def _clamp(self, curvature: Structure) -> Clamped:
         """Return the positive semidefinite part of a curvature, decomposed as the options ask for."""
@@ -1544,9 +1539,8 @@ class ContrastiveLaplace(ParametricLaplace):
         """Return the curvature of a state, whose tensors have the shapes that these weights ask for."""
         if saved.get("structure") != self.hessian_structure:
             refuse("curvature", f"the structure {self.hessian_structure!r}", kind_of(saved.get("structure")))
-        fields = {name: value for name, value in saved.items() if name != "structure"}
         try:
-            raw = self.structure(**fields)
+            raw = self.structure.from_tree(saved)
             shapes = raw.shapes(Room(self.posterior_parameters(), self.curvature_options.rank))
         except (TypeError, AttributeError, IndexError) as error:
             refuse("curvature", f"the fields of {self.hessian_structure!r}", f"others ({error})")

@@ -12,20 +12,22 @@ from collections.abc import Iterable
 from typing import Any
 
 from contrastive_curvature.errors import InputTypeError, UnsupportedError, expected
-from contrastive_curvature.laplace.functional import FunctionSpaceLaplace
+from contrastive_curvature.laplace.functional import FunctionSpaceLaplace, Kernel
 from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.laplace.towers import TwoTowerLaplace
 from contrastive_curvature.network.two_towers import TwoTowers
+from contrastive_curvature.structures import STRUCTURES, Structure
 
 __all__ = ["entries"]
 
 Key = tuple[str, str]
 
-_STRUCTURES: dict[str, tuple[str, ...]] = {
-    "last_layer": ("kron", "kron_lowrank", "diag", "full", "gp"),
-    "all": ("diag", "kron", "full", "lowrank", "gp"),
-    "subnetwork": ("diag", "full"),
+_KINDS: tuple[type[Structure], ...] = (*STRUCTURES.values(), Kernel)
+
+_STRUCTURES = {
+    weights: tuple(kind.name for kind in _KINDS if weights in kind.weights)
+    for weights in ("last_layer", "all", "subnetwork")
 }
 """Structures of the posterior, by weights."""
 
@@ -33,7 +35,7 @@ _BY_PLACE = ("sigma_noise", "prior_precision", "prior_mean", "temperature", "ena
 _SUBNETWORK = ("subnetwork_indices", *_BY_PLACE[:4])
 """Arguments that may be given by place, in the order of laplace-torch's classes."""
 
-_NEITHER: tuple[Key, ...] = (("last_layer", "lowrank"), ("all", "kron_lowrank"))
+_NEITHER = tuple((w, name) for w in ("last_layer", "all") for name in STRUCTURES if name not in _STRUCTURES[w])
 
 
 def _posterior(model: Any, likelihood: str, weights: str, structure: str, **arguments: Any) -> Any:

@@ -155,10 +155,10 @@ class ContrastiveOfClasses(ColumnDerivatives):
         if not self.pairs_by_class and self.columns is None:
             return None
         if not self.pairs_by_class or loss.pd_fix.attracting_only or not loss.negative_weight:
-            return ClassWeights(classes, (1 - loss.negative_weight) * shares.positive)
+            return ClassWeights(classes, ((1 - loss.negative_weight) * shares.positive).to(self.related.dtype))
         same = classes.unsqueeze(1) == classes
         attract, repel = weigh_pairs(loss.negative_weight, same, ~same, shares, shares)
-        return ClassWeights(classes, attract - repel)
+        return ClassWeights(classes, (attract - repel).to(self.related.dtype))
 
     def _sums(self, u: Tensor, index: Tensor, numbers: Tensor) -> NodeSums:
         """Return ``sum_j y_ij [1, u_j]`` for B rows: of positives by class, minus that of negatives."""

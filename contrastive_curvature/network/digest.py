@@ -126,7 +126,7 @@ def _held(model: nn.Module) -> list[Tensor]:
 
 
 def trunk_fingerprint(model: nn.Module, last_layer_name: str) -> Tensor:
-    """Return the same of all that the inputs of the last layer depend on."""
+    """Return the :func:`summary` of all that the inputs of the last layer depend on."""
     return summary(trunk_tensors(model, last_layer_name))
 
 

@@ -38,10 +38,9 @@ def structure_from(tree: Mapping[str, Any]) -> Structure:
     Raises:
         InputError: It is none.
     """
-    fields = {name: value for name, value in tree.items() if name != "structure"}
     kind = structure_of(tree.get("structure"), "curvature: structure")
     try:
-        return kind(**fields)
+        return kind.from_tree(tree)
     except TypeError as error:
         raise InputError(expected("curvature", f"the fields of {kind.name!r}", f"others ({error})")) from None
 

@@ -22,7 +22,7 @@ from contrastive_curvature.io.pretrained.folder import PosteriorInfo, SavedPoste
 from contrastive_curvature.laplace import ContrastiveLaplace, FunctionSpaceLaplace
 from contrastive_curvature.laplace.options import known_options
 from contrastive_curvature.laplace.prediction import moved_inputs
-from contrastive_curvature.laplace.state import KNOWN_BACKENDS, owned, sealed
+from contrastive_curvature.laplace.state import KNOWN_BACKENDS, owned
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.digest import encoder_digest
 from contrastive_curvature.network.inputs import Inputs, asks_for_example, check_inputs, slice_inputs, tokenized
@@ -180,8 +180,7 @@ def fill(la: Any, saved: SavedPosterior, tensors: dict[str, Tensor], argument: s
     device = next(la.model.parameters()).device
     here = {name: tensor.to(device) for name, tensor in tensors.items()}
     state = restored(saved.state, here)
-    # A folder of 0.2.0 has checksums of its files alone.
-    la.load_state_dict(state if "checksum" in state else sealed(state))
+    la.load_state_dict(state)
     outputs = restored(saved.example_outputs, here)
     if outputs is not None:
         check_outputs(la, moved_inputs(la.model, state["data"], la._device), outputs, argument)
