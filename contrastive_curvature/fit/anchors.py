@@ -8,60 +8,55 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.fit import loop
 from contrastive_curvature.fit.class_centres import ClassCentres
-from contrastive_curvature.fit.loop import DatasetCurvature, Problem, Seen, finished
-from contrastive_curvature.fit.readers import Batch, Reader
-from contrastive_curvature.fit.state import Findings
+from contrastive_curvature.fit.loop import DatasetCurvature, Fit, Source, nothing
+from contrastive_curvature.fit.passes import Passes
+from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.losses.row_derivatives import RowDerivatives
 
 _log = logging.getLogger("contrastive_curvature")
 
-_ANCHORS, _SKIPPED = "anchors", "skipped"
+
+def parts(f: Fit, pairs: Any, passes: Passes) -> Iterator[Part | Total]:
+    """Give the Hessian of every batch as its part of the data set's."""
+    del pairs
+    loss = f.options.loss
+    for batch, z, context in passes.again(f.progress, "[curvature]"):
+        hessian = loss.data_hessian(z, loss.relate(z, batch.labels, batch.pairs))
+        yield Part.of_batch(hessian, context, batch.classes)
 
 
-class AnchorFit(Problem):
-    """A loss of anchors: the sum over batches as they are."""
-
-    records: ClassVar[bool] = False
-
-    def hessian(self, z: Tensor, context: Any, batch: Batch) -> Seen:
-        """Return the Hessian of a batch as its part of the data set's."""
-        del context
-        return anchors_seen(self.loss.data_hessian(z, self.loss.relate(z, batch.labels, batch.pairs)))
-
-    def finish(self, found: Findings) -> DatasetCurvature:
-        """Return the sum over all batches."""
-        check_compared(found)
-        if found.curvature is not None and not bool(found.curvature.sizes().any()):
-            hint = (
-                "In a batch of one input nothing has to be told apart; triplets outside their margin, pairs of equal "
-                "grades, and comparisons that float32 takes for certain add nothing either. Use larger batches, or the "
-                "pair loss."
-            )
-            wanted = "batches in which the loss changes with the embeddings"
-            raise InputError(expected("train_loader", wanted, "a curvature that is zero everywhere", hint))
-        return finished(self.pullback, found)
+def closed(f: Fit, pairs: Any, totals: list[Total]) -> list[DatasetCurvature]:
+    """Return the sum over all batches."""
+    (total,) = totals
+    check_compared(total)
+    if total.curvature is not None and not bool(total.curvature.sizes().any()):
+        hint = (
+            "In a batch of one input nothing has to be told apart; triplets outside their margin, pairs of equal "
+            "grades, and comparisons that float32 takes for certain add nothing either. Use larger batches, or the "
+            "pair loss."
+        )
+        wanted = "batches in which the loss changes with the embeddings"
+        raise InputError(expected("train_loader", wanted, "a curvature that is zero everywhere", hint))
+    return loop.closed(f, pairs, totals)
 
 
-def anchors_seen(hessian: OutputHessian) -> Seen:
-    """Return what a batch of anchors adds: its Hessian, and how many anchors it has compared."""
-    derivatives = hessian.derivatives
-    counts = {_ANCHORS: torch.tensor(derivatives.anchors), _SKIPPED: torch.tensor(derivatives.skipped)}
-    return Seen.of(hessian, **counts)
+ANCHORS = Source(nothing, nothing, parts, closed)
 
 
-def check_compared(found: Findings) -> None:
+def check_compared(total: Total) -> None:
     """Say how many anchors had nothing to be compared with."""
-    if not found.n:
+    if not total.n:
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
-    note_skipped(int(found.sums[_ANCHORS]), int(found.sums[_SKIPPED]))
+    note_skipped(int(total.terms["anchors"]), int(total.terms["skipped"]))
 
 
 def note_skipped(anchors: int, skipped: int) -> None:
@@ -113,13 +108,13 @@ class WholeHessian:
             start += len(part)
 
 
-def collect_anchors(problem: Problem, reader: Reader) -> WholeHessian:
+def collect_anchors(f: Fit, passes: Passes) -> WholeHessian:
     """Return raw outputs of all points, and the Hessians of their batches."""
-    loss = problem.loss
+    loss = f.options.loss
     parts: list[OutputHessian] = []
     outputs: list[Tensor] = []
     classes: list[Tensor] | None = []
-    for batch, z, _ in problem.embedded(reader):
+    for batch, z, _ in passes.embedded(f.progress):
         outputs.append(z)
         classes = None if classes is None or batch.classes is None else [*classes, batch.classes]
         parts.append(loss.data_hessian(z, loss.relate(z, batch.labels, batch.pairs)))

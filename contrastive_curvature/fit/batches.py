@@ -6,18 +6,17 @@ among all pairs of the data set, divided by the part of the pairs of its type th
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.dataset import check_fittable
-from contrastive_curvature.fit.loop import Problem, Seen
-from contrastive_curvature.fit.passes import PassRecord
-from contrastive_curvature.fit.readers import Batch, Reader
-from contrastive_curvature.fit.state import Findings
+from contrastive_curvature.fit.loop import Fit, Source, closed
+from contrastive_curvature.fit.passes import Passes, PassRecord
+from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.class_table import ClassTableCollector
 from contrastive_curvature.losses.weighting import ClassShares, Shares, count_shares, pair_totals
@@ -27,57 +26,58 @@ from contrastive_curvature.pairs.rows import RowCollector
 
 _INSIDE, _TARGETS = "inside", "targets"
 
+InsideShares = Callable[[Tensor], Shares]
+"""From targets of a batch (n, ...) to the weights of its pairs, which stand for all pairs of the data set."""
 
-class BatchFit(Problem):
-    """Pairs inside batches, which stand for all pairs of the data set."""
 
-    loss: PairLoss
-    _totals: tuple[float, float]
-    _shares: Callable[[Tensor], Shares]
-    _inside: list[float]
+def statistics(f: Fit, passes: Passes) -> Total:
+    """Count the pairs; the network does not run."""
+    relation, n = f.options.relation, 0
+    inside = torch.zeros(2, dtype=torch.float64)
+    # Class labels are counted; of other targets it takes all to know the pairs of a point.
+    rows, table, record = RowCollector(0 if relation is None else None), ClassTableCollector(), PassRecord()
+    for batch in f.progress.over(passes.reader, "[targets]"):
+        y: Any = batch.labels
+        inside += inside.new_tensor(pair_totals(*make_relation(len(y), y.device, y, relation).counts()))
+        rows.add(batch.numbers, {"targets": y})
+        record.add_targets(y)
+        if relation is None:
+            table.add(torch.zeros(len(y), 0, dtype=torch.float64, device=y.device), y, unit=True)
+        n += len(y)
+    passes.first = passes.latest = record
+    return Total(n, {_INSIDE: inside}, {_TARGETS: rows.rows()}, table.table())
 
-    def first_pass(self, reader: Reader) -> Findings:
-        """Count the pairs; the network does not run."""
-        relation, n = self.options.relation, 0
-        inside = torch.zeros(2, dtype=torch.float64)
-        # Class labels are counted; of other targets it takes all to know the pairs of a point.
-        rows, table = RowCollector(0 if relation is None else None), ClassTableCollector()
-        self.record = PassRecord()
-        for batch in self.progress.over(reader, "[targets]"):
-            y: Any = batch.labels
-            inside += inside.new_tensor(pair_totals(*make_relation(len(y), y.device, y, relation).counts()))
-            rows.add(batch.numbers, {"targets": y})
-            self.record.add_targets(y)
-            if relation is None:
-                table.add(torch.zeros(len(y), 0, dtype=torch.float64, device=y.device), y, unit=True)
-            n += len(y)
-        return Findings(n, {_INSIDE: inside}, {_TARGETS: rows.rows()}, table.table())
 
-    def begin(self, statistics: Findings) -> None:
-        """Take what the first pass has counted."""
-        if not statistics.n:
-            raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
-        self._inside = statistics.sums[_INSIDE].tolist()
-        check_fittable(statistics.n, self._inside[0])
-        table, loss = statistics.classes, self.loss
-        if table is not None:
-            every = ClassShares.of_counts(table.labels, table.counts, loss.normalization, torch.float64)
-            self._totals, self._shares = every.totals, lambda targets: every.shares[every.index(targets)]
-            return
-        targets = statistics.kept[_TARGETS].columns["targets"]
-        related = make_target_relation(targets, len(targets), targets.device, self.options.relation)
-        totals = pair_totals(*related.counts())
+def inside_shares(f: Fit, statistics: Total) -> InsideShares:
+    """Return what weights the pairs of a batch, from what the first passes over all parts have counted."""
+    if not statistics.n:
+        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+    inside = statistics.terms[_INSIDE].tolist()
+    check_fittable(statistics.n, inside[0])
+    table, normalization = statistics.classes, cast("PairLoss", f.options.loss).normalization
+    if table is not None:
+        every = ClassShares.of_counts(table.labels, table.counts, normalization, torch.float64)
+        return lambda targets: every.shares[every.index(targets)].standing_for(every.totals, inside)
+    targets = statistics.kept[_TARGETS].columns["targets"]
+    related = make_target_relation(targets, len(targets), targets.device, f.options.relation)
+    totals = pair_totals(*related.counts())
 
-        def shares(some: Tensor) -> Shares:
-            positive, negative = related.counts_of(some)
-            return count_shares(positive, negative, loss.normalization, torch.float64, totals)
+    def of_counts(some: Tensor) -> Shares:
+        positive, negative = related.counts_of(some)
+        shares = count_shares(positive, negative, normalization, torch.float64, totals)
+        return shares.standing_for(totals, inside)
 
-        self._totals, self._shares = totals, shares
+    return of_counts
 
-    def hessian(self, z: Tensor, context: Any, batch: Batch) -> Seen:
-        """Return the Hessian of the pairs inside a batch, as its part of the data set's."""
-        del context
+
+def parts(f: Fit, shares: InsideShares, passes: Passes) -> Iterator[Part | Total]:
+    """Give the Hessian of the pairs inside every batch, as its part of the data set's."""
+    loss = cast("PairLoss", f.options.loss)
+    for batch, z, context in passes.again(f.progress, "[curvature]"):
         targets: Any = batch.labels
-        relation = make_relation(len(z), z.device, targets, self.options.relation)
-        shares = self._shares(targets).standing_for(self._totals, self._inside)
-        return Seen.of(self.loss.data_hessian(z, relation, shares.to(z.dtype)))
+        relation = make_relation(len(z), z.device, targets, f.options.relation)
+        hessian = loss.data_hessian(z, relation, shares(targets).to(z.dtype))
+        yield Part.of_batch(hessian, context, batch.classes)
+
+
+BATCHES = Source(statistics, inside_shares, parts, closed)

@@ -8,25 +8,32 @@ fixes. For a last layer, the first pass keeps the features up to a limit, and th
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.fit import loop
 from contrastive_curvature.fit.class_centres import TYPICAL, CentreCollector, ClassCentres, centres_of
-from contrastive_curvature.fit.cross_terms import CrossTerms, make_cross_terms, refuse_in_parts
-from contrastive_curvature.fit.loop import DatasetCurvature, Problem, Seen, finished
+from contrastive_curvature.fit.cross_terms import (
+    BY_CLASS,
+    class_coupling,
+    of_classes,
+    products_of_classes,
+    refuse_in_parts,
+    sampled_columns,
+    streamed,
+    with_sample,
+)
+from contrastive_curvature.fit.loop import DatasetCurvature, Fit, Source
 from contrastive_curvature.fit.options import CurvatureOptions
-from contrastive_curvature.fit.passes import PassRecord
-from contrastive_curvature.fit.readers import Batch, Reader
+from contrastive_curvature.fit.passes import Passes, PassRecord
 from contrastive_curvature.fit.standard_error import error_terms, relative_error
-from contrastive_curvature.fit.state import Findings
+from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.hessian.derivatives import Totals
-from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.losses.dataset import (
@@ -40,9 +47,8 @@ from contrastive_curvature.losses.dataset import (
 )
 from contrastive_curvature.losses.weighting import class_pairs
 from contrastive_curvature.network.inputs import Inputs, input_length
-from contrastive_curvature.pairs import make_relation
 from contrastive_curvature.pairs.rows import RowCollector, Rows
-from contrastive_curvature.structures import Structure
+from contrastive_curvature.structures.base import added
 
 _log = logging.getLogger("contrastive_curvature")
 
@@ -55,187 +61,159 @@ FEATURES_KEPT = 2**26
 """Numbers that the first pass of a last layer keeps: with as many the encoder runs once a point, with more twice."""
 
 
-class DatasetFit(Problem):
-    """All pairs of a data set.
+class AllPairs(NamedTuple):
+    """The pairs of all points of a data set.
 
-    Attributes:
-        data_hessian: Output Hessian of all points, after :meth:`take`.
+    Args:
+        hessian: Output Hessian of all points.
         n: Number N of points.
-        classes: Centres of the classes; ``None`` where targets are no class labels.
         dim: Number D of outputs.
         points: All points by ascending numbers; ``None`` where they were not kept.
-        sampled: Points that stand for all negatives; ``None`` where all have been counted.
+        centres: Centres of the classes; ``None`` where targets are no class labels.
+        sampled: Points that stand for all negatives; ``None`` where all are counted.
     """
 
-    sums_classes: ClassVar[bool] = False
-
-    data_hessian: DatasetHessian
+    hessian: DatasetHessian
     n: int
     dim: int
     points: Rows | None
-    classes: ClassCentres | None
+    centres: ClassCentres | None
     sampled: Rows | None
-    _seen: Sequence[Batch] = ()
-    _cross: CrossTerms | None
 
     def sampled_inputs(self) -> tuple[Inputs, Tensor]:
         """Return inputs and targets of the points that stand for all negatives, which were kept for cross terms."""
         columns = {} if self.sampled is None else self.sampled.columns
-        found = {name: part for name, part in columns.items() if name.split("/")[0] == _INPUT}
-        if set(found) == {_INPUT}:
-            return found[_INPUT], columns["targets"]
-        return {name.removeprefix(f"{_INPUT}/"): part for name, part in found.items()}, columns["targets"]
+        inputs = {name: part for name, part in columns.items() if name.split("/")[0] == _INPUT}
+        if set(inputs) == {_INPUT}:
+            return inputs[_INPUT], columns["targets"]
+        return {name.removeprefix(f"{_INPUT}/"): part for name, part in inputs.items()}, columns["targets"]
 
-    def first_pass(self, reader: Reader, *, everything: bool = False) -> Findings:
-        """Return numbers and sums of the classes, and all points, or a sample of them."""
-        options = self.options
-        size, inputs = (None, False) if everything else self._kept()
-        self.record, classes, points = PassRecord(), CentreCollector(limited=False), RowCollector(size)
-        n = 0
-        seen: list[Batch] = []
-        room = 0 if everything else FEATURES_KEPT
-        for batch, z, features in self.embedded(reader.in_fixed_order()):
-            targets: Any = batch.labels
-            self.record.add(z, targets)
-            if options.relation is None:
-                classes.add(z, targets)
-            points.add(batch.numbers, {"outputs": z, "targets": targets, **(_columns(batch.x) if inputs else {})})
-            if features is not None:
-                room -= z.numel() + features.numel()
-                outputs: Any = z, features
-                seen.append(batch._replace(x=outputs))
-            if room < 0 and seen:
-                seen.clear()
+
+def statistics(f: Fit, passes: Passes, *, everything: bool = False) -> Total:
+    """Run the encoder for numbers and sums of the classes, and all points, or a sample of them."""
+    size, inputs = (None, False) if everything else _kept_points(f)
+    record, classes, points = PassRecord(), CentreCollector(limited=False), RowCollector(size)
+    n, room = 0, 0 if everything else FEATURES_KEPT
+    for batch, z, features in passes.embedded(f.progress):
+        targets: Any = batch.labels
+        record.add(z, targets)
+        if f.options.relation is None:
+            classes.add(z, targets)
+        points.add(batch.numbers, {"outputs": z, "targets": targets, **(_columns(batch.x) if inputs else {})})
+        n += len(z)
+        if features is not None and room > 0:
+            room -= z.numel() + features.numel()
+            passes.kept.append((batch._replace(x={}), z, features))
+            if room < 0:
+                passes.kept.clear()
                 _log.info(
                     "the features are more than the %d numbers that are kept: the encoder runs twice a point. A "
                     "feature folder (contrastive_curvature.features) holds any number of them",
                     FEATURES_KEPT,
                 )
-            n += len(z)
-        self._seen = seen
-        table, typical = classes.found()
-        return Findings(n, {}, {_POINTS: points.rows(), TYPICAL: typical}, table)
+    passes.first = passes.latest = record
+    table, typical = classes.found()
+    return Total(n, {}, {_POINTS: points.rows(), TYPICAL: typical}, table)
 
-    def again(self, reader: Reader) -> Iterable[Batch]:
-        """Return the batches of a later pass: the reader's, or those kept, with outputs and features for inputs."""
-        return self._seen or reader.in_fixed_order()
 
-    def look(self, batch: Batch, where: str) -> list[tuple[Any, Seen, Batch]]:
-        """Return the context of the pullback, the Hessian and the points of a batch."""
-        z, context = self.outputs(batch, f"model(x) of {where}")
-        return [(context, self.hessian(z, context, batch), batch)]
+def all_pairs(f: Fit, statistics: Total, *, keeps: bool = False) -> AllPairs:
+    """Make the output Hessian of the data set; ``keeps`` where products with that of all points will be asked for."""
+    loss, relation, n = f.options.loss, f.options.relation, statistics.n
+    samples = samples_of(f.options, n)
+    if not keeps and samples is not None and needs_points(loss):
+        # Kronecker factors leave the cross terms out, which a sample does not give.
+        loss = without_cross_terms(loss)
+    assert isinstance(loss, PairLoss)
+    if not n:
+        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+    kept, table = statistics.kept, statistics.classes
+    kept_points = kept[_POINTS].in_order()
+    _check_different(kept_points)
+    # Of few points a sample has all.
+    every = kept_points.size is None or (samples is None and len(kept_points) == n)
+    points = kept_points if every else None
+    sampled = None if samples is None else kept_points.first(samples)
+    check_fittable(n, 1.0 if table is None else class_pairs(table.counts)[2][0])
+    outputs = (kept[TYPICAL] if points is None else points).columns["outputs"]
+    hessian = dataset_hessian(loss, table, relation, points, sampled, outputs.dtype)
+    if table is None:
+        check_fittable(n, hessian.derivatives.totals[0])
+    return AllPairs(hessian, n, outputs.shape[1], points, centres_of(table, kept[TYPICAL]), sampled)
 
-    def outputs(self, batch: Batch, where: str = "model(x)") -> tuple[Tensor, Any]:
-        """Return raw outputs (n, D) and context of a batch that :meth:`again` gave."""
-        x: Any = batch.x
-        if self._seen:
-            return x[0], x[1]
-        z, context = self.pullback.forward(x)
-        return check_outputs(z, where), context
 
-    def take(self, statistics: Findings, *, keeps: bool = False) -> None:
-        """Make the output Hessian of the data set from what the first passes over all parts found.
+def collected(f: Fit, passes: Passes) -> AllPairs:
+    """Keep all points of a pass, for products with their Hessian."""
+    return all_pairs(f, statistics(f, passes, everything=True), keeps=True)
 
-        Args:
-            statistics: The findings.
-            keeps: Whether products with the Hessian of all points will be asked for.
-        """
-        loss, relation, n = self.loss, self.options.relation, statistics.n
-        samples = samples_of(self.options, n)
-        if not keeps and samples is not None and needs_points(loss):
-            # Kronecker factors leave the cross terms out, which a sample does not give.
-            loss = without_cross_terms(loss)
-        assert isinstance(loss, PairLoss)
-        if not n:
-            raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
-        kept, table = statistics.kept, statistics.classes
-        self.n, self.classes, self.sampled = n, centres_of(table, kept[TYPICAL]), None
-        points = kept[_POINTS].in_order()
-        _check_different(points)
-        # Of few points a sample has all.
-        every = points.size is None or (samples is None and len(points) == n)
-        self.points = points if every else None
-        check_fittable(n, 1.0 if table is None else class_pairs(table.counts)[2][0])
-        if samples is not None:
-            self.sampled = points.first(samples)
-        outputs = (kept[TYPICAL] if self.points is None else self.points).columns["outputs"]
-        self.dim = outputs.shape[1]
-        self.data_hessian = dataset_hessian(loss, table, relation, self.points, self.sampled, outputs.dtype)
-        if table is None:
-            check_fittable(n, self.data_hessian.derivatives.totals[0])
 
-    def collect(self, reader: Reader) -> None:
-        """Keep all points of a reader, and make their output Hessian; no second pass follows."""
-        self.take(self.first_pass(reader, everything=True), keeps=True)
-
-    def whole(self) -> OutputHessian:
-        """Return the Hessian of all points at once, in the order of their numbers, after :meth:`collect`."""
-        assert self.points is not None
-        z, targets, hessian = self.points.columns["outputs"], self.points.columns["targets"], self.data_hessian
-        if self.sampled is not None:
-            return OutputHessian(z, hessian.derivatives, hessian.distance, hessian.pd_fix)
-        return self.loss.hessian_at(z, make_relation(self.n, z.device, targets, self.options.relation))
-
-    def begin(self, statistics: Findings) -> None:
-        """Make the Hessian of all points, and what observes the second pass."""
-        self.take(statistics)
-        coupled = self.data_hessian.coupled and self.structure.couples
-        self._cross = make_cross_terms(self) if coupled else None
-        if self.sampled is not None:
-            self.title = f"[curvature, {len(self.sampled):,} negatives]"
-
-    def hessian(self, z: Tensor, context: Any, batch: Batch) -> Seen:
-        """Return the blocks of some points over all pairs of the data set."""
+def parts(f: Fit, pairs: AllPairs, passes: Passes) -> Iterator[Part | Total]:
+    """Give the blocks of every batch over all pairs of the data set, and the cross terms of a coupled fix."""
+    pullback = f.pullbacks[0]
+    coupled = pairs.hessian.coupled and f.structure.couples
+    coupling = class_coupling(f, pairs) if coupled else None
+    columns = sampled_columns(f, pairs) if coupling is not None else []
+    title = "[curvature]" if pairs.sampled is None else f"[curvature, {len(pairs.sampled):,} negatives]"
+    for batch, z, context in passes.again(f.progress, title):
         targets: Any = batch.labels
-        found = self.data_hessian.at(z, targets, batch.numbers)
-        terms = {name: getattr(found.totals, name) for name in _TOTALS}
-        if self._cross is None:
-            # Cross terms would have to be known for each half of the bank.
-            terms |= error_terms(self.data_hessian, self.pullback, z, targets, context, batch.numbers)
-            return Seen(z, found.blocks, None, terms)
-        blocks, more, cross = self._cross.of_batch(context, found)
-        return Seen(z, blocks, None, terms | more, cross)
+        points = pairs.hessian.at(z, targets, batch.numbers)
+        blocks, cross = points.blocks, None
+        terms = {name: getattr(points.totals, name) for name in _TOTALS}
+        if not coupled:
+            # Cross terms would have to be known for each half of the sample.
+            terms |= error_terms(pairs.hessian, pullback, z, targets, context, batch.numbers)
+        if coupling is not None:
+            blocks, terms[BY_CLASS] = of_classes(pullback, coupling, context, points)
+            cross = with_sample(f, pairs, columns, context, points)
+        yield Part(z, context, blocks, None, cross, terms, batch.classes)
+    if coupled and coupling is None:
+        yield Total(curvature=streamed(f, pairs, passes))
 
-    def remaining(self, reader: Reader) -> Structure | None:
-        """Return the cross terms that the loop has not summed."""
-        return None if self._cross is None else self._cross.remaining(reader)
 
-    def finish(self, found: Findings) -> DatasetCurvature:
-        """Return the curvature of all parts."""
-        sums = found.sums
-        tell_samples(self.options, self.n)
-        cross = None if self._cross is None else self._cross.finish(sums)
-        curvature = finished(self.pullback, found, cross)
-        # The sums over all pairs, the expensive part of the loss, are in the totals.
-        loss, cost = self.data_hessian.loss_and_cost(Totals(*(sums[name] for name in _TOTALS)))
-        error = None if self.sampled is None else relative_error(sums, len(self.sampled), self.n)
-        return replace(curvature, loss=loss, cost=cost, classes=self.classes, error=error)
+def closed(f: Fit, pairs: AllPairs, totals: list[Total]) -> list[DatasetCurvature]:
+    """Return the curvature, with the cross terms that only the sums over all points give."""
+    (total,) = totals
+    _tell_samples(f.options, pairs.n)
+    if BY_CLASS in total.terms:
+        coupling = class_coupling(f, pairs)
+        assert coupling is not None
+        cross = products_of_classes(f.structure, coupling, total.terms[BY_CLASS])
+        total = replace(total, curvature=added(total.curvature, cross))
+    (curvature,) = loop.closed(f, pairs, [total])
+    # The sums over all pairs, the expensive part of the loss, are in the total.
+    loss, cost = pairs.hessian.loss_and_cost(Totals(*(total.terms[name] for name in _TOTALS)))
+    error = None if pairs.sampled is None else relative_error(total.terms, len(pairs.sampled), pairs.n)
+    return [replace(curvature, loss=loss, cost=cost, classes=pairs.centres, error=error)]
 
-    def check_adds_up(self) -> None:
-        """Refuse cross terms between different parts of the data, before anything is computed."""
-        loss = self.loss
-        if self.alone or not loss.coupled or not self.structure.couples:
-            return
-        by_class = isinstance(loss, ContrastiveLoss) and (loss.pd_fix.attracting_only or sums_suffice(loss))
-        if self.options.relation is not None or not (by_class or samples_of(self.options) is not None):
-            refuse_in_parts(loss)
 
-    def _kept(self) -> tuple[int | None, bool]:
-        """Return how many points the first pass keeps, ``None`` for all, and whether their inputs, too."""
-        options, loss = self.options, self.loss
-        if options.relation is not None or needs_points(loss):
-            return None, False
-        if sums_suffice(loss):
-            # Cross terms of very many classes are computed from the points, where they are in one part.
-            return (None if loss.coupled and self.alone else 0), False
-        # How many points there are is not known yet: of fewer all are kept.
-        wanted = samples_of(options, MANY_POINTS)
-        if wanted is None:
-            return None, False
-        if options.negative_samples == "auto":
-            return MANY_POINTS - 1, False
-        crosses = loss.coupled and not loss.pd_fix.attracting_only and self.structure.couples
-        return wanted, crosses
+DATASET = Source(statistics, all_pairs, parts, closed, sums_classes=False)
+
+
+def check_adds_up(f: Fit) -> None:
+    """Refuse cross terms between different parts of the data, before anything is computed."""
+    options, loss = f.options, f.options.loss
+    if f.source is not DATASET or f.alone or not loss.coupled or not f.structure.couples:
+        return
+    by_class = isinstance(loss, ContrastiveLoss) and (loss.pd_fix.attracting_only or sums_suffice(loss))
+    if options.relation is not None or not (by_class or samples_of(options) is not None):
+        refuse_in_parts(loss)
+
+
+def _kept_points(f: Fit) -> tuple[int | None, bool]:
+    """Return how many points the first pass keeps, ``None`` for all, and whether their inputs, too."""
+    options, loss = f.options, f.options.loss
+    if options.relation is not None or needs_points(loss):
+        return None, False
+    if sums_suffice(loss):
+        # Cross terms of very many classes are computed from the points, where they are in one part.
+        return (None if loss.coupled and f.alone else 0), False
+    # How many points there are is not known yet: of fewer all are kept.
+    wanted = samples_of(options, MANY_POINTS)
+    if wanted is None:
+        return None, False
+    if options.negative_samples == "auto":
+        return MANY_POINTS - 1, False
+    crosses = loss.coupled and not loss.pd_fix.attracting_only and f.structure.couples
+    return wanted, crosses
 
 
 def samples_of(options: CurvatureOptions, n: int = 0) -> int | None:
@@ -246,7 +224,7 @@ def samples_of(options: CurvatureOptions, n: int = 0) -> int | None:
     return NEGATIVE_SAMPLES if many and options.negative_samples == "auto" else None
 
 
-def tell_samples(options: CurvatureOptions, n: int) -> None:
+def _tell_samples(options: CurvatureOptions, n: int) -> None:
     """Say in the log whether a sample stood for all negatives, where the user left it open."""
     if sums_suffice(options.loss):
         if isinstance(options.negative_samples, int):

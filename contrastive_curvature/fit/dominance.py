@@ -8,12 +8,14 @@ run of the encoder per batch measures the inputs of all layers.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature.fit.contributions import FEWEST_POINTS, MOST, STORED, Contributions, Largest, Place
+from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.pairs.rows import united
@@ -72,8 +74,12 @@ class Dominance:
         self._largest: dict[int, tuple[float, Place]] = {}
         self._inputs: dict[str, _Inputs] = {}
 
-    def add(self, context: Any, blocks: Blocks, term: Structure) -> None:
-        """Record the contribution of one batch; the term is of its points each by itself."""
+    def add(self, part: Part, term: Structure) -> None:
+        """Record the contribution of one batch."""
+        context, blocks = part.context, part.blocks
+        if part.coupled is not None and not self._factored:
+            # Cross terms nearly cancel the terms of single points, so points are compared without cross terms.
+            term = Diagonal.term(self._pullback, context, blocks)
         start = Place(self._batches, 0, self._count, self._part)
         if self._factored:
             found = {layer: _largest(sizes, start) for layer, sizes in self._pullback.input_sizes(context).items()}
@@ -87,19 +93,18 @@ class Dominance:
         else:
             self._search(batch)
 
-    def contributions(self) -> Contributions:
-        """Return what is known of the points that were added, to be merged with those of other parts of the data."""
-        if self._first is None:
-            return Contributions()
+    def noted(self, total: Total) -> Total:
+        """Return the sum with what is known of its largest points."""
+        assert self._first is not None
         # A part of few points may be one of many.
         if self._count >= FEWEST_POINTS or self._part >= 0:
             self._search(self._first)
         factors = {}
-        for k, total in enumerate(torch.as_tensor(self._total).tolist()):
+        for k, size in enumerate(torch.as_tensor(self._total).tolist()):
             name = f"curvature factor of {self._pullback.parameter_name(k)!r}" if self._factored else ""
-            factors[name] = Largest(total, (self._largest[k],) if k in self._largest else ())
+            factors[name] = Largest(size, (self._largest[k],) if k in self._largest else ())
         inputs = {layer: found.largest(self._part) for layer, found in self._inputs.items()}
-        return Contributions(self._count, factors, inputs)
+        return replace(total, contributions=Contributions(self._count, factors, inputs))
 
     def _search(self, batch: _Batch) -> None:
         """Look for points of a batch that contribute most of all so far."""

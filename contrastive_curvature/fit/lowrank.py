@@ -16,36 +16,35 @@ from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.fit.anchors import AnchorFit, WholeHessian, collect_anchors
+from contrastive_curvature.fit.anchors import WholeHessian, collect_anchors
 from contrastive_curvature.fit.contributions import FEWEST_POINTS, MOST, warn_of_point
-from contrastive_curvature.fit.dataset import DatasetFit
-from contrastive_curvature.fit.options import CurvatureOptions
-from contrastive_curvature.fit.passes import check_same_outputs
-from contrastive_curvature.fit.readers import Reader
+from contrastive_curvature.fit.dataset import collected
+from contrastive_curvature.fit.loop import Fit
+from contrastive_curvature.fit.passes import Passes, check_same_outputs
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.losses.base import PairLoss
-from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.pullback import Pullback
+from contrastive_curvature.pairs import make_relation
 from contrastive_curvature.progress import Progress
-from contrastive_curvature.structures import Diagonal
 from contrastive_curvature.structures.finite import check_finite
 
 DENSE_PARAMETERS = 256
 """Up to so many parameters the matrix is formed, which cannot fail to converge."""
 
 
-def whole_hessian(
-    encoder: Encoder, pullback: Pullback, reader: Reader, options: CurvatureOptions, progress: Progress
-) -> WholeHessian:
+def whole_hessian(f: Fit, passes: Passes) -> WholeHessian:
     """Return the Hessian at the outputs of a whole data set, in the order of its reader."""
-    given = encoder, pullback, Diagonal, options, progress
-    if not isinstance(options.loss, PairLoss):
-        return collect_anchors(AnchorFit(*given), reader)
-    problem = DatasetFit(*given)
-    problem.collect(reader)
-    hessian = problem.whole()
-    return WholeHessian(hessian.z, [hessian], problem.classes)
+    if not isinstance(f.options.loss, PairLoss):
+        return collect_anchors(f, passes)
+    pairs = collected(f, passes)
+    assert pairs.points is not None
+    z, targets, hessian = pairs.points.columns["outputs"], pairs.points.columns["targets"], pairs.hessian
+    if pairs.sampled is None:
+        whole = f.options.loss.hessian_at(z, make_relation(pairs.n, z.device, targets, f.options.relation))
+    else:
+        whole = OutputHessian(z, hessian.derivatives, hessian.distance, hessian.pd_fix)
+    return WholeHessian(z, [whole], pairs.centres)
 
 
 def curvature_product(

@@ -1,13 +1,23 @@
-"""The check that two passes over a loader saw the same outputs with the same targets, in any order."""
+"""The passes of a fit over its data, which must see the same outputs with the same targets, in any order."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.fit.readers import Batch
 from contrastive_curvature.fit.state import Origin
+from contrastive_curvature.hessian.sphere import check_outputs
+from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.network.last_layer import LastLayerPullback
+from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.pairs.rows import point_keys
+from contrastive_curvature.progress import Progress
 
 _EXTREMES = 16
 """Lowest and highest numbers of a pass that its summary keeps."""
@@ -84,6 +94,57 @@ class PassRecord:
     def _joined(self) -> tuple[Tensor, Tensor]:
         numbers = torch.cat(self._numbers) if self._numbers else torch.zeros(0, 2, dtype=torch.float64)
         return torch.cat(self._targets) if self._targets else torch.zeros(0, dtype=torch.int64), numbers
+
+
+@dataclass
+class Passes:
+    """The passes of one fit over its data.
+
+    Args:
+        reader: Gives the batches, a :class:`~.readers.Reader`; of two towers, a ``TowerReader``.
+        encoder: The analysed encoder, in evaluation mode.
+        pullback: Pullback to its parameters.
+        records: Whether :meth:`origin` is wanted, even of a fit that takes one pass.
+        first: Of the points of the first pass, where this process has run it.
+        latest: Of the points of the latest pass.
+        kept: Batches with outputs and features, which later passes take instead of running the encoder again.
+    """
+
+    reader: Any
+    encoder: Encoder
+    pullback: Pullback
+    records: bool = False
+    first: PassRecord | None = None
+    latest: PassRecord | None = None
+    kept: list[tuple[Batch, Tensor, Any]] = field(default_factory=list)
+
+    def embedded(self, progress: Progress) -> Iterator[tuple[Batch, Tensor, Tensor | None]]:
+        """Run the encoder; give every batch with its raw outputs (n, D) and, for a last layer, its features (n, F)."""
+        last_layer = isinstance(self.pullback, LastLayerPullback)
+        batches: Iterable[Batch] = progress.over(self.reader, "[embedding]")
+        for number, batch in enumerate(batches):
+            z, features = self.encoder.features(batch.x) if last_layer else (self.encoder(batch.x), None)
+            yield batch, check_outputs(z, f"model(x) of batch {number} (counted from 0)"), features
+
+    def again(self, progress: Progress, title: str) -> Iterator[tuple[Batch, Tensor, Any]]:
+        """Give every batch with its raw outputs (n, D) and context; refuse other data than those of the first pass."""
+        if self.kept:
+            yield from progress.over(self.kept, title)
+            return
+        record = PassRecord() if self.records or self.first is not None else None
+        for number, batch in enumerate(progress.over(self.reader, title)):
+            z, context = self.pullback.forward(batch.x)
+            check_outputs(z, f"model(x) of batch {number} (counted from 0)")
+            if record is not None:
+                record.add(z, torch.zeros(len(z)) if batch.labels is None else batch.labels)
+            yield batch, z, context
+        if record is not None and self.first is not None:
+            self.first.check_same(record)
+        self.latest = record
+
+    def origin(self) -> Origin:
+        """Return which points the latest pass has seen, in a few numbers."""
+        return Origin(0, 0, 0.0, 0.0) if self.latest is None else self.latest.origin()
 
 
 def check_same_outputs(again: Tensor, known: Tensor, argument: str, hint: str) -> None:

@@ -10,73 +10,74 @@ import torch
 
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.exchange import ProcessGroup
-from contrastive_curvature.fit.loop import DatasetCurvature, Problem, second_pass
-from contrastive_curvature.fit.passes import PassRecord
-from contrastive_curvature.fit.readers import Reader
-from contrastive_curvature.fit.share import Claim, sum_of_keys
-from contrastive_curvature.fit.state import CURVATURE, STATISTICS, Findings, Origin, State
+from contrastive_curvature.fit.loop import DatasetCurvature, Fit, add_up
+from contrastive_curvature.fit.passes import Passes
+from contrastive_curvature.fit.share import Claim, Share, sum_of_keys
+from contrastive_curvature.fit.state import CURVATURE, STATISTICS, Origin, State
+from contrastive_curvature.losses.base import PairLoss
 
 _log = logging.getLogger("contrastive_curvature")
 
 _GIVE = "Give every process its share: sampler=torch.utils.data.DistributedSampler(dataset, shuffle=False)."
 
 
-def statistics_of(problem: Problem, reader: Reader, identity: Mapping[str, str]) -> State:
+def statistics_of(f: Fit, passes: Passes, identity: Mapping[str, str]) -> State:
     """Return what the first pass over a part of the data finds."""
-    return _state(STATISTICS, problem, identity, problem.first_pass(reader), problem.record)
+    total = f.source.statistics(f, passes)
+    return State(STATISTICS, identity, {f.part[0]: passes.origin()}, f.part[1], total)
 
 
-def curvature_of(problem: Problem, reader: Reader, identity: Mapping[str, str], statistics: State) -> State:
+def curvature_of(f: Fit, passes: Passes, identity: Mapping[str, str], statistics: State) -> State:
     """Return what a part of the data adds to the curvature, with the statistics of all parts."""
     statistics.check_complete()
-    problem.begin(statistics.found)
-    state = _state(CURVATURE, problem, identity, *second_pass(problem, reader))
-    if problem.record is None:
-        _check_origins(problem, statistics, state, "loader")
+    pairs = f.source.pairs(f, statistics.total)
+    (total,) = add_up(f, f.source.parts(f, pairs, passes))
+    state = State(CURVATURE, identity, {f.part[0]: passes.origin()}, f.part[1], total)
+    _check_origins(f, statistics, state, "loader")
     return state
 
 
-def finish_parts(problem: Problem, statistics: State, curvature: State) -> DatasetCurvature:
+def finish_parts(f: Fit, statistics: State, curvature: State) -> DatasetCurvature:
     """Return the curvature of all parts."""
     for state in (statistics, curvature):
         state.check_complete()
-    problem.begin(statistics.found)
-    _check_origins(problem, statistics, curvature, "curvature")
-    return problem.finish(curvature.found)
+    pairs = f.source.pairs(f, statistics.total)
+    _check_origins(f, statistics, curvature, "curvature")
+    (out,) = f.source.closed(f, pairs, [curvature.total])
+    return out
 
 
 def fit_together(
-    problem: Problem, reader: Reader, exchange: ProcessGroup, identity: Mapping[str, str]
+    f: Fit, passes: Passes, share: Share, exchange: ProcessGroup, identity: Mapping[str, str]
 ) -> DatasetCurvature | None:
     """Return the curvature of the parts of all processes; ``None`` where each of them has all the data."""
-    device = next(problem.encoder.parameters()).device
-    statistics = _gathered(exchange, reader, statistics_of(problem, reader, identity))
+    device = next(passes.encoder.parameters()).device
+    statistics = _gathered(exchange, share, statistics_of(f, passes, identity))
     if statistics is None:
         return None
     statistics = statistics.to(device)
-    curvature = _gathered(exchange, reader, curvature_of(problem, reader, identity, statistics))
-    if curvature is None:
-        return None
-    _check_origins(problem, statistics, curvature, "curvature")
-    return problem.finish(curvature.to(device).found)
+    curvature = _gathered(exchange, share, curvature_of(f, passes, identity, statistics))
+    return None if curvature is None else finish_parts(f, statistics, curvature.to(device))
 
 
-def _state(
-    kind: str, problem: Problem, identity: Mapping[str, str], found: Findings, record: PassRecord | None
-) -> State:
-    index, count = problem.part or (0, 1)
-    origin = Origin(0, 0, 0.0, 0.0) if record is None else record.origin()
-    return State(kind, identity, {index: origin}, count, found)
+def _check_origins(f: Fit, statistics: State, curvature: State, argument: str) -> None:
+    """Refuse sums of parts over other points than those that their first passes saw; ``argument`` holds them."""
+    # Inputs of a loss of anchors may be augmented anew.
+    for part, again in curvature.origins.items() if isinstance(f.options.loss, PairLoss) else ():
+        before = statistics.origins.get(part)
+        same = before is not None and (before.n, before.targets) == (again.n, again.targets)
+        # A first pass that counts targets has no outputs.
+        if same and before is not None and (not before.extremes or before.same_points(again)):
+            continue
+        n = 0 if before is None else before.n
+        hint = "Give each part the same points in both passes, and use the same encoder."
+        came = f"{again.n} points for {n}" if again.n != n else "other points, targets or outputs"
+        raise InputError(expected(argument, f"the points of part {part} of the statistics", came, hint))
 
 
-def _check_origins(problem: Problem, statistics: State, curvature: State, argument: str) -> None:
-    for part, origin in curvature.origins.items():
-        problem.check_origin(statistics.origins.get(part), origin, part, argument)
-
-
-def _gathered(exchange: ProcessGroup, reader: Reader, state: State) -> State | None:
+def _gathered(exchange: ProcessGroup, share: Share, state: State) -> State | None:
     """Return the state of all processes; ``None`` where every one has all the data."""
-    heads = exchange.gather(Head(state.origins[exchange.rank], reader.share.claim))
+    heads = exchange.gather(Head(state.origins[exchange.rank], share.claim))
     if all_the_same(heads):
         _log.warning(
             "every process has the same points, so each fits alone; a DistributedSampler gives each a share of the work"

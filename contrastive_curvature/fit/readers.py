@@ -13,7 +13,7 @@ from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.fit.share import Share
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.inputs import Inputs, input_length
-from contrastive_curvature.network.loader import Views, in_fixed_order, joined_inputs, uncoordinated_workers
+from contrastive_curvature.network.loader import Views, joined_inputs, uncoordinated_workers
 from contrastive_curvature.pairs import Pairs, RelationFunction
 from contrastive_curvature.pairs.relation import check_labels
 
@@ -49,13 +49,8 @@ class Reader:
     """
 
     def __init__(self, loader: Any, read: Callable[[Any], Batch], part: int = 0) -> None:
-        self.loader, self.share, self._read, self._part = loader, Share(loader, part), read, part
+        self.loader, self.share, self._read = loader, Share(loader, part), read
         self._workers = uncoordinated_workers(loader)
-
-    def in_fixed_order(self) -> Reader:
-        """Return a reader of the same batches in every pass, see :func:`~.loader.in_fixed_order`."""
-        ordered = in_fixed_order(self.loader)
-        return self if ordered is self.loader else Reader(ordered, self._read, self._part)
 
     def inputs(self) -> Iterator[Inputs]:
         """Give the inputs of all batches."""

@@ -9,14 +9,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.fit.contributions import Contributions
-from contrastive_curvature.losses.class_table import ClassTable
-from contrastive_curvature.pairs.rows import Rows, united
-from contrastive_curvature.structures import Structure
-from contrastive_curvature.structures.base import added
+from contrastive_curvature.fit.total import Total
+from contrastive_curvature.pairs.rows import Rows
 
 _TELLING = 32
 """Points from which on two parts are not alike by chance."""
@@ -67,44 +63,6 @@ class Origin:
 
 
 @dataclass(frozen=True)
-class Findings:
-    """What a pass over points finds: sums and samples, which merge in any order, up to the rounding of sums.
-
-    Args:
-        n: Number of points.
-        sums: Tensors that add up.
-        kept: Points that are kept.
-        classes: Numbers and sums of embeddings of every class; ``None`` where targets are no class labels.
-        contributions: Which points dominate; of no points for statistics.
-        curvature: The unclamped curvature; of a pass for statistics ``None``.
-    """
-
-    n: int = 0
-    sums: Mapping[str, Tensor] = field(default_factory=dict)
-    kept: Mapping[str, Rows] = field(default_factory=dict)
-    classes: ClassTable | None = None
-    contributions: Contributions = field(default_factory=Contributions)
-    curvature: Structure | None = None
-
-    def merged(self, other: Findings) -> Findings:
-        """Return what both passes as one would have found."""
-        kept = united(self.kept, other.kept, Rows.merged)
-        classes = self.classes if other.classes is None else other.classes.merged(self.classes)
-        contributions = self.contributions.merged(other.contributions)
-        sums = united(self.sums, other.sums, _sum)
-        curvature = added(self.curvature, other.curvature)
-        return Findings(self.n + other.n, sums, kept, classes, contributions, curvature)
-
-    def to(self, device: torch.device) -> Findings:
-        """Return the same on a device; numbers of points stay on the CPU."""
-        sums = {name: part.to(device) for name, part in self.sums.items()}
-        kept = {name: rows.to(device) for name, rows in self.kept.items()}
-        classes = None if self.classes is None else self.classes.to(device)
-        curvature = None if self.curvature is None else self.curvature.map(lambda tensor: tensor.to(device))
-        return replace(self, sums=sums, kept=kept, classes=classes, curvature=curvature)
-
-
-@dataclass(frozen=True)
 class State:
     """Of one part of a data set, or of several that are merged.
 
@@ -115,7 +73,7 @@ class State:
         identity: What has to be equal for two states to fit together: options, encoder, data.
         origins: The parts that are in it, by their index.
         count: Number of all parts of the data set.
-        found: What the pass over these parts found.
+        total: Sum over these parts.
         probe: A few made-up inputs as the encoder takes them, of the part with the smallest index that has points.
     """
 
@@ -123,13 +81,13 @@ class State:
     identity: Mapping[str, str]
     origins: Mapping[int, Origin]
     count: int
-    found: Findings = field(default_factory=Findings)
+    total: Total = field(default_factory=Total)
     probe: Rows | None = None
 
     @property
     def n(self) -> int:
         """Number of points."""
-        return self.found.n
+        return self.total.n
 
     @property
     def missing(self) -> list[int]:
@@ -138,7 +96,7 @@ class State:
 
     def to(self, device: torch.device) -> State:
         """Return the same on a device; numbers of points and the probe stay on the CPU."""
-        return replace(self, found=self.found.to(device))
+        return replace(self, total=self.total.to(device))
 
     def merge(self, other: State) -> State:
         """Return the state of both together.
@@ -152,7 +110,7 @@ class State:
         return replace(
             self,
             origins={**self.origins, **other.origins},
-            found=self.found.merged(other.found),
+            total=self.total + other.total,
             probe=min(probes, key=lambda rows: int(rows.numbers[0]), default=None),
         )
 
@@ -251,7 +209,3 @@ def digest_of(state: State) -> str:
     origins = {index: (origin.n, origin.targets) for index, origin in sorted(state.origins.items())}
     text = json.dumps([dict(sorted(state.identity.items())), origins, state.count])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _sum(first: Tensor, second: Tensor) -> Tensor:
-    return first + second.to(first.device)

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.fit.anchors import note_skipped
-from contrastive_curvature.fit.dataset import DatasetFit
-from contrastive_curvature.fit.passes import PassRecord
+from contrastive_curvature.fit.dataset import AllPairs
+from contrastive_curvature.fit.loop import Fit
+from contrastive_curvature.fit.passes import Passes, PassRecord
 from contrastive_curvature.fit.readers import Reader
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.cosine import CosineLoss
@@ -58,14 +59,14 @@ class HessianSubset:
         return torch.einsum("...mr,mdr->...md", c.unflatten(-1, self.factor.shape[::2]), self.factor)
 
 
-def subset_hessian(problem: DatasetFit, reader: Reader, size: int, seed: int) -> HessianSubset:
+def subset_hessian(f: Fit, pairs: AllPairs, passes: Passes, size: int, seed: int) -> HessianSubset:
     """Draw points without replacement, and compute a square root of their Hessian."""
-    chosen, hessian = _drawn(problem.n, size, seed), problem.data_hessian
+    chosen, hessian = _drawn(pairs.n, size, seed), pairs.hessian
     parts, outputs, targets, numbers, start = [], [], [], [], 0
     record = PassRecord()
-    for batch in problem.progress.over(reader.in_fixed_order(), "[inducing points]"):
+    for batch in f.progress.over(passes.reader, "[inducing points]"):
         y: Any = batch.labels
-        z = check_outputs(problem.encoder(batch.x), "model(x)")
+        z = check_outputs(passes.encoder(batch.x), "model(x)")
         record.add(z, y)
         rows = chosen[start : start + len(z)].to(y.device)
         start += len(z)
@@ -74,11 +75,12 @@ def subset_hessian(problem: DatasetFit, reader: Reader, size: int, seed: int) ->
             outputs.append(z[rows])
             targets.append(y[rows])
             numbers.append(batch.numbers[rows.cpu()])
-    problem.check_same(record)
+    if passes.first is not None:
+        passes.first.check_same(record)
     inputs, points = _concatenated(parts), (torch.cat(outputs), torch.cat(targets), torch.cat(numbers))
     if hessian.coupled:
         return HessianSubset(inputs, hessian.among(*points).factor(), coupled=True)
-    return HessianSubset(inputs, (problem.n / size) ** 0.5 * hessian.at(*points).blocks.factor(), coupled=False)
+    return HessianSubset(inputs, (pairs.n / size) ** 0.5 * hessian.at(*points).blocks.factor(), coupled=False)
 
 
 def anchor_subset(

@@ -9,7 +9,7 @@ it, with all that couples its points. The blocks between the towers have a part 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
@@ -17,10 +17,12 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
-from contrastive_curvature.fit.anchors import anchors_seen, check_compared
-from contrastive_curvature.fit.loop import CurvatureSum, DatasetCurvature, Seen, add_up, finished
-from contrastive_curvature.fit.mc_samples import Sampler
-from contrastive_curvature.fit.readers import Batch, check_usable
+from contrastive_curvature.fit import loop
+from contrastive_curvature.fit.anchors import check_compared
+from contrastive_curvature.fit.loop import DatasetCurvature, Fit, Source, nothing
+from contrastive_curvature.fit.passes import Passes
+from contrastive_curvature.fit.readers import check_usable
+from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, PartOfDerivatives
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.cosine import CosineLoss
@@ -31,11 +33,12 @@ from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.loader import joined_inputs, read_views
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.pairs.relation import check_labels
-from contrastive_curvature.progress import Progress
-from contrastive_curvature.structures import Structure
 from contrastive_curvature.structures.finite import check_finite
 
 _log = logging.getLogger("contrastive_curvature")
+
+_BATCHES, _ALIKE = "batches", "batches whose inputs all belong together"
+"""Names of sums over batches."""
 
 _FORMS = "batches (a, b), ((a, b), labels), (a, b, labels) or (a, b, (labels of a, labels of b))"
 
@@ -122,61 +125,51 @@ def _joined_labels(batch: Any) -> Tensor:
     return torch.cat([labels[0], labels[1].to(labels[0].device)])
 
 
-TowerReader = Callable[[Any], TowerBatch]
-"""Converts what the loader yields into a batch on the model's device."""
+class TowerReader(NamedTuple):
+    """A loader, and what converts its batches."""
+
+    loader: Iterable[Any]
+    read: Callable[[Any], TowerBatch]
 
 
-def towers_curvature(
-    pullbacks: Sequence[Pullback],
-    loader: Iterable[Any],
-    read: TowerReader,
-    loss: CosineLoss,
-    structure: type[Structure],
-    progress: Progress,
-    sampler: Sampler | None = None,
-) -> list[DatasetCurvature]:
-    """Sum the curvatures of all batches, unclamped; a mean over anchors counts times their number."""
-    totals = [CurvatureSum(pullback, structure, sampler) for pullback in pullbacks]
-    batches = without = 0
-    # Of each tower, points so far.
-    seen = [0] * len(totals)
-
-    def look(raw: Any, where: str) -> list[tuple[Any, Seen, Batch]]:
-        nonlocal batches, without
-        del where
-        given = read(raw)
-        batches, without = batches + 1, without + int(not given.compares)
-        z_a, z_b, contexts = _outputs(pullbacks, given)
-        z, first, whole = _derivatives(loss, z_a, z_b, given)
+def parts(f: Fit, pairs: Any, passes: Passes) -> Iterator[Part | Total]:
+    """Give the Hessian of every batch within each tower, whose candidates are outputs of the other one."""
+    del pairs
+    reader = cast("TowerReader", passes.reader)
+    for raw in f.progress.over(reader.loader, "[curvature]"):
+        batch = reader.read(raw)
+        z_a, z_b, contexts = _outputs(f.pullbacks, batch)
+        z, first, whole = _derivatives(f.options.loss, z_a, z_b, batch)
         node_sums = whole.node_sums()
-        ranges = [slice(0, first), slice(first, len(z))] if len(pullbacks) == 2 else [slice(0, len(z))]
-        labels = None if given.labels is None else torch.cat(given.labels)
-        found = []
-        for k, (context, rows) in enumerate(zip(contexts, ranges, strict=True)):
-            hessian = loss.hessian_of(z[rows], PartOfDerivatives(whole, rows, node_sums))
-            numbers = torch.arange(seen[k], seen[k] + len(hessian))
-            points = Batch({}, None, None, None if labels is None else labels[rows], numbers)
-            seen[k] += len(hessian)
-            found.append((context, anchors_seen(hessian), points))
-        return found
+        ranges = [slice(0, first), slice(first, len(z))] if len(contexts) == 2 else [slice(0, len(z))]
+        labels = None if batch.labels is None else torch.cat(batch.labels)
+        for tower, (context, rows) in enumerate(zip(contexts, ranges, strict=True)):
+            hessian = f.options.loss.hessian_of(z[rows], PartOfDerivatives(whole, rows, node_sums))
+            part = Part.of_batch(hessian, context, None if labels is None else labels[rows], tower)
+            counts = {_BATCHES: torch.tensor(1), _ALIKE: torch.tensor(int(not batch.compares))}
+            yield part._replace(terms={**part.terms, **counts})
 
-    add_up(totals, loader, look, progress, "[curvature]")
-    found = [total.findings() for total in totals]
-    check_compared(found[0])
-    if without == batches:
+
+def closed(f: Fit, pairs: Any, totals: list[Total]) -> list[DatasetCurvature]:
+    """Return the sum over all batches of each tower, which has its share of the loss."""
+    check_compared(totals[0])
+    batches, alike = int(totals[0].terms[_BATCHES]), int(totals[0].terms[_ALIKE])
+    if alike == batches:
         hint = "An anchor is told apart from the inputs of its batch that do not belong to it: use larger batches."
-        came = f"{batches} batches whose inputs all belong together" + (", or as much" if loss.graded else "")
+        came = f"{batches} batches whose inputs all belong together" + (", or as much" if f.options.loss.graded else "")
         raise InputError(expected("train_loader", "batches of two pairs or more", came, hint))
-    if without:
-        _log.info("%d of %d batches had no inputs that belong together less than others", without, batches)
-    out = [finished(pullback, part) for pullback, part in zip(pullbacks, found, strict=True)]
-    return [replace(part, loss=part.loss / len(out), cost=part.cost / len(out)) for part in out]
+    if alike:
+        _log.info("%d of %d batches had no inputs that belong together less than others", alike, batches)
+    curvatures = loop.closed(f, pairs, totals)
+    return [replace(one, loss=one.loss / len(totals), cost=one.cost / len(totals)) for one in curvatures]
+
+
+TOWERS = Source(nothing, nothing, parts, closed)
 
 
 def towers_product(
     pullbacks: Sequence[Pullback],
-    loader: Iterable[Any],
-    read: TowerReader,
+    reader: TowerReader,
     loss: CosineLoss,
     vectors: Sequence[Tensor],
 ) -> list[Tensor]:
@@ -185,8 +178,8 @@ def towers_product(
     # A shared module has one set of parameters under both kinds of inputs.
     of_a, of_b = 0, len(pullbacks) - 1
     number = -1
-    for number, batch in enumerate(loader):
-        given = read(batch)
+    for number, raw in enumerate(reader.loader):
+        given = reader.read(raw)
         z_a, moved_a = pullbacks[of_a].jvp(given.a, vectors[of_a])
         z_b, moved_b = pullbacks[of_b].jvp(given.b, vectors[of_b])
         z, first, whole = _derivatives(loss, z_a, z_b, given)

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from contrastive_curvature.artifact import Header, read_tensors, write_tensors
 from contrastive_curvature.fit.contributions import Contributions
-from contrastive_curvature.fit.state import Findings, Origin, State
+from contrastive_curvature.fit.state import Origin, State
+from contrastive_curvature.fit.total import Total
 from contrastive_curvature.io.pretrained.folder import TensorTable, flattened, restored
 from contrastive_curvature.losses.class_table import ClassTable
 from contrastive_curvature.pairs.rows import Rows
@@ -57,18 +58,18 @@ def save_state(state: State, path: Path | str) -> None:
         InputError: The path is no regular file in a folder that exists.
         OSError: The file cannot be written.
     """
-    found = state.found
-    kept = dict(found.kept) if state.probe is None else {**found.kept, _PROBE: state.probe}
-    tensors = {f"sums/{name}": part for name, part in found.sums.items()}
+    total = state.total
+    kept = dict(total.kept) if state.probe is None else {**total.kept, _PROBE: state.probe}
+    tensors = {f"sums/{name}": part for name, part in total.terms.items()}
     for name, rows in kept.items():
         tensors[f"kept/{name}/numbers"] = rows.numbers
         tensors |= {f"kept/{name}/columns/{column}": part for column, part in rows.columns.items()}
-    if found.classes is not None:
-        tensors |= {f"classes/{name}": part for name, part in vars(found.classes).items()}
+    if total.classes is not None:
+        tensors |= {f"classes/{name}": part for name, part in vars(total.classes).items()}
     curvature = None
-    if found.curvature is not None:
+    if total.curvature is not None:
         table = TensorTable()
-        curvature = flattened(found.curvature.tree(), table, "curvature")
+        curvature = flattened(total.curvature.tree(), table, "curvature")
         tensors |= table.tensors
     header = StateHeader(
         of=state.kind,
@@ -76,7 +77,7 @@ def save_state(state: State, path: Path | str) -> None:
         origins=dict(sorted(state.origins.items())),
         count=state.count,
         kept={name: (rows.size, rows.seed) for name, rows in kept.items()},
-        contributions=found.contributions,
+        contributions=total.contributions,
         curvature=curvature,
     )
     write_tensors(path, header, tensors)
@@ -98,8 +99,8 @@ def load_state(path: Path | str) -> State:
     n = sum(origin.n for origin in header.origins.values())
     table = ClassTable(**classes) if classes else None
     curvature = None if header.curvature is None else structure_from(restored(header.curvature, tensors))
-    found = Findings(n, _under(tensors, "sums/"), kept, table, header.contributions, curvature)
-    return State(header.of, header.identity, header.origins, header.count, found, probe)
+    total = Total(n, _under(tensors, "sums/"), kept, table, header.contributions, curvature)
+    return State(header.of, header.identity, header.origins, header.count, total, probe)
 
 
 def _under(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:

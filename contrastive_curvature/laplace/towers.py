@@ -13,7 +13,9 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
-from contrastive_curvature.fit.towers import TowerBatch, read_towers, towers_curvature, towers_product
+from contrastive_curvature.fit.loop import Fit, fit
+from contrastive_curvature.fit.passes import Passes
+from contrastive_curvature.fit.towers import TOWERS, TowerBatch, TowerReader, read_towers, towers_product
 from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.laplace.prior import PriorMethod
@@ -120,15 +122,10 @@ class TwoTowerLaplace:
             probe = self._begin(train_loader)
             backend = self.a.backend
             with self._ready(probe) as pullbacks:
-                results = towers_curvature(
-                    pullbacks,
-                    train_loader,
-                    self._read,
-                    self.loss_of_towers,
-                    self.a.structure,
-                    Progress(progress_bar),
-                    backend.sampler(self.a.structure),
-                )
+                backend.options.check_structure(self.a.structure)
+                f = Fit(TOWERS, pullbacks, self.a.structure, backend.options, Progress(progress_bar))
+                reader = TowerReader(train_loader, self._read)
+                results = fit(f, Passes(reader, backend.encoder(probe.a), pullbacks[0]))
             for la, result in zip(self._each(), results, strict=True):
                 la.set_curvature(result)
 
@@ -199,7 +196,7 @@ class TwoTowerLaplace:
             la.check_fitted()
             validate.tensor(name, v, tuple(la.mean.shape), la.mean)
         with self._ready(self._first(loader)) as pullbacks:
-            return tuple(towers_product(pullbacks, loader, self._read, self.loss_of_towers, vectors))
+            return tuple(towers_product(pullbacks, TowerReader(loader, self._read), self.loss_of_towers, vectors))
 
     def save_pretrained(self, folder: Path | str, *, overwrite: bool = False, **options: Any) -> Path:
         """See :meth:`~contrastive_curvature.laplace.ContrastiveLaplace.save_pretrained`; both posteriors."""

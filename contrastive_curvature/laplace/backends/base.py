@@ -24,15 +24,16 @@ from laplace.utils import Kron as HostKron
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
-from contrastive_curvature.fit.anchors import AnchorFit, WholeHessian
+from contrastive_curvature.fit.anchors import ANCHORS, WholeHessian
 from contrastive_curvature.fit.api import check_encoder, check_trainable, make_pullback
-from contrastive_curvature.fit.batches import BatchFit
-from contrastive_curvature.fit.dataset import DatasetFit, samples_of
+from contrastive_curvature.fit.batches import BATCHES
+from contrastive_curvature.fit.dataset import DATASET, check_adds_up, collected, samples_of
 from contrastive_curvature.fit.exchange import check_agreed, present_exchange
-from contrastive_curvature.fit.loop import DatasetCurvature, Problem, fit, mean_norm
+from contrastive_curvature.fit.loop import DatasetCurvature, Fit, fit, mean_norm
 from contrastive_curvature.fit.lowrank import curvature_product, leading_eigenpairs, whole_hessian
-from contrastive_curvature.fit.mc_samples import Sampler, make_sampler, term_of
+from contrastive_curvature.fit.mc_samples import make_sampler, term_of
 from contrastive_curvature.fit.options import CurvatureOptions
+from contrastive_curvature.fit.passes import Passes
 from contrastive_curvature.fit.processes import curvature_of, finish_parts, fit_together, statistics_of
 from contrastive_curvature.fit.readers import Batch, Reader, as_batch, labelled_batch
 from contrastive_curvature.fit.state import CURVATURE, STATISTICS, Origin, State, check_identity, digest_of
@@ -299,7 +300,8 @@ class ContrastiveBackend(GGNInterface, ABC):
         if exchange is None:
             check_loader(loader)
             with self._ready(loader) as (encoder, pullback):
-                out = self._fit_alone(encoder, pullback, loader, structure, Progress(progress))
+                passes = Passes(self._reader(loader), encoder, pullback)
+                (out,) = fit(self._fit(pullback, structure, Progress(progress)), passes)
             return self.at_data_scale(out)
         with exchange.together():
             check_loader(loader, shares=True)
@@ -308,20 +310,14 @@ class ContrastiveBackend(GGNInterface, ABC):
                 check_agreed(exchange, {**identity, "backend": type(self).__name__})
                 # One process shows its progress for all.
                 shown = Progress(progress if exchange.rank == 0 else False)
-                part = exchange.rank, exchange.count
+                f = self._fit(pullback, structure, shown, (exchange.rank, exchange.count))
                 reader = self._reader(loader, exchange.rank)
-                found = fit_together(
-                    self._problem(encoder, pullback, structure, shown, part), reader, exchange, identity
-                )
-                if found is None:
-                    found = self._fit_alone(encoder, pullback, loader, structure, shown)
-        return self.at_data_scale(found)
-
-    def _fit_alone(
-        self, encoder: Encoder, pullback: Pullback, loader: Any, structure: type[Structure], progress: Progress
-    ) -> DatasetCurvature:
-        """Return the curvature of all data of a loader, in this process."""
-        return fit(self._problem(encoder, pullback, structure, progress), self._reader(loader))
+                passes = Passes(reader, encoder, pullback, records=True)
+                together = fit_together(f, passes, reader.share, exchange, identity)
+                if together is None:
+                    f = self._fit(pullback, structure, shown)
+                    (together,) = fit(f, Passes(self._reader(loader), encoder, pullback))
+        return self.at_data_scale(together)
 
     def fit_part(
         self,
@@ -343,12 +339,12 @@ class ContrastiveBackend(GGNInterface, ABC):
             kind = STATISTICS if statistics is None else CURVATURE
             return State(kind, identity, {part[0]: Origin(0, 0, 0.0, 0.0)}, part[1])
         with self._ready(loader) as (encoder, pullback):
-            problem = self._problem(encoder, pullback, structure, Progress(progress), part)
-            problem.check_adds_up()
-            reader = self._reader(loader, part[0])
+            f = self._fit(pullback, structure, Progress(progress), part)
+            check_adds_up(f)
+            passes = Passes(self._reader(loader, part[0]), encoder, pullback, records=True)
             if statistics is None:
-                return statistics_of(problem, reader, identity)
-            return curvature_of(problem, reader, identity, statistics.to(next(encoder.parameters()).device))
+                return statistics_of(f, passes, identity)
+            return curvature_of(f, passes, identity, statistics.to(next(encoder.parameters()).device))
 
     def fit_of_parts(
         self, structure: type[Structure], statistics: State, curvature: State, probe: Inputs
@@ -360,9 +356,8 @@ class ContrastiveBackend(GGNInterface, ABC):
         with evaluation_mode(self.model), torch.no_grad():
             encoder, pullback = self.encoder(probe), self.pullback(probe)
             device = next(encoder.parameters()).device
-            part = 0, statistics.count
-            problem = self._problem(encoder, pullback, structure, Progress(False), part)
-            out = finish_parts(problem, statistics.to(device), curvature.to(device))
+            f = self._fit(pullback, structure, Progress(False), (0, statistics.count))
+            out = finish_parts(f, statistics.to(device), curvature.to(device))
         return self.at_data_scale(out)
 
     def fit_lowrank(self, loader: Iterable[Any], progress: bool | None = None) -> DatasetCurvature:
@@ -438,12 +433,13 @@ class ContrastiveBackend(GGNInterface, ABC):
             reader, shown = self._reader(loader), Progress(progress)
             if not isinstance(self.loss, PairLoss):
                 return anchor_subset(encoder, reader, self.loss, size, seed, shown)
-            problem = DatasetFit(encoder, pullback, Diagonal, self.options, shown)
-            problem.collect(reader)
-            subset = subset_hessian(problem, reader, size, seed)
-        scale = self._data_scale(problem.n)
-        loss, cost = problem.data_hessian.loss_and_cost()
-        return replace(subset, factor=scale**0.5 * subset.factor), scale * loss, scale * cost, problem.n
+            f = Fit(DATASET, [pullback], Diagonal, self.options, shown)
+            passes = Passes(reader, encoder, pullback)
+            pairs = collected(f, passes)
+            subset = subset_hessian(f, pairs, passes, size, seed)
+        scale = self._data_scale(pairs.n)
+        loss, cost = pairs.hessian.loss_and_cost()
+        return replace(subset, factor=scale**0.5 * subset.factor), scale * loss, scale * cost, pairs.n
 
     def eig_lowrank(self, data_loader: Iterable[Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the host's form of :meth:`fit_lowrank`: eigenvectors, eigenvalues and loss."""
@@ -464,34 +460,27 @@ class ContrastiveBackend(GGNInterface, ABC):
             else:
                 given = as_batch(Views(x, None, y), loss, options.relation, options.positives)
                 hessian = loss.data_hessian(z, loss.relate(z, given.labels, given.pairs))
-            found = term_of(structure, pullback, context, hessian, self.sampler(structure))
+            self.options.check_structure(structure)
+            found = term_of(structure, pullback, context, hessian, make_sampler(self.options.mc_samples))
             check_finite(found.plain(), pullback, "this batch")
             scaled = self.at_data_scale(DatasetCurvature(found, *hessian.loss_and_cost(), n_data))
         found = cast("_S", scaled.curvature)
         return scaled.loss, found
 
-    def sampler(self, structure: type[Structure]) -> Sampler | None:
-        """Return what ``mc_samples`` asks for, with the seed 0; ``None`` for exact blocks."""
-        self.options.check_structure(structure)
-        return make_sampler(self.options.mc_samples)
-
-    def _problem(
-        self,
-        encoder: Encoder,
-        pullback: Pullback,
-        structure: type[Structure],
-        progress: Progress,
-        part: tuple[int, int] | None = None,
-    ) -> Problem:
+    def _fit(
+        self, pullback: Pullback, structure: type[Structure], progress: Progress, part: tuple[int, int] = (0, 1)
+    ) -> Fit:
         """Return the loss over the data that the options ask for."""
         self.options.check_structure(structure)
-        kind: type[Problem] = AnchorFit
+        source = ANCHORS
         if isinstance(self.loss, PairLoss):
-            kind = BatchFit if self.options.pairs == "batch" else DatasetFit
-        return kind(encoder, pullback, structure, self.options, progress, part)
+            source = BATCHES if self.options.pairs == "batch" else DATASET
+        return Fit(source, [pullback], structure, self.options, progress, part)
 
     def _reader(self, loader: Any, part: int = 0) -> Reader:
-        return Reader(loader, self.points_of, part)
+        # Over all pairs of a data set, points of two passes are told apart by their place in the order.
+        numbered = isinstance(self.loss, PairLoss) and self.options.pairs == "dataset"
+        return Reader(in_fixed_order(loader) if numbered else loader, self.points_of, part)
 
     @contextmanager
     def _ready(self, loader: Iterable[Any]) -> Iterator[tuple[Encoder, Pullback]]:
@@ -518,7 +507,8 @@ class ContrastiveBackend(GGNInterface, ABC):
         check_loader(loader)
         reader = Reader(in_fixed_order(loader), self.points_of)
         with self._ready(loader) as (encoder, pullback):
-            yield pullback, reader, whole_hessian(encoder, pullback, reader, self.options, progress)
+            f = Fit(DATASET, [pullback], Diagonal, self.options, progress)
+            yield pullback, reader, whole_hessian(f, Passes(reader, encoder, pullback))
 
     def _data_scale(self, n: int) -> float:
         mean = isinstance(self.loss, PairLoss) and self.loss.normalization is Normalization.TYPE

@@ -1,0 +1,96 @@
+"""What a batch adds to a fit, and the sum of it, which merges over parts of the data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.fit.contributions import Contributions
+from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.losses.class_table import ClassTable
+from contrastive_curvature.pairs.rows import Rows, united
+from contrastive_curvature.structures import Structure
+from contrastive_curvature.structures.base import added
+
+VALUE, COST = "value", "cost"
+"""Names of sums over batches: the loss, and its non-negative version."""
+
+
+class Part(NamedTuple):
+    """What the n points of a batch add to the sum of one set of parameters.
+
+    Args:
+        z: Raw outputs, shape (n, D).
+        context: What the pullback needs of these points.
+        blocks: Hessian blocks of single points.
+        coupled: The Hessian with its cross terms, where the points are coupled with each other alone.
+        cross: Cross terms of the points with others.
+        terms: Further numbers to be summed, by name.
+        classes: Class labels, shape (n,), or ``None``.
+        tower: Index of the set of parameters.
+    """
+
+    z: Tensor
+    context: Any
+    blocks: Blocks
+    coupled: OutputHessian | None = None
+    cross: Structure | None = None
+    terms: Mapping[str, Tensor] = {}
+    classes: Tensor | None = None
+    tower: int = 0
+
+    @classmethod
+    def of_batch(cls, hessian: OutputHessian, context: Any, classes: Tensor | None, tower: int = 0) -> Part:
+        """Return what a batch adds whose points are compared with each other alone."""
+        value, cost = hessian.loss_and_cost()
+        derivatives = hessian.derivatives
+        terms = {VALUE: value.double(), COST: cost.double()}
+        terms |= {"anchors": torch.tensor(derivatives.anchors), "skipped": torch.tensor(derivatives.skipped)}
+        return cls(
+            hessian.z, context, hessian.blocks, hessian if hessian.coupled else None, None, terms, classes, tower
+        )
+
+
+@dataclass(frozen=True)
+class Total:
+    """What a pass over points finds. Totals add up, in any order and up to the rounding of sums.
+
+    Args:
+        n: Number of points.
+        terms: Tensors that add up.
+        kept: Points that are kept.
+        classes: Numbers and sums of embeddings of every class; ``None`` where targets are no class labels.
+        contributions: Which points dominate the curvature.
+        curvature: The unclamped curvature; ``None`` of a first pass.
+    """
+
+    n: int = 0
+    terms: Mapping[str, Tensor] = field(default_factory=dict)
+    kept: Mapping[str, Rows] = field(default_factory=dict)
+    classes: ClassTable | None = None
+    contributions: Contributions = field(default_factory=Contributions)
+    curvature: Structure | None = None
+
+    def __add__(self, other: Total) -> Total:
+        """Return the total of the points of both."""
+        return Total(
+            self.n + other.n,
+            united(self.terms, other.terms, lambda one, two: one + two.to(one.device)),
+            united(self.kept, other.kept, Rows.merged),
+            self.classes if other.classes is None else other.classes.merged(self.classes),
+            self.contributions.merged(other.contributions),
+            added(self.curvature, other.curvature),
+        )
+
+    def to(self, device: torch.device) -> Total:
+        """Return the same on a device; numbers of points stay on the CPU."""
+        terms = {name: part.to(device) for name, part in self.terms.items()}
+        kept = {name: rows.to(device) for name, rows in self.kept.items()}
+        classes = None if self.classes is None else self.classes.to(device)
+        curvature = None if self.curvature is None else self.curvature.map(lambda tensor: tensor.to(device))
+        return replace(self, terms=terms, kept=kept, classes=classes, curvature=curvature)
