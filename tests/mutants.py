@@ -101,10 +101,10 @@ MUTANTS = [
       "losses/contrastive_classes.py", "+ self._weighted - own * mine)", "+ self._weighted)",
       "losses/test_derivatives.py losses/test_pair_losses.py"),
     M("a sampled negative stands for the wrong number", "n / m points of other classes",
-      "losses/contrastive_classes.py", "return there / drawn", "return drawn / there",
+      "losses/columns.py", "there.double() / drawn.clamp(min=1)", "drawn.double() / there.clamp(min=1)",
       "fit/test_negative_samples.py::test_the_mean_over_all_samples_is_the_exact_sum"),
     M("a banked negative stands for itself alone", "n / m points of other classes",
-      "losses/sampled.py", "self.points.weight[index].unsqueeze(1) * ~same", "1.0 * ~same",
+      "losses/columns.py", "columns.weight.to(x.dtype)[index].unsqueeze(1) * repels", "1.0 * repels",
       "fit/test_negative_samples.py::test_the_mean_over_all_samples_is_the_exact_sum"),
 
     # hessian
@@ -136,13 +136,15 @@ MUTANTS = [
     # fit
     M("cross sums count a point with itself", "sum over i != j: add y_cc P / n^2 to the block", "fit/cross_terms.py",
       "part.blocks.add_projector(y[index]", "part.blocks.add_projector(0 * y[index]", "fit/test_dataset.py"),
-    M("equal points of two batches are one point", "points in one place take turns", "fit/cross_terms.py",
-      ".tril(-1).sum(1) + seen[places]", ".tril(-1).sum(1)", "fit/test_dataset.py losses/test_soft_contrastive.py"),
+    M("a point is told apart by its place in the batch", "no pair of a point with itself", "losses/columns.py",
+      "itself = numbers.unsqueeze(1)", "itself = torch.arange(len(x), device=x.device).unsqueeze(1)",
+      "fit/test_dataset.py losses/test_soft_contrastive.py"),
     M("sampled negatives outside the margin repel", "y = 0 where u_i . u_j <= 1 - m^2 / 2",
-      "losses/contrastive_classes.py", "-repel * (u @ among.u.T > threshold)", "-repel",
+      "losses/contrastive_classes.py", "inside.gt_(self.cosine)", "inside.fill_(1)",
       "fit/test_negative_samples.py"),
     M("pairs inside batches count for themselves alone", "all pairs / pairs inside batches (Prop. B.1)",
-      "fit/batches.py", "shares_for(targets).standing_for(self._every.totals, self._inside)", "shares_for(targets)",
+      "fit/batches.py", "every.shares[every.index(targets)].standing_for(every.totals, inside)",
+      "every.shares[every.index(targets)]",
       "fit/test_dataset.py"),
     M("a batch stands for one point too many", "N (N - 1) / (B (B - 1)) pairs", "losses/weighting.py",
       "[n_data - 1] * 2", "[n_data] * 2", "online/test_online_step.py"),
@@ -160,7 +162,7 @@ MUTANTS = [
     M("clamping folds negative eigenvalues up", "max(0, lambda)", "structures/dense.py",
       "(vectors * values.clamp(min=0)) @", "(vectors * values.abs()) @", "fit/test_ggn.py"),
     M("a subset's factor is scaled like the Hessian", "sqrt(N / M) S", "fit/subset.py",
-      "(problem.n / size) ** 0.5 *", "(problem.n / size) *", "laplace/test_laplace_functional.py"),
+      "(pairs.n / size) ** 0.5 *", "(pairs.n / size) *", "laplace/test_laplace_functional.py"),
 
     # network
     M("positions of an entry are averaged", "bias: sum over the positions", "network/layer_parts.py",
@@ -214,8 +216,9 @@ MUTANTS = [
       "laplace/test_calibrate.py"),
     M("an input that repeats fills a sample", "of one content, one in twenty rows a turn", "pairs/rows.py",
       "order[_turns(keys, self.size).argsort(stable=True)[: self.size]]", "order[: self.size]", "parts/test_rows.py"),
-    M("the place of a point decides what a posterior keeps", "points are numbered by their outputs", "fit/loop.py",
-      "self._features.add(content_numbers(z),", "self._features.add(batch.numbers,", "laplace/test_calibrate.py"),
+    M("the place of a point decides what a posterior keeps", "points are numbered by their outputs", "fit/observers.py",
+      "self._rows.add(content_numbers(part.z),", "self._rows.add(torch.arange(len(part.z)),",
+      "laplace/test_calibrate.py"),
     M("a training input is left in its own centre", "centre without the input", "fit/class_centres.py",
       "self.sums[own] - units.double()", "self.sums[own]", "embedding/test_class_centres.py"),
 
