@@ -90,6 +90,52 @@ def test_folders_import_what_stands_before_them(folders: dict[str, set[str]]) ->
         assert not above, f"{name} imports {above}, which do not stand before it in the flow"
 
 
+HOST = {
+    "registration.py": {"laplace.baselaplace.BaseLaplace", "laplace.laplace"},
+    "apps": {"laplace.Laplace"},
+    "laplace": {
+        "laplace",
+        "laplace.baselaplace.BaseLaplace",
+        "laplace.baselaplace.ParametricLaplace",
+        "laplace.curvature.curvature.GGNInterface",
+        "laplace.utils.FeatureExtractor",
+        "laplace.utils.Kron",
+        "laplace.utils.enums.Likelihood",
+        "laplace.utils.enums.LinkApprox",
+        "laplace.utils.enums.PredType",
+        "laplace.utils.matrix.KronDecomposed",
+    },
+}
+"""What is taken from laplace-torch, and where: all but its own function in one folder."""
+
+INHERITED = {"_H_factor", "_device", "_gridsearch", "log_det_prior_precision", "log_marginal_likelihood", "predictive"}
+"""What a posterior has from laplace-torch and does not define itself, without what only its own prediction calls."""
+
+
+def test_what_is_taken_from_laplace_torch() -> None:
+    found: dict[str, set[str]] = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):
+                names = [f"{node.module}.{alias.name}" for alias in node.names]
+            place = path.relative_to(ROOT / PACKAGE).parts[0]
+            found.setdefault(place, set()).update(name for name in names if name.split(".")[0] == "laplace")
+    assert {place: names for place, names in found.items() if names} == HOST
+
+
+def test_what_a_posterior_inherits_from_laplace_torch() -> None:
+    from contrastive_curvature.laplace import ContrastiveLaplace
+
+    kinds = [kind for kind in ContrastiveLaplace.__mro__ if kind.__module__.startswith("laplace.")]
+    own = {name for kind in ContrastiveLaplace.__mro__ if kind not in kinds for name in dir(kind) if name in vars(kind)}
+    theirs = {name for kind in kinds for name in vars(kind) if not name.startswith("__")} - own - {"_abc_impl"}
+    of_their_prediction = {name for name in theirs if name.startswith(("_glm_", "_nn_"))} | {"_curv_closure", "_init_H"}
+    assert theirs - of_their_prediction == INHERITED
+
+
 IMPORT = """
 import contextlib, io, json, sys, warnings
 caught, shown = io.StringIO(), io.StringIO()

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.laplace.features import RawFeatureExtractor
 from contrastive_curvature.network.digest import encoder_digest, state_tensors, tensor_bytes
 from contrastive_curvature.network.encoder import evaluation_mode
 
@@ -23,7 +23,7 @@ _SAME_OUTPUTS = {torch.float64: 1e-6, torch.float32: 1e-2}
 
 def encoder_of(la: Any) -> nn.Module:
     """Return the encoder inside a posterior."""
-    model: nn.Module = la.model.model if isinstance(la.model, FeatureExtractor) else la.model
+    model: nn.Module = la.model.model if isinstance(la.model, RawFeatureExtractor) else la.model
     return model
 
 
