@@ -38,7 +38,7 @@ def closed(f: Fit, pairs: Any, totals: list[Total]) -> list[DatasetCurvature]:
     """Return the sum over all batches."""
     (total,) = totals
     check_compared(total)
-    if total.curvature is not None and not bool(total.curvature.sizes().any()):
+    if total.curvature is not None and not bool(total.curvature.traces().any()):
         hint = (
             "In a batch of one input nothing has to be told apart; triplets outside their margin, pairs of equal "
             "grades, and comparisons that float32 takes for certain add nothing either. Use larger batches, or the "

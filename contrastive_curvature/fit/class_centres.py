@@ -65,7 +65,7 @@ class ClassCentres:
     def of(cls, outputs: Tensor, labels: Tensor) -> ClassCentres | None:
         """Return the centres of raw outputs (N, D) with int64 labels (N,); ``None`` where they cost too much."""
         every = Rows(None, content_numbers(outputs), {"outputs": outputs, "targets": labels})
-        return centres_of(ClassTable.of(outputs.detach(), labels), every.first(_SAMPLE))
+        return centres_of(ClassTable.of(outputs.detach(), labels), every.subsample(_SAMPLE))
 
     def merged(self, other: ClassCentres) -> ClassCentres | None:
         """Return the centres of both data sets, measured anew; ``None`` where they are too many.

@@ -1,8 +1,9 @@
-"""The exact curvature of a data set over all its pairs, not only those inside batches, in two passes in any order.
+"""The curvature over all pairs of a data set, not only those inside batches, in two passes over its batches.
 
-The first pass finds what a point has to know of all others: all outputs, or sums over classes and a sample that stands
-for all. The second computes ``J_i^T H_ii J_i`` for every point i, and the cross terms ``J_i^T H_ij J_j`` of coupled
-fixes. For a last layer, the first pass keeps the features up to a limit, and the second one takes them from there.
+The first pass finds what a point has to know of all others: all outputs, or sums over classes and a sample of points
+for all negatives. The second computes ``J_i^T H_ii J_i`` for every point i, and the cross terms ``J_i^T H_ij J_j`` of
+coupled fixes, which may take a further pass for every block of points (:func:`~.cross_terms.streamed`). For a last
+layer, the first pass keeps the features up to a limit, and the second one does not run the encoder again.
 """
 
 from __future__ import annotations
@@ -89,23 +90,23 @@ class AllPairs(NamedTuple):
         return {name.removeprefix(f"{_INPUT}/"): part for name, part in inputs.items()}, columns["targets"]
 
 
-def statistics(f: Fit, passes: Passes, *, everything: bool = False) -> Total:
+def statistics(f: Fit, passes: Passes, *, for_products: bool = False) -> Total:
     """Run the encoder for numbers and sums of the classes, and all points, or a sample of them."""
-    size, inputs = (None, False) if everything else _kept_points(f)
-    record, classes, points = PassRecord(), CentreCollector(limited=False), RowCollector(size)
-    n, room = 0, 0 if everything else FEATURES_KEPT
+    n_kept, keep_inputs = (None, False) if for_products else _kept_points(f)
+    record, classes, points = PassRecord(), CentreCollector(limited=False), RowCollector(n_kept)
+    n, numbers_left = 0, 0 if for_products else FEATURES_KEPT
     for batch, z, features in passes.embedded(f.progress):
         targets: Any = batch.labels
         record.add(z, targets)
         if f.options.relation is None:
             classes.add(z, targets)
-        points.add(batch.numbers, {"outputs": z, "targets": targets, **(_columns(batch.x) if inputs else {})})
+        points.add(batch.numbers, {"outputs": z, "targets": targets, **(_columns(batch.x) if keep_inputs else {})})
         n += len(z)
-        if features is not None and room > 0:
-            room -= z.numel() + features.numel()
-            passes.kept.append((batch._replace(x={}), z, features))
-            if room < 0:
-                passes.kept.clear()
+        if features is not None and numbers_left > 0:
+            numbers_left -= z.numel() + features.numel()
+            passes.cached.append((batch._replace(x={}), z, features))
+            if numbers_left < 0:
+                passes.cached.clear()
                 _log.info(
                     "the features are more than the %d numbers that are kept: the encoder runs twice a point. A "
                     "feature folder (contrastive_curvature.features) holds any number of them",
@@ -116,11 +117,11 @@ def statistics(f: Fit, passes: Passes, *, everything: bool = False) -> Total:
     return Total(n, {}, {_POINTS: points.rows(), TYPICAL: typical}, table)
 
 
-def all_pairs(f: Fit, statistics: Total, *, keeps: bool = False) -> AllPairs:
-    """Make the output Hessian of the data set; ``keeps`` where products with that of all points will be asked for."""
+def all_pairs(f: Fit, statistics: Total, *, for_products: bool = False) -> AllPairs:
+    """Make the output Hessian of the data set; ``for_products`` keeps all points, for products with their Hessian."""
     loss, relation, n = f.options.loss, f.options.relation, statistics.n
     samples = samples_of(f.options, n)
-    if not keeps and samples is not None and needs_points(loss):
+    if not for_products and samples is not None and needs_points(loss):
         # Kronecker factors leave the cross terms out, which a sample does not give.
         loss = without_cross_terms(loss)
     assert isinstance(loss, PairLoss)
@@ -132,7 +133,7 @@ def all_pairs(f: Fit, statistics: Total, *, keeps: bool = False) -> AllPairs:
     # Of few points a sample has all.
     every = kept_points.size is None or (samples is None and len(kept_points) == n)
     points = kept_points if every else None
-    sampled = None if samples is None else kept_points.first(samples)
+    sampled = None if samples is None else kept_points.subsample(samples)
     check_fittable(n, 1.0 if table is None else class_pairs(table.counts)[2][0])
     outputs = (kept[TYPICAL] if points is None else points).columns["outputs"]
     hessian = dataset_hessian(loss, table, relation, points, sampled, outputs.dtype)
@@ -143,14 +144,14 @@ def all_pairs(f: Fit, statistics: Total, *, keeps: bool = False) -> AllPairs:
 
 def collected(f: Fit, passes: Passes) -> AllPairs:
     """Keep all points of a pass, for products with their Hessian."""
-    return all_pairs(f, statistics(f, passes, everything=True), keeps=True)
+    return all_pairs(f, statistics(f, passes, for_products=True), for_products=True)
 
 
 def parts(f: Fit, pairs: AllPairs, passes: Passes) -> Iterator[Part | Total]:
     """Give the blocks of every batch over all pairs of the data set, and the cross terms of a coupled fix."""
     pullback = f.pullbacks[0]
-    coupled = pairs.hessian.coupled and f.structure.couples
-    coupling = class_coupling(f, pairs) if coupled else None
+    couples = pairs.hessian.coupled and f.structure.couples
+    coupling = class_coupling(f, pairs) if couples else None
     columns = sampled_columns(f, pairs) if coupling is not None else []
     title = "[curvature]" if pairs.sampled is None else f"[curvature, {len(pairs.sampled):,} negatives]"
     for batch, z, context in passes.again(f.progress, title):
@@ -158,14 +159,14 @@ def parts(f: Fit, pairs: AllPairs, passes: Passes) -> Iterator[Part | Total]:
         points = pairs.hessian.at(z, targets, batch.numbers)
         blocks, cross = points.blocks, None
         terms = {name: getattr(points.totals, name) for name in _TOTALS}
-        if not coupled:
+        if not couples:
             # Cross terms would have to be known for each half of the sample.
             terms |= error_terms(pairs.hessian, pullback, z, targets, context, batch.numbers)
         if coupling is not None:
             blocks, terms[BY_CLASS] = of_classes(pullback, coupling, context, points)
             cross = with_sample(f, pairs, columns, context, points)
-        yield Part(z, context, blocks, None, cross, terms, batch.classes)
-    if coupled and coupling is None:
+        yield Part(z, context, blocks, coupled=None, cross=cross, terms=terms, classes=batch.classes)
+    if couples and coupling is None:
         yield Total(curvature=streamed(f, pairs, passes))
 
 
@@ -179,7 +180,7 @@ def closed(f: Fit, pairs: AllPairs, totals: list[Total]) -> list[DatasetCurvatur
         cross = products_of_classes(f.structure, coupling, total.terms[BY_CLASS])
         total = replace(total, curvature=added(total.curvature, cross))
     (curvature,) = loop.closed(f, pairs, [total])
-    # The sums over all pairs, the expensive part of the loss, are in the total.
+    # Of the value of the loss, the expensive part is summed; loop.closed knows no other.
     loss, cost = pairs.hessian.loss_and_cost(Totals(*(total.terms[name] for name in _TOTALS)))
     error = None if pairs.sampled is None else relative_error(total.terms, len(pairs.sampled), pairs.n)
     return [replace(curvature, loss=loss, cost=cost, classes=pairs.centres, error=error)]
@@ -188,7 +189,7 @@ def closed(f: Fit, pairs: AllPairs, totals: list[Total]) -> list[DatasetCurvatur
 DATASET = Source(statistics, all_pairs, parts, closed, sums_classes=False)
 
 
-def check_adds_up(f: Fit) -> None:
+def refuse_cross_terms_in_parts(f: Fit) -> None:
     """Refuse cross terms between different parts of the data, before anything is computed."""
     options, loss = f.options, f.options.loss
     if f.source is not DATASET or f.alone or not loss.coupled or not f.structure.couples:
@@ -199,7 +200,7 @@ def check_adds_up(f: Fit) -> None:
 
 
 def _kept_points(f: Fit) -> tuple[int | None, bool]:
-    """Return how many points the first pass keeps, ``None`` for all, and whether their inputs, too."""
+    """Return how many points the first pass for_products, ``None`` for all, and whether their inputs, too."""
     options, loss = f.options, f.options.loss
     if options.relation is not None or needs_points(loss):
         return None, False
@@ -228,7 +229,7 @@ def _tell_samples(options: CurvatureOptions, n: int) -> None:
     """Say in the log whether a sample stood for all negatives, where the user left it open."""
     if sums_suffice(options.loss):
         if isinstance(options.negative_samples, int):
-            _log.info("negative_samples is of no effect: sums over classes say everything about the negatives")
+            _log.info("negative_samples is of no effect: sums over classes say for_products about the negatives")
     elif options.negative_samples == "auto" and samples_of(options, n) is None:
         _log.info("negative_samples='auto': all pairs of %d points count", n)
     elif options.negative_samples == "auto":

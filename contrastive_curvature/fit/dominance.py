@@ -84,7 +84,7 @@ class Dominance:
         if self._factored:
             found = {layer: _largest(sizes, start) for layer, sizes in self._pullback.input_sizes(context).items()}
             self._inputs = united(self._inputs, found, _Inputs.merged)
-        batch = _Batch(start, context, blocks, term.sizes())
+        batch = _Batch(start, context, blocks, term.traces())
         self._total = self._total + batch.sizes
         self._count, self._batches = self._count + len(blocks), self._batches + 1
         if self._first is None:
@@ -122,7 +122,7 @@ class Dominance:
             middle = (start + stop) // 2
             rows = slice(start, middle)
             some = self._pullback.slice_context(batch.context, rows)
-            left = self._structure.term(self._pullback, some, batch.blocks[rows]).sizes()
+            left = self._structure.term(self._pullback, some, batch.blocks[rows]).traces()
             bisect(start, middle, left)
             bisect(middle, stop, sizes - left)
 

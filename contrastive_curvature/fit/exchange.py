@@ -134,7 +134,7 @@ _running: ContextVar[ProcessGroup | None] = ContextVar("contrastive_curvature_ex
 """The exchange of a fit that is under way."""
 
 
-def present_exchange() -> ProcessGroup | None:
+def current_exchange() -> ProcessGroup | None:
     """Return the processes of ``torch.distributed``'s default group; ``None`` where this one is alone."""
     running = _running.get()
     if running is not None:

@@ -75,7 +75,7 @@ class Source(NamedTuple):
         pairs: Takes the statistics of all parts, and returns what :attr:`parts` and :attr:`closed` know of all pairs.
         parts: Goes over the data again, and gives what every batch adds; or a sum that is finished already.
         closed: Returns the curvatures, one a tower, with what can be computed only from the whole sum.
-        sums_classes: Whether :attr:`parts` are summed by class, for the class centres.
+        sums_classes: Whether embeddings of :attr:`parts` are summed by class; ``False`` where the statistics have it.
     """
 
     statistics: Callable[[Fit, Passes], Total]

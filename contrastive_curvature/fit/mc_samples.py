@@ -62,7 +62,7 @@ def check_mc_samples(number: object, coupled: bool, structure: type[Structure] |
             "'ggn_fixed'; or leave mc_samples out."
         )
         raise UnsupportedError(msg)
-    if structure is not None and not structure.estimated:
-        known = " and ".join(repr(name) for name, kind in STRUCTURES.items() if kind.estimated)
+    if structure is not None and not structure.mc_estimable:
+        known = " and ".join(repr(name) for name, kind in STRUCTURES.items() if kind.mc_estimable)
         msg = f"mc_samples: only the structures {known} are estimated. Leave it out for the others."
         raise UnsupportedError(msg)

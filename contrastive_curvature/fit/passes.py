@@ -107,7 +107,7 @@ class Passes:
         records: Whether :meth:`origin` is wanted, even of a fit that takes one pass.
         first: Of the points of the first pass, where this process has run it.
         latest: Of the points of the latest pass.
-        kept: Batches with outputs and features, which later passes take instead of running the encoder again.
+        cached: Batches with outputs and features, which later passes take instead of running the encoder again.
     """
 
     reader: Any
@@ -116,7 +116,7 @@ class Passes:
     records: bool = False
     first: PassRecord | None = None
     latest: PassRecord | None = None
-    kept: list[tuple[Batch, Tensor, Any]] = field(default_factory=list)
+    cached: list[tuple[Batch, Tensor, Any]] = field(default_factory=list)
 
     def embedded(self, progress: Progress) -> Iterator[tuple[Batch, Tensor, Tensor | None]]:
         """Run the encoder; give every batch with its raw outputs (n, D) and, for a last layer, its features (n, F)."""
@@ -128,8 +128,8 @@ class Passes:
 
     def again(self, progress: Progress, title: str) -> Iterator[tuple[Batch, Tensor, Any]]:
         """Give every batch with its raw outputs (n, D) and context; refuse other data than those of the first pass."""
-        if self.kept:
-            yield from progress.over(self.kept, title)
+        if self.cached:
+            yield from progress.over(self.cached, title)
             return
         record = PassRecord() if self.records or self.first is not None else None
         for number, batch in enumerate(progress.over(self.reader, title)):

@@ -106,7 +106,7 @@ class KnownInputs:
     optimism: list[str] = field(default_factory=lambda: [_COMPARES_WITH_TRAINING])
 
 
-class Present(NamedTuple):
+class Snapshot(NamedTuple):
     """A state of a posterior, and what its predictions know in it.
 
     Attributes:
@@ -125,12 +125,12 @@ class Present(NamedTuple):
     known: Known
 
 
-def present(la: ContrastiveLaplace) -> Present:
+def take_snapshot(la: ContrastiveLaplace) -> Snapshot:
     """Return the present state of a posterior: the same object as long as it is unchanged.
 
     All weights are looked at only where torch has counted a change since the last look, or others train them.
     """
-    last, prior, encoder = la.last_seen, la.prior_precision, la.watch(la.model)
+    last, prior, encoder = la.snapshot, la.prior_precision, la.watch(la.model)
     parts, counted = (la.known, encoder, prior), (la.temperature, versions([prior]))
     if last is not None and last.counted == counted and not any(map(is_not, last.parts, parts)):
         return last
@@ -140,8 +140,8 @@ def present(la: ContrastiveLaplace) -> Present:
         training = last.training
     else:
         training = _training_inputs(la, encoder)
-    la.last_seen = Present(parts, counted, fingerprint, training, _known(la.known, fingerprint, training))
-    return la.last_seen
+    la.snapshot = Snapshot(parts, counted, fingerprint, training, _known(la.known, fingerprint, training))
+    return la.snapshot
 
 
 def _known(inputs: KnownInputs, fingerprint: Tensor, training: TrainingInputs | None) -> Known:
@@ -166,10 +166,12 @@ def _training_inputs(la: ContrastiveLaplace, encoder: Tensor) -> TrainingInputs 
         return TrainingInputs(sample, partial(at_features, la.output_spread(), la.model.last_layer.weight.new_empty(0)))
 
 
-def with_known(la: ContrastiveLaplace, found: EmbeddingDistribution, features: Tensor | None) -> EmbeddingDistribution:
+def attach_known(
+    la: ContrastiveLaplace, found: EmbeddingDistribution, features: Tensor | None
+) -> EmbeddingDistribution:
     """Return a prediction with what is known at its features (B, F), if any."""
     nothing = la.known.sample is None and la.known.calibration is None
-    known = _NOTHING if nothing else present(la).known
+    known = _NOTHING if nothing else take_snapshot(la).known
     # A copy: they may be the inputs themselves, and the user's to change.
     kept = None if features is None or known.empty else features.detach().clone()
     found._known = known if kept is None else replace(known, features=kept)
@@ -178,7 +180,7 @@ def with_known(la: ContrastiveLaplace, found: EmbeddingDistribution, features: T
 
 def rivals(la: ContrastiveLaplace, embedding: EmbeddingDistribution) -> dict[str, Tensor]:
     """Return other scores of whether inputs are known, as far as there are training inputs for them, shape (B,)."""
-    known, training = embedding._asked("rivals").measured(embedding), present(la).training
+    known, training = embedding._asked("rivals").measured(embedding), take_snapshot(la).training
     found = dict(zip(RIVALS, known.values[:, 3:].unbind(1), strict=False))  # type: ignore[index]
     if training is not None and known.features is not None:
         stored = normalize(training.sample.features.columns["features"].to(known.features))
@@ -211,7 +213,7 @@ def calibrate(
         validate.flag("progress_bar", progress_bar)
     check_loader(loader, "loader", once=True)
     chosen = Score.chosen(example(la), score, by_class)
-    now = present(la)
+    now = take_snapshot(la)
     gaussians = _training_gaussians(la, now)
     found = [
         _measured(la, batch, number, chosen, gaussians)
@@ -258,7 +260,7 @@ def set_score(la: ContrastiveLaplace, score: Any) -> None:
 
 def present_calibration(la: ContrastiveLaplace) -> Calibration | None:
     """Return the calibration, if it is of the present posterior; ``None`` where there is none since the last fit."""
-    if la.known.calibration is not None and (refusal := present(la).known.refusal) is not None:
+    if la.known.calibration is not None and (refusal := take_snapshot(la).known.refusal) is not None:
         raise NotFittedError(refusal)
     return la.known.calibration
 
@@ -317,7 +319,7 @@ def _measured(
         raise InputError(msg) from error
 
 
-def _training_gaussians(la: ContrastiveLaplace, now: Present) -> TrainingGaussians | None:
+def _training_gaussians(la: ContrastiveLaplace, now: Snapshot) -> TrainingGaussians | None:
     """Return the Gaussians of training inputs, where there are some of the encoder's present weights."""
     if now.training is not None:
         return now.training.sample.gaussians

@@ -68,8 +68,8 @@ class Kernel(Structure):
         factor = (points, dim, columns if self.coupled else dim)
         return {"factor": factor, "values": (columns,), "vectors": (columns, columns)}
 
-    def sizes(self) -> Tensor:
-        """See :meth:`Structure.sizes`."""
+    def traces(self) -> Tensor:
+        """See :meth:`Structure.traces`."""
         return self.values.sum().reshape(1)
 
     def clamped(self, sizes: list[int]) -> ClampedKernel:
@@ -167,7 +167,7 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
         """Fit the posterior on some of the points, their Hessian taken from the pairs of the whole data set.
 
         Args:
-            train_loader: Batches ``(x, labels)`` or mappings; iterated several times, and may shuffle in between.
+            train_loader: Batches ``(x, labels)`` or mappings; see :meth:`ContrastiveLaplace.fit`.
             override: Must be ``True``.
             progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
@@ -176,7 +176,8 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
                 that is too large.
             UnsupportedError: The output Hessian is not positive semidefinite, or ``override=False``.
         """
-        self._check_adds(override)
+        if override is False:
+            self._check_adds("override=False")
         self._begin(train_loader, override, progress_bar)
         subset, loss, cost, n = self.backend.fit_subset(train_loader, self.n_subset, self.seed, progress_bar)
         columns = subset.columns

@@ -33,7 +33,7 @@ from contrastive_curvature.embedding.spread import Dense, Diagonal
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError, expected
 from contrastive_curvature.fit.api import check_indices
 from contrastive_curvature.fit.class_centres import MOST_NUMBERS, CentreCollector, ClassCentres
-from contrastive_curvature.fit.exchange import ProcessGroup, check_agreed, present_exchange
+from contrastive_curvature.fit.exchange import ProcessGroup, check_agreed, current_exchange
 from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.fit.state import CURVATURE, STATISTICS, State
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
@@ -194,7 +194,7 @@ class ContrastiveLaplace(ParametricLaplace):
         self.typical_norm: float | None = None
         self.curvature_error: float | None = None
         self.known = calibration.KnownInputs()
-        self.last_seen: calibration.Present | None = None
+        self.snapshot: calibration.Snapshot | None = None
         self.chooses_backend = backend is None
         self.watch = Watch(shared=not self.on_last_layer)
         self._indices = None
@@ -226,14 +226,14 @@ class ContrastiveLaplace(ParametricLaplace):
 
     @classmethod
     def around(cls, encoder: nn.Module, probe: Inputs, **arguments: Any) -> Self:
-        """Return a posterior that holds an encoder which goes on training, in its mode, and no curvature yet."""
+        """Return a posterior that holds an encoder that goes on training; leaves its mode as it is."""
         training = [(module, module.training) for module in encoder.modules()]
         try:
             la = cls(encoder, **arguments)
             la._hold(encoder)
             la.watch = Watch(shared=True)
             with evaluation_mode(la.model):
-                la.look_at(probe)
+                la.prepare(probe)
         finally:
             for module, mode in training:
                 module.training = mode
@@ -256,14 +256,17 @@ class ContrastiveLaplace(ParametricLaplace):
 
     @property
     def H(self) -> Any:
-        """The clamped curvature as laplace-torch has it: (P,), (P, P) or Kronecker factors; ``None`` before ``fit``."""
+        """The clamped curvature as laplace-torch has it: (P,), (P, P) or Kronecker factors; ``None`` before ``fit``.
+
+        ``kron_lowrank``, which laplace-torch does not have, is the decomposition itself.
+        """
         if isinstance(self.clamped, ClampedKron):
             return KronDecomposed(self.clamped.vectors, self.clamped.eigenvalues)
         return None if self.clamped is None else self.clamped.plain()
 
     @property
     def H_raw(self) -> Any:
-        """The curvature before clamping as laplace-torch has it; ``None`` before ``fit``."""
+        """The curvature before clamping: (P,), (P, P) or lists of factors; ``None`` before ``fit``."""
         return None if self.curvature is None else self.curvature.plain()
 
     @property
@@ -274,7 +277,7 @@ class ContrastiveLaplace(ParametricLaplace):
     @property
     def posterior_precision(self) -> Any:
         """The precision of the weights as laplace-torch has it: (P,), (P, P), or decomposed Kronecker factors."""
-        clamped = self.present()
+        clamped = self.require_clamped()
         if isinstance(clamped, ClampedKron):
             return self.H * self._H_factor + self.prior_precision
         return clamped.posterior_precision(self.prior_precision, self._H_factor)
@@ -283,7 +286,7 @@ class ContrastiveLaplace(ParametricLaplace):
     def posterior_covariance(self) -> Tensor:
         """Covariance of the weights, shape (P, P)."""
         eye = torch.eye(self.n_weights, dtype=self._dtype, device=self._device)
-        return self.present().covariance(eye, self.prior_precision, self._H_factor)
+        return self.require_clamped().covariance(eye, self.prior_precision, self._H_factor)
 
     @property
     def prior_precision_diag(self) -> Tensor:
@@ -296,7 +299,7 @@ class ContrastiveLaplace(ParametricLaplace):
     @property
     def log_det_ratio(self) -> Tensor:
         """Log determinant of the posterior precision over the prior's."""
-        return self.present().log_det_ratio(self.prior_precision, self._H_factor)
+        return self.require_clamped().log_det_ratio(self.prior_precision, self._H_factor)
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
@@ -323,7 +326,7 @@ class ContrastiveLaplace(ParametricLaplace):
         Raises:
             NotFittedError: Before ``fit``.
         """
-        return int(self.present().rank)  # type: ignore[attr-defined]
+        return int(self.require_clamped().rank)  # type: ignore[attr-defined]
 
     @property
     def n_params_subnet(self) -> int:
@@ -339,7 +342,7 @@ class ContrastiveLaplace(ParametricLaplace):
         """Return the weights that the posterior is over, of all trainable ones (..., P)."""
         return weights if self._indices is None else weights[..., self._indices]
 
-    def present(self) -> Clamped:
+    def require_clamped(self) -> Clamped:
         """Return the clamped curvature.
 
         Raises:
@@ -366,7 +369,7 @@ class ContrastiveLaplace(ParametricLaplace):
         self.check_sampling(n_samples, generator)
         like: dict[str, Any] = {"device": self._device, "dtype": self._dtype, "generator": generator}
         noise = torch.randn(n_samples, self.n_weights, **like)
-        shift = self.present().sample(noise, self.prior_precision, self._H_factor)
+        shift = self.require_clamped().sample(noise, self.prior_precision, self._H_factor)
         if self._indices is None:
             return self.mean + shift
         weights = self.mean.repeat(n_samples, 1)
@@ -384,7 +387,7 @@ class ContrastiveLaplace(ParametricLaplace):
             InputError: ``value`` is malformed.
         """
         self.check_weights(value)
-        return self.present().square_norm(value - self._chosen(self.mean), self.prior_precision, self._H_factor)
+        return self.require_clamped().square_norm(value - self._chosen(self.mean), self.prior_precision, self._H_factor)
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
         """Log density of the posterior.
@@ -411,7 +414,7 @@ class ContrastiveLaplace(ParametricLaplace):
             InputError: The Jacobians are malformed.
         """
         self._check_jacobians(Js)
-        return self.present().covariance(Js, self.prior_precision, self._H_factor)
+        return self.require_clamped().covariance(Js, self.prior_precision, self._H_factor)
 
     def functional_covariance(self, Js: Tensor) -> Tensor:
         """Covariance of all linearised outputs together, shape (B D, B D), from Jacobians (B, D, P).
@@ -421,7 +424,7 @@ class ContrastiveLaplace(ParametricLaplace):
             InputError: The Jacobians are malformed.
         """
         self._check_jacobians(Js)
-        return self.present().covariance(Js.flatten(0, 1), self.prior_precision, self._H_factor)
+        return self.require_clamped().covariance(Js.flatten(0, 1), self.prior_precision, self._H_factor)
 
     @property
     def temperature(self) -> float:
@@ -506,7 +509,7 @@ class ContrastiveLaplace(ParametricLaplace):
             raise NotFittedError(msg)
 
     def _check_H_init(self) -> None:
-        """Do it where laplace-torch asks."""
+        """Do the same as :meth:`check_fitted`, by the name that laplace-torch calls."""
         self.check_fitted()
 
     def check_sampling(self, n_samples: object, generator: object) -> None:
@@ -584,7 +587,9 @@ class ContrastiveLaplace(ParametricLaplace):
         as a ``DistributedSampler`` does, and all get the same posterior, that of all the data.
 
         Args:
-            train_loader: Batches ``(x, labels)`` or mappings; iterated several times, and may shuffle in between.
+            train_loader: Batches ``(x, labels)`` or mappings; iterated several times. Of a ``DataLoader`` that shuffles
+                the data set is read in its own order; any other loader gives the same order in every pass, or has an
+                attribute ``numbers`` that says which points come.
             override: ``False`` adds to an earlier fit, as a further data set: pairs between the two are not formed.
             progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on. A fit that forms
                 very many pairs says so before it does, whatever this is.
@@ -598,24 +603,26 @@ class ContrastiveLaplace(ParametricLaplace):
             ProcessError: The fit failed in another process, or that process has gone or does not fit. The posteriors of
                 all processes are as they were.
         """
-        self._check_adds(override)
-        exchange = present_exchange() if self.structure.adds else None
+        if override is False:
+            self._check_adds("override=False")
+        exchange = current_exchange() if self.structure.adds else None
         with self._in_all_processes(exchange, override=override is not False):
             self._begin(train_loader, override, progress_bar, exchange)
             self.backend.labels_seen = LabelRange()
             result = self.backend.fit(train_loader, self.structure, progress_bar)
-            adds = bool(self.n_data) and not override
+            to_earlier = bool(self.n_data) and not override
             self.set_curvature(result, override=override)
         # A share of the data may well have one class.
         if exchange is None:
-            advise_on_labels(self.backend.labels_seen, adds)
+            advise_on_labels(self.backend.labels_seen, to_earlier)
 
-    def _check_adds(self, override: object) -> None:
-        """Refuse to add to an earlier fit what does not add up."""
-        if override is False and not self.structure.adds:
+    def _check_adds(self, asked: str) -> None:
+        """Refuse to add up curvatures of two data sets, or of parts of one, that do not."""
+        if not self.structure.adds:
+            adding = ", ".join(repr(name) for name, kind in STRUCTURES.items() if kind.adds)
             msg = (
-                f"override=False: the structure {self.hessian_structure!r} of two data sets does not add up. Use "
-                "hessian_structure='diag', 'kron' or 'full'."
+                f"{asked}: the structure {self.hessian_structure!r} of several sets of data does not add up. "
+                f"These do: {adding}. Or fit all data at once."
             )
             raise UnsupportedError(msg)
 
@@ -633,7 +640,7 @@ class ContrastiveLaplace(ParametricLaplace):
             probe = parts.shared_inputs(exchange, probe, self._device)
         if probe is None:
             raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
-        self.look_at(probe)
+        self.prepare(probe)
 
     @contextmanager
     def _in_all_processes(self, exchange: ProcessGroup | None, *, override: bool) -> Iterator[None]:
@@ -653,7 +660,7 @@ class ContrastiveLaplace(ParametricLaplace):
             )
             yield
 
-    def look_at(self, probe: Inputs) -> None:
+    def prepare(self, probe: Inputs) -> None:
         """Analyse the encoder with a few inputs, and construct the backend.
 
         Raises:
@@ -661,7 +668,7 @@ class ContrastiveLaplace(ParametricLaplace):
             UnsupportedError: The encoder's raw outputs cannot be reached.
         """
         self.model.eval()
-        self._analyse(probe)
+        self._find_last_layer(probe)
         self._renew_backend()
         dim = self.backend.encoder(probe).dim
         if dim < 2:
@@ -698,7 +705,7 @@ class ContrastiveLaplace(ParametricLaplace):
             norm = math.nan if self.typical_norm is None else (earlier * self.typical_norm + result.n * norm) / n
         sample = self._training_sample(result.features, earlier)
         # Everything that can fail has run, so that a failed fit leaves the last one whole.
-        self._take(raw, clamped)
+        self._store(raw, clamped)
         self.loss, self.cost, self.n_data = loss, cost, n
         self.typical_norm = norm if math.isfinite(norm) and norm > 0 else None
         self._classes = classes
@@ -710,7 +717,7 @@ class ContrastiveLaplace(ParametricLaplace):
         if result.error is not None:
             _log.info("the sampled negatives leave a relative standard error of %.2g in the curvature", result.error)
 
-    def _take(self, curvature: Structure, clamped: Clamped) -> None:
+    def _store(self, curvature: Structure, clamped: Clamped) -> None:
         self.curvature, self.clamped = curvature, clamped
         self._made_spread = None
 
@@ -790,7 +797,7 @@ class ContrastiveLaplace(ParametricLaplace):
             InputError: Malformed batches, or ``part`` is no such pair.
             UnsupportedError: The structure or an option has no fit in parts.
         """
-        return self._pass(loader, part, None, progress_bar)
+        return self._run_pass(loader, part, None, progress_bar)
 
     def part_curvature(
         self, loader: Iterable[Any], part: tuple[int, int], statistics: State, progress_bar: bool | None = None
@@ -813,7 +820,7 @@ class ContrastiveLaplace(ParametricLaplace):
         """
         parts.check_kind("statistics", statistics, STATISTICS)
         statistics.check_complete()
-        return self._pass(loader, part, statistics, progress_bar)
+        return self._run_pass(loader, part, statistics, progress_bar)
 
     def fit_parts(self, statistics: State, curvature: State, example: Inputs | None = None) -> None:
         """Fit the posterior from what the two passes over all parts gave; no data are needed.
@@ -827,7 +834,7 @@ class ContrastiveLaplace(ParametricLaplace):
             InputError: A part is missing, the states are of other data, another encoder or other options, or an example
                 is needed. The posterior is as it was.
         """
-        self._check_parts()
+        self._check_adds("parts of the data")
         parts.check_kind("statistics", statistics, STATISTICS)
         parts.check_kind("curvature", curvature, CURVATURE)
         for state in (statistics, curvature):
@@ -837,13 +844,13 @@ class ContrastiveLaplace(ParametricLaplace):
             raise InputError(expected("statistics", "at least one point", "none in any part"))
         probe = prediction.moved_inputs(self.model, found if example is None else example, self._device)
         with asks_for_example(example):
-            self.look_at(probe)
+            self.prepare(probe)
         self.set_curvature(self.backend.fit_of_parts(self.structure, statistics, curvature, probe))
 
-    def _pass(
+    def _run_pass(
         self, loader: Iterable[Any], part: tuple[int, int], statistics: State | None, progress_bar: bool | None
     ) -> State:
-        self._check_parts()
+        self._check_adds("parts of the data")
         check_loader(loader, "loader", shares=True)
         parts.check_part(part, statistics)
         parts.check_sampler(loader, part)
@@ -853,17 +860,9 @@ class ContrastiveLaplace(ParametricLaplace):
         if probe is None:
             self._renew_backend()
             return self.backend.fit_part(None, self.structure, part, statistics, progress_bar)
-        self.look_at(probe)
+        self.prepare(probe)
         state = self.backend.fit_part(loader, self.structure, part, statistics, progress_bar)
         return replace(state, probe=parts.kept_probe(made_up_inputs(probe, parts.PROBES), part[0]))
-
-    def _check_parts(self) -> None:
-        if not self.structure.adds:
-            msg = (
-                f"{type(self).__name__}: this structure does not add up over parts of the data. Use "
-                "hessian_structure='diag', 'kron', 'kron_lowrank' or 'full', or fit in one process."
-            )
-            raise UnsupportedError(msg)
 
     def measure_classes(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
         """Take the centres of the classes of labelled inputs, which ``uncertainty`` compares embeddings with.
@@ -898,11 +897,11 @@ class ContrastiveLaplace(ParametricLaplace):
 
     def curvature_diagonal(self) -> Tensor:
         """Diagonal of the clamped curvature, without the likelihood factor, shape (P,)."""
-        return self.present().diagonal()
+        return self.require_clamped().diagonal()
 
     def effective_parameters(self, prior: Tensor) -> float:
         """Effective number of parameters, for a prior precision at the temperature 1."""
-        return self.present().effective_parameters(prior)
+        return self.require_clamped().effective_parameters(prior)
 
     @contextmanager
     def unchanged_on_error(self) -> Iterator[None]:
@@ -917,14 +916,14 @@ class ContrastiveLaplace(ParametricLaplace):
             raise
 
     def _hold(self, encoder: nn.Module) -> None:
-        """Use this encoder; nothing where laplace-torch has not copied it."""
+        """Use this encoder; only a last layer wraps it, others have it already."""
         if self.on_last_layer:
             self.model = RawFeatureExtractor(
                 uncompiled(encoder), self._last_layer_name, self.enable_backprop, self.dict_key_y
             )
 
-    def _analyse(self, probe: Inputs) -> None:
-        """Find out what must be known of the encoder before the backend exists; nothing where all parameters are."""
+    def _find_last_layer(self, probe: Inputs) -> None:
+        """Find out what must be known of the encoder before the backend exists: where the last layer is."""
         if not self.on_last_layer or self.model.last_layer is not None:
             return
         chosen = self._prior_chosen
@@ -1057,7 +1056,7 @@ class ContrastiveLaplace(ParametricLaplace):
 
         def finished(found: EmbeddingDistribution, features: Tensor | None) -> EmbeddingDistribution:
             if kind is PredType.GLM and not joint and not diagonal_output:
-                found = calibration.with_known(self, found, features)
+                found = calibration.attach_known(self, found, features)
             return found.relative_to(self.typical_norm, self.class_centres)
 
         def predict(rows: Inputs) -> EmbeddingDistribution:
@@ -1068,7 +1067,7 @@ class ContrastiveLaplace(ParametricLaplace):
                 return finished(self._gaussian(rows, joint, diagonal_output), None)
             return finished(*self.observe(rows))
 
-        def nothing() -> EmbeddingDistribution:
+        def of_no_rows() -> EmbeddingDistribution:
             mean = torch.empty(0, self.n_outputs, dtype=self.mean.dtype, device=self._device)
             if kind is PredType.NN:
                 none = EmbeddingDistribution.from_samples(mean.expand(n_samples, -1, -1))
@@ -1082,7 +1081,7 @@ class ContrastiveLaplace(ParametricLaplace):
 
         if on_invalid == "error":
             return predict(x)
-        return prediction.with_nan_rows(predict, x, generator, nothing)
+        return prediction.with_nan_rows(predict, x, generator, of_no_rows)
 
     def predict(
         self,
@@ -1148,7 +1147,7 @@ class ContrastiveLaplace(ParametricLaplace):
             if joint:
                 jacobians = prediction.jacobians_of_all(pullback, context, z)
                 return prediction.joint_distribution(z, self.functional_covariance(jacobians))
-            of_weights = self.present().variances(self.prior_precision, self._H_factor)
+            of_weights = self.require_clamped().variances(self.prior_precision, self._H_factor)
             if of_weights is not None and of_weights.requires_grad:
                 of_weights = None
             spread = prediction.marginal_spread(pullback, context, z, self.functional_variance, of_weights, diagonal)
@@ -1168,7 +1167,7 @@ class ContrastiveLaplace(ParametricLaplace):
         counted = (self.temperature, versions([prior]))
         made = self._made_spread
         if made is None or made[0] is not prior or made[1] != counted or prior.requires_grad:
-            spread = self.present().at_features(self.n_outputs, prior, self._H_factor)
+            spread = self.require_clamped().at_features(self.n_outputs, prior, self._H_factor)
             made = self._made_spread = prior, counted, spread
         return made[2]
 
@@ -1349,13 +1348,13 @@ class ContrastiveLaplace(ParametricLaplace):
             validate.count("n_steps", n_steps)
             validate.number("lr", lr, positive=True)
             check_prior("init_prior_prec", init_prior_prec, self._dtype, self._prior_sizes())
-            before = self.prior_precision
+            before = self.prior_precision, self._prior_chosen
             try:
                 super().optimize_prior_precision(
                     PredType.GLM, "marglik", n_steps, lr, init_prior_prec, prior_structure, progress_bar=progress_bar
                 )
             except BaseException as error:
-                self.prior_precision = before
+                self.prior_precision, self._prior_chosen = before
                 if not isinstance(error, InputError):
                     raise
                 wanted = "a maximisation that stays among positive finite numbers"
@@ -1521,7 +1520,7 @@ class ContrastiveLaplace(ParametricLaplace):
         self.temperature, self._temperature_given = state["temperature"], state["temperature_given"]
         self._prior_chosen = state["prior_chosen"]
         self.model.output_size = self.n_outputs
-        self._take(raw, self._clamp(raw))
+        self._store(raw, self._clamp(raw))
         width = self.model.last_layer.in_features if self.keeps_features else None
         known = loaded_calibration(state["calibration"], width, self.n_outputs, like)
         self.known = replace(self.known, sample=None, calibration=known)
@@ -1548,7 +1547,7 @@ class ContrastiveLaplace(ParametricLaplace):
         return raw
 
     def _prepare_to_load(self, state: Mapping[str, Any]) -> None:
-        """Find out what must be known before a state can be checked; nothing where all parameters are."""
+        """Find the last layer, before a state can be checked; nothing to find for other weights."""
         if not self.on_last_layer:
             return
         missing = [key for key in ("data", "_last_layer_name") if key not in state]
@@ -1560,7 +1559,7 @@ class ContrastiveLaplace(ParametricLaplace):
         if state["data"] is None and self.model.last_layer is not None:
             return
         try:
-            self._analyse(prediction.moved_inputs(self.model, state["data"], self._device))
+            self._find_last_layer(prediction.moved_inputs(self.model, state["data"], self._device))
         except UnsupportedError:
             raise
         except Exception as error:  # what an encoder raises at inputs of another kind has no common base

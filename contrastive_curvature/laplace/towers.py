@@ -268,7 +268,7 @@ class TwoTowerLaplace:
         probe = self._first(loader)
         for tower, la, x in zip("ab", self._each(), (probe.a, probe.b), strict=False):
             with _naming(tower):
-                la.look_at(slice_inputs(x, slice(0, 8)))
+                la.prepare(slice_inputs(x, slice(0, 8)))
         a, b = self.a.backend.encoder(probe.a).dim, self.b.backend.encoder(probe.a if self.shared else probe.b).dim
         if a != b:
             wanted = "two encoders into one space, with the same number of outputs"

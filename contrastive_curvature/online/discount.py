@@ -88,7 +88,7 @@ class DiscountedCurvature(nn.Module):
             getattr(self, name).mul_(min(keep, 1 - _NORMS_FORGET)).add_(tensor)
         self.remembered.mul_(keep).add_(1)
         self.steps.add_(1)
-        self.positive.logical_or_((self._curvature().sizes() > 0).any())
+        self.positive.logical_or_((self._curvature().traces() > 0).any())
 
     def at_scale(self, n_data: int) -> DatasetCurvature:
         """Return the discounted curvature, rescaled to a data set.

@@ -94,7 +94,7 @@ class Rows:
             return self
         return self._at(self.numbers.argsort())
 
-    def first(self, size: int) -> Rows:
+    def subsample(self, size: int) -> Rows:
         """Return a sample of ``size`` of a sample: that which would have been kept with this size."""
         return Rows(size, self.numbers, self.columns, self.seed)._smallest()
 

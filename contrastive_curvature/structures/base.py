@@ -35,7 +35,7 @@ class Structure(ABC):
         couples: Whether cross terms between points are kept. Kronecker factors leave them out.
         weights: Values of ``subset_of_weights`` that have it.
         adds: Whether the sums of two data sets, or of two parts of one, add up.
-        estimated: Whether the option ``mc_samples`` has an unbiased estimate of it.
+        mc_estimable: Whether the option ``mc_samples`` has an unbiased estimate of it.
         priors: Priors that it has room for: one number, one a parameter tensor, or one a parameter.
         options: Names of arguments of :meth:`clamped` that users may give.
     """
@@ -44,7 +44,7 @@ class Structure(ABC):
     weights: ClassVar[tuple[str, ...]] = ("last_layer", "all")
     couples: ClassVar[bool] = True
     adds: ClassVar[bool] = True
-    estimated: ClassVar[bool] = False
+    mc_estimable: ClassVar[bool] = False
     priors: ClassVar[tuple[str, ...]] = ("scalar", "layerwise")
     options: ClassVar[tuple[str, ...]] = ()
 
@@ -93,7 +93,7 @@ class Structure(ABC):
         raise NotImplementedError
 
     @abstractmethod
-    def sizes(self) -> Tensor:
+    def traces(self) -> Tensor:
         """Return the sum of the absolute diagonal, shape (1,), or of each of G factors, shape (G,)."""
 
     def scaled(self, number: float | Tensor) -> Self:

@@ -56,8 +56,8 @@ class Dense(Structure):
         """See :meth:`Structure.products`."""
         return cls(left.T @ right)
 
-    def sizes(self) -> Tensor:
-        """See :meth:`Structure.sizes`."""
+    def traces(self) -> Tensor:
+        """See :meth:`Structure.traces`."""
         return self.matrix.diagonal().abs().sum().reshape(1)
 
     def positive(self) -> Self:

@@ -21,7 +21,7 @@ class Diagonal(Structure):
 
     name = "diag"
     weights = ("last_layer", "all", "subnetwork")
-    estimated = True
+    mc_estimable = True
     priors = ("scalar", "layerwise", "diag")
 
     entries: Tensor
@@ -51,8 +51,8 @@ class Diagonal(Structure):
         """See :meth:`Structure.tile`."""
         return pullback.tile_diag(dim)
 
-    def sizes(self) -> Tensor:
-        """See :meth:`Structure.sizes`."""
+    def traces(self) -> Tensor:
+        """See :meth:`Structure.traces`."""
         return self.entries.abs().sum().reshape(1)
 
     def positive(self) -> Self:

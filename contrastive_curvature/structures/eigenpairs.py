@@ -27,8 +27,8 @@ class Eigenpairs(Structure):
         """See :meth:`Structure.shapes`."""
         return {"vectors": (room.total, len(self.values)), "values": (None,)}
 
-    def sizes(self) -> Tensor:
-        """See :meth:`Structure.sizes`."""
+    def traces(self) -> Tensor:
+        """See :meth:`Structure.traces`."""
         return self.values.sum().reshape(1)
 
     def clamped(self, sizes: list[int]) -> ClampedEigenpairs:

@@ -1,6 +1,7 @@
 """Kronecker factors: the curvature of a layer's weight as ``G (x) A`` (K-FAC).
 
-``A`` is the mean of ``a a^T`` over the inputs ``a`` of the layer, and ``G = sum_i B_i^T H_ii B_i`` with the Jacobian
+``A`` is the mean of ``a a^T`` over the inputs ``a`` of the layer (of a convolution, over the positions of a point and
+then over points), and ``G = sum_i B_i^T H_ii B_i`` with the Jacobian
 ``B_i`` of the raw outputs with respect to the layer's outputs (:mod:`contrastive_curvature.network.kron`). Cross terms
 between points are left out, which overstates the curvature of coupled fixes several times (``docs/theory.md``).
 """
@@ -28,13 +29,14 @@ class Kron(Structure):
     """Factors of every parameter.
 
     Attributes:
-        factors: ``[G, sum_i a_i a_i^T]`` of a matrix, ``[block]`` of a vector.
+        factors: ``[G, sum_i a_i a_i^T]`` of a matrix, ``[block]`` of a vector; ``KronLowRank`` has two parts for the
+            inputs, so they are read as ``[g, *moment]``.
         points: Number of points behind the sums over inputs, shape ().
     """
 
     name = "kron"
     couples = False
-    estimated = True
+    mc_estimable = True
 
     factors: KronFactors
     points: Tensor
@@ -48,8 +50,8 @@ class Kron(Structure):
         """See :meth:`Structure.positive`; the moments of the inputs have no negative eigenvalues."""
         return replace(self, factors=[[clamped_matrix(g), *moment] for g, *moment in self.factors])
 
-    def sizes(self) -> Tensor:
-        """See :meth:`Structure.sizes`; the traces of the curvature factors, whose sign does not count."""
+    def traces(self) -> Tensor:
+        """See :meth:`Structure.traces`; the traces of the curvature factors, whose sign does not count."""
         return torch.stack([group[0].diagonal().abs().sum() for group in self.factors])
 
     def scaled(self, number: float | Tensor) -> Self:
@@ -110,12 +112,12 @@ class ClampedKron(Clamped):
         return self
 
     def at_features(self, dim: int, prior: Tensor, factor: float | Tensor) -> AtFeatures:
-        """See :meth:`Clamped.at_features`; in the eigenbasis the variances are ``1 / (g_k a_f + prior)``."""
+        """See :meth:`Clamped.at_features`; one linear layer, variances ``1 / (factor g_k a_f + prior)``."""
         variances = 1 / self.precision(of_each_weight(prior, self.sizes), factor)
-        along, *of_bias = variances.to(self.values.dtype).split(self.sizes)
+        of_weight, *of_bias = variances.to(self.values.dtype).split(self.sizes)
         (axes, basis), *bias = self.vectors
         spread = (bias[0][0], of_bias[0]) if bias else None
-        return AxesAtFeatures.of(axes, basis, along.view(dim, -1), None, spread)
+        return AxesAtFeatures.of(axes, basis, of_weight.view(dim, -1), None, spread)
 
     def _turned(self, rows: Tensor, matrices: list[list[Tensor]]) -> Tensor:
         """Return ``M v`` of rows ``v`` (..., P), with the Kronecker products ``M`` of the matrices."""
@@ -130,7 +132,7 @@ class ClampedKron(Clamped):
 
 
 def _rows(p: Tensor, group: Sequence[Any]) -> tuple[int, ...]:
-    """Return the rows of the factors of a parameter: those of a layer, or any two with as many products as entries."""
+    """Return the rows of the factors of a parameter: two whose product is the number of entries, or its own."""
     if len(group) == 1:
         return (p.numel(),)
     rows = len(group[0])

@@ -98,10 +98,10 @@ def test_samples_are_nested(n: int, size: int, fewer: int, seed: int, device: st
     numbers = torch.arange(n)
     fewer = min(fewer, size)
     large, small = (collected(numbers, m, [], seed, device).in_order() for m in (size, fewer))
-    assert torch.equal(large.first(fewer).in_order().numbers, small.numbers)
+    assert torch.equal(large.subsample(fewer).in_order().numbers, small.numbers)
     assert set(small.numbers.tolist()) <= set(large.numbers.tolist())
     everything = collected(numbers, None, [], seed, device)
-    assert torch.equal(everything.first(fewer).in_order().numbers, small.numbers)
+    assert torch.equal(everything.subsample(fewer).in_order().numbers, small.numbers)
 
 
 def test_every_point_is_as_likely_to_be_drawn(device: str) -> None:

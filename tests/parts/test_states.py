@@ -303,8 +303,8 @@ class Unread:
     "structure, options, message",
     [
         ("diag", {"pd_fix": "full", "negative_samples": None}, "pd_fix='full': every point is coupled"),
-        ("lowrank", {"pd_fix": "psd"}, "does not add up over parts of the data"),
-        ("gp", {"pd_fix": "psd"}, "does not add up over parts of the data"),
+        ("lowrank", {"pd_fix": "psd"}, "of several sets of data does not add up"),
+        ("gp", {"pd_fix": "psd"}, "of several sets of data does not add up"),
     ],
 )
 def test_fits_that_do_not_come_in_parts_are_refused_at_once(

@@ -106,7 +106,7 @@ def test_every_answer_is_that_of_the_dense_matrix(name: str, device: str) -> Non
     for weights in kind.weights:
         for pd_fix in ("psd", "full", "positive"):
             la = fitted(weights, name, device, pd_fix=pd_fix, margin=None, negative_weight=0.1)
-            check(la.present(), ("scalar",) if weights == "subnetwork" else kind.priors)
+            check(la.require_clamped(), ("scalar",) if weights == "subnetwork" else kind.priors)
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
@@ -174,7 +174,7 @@ class OneBlockAnOutput(Structure):
         phi = torch.cat([context, torch.ones_like(context[:, :1])], 1)
         return cls(torch.einsum("nd,nf,ng->dfg", blocks.diagonal(), phi, phi))
 
-    def sizes(self) -> Tensor:
+    def traces(self) -> Tensor:
         return self.blocks.diagonal(dim1=1, dim2=2).abs().sum().reshape(1)
 
     def clamped(self, sizes: list[int]) -> Clamped:
@@ -216,11 +216,11 @@ def test_a_structure_of_ones_own(device: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(STRUCTURES, "outputs", OneBlockAnOutput)
     la = fitted("last_layer", "outputs", device, pd_fix="fixed")
     full = fitted("last_layer", "full", device, pd_fix="fixed")
-    check(la.present(), ("scalar",))
+    check(la.require_clamped(), ("scalar",))
     places = torch.arange(18)
     output = torch.cat([places[:15] // 5, places[:3]])
     blocks = full.H_raw.cpu() * (output[:, None] == output)
-    order = la.present()._order()  # type: ignore[attr-defined]
+    order = la.require_clamped()._order()  # type: ignore[attr-defined]
     raw = torch.block_diag(*la.curvature.blocks.cpu())  # type: ignore[union-attr]
     assert close(raw, blocks[order][:, order])
 

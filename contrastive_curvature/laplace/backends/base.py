@@ -27,8 +27,8 @@ from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.fit.anchors import ANCHORS, WholeHessian
 from contrastive_curvature.fit.api import check_encoder, check_trainable, make_pullback
 from contrastive_curvature.fit.batches import BATCHES
-from contrastive_curvature.fit.dataset import DATASET, check_adds_up, collected, samples_of
-from contrastive_curvature.fit.exchange import check_agreed, present_exchange
+from contrastive_curvature.fit.dataset import DATASET, collected, refuse_cross_terms_in_parts, samples_of
+from contrastive_curvature.fit.exchange import check_agreed, current_exchange
 from contrastive_curvature.fit.loop import DatasetCurvature, Fit, fit, mean_norm
 from contrastive_curvature.fit.lowrank import curvature_product, leading_eigenpairs, whole_hessian
 from contrastive_curvature.fit.mc_samples import make_sampler, term_of
@@ -291,12 +291,12 @@ class ContrastiveBackend(GGNInterface, ABC):
         """
         if not structure.adds:
             leading = self.fit_lowrank(loader, progress)
-            if not bool(leading.curvature.sizes().any()):
+            if not bool(leading.curvature.traces().any()):
                 hint = "All negatives may lie inside the margin; use pd_fix='psd' or 'positive'."
                 wanted = "data with a positive eigenvalue of the curvature"
                 raise InputError(expected("train_loader", wanted, "none", hint))
             return leading
-        exchange = present_exchange()
+        exchange = current_exchange()
         if exchange is None:
             check_loader(loader)
             with self._ready(loader) as (encoder, pullback):
@@ -340,7 +340,7 @@ class ContrastiveBackend(GGNInterface, ABC):
             return State(kind, identity, {part[0]: Origin(0, 0, 0.0, 0.0)}, part[1])
         with self._ready(loader) as (encoder, pullback):
             f = self._fit(pullback, structure, Progress(progress), part)
-            check_adds_up(f)
+            refuse_cross_terms_in_parts(f)
             passes = Passes(self._reader(loader, part[0]), encoder, pullback, records=True)
             if statistics is None:
                 return statistics_of(f, passes, identity)
