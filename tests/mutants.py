@@ -159,7 +159,7 @@ MUTANTS = [
       "bisect(middle, stop, sizes - left)", "bisect(middle, stop, left)", "fit/test_dominance.py"),
     M("sampled columns are too short", "V e / sqrt(K)", "hessian/blocks.py",
       "/ self.mc_samples**0.5", "/ self.mc_samples", "fit/test_sampling.py"),
-    M("clamping folds negative eigenvalues up", "max(0, lambda)", "structures/dense.py",
+    M("clamping folds negative eigenvalues up", "max(0, lambda)", "structures/finite.py",
       "(vectors * values.clamp(min=0)) @", "(vectors * values.abs()) @", "fit/test_ggn.py"),
     M("a subset's factor is scaled like the Hessian", "sqrt(N / M) S", "fit/subset.py",
       "(pairs.n / size) ** 0.5 *", "(pairs.n / size) *", "laplace/test_laplace_functional.py"),

@@ -204,9 +204,9 @@ class Clamped(ABC):
     def diagonal(self) -> Tensor:
         """Return the diagonal of ``H``, shape (P,)."""
 
-    @abstractmethod
     def plain(self) -> Any:
-        """Return ``H`` as laplace-torch has it."""
+        """Return ``H`` as laplace-torch has it, or the object itself."""
+        return self
 
     def against(self, prior: Tensor) -> Against:
         """Return a basis that makes the prior precision diagonal too.

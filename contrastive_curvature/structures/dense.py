@@ -17,10 +17,9 @@ from torch import Tensor
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.network.full_precision import full_precision
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.structures.base import Against, Clamped, Room, Structure, of_each_weight
-from contrastive_curvature.structures.finite import eigenpairs
+from contrastive_curvature.structures.finite import clamped_matrix, eigenpairs
 
 _MOST_ROUNDING = 0.5
 """Of the prior precision, which alone decides the variances along directions without curvature."""
@@ -143,12 +142,3 @@ class ClampedDense(Clamped):
 
     def _matrix(self) -> Tensor:
         return (self.vectors * self.values) @ self.vectors.T
-
-
-@full_precision
-def clamped_matrix(matrix: Tensor) -> Tensor:
-    """Return a symmetric matrix with its negative eigenvalues set to zero."""
-    values, vectors = eigenpairs(matrix)
-    if not values.numel() or values[0] >= 0:
-        return matrix
-    return (vectors * values.clamp(min=0)) @ vectors.T

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.network.full_precision import full_precision
 
 if TYPE_CHECKING:
     from contrastive_curvature.network.pullback import Pullback
@@ -68,3 +69,12 @@ def eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
     received = f"one of shape {tuple(matrix.shape)} with entries up to {float(matrix.abs().max()):.3g}"
     hint = "Scale the inputs, or use hessian_structure='diag', which needs no eigenvalues."
     raise InputError(expected("curvature", "a matrix whose eigenvalues can be computed", received, hint))
+
+
+@full_precision
+def clamped_matrix(matrix: Tensor) -> Tensor:
+    """Return a symmetric matrix with its negative eigenvalues set to zero."""
+    values, vectors = eigenpairs(matrix)
+    if not values.numel() or values[0] >= 0:
+        return matrix
+    return (vectors * values.clamp(min=0)) @ vectors.T

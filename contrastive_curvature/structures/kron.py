@@ -20,8 +20,7 @@ from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.network.pullback import KronFactors, Pullback
 from contrastive_curvature.structures.at_features import AtFeatures, AxesAtFeatures
 from contrastive_curvature.structures.base import Clamped, Room, Structure, of_each_weight
-from contrastive_curvature.structures.dense import clamped_matrix
-from contrastive_curvature.structures.finite import eigenpairs
+from contrastive_curvature.structures.finite import clamped_matrix, eigenpairs
 
 
 @dataclass(frozen=True, eq=False)
@@ -106,10 +105,6 @@ class ClampedKron(Clamped):
                 for group in zip(self.vectors, self.eigenvalues, strict=True)
             ]
         )
-
-    def plain(self) -> ClampedKron:
-        """Return the object itself."""
-        return self
 
     def at_features(self, dim: int, prior: Tensor, factor: float | Tensor) -> AtFeatures:
         """See :meth:`Clamped.at_features`; one linear layer, variances ``1 / (factor g_k a_f + prior)``."""

@@ -120,10 +120,6 @@ class ClampedKronLowRank(Clamped):
             return weight.to(q.dtype)
         return torch.cat([weight, self.bias.double().square() @ self._split(self.values)[2]]).to(q.dtype)
 
-    def plain(self) -> ClampedKronLowRank:
-        """Return the object itself."""
-        return self
-
     def at_features(self, dim: int, prior: Tensor, factor: float | Tensor) -> AtFeatures:
         """See :meth:`Clamped.at_features`."""
         basis, d, _ = self.against(prior.double())
@@ -145,8 +141,7 @@ class ClampedKronLowRank(Clamped):
         return along.unflatten(-1, (dim, self.rank)), across.unflatten(-1, (dim, width)), bias
 
     def _joined(self, along: Tensor, across: Tensor, bias: Tensor | None) -> Tensor:
-        parts = [along.flatten(-2), across.flatten(-2)]
-        return torch.cat(parts if bias is None else [*parts, bias], -1)
+        return torch.cat([along.flatten(-2), across.flatten(-2), *([] if bias is None else [bias])], -1)
 
 
 def _positive_eigenpairs(factor: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from contrastive_curvature.losses import (
 )
 from contrastive_curvature.options import Distance, PDFix
 from contrastive_curvature.structures import STRUCTURES
-from contrastive_curvature.structures.dense import clamped_matrix
+from contrastive_curvature.structures.finite import clamped_matrix
 from contrastive_curvature.testing.cases import Case, close
 from contrastive_curvature.testing.networks import build_network, make_inputs
 from contrastive_curvature.testing.oracle import (

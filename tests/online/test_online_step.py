@@ -16,7 +16,7 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import contrastive_curvature as cc
 from contrastive_curvature.online import OnlineLaplace
-from contrastive_curvature.structures.dense import clamped_matrix
+from contrastive_curvature.structures.finite import clamped_matrix
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
