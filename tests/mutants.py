@@ -61,7 +61,7 @@ MUTANTS = [
       "losses/pair_derivatives.py", "_checked_terms(cosine, attract, nothing).first",
       "_checked_terms(cosine, attract, repel).first", "losses/test_pair_losses.py"),
     M("second derivative of the logistic loss takes negatives off", "c = a^2 (w+ + w-) sigma (1 - sigma)",
-      "losses/logistic.py", "self.scale**2 * (attract + repel)", "self.scale**2 * (attract - repel)",
+      "losses/logistic.py", "(positive + negative) * same * other", "(positive - negative) * same * other",
       "losses/test_pair_losses.py"),
     M("second root of InfoNCE has the wrong sign", "q2 = w / sqrt(G) - V / (2 sqrt(G)) nu", "losses/infonce.py",
       "root - half * share)", "root + half * share)",
