@@ -72,8 +72,7 @@ class ProxyLoss(CosineLoss):
 
     proxies: Tensor
 
-    couples = False
-    needs_labels = True
+    compares = "proxies"
 
     def __init__(
         self,
@@ -134,7 +133,7 @@ class ProxyLoss(CosineLoss):
         labels = self.relate(u, relation.targets, None).targets
         return ProxyDerivatives(self, labels, u, 1.0 if as_data else self.weight(len(u)))
 
-    def data_hessian(self, z: Tensor, relation: Relation) -> OutputHessian:
+    def data_hessian(self, z: Tensor, relation: Relation, n_data: int | None = None) -> OutputHessian:
         """See :meth:`CosineLoss.data_hessian`: a mean counts times its number of embeddings."""
         return self.hessian_at(z, relation, as_data=True)
 

@@ -73,6 +73,8 @@ class RowLoss(CosineLoss):
         InputError: An option is unknown or out of range.
     """
 
+    compares = "anchors"
+
     root_signs: ClassVar[tuple[int, ...]] = ()
     """Signs of the roots that :meth:`_terms` gives."""
 
@@ -175,7 +177,7 @@ class RowLoss(CosineLoss):
         """
         return self._derivatives(relation, u, one_tower(len(u)), as_data)
 
-    def data_hessian(self, z: Tensor, relation: Relation) -> OutputHessian:
+    def data_hessian(self, z: Tensor, relation: Relation, n_data: int | None = None) -> OutputHessian:
         """See :meth:`CosineLoss.data_hessian`: a mean over terms counts times its number of anchors."""
         return self.hessian_at(z, relation, as_data=True)
 
