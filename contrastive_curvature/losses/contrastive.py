@@ -146,11 +146,6 @@ class ContrastiveDerivatives(PairDerivatives):
 
     loss: ContrastiveLoss
 
-    def forms_pairs(self) -> bool:
-        """See :meth:`PairDerivatives.forms_pairs`; without a margin, sums over classes are enough."""
-        # The value of the loss has the repelling pairs, also where the curvature leaves them out.
-        return not (self.loss.sums_suffice and isinstance(self.relation, LabelRelation))
-
     def node_sums(self) -> NodeSums:
         """See :meth:`CosineDerivatives.node_sums`."""
         if not isinstance(self.relation, LabelRelation):

@@ -13,7 +13,7 @@ from torch import Tensor
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums, Totals
 from contrastive_curvature.hessian.moments import MomentPart, PairMoments
 from contrastive_curvature.losses.weighting import Shares, count_shares, pair_totals, weigh_pairs
-from contrastive_curvature.pairs.relation import Relation, row_ranges
+from contrastive_curvature.pairs.relation import LabelRelation, Relation, row_ranges
 from contrastive_curvature.progress import LongRunWarning
 
 if TYPE_CHECKING:
@@ -175,12 +175,8 @@ class PairDerivatives(CosineDerivatives):
         counts = relation.counts()
         self.shares = shares or count_shares(*counts, loss.normalization, u.dtype, pair_totals(*counts))
         self._attract = (self.shares.positive.double() * counts[0]).sum()
-        if self.forms_pairs():
+        if not (loss.sums_suffice and isinstance(relation, LabelRelation)):
             warn_of_many(*u.shape)
-
-    def forms_pairs(self) -> bool:
-        """Return whether the sums of the points need all their pairs."""
-        return True
 
     def node_sums(self) -> NodeSums:
         """See :meth:`CosineDerivatives.node_sums`."""

@@ -197,7 +197,7 @@ def check_loss(loss: PairLoss | RowLoss, device: str = "cpu") -> None:
         InputError: A rule returns another shape than it should.
         AssertionError: A rule is wrong; the message names it.
     """
-    if getattr(loss, "compares", None) not in ("pairs", "anchors"):
+    if isinstance(loss, type) or getattr(loss, "compares", None) not in ("pairs", "anchors"):
         raise InputTypeError(expected("loss", "a PairLoss or a RowLoss", f"a {type(loss).__name__}"))
     name = type(loss).__name__
     lost = [key for key in loss.arguments() if not hasattr(loss, key)]
