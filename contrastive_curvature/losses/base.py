@@ -155,13 +155,13 @@ class PairLoss(CosineLoss):
         return self.hessian_at(z, relation, shares=shares)
 
     def data_scale(self, n: int) -> float:
-        """See :meth:`CosineLoss.data_scale`; a mean over pairs counts as much as half of the points."""
+        """See :meth:`CosineLoss.data_scale`; a mean over pairs counts once for every two points."""
         return n / 2 if self.normalization is Normalization.TYPE else 1.0
 
     def dataset_derivatives(
         self, related: ClassShares | PointShares, table: ClassTable | None, points: Columns | None, bank: Columns | None
     ) -> ColumnDerivatives:
-        """Return the derivatives over all pairs of a data set; arguments as of :class:`ColumnDerivatives`.
+        """Return the derivatives over all pairs of a data set.
 
         Args:
             related: Which points are positives of each other, and their shares.

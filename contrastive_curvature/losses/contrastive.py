@@ -78,12 +78,12 @@ class ContrastiveLoss(PairLoss):
 
     @property
     def sums_suffice(self) -> bool:
-        """See :attr:`CosineLoss.sums_suffice`; a margin takes every distance to a negative."""
+        """See :attr:`CosineLoss.sums_suffice`; with a margin it takes the distances to all negatives."""
         return self.threshold is None or not self.negative_weight
 
     @property
     def pairs_by_class(self) -> bool:
-        """See :attr:`CosineLoss.pairs_by_class`; so it is unless a margin decides."""
+        """See :attr:`CosineLoss.pairs_by_class`; a margin decides by the distance which negatives count."""
         return self.pd_fix.attracting_only or self.sums_suffice
 
     def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:

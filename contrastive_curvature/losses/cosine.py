@@ -95,7 +95,7 @@ class CosineLoss(_Loss, ABC):
 
     @property
     def sums_suffice(self) -> bool:
-        """Return whether sums over classes say all about negatives of class labels too, so that none are sampled."""
+        """Return whether sums over classes say all about the negatives of class labels, so that none are sampled."""
         return False
 
     @property
@@ -109,7 +109,7 @@ class CosineLoss(_Loss, ABC):
         return self.replaced(pd_fix=fixes.get(self.pd_fix, self.pd_fix))
 
     def data_scale(self, n: int) -> float:
-        """Return the factor with which the loss of a data set of ``n`` points grows as the data do."""
+        """Return the factor that makes the loss of ``n`` points grow with the data."""
         return 1.0
 
     def forward(self, z: Tensor, labels: Tensor | None = None, *, pairs: Pairs | None = None) -> Tensor:
