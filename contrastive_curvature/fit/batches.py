@@ -72,11 +72,11 @@ def inside_shares(f: Fit, statistics: Total) -> InsideShares:
 
 def parts(f: Fit, shares: InsideShares, passes: Passes) -> Iterator[Part | Total]:
     """Give the Hessian of the pairs inside every batch, as its part of the data set's."""
-    loss = cast("PairLoss", f.options.loss)
+    loss = f.options.loss
     for batch, z, context in passes.again(f.progress, "[curvature]"):
         targets: Any = batch.labels
         relation = make_relation(len(z), z.device, targets, f.options.relation)
-        hessian = loss.data_hessian(z, relation, shares(targets).to(z.dtype))
+        hessian = loss.hessian_at(z, relation, shares=shares(targets).to(z.dtype))
         yield Part.of_batch(hessian, context, batch.classes)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
@@ -36,16 +36,7 @@ from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.hessian.derivatives import Totals
 from contrastive_curvature.losses.base import PairLoss
-from contrastive_curvature.losses.contrastive import ContrastiveLoss
-from contrastive_curvature.losses.dataset import (
-    MANY_POINTS,
-    NEGATIVE_SAMPLES,
-    dataset_hessian,
-    needs_points,
-    sampled_unasked,
-    sums_suffice,
-    without_cross_terms,
-)
+from contrastive_curvature.losses.dataset import dataset_hessian
 from contrastive_curvature.losses.weighting import class_pairs
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.pairs.rows import RowCollector, Rows
@@ -57,6 +48,12 @@ _POINTS, _INPUT = "points", "input"
 """Names of what is kept: all points, or those that stand for all negatives; and of their inputs."""
 
 _TOTALS = ("degree", "along", "value")
+
+MANY_POINTS = 30_000
+"""From so many points on a sample stands for all negatives, where the user leaves it open."""
+
+NEGATIVE_SAMPLES = 2000
+"""Points of that sample."""
 
 FEATURES_KEPT = 2**26
 """Numbers that the first pass of a last layer keeps: with as many the encoder runs once a point, with more twice."""
@@ -119,12 +116,11 @@ def statistics(f: Fit, passes: Passes, *, for_products: bool = False) -> Total:
 
 def all_pairs(f: Fit, statistics: Total, *, for_products: bool = False) -> AllPairs:
     """Make the output Hessian of the data set; ``for_products`` keeps all points, for products with their Hessian."""
-    loss, relation, n = f.options.loss, f.options.relation, statistics.n
+    loss, relation, n = cast("PairLoss", f.options.loss), f.options.relation, statistics.n
     samples = samples_of(f.options, n)
-    if not for_products and samples is not None and needs_points(loss):
+    if not for_products and samples is not None and not loss.from_sums:
         # Kronecker factors leave the cross terms out, which a sample does not give.
-        loss = without_cross_terms(loss)
-    assert isinstance(loss, PairLoss)
+        loss = loss.uncoupled()
     if not n:
         raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
     kept, table = statistics.kept, statistics.classes
@@ -194,17 +190,16 @@ def refuse_cross_terms_in_parts(f: Fit) -> None:
     options, loss = f.options, f.options.loss
     if f.source is not DATASET or f.alone or not loss.coupled or not f.structure.couples:
         return
-    by_class = isinstance(loss, ContrastiveLoss) and (loss.pd_fix.attracting_only or sums_suffice(loss))
-    if options.relation is not None or not (by_class or samples_of(options) is not None):
+    if options.relation is not None or not (loss.pairs_by_class or samples_of(options) is not None):
         refuse_in_parts(loss)
 
 
 def _kept_points(f: Fit) -> tuple[int | None, bool]:
-    """Return how many points the first pass for_products, ``None`` for all, and whether their inputs, too."""
+    """Return how many points the first pass keeps, ``None`` for all, and whether their inputs, too."""
     options, loss = f.options, f.options.loss
-    if options.relation is not None or needs_points(loss):
+    if options.relation is not None or not loss.from_sums:
         return None, False
-    if sums_suffice(loss):
+    if loss.sums_suffice:
         # Cross terms of very many classes are computed from the points, where they are in one part.
         return (None if loss.coupled and f.alone else 0), False
     # How many points there are is not known yet: of fewer all are kept.
@@ -213,23 +208,27 @@ def _kept_points(f: Fit) -> tuple[int | None, bool]:
         return None, False
     if options.negative_samples == "auto":
         return MANY_POINTS - 1, False
-    crosses = loss.coupled and not loss.pd_fix.attracting_only and f.structure.couples
+    crosses = loss.coupled and not loss.pairs_by_class and f.structure.couples
     return wanted, crosses
 
 
 def samples_of(options: CurvatureOptions, n: int = 0) -> int | None:
     """Return the number of points that stand for all negatives of ``n`` points; ``None`` counts all."""
+    loss = options.loss
+    if loss.sums_suffice or options.negative_samples is None:
+        return None
     if isinstance(options.negative_samples, int):
-        return None if sums_suffice(options.loss) else options.negative_samples
-    many = n >= MANY_POINTS and options.relation is None and sampled_unasked(options.loss)
-    return NEGATIVE_SAMPLES if many and options.negative_samples == "auto" else None
+        return options.negative_samples
+    # Cross terms with negatives would need the inputs of the sample.
+    unasked = options.relation is None and (loss.pairs_by_class or not loss.coupled)
+    return NEGATIVE_SAMPLES if unasked and n >= MANY_POINTS else None
 
 
 def _tell_samples(options: CurvatureOptions, n: int) -> None:
     """Say in the log whether a sample stood for all negatives, where the user left it open."""
-    if sums_suffice(options.loss):
+    if options.loss.sums_suffice:
         if isinstance(options.negative_samples, int):
-            _log.info("negative_samples is of no effect: sums over classes say for_products about the negatives")
+            _log.info("negative_samples is of no effect: sums over classes say everything about the negatives")
     elif options.negative_samples == "auto" and samples_of(options, n) is None:
         _log.info("negative_samples='auto': all pairs of %d points count", n)
     elif options.negative_samples == "auto":

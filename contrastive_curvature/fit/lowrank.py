@@ -22,7 +22,6 @@ from contrastive_curvature.fit.dataset import collected
 from contrastive_curvature.fit.loop import Fit
 from contrastive_curvature.fit.passes import Passes, check_same_outputs
 from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.pairs import make_relation
@@ -35,7 +34,7 @@ DENSE_PARAMETERS = 256
 
 def whole_hessian(f: Fit, passes: Passes) -> WholeHessian:
     """Return the Hessian at the outputs of a whole data set, in the order of its reader."""
-    if not isinstance(f.options.loss, PairLoss):
+    if f.options.loss.compares != "pairs":
         return collect_anchors(f, passes)
     pairs = collected(f, passes)
     assert pairs.points is not None

@@ -7,12 +7,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
 from contrastive_curvature.fit.mc_samples import check_mc_samples
-from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.choice import OF_THE_LOSS, choose_loss
 from contrastive_curvature.losses.cosine import CosineLoss
-from contrastive_curvature.losses.dataset import check_samplable
 from contrastive_curvature.pairs import RelationFunction
 from contrastive_curvature.structures import Structure
 
@@ -71,10 +69,21 @@ class CurvatureOptions:
         check_mc_samples(options.mc_samples, options.loss.coupled, None)
         return options
 
+    @property
+    def over_dataset(self) -> bool:
+        """Return whether a fit takes all pairs of the data set, and not those inside batches."""
+        return self.loss.compares == "pairs" and self.pairs == "dataset"
+
     def check_structure(self, structure: type[Structure]) -> None:
         """Refuse options that a structure has no answer for."""
-        if isinstance(self.negative_samples, int):
-            check_samplable(self.loss, structure.couples)
+        loss = self.loss if structure.couples else self.loss.uncoupled()
+        if isinstance(self.negative_samples, int) and loss.coupled and not loss.from_sums:
+            msg = (
+                f"negative_samples with pd_fix={str(loss.pd_fix)!r}: the cross terms of {type(loss).__name__} go "
+                "through all pairs of points. Use pd_fix='psd_parts', 'psd' or 'ggn_fixed', which couple no points, or "
+                "negative_samples=None."
+            )
+            raise UnsupportedError(msg)
         check_mc_samples(self.mc_samples, self.loss.coupled, structure)
 
     def named(self) -> dict[str, Any]:
@@ -84,7 +93,7 @@ class CurvatureOptions:
         if not self.given_loss:
             del out["loss"]
             out |= {name: getattr(self.loss, name) for name in OF_THE_LOSS}
-        if not isinstance(self.loss, PairLoss):
+        if self.loss.compares != "pairs":
             del out["pairs"]
         return out
 
@@ -116,7 +125,7 @@ class CurvatureOptions:
     def _check_positives(self, pairs_given: bool) -> None:
         """Check which points belong together against the loss: of pairs, or of anchors."""
         loss, name = self.loss, type(self.loss).__name__
-        if isinstance(loss, PairLoss):
+        if loss.compares == "pairs":
             if self.positives is not None:
                 hint = f"{name} is a sum over pairs. Leave it out."
                 raise InputError(expected("positives", "nothing with a loss of pairs", self.positives, hint))
@@ -125,10 +134,10 @@ class CurvatureOptions:
             hint = f"{name} compares an anchor with the candidates of its batch. Leave it out."
             raise InputError(expected("pairs", "nothing with a loss of anchors", self.pairs, hint))
         by_views = self.positives == "views"
-        if self.relation is not None and (loss.graded or loss.needs_labels or by_views):
+        if self.relation is not None and (loss.compares in ("grades", "proxies") or by_views):
             reason = "with positives='views'" if by_views else f"with {name}, which has no relation of points"
             raise InputError(expected("relation", f"nothing {reason}", "a callable", "Leave one of them out."))
-        if loss.graded and self.positives is not None:
+        if loss.compares == "grades" and self.positives is not None:
             raise InputError(expected("positives", f"nothing with {name}, whose pairs have grades", self.positives))
         if self.positives is not None:
             validate.choice("positives", self.positives, ("labels", "views"))
@@ -139,7 +148,7 @@ class CurvatureOptions:
             return
         if isinstance(given, bool) or not isinstance(given, int) or given < 2:
             raise InputError(expected("negative_samples", "None, 'auto' or a whole number from 2 on", given))
-        if not isinstance(self.loss, PairLoss):
+        if self.loss.compares != "pairs":
             hint = "It compares points within their batch. Leave it out."
             raise InputError(expected("negative_samples", f"nothing with {type(self.loss).__name__}", given, hint))
         if self.pairs == "batch":

@@ -14,7 +14,6 @@ from contrastive_curvature.fit.loop import DatasetCurvature, Fit, add_up
 from contrastive_curvature.fit.passes import Passes
 from contrastive_curvature.fit.share import Claim, Share, sum_of_keys
 from contrastive_curvature.fit.state import CURVATURE, STATISTICS, Origin, State
-from contrastive_curvature.losses.base import PairLoss
 
 _log = logging.getLogger("contrastive_curvature")
 
@@ -63,7 +62,7 @@ def fit_together(
 def _check_origins(f: Fit, statistics: State, curvature: State, argument: str) -> None:
     """Refuse sums of parts over other points than those that their first passes saw; ``argument`` holds them."""
     # Inputs of a loss of anchors may be augmented anew.
-    for part, again in curvature.origins.items() if isinstance(f.options.loss, PairLoss) else ():
+    for part, again in curvature.origins.items() if f.options.loss.compares == "pairs" else ():
         before = statistics.origins.get(part)
         same = before is not None and (before.n, before.targets) == (again.n, again.targets)
         # A first pass that counts targets has no outputs.

@@ -102,7 +102,7 @@ def _input_keys(x: Inputs) -> list[int]:
 
 
 def labelled_batch(x: Inputs, targets: Tensor, relation: RelationFunction | None) -> Batch:
-    """Return a batch of a loss of pairs; without a relation, targets are class labels."""
+    """Return a batch of points with targets; without a relation, these are class labels."""
     n = input_length(x)
     if relation is None:
         labels = check_labels(targets, n)
@@ -124,15 +124,15 @@ def as_batch(
             raise InputError(expected("positives", "'labels' or nothing", positives, hint))
         return _of_targets(views.first, targets, relation)
     name = type(loss).__name__
-    if loss.needs_labels and targets is None:
+    if loss.compares == "proxies" and targets is None:
         hint = f"{name} compares with class weights, so two views do not say enough: yield ((view, view), labels)."
         raise InputError(expected("train_loader", "class labels", views.unusable or "none", hint))
-    if loss.needs_labels and positives == "views":
+    if loss.compares == "proxies" and positives == "views":
         hint = f"{name} compares with class weights. Leave positives out."
         raise InputError(expected("positives", "'labels' or nothing", positives, hint))
     check_usable(views, loss, positives)
     x = joined_inputs(views.first, views.second)
-    if loss.graded:
+    if loss.compares == "grades":
         if targets is None:
             hint = f"{name} compares pairs of known similarity."
             raise InputError(expected("train_loader", "(view, view, grades)", "no grades", hint))
@@ -156,13 +156,10 @@ def check_usable(views: Views, loss: CosineLoss, positives: str | None) -> None:
 
 
 def _of_targets(x: Inputs, targets: Any, relation: RelationFunction | None) -> Batch:
-    if relation is not None:
-        return Batch(x, targets, relation, None)
-    if targets.is_floating_point():
+    if relation is None and isinstance(targets, Tensor) and targets.is_floating_point():
         hint = (
             "Known are (x, labels) with whole numbers as labels, (view, view), ((view, view), labels) and (view, view, "
             "labels); two views have the same shape and type."
         )
         raise InputTypeError(expected("train_loader", "labels, or a second view", f"{targets.dtype}", hint))
-    labels = check_labels(targets, input_length(x))
-    return Batch(x, labels, None, labels)
+    return labelled_batch(x, targets, relation)

@@ -83,7 +83,7 @@ def read_towers(batch: Any, device: torch.device, loss: CosineLoss, positives: s
     check_usable(views, loss, positives)
     second: Any = views.second
     counts = input_length(views.first), input_length(second)
-    if loss.graded:
+    if loss.compares == "grades":
         if views.targets is None or counts[0] != counts[1] or len(views.targets) != counts[0]:
             grades = "" if views.targets is None else f" with {len(views.targets)} grades"
             came = f"{counts[0]} and {counts[1]} inputs{grades}"
@@ -156,7 +156,8 @@ def closed(f: Fit, pairs: Any, totals: list[Total]) -> list[DatasetCurvature]:
     batches, alike = int(totals[0].terms[_BATCHES]), int(totals[0].terms[_ALIKE])
     if alike == batches:
         hint = "An anchor is told apart from the inputs of its batch that do not belong to it: use larger batches."
-        came = f"{batches} batches whose inputs all belong together" + (", or as much" if f.options.loss.graded else "")
+        as_much = ", or as much" if f.options.loss.compares == "grades" else ""
+        came = f"{batches} batches whose inputs all belong together{as_much}"
         raise InputError(expected("train_loader", "batches of two pairs or more", came, hint))
     if alike:
         _log.info("%d of %d batches had no inputs that belong together less than others", alike, batches)
@@ -213,7 +214,7 @@ def _derivatives(
     z_a, z_b = check_outputs(z_a, "encoder_a(a)"), check_outputs(z_b, "encoder_b(b)")
     z, relation, first = joined_towers(z_a, z_b, given.labels)
     u = normalize(z)[0]
-    if isinstance(loss, RowLoss):
-        return z, first, loss.between_towers(relation, u, first, as_data=True)
+    if loss.compares == "anchors":
+        return z, first, cast("RowLoss", loss).between_towers(relation, u, first, as_data=True)
     index, grades = torch.arange(len(z), device=z.device), cast("Tensor", given.grades)
     return z, first, loss.derivatives(loss.relate(z, None, (index[:first], index[first:], grades)), u)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -97,7 +97,10 @@ class CosineDerivatives(ABC):
         u: Their unit embeddings, shape (N, D).
         anchors: Number of points whose comparisons the loss sums up; for a loss of pairs all points.
         skipped: Number of points that have nothing to be compared with, and are left out.
+        couples: Whether points are compared with each other, so that there are cross terms.
     """
+
+    couples: ClassVar[bool] = True
 
     n: int
     u: Tensor

@@ -66,7 +66,7 @@ class OutputHessian:
         self.u, self.n = normalize(z)
         self.derivatives = derivatives
         self.distance, self.pd_fix = distance, pd_fix
-        self.coupled = pd_fix.coupled
+        self.coupled = pd_fix.coupled and derivatives.couples
         sums = derivatives.node_sums()
         self.blocks = make_blocks(self.u, self.n, sums, distance, pd_fix)
         self._totals = sums.totals(self.u)

@@ -20,7 +20,6 @@ from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.laplace.prior import PriorMethod
 from contrastive_curvature.losses.cosine import CosineLoss
-from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import slice_inputs, tokenized_batch
 from contrastive_curvature.network.loader import check_loader
@@ -334,7 +333,7 @@ def _loss_of(la: ContrastiveLaplace) -> CosineLoss:
     if not options.given_loss:
         hint = "CLIP: InfoNCELoss(temperature=...), SigLIP: SigLIPLoss(scale=..., bias=...), with the trained numbers."
         raise InputError(expected("backend_kwargs: loss", "the loss that the towers were trained with", "none", hint))
-    if not isinstance(loss, RowLoss) and not loss.graded:
+    if loss.compares not in ("anchors", "grades"):
         msg = (
             f"loss: {type(loss).__name__} compares points of one tower. Use a loss of anchors, such as InfoNCELoss, "
             "SupConLoss or SigLIPLoss, or of graded pairs, CoSENTLoss."

@@ -14,9 +14,19 @@ from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.hessian.derivatives import Totals
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs
+from contrastive_curvature.losses.class_table import ClassTable
+from contrastive_curvature.losses.columns import ColumnDerivatives, Columns
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.pair_derivatives import PairDerivatives
-from contrastive_curvature.losses.weighting import Shares, count_shares, pair_totals, weigh_pairs
+from contrastive_curvature.losses.weighting import (
+    ClassShares,
+    PointShares,
+    Shares,
+    count_shares,
+    lone_shares,
+    pair_totals,
+    weigh_pairs,
+)
 from contrastive_curvature.options import Distance, Normalization, PDFix, check_negative_weight, parse_option
 from contrastive_curvature.pairs import Pairs, make_relation
 from contrastive_curvature.pairs.relation import Relation, RelationFunction, make_target_relation
@@ -59,8 +69,7 @@ class PairLoss(CosineLoss):
         InputError: An option is unknown or out of range.
     """
 
-    value_from_sums: ClassVar[bool] = False
-    """Whether the value follows from the sums over neighbours, so that :meth:`_value` is not needed for a data set."""
+    compares = "pairs"
 
     _options: ClassVar[Mapping[str, Callable[[Any], Any]]] = {
         **CosineLoss._options,
@@ -140,16 +149,27 @@ class PairLoss(CosineLoss):
         """
         return PairDerivatives(self, relation, u, shares)
 
-    def data_hessian(self, z: Tensor, relation: Relation, shares: Shares | None = None) -> OutputHessian:
-        """Return the Hessian of a batch as its part of a data set's (paper, Proposition B.1).
+    def data_hessian(self, z: Tensor, relation: Relation, n_data: int | None = None) -> OutputHessian:
+        """See :meth:`CosineLoss.data_hessian`; its pairs stand for those of other batches (paper, Proposition B.1)."""
+        shares = lone_shares(relation, self.normalization, z.dtype, len(z) if n_data is None else n_data)
+        return self.hessian_at(z, relation, shares=shares)
+
+    def data_scale(self, n: int) -> float:
+        """See :meth:`CosineLoss.data_scale`; a mean over pairs counts once for every two points."""
+        return n / 2 if self.normalization is Normalization.TYPE else 1.0
+
+    def dataset_derivatives(
+        self, related: ClassShares | PointShares, table: ClassTable | None, points: Columns | None, bank: Columns | None
+    ) -> ColumnDerivatives:
+        """Return the derivatives over all pairs of a data set.
 
         Args:
-            z: Checked raw outputs, shape (B, D).
-            relation: Which pairs of the batch are positive and negative.
-            shares: Weights with which they stand for the pairs that lie in no batch
-                (:meth:`~contrastive_curvature.losses.weighting.Shares.standing_for`).
+            related: Which points are positives of each other, and their shares.
+            table: Numbers and sums of all classes; ``None`` with a relation.
+            points: All points, where they are known.
+            bank: Points that stand for all negatives.
         """
-        return self.hessian_at(z, relation, shares=shares)
+        return ColumnDerivatives(self, related, points, bank)
 
     def loss_and_cost(self, totals: Totals, attract: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the value of the loss, and its non-negative version.

@@ -63,25 +63,23 @@ class ClassTableCollector:
     """Makes a :class:`ClassTable` from batches."""
 
     def __init__(self) -> None:
-        self._found: ClassTable | None = None
-        self._waiting: list[ClassTable] = []
-        self._numbers = 0
+        # The first is the sum so far; the others wait, with so many numbers.
+        self._parts: list[ClassTable] = []
+        self._waiting = 0
 
     def add(self, outputs: Tensor, labels: Tensor, *, unit: bool = False) -> None:
         """Take outputs with class labels into account; arguments as in :meth:`ClassTable.of`."""
-        part = ClassTable.of(outputs, labels, unit=unit)
-        self._waiting.append(part)
-        self._numbers += part.sums.numel()
+        self._parts.append(ClassTable.of(outputs, labels, unit=unit))
+        self._waiting += self._parts[-1].sums.numel()
         # As many as there are sums already, or every batch would go over all classes.
-        if self._numbers >= max(_WAITING, 0 if self._found is None else self._found.sums.numel()):
-            self._found, self._waiting, self._numbers = self.table(), [], 0
+        if self._waiting >= max(_WAITING, self.size):
+            self._parts, self._waiting = [self._parts[0].merged(*self._parts[1:])], 0
 
     @property
     def size(self) -> int:
         """Numbers in the sums so far, at least."""
-        return 0 if self._found is None else self._found.sums.numel()
+        return self._parts[0].sums.numel() if self._parts else 0
 
     def table(self) -> ClassTable | None:
         """Return what was added so far; ``None`` for nothing."""
-        parts = [*([] if self._found is None else [self._found]), *self._waiting]
-        return parts[0].merged(*parts[1:]) if parts else None
+        return self._parts[0].merged(*self._parts[1:]) if self._parts else None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from contrastive_curvature.hessian.derivatives import NodeSums, Totals
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.base import PairLoss, Terms
 from contrastive_curvature.losses.class_table import ClassTable
-from contrastive_curvature.losses.columns import Columns
+from contrastive_curvature.losses.columns import ColumnDerivatives, Columns
 from contrastive_curvature.losses.contrastive_classes import ContrastiveOfClasses
 from contrastive_curvature.losses.pair_derivatives import PairDerivatives
-from contrastive_curvature.losses.weighting import ClassShares, Shares
+from contrastive_curvature.losses.weighting import ClassShares, PointShares, Shares
 from contrastive_curvature.options import LARGEST_DISTANCE, Distance, Normalization, PDFix, check_margin
 from contrastive_curvature.pairs.relation import LabelRelation, Relation, RelationFunction
 
@@ -48,7 +48,7 @@ class ContrastiveLoss(PairLoss):
     """
 
     linear = True
-    value_from_sums = True
+    from_sums = True
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -76,6 +76,16 @@ class ContrastiveLoss(PairLoss):
         masks = self.margin is not None and self.margin < LARGEST_DISTANCE
         return 1 - self.margin**2 / 2 if masks else None  # type: ignore[operator]
 
+    @property
+    def sums_suffice(self) -> bool:
+        """See :attr:`CosineLoss.sums_suffice`; with a margin it takes the distances to all negatives."""
+        return self.threshold is None or not self.negative_weight
+
+    @property
+    def pairs_by_class(self) -> bool:
+        """See :attr:`CosineLoss.pairs_by_class`; a margin decides by the distance which negatives count."""
+        return self.pd_fix.attracting_only or self.sums_suffice
+
     def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
         squared = 2 - 2 * cosine
         repelled = (0.0 if self.margin is None else self.margin**2) - squared
@@ -91,6 +101,14 @@ class ContrastiveLoss(PairLoss):
     def derivatives(self, relation: Relation, u: Tensor, *, shares: Shares | None = None) -> ContrastiveDerivatives:
         """See :meth:`PairLoss.derivatives`."""
         return ContrastiveDerivatives(self, relation, u, shares)
+
+    def dataset_derivatives(
+        self, related: ClassShares | PointShares, table: ClassTable | None, points: Columns | None, bank: Columns | None
+    ) -> ColumnDerivatives:
+        """See :meth:`PairLoss.dataset_derivatives`; of class labels, from sums over classes."""
+        if table is None:
+            return super().dataset_derivatives(related, table, points, bank)
+        return ContrastiveOfClasses(self, cast("ClassShares", related), table, points, bank)
 
     def loss_and_cost(self, totals: Totals, attract: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """See :meth:`PairLoss.loss_and_cost`; the cost counts repelling pairs from the margin.
@@ -127,12 +145,6 @@ class ContrastiveDerivatives(PairDerivatives):
     """``y`` (N, N) of the contrastive loss; for class labels, sums over neighbours come from sums over classes."""
 
     loss: ContrastiveLoss
-
-    def forms_pairs(self) -> bool:
-        """See :meth:`PairDerivatives.forms_pairs`; without a margin, sums over classes are enough."""
-        # The value of the loss has the repelling pairs, also where the curvature leaves them out.
-        by_margin = self.loss.threshold is not None and self.loss.negative_weight > 0
-        return by_margin or not isinstance(self.relation, LabelRelation)
 
     def node_sums(self) -> NodeSums:
         """See :meth:`CosineDerivatives.node_sums`."""

@@ -139,12 +139,6 @@ class ContrastiveOfClasses(ColumnDerivatives):
         self._total = self._class_sums.sum(0)
         self._weighted = related.shares.negative @ self._class_sums
 
-    @property
-    def pairs_by_class(self) -> bool:
-        """Return whether no margin decides which pairs count in the curvature."""
-        loss = self.loss
-        return loss.pd_fix.attracting_only or loss.threshold is None or not loss.negative_weight
-
     def sums_for(self, u: Tensor, targets: Tensor, numbers: Tensor) -> NodeSums:
         """See :meth:`DatasetDerivatives.sums_for`; a point is left out by its class, whatever its number."""
         return self._sums(u, self.related.index(targets), numbers)
@@ -152,9 +146,9 @@ class ContrastiveOfClasses(ColumnDerivatives):
     def class_weights(self) -> ClassWeights | None:
         """See :meth:`DatasetDerivatives.class_weights`."""
         loss, classes, shares = self.loss, self.related.classes, self.related.shares
-        if not self.pairs_by_class and self.columns is None:
+        if not loss.pairs_by_class and self.columns is None:
             return None
-        if not self.pairs_by_class or loss.pd_fix.attracting_only or not loss.negative_weight:
+        if not loss.pairs_by_class or loss.pd_fix.attracting_only or not loss.negative_weight:
             return ClassWeights(classes, ((1 - loss.negative_weight) * shares.positive).to(self.related.dtype))
         same = classes.unsqueeze(1) == classes
         attract, repel = weigh_pairs(loss.negative_weight, same, ~same, shares, shares)

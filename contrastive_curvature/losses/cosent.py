@@ -50,7 +50,7 @@ class CoSENTLoss(CosineLoss):
     https://kexue.fm/archives/8847.
     """
 
-    graded = True
+    compares = "grades"
 
     def __init__(
         self, scale: float = 20.0, *, distance: Distance | str = Distance.ARCCOS, pd_fix: PDFix | str = PDFix.PSD_PARTS

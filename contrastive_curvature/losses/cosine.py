@@ -8,7 +8,7 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, ClassVar, Self, TypeVar
+from typing import Any, ClassVar, Literal, Self, TypeVar
 
 import torch
 from torch import Tensor
@@ -57,21 +57,19 @@ class CosineLoss(_Loss, ABC):
         UnsupportedError: ``pd_fix="ggn"`` for a loss that is piecewise linear in the cosines.
     """
 
+    compares: ClassVar[Literal["pairs", "anchors", "grades", "proxies"]]
+    """What the loss compares: the points of ``"pairs"``, each pair by itself; ``"anchors"`` with all candidates of a
+    batch; listed pairs, by their ``"grades"``; or points with the ``"proxies"`` of numbered classes."""
+
     supervised: ClassVar[bool] = True
     """Whether labels say what belongs together, where a loader has two views of every input and labels, too."""
 
-    graded: ClassVar[bool] = False
-    """Whether the loss is one of listed pairs with a grade each."""
+    from_sums: ClassVar[bool] = False
+    """Whether sums over neighbours say all about the loss of positive pairs, so that a class is known by its sums."""
 
     convex: bool = True
     """Whether the loss is convex in the cosines, so that its second-order part is positive semidefinite; where that
     depends on options, a subclass sets it and checks the fix again."""
-
-    needs_labels: ClassVar[bool] = False
-    """Whether labels are numbers of classes that the loss knows, so that no views can stand for them."""
-
-    couples: ClassVar[bool] = True
-    """Whether the loss compares points with each other, so that its Hessian has cross terms."""
 
     linear: ClassVar[bool] = False
     """Whether the loss is piecewise linear in the cosines, so that its second derivatives are zero."""
@@ -93,7 +91,26 @@ class CosineLoss(_Loss, ABC):
     @property
     def coupled(self) -> bool:
         """Return whether the Hessian with this loss's fix has cross terms between two points."""
-        return self.couples and self.pd_fix.coupled
+        return self.compares != "proxies" and self.pd_fix.coupled
+
+    @property
+    def sums_suffice(self) -> bool:
+        """Return whether sums over classes say all about the negatives of class labels, so that none are sampled."""
+        return False
+
+    @property
+    def pairs_by_class(self) -> bool:
+        """Return whether the weight of a pair in the curvature depends on the classes of its points only."""
+        return False
+
+    def uncoupled(self) -> Self:
+        """Return this loss with the fix of the same blocks of single points without cross terms, if there is one."""
+        fixes = {PDFix.FULL: PDFix.FIXED, PDFix.GGN: PDFix.GGN_FIXED}
+        return self.replaced(pd_fix=fixes.get(self.pd_fix, self.pd_fix))
+
+    def data_scale(self, n: int) -> float:
+        """Return the factor that makes the loss of ``n`` points grow with the data."""
+        return 1.0
 
     def forward(self, z: Tensor, labels: Tensor | None = None, *, pairs: Pairs | None = None) -> Tensor:
         """Compute the loss of a batch.
@@ -127,8 +144,14 @@ class CosineLoss(_Loss, ABC):
     def derivatives(self, relation: Relation, u: Tensor) -> CosineDerivatives:
         """Return the derivatives of this loss in the cosines of N points with unit embeddings ``u`` (N, D)."""
 
-    def data_hessian(self, z: Tensor, relation: Relation) -> OutputHessian:
-        """Return the Hessian at checked raw outputs (N, D) as the part of a batch in that of a data set."""
+    def data_hessian(self, z: Tensor, relation: Relation, n_data: int | None = None) -> OutputHessian:
+        """Return the Hessian of a batch as its part of a data set's.
+
+        Args:
+            z: Checked raw outputs, shape (B, D).
+            relation: What :meth:`relate` gives for them.
+            n_data: Number of points of the data set, for a loss whose pairs lie in different batches.
+        """
         return self.hessian_at(z, relation)
 
     def given_with(self, z: Tensor) -> tuple[Tensor | None, Pairs | None] | None:

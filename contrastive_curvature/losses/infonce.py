@@ -8,7 +8,7 @@ from torch.nn import functional as F
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, expected
-from contrastive_curvature.losses.rows import RowLoss, RowTerms, check_temperature
+from contrastive_curvature.losses.rows import RowLoss, RowTerms, check_temperature, weighted_logsumexp
 from contrastive_curvature.options import Distance, PDFix
 
 _TEMPERATURE = 0.1
@@ -71,13 +71,13 @@ class InfoNCELoss(RowLoss):
 
     def _value(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         logits = cosine / self.temperature
-        gap = logits - _log_sum(logits, negative).unsqueeze(1)
+        gap = logits - weighted_logsumexp(logits, negative).unsqueeze(1)
         # softplus is linear from 20 on, and loses eight digits there.
         return -(positive * F.logsigmoid(gap)).sum(1)
 
     def _statistics(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         logits = cosine / self.temperature
-        log_sum = _log_sum(logits, negative)
+        log_sum = weighted_logsumexp(logits, negative)
         gap = logits - log_sum.unsqueeze(1)
         miss = positive * torch.sigmoid(-gap)
         return torch.stack([log_sum, miss.sum(1), (miss * torch.sigmoid(gap)).sum(1)], dim=1)
@@ -109,12 +109,3 @@ def _temperature(temperature: float | None, scale: float | None) -> float:
     if scale is not None:
         return check_temperature(1 / validate.number("scale", scale, positive=True))
     return check_temperature(_TEMPERATURE if temperature is None else temperature)
-
-
-def _log_sum(logits: Tensor, negative: Tensor) -> Tensor:
-    """Return ``log Z = log sum_n m_n exp(logit_n)`` over the negatives, shape (B,); minus infinity without any."""
-    weighted = torch.where(negative > 0, logits + negative.log(), -torch.inf)
-    some = (negative > 0).any(1)
-    # Kept out of the sum: the gradient of the logarithm of zero is NaN.
-    inside = torch.where(some.unsqueeze(1), weighted, 0.0).logsumexp(1)
-    return torch.where(some, inside, -torch.inf)

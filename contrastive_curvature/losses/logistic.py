@@ -20,7 +20,8 @@ class LogisticLoss(PairLoss):
         L = - \sum_{pos} w^+_{ij} \log \sigma(a s_{ij} + b) - \sum_{neg} w^-_{ij} \log \sigma(-(a s_{ij} + b))
 
     There is no margin: every pair counts, and the second derivative in the cosine, ``a^2 sigma (1 - sigma)``, is
-    positive.
+    positive. A logit ``b - a d^2`` of the squared distance of unit embeddings has ``scale=2 * a`` and
+    ``bias=b - 2 * a``.
 
     Args:
         scale: ``a``, positive: how fast the probability of "same" rises with the cosine.
@@ -49,12 +50,20 @@ class LogisticLoss(PairLoss):
         self.bias = validate.number("bias", bias, signed=True)
 
     def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
-        logit = self.scale * cosine + self.bias
-        # Unlike softplus, which is linear from 20 on, exact everywhere.
-        return -(attract * F.logsigmoid(logit) + repel * F.logsigmoid(-logit)).sum()
+        return same_or_not(self.scale * cosine + self.bias, attract, repel).sum()
 
     def _terms(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Terms:
-        same = torch.sigmoid(self.scale * cosine + self.bias)
-        other = torch.sigmoid(-self.scale * cosine - self.bias)
-        first = self.scale * (repel * same - attract * other)
-        return Terms(first, self.scale**2 * (attract + repel) * same * other)
+        first, second = slopes_of_same(self.scale * cosine + self.bias, attract, repel)
+        return Terms(self.scale * first, self.scale**2 * second)
+
+
+def same_or_not(logit: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
+    """Compute the loss of each pair that counts some times as the same and some times as another, from its logit."""
+    # Unlike softplus, which is linear from 20 on, exact everywhere.
+    return -(positive * F.logsigmoid(logit) + negative * F.logsigmoid(-logit))
+
+
+def slopes_of_same(logit: Tensor, positive: Tensor, negative: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the first and second derivative of :func:`same_or_not` in the logit."""
+    same, other = torch.sigmoid(logit), torch.sigmoid(-logit)
+    return negative * same - positive * other, (positive + negative) * same * other

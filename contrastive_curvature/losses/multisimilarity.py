@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from contrastive_curvature import validate
-from contrastive_curvature.losses.rows import RowLoss, RowTerms
+from contrastive_curvature.losses.rows import RowLoss, RowTerms, weighted_logsumexp
 from contrastive_curvature.options import Distance, PDFix
 
 
@@ -83,5 +84,4 @@ class MultiSimilarityLoss(RowLoss):
 
 def _log_one_plus(logits: Tensor, times: Tensor) -> Tensor:
     """Return ``log(1 + sum_j m_j exp(logit_j))``, shape (B,)."""
-    weighted = torch.where(times > 0, logits + times.log(), -torch.inf)
-    return torch.cat([weighted, torch.zeros_like(weighted[:, :1])], dim=1).logsumexp(1)
+    return weighted_logsumexp(F.pad(logits, (0, 1)), F.pad(times, (0, 1), value=1.0))

@@ -13,7 +13,7 @@ from torch import Tensor
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums, Totals
 from contrastive_curvature.hessian.moments import MomentPart, PairMoments
 from contrastive_curvature.losses.weighting import Shares, count_shares, pair_totals, weigh_pairs
-from contrastive_curvature.pairs.relation import Relation, row_ranges
+from contrastive_curvature.pairs.relation import LabelRelation, Relation, row_ranges
 from contrastive_curvature.progress import LongRunWarning
 
 if TYPE_CHECKING:
@@ -58,7 +58,7 @@ def pair_block(
     nothing = cosine.new_zeros(())
     attract, repel = weigh_pairs(loss.negative_weight, positive, negative, rows, columns)
     first, second = loss._checked_terms(cosine, attract, repel)
-    whole = -first if loss.value_from_sums and loss.pd_fix.attracting_only else None
+    whole = -first if loss.from_sums and loss.pd_fix.attracting_only else None
     if loss.pd_fix.attracting_only:
         first = loss._checked_terms(cosine, attract, nothing).first
     elif loss.pd_fix.second_only:
@@ -94,7 +94,7 @@ def sum_pairs(
         entries: Pairs whose derivatives are computed at once.
     """
     # In float64 where the value is the difference of sums.
-    wide = torch.float64 if loss.value_from_sums else x.dtype
+    wide = torch.float64 if loss.from_sums else x.dtype
     kept, whole = ((x.new_zeros(len(x), dtype=wide), x.new_zeros(x.shape, dtype=wide)) for _ in range(2))
     value, bound = x.new_zeros((), dtype=torch.float64), x.new_zeros(len(x))
     holds = sum(len(rows) * len(others) for rows, others, _ in met) <= _HELD
@@ -103,7 +103,7 @@ def sum_pairs(
         held: list[tuple[Tensor, Tensor]] = []
         summands = others.to(wide)
         for some in row_ranges(len(rows), len(others), entries):
-            pairs, here = block(some, not loss.value_from_sums), rows[some]
+            pairs, here = block(some, not loss.from_sums), rows[some]
             value += pairs.value.double() / 2
             for y, (degree, neighbors) in ((pairs.y, kept), (pairs.whole, whole)):
                 if y is not None and not loss.pd_fix.second_only:
@@ -118,7 +118,7 @@ def sum_pairs(
     if not loss.linear:
         moments = PairMoments(parts, x.new_zeros(0), x.new_zeros(0, *x.shape), bound, dtype)
     # The repelling pairs are left out of the curvature, not of the loss.
-    partial_sums = loss.value_from_sums and loss.pd_fix.attracting_only
+    partial_sums = loss.from_sums and loss.pd_fix.attracting_only
     counted = NodeSums(*whole, None, value).totals(x) if partial_sums else None
     return NodeSums(*kept, moments, value, counted).checked(type(loss).__name__)
 
@@ -175,12 +175,8 @@ class PairDerivatives(CosineDerivatives):
         counts = relation.counts()
         self.shares = shares or count_shares(*counts, loss.normalization, u.dtype, pair_totals(*counts))
         self._attract = (self.shares.positive.double() * counts[0]).sum()
-        if self.forms_pairs():
+        if not (loss.sums_suffice and isinstance(relation, LabelRelation)):
             warn_of_many(*u.shape)
-
-    def forms_pairs(self) -> bool:
-        """Return whether the sums of the points need all their pairs."""
-        return True
 
     def node_sums(self) -> NodeSums:
         """See :meth:`CosineDerivatives.node_sums`."""

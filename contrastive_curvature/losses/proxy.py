@@ -72,8 +72,7 @@ class ProxyLoss(CosineLoss):
 
     proxies: Tensor
 
-    couples = False
-    needs_labels = True
+    compares = "proxies"
 
     def __init__(
         self,
@@ -134,15 +133,9 @@ class ProxyLoss(CosineLoss):
         labels = self.relate(u, relation.targets, None).targets
         return ProxyDerivatives(self, labels, u, 1.0 if as_data else self.weight(len(u)))
 
-    def data_hessian(self, z: Tensor, relation: Relation) -> OutputHessian:
+    def data_hessian(self, z: Tensor, relation: Relation, n_data: int | None = None) -> OutputHessian:
         """See :meth:`CosineLoss.data_hessian`: a mean counts times its number of embeddings."""
         return self.hessian_at(z, relation, as_data=True)
-
-    def hessian_of(self, z: Tensor, derivatives: CosineDerivatives) -> OutputHessian:
-        """See :meth:`CosineLoss.hessian_of`; there are no cross blocks, whatever the fix."""
-        made = super().hessian_of(z, derivatives)
-        made.coupled = False
-        return made
 
     def weight(self, count: int) -> float:
         """Return the factor of the sum over ``count`` embeddings."""
@@ -240,6 +233,8 @@ class ProxyDerivatives(CosineDerivatives):
         weight: By what the sum over points is multiplied.
     """
 
+    couples = False
+
     def __init__(self, loss: ProxyLoss, labels: Tensor, u: Tensor, weight: float) -> None:
         self.loss, self.labels, self.u, self.weight = loss, labels, u, weight
         self.n = self.anchors = len(u)
@@ -267,14 +262,6 @@ class ProxyDerivatives(CosineDerivatives):
         """See :meth:`CosineDerivatives.rows`; all zero."""
         first, last, _ = columns.indices(self.n)
         return self.u.new_zeros(stop - start, max(0, last - first)), None
-
-    def matmul(self, x: Tensor) -> Tensor:
-        """See :meth:`CosineDerivatives.matmul`; zero."""
-        return torch.zeros_like(x)
-
-    def second_matmul(self, t: Tensor) -> Tensor | None:
-        """See :meth:`CosineDerivatives.second_matmul`; nothing couples two points."""
-        return None
 
     @torch.no_grad()
     def _value(self) -> Tensor:

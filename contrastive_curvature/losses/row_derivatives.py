@@ -12,7 +12,7 @@ from torch import Tensor
 from contrastive_curvature.hessian.cross import CrossRoots, RootSide
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums, Totals
 from contrastive_curvature.hessian.moments import MomentPart, PairMoments
-from contrastive_curvature.losses.sides import Side, Sides
+from contrastive_curvature.losses.sides import Side, Sides, moved
 from contrastive_curvature.pairs.relation import Relation
 
 if TYPE_CHECKING:
@@ -59,7 +59,7 @@ class RowDerivatives(CosineDerivatives):
         summed = not (self.fix.second_only or self.fix.attracting_only)
         for known in self._sides:
             theirs = known.side.candidates
-            for here in known.blocks():
+            for here in known.side.row_blocks(3):
                 terms = known.at(here)
                 if summed:
                     y = -terms.first
@@ -94,7 +94,7 @@ class RowDerivatives(CosineDerivatives):
                     continue
                 terms = known.at(anchors, candidates)
                 ours, theirs = (candidates, anchors) if turned else (anchors, candidates)
-                place = _moved(ours, -start), _moved(theirs, -first)
+                place = moved(ours, -start), moved(theirs, -first)
                 y[place] -= terms.first.T if turned else terms.first
                 if c is not None and terms.second is not None:
                     c[place] += terms.second.T if turned else terms.second
@@ -114,7 +114,7 @@ class RowDerivatives(CosineDerivatives):
         for known in self._sides:
             theirs = known.side.candidates
             candidates, moved = self.u[theirs], t[theirs]
-            for here in known.blocks():
+            for here in known.side.row_blocks(3):
                 terms = known.at(here)
                 own = self._own_second(terms)
                 for k in range(t.shape[2]):
@@ -150,7 +150,7 @@ class RowDerivatives(CosineDerivatives):
         if self._values is None:
             total, cost = torch.zeros(2, dtype=torch.float64, device=self.u.device)
             for known in self._sides:
-                for here in known.blocks():
+                for here in known.side.row_blocks(3):
                     kept = known.kept[known.local(here)]
                     if bool(kept.any()):
                         given = [part[kept] for part in known.given(here)]
@@ -225,7 +225,7 @@ class RowDerivatives(CosineDerivatives):
             found, mine = known.at(side.anchors, inside), known.at(here)
             for root, of_mine in zip(found.roots, mine.roots, strict=True):
                 all_points = self.u.new_zeros(side.shape[0], points.stop - points.start)
-                all_points[:, _moved(inside, -points.start)] = root
+                all_points[:, moved(inside, -points.start)] = root
                 weights.append(all_points)
                 anchors.append(self.u[side.anchors])
                 numbers = torch.arange(here.start, here.stop, device=self.u.device)
@@ -260,7 +260,7 @@ class _Anchors:
         self.rest = u.new_zeros(len(loss.root_signs), count)
         found: list[tuple[Tensor, RowTerms]] = []
         statistics = [u.new_zeros(0, 0)] if not count else []
-        for here in self.blocks():
+        for here in side.row_blocks(3):
             rows, given = self.local(here), self.given(here)
             self.kept[rows] = loss._has_terms(*given[1:])
             self.count += float(loss._checked("_counts_at", *given).sum())
@@ -277,24 +277,17 @@ class _Anchors:
             self.cosines = _cat([cosine for cosine, _ in found])
             self.held = _joined([terms for _, terms in found])
 
-    def blocks(self) -> Iterator[slice]:
-        """Iterate over ranges of the anchors, in blocks of bounded size."""
-        for rows in self.side.row_blocks(3):
-            yield _moved(rows, self.side.anchors.start)
-
     def local(self, anchors: slice) -> slice:
         """Return a range of the anchors, counted from the first one of this side."""
-        return _moved(anchors, -self.side.anchors.start)
+        return moved(anchors, -self.side.anchors.start)
 
     def given(self, anchors: slice, candidates: slice | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return cosines, positives and negatives of some anchors and some or all of their candidates."""
-        rows = self.local(anchors)
-        columns = None if candidates is None else _moved(candidates, -self.side.candidates.start)
-        positive, negative = self.side.related(self.relation, rows, self.u.dtype, columns)
-        if self.cosines is not None:
-            return self.cosines[rows, slice(None) if columns is None else columns], positive, negative
-        others = self.u[self.side.candidates if candidates is None else candidates]
-        return self.u[anchors] @ others.T, positive, negative
+        chosen = self.side.candidates if candidates is None else candidates
+        positive, negative = (mask.to(self.u) for mask in self.relation.rows(anchors.start, anchors.stop, chosen))
+        if self.cosines is None:
+            return self.u[anchors] @ self.u[chosen].T, positive, negative
+        return self.cosines[self.local(anchors), moved(chosen, -self.side.candidates.start)], positive, negative
 
     def at(self, anchors: slice, candidates: slice | None = None) -> RowTerms:
         """Return the derivatives of the loss, scaled, for some anchors and some or all of their candidates."""
@@ -302,7 +295,7 @@ class _Anchors:
         if self.held is None:
             given = self.given(anchors, candidates)
             return _scaled(self.loss._checked_terms(*given, self.statistics[rows], self.kept[rows]), self.scale)
-        columns = slice(None) if candidates is None else _moved(candidates, -self.side.candidates.start)
+        columns = moved(self.side.candidates if candidates is None else candidates, -self.side.candidates.start)
         return self.held.map(lambda part: part[rows, columns])
 
     def rescale(self, scale: float) -> None:
@@ -332,10 +325,6 @@ class _Anchors:
 def _overlap(a: slice, b: slice) -> slice:
     start = max(a.start, b.start)
     return slice(start, max(start, min(a.stop, b.stop)))
-
-
-def _moved(part: slice, by: int) -> slice:
-    return slice(part.start + by, part.stop + by)
 
 
 def _cat(parts: list[Tensor]) -> Tensor:

@@ -73,6 +73,8 @@ class RowLoss(CosineLoss):
         InputError: An option is unknown or out of range.
     """
 
+    compares = "anchors"
+
     root_signs: ClassVar[tuple[int, ...]] = ()
     """Signs of the roots that :meth:`_terms` gives."""
 
@@ -175,7 +177,7 @@ class RowLoss(CosineLoss):
         """
         return self._derivatives(relation, u, one_tower(len(u)), as_data)
 
-    def data_hessian(self, z: Tensor, relation: Relation) -> OutputHessian:
+    def data_hessian(self, z: Tensor, relation: Relation, n_data: int | None = None) -> OutputHessian:
         """See :meth:`CosineLoss.data_hessian`: a mean over terms counts times its number of anchors."""
         return self.hessian_at(z, relation, as_data=True)
 
@@ -208,10 +210,10 @@ class RowLoss(CosineLoss):
         total, terms = u.new_zeros((), dtype=torch.float64), 0.0
         for side in sides:
             for rows in side.row_blocks():
-                positive, negative = side.related(relation, rows, u.dtype)
+                positive, negative = (mask.to(u) for mask in relation.rows(rows.start, rows.stop, side.candidates))
                 kept = self._has_terms(positive, negative)
                 if bool(kept.any()):
-                    cosine = u[side.anchors][rows][kept] @ u[side.candidates].T
+                    cosine = u[rows][kept] @ u[side.candidates].T
                     positive, negative = positive[kept], negative[kept]
                     total = total + self._checked("_value", cosine, positive, negative).double().sum()
                     terms += float(self._counts_at(cosine.detach(), positive, negative).sum())
@@ -266,3 +268,12 @@ def check_temperature(value: object) -> float:
     if number < _SMALLEST_TEMPERATURE:
         raise InputError(expected("temperature", f"a number of at least {_SMALLEST_TEMPERATURE:g}", number))
     return number
+
+
+def weighted_logsumexp(logits: Tensor, times: Tensor) -> Tensor:
+    """Return ``log sum_j m_j exp(logit_j)``, shape (B,), over candidates that count ``m_j`` times; -inf without any."""
+    weighted = torch.where(times > 0, logits + times.log(), -torch.inf)
+    some = (times > 0).any(1)
+    # Kept out of the sum: the gradient of the logarithm of zero is NaN.
+    inside = torch.where(some.unsqueeze(1), weighted, 0.0).logsumexp(1)
+    return torch.where(some, inside, -torch.inf)

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError, expected
 from contrastive_curvature.hessian.sphere import check_outputs
-from contrastive_curvature.pairs.relation import LabelRelation, Relation, check_labels, row_ranges
+from contrastive_curvature.pairs.relation import LabelRelation, check_labels, row_ranges
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,13 @@ class Side:
     def row_blocks(self, width: int = 1) -> Iterator[slice]:
         """Iterate over ranges of anchors, in blocks of pairs for which the caller stores ``width`` numbers each."""
         count, candidates = self.shape
-        return row_ranges(count, candidates * width)
+        for rows in row_ranges(count, candidates * width):
+            yield moved(rows, self.anchors.start)
 
-    def related(
-        self, relation: Relation, anchors: slice, dtype: torch.dtype, columns: slice | None = None
-    ) -> tuple[Tensor, Tensor]:
-        """Return how often candidates count as positives and as negatives for anchors of this side, each (B, C)."""
-        first = self.candidates.start
-        chosen = self.candidates if columns is None else slice(first + columns.start, first + columns.stop)
-        rows = self.anchors.start + anchors.start, self.anchors.start + anchors.stop
-        positive, negative = relation.rows(*rows, chosen)
-        return positive.to(dtype), negative.to(dtype)
+
+def moved(part: slice, by: int) -> slice:
+    """Return a range of points that are counted from another one."""
+    return slice(part.start + by, part.stop + by)
 
 
 Sides = tuple[Side, ...]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from contrastive_curvature import validate
+from contrastive_curvature.losses.logistic import same_or_not, slopes_of_same
 from contrastive_curvature.losses.rows import RowLoss, RowTerms
 from contrastive_curvature.options import Distance, PDFix
 
@@ -60,15 +59,11 @@ class SigLIPLoss(RowLoss):
         return ((positive > 0) | (negative > 0)).any(1).to(positive.dtype)
 
     def _value(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        logit = self.scale * cosine + self.bias
-        # softplus is linear from 20 on, and loses eight digits there.
-        return -(positive * F.logsigmoid(logit) + negative * F.logsigmoid(-logit)).sum(1)
+        return same_or_not(self.scale * cosine + self.bias, positive, negative).sum(1)
 
     def _statistics(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         return cosine.new_zeros(len(cosine), 0)
 
     def _terms(self, cosine: Tensor, positive: Tensor, negative: Tensor, statistics: Tensor) -> RowTerms:
-        logit = self.scale * cosine + self.bias
-        same, other = torch.sigmoid(logit), torch.sigmoid(-logit)
-        first = self.scale * (negative * same - positive * other)
-        return RowTerms(first, self.scale**2 * (positive + negative) * same * other)
+        first, second = slopes_of_same(self.scale * cosine + self.bias, positive, negative)
+        return RowTerms(self.scale * first, self.scale**2 * second)

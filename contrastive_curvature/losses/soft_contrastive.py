@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import expected
 from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.losses.base import PairLoss, Terms
+from contrastive_curvature.losses.logistic import same_or_not, slopes_of_same
 from contrastive_curvature.options import Distance, Normalization, PDFix
 
 _MEETING = 64
@@ -19,27 +19,23 @@ _MEETING = 64
 class SoftContrastiveLoss(PairLoss):
     r"""Soft contrastive loss: logistic regression of "same class?" on the distance of a pair.
 
-    With the distance ``d_ij = |u_i - u_j| = sqrt(2 - 2 s_ij)`` of unit embeddings, or its square, over unordered pairs
-    ``{i, j}``:
+    With the distance ``d_ij = |u_i - u_j| = sqrt(2 - 2 s_ij)`` of unit embeddings, over unordered pairs ``{i, j}``:
 
     .. math::
         L = - \sum_{pos} w^+_{ij} \log \sigma(-a d_{ij} + b) - \sum_{neg} w^-_{ij} \log \sigma(a d_{ij} - b)
 
-    With ``squared=True`` the logit is ``2 a s - 2 a + b``, that of :class:`~contrastive_curvature.losses.LogisticLoss`
-    with ``scale=2 a`` and ``bias=b - 2 a``: convex in the cosines, with a positive semidefinite second-order part.
+    The second derivative in the cosine is negative for close positives, so that the second-order part alone
+    (``pd_fix="ggn"``) is indefinite. It is unbounded where two embeddings meet (``d = 0``): the value exists, with a
+    zero gradient of that pair, and the Hessian is refused. Points that are close cost digits: a curvature of parameters
+    has a relative error of up to ``eps / d^3`` (``docs/theory.md``).
 
-    With ``squared=False``, the form of the paper, the second derivative in the cosine is negative for close positives,
-    so that the second-order part alone (``pd_fix="ggn"``) is indefinite. It is unbounded where two embeddings meet
-    (``d = 0``): the value exists, with a zero gradient of that pair, and the Hessian is refused. Points that are
-    close cost digits: a curvature of parameters has a relative error of up to ``eps / d^3`` (``docs/theory.md``).
-
-    The paper has points anywhere and not on the sphere:
+    With the squared distance, ``b - a d^2``, it is the convex :class:`~contrastive_curvature.losses.LogisticLoss` with
+    ``scale=2 * a`` and ``bias=b - 2 * a``. The paper has points anywhere and not on the sphere:
     :func:`contrastive_curvature.hedged.soft_contrastive_loss`.
 
     Args:
-        a: Slope per unit of (squared) distance, positive.
+        a: Slope per unit of distance, positive.
         b: Intercept; the probability of "same" is one half at the distance ``b / a``.
-        squared: Whether the logit is linear in the squared distance.
         negative_weight: See :class:`~contrastive_curvature.losses.PairLoss`.
         normalization: See :class:`~contrastive_curvature.losses.PairLoss`.
         distance: See :class:`~contrastive_curvature.options.Distance`; not the one of this loss.
@@ -52,11 +48,12 @@ class SoftContrastiveLoss(PairLoss):
     :func:`~contrastive_curvature.hedged.match_logits`).
     """
 
+    convex = False
+
     def __init__(
         self,
         a: float = 1.0,
         b: float = 0.0,
-        squared: bool = False,
         negative_weight: float = 0.5,
         normalization: Normalization | str = Normalization.ANCHOR,
         *,
@@ -66,41 +63,26 @@ class SoftContrastiveLoss(PairLoss):
         super().__init__(negative_weight, normalization, distance=distance, pd_fix=pd_fix)
         self.a = validate.number("a", a, positive=True)
         self.b = validate.number("b", b, signed=True)
-        validate.flag("squared", squared)
-        self.squared = self.convex = squared
-        self._check_fix()
 
     def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
         squared = 2 - 2 * cosine
-        if self.squared:
-            length = squared
-        else:
-            # The root has no derivative at zero, and may not be taken there even where it is not used.
-            met = _meet(squared)
-            length = torch.where(met, 0.0, torch.where(met, 1.0, squared).sqrt())
-        logit = self.b - self.a * length
-        return -(attract * F.logsigmoid(logit) + repel * F.logsigmoid(-logit)).sum()
+        met = _meet(squared)
+        # The root has no derivative at zero, and may not be taken there even where it is not used.
+        length = torch.where(met, 0.0, torch.where(met, 1.0, squared).sqrt())
+        return same_or_not(self.b - self.a * length, attract, repel).sum()
 
     def _terms(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Terms:
         squared = 2 - 2 * cosine
-        length, slope, bend = squared, torch.full_like(squared, 2 * self.a), torch.zeros_like(squared)
-        if not self.squared:
-            met = _meet(squared)
-            self._check_apart(met & ((attract + repel) > 0))
-            length = torch.where(met, 1.0, squared).sqrt()
-            slope = torch.where(met, 0.0, self.a / length)
-            bend = slope / length.square()
-        logit = self.b - self.a * length
-        same, other = torch.sigmoid(logit), torch.sigmoid(-logit)
-        pull = repel * same - attract * other
-        return Terms(slope * pull, slope.square() * (attract + repel) * same * other + bend * pull)
-
-    def _check_apart(self, met: Tensor) -> None:
-        """Refuse counted pairs that meet."""
-        if bool(met.any()):
+        met = _meet(squared)
+        if bool((met & ((attract + repel) > 0)).any()):
             wanted = "pairs of embeddings that differ, since the derivatives grow without bound as two meet"
-            hint = "Use squared=True, whose derivatives are bounded, or leave duplicates out."
-            raise UnrepresentableError(expected("SoftContrastiveLoss(squared=False)", wanted, "some that meet", hint))
+            hint = "Use LogisticLoss, whose derivatives are bounded, or leave duplicates out."
+            raise UnrepresentableError(expected("SoftContrastiveLoss", wanted, "some that meet", hint))
+        length = torch.where(met, 1.0, squared).sqrt()
+        slope = torch.where(met, 0.0, self.a / length)
+        bend = slope / length.square()
+        pull, bent = slopes_of_same(self.b - self.a * length, attract, repel)
+        return Terms(slope * pull, slope.square() * bent + bend * pull)
 
 
 def _meet(squared: Tensor) -> Tensor:

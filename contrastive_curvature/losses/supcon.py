@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastive_curvature.losses.rows import RowLoss, RowTerms, check_temperature
+from contrastive_curvature.losses.rows import RowLoss, RowTerms, check_temperature, weighted_logsumexp
 from contrastive_curvature.options import Distance, PDFix
 
 
@@ -61,7 +61,7 @@ class SupConLoss(RowLoss):
     def _value(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         logits = cosine / self.temperature
         target = positive / positive.sum(1, keepdim=True)
-        return _log_sum(logits, positive, negative) - (target * logits).sum(1)
+        return weighted_logsumexp(logits, _candidate_weight(positive, negative)) - (target * logits).sum(1)
 
     def _cost(self, value: Tensor, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         # The least is the entropy of the targets, which the loss of a trained encoder may exceed by less than rounding.
@@ -81,7 +81,7 @@ class SupConLoss(RowLoss):
         return torch.where(cost.isfinite(), cost, value.double() - least)
 
     def _statistics(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        log_sum = _log_sum(cosine / self.temperature, positive, negative)
+        log_sum = weighted_logsumexp(cosine / self.temperature, _candidate_weight(positive, negative))
         p = self._shares(cosine, positive, negative, log_sum.unsqueeze(1))
         # Of the candidates but for one that has more than half.
         rest = torch.where(p > 0.5, 0.0, p).sum(1)
@@ -103,8 +103,3 @@ class SupConLoss(RowLoss):
 def _candidate_weight(positive: Tensor, negative: Tensor) -> Tensor:
     """Return how often a candidate is in the denominator: a positive once, a negative as often as it counts."""
     return torch.where(positive > 0, 1.0, negative)
-
-
-def _log_sum(logits: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-    """Return ``log sum_j w_j exp(logit_j)`` over the candidates, shape (B,)."""
-    return (logits + _candidate_weight(positive, negative).log()).logsumexp(1)

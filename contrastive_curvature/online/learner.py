@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -144,7 +144,7 @@ class OnlineLaplace(nn.Module):
         own_loss = backend_object.loss
         self._own_loss: CosineLoss = (
             own_loss.replaced(normalization=Normalization.TYPE, negative_weight=0.5)
-            if isinstance(own_loss, PairLoss)
+            if own_loss.compares == "pairs"
             else own_loss
         )
         kind = LastLayer if subset_of_weights == "last_layer" else AllParameters
@@ -269,10 +269,11 @@ class OnlineLaplace(nn.Module):
             # The user's loss gets the outputs of the whole encoder, including a normalisation at its end.
             embeddings = self._sampled.encoder.embeddings(z)
             return self._loss(embeddings, labels) if pairs is None else self._loss(embeddings, labels, pairs)
-        if isinstance(own, PairLoss) and pairs is None:
+        of_pairs = own.compares == "pairs"
+        if of_pairs and pairs is None:
             targets: Any = labels
-            pairs = own.mine(raw, targets, relation)
-        if isinstance(own, PairLoss) or self._miner is not None:
+            pairs = cast("PairLoss", own).mine(raw, targets, relation)
+        if of_pairs or self._miner is not None:
             return own.forward(z, pairs=pairs)
         return own.forward(z, labels, pairs=relation if pairs is None else pairs)
 

@@ -12,7 +12,6 @@ from torch import nn
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, UnsupportedError, expected
 from contrastive_curvature.laplace.options import given_options
-from contrastive_curvature.losses.base import PairLoss
 
 
 def check_options(
@@ -49,7 +48,7 @@ def batch_options(backend_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
         InputError: An option asks for others.
     """
     options = given_options(backend_kwargs)
-    if options.get("loss") is None or isinstance(options["loss"], PairLoss):
+    if getattr(options.get("loss"), "compares", "pairs") == "pairs":
         options = {"pairs": "batch", **options}
     later = "A training step sees no others; la.fit(loader) after training takes those of the data set."
     samples = "A step has few points, and an interrupted training could not go on with the same samples."

@@ -16,11 +16,8 @@ from torch.nn.functional import linear
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.fit.loop import DatasetCurvature, mean_norm
 from contrastive_curvature.fit.mc_samples import term_of
-from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
-from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
-from contrastive_curvature.losses.weighting import lone_shares
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.module import parameter_places
@@ -78,7 +75,7 @@ class SampledEncoder(ABC):
             z, context = pullback.forward(x)
             no_pairs = torch.zeros(0, dtype=torch.int64)
             # Other losses may have no notion of no pairs; the shape is the same for all.
-            hessian = ContrastiveLoss(pd_fix=PDFix.FIXED).data_hessian(
+            hessian = ContrastiveLoss(pd_fix=PDFix.FIXED).hessian_at(
                 z, make_relation(len(z), z.device, None, (no_pairs,) * 4)
             )
             return term_of(self.structure, pullback, context, hessian)
@@ -86,13 +83,7 @@ class SampledEncoder(ABC):
     def _term(self, pullback: Pullback, z: Tensor, context: Any, targets: Any, pairs: Any) -> DatasetCurvature:
         loss, options = self.backend.loss, self.backend.options
         given = (targets, options.relation) if pairs is None else (None, pairs)
-        hessian: OutputHessian
-        if isinstance(loss, PairLoss):
-            relation = make_relation(len(z), z.device, *given)
-            shares = lone_shares(relation, loss.normalization, z.dtype, self.n_data)
-            hessian = loss.data_hessian(z, relation, shares)
-        else:
-            hessian = loss.data_hessian(z, loss.relate(z, *given))
+        hessian = loss.data_hessian(z, loss.relate(z, *given), self.n_data)
         value = term_of(self.structure, pullback, context, hessian)
         # Scaled as the part of a data set of N points that the B points of this batch contribute.
         scaled = self.backend.at_data_scale(DatasetCurvature(value, *hessian.loss_and_cost(), self.n_data))

@@ -150,7 +150,7 @@ def is_exact(
     """Compare a batch, a data set, products and eigenpairs of a loss with autograd."""
     model, points, labels = drawn
     jacobian, z = dense_jacobian(model, points), model(points).detach()
-    hessian, of_pairs = loss.output_hessian(z, labels), isinstance(loss, PairLoss)
+    hessian, of_pairs = loss.output_hessian(z, labels), loss.compares == "pairs"
     if not (fittable(Case(z, labels)) if of_pairs else hessian.derivatives.anchors):
         return
     if loss.pd_fix == "full" and loss.distance == "arccos":
@@ -160,10 +160,7 @@ def is_exact(
         # The parts that a fix leaves have their own oracle: tests/losses.
         output = hessian.dense()
     # As a fit scales it: a mean counts times its number of anchors, the means over pairs times half of the points.
-    if of_pairs:
-        scale = len(z) / 2 if loss.normalization == "type" else 1.0
-    else:
-        scale = float(hessian.derivatives.anchors) if loss.averages else 1.0
+    scale = loss.data_scale(len(z)) if of_pairs or not loss.averages else float(hessian.derivatives.anchors)
     truth = scale * (jacobian.T @ output @ jacobian)
     reach = scale * size_of_terms(loss, z, labels) * float(jacobian.square().sum())
     step, x, y = data.draw(st.integers(2, len(z))), points.to(device), labels.to(device)
@@ -200,7 +197,7 @@ def check_loss(loss: PairLoss | RowLoss, device: str = "cpu") -> None:
         InputError: A rule returns another shape than it should.
         AssertionError: A rule is wrong; the message names it.
     """
-    if not isinstance(loss, (PairLoss, RowLoss)):
+    if isinstance(loss, type) or getattr(loss, "compares", None) not in ("pairs", "anchors"):
         raise InputTypeError(expected("loss", "a PairLoss or a RowLoss", f"a {type(loss).__name__}"))
     name = type(loss).__name__
     lost = [key for key in loss.arguments() if not hasattr(loss, key)]
@@ -235,7 +232,7 @@ def _with(loss: Any, fix: PDFix, distance: Distance) -> list[Any]:
 
 def _check_terms(loss: Any, random: torch.Generator, device: str) -> None:
     """Compare ``_terms`` with the derivatives of ``_value``, at a block of cosines that belong to no points."""
-    name, of_pairs = type(loss).__name__, isinstance(loss, PairLoss)
+    name, of_pairs = type(loss).__name__, loss.compares == "pairs"
     cosine = (1.8 * torch.rand(4, 7, generator=random, dtype=torch.float64) - 0.9).to(device)
     first_kind = (torch.rand(4, 7, generator=random) < 0.4).to(cosine)
     first_kind[:, :2] = torch.tensor([1.0, 0.0])
@@ -274,7 +271,7 @@ def _check_terms(loss: Any, random: torch.Generator, device: str) -> None:
 def _check_hessian(loss: Any, z: Tensor, given: dict[str, Any]) -> None:
     """Compare the output Hessian with the oracle, which believes the value rule alone."""
     fix, distance = str(loss.pd_fix), str(loss.distance)
-    if isinstance(loss, RowLoss):
+    if loss.compares == "anchors":
         case = AnchorCase(loss, *(mask.to(z) for mask in masks_of(len(z), given.get("labels"), given.get("pairs"))))
         truth = anchor_hessian(case, z, distance, fix)
     else:

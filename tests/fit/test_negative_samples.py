@@ -34,7 +34,7 @@ WEIGHTS = (0.0, 0.3, 0.5, 1.0)
 WITH_FACTORS = ("linear", "no bias", "tanh", "softplus", "gelu", "batchnorm")
 CURVED: dict[str, Any] = {
     "logistic": lambda fix: LogisticLoss(4.0, -1.0, 0.3, pd_fix=fix),
-    "soft contrastive": lambda fix: cc.SoftContrastiveLoss(2.0, 1.0, True, normalization="type", pd_fix=fix),
+    "logistic by type": lambda fix: cc.LogisticLoss(4.0, -3.0, normalization="type", pd_fix=fix),
 }
 
 

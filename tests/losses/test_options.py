@@ -39,7 +39,6 @@ EYE = torch.eye(3)
         (cc.LogisticLoss, {"bias": math.inf}, "bias"),
         (cc.SoftContrastiveLoss, {"a": 0.0}, "a"),
         (cc.SoftContrastiveLoss, {"b": math.nan}, "b"),
-        (cc.SoftContrastiveLoss, {"squared": 1}, "squared"),
         (cc.SoftContrastiveLoss, {"negative_weight": 2.0}, "negative_weight"),
         (cc.SoftContrastiveLoss, {"normalization": "none"}, "normalization"),
         (cc.CoSENTLoss, {"scale": 0.0}, "scale"),
@@ -67,7 +66,7 @@ def test_what_a_loss_that_is_not_convex_or_curved_has_no_meaning_for(fix: str) -
         cc.ProxyLoss(EYE, margin=0.5, kind="arcface").output_hessian(EYE + 0.1, torch.arange(3), pd_fix=fix)
     with pytest.raises(cc.UnsupportedError, match=f"{fix}.*SoftContrastiveLoss is not convex.*psd"):
         cc.SoftContrastiveLoss(pd_fix=fix)
-    assert cc.SoftContrastiveLoss(squared=True, pd_fix=fix).pd_fix == fix
+    assert cc.LogisticLoss(pd_fix=fix).pd_fix == fix
     if fix != "psd_parts":
         with pytest.raises(cc.UnsupportedError, match=f"pd_fix='{fix}': TripletLoss is piecewise linear"):
             cc.TripletLoss(pd_fix=fix)

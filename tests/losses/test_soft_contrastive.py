@@ -42,18 +42,23 @@ def nearest(case: Case) -> float:
     return float((unit(case.z)[i] - unit(case.z)[j]).square().sum(1).min()) if len(i) else 1.0
 
 
+def of_distance(squared: bool, a: float, b: float, **options: Any) -> cc.losses.PairLoss:
+    """Return the loss whose logit is linear in the distance, or in its square."""
+    return cc.LogisticLoss(2 * a, b - 2 * a, **options) if squared else SoftContrastiveLoss(a, b, **options)
+
+
 @given(case=cases(), chosen=chosen_options, squared=st.booleans())
 def test_value_is_a_sum_over_pairs(case: Case, chosen: dict[str, Any], squared: bool, device: str) -> None:
-    loss, moved = SoftContrastiveLoss(squared=squared, **chosen), case.to(device)
+    loss, moved = of_distance(squared, **chosen), case.to(device)
     listed = list_pairs(len(case.z), case.labels, case.pairs)
     u = unit(case.z)
     truth = size = 0.0
     for (i, j, sign), weight in pair_weights(listed, loss.negative_weight, str(loss.normalization)).items():
         length = float((u[i] - u[j]).norm()) ** (2 if squared else 1)
-        x = -sign * (loss.b - loss.a * length)
+        x = -sign * (chosen["b"] - chosen["a"] * length)
         truth += abs(weight) * (max(x, 0) + math.log1p(math.exp(-abs(x))))
         # A cosine of one is wrong by a rounding error, its distance by the root of it.
-        size += abs(weight) * loss.a
+        size += abs(weight) * chosen["a"]
     assert abs(float(loss(moved.z, **moved.given)) - truth) <= (1e-12 if squared else 1e-7) * size + 1e-12 * truth
 
 
@@ -88,7 +93,7 @@ def test_points_that_are_close_cost_the_digits_that_the_docs_say(distance: float
 @given(case=cases(), chosen=chosen_options, squared=st.booleans())
 def test_full_arccos_is_the_hessian_of_the_loss(case: Case, chosen: dict[str, Any], squared: bool, device: str) -> None:
     assume(squared or nearest(case) > 1e-6)
-    loss, moved = SoftContrastiveLoss(squared=squared, pd_fix="full", **chosen), case.to(device)
+    loss, moved = of_distance(squared, pd_fix="full", **chosen), case.to(device)
     truth = torch.autograd.functional.hessian(lambda z: loss(z, **moved.given), moved.z)
     truth = truth.reshape(moved.z.numel(), -1)
     found = loss.output_hessian(moved.z, moved.labels, pairs=moved.pairs)
@@ -107,9 +112,9 @@ def test_embeddings_that_meet(kind: str, dtype: torch.dtype, device: str) -> Non
     if kind == "pairs":
         given = {"pairs": tuple(torch.tensor(index, device=device) for index in ([0, 2], [2, 4], [0, 3], [1, 1]))}
     loss = SoftContrastiveLoss()
-    with pytest.raises(UnrepresentableError, match=r"squared=False.*squared=True.*duplicates"):
+    with pytest.raises(UnrepresentableError, match=r"SoftContrastiveLoss.*LogisticLoss.*duplicates"):
         loss.output_hessian(z, **given)
-    assert bool(SoftContrastiveLoss(squared=True).output_hessian(z, **given).dense().isfinite().all())
+    assert bool(of_distance(True, 1.0, 0.0).output_hessian(z, **given).dense().isfinite().all())
     # A pair that is not counted may meet.
     alone = tuple(torch.tensor(index, device=device) for index in ([2, 2], [4, 3], [2, 0], [1, 4]))
     masks = torch.zeros(2, 5, 5, dtype=torch.bool, device=device)
@@ -173,5 +178,5 @@ def test_equal_points_are_two_points(device: str) -> None:
             assert close(found, cc.ggn(model, x, y, loss=loss, structure="full", clamp=False), tolerance=1e-9)
     # A distance that is not squared has no second derivative where they meet.
     backend = cc.ContrastiveGGN(model, last_layer=False, loss=SoftContrastiveLoss(3.0, 2.0))
-    with pytest.raises(UnrepresentableError, match=r"squared=True"):
+    with pytest.raises(UnrepresentableError, match=r"LogisticLoss"):
         backend.fit([(x, y)], Diagonal)

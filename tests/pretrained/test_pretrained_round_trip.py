@@ -30,7 +30,7 @@ PROXIES = torch.arange(1.0, 10.0, dtype=torch.float64).view(3, 3).sin()
 LOSSES = [
     cc.ContrastiveLoss(None, 0.3, "type", pd_fix="psd"),
     cc.LogisticLoss(7, -3, 0.4),
-    cc.SoftContrastiveLoss(3.0, 1.0, squared=True),
+    cc.SoftContrastiveLoss(3.0, 1.0),
     cc.InfoNCELoss(0.3, "sum", "a"),
     cc.InfoNCELoss(scale=4.0),
     cc.SupConLoss(0.2, distance="euclidean"),

@@ -102,8 +102,8 @@ def test_other_losses(loss: Any, shared: bool, device: str) -> None:
     """The Hessian of the loss between the towers by autograd, pulled back."""
     a, b = encoders(device)
     b = a if shared else b
-    data: Any = batches(device, not loss.graded, (4, 4) if shared else (4, 2))
-    if loss.graded:
+    data: Any = batches(device, loss.compares != "grades", (4, 4) if shared else (4, 2))
+    if loss.compares == "grades":
         data = [(x_a, x_b, numbers(3, len(x_a)).round().to(device)) for x_a, x_b in data]
     hessians = []
     for x_a, x_b, y in data:

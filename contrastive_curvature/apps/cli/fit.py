@@ -20,7 +20,6 @@ from contrastive_curvature.apps.cli.sources import ArraySource, FeatureFolderSou
 from contrastive_curvature.errors import expected
 from contrastive_curvature.io.pretrained import read_info
 from contrastive_curvature.io.pretrained.posterior import KNOWN_LOSSES
-from contrastive_curvature.losses import RowLoss
 from contrastive_curvature.losses.cosine import CosineLoss
 
 _UNIT = 1e-3
@@ -173,7 +172,7 @@ def _made_loss(options: Mapping[str, Any]) -> CosineLoss:
 
 
 def _needs_labels_alone(kind: type[CosineLoss]) -> bool:
-    return not kind.graded and all(p.default is not p.empty for p in kind.arguments().values())
+    return kind.compares != "grades" and all(p.default is not p.empty for p in kind.arguments().values())
 
 
 def _split(count: int, share: float | None, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
@@ -258,7 +257,7 @@ def _posterior(
     console.note(f"fitting on {len(rows):,} inputs")
     (labels,), _ = shared_labels(train)
     # Candidates from the batch: sources that are sorted by class would give batches of one class.
-    seed = options["seed"] if _takes_pairs_of_a_batch(options) else None
+    seed = None if la.curvature_options.over_dataset else options["seed"]
     la.fit(Loader(train, options["batch_size"], rows, labels, seed), progress_bar=console.progress)
     _choose_prior(la, precision, strength)
     _calibrate(console, la, calibration)
@@ -281,10 +280,6 @@ def _calibrate(console: Console, la: Any, calibration: Loader | None, **score: A
         return
     console.note(f"calibrating with {len(calibration.dataset):,} inputs")
     la.calibrate(calibration, progress_bar=console.progress, **score)
-
-
-def _takes_pairs_of_a_batch(options: Mapping[str, Any]) -> bool:
-    return isinstance(options["made_loss"], RowLoss) or options["curvature"].get("pairs") == "batch"
 
 
 def _name(path: Path) -> str:

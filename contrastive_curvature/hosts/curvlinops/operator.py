@@ -18,7 +18,6 @@ from contrastive_curvature.fit.api import check_encoder
 from contrastive_curvature.fit.lowrank import curvature_product
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs
-from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, input_length, move_inputs, slice_inputs, tokenized_batch
@@ -169,7 +168,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
 
     def _views(self, batch: Any) -> tuple[Inputs, Inputs] | None:
         """The two views of a batch without labels, for a loss of anchors that needs none."""
-        if isinstance(self.loss, PairLoss) or self.loss.needs_labels or not has_views(batch):
+        if self.loss.compares in ("pairs", "proxies") or not has_views(batch):
             return None
         labelled = len(batch) == 3 or isinstance(batch[0], (tuple, list))
         if labelled and self.loss.supervised:

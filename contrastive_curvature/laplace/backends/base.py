@@ -41,8 +41,6 @@ from contrastive_curvature.fit.subset import HessianSubset, anchor_subset, subse
 from contrastive_curvature.hessian.derivatives import refuse_sampled
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.laplace.advice import LabelRange
-from contrastive_curvature.losses.base import PairLoss
-from contrastive_curvature.losses.weighting import lone_shares
 from contrastive_curvature.network.digest import encoder_digest
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, slice_inputs, tokenized_batch
@@ -59,8 +57,6 @@ from contrastive_curvature.network.loader import (
 from contrastive_curvature.network.module import SubnetworkPullback
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.network.sketch import sketch_size
-from contrastive_curvature.options import Normalization
-from contrastive_curvature.pairs import make_relation
 from contrastive_curvature.progress import Progress
 from contrastive_curvature.structures import Dense, Diagonal, Eigenpairs, Kron, Structure
 from contrastive_curvature.structures.finite import check_finite
@@ -226,7 +222,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         batch = tokenized_batch(self.model, batch)
         related = self.options.relation is not None
         if has_views(batch) and not related:
-            if not isinstance(self.loss, PairLoss):
+            if self.loss.compares != "pairs":
                 msg = "loader: batches of two views. This needs labelled points: yield (x, labels)."
                 raise UnsupportedError(msg)
             msg = (
@@ -242,7 +238,7 @@ class ContrastiveBackend(GGNInterface, ABC):
 
     def points_of(self, batch: Any) -> Batch:
         """Take apart what a loader yields, as the loss takes it."""
-        if isinstance(self.loss, PairLoss):
+        if self.loss.compares == "pairs":
             return labelled_batch(*self.read(batch), self.options.relation)
         device, related = next(self.model.parameters()).device, self.options.relation is not None
         views = read_views(tokenized_batch(self.model, batch), device, self.dict_key_y, related=related)
@@ -387,7 +383,7 @@ class ContrastiveBackend(GGNInterface, ABC):
             vectors, values = leading_eigenpairs(pullback, hessian, reader.inputs, self.options.rank, shown)
         n, norm = len(hessian.z), mean_norm(hessian.z)
         loss, cost = hessian.loss_and_cost()
-        scale = self._data_scale(n)
+        scale = self.loss.data_scale(n)
         found = Eigenpairs(vectors, scale * values)
         return DatasetCurvature(found, scale * loss, scale * cost, n, None, norm, hessian.classes)
 
@@ -406,7 +402,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         """
         with self._all_at_once(loader, Progress(None)) as (pullback, reader, hessian):
             product = curvature_product(pullback, hessian, reader.inputs, v)
-        return self._data_scale(len(hessian.z)) * product
+        return self.loss.data_scale(len(hessian.z)) * product
 
     def fit_subset(
         self, loader: Iterable[Any], size: int, seed: int = 0, progress: bool | None = None
@@ -431,13 +427,13 @@ class ContrastiveBackend(GGNInterface, ABC):
         check_loader(loader)
         with self._ready(loader) as (encoder, pullback):
             reader, shown = self._reader(loader), Progress(progress)
-            if not isinstance(self.loss, PairLoss):
+            if self.loss.compares != "pairs":
                 return anchor_subset(encoder, reader, self.loss, size, seed, shown)
             f = Fit(DATASET, [pullback], Diagonal, self.options, shown)
             passes = Passes(reader, encoder, pullback)
             pairs = collected(f, passes)
             subset = subset_hessian(f, pairs, passes, size, seed)
-        scale = self._data_scale(pairs.n)
+        scale = self.loss.data_scale(pairs.n)
         loss, cost = pairs.hessian.loss_and_cost()
         return replace(subset, factor=scale**0.5 * subset.factor), scale * loss, scale * cost, pairs.n
 
@@ -454,12 +450,8 @@ class ContrastiveBackend(GGNInterface, ABC):
             n_data = y.shape[0] if n_data is None else n_data
             z, context = pullback.forward(x)
             z = check_outputs(z, "model(x)")
-            if isinstance(loss, PairLoss):
-                relation = make_relation(len(z), z.device, y, options.relation)
-                hessian = loss.data_hessian(z, relation, lone_shares(relation, loss.normalization, z.dtype, n_data))
-            else:
-                given = as_batch(Views(x, None, y), loss, options.relation, options.positives)
-                hessian = loss.data_hessian(z, loss.relate(z, given.labels, given.pairs))
+            given = as_batch(Views(x, None, y), loss, options.relation, options.positives)
+            hessian = loss.data_hessian(z, loss.relate(z, given.labels, given.pairs), n_data)
             self.options.check_structure(structure)
             found = term_of(structure, pullback, context, hessian, make_sampler(self.options.mc_samples))
             check_finite(found.plain(), pullback, "this batch")
@@ -472,15 +464,13 @@ class ContrastiveBackend(GGNInterface, ABC):
     ) -> Fit:
         """Return the loss over the data that the options ask for."""
         self.options.check_structure(structure)
-        source = ANCHORS
-        if isinstance(self.loss, PairLoss):
-            source = BATCHES if self.options.pairs == "batch" else DATASET
+        of_batches = BATCHES if self.loss.compares == "pairs" else ANCHORS
+        source = DATASET if self.options.over_dataset else of_batches
         return Fit(source, [pullback], structure, self.options, progress, part)
 
     def _reader(self, loader: Any, part: int = 0) -> Reader:
         # Over all pairs of a data set, points of two passes are told apart by their place in the order.
-        numbered = isinstance(self.loss, PairLoss) and self.options.pairs == "dataset"
-        return Reader(in_fixed_order(loader) if numbered else loader, self.points_of, part)
+        return Reader(in_fixed_order(loader) if self.options.over_dataset else loader, self.points_of, part)
 
     @contextmanager
     def _ready(self, loader: Iterable[Any]) -> Iterator[tuple[Encoder, Pullback]]:
@@ -510,13 +500,9 @@ class ContrastiveBackend(GGNInterface, ABC):
             f = Fit(DATASET, [pullback], Diagonal, self.options, progress)
             yield pullback, reader, whole_hessian(f, Passes(reader, encoder, pullback))
 
-    def _data_scale(self, n: int) -> float:
-        mean = isinstance(self.loss, PairLoss) and self.loss.normalization is Normalization.TYPE
-        return n / 2 if mean else 1.0
-
     def at_data_scale(self, out: DatasetCurvature) -> DatasetCurvature:
         """Multiply by N / 2 where the loss is a mean over pairs, so that it grows with the data; see :meth:`fit`."""
-        scale = self._data_scale(out.n)
+        scale = self.loss.data_scale(out.n)
         return replace(out, curvature=out.curvature.scaled(scale), loss=scale * out.loss, cost=scale * out.cost)
 
 
