@@ -51,7 +51,7 @@ from .losses import (
 from .losses.choice import output_hessian
 from .network.adapters import EncoderOutput, with_last_layer
 from .network.two_towers import TwoTowers
-from .online import OnlineLaplace, Trainer
+from .online import OnlineLaplace
 from .options import Distance, Normalization, PDFix
 from .registration import register, unregister
 
@@ -89,7 +89,6 @@ __all__ = [
     "register",
     "unregister",
     "OnlineLaplace",
-    "Trainer",
     "EmbeddingDistribution",
     "RetrievalUncertainty",
     # encoders from elsewhere

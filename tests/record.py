@@ -452,15 +452,6 @@ def online(structure: str, sampling_temperature: float | None = None, **options:
     return {"losses": losses, "weights": list(encoder.parameters()), "covariance": la(NEW).covariance}
 
 
-def trainer() -> dict[str, Any]:
-    torch.manual_seed(3)
-    encoder = make_encoder()
-    learner = cc.OnlineLaplace(encoder, probe=X[:8], n_data=40)
-    optimizer = torch.optim.SGD(learner.parameters(), lr=1e-2)
-    cc.Trainer(learner, optimizer).fit(BATCHES, epochs=2)
-    return {"weights": list(encoder.parameters()), "uncertainty": learner.laplace()(NEW).uncertainty}
-
-
 def vmf_functions() -> dict[str, Any]:
     mu, kappa = vmf.from_embedding(4 * normal(6, 5))
     proxy, proxy_kappa = vmf.from_embedding(4 * normal(4, 5, seed=1))
@@ -588,7 +579,7 @@ def groups() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"online {structure}", partial(online, structure, 0.0)
     yield "online sampled", partial(online, "diag")
     yield "online InfoNCE", partial(online, "diag", 0.0, loss=cc.InfoNCELoss(0.3))
-    yield from [("online trainer", trainer), ("vmf", vmf_functions), ("hedged", hedged_functions)]
+    yield from [("vmf", vmf_functions), ("hedged", hedged_functions)]
     yield from [("triplet", triplet_functions), ("metrics", metric_functions)]
 
 
