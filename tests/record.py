@@ -422,16 +422,6 @@ def served(structure: str) -> dict[str, Any]:
     return found
 
 
-def stores() -> dict[str, Any]:
-    la = fitted()
-    la.calibrate([VALIDATION])
-    store = cc.FaissStore()
-    store.add(torch.arange(40), la(X))
-    found = store.search(la(NEW), k=5)
-    uncertain = found.retrieval_uncertainty(la(NEW).novelty, la(VALIDATION).novelty)
-    return {"ids": found.ids, "cosine": found.cosine, "uncertainty": found.uncertainty, "retrieval": uncertain}
-
-
 def online(structure: str, sampling_temperature: float | None = None, **options: Any) -> dict[str, Any]:
     torch.manual_seed(3)
     encoder = make_encoder()
@@ -561,7 +551,7 @@ def groups() -> Iterator[tuple[str, Callable[[], Any]]]:
         ("all", "kron"),
     ):
         yield f"samples {weights} {structure}", partial(samples, weights, structure)
-    yield from [("embedding alone", embedding_alone), ("search", search), ("stores", stores), ("files", files)]
+    yield from [("embedding alone", embedding_alone), ("search", search), ("files", files)]
     for loss, structure in (("InfoNCE", "kron_lowrank"), ("SigLIP", "kron"), ("CoSENT", "diag"), ("SupCon", "full")):
         yield f"towers {loss} {structure}", partial(two_towers, loss, structure)
     yield "towers InfoNCE ggn", partial(two_towers, "InfoNCE", "diag", fix="ggn")

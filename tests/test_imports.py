@@ -97,7 +97,7 @@ with contextlib.redirect_stdout(caught), contextlib.redirect_stderr(caught):
     import contrastive_curvature as cc, laplace
     cc.OnlineLaplace
     before = set(sys.modules)
-    cc.jobs, cc.pretrained, cc.load_pretrained, cc.FaissStore, cc.LanceStore
+    cc.jobs, cc.pretrained, cc.load_pretrained, cc.FaissIndex, cc.LanceIndex
     import contrastive_curvature.apps.cli, contrastive_curvature.apps.report, contrastive_curvature.io.serving
 with contextlib.redirect_stderr(shown):
     warnings.warn("`torch.jit.script` is deprecated, says the user", FutureWarning)
