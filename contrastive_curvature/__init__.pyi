@@ -11,6 +11,7 @@ from .embedding.gallery import RetrievalUncertainty
 from .embedding.known import OptimisticPValueWarning
 from .embedding.match_probability import MatchProbability
 from .embedding.similarity import CosineDistribution, similarity
+from .embedding.stored import StoredEmbeddings
 from .embedding.zero_shot import ZeroShotClassifier
 from .errors import (
     ContrastiveCurvatureError,
@@ -25,10 +26,10 @@ from .fit import ggn
 from .hessian.output import OutputHessian
 from .hessian.sphere import L2Norm
 from .hosts.curvlinops import ContrastiveGGNLinearOperator
-from .io import jobs, pretrained, serving, stores
+from .io import jobs, pretrained, serving
 from .io.feature_folder import FeatureFolder, features
+from .io.indexes import FaissIndex, Index, LanceIndex
 from .io.pretrained import load_pretrained
-from .io.stores import FaissStore, LanceStore, SearchResult, StoredEmbeddings
 from .laplace.advice import DefaultPriorWarning, FeatureNormWarning, LabelWarning
 from .laplace.backends import ContrastiveBackend, ContrastiveGGN
 from .laplace.backends.backpack import BackPackContrastiveGGN
@@ -51,7 +52,7 @@ from .losses import (
 from .losses.choice import output_hessian
 from .network.adapters import EncoderOutput, with_last_layer
 from .network.two_towers import TwoTowers
-from .online import OnlineLaplace, Trainer
+from .online import OnlineLaplace
 from .options import Distance, Normalization, PDFix
 from .registration import register, unregister
 
@@ -89,7 +90,6 @@ __all__ = [
     "register",
     "unregister",
     "OnlineLaplace",
-    "Trainer",
     "EmbeddingDistribution",
     "RetrievalUncertainty",
     # encoders from elsewhere
@@ -114,11 +114,10 @@ __all__ = [
     "RetrievalThreshold",
     "DriftMonitor",
     "select_unknown",
-    # a corpus in a vector store
-    "stores",
-    "FaissStore",
-    "LanceStore",
-    "SearchResult",
+    # a gallery that is searched elsewhere
+    "Index",
+    "FaissIndex",
+    "LanceIndex",
     "StoredEmbeddings",
     # the sphere, and how good it all is
     "vmf",

@@ -42,7 +42,6 @@ def make_setting(device: str = "cpu", **changes: object) -> Setting:
         "n_samples": 6,
         "eval_batch": 7,
         "progress": False,
-        "checkpoint_every": 2,
         "device": device,
     }
     return Setting(**given | changes)  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature import hedged, metrics, triplet, vmf
-from contrastive_curvature.online import load_checkpoint
 
 __all__ = ["CALLS", "POSTERIORS", "Call", "data", "encoder", "posterior"]
 
@@ -193,12 +192,6 @@ def _online(x: Any, labels: Any, **given: Any) -> Any:
     return losses, _described(online.laplace()(data()[0]))
 
 
-def _trained(epochs: Any, loader: Any, **given: Any) -> Any:
-    online = cc.OnlineLaplace(encoder(), probe=data()[0], n_data=N)
-    cc.Trainer(online, torch.optim.SGD(online.parameters(), 1e-3), **given).fit(loader, epochs)
-    return list(online.parameters())
-
-
 def _gallery(embeddings: Any, novelty: Any, **given: Any) -> Any:
     return cc.RetrievalUncertainty(**given)(embeddings, novelty)
 
@@ -317,11 +310,6 @@ def _calls() -> dict[str, Call]:
             | {"memory_factor": 1e-4, "n_samples": 1, "subset_of_weights": "last_layer", "hessian_structure": "diag"}
             | {"prior_precision": None, "temperature": None, "sampling_temperature": None, "backend_kwargs": None},
         ),
-        "Trainer": (
-            _trained,
-            {"epochs": 1, "loader": loader, "checkpoint_every": 200, "dict_key_y": "labels", "progress": False},
-        ),
-        "load_checkpoint": (load_checkpoint, {"path": "no such file", "device": "cpu"}),
         "EmbeddingDistribution": (
             _distribution,
             {"raw_mean": z, "variance": None, "covariance": torch.eye(D).expand(N, D, D), "joint_covariance": None},

@@ -422,16 +422,6 @@ def served(structure: str) -> dict[str, Any]:
     return found
 
 
-def stores() -> dict[str, Any]:
-    la = fitted()
-    la.calibrate([VALIDATION])
-    store = cc.FaissStore()
-    store.add(torch.arange(40), la(X))
-    found = store.search(la(NEW), k=5)
-    uncertain = found.retrieval_uncertainty(la(NEW).novelty, la(VALIDATION).novelty)
-    return {"ids": found.ids, "cosine": found.cosine, "uncertainty": found.uncertainty, "retrieval": uncertain}
-
-
 def online(structure: str, sampling_temperature: float | None = None, **options: Any) -> dict[str, Any]:
     torch.manual_seed(3)
     encoder = make_encoder()
@@ -450,15 +440,6 @@ def online(structure: str, sampling_temperature: float | None = None, **options:
             losses.append(loss.detach())
     la = learner.laplace()
     return {"losses": losses, "weights": list(encoder.parameters()), "covariance": la(NEW).covariance}
-
-
-def trainer() -> dict[str, Any]:
-    torch.manual_seed(3)
-    encoder = make_encoder()
-    learner = cc.OnlineLaplace(encoder, probe=X[:8], n_data=40)
-    optimizer = torch.optim.SGD(learner.parameters(), lr=1e-2)
-    cc.Trainer(learner, optimizer).fit(BATCHES, epochs=2)
-    return {"weights": list(encoder.parameters()), "uncertainty": learner.laplace()(NEW).uncertainty}
 
 
 def vmf_functions() -> dict[str, Any]:
@@ -570,7 +551,7 @@ def groups() -> Iterator[tuple[str, Callable[[], Any]]]:
         ("all", "kron"),
     ):
         yield f"samples {weights} {structure}", partial(samples, weights, structure)
-    yield from [("embedding alone", embedding_alone), ("search", search), ("stores", stores), ("files", files)]
+    yield from [("embedding alone", embedding_alone), ("search", search), ("files", files)]
     for loss, structure in (("InfoNCE", "kron_lowrank"), ("SigLIP", "kron"), ("CoSENT", "diag"), ("SupCon", "full")):
         yield f"towers {loss} {structure}", partial(two_towers, loss, structure)
     yield "towers InfoNCE ggn", partial(two_towers, "InfoNCE", "diag", fix="ggn")
@@ -588,7 +569,7 @@ def groups() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"online {structure}", partial(online, structure, 0.0)
     yield "online sampled", partial(online, "diag")
     yield "online InfoNCE", partial(online, "diag", 0.0, loss=cc.InfoNCELoss(0.3))
-    yield from [("online trainer", trainer), ("vmf", vmf_functions), ("hedged", hedged_functions)]
+    yield from [("vmf", vmf_functions), ("hedged", hedged_functions)]
     yield from [("triplet", triplet_functions), ("metrics", metric_functions)]
 
 

@@ -28,7 +28,7 @@ _MOST_HELD_OUT = 2_000
 # Not part of what a run folder must agree on: they change no figure, threads no more than its last digits. Workers are
 # part of it, since random augmentations draw other numbers in them.
 _FREE = ("data_root", "download", "out", "seeds", "methods", "threads", "progress")
-_OWN = ("relation", "own_order", "eval_batch", "checkpoint_every")
+_OWN = ("relation", "own_order", "eval_batch")
 """Of the setting, without an option: they follow from table and data, or change no figure."""
 
 

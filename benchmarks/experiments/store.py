@@ -16,9 +16,9 @@ from benchmarks.experiments.data import RetrievalData
 from benchmarks.experiments.evaluate import Evaluation, Scores
 from benchmarks.experiments.plan import Cell
 from benchmarks.machine import write_atomically
+from contrastive_curvature.artifact import write_whole
 from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.metrics import CalibrationBins
-from contrastive_curvature.online import load_checkpoint, save_checkpoint
 
 _CONFIG = "config.json"
 FORMAT = 3
@@ -105,7 +105,8 @@ def save_cell(out: Path, cell: Cell, found: Evaluation, fit_seconds: float | Non
         "p_values": None if found.p_values is None else vars(found.p_values),
         "calibration": None if found.calibration is None else vars(found.calibration),
     }
-    save_checkpoint(cell_folder(out, cell.seed, cell.row.key, cell.members) / "curves.pt", curves)
+    path = cell_folder(out, cell.seed, cell.row.key, cell.members) / "curves.pt"
+    write_whole(path, lambda file: torch.save(curves, file))
     content = {
         "row": cell.row.key,
         "method": cell.row.method,
@@ -192,19 +193,14 @@ def load_curves(out: Path, seed: int, key: str) -> Curves | None:
         The curves; ``None`` where the cell is not finished.
 
     Raises:
-        InputError: The figures or the curves are damaged.
+        InputError: The figures are damaged.
     """
     cell = out / f"seed{seed}" / f"{key}.json"
     content = read_cell(cell) if cell.is_file() else {"failed": "not yet"}
     if "failed" in content:
         return None
     path = cell_folder(out, seed, key, tuple(content["members"])) / "curves.pt"
-    try:
-        return Curves(load_checkpoint(path, torch.device("cpu")))
-    except InputError as error:
-        # Removing the curves alone would leave the cell finished.
-        msg = f"{error} Remove {cell} too, and the cell is evaluated again."
-        raise InputError(msg) from None
+    return Curves(torch.load(path, map_location="cpu", weights_only=True))
 
 
 class Clock:

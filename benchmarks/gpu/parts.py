@@ -59,7 +59,7 @@ _SUITE = {
 }
 """The whole suite, in pieces that can be run again one by one."""
 
-_NEED = {"tests/stores": ("faiss", "lancedb"), "tests/docs": ("mkdocs", "mkdocstrings", "markdown_it")}
+_NEED = {"tests/indexes": ("faiss", "lancedb"), "tests/docs": ("mkdocs", "mkdocstrings", "markdown_it")}
 """Folders of tests that are left out where an optional package is missing."""
 
 

@@ -1,7 +1,7 @@
-"""What is written to disk and read back: saved posteriors, features, states, exports, vector stores, jobs."""
+"""What is written to disk and read back: saved posteriors, features, states, exports, indices of galleries, jobs."""
 
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__, ["feature_folder", "jobs", "pretrained", "serving", "states", "stores"]
+    __name__, ["feature_folder", "indexes", "jobs", "pretrained", "serving", "states"]
 )

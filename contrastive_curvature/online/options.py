@@ -59,18 +59,14 @@ def batch_options(backend_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     return options
 
 
-def repr_without_addresses(value: object) -> str:
-    """Return a ``repr`` that is the same in the next run of a program."""
-    return re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value))
-
-
 def described(value: object) -> str:
     """Describe a setting in one line, to recognise it in a saved state.
 
     A function is described by its name, without global variables and closures. An object or a module is described by
     its type and by those constructor arguments that it stores under the same name.
     """
-    text = " ".join(repr_without_addresses(value).split())
+    # Without addresses in memory, which the next run of a program does not have.
+    text = " ".join(re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value)).split())
     kind = type(value)
     if kind.__repr__ not in (object.__repr__, nn.Module.__repr__):
         return text

@@ -27,7 +27,6 @@ PUBLIC = (
     "io.jobs",
     "io.pretrained",
     "io.serving",
-    "io.stores",
     "laplace",
     "losses",
     "metrics",

@@ -7,8 +7,8 @@ import pytest
 from tables import each
 
 from benchmarks.experiments import cli, plan, plots
+from benchmarks.experiments.methods import training
 from contrastive_curvature.errors import DivergenceError
-from contrastive_curvature.online import Trainer
 from tests.devices import DEVICES
 
 ROWS = ["deterministic", "deep_ensemble", "pfe", "laplace_posthoc", "laplace_online", "norm"]
@@ -92,16 +92,17 @@ def test_finished_cells_are_not_computed_again(whole, undrawn, monkeypatch):
 def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path, undrawn, monkeypatch):
     options = ["--table", "2", *TINY, "--epochs", "2", "--methods", "deterministic", "laplace_online", "norm"]
     assert cli.main([*options, "--out", str(tmp_path / "whole")]) == 0
-    step, steps, stop_at = Trainer._train_on_batch, [], [6]
+    steps, stop_at = [], [6]
 
-    def stops(self, batch):
-        steps.append(batch)
-        if len(steps) == stop_at[0]:
-            raise KeyboardInterrupt
-        return step(self, batch)
+    def stops(batches, *_, **__):
+        for batch in batches:
+            steps.append(batch)
+            if len(steps) == stop_at[0]:
+                raise KeyboardInterrupt
+            yield batch
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "_train_on_batch", stops)
+        patch.setattr(training, "tqdm", stops)
         assert cli.main([*options, "--out", str(tmp_path / "parts")]) == 130
         steps.clear()
         stop_at[0] = 100

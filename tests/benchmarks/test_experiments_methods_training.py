@@ -7,10 +7,10 @@ from devices import DEVICES
 
 from benchmarks.experiments.methods.training import (
     ContrastiveStep,
+    _generators,
     train,
     training_loader,
 )
-from contrastive_curvature.online.randomness import Randomness
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -39,7 +39,7 @@ def test_the_demonstrations_order_is_that_of_its_committed_results():
         for (x, y), rows in zip(batches, order.split(16), strict=True):
             assert torch.equal(x, data.train.images(rows.tolist()))
             assert torch.equal(y, data.train.targets[rows])
-    assert any(part is batches.sampler.generator for part in Randomness(batches).generators)
+    assert any(part is batches.sampler.generator for part in _generators(batches))
 
 
 def test_bfloat16_is_for_the_encoders_training_alone(tmp_path):

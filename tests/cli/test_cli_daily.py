@@ -126,7 +126,6 @@ INDEX = ("search", "posterior", "--queries", "new.npz", "--out", "hits.csv", "-k
 
 
 def test_an_index_gives_the_hits_of_its_gallery(run: Run) -> None:
-    pytest.importorskip("faiss")
     gallery = ("--gallery", "train.npz")
     run(*INDEX[:-2], *gallery)
     wanted = read("hits.csv")
@@ -163,7 +162,6 @@ def test_an_index_gives_the_hits_of_its_gallery(run: Run) -> None:
     ],
 )
 def test_indices_that_do_not_fit(run: Run, arguments: tuple[object, ...], wanted: str) -> None:
-    pytest.importorskip("faiss")
     before = Path("new.npz").read_bytes()
     assert wanted in error_of(run(*arguments, code=2))
     assert Path("new.npz").read_bytes() == before

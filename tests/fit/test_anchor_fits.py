@@ -308,7 +308,7 @@ def test_targets_of_a_relation_may_look_like_inputs(device: str) -> None:
     truth = anchors * cc.ggn(model, x, x, pairs=near, loss=loss, subset_of_weights="last_layer", clamp=False)
     assert close(la.H_raw, truth, tolerance=1e-11)
     learner = cc.OnlineLaplace(model, probe=x[:4], n_data=12, backend_kwargs={"loss": loss, "relation": near})
-    cc.Trainer(learner, torch.optim.SGD(learner.parameters(), 1e-3)).fit([(x, x)], 1)
+    learner(x, x).backward()
     assert bool(learner.laplace()(x).kappa.isfinite().all())
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.errors import DivergenceError, InputTypeError
-from contrastive_curvature.online import OnlineLaplace, Trainer, load_checkpoint
+from contrastive_curvature.online import OnlineLaplace
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -64,19 +63,6 @@ def test_refused_options_say_what_came_and_what_to_do(
         OnlineLaplace(arguments.pop("encoder"), **arguments)
 
 
-class NanLoss(nn.Module):
-    """A network with a loss that becomes no number at a given call."""
-
-    def __init__(self, at: int) -> None:
-        super().__init__()
-        self.net, self.at, self.calls = nn.Linear(4, 3), at, 0
-
-    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        self.calls += 1
-        loss = self.net(x).square().mean()
-        return loss * math.nan if self.calls == self.at else loss
-
-
 @covering(1, subset=["last_layer", "all"], cause=["weights", "inputs", "loss"])
 def test_a_step_that_is_no_number_is_named_and_changes_nothing(subset: str, cause: str, device: str) -> None:
     x, labels = data(device)
@@ -107,22 +93,6 @@ def test_a_curvature_that_overflows(device: str) -> None:
         net[-1].bias.mul_(1e-20)
     with pytest.raises(DivergenceError, match="training step 1: the curvature is not finite"):
         online(x, labels)
-
-
-def test_the_trainer_says_where_it_diverged_and_keeps_the_last_good_checkpoint(tmp_path: Path, device: str) -> None:
-    x, labels = data(device)
-    loader, file = [(x, labels)] * 4, tmp_path / "run.pt"
-    step = NanLoss(at=7).to(device)
-    trainer = Trainer(step, torch.optim.SGD(step.parameters(), lr=0.1), checkpoint=file, checkpoint_every=2)
-    with pytest.raises(
-        DivergenceError, match=r"(?s)step 7: \(epoch 2\) the loss is nan\..*step 6, is .*run\.pt"
-    ) as caught:
-        trainer.fit(loader, 3)
-    assert caught.value.step == 7
-    assert load_checkpoint(file)["steps"] == 6
-    step.at = 0
-    trainer.fit(loader, 3)
-    assert trainer.steps == 12
 
 
 @each(

@@ -1,4 +1,4 @@
-"""A training that was interrupted ends with the same bits as one that was not."""
+"""A training that goes on from what torch.save kept ends with the same bits as one that was not interrupted."""
 
 from __future__ import annotations
 
@@ -6,92 +6,47 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from online_training import CHANCES, Interrupted, Interrupting, make_training, states
+from devices import DEVICES
 from tables import each
-from torch.utils.data import DataLoader, RandomSampler
+from torch import Tensor, nn
 
-from contrastive_curvature.online import Trainer
+from contrastive_curvature.online import OnlineLaplace
 
-EPOCHS = 3
 HOW = [("last_layer", structure) for structure in ("diag", "full", "kron", "kron_lowrank")] + [("all", "diag")]
-_TRUTH: dict[tuple[str, ...], list[object]] = {}
 
 
-def truth(*how: str) -> list[object]:
-    if how not in _TRUTH:
-        trainer, loader = make_training(how[0], None, 1, *how[1:])
-        trainer.fit(loader, EPOCHS)
-        _TRUTH[how] = states(trainer)
-    return _TRUTH[how]
+@pytest.mark.parametrize("device", DEVICES)
+@each("how", HOW)
+def test_a_state_goes_on_with_the_same_bits(how: tuple[str, str], device: str, tmp_path: Path) -> None:
+    x, labels = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)).to(device), torch.arange(24) % 4
 
+    def make() -> tuple[OnlineLaplace, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        encoder = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Dropout(0.2), nn.Tanh(), nn.Linear(6, 3))
+        options = {"subset_of_weights": how[0], "hessian_structure": how[1], "n_samples": 2, "memory_factor": 0.1}
+        online = OnlineLaplace(encoder.to(device), probe=x[:4], n_data=24, **options)
+        return online, torch.optim.Adam(online.parameters(), lr=1e-2)
 
-@settings(max_examples=12)
-@given(
-    chance=st.sampled_from(CHANCES),
-    how=st.sampled_from(HOW),
-    every=st.integers(1, 14),
-    cuts=st.lists(st.integers(1, 15), min_size=1, max_size=3),
-)
-def test_interrupted_anywhere(
-    chance: str, how: tuple[str, str], every: int, cuts: list[int], tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    if chance == "numpy sampler":
-        pytest.importorskip("pytorch_metric_learning.samplers")
-    file = tmp_path_factory.getbasetemp() / "run.pt"
-    file.unlink(missing_ok=True)
-    expected = truth(chance, *how)
-    for cut in cuts:
-        trainer, loader = make_training(chance, file, every, *how)
-        try:
-            trainer.fit(Interrupting(loader, cut), EPOCHS)
-        except Interrupted:
-            assert cut <= 5 * EPOCHS
-    trainer, loader = make_training(chance, file, every, *how)
-    if file.exists():
-        torch.randn(5)  # where the generators stand then is of no effect
-    trainer.fit(Interrupting(loader, 10**6), EPOCHS)
-    assert trainer.steps == 4 * EPOCHS
-    assert states(trainer) == expected
+    def train(online: OnlineLaplace, optimizer: torch.optim.Optimizer) -> None:
+        for rows in torch.arange(24, device=device).split(6):
+            optimizer.zero_grad()
+            online(x[rows], labels.to(device)[rows]).backward()
+            optimizer.step()
 
+    whole, optimizer = make()
+    train(whole, optimizer)
+    parts = {"online": whole.state_dict(), "optimizer": optimizer.state_dict(), "random": torch.get_rng_state()}
+    torch.save(parts, tmp_path / "training.pt")
+    gpu = torch.cuda.get_rng_state() if device == "cuda" else None
+    train(whole, optimizer)
 
-@each("kind", ["sampler with replacement", "workers"])
-def test_interrupted_where_numbers_are_drawn_on_the_way(kind: str, tmp_path: Path) -> None:
-    """Samplers that draw more points than there are, as they go; workers, which every epoch seeds anew."""
-
-    def make(file: Path | None) -> tuple[Trainer, DataLoader[object]]:
-        trainer, loader = make_training("augmented" if kind == "workers" else "none", file)
-        if kind == "workers":
-            return trainer, DataLoader(loader.dataset, 6, shuffle=True, num_workers=1)
-        generator = torch.Generator().manual_seed(1)
-        sampler = RandomSampler(loader.dataset, True, num_samples=100, generator=generator)
-        return trainer, DataLoader(loader.dataset, 6, sampler=sampler)
-
-    (tmp_path / "run.pt").unlink(missing_ok=True)
-    whole, loader = make(None)
-    whole.fit(loader, 2)
-    expected = states(whole)
-    for cut in (9,) if kind == "workers" else (5, 12):
-        trainer, loader = make(tmp_path / "run.pt")
-        with pytest.raises(Interrupted):
-            trainer.fit(Interrupting(loader, cut), 2)
-    trainer, loader = make(tmp_path / "run.pt")
-    trainer.fit(loader, 2)
-    assert states(trainer) == expected
-
-
-def test_a_finished_training_returns_at_once_and_a_longer_one_goes_on(tmp_path: Path) -> None:
-    file = tmp_path / "run.pt"
-    trainer, loader = make_training("augmented", file)
-    trainer.fit(loader, 2)
-    ended, written = states(trainer), file.stat().st_mtime_ns
-    again, loader = make_training("augmented", file)
-    cut = Interrupting(loader, 1)
-    again.fit(cut, 2)
-    assert cut.count == 0
-    assert file.stat().st_mtime_ns == written
-    assert states(again) == ended
-    longer, loader = make_training("augmented", file)
-    longer.fit(loader, EPOCHS)
-    assert states(longer) == truth("augmented", "last_layer", "diag")
+    again, optimizer = make()
+    saved = torch.load(tmp_path / "training.pt", weights_only=True, map_location="cpu")
+    again.load_state_dict(saved["online"])
+    optimizer.load_state_dict(saved["optimizer"])
+    torch.set_rng_state(saved["random"])
+    if gpu is not None:
+        torch.cuda.set_rng_state(gpu)
+    train(again, optimizer)
+    for name, value in whole.state_dict().items():
+        assert not isinstance(value, Tensor) or torch.equal(value, again.state_dict()[name]), name

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from pathlib import Path
 
 import pytest
 import torch
@@ -45,42 +44,6 @@ def test_refitting_takes_all_pairs_of_the_data_set(device: str) -> None:
 
 def within(z: Tensor, labels: Tensor, margin: float) -> Tensor:
     return (z.square().sum(1) - margin).relu().mean() + 0 * labels.sum()
-
-
-@pytest.mark.parametrize("device", DEVICES)
-@each("change", ["lr", "weight_decay", "T_max", "margin=0.7", "dropout"])
-def test_a_training_goes_on_as_it_began(device: str, change: str, tmp_path: Path) -> None:
-    x, labels = data(device)
-
-    def run(epochs: int, changed: str = "") -> None:
-        loss = functools.partial(within, margin=0.7 if changed == "margin=0.7" else 0.5)
-        made = encoder(device, nn.Dropout(0.5 if changed == "dropout" else 0.1))
-        online = cc.OnlineLaplace(made, probe=x[:4], n_data=24, subset_of_weights="all", loss=loss)
-        optimizer = torch.optim.AdamW(
-            online.parameters(),
-            lr=1e-4 if changed == "lr" else 1e-3,
-            weight_decay=0.5 if changed == "weight_decay" else 0.01,
-        )
-        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 9 if changed == "T_max" else 6)
-        cc.Trainer(online, optimizer, schedule, checkpoint=tmp_path / "run.pt").fit([(x, labels)] * 2, epochs)
-
-    (tmp_path / "run.pt").unlink(missing_ok=True)
-    run(1)
-    name = {"dropout": "p=0.1"}.get(change, change.replace("0.7", r"0\.5"))
-    with pytest.raises(cc.InputError, match=rf"(?s){name}.*as before.*must keep the settings.*; remove .*run\.pt"):
-        run(2, change)
-    run(2)
-
-
-@each("checkpoint", [True, False])
-def test_epochs_count_from_the_first_fit(checkpoint: bool, tmp_path: Path) -> None:
-    x, labels = data("cpu")
-    online = cc.OnlineLaplace(encoder("cpu"), probe=x[:4], n_data=24)
-    optimizer = torch.optim.SGD(online.parameters(), lr=0.01)
-    trainer = cc.Trainer(online, optimizer, checkpoint=tmp_path / "run.pt" if checkpoint else None)
-    for epochs in (2, 3, 3):
-        trainer.fit([(x, labels)] * 4, epochs)
-    assert trainer.steps == 12
 
 
 def test_functions_are_known_again_by_what_they_were_given() -> None:

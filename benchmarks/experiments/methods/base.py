@@ -18,6 +18,8 @@ from torch import Tensor, nn
 
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.networks import make_network
+from contrastive_curvature.artifact import write_whole
+from contrastive_curvature.errors import InputError, expected
 from contrastive_curvature.metrics.neighbors import Metric
 from contrastive_curvature.pairs import RelationFunction
 
@@ -51,7 +53,6 @@ class Setting:
             Losses, weights and everything after training are float32.
         device: Where torch computes.
         progress: Whether to show progress bars.
-        checkpoint_every: Training steps between two checkpoints.
     """
 
     network: str = "fashionmnist"
@@ -75,7 +76,6 @@ class Setting:
     precision: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
     progress: bool = True
-    checkpoint_every: int = 200
 
     def make_encoder(self, dropout: float = 0.0, outputs: int | None = None) -> nn.Module:
         """A new encoder on the device; its weights come from torch's global generator.
@@ -178,20 +178,16 @@ class Method(ABC):
 
     def save(self, path: Path) -> None:
         """Write what was fitted, atomically."""
-        from contrastive_curvature.online import save_checkpoint
-
-        save_checkpoint(path, {"method": self.name, "state": self.state_dict()})
+        content = {"method": self.name, "state": self.state_dict()}
+        write_whole(path, lambda file: torch.save(content, file))
 
     def load(self, path: Path, data: RetrievalData) -> None:
         """Read what :meth:`save` wrote, without executing anything in it.
 
         Raises:
-            InputError: It is another method's, or damaged.
+            InputError: It is another method's.
         """
-        from contrastive_curvature.errors import InputError, expected
-        from contrastive_curvature.online import load_checkpoint
-
-        content = load_checkpoint(path, self.setting.device)
+        content = torch.load(path, map_location=self.setting.device, weights_only=True)
         if content.get("method") != self.name:
             raise InputError(expected(str(path), f"what method {self.name!r} saved", f"{content.get('method')!r}"))
         self.load_state_dict(content["state"], data)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -11,14 +12,16 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, Sampler
+from tqdm import tqdm
 
 from benchmarks.experiments.data.places import PlaceSampler
 from benchmarks.experiments.data.split import RetrievalData, loader
 from benchmarks.experiments.methods.base import Setting
 from benchmarks.experiments.methods.checks import check_training, positive_radius
-from contrastive_curvature import ContrastiveLoss, validate
-from contrastive_curvature.online import Trainer
+from contrastive_curvature import ContrastiveLoss, DivergenceError, validate
+from contrastive_curvature.artifact import write_whole
 from contrastive_curvature.pairs import RelationFunction
 
 DECAY = math.exp(-0.1)
@@ -129,28 +132,78 @@ def run_training(
     lr: float,
     checkpoint: Path,
 ) -> None:
-    """Train the parameters of a step with the paper's optimiser.
+    """Train the parameters of a step with the paper's optimiser, on from the last epoch that was finished.
 
     Args:
-        setting: How often to write checkpoints, and whether to show progress.
+        setting: Whether to show progress.
         step: ``step(x, targets)`` returns the loss of a batch. Where it has a method ``parameter_groups``, that gives
             the optimiser's groups from ``lr``; where it has an attribute ``optimizer``, that is its class.
         batches: Iterated once an epoch.
         epochs: Passes.
         lr: Learning rate of the first epoch.
-        checkpoint: File to go on from.
+        checkpoint: File that is written after every epoch, and to go on from.
+
+    Raises:
+        DivergenceError: The loss or a parameter is not finite.
     """
     grouped = getattr(step, "parameter_groups", None)
     made: type[torch.optim.Optimizer] = getattr(step, "optimizer", torch.optim.RMSprop)
     optimizer = made(step.parameters() if grouped is None else grouped(lr), **{"lr": lr})
-    Trainer(
-        step,
-        optimizer,
-        torch.optim.lr_scheduler.ExponentialLR(optimizer, DECAY),
-        checkpoint=checkpoint,
-        checkpoint_every=setting.checkpoint_every,
-        progress=setting.progress,
-    ).fit(batches, epochs)
+    trained: dict[str, Any] = {"step": step, "optimizer": optimizer, "scheduler": ExponentialLR(optimizer, DECAY)}
+    done = steps = 0
+    if checkpoint.is_file():
+        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
+        done, steps = saved["epochs"], saved["steps"]
+        for name, part in trained.items():
+            part.load_state_dict(saved[name])
+        _set_random_states(batches, saved["random"])
+    step.train()
+    device = next(step.parameters()).device
+    for epoch in range(done + 1, epochs + 1):
+        for x, targets in tqdm(batches, f"[epoch {epoch}/{epochs}]", unit="step", disable=not setting.progress):
+            steps += 1
+            loss = step(x.to(device), targets.to(device))
+            if not bool(loss.isfinite()):
+                msg = f"the loss is {float(loss)}."
+                raise DivergenceError(msg, steps)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        if not all(bool(parameter.isfinite().all()) for parameter in step.parameters()):
+            msg = "a parameter is not finite."
+            raise DivergenceError(msg, steps)
+        trained["scheduler"].step()
+        content = {name: part.state_dict() for name, part in trained.items()}
+        content |= {"epochs": epoch, "steps": steps, "random": _random_states(batches)}
+        write_whole(checkpoint, functools.partial(torch.save, content))
+
+
+def _generators(batches: Any) -> list[torch.Generator]:
+    """Those of a loader and its samplers."""
+    parts = (batches, getattr(batches, "sampler", None), getattr(batches, "batch_sampler", None))
+    found = [getattr(part, "generator", None) for part in parts]
+    return [one for one in found if isinstance(one, torch.Generator)]
+
+
+def _random_states(batches: Any) -> dict[str, Any]:
+    """The states of all random generators that a training draws from: torch's, NumPy's and the loader's."""
+    numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002  samplers of pytorch-metric-learning draw from it
+    numpy["state"]["key"] = numpy["state"]["key"].tolist()
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": numpy,
+        "loader": [generator.get_state() for generator in _generators(batches)],
+    }
+
+
+def _set_random_states(batches: Any, states: dict[str, Any]) -> None:
+    torch.set_rng_state(states["torch"])
+    if states["cuda"]:
+        torch.cuda.set_rng_state_all(states["cuda"])
+    np.random.set_state(states["numpy"])  # noqa: NPY002
+    for generator, state in zip(_generators(batches), states["loader"], strict=True):
+        generator.set_state(state)
 
 
 def training_loader(setting: Setting, images: Any, seed: int) -> DataLoader[tuple[Tensor, Tensor]]:

@@ -127,7 +127,7 @@ def _check_searched(options: dict[str, Any], index: Path | None) -> None:
         raise BadInputError(expected(f"--index {index}", "a new file, with --gallery", "one that is there", hint))
     if options["gallery"] is None and not index.exists():
         hint = "Give --gallery to write it."
-        raise BadInputError(expected(f"--index {index}", "a FaissStore or LanceStore", "no such file", hint))
+        raise BadInputError(expected(f"--index {index}", "an index", "no such file", hint))
 
 
 def _refuse_both(options: dict[str, Any], first: str, second: str) -> None:
@@ -391,7 +391,7 @@ def score(console: Console, **options: Any) -> None:
 )
 @click.argument("folder", type=_FOLDER)
 @click.option("--gallery", type=_SOURCE, help="Inputs that are searched.")
-@click.option("--index", type=_PATH, help="A FaissStore or LanceStore that is searched; with --gallery, a new file.")
+@click.option("--index", type=_PATH, help="A gallery embedded before; with --gallery, a new file.")
 @click.option("--queries", type=_SOURCE, required=True, help="Inputs that are searched for.")
 @click.option("--validation", type=_SOURCE, help="Labelled queries that the encoder was not trained on: for P(match).")
 @click.option("-k", "k", type=click.IntRange(min=1), default=5, help="Neighbours of each query.")
@@ -414,8 +414,8 @@ def search(console: Console, **options: Any) -> None:
     without a match in the gallery among them, against the gallery's classes. Without it they are left out, unless the
     folder has a saved MatchProbability. See docs/matching.md.
 
-    --gallery with --index FILE embeds the gallery once, and writes it as a FaissStore; --index FILE alone searches
-    that. Then there are no labels, and P(match) comes from the folder alone.
+    --gallery with --index FILE embeds the gallery once, and writes it; --index FILE alone searches that. Then there are
+    no labels, and P(match) comes from the folder alone.
     """  # noqa: D301
     index = options.pop("index")
     _check_searched(options, index)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -18,6 +19,7 @@ from contrastive_curvature.apps.cli.console import BadInputError, Console, reada
 from contrastive_curvature.apps.cli.outputs import Rows, write_table
 from contrastive_curvature.apps.cli.saved import open_posterior
 from contrastive_curvature.apps.cli.sources import Loader, Source, shared_labels
+from contrastive_curvature.artifact import Header, read_tensors, write_tensors
 from contrastive_curvature.errors import expected
 from contrastive_curvature.io.pretrained import load_match, read_info
 from contrastive_curvature.progress import Progress
@@ -73,32 +75,8 @@ def search(
         right = predictions.right(match, gallery, queries, nearest, gallery_size)
     elif match is not None:
         right = match.hits(asking, searched[nearest], gallery_size=gallery_size)
-    cosine = torch.einsum("nd,nkd->nk", asking, searched[index]).clamp(-1, 1)
-
-    def parts() -> Iterator[Rows]:
-        for start in range(0, len(queries), _ROWS):
-            rows = slice(start, start + _ROWS)
-            hits = index[rows].flatten().tolist()
-            part: dict[str, Any] = {
-                "query": [query for query in queries.ids[rows] for _ in range(k)],
-                "rank": [rank for _ in queries.ids[rows] for rank in range(1, k + 1)],
-                "neighbour": [gallery.ids[hit] for hit in hits],
-            }
-            if gallery.classes is not None:
-                part["label"] = [str(gallery.classes[hit]) for hit in hits]
-            part["cosine"] = cosine[rows].flatten().numpy()
-            if right is not None:
-                part |= _of_best_hits(right[rows], k)
-            yield {**part, "uncertainty": uncertainty[rows].repeat_interleave(k).numpy()}
-
-    write_table(out, parts())
-    values: dict[str, Any] = {"file": str(out), "queries": len(queries), "gallery": len(gallery), "k": k}
-    line = f"{readable(str(out))}: {len(queries):,} queries in {len(gallery):,} points"
-    if right is not None:
-        without = int((right < 0.5).sum())
-        values["more_likely_no_match"] = without
-        line += f", {without:,} of them more likely without a match than with one"
-    console.result(values, line)
+    written = _Hits(index, asking, searched, uncertainty, right)
+    written.write(console, out, queries, gallery.ids, gallery.classes)
 
 
 def search_index(
@@ -116,55 +94,95 @@ def search_index(
     """Search an index, which is written first where there is a gallery, and write the hits."""
     la, made = open_posterior(folder, **encoder, note=console.note)
     about = read_info(folder)
+    digest = about.posteriors[0].encoder
     queries.prepare(made)
     if gallery is not None:
         gallery.prepare(made)
-        _write_index(console, la, gallery, index, batch_size, about.posteriors[0].encoder)
-    store: Any = cc.LanceStore.open(index) if index.is_dir() else cc.FaissStore.load(index)
-    if getattr(store, "encoder", None) not in (None, about.posteriors[0].encoder):
+        _write_index(console, la, gallery, index, batch_size, digest)
+    header, stored = read_tensors(index, _IndexFile)
+    if header.encoder != digest:
         wanted = f"an index of embeddings of the encoder of {folder}"
         raise BadInputError(expected(f"--index {index}", wanted, "one of another encoder"))
-    if k > len(store):
-        raise BadInputError(expected("-k", f"at most {len(store)}, the number of points in {index}", f"{k}"))
-    match = load_match(folder) if about.match else None
-    without = 0
+    ids, size = json.loads(stored.pop("ids").numpy().tobytes()), len(stored["mu"])
+    if k > size:
+        raise BadInputError(expected("-k", f"at most {size}, the number of points in {index}", f"{k}"))
+    asking, uncertainty = _Predictions(console, la, batch_size).directions(queries, "[queries]")
+    found = metrics.nearest_neighbors(asking, stored["mu"], k=k)
+    right = None
+    if about.match:
+        match, parts = load_match(folder), []
+        for (x,), nearest in zip(Loader(queries, batch_size), found[:, 0].split(batch_size), strict=True):
+            predicted = la(x)
+            hits = cc.StoredEmbeddings(**{name: part[nearest].to(predicted.mu) for name, part in stored.items()})
+            parts.append(match.hits(predicted, hits, gallery_size=size).cpu())
+        right = torch.cat(parts)
+    _Hits(found, asking, stored["mu"], uncertainty, right).write(console, out, queries, ids, None)
 
-    def parts() -> Iterator[Rows]:
-        nonlocal without
-        for number, (x,) in enumerate(Progress(console.progress).over(Loader(queries, batch_size), "[search]")):
-            asking = la(x)
-            found = store.search(asking, k)
-            ids = queries.ids[number * batch_size : (number + 1) * batch_size]
-            part: dict[str, Any] = {
-                "query": [query for query in ids for _ in range(k)],
-                "rank": [rank for _ in ids for rank in range(1, k + 1)],
-                "neighbour": [str(hit) for hit in found.ids.flatten().tolist()],
-            }
-            if "label" in found.payload:
-                part["label"] = [str(label) for label in found.payload["label"].flatten().tolist()]
-            part["cosine"] = found.cosine.flatten().cpu().numpy()
-            if match is not None:
-                right = found.match_probability(match).cpu()
-                part |= _of_best_hits(right, k)
-                without += int((right < 0.5).sum())
-            yield {**part, "uncertainty": asking.uncertainty.cpu().repeat_interleave(k).numpy()}
 
-    write_table(out, parts())
-    values: dict[str, Any] = {"file": str(out), "queries": len(queries), "gallery": len(store), "k": k}
-    line = f"{readable(str(out))}: {len(queries):,} queries in {len(store):,} points of {readable(str(index))}"
-    if match is not None:
-        values["more_likely_no_match"] = without
-        line += f", {without:,} of them more likely without a match than with one"
-    console.result(values, line)
+class _IndexFile(Header):
+    kind: ClassVar[str] = "index"
+    described: ClassVar[str] = "an index that search --gallery --index wrote"
+    repaired_by: ClassVar[str] = "Copy it again, or write it anew."
+
+    encoder: str
 
 
 def _write_index(console: Console, la: Any, gallery: Source, path: Path, batch_size: int, encoder: str) -> None:
-    """Write a gallery as a FaissStore."""
-    store = cc.FaissStore()
-    store.encoder = encoder
-    for number, (x,) in enumerate(Progress(console.progress).over(Loader(gallery, batch_size), "[gallery]")):
-        store.add(gallery.ids[number * batch_size : (number + 1) * batch_size], la(x))
-    store.save(path)
+    """Write the embeddings of a gallery and its identifiers, as UTF-8 of JSON."""
+    batches = Progress(console.progress).over(Loader(gallery, batch_size), "[gallery]")
+    parts = [cc.StoredEmbeddings.of(la(x)) for (x,) in batches]
+    tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in ("mu", "kappa", "uncertainty")}
+    tensors["ids"] = torch.frombuffer(bytearray(json.dumps(list(map(str, gallery.ids))), "utf-8"), dtype=torch.uint8)
+    write_tensors(path, _IndexFile(encoder=encoder), {name: tensor.cpu() for name, tensor in tensors.items()})
+
+
+@dataclass
+class _Hits:
+    """The k nearest of M gallery points to N queries.
+
+    Args:
+        index: Rows of the gallery, nearest first, shape (N, k).
+        asking: Embeddings of the queries, of norm 1, shape (N, D).
+        searched: Those of the gallery, shape (M, D).
+        uncertainty: Of the queries, shape (N,).
+        right: Probability that the nearest is of the query's class, shape (N,), or ``None`` without a fit of it.
+    """
+
+    index: Tensor
+    asking: Tensor
+    searched: Tensor
+    uncertainty: Tensor
+    right: Tensor | None
+
+    def write(self, console: Console, out: Path, queries: Source, ids: Any, classes: Any) -> None:
+        """Write k rows a query; ``ids`` (M,) and ``classes`` (M,) or ``None`` are of the gallery."""
+        write_table(out, self._rows(queries, ids, classes))
+        size, k = len(ids), self.index.shape[1]
+        values: dict[str, Any] = {"file": str(out), "queries": len(queries), "gallery": size, "k": k}
+        line = f"{readable(str(out))}: {len(queries):,} queries in {size:,} points"
+        if self.right is not None:
+            without = int((self.right < 0.5).sum())
+            values["more_likely_no_match"] = without
+            line += f", {without:,} of them more likely without a match than with one"
+        console.result(values, line)
+
+    def _rows(self, queries: Source, ids: Any, classes: Any) -> Iterator[Rows]:
+        k = self.index.shape[1]
+        cosine = torch.einsum("nd,nkd->nk", self.asking, self.searched[self.index]).clamp(-1, 1)
+        for start in range(0, len(queries), _ROWS):
+            rows = slice(start, start + _ROWS)
+            hits = self.index[rows].flatten().tolist()
+            part: dict[str, Any] = {
+                "query": [query for query in queries.ids[rows] for _ in range(k)],
+                "rank": [rank for _ in queries.ids[rows] for rank in range(1, k + 1)],
+                "neighbour": [ids[hit] for hit in hits],
+            }
+            if classes is not None:
+                part["label"] = [str(classes[hit]) for hit in hits]
+            part["cosine"] = cosine[rows].flatten().numpy()
+            if self.right is not None:
+                part |= _of_best_hits(self.right[rows], k)
+            yield {**part, "uncertainty": self.uncertainty[rows].repeat_interleave(k).numpy()}
 
 
 def _of_best_hits(right: Tensor, k: int) -> dict[str, list[Any]]:

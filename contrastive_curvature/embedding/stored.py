@@ -1,4 +1,4 @@
-"""What a vector store keeps of embeddings: mean direction, concentration, uncertainty."""
+"""Embeddings that are kept elsewhere: mean direction, concentration, uncertainty."""
 
 from __future__ import annotations
 
@@ -52,9 +52,9 @@ class StoredEmbeddings(EmbeddingDistribution):
 
     @classmethod
     def of(cls, embeddings: EmbeddingDistribution) -> StoredEmbeddings:
-        """Return what a store keeps of a prediction ``la(x)``.
+        """Return what is to be kept of a prediction ``la(x)``.
 
-        Fit a :class:`.MatchProbability` on such embeddings if it is later asked about those from a store.
+        Fit a :class:`.MatchProbability` on such embeddings if it is later asked about them.
 
         Args:
             embeddings: The prediction.
