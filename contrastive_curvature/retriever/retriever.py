@@ -365,7 +365,7 @@ class Retriever(Fitted):
         """
         rule = self._rule
         # Labels that no other query has are not kept.
-        known = dict(self._codes)
+        known = self._codes
         asked, truth = self._embedded("test", *_pair("test", test))
         self._codes = known
         seen, absent = self._labelled(asked, truth)
@@ -480,7 +480,10 @@ class Retriever(Fitted):
 
     def _coded(self, names: Sequence[Hashable]) -> Tensor:
         """Return numbers of labels, int64, shape (N,); new labels get new ones."""
-        return torch.tensor([self._codes.setdefault(name, len(self._codes)) for name in names], dtype=torch.int64)
+        known = dict(self._codes)
+        codes = torch.tensor([known.setdefault(name, len(known)) for name in names], dtype=torch.int64)
+        self._codes = known
+        return codes
 
     def _labelled(self, queries: Embedded, truth: Tensor) -> tuple[Labelled, NDArray[np.float64]]:
         """Return the evidence of queries in the gallery, and in the gallery without their class."""
