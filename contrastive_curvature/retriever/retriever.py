@@ -110,12 +110,16 @@ class Retriever(Fitted):
     P(right) is a logistic regression on six numbers of the search and the posterior (:mod:`.evidence`). Limits come
     from held-out queries with labels. Each rate holds for queries drawn as these were, and ``None`` limits nothing:
 
-    ``wrong_answers``: of the answers, at most this share is wrong, with probability ``confidence`` over the held-out
-    queries. ``false_matches``: of queries whose class the gallery lacks, at most this share is answered, on average.
-    ``false_alarms``: of known queries, at most this share is called unknown, on average. The first two are tested with
-    scores from other held-out queries, and hold in simulations (``docs/retriever.md``); the third is a conformal
-    p-value. Where no limit keeps a rate, nothing is answered, and :attr:`reasons` and a warning say why. The limits are
-    made again whenever the gallery or the held-out queries change; each time the confidence is that of one time.
+    - ``wrong_answers``: of the answers, at most this share is wrong, with probability ``confidence`` over the held-out
+      queries.
+    - ``false_matches``: of such queries whose class is taken out of the gallery, at most this share is answered, on
+      average. Of kinds that neither the encoder nor the held-out queries know, more may be.
+    - ``false_alarms``: of such queries, at most this share is called unknown, on average.
+
+    The first two are tested with scores from other held-out queries, and hold in simulations (``docs/retriever.md``);
+    the third is a conformal p-value. Where no limit keeps a rate, nothing is answered: :attr:`reasons` and a warning
+    say why. The limits are made again whenever the gallery or the held-out queries change; each time the confidence is
+    that of one time.
 
     Args:
         encoder: A trained encoder, whose posterior ``fit`` fits; or a fitted posterior of ``likelihood="contrastive"``.
@@ -400,10 +404,10 @@ class Retriever(Fitted):
             sure = f"({percent(rates.confidence)} confidence, {of})"
             said.append(f"at most {percent(rates.wrong_answers)} of the answers are wrong {sure}")
         if rates.false_matches is not None:
-            lacking = "queries whose class the gallery lacks are answered, on average"
+            lacking = "such queries are answered where the gallery lacks their class, on average"
             said.append(f"at most {percent(rates.false_matches)} of {lacking}")
         if rates.false_alarms is not None:
-            said.append(f"at most {percent(rates.false_alarms)} of known queries are called unknown, on average")
+            said.append(f"at most {percent(rates.false_alarms)} of them are called unknown, on average")
         said += [f"{name}: {reason}" for name, reason in self.reasons.items()]
         return "; ".join(said + ([self._not_covered()] if self.uncovered else []))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -181,19 +182,32 @@ def certified(
             limit = threshold.fit(scores[tested], right[tested]).threshold
             if feedback is not None:
                 limit = min(limit, ceiling)
-                scores = np.append(scores, regression(feedback.evidence))
+                scores, right = np.append(scores, regression(feedback.evidence)), np.append(right, feedback.right)
                 tested = scores <= limit
-                limit = threshold.fit(scores[tested], np.append(right, feedback.right)[tested]).threshold
-        except InputError as error:
+                limit = threshold.fit(scores[tested], right[tested]).threshold
+        except InputError:
             limit = -math.inf
-            of = f"of the {tested.sum():,} queries, of {n:,} held out, that the other rates let be answered"
-            reasons["wrong_answers"] = f"nothing is answered: {of}: {str(error).removeprefix('score: ')}"
+            found = f"{(~right[tested]).sum():,} of the {tested.sum():,} that the other rates let be answered are wrong"
+            times = _times(threshold, scores[tested], right[tested])
+            hint = "It takes a larger rate, or a better encoder"
+            if times:
+                hint = f"It takes about {times * n:,} held-out queries like these, or a larger rate"
+            reasons["wrong_answers"] = f"nothing is answered: of {n:,} held-out queries, {found}. {hint}"
     return Rule(regression, novelties, rates.false_alarms, limit, float((known & (score <= limit)).mean()), reasons)
 
 
 def _p_value(novelties: _Numbers, novelty: _Numbers) -> _Numbers:
     n = len(novelties)
     return (1 + n - np.searchsorted(novelties, novelty * (1 - _ROUNDING))) / (n + 1)
+
+
+def _times(threshold: RetrievalThreshold, score: _Numbers, right: NDArray[np.bool_]) -> int | None:
+    """Return how many times as many queries, with the same scores and errors, allow a limit; ``None`` for over 64."""
+    for times in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
+        with contextlib.suppress(InputError):
+            threshold.fit(np.tile(score, times), np.tile(right, times))
+            return times
+    return None
 
 
 def _needs(rate: float, n: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import NamedTuple
 
 import numpy as np
@@ -141,6 +142,23 @@ def test_feedback_on_answered_queries_lowers_a_limit_and_does_not_raise_it() -> 
     # Bad news is heard: of so many answers, half were wrong.
     wrong = rows(every, fed)._replace(right=np.arange(1000) % 2 == 0)
     assert certified(asked, held, absent[drawn], wrong, first.limit).answered < first.answered / 2
+
+
+def test_as_many_held_out_queries_as_are_said_to_be_needed_mostly_suffice() -> None:
+    every, absent = World.of(20, 8, 10).searched()
+    asked = Rates(0.05, None, 0.05, 0.9)
+    rng = np.random.default_rng(3)
+    needed, enough = [], []
+    for _ in range(40):
+        order = rng.permutation(len(every.right))
+        reasons = certified(asked, rows(every, order[:60]), absent[order[:60]]).reasons
+        if found := re.search("It takes about ([0-9,]+) held-out queries", reasons.get("wrong_answers", "")):
+            needed.append(int(found[1].replace(",", "")))
+            more = order[60 : 60 + needed[-1]]
+            enough.append(certified(asked, rows(every, more), absent[more]).answered > 0)
+    assert len(needed) > 10
+    assert np.mean(enough) > 0.5
+    assert np.median(needed) < 1000  # and not by asking for too many
 
 
 def test_one_score_and_no_other_limit_is_the_threshold_of_the_library() -> None:

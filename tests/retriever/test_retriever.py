@@ -91,8 +91,8 @@ def test_answers_say_what_the_search_says(retriever: cc.Retriever) -> None:
     assert len(table) == len(answers) == 200
     text = (
         f"answers {100 * retriever.answered:.3g} % of queries; at most 20 % of the answers are wrong (90 % confidence, "
-        "from 300 held-out queries); at most 20 % of queries whose class the gallery lacks are answered, on average; "
-        "at most 5 % of known queries are called unknown, on average"
+        "from 300 held-out queries); at most 20 % of such queries are answered where the gallery lacks their class, "
+        "on average; at most 5 % of them are called unknown, on average"
     )
     assert repr(retriever) == text
     assert retriever.answered > 0.2
@@ -228,9 +228,13 @@ def test_what_is_learned_at_random_is_held_out_and_what_is_learned_of_answers_on
 @each(
     "rates, held, message",
     [
-        ({"wrong_answers": 0.001}, 300, ("wrong_answers", "2,302 queries")),
         ({"false_matches": 0.001}, 300, ("false_matches", "at least 999 held-out queries", "there are 300")),
-        ({"wrong_answers": 0.01, "false_matches": None}, 300, ("wrong_answers", "wrong answers among the surest")),
+        (
+            {"wrong_answers": 0.01, "false_matches": None},
+            300,
+            ("wrong_answers", "of 300 held-out queries, ", " are wrong. It takes about "),
+        ),
+        ({"wrong_answers": 1e-5, "false_matches": None}, 300, ("wrong_answers", "a larger rate, or a better encoder")),
         ({"false_alarms": 0.01}, 50, ("false_alarms", "no query is unknown", "at least 99")),
     ],
 )
