@@ -343,6 +343,8 @@ class Retriever(Fitted):
             return self
         score = rule.regression(evidence(more, self._gallery.directions, self._gallery.classes)[0])
         kept = np.flatnonzero(rule.decision(score, rule.p_value(more.novelty)) == "answer")
+        if not len(kept):
+            return self
         more, truth = more[kept], truth[kept]
         if self._feedback is not None:
             more, truth = Embedded.cat([self._feedback[0], more]), torch.cat([self._feedback[1], truth])

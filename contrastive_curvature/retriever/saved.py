@@ -96,12 +96,12 @@ def load(kind: type[_R], folder: Path | str, encoder: Any, **options: Any) -> _R
         RetrieverHeader.refuse(str(place), "one with the posterior of another", RetrieverHeader.repaired_by)
     la = load_pretrained(place / _POSTERIOR, encoder, **options)
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-    held, truth = _restored("held_out", tensors)
+    held, truth = _restored("held_out", tensors, la._device)
     retriever = kind(la, **header.rates._asdict())
     retriever.la, retriever._held, retriever._truth = la, held, truth
     retriever._codes = {name: code for code, name in enumerate(header.labels)}
     retriever._gallery = Points(tensors["gallery"].to(la._device), tensors["classes"], arrays["identifiers"])
-    retriever._feedback = _restored("feedback", tensors) if "feedback.truth" in tensors else None
+    retriever._feedback = _restored("feedback", tensors, la._device) if "feedback.truth" in tensors else None
     regression = Regression(**{field.name: arrays[field.name] for field in fields(Regression)})
     limit, ceiling = arrays["limits"].tolist()
     novelties, alarms = np.sort(held.novelty), header.rates.false_alarms
@@ -114,6 +114,6 @@ def _plain(name: str, queries: Embedded, truth: Tensor) -> dict[str, Tensor]:
     return {f"{name}.{key}": value for key, value in {**numbers, "truth": truth}.items()}
 
 
-def _restored(name: str, tensors: dict[str, Tensor]) -> tuple[Embedded, Tensor]:
+def _restored(name: str, tensors: dict[str, Tensor], device: torch.device) -> tuple[Embedded, Tensor]:
     directions, uncertainty, novelty = (tensors[f"{name}.{field.name}"] for field in fields(Embedded))
-    return Embedded(directions, uncertainty.numpy(), novelty.numpy()), tensors[f"{name}.truth"]
+    return Embedded(directions.to(device), uncertainty.numpy(), novelty.numpy()), tensors[f"{name}.truth"]

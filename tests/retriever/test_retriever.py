@@ -219,6 +219,8 @@ def test_what_is_learned_at_random_is_held_out_and_what_is_learned_of_answers_on
     assert (np.diff(limits) <= 0).all()
     assert "from 300 held-out queries and" in repr(whole)
     done = whole(TEST.x).decision == "answer"
+    whole.learn(TEST.x[~done], TEST.names[~done], asked="answered")
+    assert whole._rule.limit == limits[-1]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         whole.learn(TEST.x[done], np.full(done.sum(), "wrong"), asked="answered")
@@ -310,6 +312,14 @@ def test_files_of_another_retriever_or_encoder_are_refused(made: cc.Retriever, f
         cc.Retriever.load(folder, encoder())
     with pytest.raises(cc.InputError, match="no such file"):
         cc.Retriever.load(tmp_path, encoder())
+
+
+def test_labels_of_several_kinds_are_saved_as_they_are(la: Any, tmp_path: Path) -> None:
+    labels = [("ant", 1, 2.5, None, "1")[k] for k in HELD.y]
+    retriever = new(la).fit(held_out=(HELD.x, labels), gallery=(HELD.x[:50] + 0.1, labels[:50]))
+    found = cc.Retriever.load(retriever.save(tmp_path / "saved"), encoder())(TEST.x).label
+    assert [(label, type(label)) for label in found] == [(label, type(label)) for label in retriever(TEST.x).label]
+    assert {type(label) for label in found} == {str, int, float, type(None)}
 
 
 def test_labels_that_no_file_can_hold_are_refused(la: Any, tmp_path: Path) -> None:
