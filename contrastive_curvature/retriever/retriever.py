@@ -111,7 +111,7 @@ class Retriever(Fitted):
     from held-out queries with labels. Each rate holds for queries drawn as these were, and ``None`` limits nothing:
 
     - ``wrong_answers``: of the answers, at most this share is wrong, with probability ``confidence`` over the held-out
-      queries.
+      queries. An answer is wrong, too, where the gallery lacks the query's class.
     - ``false_matches``: of such queries whose class is taken out of the gallery, at most this share is answered, on
       average. Of kinds that neither the encoder nor the held-out queries know, more may be.
     - ``false_alarms``: of such queries, at most this share is called unknown, on average.
@@ -213,22 +213,26 @@ class Retriever(Fitted):
                 _checked_labels(argument, inputs, labels)
             else:
                 check_loader(inputs, argument)
+        # A fit that fails leaves nothing of an earlier one, in which labels have other numbers.
+        for name in Retriever.__annotations__:
+            vars(self).pop(name, None)
         self._codes = {}
         la = self.encoder if isinstance(self.encoder, ContrastiveLaplace) else self._posterior(x, y, progress_bar)
-        if present_calibration(la) is None:
-            if present(la).training is None:
-                msg = (
-                    "encoder: this posterior has no training inputs to compare with. Call la.calibrate(loader) with "
-                    "known inputs that are not among the held-out ones."
-                )
-                raise NotFittedError(msg)
-            # It freezes what a novelty is, for a file; the p-values here are of all held-out queries, also later ones.
-            items, inputs_of = batches(la, queries[0], _AT_ONCE, "held_out")
-            la.calibrate((inputs_of(item) for item in items), progress_bar)
+        calibrated = present_calibration(la) is not None
+        if not calibrated and present(la).training is None:
+            msg = (
+                "encoder: this posterior has no training inputs to compare with. Call la.calibrate(loader) with known "
+                "inputs that are not among the held-out ones."
+            )
+            raise NotFittedError(msg)
         self.la = la
         held, truth = self._embedded("held_out", *queries, progress_bar)
         if len(held) < 2:
             raise InputError(expected("held_out", "at least two queries", f"{len(held)}"))
+        if not calibrated:
+            # It freezes what a novelty is, for a file; the p-values here are of all held-out queries, also later ones.
+            items, inputs_of = batches(la, queries[0], _AT_ONCE, "held_out")
+            la.calibrate((inputs_of(item) for item in items), progress_bar)
         points, classes = self._embedded("x" if gallery is None else "gallery", *searched, progress_bar)
         self._gallery = Points(points.directions, classes, np.arange(len(points)))
         self._held, self._truth, self._feedback = held, truth, None

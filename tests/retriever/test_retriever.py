@@ -345,6 +345,16 @@ def test_held_out_queries_of_the_training_are_noticed() -> None:
         new().fit(TRAIN.x, TRAIN.y, held_out=(TRAIN.x, TRAIN.y))
 
 
+def test_a_fit_that_fails_leaves_nothing_of_an_earlier_one() -> None:
+    retriever = new().fit(TRAIN.x, TRAIN.names, held_out=(HELD.x, HELD.names))
+    with pytest.raises(cc.InputError, match="held_out: batch 0"):
+        retriever.fit(TRAIN.x, TRAIN.y, held_out=[(torch.from_numpy(HELD.x[:, 1:]), HELD.y)])
+    for call in (lambda: retriever(TEST.x), lambda: retriever.add(TEST.x, TEST.y), lambda: retriever.save("here")):
+        with pytest.raises(cc.NotFittedError):
+            call()
+    assert "not fitted" in repr(retriever)
+
+
 FIT = {"x": TRAIN.x, "y": TRAIN.y, "held_out": (HELD.x, HELD.y)}
 
 
