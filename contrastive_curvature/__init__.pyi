@@ -55,6 +55,7 @@ from .network.two_towers import TwoTowers
 from .online import OnlineLaplace
 from .options import Distance, Normalization, PDFix
 from .registration import register, unregister
+from .retriever.retriever import Retriever
 
 __version__: str
 
@@ -109,7 +110,8 @@ __all__ = [
     "CosineDistribution",
     "MatchProbability",
     "L2Norm",
-    # decisions with a stated error
+    # a search that may be acted on, and decisions with a stated error
+    "Retriever",
     "MatchThreshold",
     "RetrievalThreshold",
     "DriftMonitor",

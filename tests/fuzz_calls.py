@@ -206,6 +206,13 @@ def _answered(risk: Any, among: Any, confidence: Any, asked: Any, **given: Any) 
     return cc.RetrievalThreshold(risk, among, confidence).fit(**given).accept(asked)
 
 
+def _decided(asked: Any, x: Any, y: Any, held: Any, held_labels: Any, more: Any, how: Any, **rates: Any) -> Any:
+    retriever = cc.Retriever(posterior(), **rates).fit(x, y, held_out=(held, held_labels))
+    retriever.learn(more, held_labels, how)
+    answers = retriever(asked)
+    return answers.confidence, answers.p_value
+
+
 def _same(rate: Any, asked: Any, **given: Any) -> Any:
     fitted = cc.MatchThreshold(rate).fit(**given)
     return fitted.same(asked), fitted.false_match_interval, fitted.false_non_match_interval
@@ -345,6 +352,14 @@ def _calls() -> dict[str, Call]:
                 "asked": scores,
                 "score": scores,
                 "right": scores > 0,
+            },
+        ),
+        "Retriever": (
+            _decided,
+            {
+                **{"wrong_answers": 0.8, "false_matches": 0.4, "false_alarms": 0.2, "confidence": 0.9},
+                **{"asked": x, "x": x, "y": labels, "held": x + 0.1, "held_labels": labels, "more": x + 0.2},
+                "how": "random",
             },
         ),
         "MatchThreshold": (

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,26 +25,46 @@ def predict(
 ) -> EmbeddingDistribution:
     """Do what :meth:`contrastive_curvature.laplace.posterior.ContrastiveLaplace.predict` says."""
     validate.count("batch_size", batch_size)
+    return EmbeddingDistribution.cat(list(predictions(la, data, "data", batch_size, on_invalid, progress_bar)))
+
+
+def predictions(
+    la: ContrastiveLaplace,
+    data: Any,
+    argument: str,
+    batch_size: int = 256,
+    on_invalid: str = "error",
+    progress_bar: bool | None = None,
+) -> Iterator[EmbeddingDistribution]:
+    """Yield the predictions of the batches of a data set, at least one; arguments as of ``la.predict``.
+
+    ``argument`` is the name of the data in error messages.
+    """
     if progress_bar is not None:
         validate.flag("progress_bar", progress_bar)
-    items, inputs_of = _batches(la, data, batch_size)
-    parts = []
+    items, inputs_of = batches(la, data, batch_size, argument)
+    number = -1
     for number, item in enumerate(Progress(progress_bar).over(items, "[predict]")):
         try:
-            parts.append(la(inputs_of(item), on_invalid=on_invalid))
+            found = la(inputs_of(item), on_invalid=on_invalid)
         except InputError as error:
             kind = InputTypeError if isinstance(error, InputTypeError) else InputError
-            msg = f"data: batch {number} (counted from 0): {error}"
+            msg = f"{argument}: batch {number} (counted from 0): {error}"
             raise kind(msg) from error
-    if not parts:
-        raise InputError(expected("data", "at least one input", "none"))
-    return EmbeddingDistribution.cat(parts)
+        yield found
+    if number < 0:
+        raise InputError(expected(argument, "at least one input", "none"))
 
 
-def _batches(la: ContrastiveLaplace, data: Any, size: int) -> tuple[Iterable[Any], Callable[[Any], Any]]:
-    """Return something to iterate over, and the function that turns each entry into a batch of inputs."""
+def batches(
+    la: ContrastiveLaplace, data: Any, size: int, argument: str = "data"
+) -> tuple[Iterable[Any], Callable[[Any], Any]]:
+    """Return something to iterate over, and the function that turns each entry into a batch of inputs.
+
+    Of data in memory, the entries are slices of rows; of a loader, its batches.
+    """
     if isinstance(data, str):
-        raise InputTypeError(expected("data", "a list of texts", "one text", "Pass [text]."))
+        raise InputTypeError(expected(argument, "a list of texts", "one text", "Pass [text]."))
     if isinstance(data, np.ndarray) and data.dtype.kind in "OU":
         data = data.tolist()
     if is_texts(data):
@@ -52,10 +72,10 @@ def _batches(la: ContrastiveLaplace, data: Any, size: int) -> tuple[Iterable[Any
     if isinstance(data, np.ndarray):
         return _slices(len(data) if data.ndim else 0, size), lambda rows: _as_tensor(la, data[rows])
     if isinstance(data, (Tensor, Mapping)):
-        x = check_inputs(data, "data")
+        x = check_inputs(data, argument)
         return _slices(input_length(x), size), lambda rows: slice_inputs(x, rows)
-    check_loader(data, "data", once=True)
-    return data, lambda batch: inputs_alone(batch, "data")
+    check_loader(data, argument, once=True)
+    return data, lambda batch: inputs_alone(batch, argument)
 
 
 def _slices(count: int, size: int) -> list[slice]:

@@ -1,0 +1,100 @@
+"""What a search says about its match: six numbers a query, from the gallery and from the posterior."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_HITS = 10
+"""Nearest gallery points that are averaged over, and that vote."""
+
+_FLOOR = 1e-6
+"""Added to distances and novelties before their logarithm: cosines of float32 have about so many digits."""
+
+_ENTRIES = 2**24
+"""Cosines in one block: 64 MiB in float32."""
+
+COLUMNS = {
+    "match": -1,  # log(1 - cosine) to the match,
+    "mean": -1,  # on average to the ten nearest,
+    "votes": 1,  # share of these that have the class of the match
+    "gap": -1,  # the first, less the same to the nearest of another class (Lowe, 2004, section 7.1)
+    "uncertainty": -1,  # logarithms of what the posterior says of the query alone
+    "novelty": -1,
+}
+"""The numbers, and the sign with which each may enter P(right): a larger distance never raises it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Embedded:
+    """N inputs as they are kept: what the encoder and the posterior say of them, without a gallery.
+
+    Attributes:
+        directions: Unit vectors, float32, shape (N, D).
+        uncertainty: In radians, shape (N,).
+        novelty: Shape (N,).
+    """
+
+    directions: Tensor
+    uncertainty: NDArray[np.float64]
+    novelty: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        return len(self.directions)
+
+    def __getitem__(self, rows: Any) -> Self:
+        """Return some of the inputs: a slice, or an array of row numbers or booleans."""
+        chosen = np.arange(len(self))[rows]
+        return type(self)(self.directions[torch.from_numpy(chosen)], self.uncertainty[chosen], self.novelty[chosen])
+
+    @classmethod
+    def cat(cls, parts: Sequence[Self]) -> Self:
+        """Return the inputs of all parts, in order."""
+        return cls(
+            torch.cat([part.directions for part in parts]),
+            np.concatenate([part.uncertainty for part in parts]),
+            np.concatenate([part.novelty for part in parts]),
+        )
+
+
+def evidence(
+    queries: Embedded, gallery: Tensor, classes: Tensor, without: Tensor | None = None
+) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+    """Search a gallery, and return what speaks for each match.
+
+    Args:
+        queries: N embedded inputs.
+        gallery: Unit vectors that are searched, shape (M, D).
+        classes: Their classes, int64, shape (M,).
+        without: One class a query, int64, shape (N,), whose points are taken out of the gallery for this query.
+
+    Returns:
+        The numbers of :data:`COLUMNS`, shape (N, 6), and the rows of the matches in the gallery, shape (N,). Where no
+        other class, or no point at all, is left, its distance counts as the largest, 2, and nobody votes.
+    """
+    columns, matches, classes = [], [], classes.to(gallery.device)
+    step = max(1, _ENTRIES // len(gallery))
+    for start in range(0, len(queries), step):
+        rows = slice(start, start + step)
+        cosine = queries.directions[rows].to(gallery) @ gallery.T
+        if without is not None:
+            cosine.masked_fill_(classes == without[rows, None].to(classes), -torch.inf)
+        top, hits = cosine.topk(min(_HITS, len(gallery)), dim=1)
+        there, of = top > -torch.inf, classes[hits]
+        n = there.sum(1).clamp(min=1)
+        agree = ((of == of[:, :1]) & there).sum(1) / n
+        # Of no hit at all, the mean is that of one hit at the largest distance.
+        mean = torch.where(there, top, 0).sum(1) / n - (~there[:, 0]).to(top)
+        other = cosine.masked_fill_(classes == of[:, :1], -torch.inf).amax(1)
+        nearest = torch.stack([top[:, 0], mean, other], dim=1).double().clamp(-1, 1)
+        distance = torch.log(1 - nearest + _FLOOR)
+        columns.append(torch.stack([distance[:, 0], distance[:, 1], agree, distance[:, 0] - distance[:, 2]], dim=1))
+        matches.append(hits[:, 0])
+    alone = np.log(np.stack([queries.uncertainty, queries.novelty], axis=1).clip(_FLOOR))
+    return np.hstack([torch.cat(columns).cpu().numpy(), alone]), torch.cat(matches).cpu().numpy()

@@ -1,0 +1,585 @@
+"""``cc.Retriever``: a search that answers, is unsure, or does not know, each at a stated rate of errors."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, Self
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from contrastive_curvature import validate
+from contrastive_curvature.decisions.fitted import Fitted, clopper_pearson, percent
+from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
+from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.laplace.batches import batches, predictions
+from contrastive_curvature.laplace.calibration import present_calibration, take_snapshot
+from contrastive_curvature.laplace.posterior import ContrastiveLaplace
+from contrastive_curvature.network.inputs import is_texts
+from contrastive_curvature.network.loader import check_loader
+from contrastive_curvature.retriever.evidence import Embedded, evidence
+from contrastive_curvature.retriever.rule import Labelled, Rates, Rule, certified
+
+_AT_ONCE = 256
+"""Inputs in a batch of data in memory."""
+
+_NAMED = 5
+"""Classes that are named in a message."""
+
+
+@dataclass(frozen=True, eq=False)
+class Answers:
+    """Answers to N queries, as arrays of shape (N,).
+
+    Attributes:
+        decision: ``"answer"``, ``"unsure"`` or ``"unknown"``.
+        label: Of the match, as it was given with the gallery.
+        neighbour: Identifier of the match: its position in the gallery of the fit, or what ``add`` returned.
+        confidence: Probability that the match is right, in (0, 1), where one query in eleven is of a class that the
+            gallery lacks, and the others are like the held-out ones.
+        p_value: Share of the held-out queries that are at least as unlike the known inputs, in (0, 1].
+    """
+
+    decision: NDArray[np.str_]
+    label: NDArray[Any]
+    neighbour: NDArray[np.int64]
+    confidence: NDArray[np.float64]
+    p_value: NDArray[np.float64]
+
+    def __len__(self) -> int:
+        """Number N of queries."""
+        return len(self.decision)
+
+    def to_pandas(self) -> Any:
+        """Return a ``pandas.DataFrame`` with one row a query.
+
+        Raises:
+            UnsupportedError: pandas is not installed.
+        """
+        pandas = validate.package("to_pandas", "pandas", "test")
+        return pandas.DataFrame({field.name: getattr(self, field.name) for field in fields(self)})
+
+
+class Rate(NamedTuple):
+    """A rate as it was asked for and as it was observed.
+
+    Attributes:
+        asked: At most so much, or ``None``.
+        observed: NaN where there are no queries.
+        low: End of the exact 95 % interval of the observed one (Clopper and Pearson, 1934).
+        high: Its other end.
+        queries: Number of queries that it is a share of.
+    """
+
+    asked: float | None
+    observed: float
+    low: float
+    high: float
+    queries: int
+
+    @classmethod
+    def of(cls, asked: float | None, happened: NDArray[np.bool_]) -> Rate:
+        """Return the rate of what happened to queries (N,)."""
+        n, count = len(happened), int(happened.sum())
+        return cls(asked, count / n if n else math.nan, *clopper_pearson(count, n), n)
+
+
+class Points(NamedTuple):
+    """A gallery of M points.
+
+    Attributes:
+        directions: Unit vectors, shape (M, D).
+        classes: Numbers of their labels, int64, shape (M,).
+        identifiers: int64, ascending, shape (M,).
+    """
+
+    directions: Tensor
+    classes: Tensor
+    identifiers: NDArray[np.int64]
+
+
+class Retriever(Fitted):
+    """Answer a query by its nearest gallery point, or say that it is unsure or the input unknown, at stated rates.
+
+    P(right) is a logistic regression on six numbers of the search and the posterior (:mod:`.evidence`). Limits come
+    from held-out queries with labels. Each rate holds for queries drawn as these were, and ``None`` limits nothing:
+
+    - ``wrong_answers``: of the answers, at most this share is wrong, with probability ``confidence`` over the held-out
+      queries. An answer is wrong, too, where the gallery lacks the query's class.
+    - ``false_matches``: of such queries whose class is taken out of the gallery, at most this share is answered, on
+      average. Of kinds that neither the encoder nor the held-out queries know, more may be.
+    - ``false_alarms``: of such queries, at most this share is called unknown, on average.
+
+    The first two are tested with scores from other held-out queries, and hold in simulations (``docs/retriever.md``);
+    the third is a conformal p-value. Where no limit keeps a rate, nothing is answered: :attr:`reasons` and a warning
+    say why. The limits are made again whenever the gallery or the held-out queries change; each time the confidence is
+    that of one time.
+
+    Args:
+        encoder: A trained encoder, whose posterior ``fit`` fits; or a fitted posterior of ``likelihood="contrastive"``.
+        wrong_answers: In (0, 1), or ``None``.
+        false_matches: In (0, 1), or ``None``.
+        false_alarms: In (0, 1), or ``None``.
+        confidence: In (0, 1).
+
+    Attributes:
+        la: The posterior.
+        answered: Share of the held-out queries that are answered.
+        reasons: Why a rate lets nothing be answered, or nothing be unknown, by the name of the rate.
+        uncovered: Labels of the gallery that no held-out query has, and no rate covers.
+
+    Raises:
+        InputTypeError: The encoder is none, or a rate no number.
+        InputError: A rate is not in (0, 1).
+
+    Source: Angelopoulos et al. (2021), arXiv 2110.01052, for the limits; Lowe (2004) for the gap to another class.
+    """
+
+    la: ContrastiveLaplace
+    _gallery: Points
+    _held: Embedded
+    _truth: Tensor
+    _rule: Rule
+    answered: float
+    reasons: dict[str, str]
+    uncovered: list[Any]
+
+    def __init__(
+        self,
+        encoder: nn.Module | ContrastiveLaplace,
+        wrong_answers: float | None = 0.02,
+        false_matches: float | None = 0.05,
+        false_alarms: float | None = 0.01,
+        confidence: float = 0.9,
+    ) -> None:
+        if not isinstance(encoder, (nn.Module, ContrastiveLaplace)):
+            wanted = "a torch.nn.Module, or a fitted posterior of likelihood='contrastive'"
+            raise InputTypeError(expected("encoder", wanted, f"a {type(encoder).__name__}"))
+        if isinstance(encoder, ContrastiveLaplace):
+            encoder.check_fitted()
+        asked = {"wrong_answers": wrong_answers, "false_matches": false_matches, "false_alarms": false_alarms}
+        given = {name: None if rate is None else validate.fraction(name, rate) for name, rate in asked.items()}
+        self.encoder = encoder
+        self.rates = Rates(**given, confidence=validate.fraction("confidence", confidence))
+        self._codes: dict[Hashable, int] = {}
+        self._feedback: tuple[Embedded, Tensor] | None = None
+        self._ceiling = math.inf
+
+    def fit(
+        self, x: Any = None, y: Any = None, *, held_out: Any, gallery: Any = None, progress_bar: bool | None = None
+    ) -> Self:
+        """Fit the posterior, embed the gallery, and find the limits.
+
+        Inputs are a tensor, a mapping of tensors, a NumPy array, a list of texts where the encoder takes texts, or a
+        loader of batches ``(inputs, labels)``, which needs no labels beside it. Labels are a tensor, an array or a list
+        of N numbers, strings or other hashable values.
+
+        Args:
+            x: Training inputs; not looked at where the encoder is a fitted posterior and ``gallery`` is given. Labels
+                of a loader must be whole numbers, as of ``la.fit``.
+            y: Their labels.
+            held_out: ``(inputs, labels)``, or a loader: queries as those to come, none of which trained the encoder or
+                is in the gallery. At least two. A posterior that is not calibrated is calibrated with them.
+            gallery: What is searched, as ``held_out``; ``None`` for ``x`` and ``y``.
+            progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
+
+        Returns:
+            The object itself.
+
+        Raises:
+            InputTypeError: Inputs or labels have another type.
+            InputError: Numbers of inputs and labels differ, there are too few, or the encoder does not take them.
+            UnsupportedError: The encoder is of a kind without a posterior.
+            NotFittedError: The posterior is of other weights than the last layer's, or was loaded, and is not
+                calibrated.
+
+        Warns:
+            UserWarning: Nothing is answered.
+            OptimisticPValueWarning: Held-out queries are among the training inputs.
+        """
+        queries = _pair("held_out", held_out)
+        searched = (x, y) if gallery is None else _pair("gallery", gallery)
+        fitted = isinstance(self.encoder, ContrastiveLaplace)
+        given = {"held_out": queries, "x" if gallery is None else "gallery": searched}
+        # Before a fit that may be long.
+        for argument, (inputs, labels) in (given if fitted else {"x": (x, y), **given}).items():
+            if labels is not None or _in_memory(inputs):
+                _checked_labels(argument, inputs, labels)
+            else:
+                check_loader(inputs, argument)
+        # A fit that fails leaves nothing of an earlier one, in which labels have other numbers.
+        for name in Retriever.__annotations__:
+            vars(self).pop(name, None)
+        self._codes = {}
+        la = self.encoder if isinstance(self.encoder, ContrastiveLaplace) else self._posterior(x, y, progress_bar)
+        calibrated = present_calibration(la) is not None
+        if not calibrated and take_snapshot(la).training is None:
+            msg = (
+                "encoder: this posterior has no training inputs to compare with. Call la.calibrate(loader) with known "
+                "inputs that are not among the held-out ones."
+            )
+            raise NotFittedError(msg)
+        self.la = la
+        held, truth = self._embedded("held_out", *queries, progress_bar)
+        if len(held) < 2:
+            raise InputError(expected("held_out", "at least two queries", f"{len(held)}"))
+        if not calibrated:
+            # It freezes what a novelty is, for a file; the p-values here are of all held-out queries, also later ones.
+            items, inputs_of = batches(la, queries[0], _AT_ONCE, "held_out")
+            la.calibrate((inputs_of(item) for item in items), progress_bar)
+        points, classes = self._embedded("x" if gallery is None else "gallery", *searched, progress_bar)
+        self._gallery = Points(points.directions, classes, np.arange(len(points)))
+        self._held, self._truth, self._feedback = held, truth, None
+        self._certify()
+        return self
+
+    def __call__(self, queries: Any) -> Answers:
+        """Answer queries.
+
+        Args:
+            queries: Inputs as of :meth:`fit`; labels of a loader are not looked at.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            InputTypeError: The queries have another type.
+            InputError: There is none, or the encoder does not take them.
+        """
+        asked, rule = _embedded(self.la, queries, "queries"), self._rule
+        columns, match = evidence(asked, self._gallery.directions, self._gallery.classes)
+        score, p_value = rule.regression(columns), rule.p_value(asked.novelty)
+        names, codes = list(self._codes), self._gallery.classes[match].tolist()
+        return Answers(
+            rule.decision(score, p_value),
+            _as_array([names[code] for code in codes]),
+            self._gallery.identifiers[match],
+            np.exp(-np.logaddexp(0, score)),
+            p_value,
+        )
+
+    def add(self, items: Any, labels: Any = None) -> NDArray[np.int64]:
+        """Add to the gallery, and make the limits again.
+
+        Args:
+            items: Inputs as of :meth:`fit`, M of them.
+            labels: Their labels.
+
+        Returns:
+            Their identifiers, int64, shape (M,).
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            InputTypeError: As of :meth:`fit`.
+            InputError: As of :meth:`fit`.
+
+        Warns:
+            UserWarning: Some of the classes that are added have no held-out query: no rate covers them.
+        """
+        now, before = self._gallery, self.uncovered
+        added, classes = self._embedded("items", items, labels)
+        first = int(now.identifiers[-1]) + 1
+        identifiers = np.arange(first, first + len(added))
+        self._gallery = Points(
+            torch.cat([now.directions, added.directions]),
+            torch.cat([now.classes, classes]),
+            np.concatenate([now.identifiers, identifiers]),
+        )
+        self._certify()
+        if len(self.uncovered) > len(before):
+            warnings.warn(f"add: {self._not_covered()}", UserWarning, stacklevel=2)
+        return identifiers
+
+    def remove(self, identifiers: Any) -> Self:
+        """Take points out of the gallery, and make the limits again.
+
+        Args:
+            identifiers: As ``answers.neighbour`` and :meth:`add` give them: whole numbers, shape (M,).
+
+        Returns:
+            The object itself.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            InputError: An identifier is not in the gallery, or nothing would be left.
+        """
+        now, gone = self._gallery, np.asarray(identifiers)
+        missing = np.setdiff1d(gone, now.identifiers)
+        if len(missing):
+            raise InputError(expected("identifiers", "those of points in the gallery", f"{missing[:_NAMED].tolist()}"))
+        keep = ~np.isin(now.identifiers, gone)
+        if not keep.any():
+            raise InputError(expected("identifiers", "some of the points", "all", "Fit again, with another gallery."))
+        rows = torch.from_numpy(keep).to(now.directions.device)
+        self._gallery = Points(now.directions[rows], now.classes[rows.cpu()], now.identifiers[keep])
+        self._certify()
+        return self
+
+    def learn(self, queries: Any, labels: Any, asked: Literal["random", "answered"]) -> Self:
+        """Take in queries whose labels have become known, and make the limits again.
+
+        Args:
+            queries: Inputs as of :meth:`fit`.
+            labels: Their labels.
+            asked: How those were chosen whose labels were asked for. ``"random"``: at random among all queries,
+                whatever the decision: they become held-out queries. ``"answered"``: because they were answered. Those
+                that the present limit answers are kept: they can lower it and cannot raise it, also later. As further
+                held-out queries they would hide the errors that are not answered yet.
+
+        Returns:
+            The object itself.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            InputTypeError: As of :meth:`fit`.
+            InputError: As of :meth:`fit`, or ``asked`` is something else.
+        """
+        rule = self._rule
+        validate.choice("asked", asked, ("random", "answered"))
+        more, truth = self._embedded("queries", queries, labels)
+        if asked == "random":
+            self._held, self._truth = Embedded.cat([self._held, more]), torch.cat([self._truth, truth])
+            self._certify()
+            return self
+        score = rule.regression(evidence(more, self._gallery.directions, self._gallery.classes)[0])
+        kept = np.flatnonzero(rule.decision(score, rule.p_value(more.novelty)) == "answer")
+        if not len(kept):
+            return self
+        more, truth = more[kept], truth[kept]
+        if self._feedback is not None:
+            more, truth = Embedded.cat([self._feedback[0], more]), torch.cat([self._feedback[1], truth])
+        self._feedback = more, truth
+        self._certify(min(self._ceiling, rule.limit))
+        return self
+
+    def evaluate(self, test: Any, unknown: Any = None) -> dict[str, Rate]:
+        """Compare the rates that were asked for with those of test queries.
+
+        Args:
+            test: ``(inputs, labels)``, or a loader, as ``held_out`` of :meth:`fit`.
+            unknown: Inputs of an unknown kind, without labels.
+
+        Returns:
+            By name, ``answered`` of all test queries, ``wrong_answers`` among those answered, ``false_matches`` of the
+            test queries with their class taken out of the gallery, and ``false_alarms``; with ``unknown``, the share of
+            these that is answered and that is called unknown, ``unknown_answered`` and ``unknown_found``.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            InputTypeError: As of :meth:`fit`.
+            InputError: As of :meth:`fit`.
+        """
+        rule = self._rule
+        # Labels that no other query has are not kept.
+        known = self._codes
+        asked, truth = self._embedded("test", *_pair("test", test))
+        self._codes = known
+        seen, absent = self._labelled(asked, truth)
+        p_value = rule.p_value(asked.novelty)
+        decision = rule.decision(rule.regression(seen.evidence), p_value)
+        found = {
+            "answered": Rate.of(None, decision == "answer"),
+            "wrong_answers": Rate.of(self.rates.wrong_answers, ~seen.right[decision == "answer"]),
+            "false_matches": Rate.of(
+                self.rates.false_matches, rule.decision(rule.regression(absent), p_value) == "answer"
+            ),
+            "false_alarms": Rate.of(self.rates.false_alarms, decision == "unknown"),
+        }
+        if unknown is not None:
+            decision = self(unknown).decision
+            found["unknown_answered"] = Rate.of(None, decision == "answer")
+            found["unknown_found"] = Rate.of(None, decision == "unknown")
+        return found
+
+    def __repr__(self) -> str:
+        """What is promised, and what is not."""
+        rates = self.rates
+        if "_rule" not in vars(self):
+            return f"Retriever, not fitted: {', '.join(f'{name}={value}' for name, value in rates._asdict().items())}"
+        of = f"from {len(self._held):,} held-out queries"
+        if self._feedback is not None:
+            of += f" and {len(self._feedback[0]):,} answered ones"
+        said = [f"answers {percent(self.answered)} of queries"]
+        if rates.wrong_answers is None:
+            said[0] += f" ({of})"
+        else:
+            sure = f"({percent(rates.confidence)} confidence, {of})"
+            said.append(f"at most {percent(rates.wrong_answers)} of the answers are wrong {sure}")
+        if rates.false_matches is not None:
+            lacking = "such queries are answered where the gallery lacks their class, on average"
+            said.append(f"at most {percent(rates.false_matches)} of {lacking}")
+        if rates.false_alarms is not None:
+            said.append(f"at most {percent(rates.false_alarms)} of them are called unknown, on average")
+        said += [f"{name}: {reason}" for name, reason in self.reasons.items()]
+        return "; ".join(said + ([self._not_covered()] if self.uncovered else []))
+
+    def save(self, folder: Path | str, *, overwrite: bool = False, **options: Any) -> Path:
+        """Write the retriever to a folder: the posterior, the gallery, the held-out queries as embeddings, the limits.
+
+        Args:
+            folder: The folder; missing parents are made.
+            overwrite: Whether a saved retriever that is there may be replaced.
+            **options: Of ``la.save_pretrained``.
+
+        Returns:
+            The folder, with all links followed.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            InputError: The folder holds something else, or a retriever and ``overwrite`` is false.
+            UnsupportedError: Labels are no numbers and strings, or the posterior cannot be saved.
+            OSError: The folder cannot be written.
+        """
+        from contrastive_curvature.retriever.saved import save
+
+        return save(self, folder, overwrite=overwrite, **options)
+
+    @classmethod
+    def load(cls, folder: Path | str, encoder: nn.Module, **options: Any) -> Self:
+        """Load what :meth:`save` wrote. Nothing in the files is executed.
+
+        Args:
+            folder: The folder.
+            encoder: The encoder with its weights; another one is refused.
+            **options: Of :func:`contrastive_curvature.load_pretrained`: ``loss``, ``relation``, ``backend``.
+
+        Raises:
+            InputError: A file is missing, damaged, foreign or of another version, or the encoder is another one.
+        """
+        from contrastive_curvature.retriever.saved import load
+
+        return load(cls, folder, encoder, **options)
+
+    def _posterior(self, x: Any, y: Any, progress_bar: bool | None) -> ContrastiveLaplace:
+        la: ContrastiveLaplace = ContrastiveLaplace(self.encoder)
+        loader = x
+        if _in_memory(x):
+            items, inputs_of = batches(la, x, _AT_ONCE, "x")
+            codes = self._coded(_labels("x", y))
+            loader = [(inputs_of(rows), codes[rows]) for rows in items]
+        la.fit(loader, progress_bar=progress_bar)
+        la.optimize_prior_precision()
+        return la
+
+    def _embedded(
+        self, argument: str, inputs: Any, labels: Any, progress_bar: bool | None = None
+    ) -> tuple[Embedded, Tensor]:
+        """Return embeddings, and the numbers of their labels."""
+        if labels is not None or _in_memory(inputs):
+            names = _checked_labels(argument, inputs, labels)
+            return _embedded(self.la, inputs, argument, progress_bar), self._coded(names)
+        check_loader(inputs, argument, once=True)
+        names = []
+
+        def alone() -> Iterator[Any]:
+            # Both in one pass, for a loader may shuffle.
+            for batch in inputs:
+                if not isinstance(batch, (tuple, list)) or len(batch) != 2 or is_texts(batch):
+                    raise InputTypeError(expected(argument, "batches (inputs, labels)", f"a {type(batch).__name__}"))
+                names.extend(_labels(argument, batch[1]))
+                yield batch[0]
+
+        found = _embedded(self.la, alone(), argument, progress_bar)
+        if len(names) != len(found):
+            raise InputError(expected(argument, f"{len(found)} labels, one an input", f"{len(names)}"))
+        return found, self._coded(names)
+
+    def _coded(self, names: Sequence[Hashable]) -> Tensor:
+        """Return numbers of labels, int64, shape (N,); new labels get new ones."""
+        known = dict(self._codes)
+        codes = torch.tensor([known.setdefault(name, len(known)) for name in names], dtype=torch.int64)
+        self._codes = known
+        return codes
+
+    def _labelled(self, queries: Embedded, truth: Tensor) -> tuple[Labelled, NDArray[np.float64]]:
+        """Return the evidence of queries in the gallery, and in the gallery without their class."""
+        points = self._gallery
+        columns, match = evidence(queries, points.directions, points.classes)
+        right = (points.classes[match] == truth).numpy()
+        return (
+            Labelled(columns, right, queries.novelty),
+            evidence(queries, points.directions, points.classes, truth)[0],
+        )
+
+    def _certify(self, ceiling: float = math.inf) -> None:
+        """Make the limits for the present gallery and queries; ``ceiling`` is of the present score."""
+        feedback = None if self._feedback is None else self._labelled(*self._feedback)[0]
+        held, absent = self._labelled(self._held, self._truth)
+        self._take(certified(self.rates, held, absent, feedback, ceiling), ceiling)
+        for name, reason in self.reasons.items():
+            warnings.warn(f"{name}: {reason}", UserWarning, stacklevel=3)
+
+    def _take(self, rule: Rule, ceiling: float) -> None:
+        self._rule, self._ceiling, self.answered, self.reasons = rule, ceiling, rule.answered, rule.reasons
+        covered, names = set(self._truth.tolist()), list(self._codes)
+        self.uncovered = [names[code] for code in self._gallery.classes.unique().tolist() if code not in covered]
+
+    def _not_covered(self) -> str:
+        names = self.uncovered
+        shown = ", ".join(map(repr, names[:_NAMED])) + (", ..." if len(names) > _NAMED else "")
+        codes = torch.tensor([self._codes[name] for name in names])
+        share = float(torch.isin(self._gallery.classes, codes).double().mean())
+        return (
+            f"no rate covers queries of the classes {shown} ({len(names):,} classes, {percent(share)} of the gallery), "
+            "which no held-out query has: call learn(queries, labels, 'random')"
+        )
+
+
+def _embedded(la: ContrastiveLaplace, inputs: Any, argument: str, progress_bar: bool | None = None) -> Embedded:
+    parts = []
+    with torch.no_grad():
+        for found in predictions(la, inputs, argument, _AT_ONCE, progress_bar=progress_bar):
+            numbers = (value.double().cpu().numpy() for value in (found.uncertainty, found.novelty))
+            parts.append(Embedded(normalize(found.mu.float())[0], *numbers))
+    return Embedded.cat(parts)
+
+
+def _in_memory(inputs: Any) -> bool:
+    """Return whether these are inputs without labels, and not a loader."""
+    return isinstance(inputs, (str, Tensor, np.ndarray, Mapping)) or is_texts(inputs)
+
+
+def _pair(argument: str, given: Any) -> tuple[Any, Any]:
+    """Return inputs and labels; a loader has no labels beside it."""
+    if isinstance(given, tuple) and len(given) == 2 and not is_texts(given):
+        return given
+    if _in_memory(given) or isinstance(given, tuple):
+        came = f"a {type(given).__name__}"
+        raise InputTypeError(expected(argument, "(inputs, labels), or a loader of such batches", came))
+    return given, None
+
+
+def _labels(argument: str, labels: Any) -> list[Hashable]:
+    """Return labels as a list of hashable values."""
+    listed = labels.tolist() if isinstance(labels, (Tensor, np.ndarray)) or hasattr(labels, "tolist") else labels
+    if not isinstance(listed, (list, tuple)):
+        hint = "Pass a tensor, an array or a list."
+        raise InputTypeError(expected(f"{argument}: labels", "one label an input", f"a {type(labels).__name__}", hint))
+    plain = [value.item() if isinstance(value, (np.generic, Tensor)) else value for value in listed]
+    if wrong := [value for value in plain if not isinstance(value, Hashable) or value != value]:
+        hint = "One label an input, a number or a string; NaN equals nothing."
+        raise InputError(expected(f"{argument}: labels", "shape (N,), hashable values", repr(wrong[0]), hint))
+    return plain
+
+
+def _checked_labels(argument: str, inputs: Any, labels: Any) -> list[Hashable]:
+    """Return the labels of inputs in memory, one for each."""
+    if not _in_memory(inputs):
+        hint = "Its batches (inputs, labels) have them: leave them out."
+        raise InputError(expected(f"{argument}: labels", "none beside a loader", f"a {type(labels).__name__}", hint))
+    names = _labels(argument, labels)
+    first = next(iter(inputs.values())) if isinstance(inputs, Mapping) else inputs
+    if len(names) != len(first):
+        raise InputError(expected(f"{argument}: labels", f"{len(first)}, one an input", f"{len(names)}"))
+    return names
+
+
+def _as_array(labels: Sequence[Hashable]) -> NDArray[Any]:
+    """Return labels as an array; of several types, or of others than numbers and strings, an array of objects."""
+    if len(kinds := {type(label) for label in labels}) == 1 and kinds <= {str, int, float, bool}:
+        return np.array(labels)
+    return np.fromiter(labels, dtype=object, count=len(labels))

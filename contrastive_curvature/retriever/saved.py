@@ -1,0 +1,119 @@
+"""The folder of a saved retriever: the posterior in one of its own, and a file of arrays."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from contrastive_curvature import validate
+from contrastive_curvature.artifact import Header, folder_path, read_tensors, write_tensors
+from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.io.pretrained import load_pretrained
+from contrastive_curvature.io.pretrained.folder import place_of
+from contrastive_curvature.retriever.evidence import Embedded
+from contrastive_curvature.retriever.rule import Rates, Regression, Rule
+
+if TYPE_CHECKING:
+    from contrastive_curvature.retriever.retriever import Retriever
+
+_ARRAYS, _POSTERIOR = "retriever.safetensors", "posterior"
+
+_R = TypeVar("_R", bound="Retriever")
+
+
+class RetrieverHeader(Header):
+    """What stands in the file of a retriever besides arrays.
+
+    Args:
+        posterior: Name of the file of numbers of the posterior beside it.
+        rates: What is asked for.
+        labels: Of the classes 0, 1 and so on.
+        answered: Share of the held-out queries that are answered.
+        reasons: See :class:`.Rule`.
+    """
+
+    kind: ClassVar[str] = "retriever"
+    described: ClassVar[str] = "a saved retriever"
+    made_by: ClassVar[str] = "retriever.save(folder) writes one."
+    repaired_by: ClassVar[str] = "Copy the folder again, or save it again with overwrite=True."
+
+    posterior: str
+    rates: Rates
+    labels: list[bool | int | float | str | None]
+    answered: float
+    reasons: dict[str, str]
+
+
+def save(retriever: Retriever, folder: Path | str, *, overwrite: bool, **options: Any) -> Path:
+    """Do what :meth:`.Retriever.save` says."""
+    la, place = retriever.la, folder_path("folder", folder)
+    validate.flag("overwrite", overwrite)
+    labels: list[Any] = list(retriever._codes)
+    if odd := [name for name in labels if not isinstance(name, (bool, int, float, str, type(None)))]:
+        msg = (
+            f"labels: a {type(odd[0]).__name__} cannot be saved, only numbers and strings. Give the fit texts instead."
+        )
+        raise UnsupportedError(msg)
+    there = sorted(path.name for path in place.iterdir()) if place.exists() else []
+    if there and (_ARRAYS not in there or not overwrite):
+        hint = "Name another folder." if _ARRAYS not in there else "Pass overwrite=True to replace it."
+        raise InputError(expected("folder", "a new or an empty folder", f"{place}, with {there[0]!r} in it", hint))
+    rule, points = retriever._rule, retriever._gallery
+    tensors = {
+        "gallery": points.directions,
+        "classes": points.classes,
+        "identifiers": torch.from_numpy(points.identifiers),
+        "limits": torch.tensor([rule.limit, retriever._ceiling], dtype=torch.float64),
+        **{field.name: torch.from_numpy(getattr(rule.regression, field.name)) for field in fields(Regression)},
+        **_plain("held_out", retriever._held, retriever._truth),
+    }
+    if retriever._feedback is not None:
+        tensors |= _plain("feedback", *retriever._feedback)
+    la.save_pretrained(place / _POSTERIOR, overwrite=overwrite, **options)
+    header = RetrieverHeader(
+        posterior=place_of(place / _POSTERIOR).read().numbers.name,
+        rates=retriever.rates,
+        labels=labels,
+        answered=rule.answered,
+        reasons=rule.reasons,
+    )
+    write_tensors(place / _ARRAYS, header, tensors)
+    return place
+
+
+def load(kind: type[_R], folder: Path | str, encoder: Any, **options: Any) -> _R:
+    """Do what :meth:`.Retriever.load` says."""
+    from contrastive_curvature.retriever.retriever import Points
+
+    place = folder_path("folder", folder)
+    header, tensors = read_tensors(place / _ARRAYS, RetrieverHeader)
+    if place_of(place / _POSTERIOR).read().numbers.name != header.posterior:
+        RetrieverHeader.refuse(str(place), "one with the posterior of another", RetrieverHeader.repaired_by)
+    la = load_pretrained(place / _POSTERIOR, encoder, **options)
+    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
+    held, truth = _restored("held_out", tensors, la._device)
+    retriever = kind(la, **header.rates._asdict())
+    retriever.la, retriever._held, retriever._truth = la, held, truth
+    retriever._codes = {name: code for code, name in enumerate(header.labels)}
+    retriever._gallery = Points(tensors["gallery"].to(la._device), tensors["classes"], arrays["identifiers"])
+    retriever._feedback = _restored("feedback", tensors, la._device) if "feedback.truth" in tensors else None
+    regression = Regression(**{field.name: arrays[field.name] for field in fields(Regression)})
+    limit, ceiling = arrays["limits"].tolist()
+    novelties, alarms = np.sort(held.novelty), header.rates.false_alarms
+    retriever._take(Rule(regression, novelties, alarms, limit, header.answered, header.reasons), ceiling)
+    return retriever
+
+
+def _plain(name: str, queries: Embedded, truth: Tensor) -> dict[str, Tensor]:
+    numbers = {field.name: torch.as_tensor(getattr(queries, field.name)) for field in fields(Embedded)}
+    return {f"{name}.{key}": value for key, value in {**numbers, "truth": truth}.items()}
+
+
+def _restored(name: str, tensors: dict[str, Tensor], device: torch.device) -> tuple[Embedded, Tensor]:
+    directions, uncertainty, novelty = (tensors[f"{name}.{field.name}"] for field in fields(Embedded))
+    return Embedded(directions.to(device), uncertainty.numpy(), novelty.numpy()), tensors[f"{name}.truth"]

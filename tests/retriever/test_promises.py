@@ -1,0 +1,233 @@
+"""The stated rates of ``cc.Retriever``, over many draws of held-out queries; and what its parts compute."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from numpy.typing import NDArray
+from scipy.stats import binom
+from sklearn.linear_model import LogisticRegression
+from tables import each
+
+from contrastive_curvature.decisions.retrieval import RetrievalThreshold
+from contrastive_curvature.retriever.evidence import COLUMNS, Embedded, evidence
+from contrastive_curvature.retriever.rule import Labelled, Rates, Regression, Rule, certified
+
+SPLITS = 50
+
+
+def unit(rows: NDArray[np.float64]) -> NDArray[np.float64]:
+    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
+
+
+class World(NamedTuple):
+    """Queries around class centres on a sphere, some noisier than others, and the gallery that they are searched in."""
+
+    queries: Embedded
+    truth: torch.Tensor
+    gallery: torch.Tensor
+    classes: torch.Tensor
+
+    @classmethod
+    def of(cls, classes: int, dim: int, each: int, n: int = 6000, noise: tuple[float, ...] = (0.1, 0.3, 0.5)) -> World:
+        rng = np.random.default_rng(0)
+        centres = unit(rng.normal(size=(classes, dim)))
+        points = unit(np.repeat(centres, each, 0) + 0.25 * rng.normal(size=(classes * each, dim)))
+        truth, spread = rng.integers(0, classes, n), rng.choice(noise, n)
+        found = unit(centres[truth] + spread[:, None] * rng.normal(size=(n, dim)))
+        uncertainty, novelty = spread * np.exp(rng.normal(size=n) / 2), spread + rng.random(n)
+        queries = Embedded(torch.from_numpy(found).float(), uncertainty, novelty)
+        of = torch.arange(classes).repeat_interleave(each)
+        return cls(queries, torch.from_numpy(truth), torch.from_numpy(points).float(), of)
+
+    def searched(self, digits: int | None = None) -> tuple[Labelled, NDArray[np.float64]]:
+        """Evidence with and without the class of each query, rounded so that there are ties."""
+        columns, match = evidence(self.queries, self.gallery, self.classes)
+        absent, _ = evidence(self.queries, self.gallery, self.classes, self.truth)
+        novelty = self.queries.novelty
+        if digits is not None:
+            columns, absent, novelty = (values.round(digits) for values in (columns, absent, novelty))
+        return Labelled(columns, (self.classes[match] == self.truth).numpy(), novelty), absent
+
+
+def rows(every: Labelled, chosen: NDArray[np.int64]) -> Labelled:
+    return Labelled(*(values[chosen] for values in every))
+
+
+def answered(rule: Rule, columns: NDArray[np.float64], novelty: NDArray[np.float64]) -> NDArray[np.bool_]:
+    return rule.decision(rule.regression(columns), rule.p_value(novelty)) == "answer"
+
+
+def above(broken: list[bool], wanted: float) -> bool:
+    """Whether a share of the draws is above one that is promised, beyond what chance does once in ten thousand."""
+    return bool(binom.sf(sum(broken) - 1, len(broken), wanted) < 1e-4)
+
+
+@each(
+    "world, digits, n, false_matches",
+    [
+        (World.of(20, 8, 10), None, 300, 0.1),  # the false matches limit
+        (World.of(20, 8, 10), None, 300, None),  # the wrong answers limit
+        (World.of(20, 8, 10), 1, 120, 0.1),  # ties, few queries
+        (World.of(3, 4, 10), None, 300, 0.4),  # few classes
+    ],
+)
+def test_each_rate_is_kept(world: World, digits: int | None, n: int, false_matches: float | None) -> None:
+    every, absent = world.searched(digits)
+    asked = Rates(0.5 * float(1 - every.right.mean()), false_matches, 0.05, 0.9)
+    rng = np.random.default_rng(1)
+    broken, matched, alarms, share = [], [], [], []
+    for _ in range(SPLITS):
+        drawn, others = np.split(rng.permutation(len(every.right)), [n])
+        rule = certified(asked, rows(every, drawn), absent[drawn])
+        new = rows(every, others)
+        found = answered(rule, new.evidence, new.novelty)
+        share.append(found.mean())
+        broken.append(bool(found.any() and (~new.right[found]).mean() > asked.wrong_answers))
+        matched.append(answered(rule, absent[others], new.novelty).mean())
+        alarms.append((rule.p_value(new.novelty) <= 0.05).mean())
+    assert not above(broken, 0.1)
+    assert np.mean(share) > 0.2
+    for observed, wanted in ((matched, false_matches), (alarms, 0.05)):
+        assert wanted is None or np.mean(observed) < wanted + 4 * np.std(observed) / SPLITS**0.5
+    # Without ties it is tight up to 1 / (n + 1).
+    assert digits is not None or np.mean(alarms) > 0.05 - 1 / (n + 1) - 4 * np.std(alarms) / SPLITS**0.5
+
+
+def test_a_gallery_grown_tenfold_keeps_its_false_matches_with_new_limits_alone() -> None:
+    world = World.of(1000, 12, 1, 3000, noise=(0.05, 0.15))
+    held = torch.arange(1500)
+    old, new = [], []
+    for classes in (100, 1000):
+        # Queries of the first 100 classes; whoever else asks finds no match in either gallery.
+        own = world._replace(gallery=world.gallery[:classes], classes=world.classes[:classes])
+        every, absent = own.searched()
+        asked = Rates(None, 0.05, None, 0.9)
+        rule = certified(asked, rows(every, held.numpy()), absent[:1500])
+        for kept, limits in ((old, old[0][0] if old else rule), (new, rule)):
+            kept.append((limits, answered(limits, absent[1500:], every.novelty[1500:]).mean()))
+    assert old[1][1] > 0.15  # 0.05 was asked
+    # The standard error of both halves is 0.008.
+    assert abs(new[1][1] - 0.05) < 0.032
+    assert abs(new[0][1] - 0.05) < 0.032
+
+
+def test_feedback_on_answered_queries_lowers_a_limit_and_does_not_raise_it() -> None:
+    every, absent = World.of(20, 8, 10).searched()
+    asked = Rates(0.5 * float(1 - every.right.mean()), None, 0.05, 0.9)
+    rng = np.random.default_rng(2)
+    broken: dict[str, list[bool]] = {"naive": [], "fed": []}
+    for _ in range(20):
+        drawn, others = np.split(rng.permutation(len(every.right)), [300])
+        held = rows(every, drawn)
+        first = certified(asked, held, absent[drawn])
+        found = others[answered(first, every.evidence[others], every.novelty[others])]
+        fed, unseen = found[:1000], rows(every, others)
+        both = np.concatenate([drawn, fed])
+        rules = {
+            # As if they were drawn as the held-out ones: wrong answers seem rarer than they are.
+            "naive": certified(asked, rows(every, both), absent[both]),
+            "fed": certified(asked, held, absent[drawn], rows(every, fed), first.limit),
+        }
+        assert rules["fed"].limit <= first.limit
+        for name, rule in rules.items():
+            now = answered(rule, unseen.evidence, unseen.novelty)
+            broken[name].append(bool(now.any() and (~unseen.right[now]).mean() > asked.wrong_answers))
+    assert not above(broken["fed"], 0.1)
+    assert np.mean(broken["naive"]) > 0.6
+    # Bad news is heard: of so many answers, half were wrong.
+    wrong = rows(every, fed)._replace(right=np.arange(1000) % 2 == 0)
+    assert certified(asked, held, absent[drawn], wrong, first.limit).answered < first.answered / 2
+
+
+def test_as_many_held_out_queries_as_are_said_to_be_needed_mostly_suffice() -> None:
+    every, absent = World.of(20, 8, 10).searched()
+    asked = Rates(0.05, None, 0.05, 0.9)
+    rng = np.random.default_rng(3)
+    needed, enough = [], []
+    for _ in range(40):
+        order = rng.permutation(len(every.right))
+        reasons = certified(asked, rows(every, order[:60]), absent[order[:60]]).reasons
+        if found := re.search("It takes about ([0-9,]+) held-out queries", reasons.get("wrong_answers", "")):
+            needed.append(int(found[1].replace(",", "")))
+            more = order[60 : 60 + needed[-1]]
+            enough.append(certified(asked, rows(every, more), absent[more]).answered > 0)
+    assert len(needed) > 10
+    assert np.mean(enough) > 0.5
+    assert np.median(needed) < 1000  # and not by asking for too many
+
+
+def test_one_score_and_no_other_limit_is_the_threshold_of_the_library() -> None:
+    """The limit is that of ``RetrievalThreshold`` on the scores from other folds."""
+    every, absent = World.of(20, 8, 10, 400).searched()
+    rule = certified(Rates(0.2, None, None, 0.9), every, absent)
+    fold = np.random.default_rng(0).permutation(400) % 5
+    score = np.empty(400)
+    for k in range(5):
+        others = fold != k
+        one = Regression.fitted(every.evidence[others], every.right[others], absent[others])
+        score[fold == k] = one(every.evidence[fold == k])
+    assert rule.limit == RetrievalThreshold(0.2).fit(score, every.right).threshold
+    assert rule.answered == (score <= rule.limit).mean()
+
+
+@pytest.mark.parametrize("without", [False, True])
+def test_evidence_against_a_search_by_hand(without: bool) -> None:
+    world = World.of(4, 5, 4, 30)
+    truth = world.truth if without else None
+    columns, match = evidence(world.queries, world.gallery, world.classes, truth)
+    labels = world.classes.numpy()
+    for row, query in enumerate(world.queries.directions.double().numpy()):
+        there = np.flatnonzero(labels != int(world.truth[row])) if without else np.arange(len(labels))
+        cosine = world.gallery.double().numpy()[there] @ query
+        order = np.argsort(-cosine)[:10]
+        own = labels[there] == labels[there][order[0]]
+        assert match[row] == there[order[0]]
+        near, mean = cosine[order[0]], cosine[order].mean()
+        far, between, other = np.log(1 - np.array([near, mean, cosine[~own].max()]) + 1e-6)
+        wanted = [far, between, own[order].mean(), far - other]
+        np.testing.assert_allclose(columns[row, :4], wanted, rtol=1e-3, atol=1e-4)
+        alone = np.log([world.queries.uncertainty[row], world.queries.novelty[row]])
+        np.testing.assert_allclose(columns[row, 4:], alone)
+
+
+def test_evidence_where_the_gallery_has_no_other_class() -> None:
+    world = World.of(1, 5, 3, 6)
+    columns, _ = evidence(world.queries, world.gallery, world.classes)
+    np.testing.assert_allclose(columns[:, 3], columns[:, 0] - np.log(2 + 1e-6))
+    columns, _ = evidence(world.queries, world.gallery, world.classes, world.truth)
+    np.testing.assert_allclose(columns[:, :4], [[np.log(2 + 1e-6), np.log(2 + 1e-6), 0, 0]] * 6)
+
+
+def test_weights_are_those_of_scikit_learn_where_no_sign_binds_and_have_the_signs_elsewhere() -> None:
+    rng = np.random.default_rng(0)
+    signs = np.array(list(COLUMNS.values()))
+    present, absent = rng.normal(size=(400, 6)) + signs / 2, rng.normal(size=(400, 6)) - signs / 2
+    right = rng.random(400) < 1 / (1 + np.exp(-present @ signs))
+    fitted = Regression.fitted(present, right, absent)
+    standard = (np.vstack([present, absent]) - present.mean(0)) / present.std(0)
+    labels, weights = np.append(right, np.zeros(400)), np.repeat([1, 0.1], 400)
+    oracle = LogisticRegression(C=1, tol=1e-8, max_iter=1000).fit(standard, labels, weights)
+    np.testing.assert_allclose(fitted.weights, np.append(oracle.coef_, oracle.intercept_), atol=2e-3)
+    np.testing.assert_allclose(fitted(present), -oracle.decision_function(standard[:400]), atol=5e-3)
+    # A column that says the opposite of what it may say has no weight; one that is constant has none either.
+    turned = present * np.array([-1, 1, 1, 1, 1, 0])
+    weights = Regression.fitted(turned, right, absent * np.array([-1, 1, 1, 1, 1, 0])).weights
+    assert weights[0] == 0
+    assert weights[5] == 0
+    assert (weights[:-1] * signs >= 0).all()
+
+
+def test_confidence_is_calibrated_with_one_absent_class_in_eleven() -> None:
+    every, absent = World.of(20, 8, 10).searched()
+    rule = certified(Rates(None, None, None, 0.9), rows(every, np.arange(1000)), absent[:1000])
+    new = np.vstack([every.evidence[1000:], absent[1000:1500]])  # one in eleven
+    right = np.append(every.right[1000:], np.zeros(500))
+    sure = 1 / (1 + np.exp(rule.regression(new)))
+    bins = np.minimum((sure * 10).astype(int), 9)
+    error = sum((bins == b).mean() * abs(sure[bins == b].mean() - right[bins == b].mean()) for b in set(bins.tolist()))
+    assert error < 0.05

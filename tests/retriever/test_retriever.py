@@ -1,0 +1,394 @@
+"""``cc.Retriever`` as an object: inputs and labels of all kinds, a gallery that changes, files, refusals."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import shutil
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from laplace import Laplace
+from numpy.typing import NDArray
+from tables import each
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import contrastive_curvature as cc
+from contrastive_curvature.retriever.retriever import Answers
+
+WIDTH, CLASSES = 6, 5
+NAMES = np.array(["ant", "bee", "cat", "dog", "eel", "fox"])
+ARRAYS = ("decision", "label", "neighbour", "confidence", "p_value")
+
+
+class Points:
+    """Clusters: ``x`` and class numbers ``y``."""
+
+    def __init__(self, n: int, seed: int, classes: int = CLASSES) -> None:
+        rng = np.random.default_rng(seed)
+        self.y: NDArray[np.int64] = np.arange(n) % classes
+        self.x = (3 * np.eye(6, WIDTH)[self.y] + rng.normal(size=(n, WIDTH))).astype(np.float32)
+        self.names = NAMES[self.y]
+
+
+TRAIN, HELD, TEST = Points(150, 1), Points(300, 2), Points(200, 3)
+
+
+def encoder() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, 6)).eval()
+
+
+@pytest.fixture(scope="module")
+def la() -> Any:
+    found = Laplace(encoder(), "contrastive")
+    found.fit([(torch.from_numpy(TRAIN.x), torch.from_numpy(TRAIN.y))])
+    found.optimize_prior_precision()
+    return found
+
+
+@pytest.fixture(scope="module")
+def made() -> cc.Retriever:
+    return new().fit(TRAIN.x, TRAIN.names, held_out=(HELD.x, HELD.names))
+
+
+@pytest.fixture
+def retriever(made: cc.Retriever) -> cc.Retriever:
+    return copy.copy(made)
+
+
+def new(model: Any = None, **rates: Any) -> cc.Retriever:
+    return cc.Retriever(
+        encoder() if model is None else model,
+        **{"wrong_answers": 0.2, "false_matches": 0.2, "false_alarms": 0.05, **rates},
+    )
+
+
+def same(first: Answers, second: Answers) -> bool:
+    return all(np.array_equal(getattr(first, name), getattr(second, name)) for name in ARRAYS)
+
+
+def test_answers_say_what_the_search_says(retriever: cc.Retriever) -> None:
+    answers = retriever(TEST.x)
+    found = retriever.la.predict(TEST.x)
+    stored = retriever.la.predict(TRAIN.x).mu
+    cosine = found.mu @ stored.T
+    np.testing.assert_array_equal(answers.neighbour, cosine.argmax(1).numpy())
+    np.testing.assert_array_equal(answers.label, TRAIN.names[answers.neighbour])
+    held = retriever.la.predict(HELD.x).novelty.numpy()
+    wanted = (1 + (held[None] >= found.novelty.numpy()[:, None] * (1 - 1e-5)).sum(1)) / 301
+    np.testing.assert_allclose(answers.p_value, wanted)
+    np.testing.assert_array_equal(answers.decision == "unknown", answers.p_value <= 0.05)
+    sure = answers.confidence[answers.decision == "answer"].min()
+    assert (answers.confidence[answers.decision == "unsure"] <= sure).all()
+    table = answers.to_pandas()
+    assert tuple(table.columns) == ARRAYS
+    assert len(table) == len(answers) == 200
+    text = (
+        f"answers {100 * retriever.answered:.3g} % of queries; at most 20 % of the answers are wrong (90 % confidence, "
+        "from 300 held-out queries); at most 20 % of such queries are answered where the gallery lacks their class, "
+        "on average; at most 5 % of them are called unknown, on average"
+    )
+    assert repr(retriever) == text
+    assert retriever.answered > 0.2
+
+
+def test_evaluation_counts_what_the_answers_do(retriever: cc.Retriever) -> None:
+    strange = 5 * np.random.default_rng(0).normal(size=TEST.x.shape).astype(np.float32)
+    answers, report = retriever(TEST.x), retriever.evaluate((TEST.x, TEST.names), unknown=strange)
+    done, wrong = answers.decision == "answer", answers.label != TEST.names
+    assert report["answered"].observed == done.mean()
+    assert report["wrong_answers"].observed == (wrong & done).sum() / done.sum()
+    assert report["wrong_answers"].queries == done.sum()
+    assert report["false_alarms"].observed == (answers.decision == "unknown").mean()
+    assert [report[name].asked for name in ("wrong_answers", "false_matches", "false_alarms")] == [0.2, 0.2, 0.05]
+    assert report["unknown_found"].observed == (retriever(strange).decision == "unknown").mean() > 0.1
+    without = []
+    for name in NAMES[:CLASSES]:
+        small = copy.copy(retriever)
+        rule = small._rule
+        small.remove(np.flatnonzero(TRAIN.names == name))
+        small._rule = rule
+        without += (small(TEST.x[TEST.names == name]).decision == "answer").tolist()
+    assert report["false_matches"].observed == np.mean(without)
+    low, high = report["false_matches"].low, report["false_matches"].high
+    assert low < report["false_matches"].observed < high
+
+
+@each(
+    "train, held, test",
+    [
+        (
+            (torch.from_numpy(TRAIN.x), torch.from_numpy(TRAIN.y)),
+            (torch.from_numpy(HELD.x), HELD.y.tolist()),
+            torch.from_numpy(TEST.x),
+        ),
+        (
+            (DataLoader(TensorDataset(torch.from_numpy(TRAIN.x), torch.from_numpy(TRAIN.y)), batch_size=64), None),
+            DataLoader(TensorDataset(torch.from_numpy(HELD.x), torch.from_numpy(HELD.y)), batch_size=64, shuffle=True),
+            DataLoader(TensorDataset(torch.from_numpy(TEST.x), torch.from_numpy(TEST.y)), batch_size=64),
+        ),
+        ((TRAIN.x, TRAIN.names), [(torch.from_numpy(HELD.x), HELD.names)], [torch.from_numpy(TEST.x)]),
+        ((TRAIN.x, [("kind", int(k)) for k in TRAIN.y]), (HELD.x, [("kind", int(k)) for k in HELD.y]), TEST.x),
+    ],
+)
+def test_inputs_and_labels_of_all_kinds_give_the_same_answers(train: Any, held: Any, test: Any) -> None:
+    wanted = new().fit(TRAIN.x, TRAIN.y, held_out=(HELD.x, HELD.y))(TEST.x)
+    found = new().fit(*train, held_out=held)(test)
+    np.testing.assert_array_equal(found.neighbour, wanted.neighbour)
+    np.testing.assert_allclose(found.p_value, wanted.p_value, atol=0.02)  # a shuffled loader adds in another order
+    given = train[1][found.neighbour[0]] if isinstance(train[1], list) else TRAIN.names[found.neighbour[0]]
+    assert found.label[0] in (given, TRAIN.y[found.neighbour[0]])
+
+
+class Words(nn.Module):
+    """Texts of six characters, by the codes of these."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.net = nn.Sequential(nn.Linear(6, 12), nn.Tanh(), nn.Linear(12, 4))
+
+    def tokenize(self, texts: list[str]) -> dict[str, Tensor]:
+        return {"codes": torch.tensor([[(ord(c) - 109) / 8 for c in text] for text in texts])}
+
+    def forward(self, x: dict[str, Tensor]) -> Tensor:
+        return self.net(x["codes"])
+
+
+def test_texts() -> None:
+    rng = np.random.default_rng(0)
+
+    def texts(n: int) -> tuple[list[str], list[str]]:
+        labels = ["early" if k % 2 else "late" for k in range(n)]
+        return [
+            "".join(chr(rng.integers(97, 105) + 16 * (name == "late")) for _ in range(6)) for name in labels
+        ], labels
+
+    retriever = cc.Retriever(Words(), 0.1, None, 0.05).fit(*texts(60), held_out=texts(100))
+    answers = retriever(["abcdef", "tuvwxy"])
+    assert answers.label.tolist() == ["early", "late"]
+    assert retriever.answered > 0.9
+    loader = [(inputs, labels) for inputs, labels in [texts(10)]]
+    assert retriever.evaluate(loader)["wrong_answers"].observed == 0
+
+
+def test_a_gallery_that_grew_is_as_one_that_was_given_and_one_that_shrank_as_before(la: Any) -> None:
+    rates = {"wrong_answers": 0.2, "false_matches": 0.2, "false_alarms": 0.05}
+    first, rest = slice(0, 100), slice(100, None)
+    whole = cc.Retriever(la, **rates).fit(held_out=(HELD.x, HELD.names), gallery=(TRAIN.x, TRAIN.names))
+    grown = cc.Retriever(la, **rates).fit(held_out=(HELD.x, HELD.names), gallery=(TRAIN.x[first], TRAIN.names[first]))
+    before, limit = grown(TEST.x), grown._rule.limit
+    identifiers = grown.add(TRAIN.x[rest], TRAIN.names[rest])
+    assert identifiers.tolist() == list(range(100, 150))
+    assert grown._rule.limit == whole._rule.limit != limit
+    assert same(grown(TEST.x), whole(TEST.x))
+    assert same(grown.remove(identifiers)(TEST.x), before)
+    assert grown.add(TRAIN.x[:1], ["ant"]).tolist() == [100]
+
+
+def test_added_classes_are_said_to_be_uncovered_until_queries_of_them_are_learned(retriever: cc.Retriever) -> None:
+    more = Points(120, 4, classes=6)
+    new_ones = more.names == "fox"
+    with pytest.warns(UserWarning, match=r"add: no rate covers .* 'fox' \(1 classes, 11.8 % of the gallery\)"):
+        retriever.add(more.x[new_ones], more.names[new_ones])
+    assert retriever.uncovered == ["fox"]
+    assert "no rate covers queries of the classes 'fox'" in repr(retriever)
+    retriever.learn(more.x, more.names, asked="random")
+    assert retriever.uncovered == []
+    assert "no rate covers" not in repr(retriever)
+    assert "from 420 held-out queries" in repr(retriever)
+
+
+def test_what_is_learned_at_random_is_held_out_and_what_is_learned_of_answers_only_lowers(la: Any) -> None:
+    rates = {"wrong_answers": 0.2, "false_matches": None, "false_alarms": 0.05}
+    gallery = TRAIN.x, TRAIN.names
+    whole = cc.Retriever(la, **rates).fit(held_out=(HELD.x, HELD.names), gallery=gallery)
+    part = cc.Retriever(la, **rates).fit(held_out=(HELD.x[:200], HELD.names[:200]), gallery=gallery)
+    assert same(part.learn(HELD.x[200:], HELD.names[200:], asked="random")(TEST.x), whole(TEST.x))
+    limits = [whole._rule.limit]
+    for seed in range(5, 8):
+        fed = Points(200, seed)
+        whole.learn(fed.x, fed.names, asked="answered")
+        limits.append(whole._rule.limit)
+    assert (np.diff(limits) <= 0).all()
+    assert "from 300 held-out queries and" in repr(whole)
+    done = whole(TEST.x).decision == "answer"
+    whole.learn(TEST.x[~done], TEST.names[~done], asked="answered")
+    assert whole._rule.limit == limits[-1]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        whole.learn(TEST.x[done], np.full(done.sum(), "wrong"), asked="answered")
+    assert whole._rule.limit < limits[-1]
+
+
+@each(
+    "rates, held, message",
+    [
+        ({"false_matches": 0.001}, 300, ("false_matches", "at least 999 held-out queries", "there are 300")),
+        (
+            {"wrong_answers": 0.01, "false_matches": None},
+            300,
+            ("wrong_answers", "of 300 held-out queries, ", " are wrong. It takes about "),
+        ),
+        ({"wrong_answers": 1e-5, "false_matches": None}, 300, ("wrong_answers", "a larger rate, or a better encoder")),
+        ({"false_alarms": 0.01}, 50, ("false_alarms", "no query is unknown", "at least 99")),
+    ],
+)
+def test_where_no_limit_keeps_a_rate_nothing_is_answered_and_the_reason_is_said(
+    rates: dict[str, Any], held: int, message: tuple[str, ...], la: Any
+) -> None:
+    # One in ten has a wrong label: no score can tell.
+    names = np.where(np.arange(300) % 10 == 0, "fox", HELD.names)[:held]
+    gallery = TRAIN.x, TRAIN.names
+    with pytest.warns(UserWarning, match=message[0]):
+        retriever = new(la, **rates).fit(held_out=(HELD.x[:held], names), gallery=gallery)
+    assert all(part in repr(retriever) for part in message), repr(retriever)
+    assert set(retriever.reasons) == {message[0]}
+    if message[0] == "false_alarms":
+        assert set(retriever(TEST.x).decision) <= {"answer", "unsure"}
+    else:
+        assert retriever.answered == 0
+        assert set(retriever(TEST.x).decision) <= {"unsure", "unknown"}
+
+
+def test_a_rate_of_none_limits_nothing_and_is_not_stated(la: Any) -> None:
+    retriever = new(la, wrong_answers=None, false_matches=None, false_alarms=None)
+    retriever.fit(held_out=(HELD.x[:2], HELD.names[:2]), gallery=(TRAIN.x, TRAIN.names))
+    assert set(retriever(TEST.x).decision) == {"answer"}
+    assert repr(retriever).startswith("answers 100 % of queries (from 2 held-out queries); no rate covers")
+
+
+@pytest.fixture
+def folder(retriever: cc.Retriever, tmp_path: Path) -> Path:
+    retriever.learn(TEST.x[:50], TEST.names[:50], asked="answered")
+    return retriever.save(tmp_path / "saved")
+
+
+def test_a_loaded_retriever_gives_the_same_answers_and_goes_on_alike(retriever: cc.Retriever, folder: Path) -> None:
+    loaded = cc.Retriever.load(folder, encoder())
+    assert same(loaded(TEST.x), retriever(TEST.x))
+    assert repr(loaded) == repr(retriever)
+    for each_of in (loaded, retriever):
+        each_of.remove([0, 7])
+        each_of.learn(TEST.x[:100], TEST.names[:100], asked="random")
+    assert same(loaded(TEST.x), retriever(TEST.x))
+    assert {path.name for path in folder.iterdir()} == {"posterior", "retriever.safetensors"}
+    loaded.save(folder, overwrite=True)
+    assert repr(cc.Retriever.load(folder, encoder())) == repr(loaded)
+
+
+def test_files_of_another_retriever_or_encoder_are_refused(made: cc.Retriever, folder: Path, tmp_path: Path) -> None:
+    other = encoder()
+    next(other.parameters()).data += 1
+    with pytest.raises(cc.InputError, match="encoder"):
+        cc.Retriever.load(folder, other)
+    with pytest.raises(cc.InputError, match=r"new or an empty folder.*overwrite=True"):
+        made.save(folder)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "letters.txt").write_text("")
+    with pytest.raises(cc.InputError, match="Name another folder"):
+        made.save(tmp_path / "full", overwrite=True)
+    path = folder / "retriever.safetensors"
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(cc.InputError, match="damaged"):
+        cc.Retriever.load(folder, encoder())
+    path.write_bytes(content)
+    shutil.rmtree(folder / "posterior")
+    made.la.save_pretrained(folder / "posterior", license="mit")
+    assert cc.Retriever.load(folder, encoder())  # the same posterior
+    shutil.rmtree(folder / "posterior")
+    changed = copy.copy(made.la)
+    changed.prior_precision = 2 * changed.prior_precision
+    changed.calibrate([torch.from_numpy(HELD.x)])
+    changed.save_pretrained(folder / "posterior")
+    with pytest.raises(cc.InputError, match="posterior of another"):
+        cc.Retriever.load(folder, encoder())
+    with pytest.raises(cc.InputError, match="no such file"):
+        cc.Retriever.load(tmp_path, encoder())
+
+
+def test_labels_of_several_kinds_are_saved_as_they_are(la: Any, tmp_path: Path) -> None:
+    labels = [("ant", 1, 2.5, None, "1")[k] for k in HELD.y]
+    retriever = new(la).fit(held_out=(HELD.x, labels), gallery=(HELD.x[:50] + 0.1, labels[:50]))
+    found = cc.Retriever.load(retriever.save(tmp_path / "saved"), encoder())(TEST.x).label
+    assert [(label, type(label)) for label in found] == [(label, type(label)) for label in retriever(TEST.x).label]
+    assert {type(label) for label in found} == {str, int, float, type(None)}
+
+
+def test_labels_that_no_file_can_hold_are_refused(la: Any, tmp_path: Path) -> None:
+    labels = [(1, int(k)) for k in HELD.y]
+    retriever = new(la).fit(held_out=(HELD.x, labels), gallery=(HELD.x[:9] + 0.1, labels[:9]))
+    with pytest.raises(cc.UnsupportedError, match="labels: a tuple"):
+        retriever.save(tmp_path / "saved")
+
+
+def test_a_posterior_without_training_inputs_has_to_be_calibrated(la: Any) -> None:
+    bare = Laplace(encoder(), "contrastive")
+    calibrated, la.known = la.known, dataclasses.replace(la.known, calibration=None)
+    bare.load_state_dict(la.state_dict())
+    la.known = calibrated
+    with pytest.raises(cc.NotFittedError, match=r"la.calibrate\(loader\)"):
+        new(bare).fit(held_out=(HELD.x, HELD.names), gallery=(TRAIN.x, TRAIN.names))
+    bare.calibrate([torch.from_numpy(TEST.x)])
+    assert new(bare).fit(held_out=(HELD.x, HELD.names), gallery=(TRAIN.x, TRAIN.names)).answered > 0
+
+
+def test_held_out_queries_of_the_training_are_noticed() -> None:
+    with pytest.warns(cc.OptimisticPValueWarning, match="among those that the posterior was fitted"):
+        new().fit(TRAIN.x, TRAIN.y, held_out=(TRAIN.x, TRAIN.y))
+
+
+def test_a_fit_that_fails_leaves_nothing_of_an_earlier_one() -> None:
+    retriever = new().fit(TRAIN.x, TRAIN.names, held_out=(HELD.x, HELD.names))
+    with pytest.raises(cc.InputError, match="held_out: batch 0"):
+        retriever.fit(TRAIN.x, TRAIN.y, held_out=[(torch.from_numpy(HELD.x[:, 1:]), HELD.y)])
+    for call in (lambda: retriever(TEST.x), lambda: retriever.add(TEST.x, TEST.y), lambda: retriever.save("here")):
+        with pytest.raises(cc.NotFittedError):
+            call()
+    assert "not fitted" in repr(retriever)
+
+
+FIT = {"x": TRAIN.x, "y": TRAIN.y, "held_out": (HELD.x, HELD.y)}
+
+
+@each(
+    "call, kind, words",
+    [
+        (lambda _: cc.Retriever("model"), cc.InputTypeError, ("encoder", "torch.nn.Module", "a str")),  # type: ignore[arg-type]
+        (lambda _: cc.Retriever(encoder(), wrong_answers=2), cc.InputError, ("wrong_answers", "(0, 1)", "2")),
+        (lambda _: cc.Retriever(encoder(), false_matches=0), cc.InputError, ("false_matches", "(0, 1)")),
+        (lambda _: cc.Retriever(encoder(), false_alarms="1 %"), cc.InputTypeError, ("false_alarms", "1 %")),  # type: ignore[arg-type]
+        (lambda _: cc.Retriever(encoder(), confidence=1), cc.InputError, ("confidence", "(0, 1)")),
+        (lambda _: new()(TEST.x), cc.NotFittedError, ("Retriever.la", "fit(...)")),
+        (lambda _: new().answered, cc.NotFittedError, ("Retriever.answered", "fit(...)")),
+        (lambda _: new().save("here"), cc.NotFittedError, ("Retriever.la", "fit(...)")),
+        (lambda _: new().fit(**{**FIT, "y": TRAIN.y[1:]}), cc.InputError, ("x: labels", "150", "149")),
+        (lambda _: new().fit(**{**FIT, "y": None}), cc.InputTypeError, ("x: labels", "NoneType")),
+        (lambda _: new().fit(**{**FIT, "y": "ant"}), cc.InputTypeError, ("x: labels", "a str")),
+        (lambda _: new().fit(**{**FIT, "x": "texts"}), cc.InputError, ("x",)),
+        (lambda _: new().fit(**{**FIT, "held_out": HELD.x}), cc.InputTypeError, ("held_out", "(inputs, labels)")),
+        (lambda _: new().fit(**{**FIT, "held_out": (HELD.x, HELD.y + np.nan)}), cc.InputError, ("held_out", "NaN")),
+        (lambda _: new().fit(**{**FIT, "held_out": (HELD.x, HELD.x)}), cc.InputError, ("held_out", "shape (N,)")),
+        (lambda _: new().fit(**{**FIT, "gallery": 3}), cc.InputTypeError, ("gallery", "int")),
+        (lambda r: r([HELD.x[0]]), cc.InputTypeError, ("queries: batch 0",)),
+        (lambda r: r(TEST.x[:0]), cc.InputError, ("queries", "at least one")),
+        (lambda r: r(TEST.x[:, 1:]), cc.InputError, ("queries: batch 0",)),
+        (lambda r: r.add(TEST.x, TEST.y[:3]), cc.InputError, ("items: labels", "200", "3")),
+        (lambda r: r.add([(torch.from_numpy(TEST.x), TEST.y)], TEST.y), cc.InputError, ("items", "beside a loader")),
+        (lambda r: r.remove([3, 400]), cc.InputError, ("identifiers", "[400]")),
+        (lambda r: r.remove(range(150)), cc.InputError, ("identifiers", "all")),
+        (lambda r: r.learn(TEST.x, TEST.names, asked="some"), cc.InputError, ("asked", "'random'", "'answered'")),
+        (lambda r: r.evaluate([torch.from_numpy(TEST.x)]), cc.InputTypeError, ("test", "(inputs, labels)")),
+    ],
+)
+def test_refusals_name_the_argument(call: Any, kind: type[Exception], words: tuple[str, ...], made: Any) -> None:
+    with pytest.raises(kind) as raised:
+        call(made)
+    assert all(word in str(raised.value) for word in words), str(raised.value)
