@@ -264,6 +264,27 @@ MUTANTS = [
       "blocks.factor() / math.sqrt(2)", "blocks.factor()", "hosts/test_curvlinops.py"),
     M("StochMan's calculators have half of the curvature", "w_n = 1/2 halves both kinds: times 2",
       "hosts/stochman/calculators.py", "else 2 * found", "else found", "hosts/test_stochman_calculators.py"),
+
+    # the retriever: its evidence and its limits
+    M("a query without its class keeps it", "cosines of the own class count nothing", "retriever/evidence.py",
+      "cosine.masked_fill_(classes == without[rows, None].to(classes), -torch.inf)", "pass",
+      "retriever/test_promises.py::test_evidence_against_a_search_by_hand"),
+    M("the gap is to the nearest of any class", "nearest of another class than the match", "retriever/evidence.py",
+      "other = cosine.masked_fill_(classes == of[:, :1], -torch.inf).amax(1)", "other = cosine.amax(1)",
+      "retriever/test_promises.py::test_evidence_against_a_search_by_hand"),
+    M("a weight may have any sign", "a larger distance never raises P(right)", "retriever/rule.py",
+      "bounds = [(0, None) if sign > 0 else (None, 0) for sign in COLUMNS.values()]",
+      "bounds = [(None, None) for sign in COLUMNS.values()]",
+      "retriever/test_promises.py::test_weights_are_those_of_scikit_learn_where_no_sign_binds"),
+    M("scores of the queries that fitted them", "a fold is scored by the others", "retriever/rule.py",
+      "inside, others = fold == k, fold != k", "inside, others = fold == k, fold >= 0",
+      "retriever/test_promises.py::test_one_score_and_no_other_limit"),
+    M("answers that were fed back raise a limit", "limit <= that under which they were answered", "retriever/rule.py",
+      "limit = min(limit, ceiling)", "limit = math.inf",
+      "retriever/test_promises.py::test_feedback_on_answered_queries_only_lowers_a_limit"),
+    M("a query is not counted in its p-value", "(1 + #{held out >= s}) / (n + 1)", "retriever/rule.py",
+      "return (1 + n - np.searchsorted", "return (n - np.searchsorted",
+      "retriever/test_retriever.py::test_answers_say_what_the_search_says"),
 ]
 # fmt: on
 

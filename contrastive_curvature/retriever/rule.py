@@ -139,8 +139,8 @@ def certified(
     Each held-out query is scored by a regression on the other four fifths of them, and the limit is used with the
     regression on all: in simulations that keeps the rates (``docs/retriever.md``), it is no proof.
 
-    ``false_matches``: with N queries, at most ``floor(rate (N + 1)) - 1`` are answered when the gallery lacks their
-    class, as conformal p-values have it. ``wrong_answers``: of the queries that this leaves, limits are tested upwards
+    ``false_matches``: the limit is the ``floor(rate (N + 1))``-th smallest score of N queries without their class, as
+    conformal p-values have it. ``wrong_answers``: of the queries that this leaves, limits are tested upwards
     by :class:`.RetrievalThreshold`, so that the final one is among those tested.
 
     Args:
@@ -169,9 +169,7 @@ def certified(
     limit = math.inf
     if rates.false_matches is not None:
         k = math.floor(rates.false_matches * (n + 1) + 1e-9)
-        # Below the k-th smallest, so that of equal scores none is answered.
-        kth = np.sort(np.where(known, lacking, np.inf))[k - 1]
-        limit = float(np.nextafter(kth, -np.inf)) if k else -math.inf
+        limit = float(np.sort(np.where(known, lacking, np.inf))[k - 1]) if k else -math.inf
         if not k:
             reasons["false_matches"] = f"nothing is answered: {_needs(rates.false_matches, n)}"
     if rates.wrong_answers is not None and limit > -math.inf:

@@ -116,7 +116,7 @@ def test_a_gallery_grown_tenfold_keeps_its_false_matches_with_new_limits_alone()
     assert abs(new[0][1] - 0.05) < 0.032
 
 
-def test_feedback_on_answered_queries_lowers_a_limit_and_does_not_raise_it() -> None:
+def test_feedback_on_answered_queries_only_lowers_a_limit() -> None:
     every, absent = World.of(20, 8, 10).searched()
     asked = Rates(0.5 * float(1 - every.right.mean()), None, 0.05, 0.9)
     rng = np.random.default_rng(2)
@@ -161,7 +161,7 @@ def test_as_many_held_out_queries_as_are_said_to_be_needed_mostly_suffice() -> N
     assert np.median(needed) < 1000  # and not by asking for too many
 
 
-def test_one_score_and_no_other_limit_is_the_threshold_of_the_library() -> None:
+def test_one_score_and_no_other_limit() -> None:
     """The limit is that of ``RetrievalThreshold`` on the scores from other folds."""
     every, absent = World.of(20, 8, 10, 400).searched()
     rule = certified(Rates(0.2, None, None, 0.9), every, absent)
@@ -203,7 +203,7 @@ def test_evidence_where_the_gallery_has_no_other_class() -> None:
     np.testing.assert_allclose(columns[:, :4], [[np.log(2 + 1e-6), np.log(2 + 1e-6), 0, 0]] * 6)
 
 
-def test_weights_are_those_of_scikit_learn_where_no_sign_binds_and_have_the_signs_elsewhere() -> None:
+def test_weights_are_those_of_scikit_learn_where_no_sign_binds() -> None:
     rng = np.random.default_rng(0)
     signs = np.array(list(COLUMNS.values()))
     present, absent = rng.normal(size=(400, 6)) + signs / 2, rng.normal(size=(400, 6)) - signs / 2
