@@ -22,7 +22,7 @@ from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,9 +40,9 @@ def final_target(path: Path | str) -> Path:
     """Return the path of a file after all symbolic links are followed."""
     target = Path(os.path.realpath(path))
     if not target.parent.is_dir():
-        raise InputError(expected(str(path), "a file in a folder that exists", f"no folder {target.parent}"))
+        raise InputError(str(path), "a file in a folder that exists", f"no folder {target.parent}")
     if target.exists() and not target.is_file():
-        raise InputError(expected(str(path), "a file", "a folder, a device or a pipe of that name"))
+        raise InputError(str(path), "a file", "a folder, a device or a pipe of that name")
     return target
 
 
@@ -79,10 +79,10 @@ def write_whole(path: Path | str, write: Callable[[BinaryIO], object], *, follow
 def folder_path(argument: str, path: object) -> Path:
     """Return the path of a folder, with ``~`` and all symbolic links followed; the folder need not exist."""
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
-        raise InputTypeError(expected(argument, "a path of a folder", repr(path)))
+        raise InputTypeError(argument, "a path of a folder", repr(path))
     found = Path(os.path.realpath(Path(path).expanduser()))
     if found.exists() and not found.is_dir():
-        raise InputError(expected(argument, "a folder", f"{found}, which is a file"))
+        raise InputError(argument, "a folder", f"{found}, which is a file")
     return found
 
 
@@ -148,7 +148,7 @@ class Header(BaseModel):
     @classmethod
     def refuse(cls, name: str, received: str, hint: str = "", more: str = "") -> NoReturn:
         """Raise the error for a file or folder that is none of this kind."""
-        raise InputError(expected(name, cls.described + more, received, hint))
+        raise InputError(name, cls.described + more, received, hint)
 
 
 H = TypeVar("H", bound=Header)
@@ -184,7 +184,7 @@ class ArtifactFolder(Generic[H]):
             self.path.mkdir(parents=parents, exist_ok=True)
         except FileNotFoundError:
             received = f"no folder {self.path.parent}"
-            raise InputError(expected(self._argument, "a folder in one that exists", received)) from None
+            raise InputError(self._argument, "a folder in one that exists", received) from None
         self.check()
 
     def check(self) -> None:
@@ -200,7 +200,7 @@ class ArtifactFolder(Generic[H]):
         if others and not self.exists:
             wanted = f"a new or an empty folder, or {self._header.described}"
             received = f"{self.path}, which has {others[0]!r} in it and no {self._header.file_name}"
-            raise InputError(expected(self._argument, wanted, received, "Name another folder."))
+            raise InputError(self._argument, wanted, received, "Name another folder.")
 
     @contextlib.contextmanager
     def locked(self, *, wait: bool = True) -> Iterator[None]:
@@ -208,14 +208,14 @@ class ArtifactFolder(Generic[H]):
         lock = self.path / ".lock"
         if lock.is_symlink():
             received = f"{lock}, a symbolic link, which would be written through"
-            raise InputError(expected(self._argument, "a folder with a lock of its own", received, "Remove the link."))
+            raise InputError(self._argument, "a folder with a lock of its own", received, "Remove the link.")
         try:
             with FileLock(lock, timeout=-1 if wait else 0):
                 yield
         except Timeout:
             hint = "Wait for it, or name another folder."
             wanted = "a folder that nobody else is writing"
-            raise InputError(expected(self._argument, wanted, str(self.path), hint)) from None
+            raise InputError(self._argument, wanted, str(self.path), hint) from None
 
     def read(self) -> H:
         """Return the header."""

@@ -7,7 +7,21 @@ from __future__ import annotations
 
 
 class ContrastiveCurvatureError(Exception):
-    """Base class of all exceptions of this library."""
+    """Base class of all exceptions of this library.
+
+    The message is ``"<argument>: expected <wanted>, got <got>. <hint>"``.
+
+    Args:
+        argument: Name of the argument; or alone, the whole message.
+        wanted: What was expected.
+        got: What was received: shown as it is if it is a string, anything else with ``repr``.
+        hint: What to do instead, as a sentence.
+    """
+
+    def __init__(self, argument: str, wanted: str | None = None, got: object = None, hint: str = "") -> None:
+        shown = got if isinstance(got, str) else repr(got)
+        message = f"{argument}: expected {wanted}, got {shown}.{' ' + hint if hint else ''}"
+        super().__init__(argument if wanted is None else message)
 
 
 class InputError(ContrastiveCurvatureError, ValueError):
@@ -41,16 +55,6 @@ class DivergenceError(ContrastiveCurvatureError, ArithmeticError):
     def __init__(self, reason: str, step: int) -> None:
         super().__init__(f"training step {step}: {reason}")
         self.reason, self.step = reason, step
-
-
-def expected(argument: str, wanted: str, received: object, hint: str = "") -> str:
-    """Build an error message in the form that all messages of the library have.
-
-    It is ``"<argument>: expected <wanted>, got <received>. <hint>"``. What was received is shown as it is if it is a
-    string, anything else with ``repr``.
-    """
-    shown = received if isinstance(received, str) else repr(received)
-    return f"{argument}: expected {wanted}, got {shown}.{' ' + hint if hint else ''}"
 
 
 def to_install(extra: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Any, TypeVar
 
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 
 LARGEST_DISTANCE = 2.0
 """Largest distance of two points on the unit sphere. A margin of this size masks no pair: rounding must not change
@@ -97,7 +97,7 @@ def parse_option(kind: type[_E], argument: str, value: str) -> _E:
         return kind(known_as.get(value, value))
     except (ValueError, TypeError):
         known = ", ".join(repr(str(member)) for member in kind)
-        raise InputError(expected(argument, f"one of {known}", value)) from None
+        raise InputError(argument, f"one of {known}", value) from None
 
 
 class Default:
@@ -125,9 +125,9 @@ def check_margin(margin: object) -> None:
     if margin is None:
         return
     if isinstance(margin, bool) or not isinstance(margin, (int, float)):
-        raise InputTypeError(expected("margin", wanted, margin, hint))
+        raise InputTypeError("margin", wanted, margin, hint)
     if not 0 < margin <= 2:
-        raise InputError(expected("margin", wanted, margin, hint))
+        raise InputError("margin", wanted, margin, hint)
 
 
 def check_negative_weight(weight: object) -> float:
@@ -135,7 +135,7 @@ def check_negative_weight(weight: object) -> float:
     wanted = "a number in [0, 1]"
     hint = "0.5 is unbiased sampling, 0 ignores the negatives (Eq. 10)."
     if isinstance(weight, bool) or not isinstance(weight, (int, float)):
-        raise InputTypeError(expected("negative_weight", wanted, weight, hint))
+        raise InputTypeError("negative_weight", wanted, weight, hint)
     if not 0 <= weight <= 1:
-        raise InputError(expected("negative_weight", wanted, weight, hint))
+        raise InputError("negative_weight", wanted, weight, hint)
     return float(weight)

@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected, to_install
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, to_install
 
 
 def count(argument: str, value: object) -> int:
     """Return ``value`` if it is a positive whole number."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise InputError(expected(argument, "a positive whole number", value))
+        raise InputError(argument, "a positive whole number", value)
     return value
 
 
@@ -26,48 +26,48 @@ def number(argument: str, value: object, *, positive: bool = False, signed: bool
     """Return ``value`` if it is a finite number: not negative, or ``positive``, or of any sign if ``signed``."""
     wanted = "a finite number" + ("" if signed else " > 0" if positive else " >= 0")
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InputTypeError(expected(argument, wanted, f"a {type(value).__name__}"))
+        raise InputTypeError(argument, wanted, f"a {type(value).__name__}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number) or (number < 0 and not signed) or (positive and number == 0):
-        raise InputError(expected(argument, wanted, number))
+        raise InputError(argument, wanted, number)
     return number
 
 
 def fraction(argument: str, value: object) -> float:
     """Return ``value`` if it is a number between 0 and 1, neither of them."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise InputTypeError(expected(argument, "a number in (0, 1)", repr(value)))
+        raise InputTypeError(argument, "a number in (0, 1)", repr(value))
     if not 0 < value < 1:
-        raise InputError(expected(argument, "a number in (0, 1)", value))
+        raise InputError(argument, "a number in (0, 1)", value)
     return float(value)
 
 
 def choice(argument: str, value: object, known: tuple[str, ...]) -> None:
     """Refuse a string that is not one of the known ones."""
     if not isinstance(value, str) or value not in known:
-        raise InputError(expected(argument, "one of " + ", ".join(map(repr, known)), value))
+        raise InputError(argument, "one of " + ", ".join(map(repr, known)), value)
 
 
 def flag(argument: str, value: object) -> None:
     """Refuse anything but ``True`` and ``False``: Python would read the string ``"no"`` as true."""
     if not isinstance(value, bool):
-        raise InputTypeError(expected(argument, "True or False", f"a {type(value).__name__}"))
+        raise InputTypeError(argument, "True or False", f"a {type(value).__name__}")
 
 
 def dense(argument: str, value: Tensor) -> None:
     """Refuse a tensor that is not dense: sparse tensors can be neither sliced by rows nor compared."""
     if value.layout != torch.strided:
-        raise InputTypeError(expected(argument, "a dense tensor", f"layout {value.layout}", "Call .to_dense() on it."))
+        raise InputTypeError(argument, "a dense tensor", f"layout {value.layout}", "Call .to_dense() on it.")
 
 
 def device(argument: str, value: Tensor) -> None:
     """Refuse a tensor on a device without float64, in which sums over points are kept."""
     if value.device.type == "mps":
         hint = "Apple's mps has no float64, in which sums over points are kept. Use the CPU, as with model.to('cpu')."
-        raise UnsupportedError(expected(argument, "a tensor on the CPU or a CUDA GPU", "one on mps", hint))
+        raise UnsupportedError(argument, "a tensor on the CPU or a CUDA GPU", "one on mps", hint)
 
 
 def tensor(
@@ -79,18 +79,18 @@ def tensor(
     """
     wanted = "any shape" if shape is None else f"shape ({', '.join(map(str, shape))})"
     if not isinstance(value, Tensor):
-        raise InputTypeError(expected(argument, f"a torch.Tensor, {wanted}", f"a {type(value).__name__}"))
+        raise InputTypeError(argument, f"a torch.Tensor, {wanted}", f"a {type(value).__name__}")
     dense(argument, value)
     if not value.is_floating_point():
-        raise InputTypeError(expected(argument, "a floating-point tensor", f"{value.dtype}", "Call .float() on it."))
+        raise InputTypeError(argument, "a floating-point tensor", f"{value.dtype}", "Call .float() on it.")
     sizes = value.shape if shape is None else shape
     if len(sizes) != value.ndim or any(n != m for n, m in zip(sizes, value.shape, strict=True) if isinstance(n, int)):
-        raise InputError(expected(argument, wanted, f"shape {tuple(value.shape)}"))
+        raise InputError(argument, wanted, f"shape {tuple(value.shape)}")
     if like is not None and (value.dtype, value.device) != (like.dtype, like.device):
-        raise InputError(expected(argument, f"{like.dtype} on {like.device}", f"{value.dtype} on {value.device}"))
+        raise InputError(argument, f"{like.dtype} on {like.device}", f"{value.dtype} on {value.device}")
     bad = int((~value.detach().isfinite()).sum())
     if bad:
-        raise InputError(expected(argument, "finite numbers", f"{bad} of {value.numel()} NaN or infinite"))
+        raise InputError(argument, "finite numbers", f"{bad} of {value.numel()} NaN or infinite")
     return value
 
 
@@ -105,10 +105,10 @@ def generator(generator: object, device: torch.device) -> None:
     if generator is None:
         return
     if not isinstance(generator, torch.Generator):
-        raise InputTypeError(expected("generator", "a torch.Generator or None", f"a {type(generator).__name__}"))
+        raise InputTypeError("generator", "a torch.Generator or None", f"a {type(generator).__name__}")
     if generator.device.type != device.type:
         hint = f"Create it with torch.Generator({device.type!r})."
-        raise InputError(expected("generator", f"one on device {device.type}", f"one on {generator.device}", hint))
+        raise InputError("generator", f"one on device {device.type}", f"one on {generator.device}", hint)
 
 
 def package(argument: str, module: str, extra: str) -> Any:
@@ -119,4 +119,4 @@ def package(argument: str, module: str, extra: str) -> Any:
     except ModuleNotFoundError as error:
         if (error.name or "").partition(".")[0] != name:
             raise
-        raise UnsupportedError(expected(argument, f"the package {name}", "none installed", to_install(extra))) from None
+        raise UnsupportedError(argument, f"the package {name}", "none installed", to_install(extra)) from None

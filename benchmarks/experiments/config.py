@@ -18,7 +18,7 @@ from benchmarks.experiments.methods.scores import NEIGHBORS
 from benchmarks.experiments.networks import NETWORKS
 from benchmarks.experiments.plan import DEMO, MEMBERS, Table
 from contrastive_curvature import output_hessian
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError
 
 _LEAST_IMAGES = 20
 _HELD_OUT = 5
@@ -85,7 +85,7 @@ def check_config(config: Config) -> None:
     """
     known = TABLE_DATA[config.table]
     if config.data not in known:
-        raise InputError(expected("--data", f"for table {config.table} one of {', '.join(known)}", config.data))
+        raise InputError("--data", f"for table {config.table} one of {', '.join(known)}", config.data)
     check_ood(config.data, config.ood)
     for name, value, least in (
         ("--dim", config.dim, 2),
@@ -102,14 +102,14 @@ def check_config(config: Config) -> None:
         ("--threads", config.threads, 1),
     ):
         if value is not None and value < least:
-            raise InputError(expected(name, f"a whole number, at least {least}", value))
+            raise InputError(name, f"a whole number, at least {least}", value)
     # Written so that NaN fails too.
     if not 0 < config.lr < math.inf:
-        raise InputError(expected("--lr", "a positive number", config.lr))
+        raise InputError("--lr", "a positive number", config.lr)
     if not 0 <= config.memory_factor < 1:
-        raise InputError(expected("--memory-factor", "a number in [0, 1)", config.memory_factor))
+        raise InputError("--memory-factor", "a number in [0, 1)", config.memory_factor)
     if config.margin is not None and not 0 < config.margin <= 2:
-        raise InputError(expected("--margin", "a distance of unit vectors, above 0 and up to 2", config.margin))
+        raise InputError("--margin", "a distance of unit vectors, above 0 and up to 2", config.margin)
     _check_curvature(config)
     _check_seeds(config.seeds)
     check_device(config.device)
@@ -180,10 +180,10 @@ def check_data(config: Config, data: RetrievalData) -> None:
     fits = came[0] == wanted[0] and min(came[1:]) >= 32 if config.network.startswith("resnet") else came == wanted
     if not fits:
         hint = "Choose another --network or --image-size."
-        raise InputError(expected(f"--network {config.network}", f"images {wanted}", f"{came}", hint))
+        raise InputError(f"--network {config.network}", f"images {wanted}", f"{came}", hint)
     for name, split in (("test images", data.test), ("gallery images", data.gallery)):
         if split is not None and len(split) <= NEIGHBORS:
-            raise InputError(expected(name, f"more than {NEIGHBORS}", len(split)))
+            raise InputError(name, f"more than {NEIGHBORS}", len(split))
     check_training(settings(config, data), data.train)
 
 
@@ -199,13 +199,13 @@ def _check_curvature(config: Config) -> None:
     if config.table == 1 and given.keys() & {"distance", "pd_fix"}:
         came = ", ".join(f"{value}" for value in given.values())
         hint = "The rows of table 1 are all of them: choose rows with --methods, as posthoc_euclidean_positive."
-        raise InputError(expected("--distance and --pd-fix", "none for table 1", came, hint))
+        raise InputError("--distance and --pd-fix", "none for table 1", came, hint)
     # The library itself refuses what is out of range, here on two pairs of points.
     output_hessian(torch.eye(4), torch.tensor([0, 0, 1, 1]), margin=config.margin, **given)
     weight = given.get("negative_weight", 0.5)
     if weight == 1:
         hint = "1 leaves out the attraction, the only part of the curvature that is positive."
-        raise InputError(expected("--negative-weight", "a number in [0, 1)", weight, hint))
+        raise InputError("--negative-weight", "a number in [0, 1)", weight, hint)
     everything = config.margin is None and config.pd_fix != "positive"
     if everything and config.distance == "euclidean" and weight >= 0.5:
         # Every point's attraction 1 - w_n and repulsion w_n then cancel, or worse.
@@ -219,7 +219,7 @@ def _check_curvature(config: Config) -> None:
 def _check_seeds(seeds: tuple[int, ...]) -> None:
     most = 2**32 - MEMBERS
     if not seeds or len(set(seeds)) < len(seeds) or not all(0 <= seed < most for seed in seeds):
-        raise InputError(expected("--seeds", f"different whole numbers in [0, {most})", " ".join(map(str, seeds))))
+        raise InputError("--seeds", f"different whole numbers in [0, {most})", " ".join(map(str, seeds)))
 
 
 def check_device(name: str) -> None:
@@ -232,4 +232,4 @@ def check_device(name: str) -> None:
         torch.empty(1, device=torch.device(name)).add(1).cpu()
     except (RuntimeError, AssertionError, NotImplementedError) as error:
         reason = f"torch says: {str(error).splitlines()[0]}"
-        raise InputError(expected("--device", "a device of this machine, as cpu or cuda", name, reason)) from None
+        raise InputError("--device", "a device of this machine, as cpu or cuda", name, reason) from None

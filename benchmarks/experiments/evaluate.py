@@ -15,7 +15,7 @@ from benchmarks.experiments.methods.embed import unit
 from benchmarks.experiments.methods.scores import NEIGHBORS
 from benchmarks.experiments.plan import ALPHAS, NOVELTY, OWN, UNCERTAINTY
 from contrastive_curvature import metrics
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.metrics import CalibrationBins, Ranking
 from contrastive_curvature.metrics.neighbors import Metric
 
@@ -154,9 +154,7 @@ def retrieve(data: RetrievalData, queries: Tensor, gallery: Tensor | None, metri
         InputError: One of gallery embeddings and gallery images is missing.
     """
     if (gallery is None) != (data.gallery is None):
-        raise InputError(
-            expected("gallery", "embeddings of the data's gallery, if it has one", "one without the other")
-        )
+        raise InputError("gallery", "embeddings of the data's gallery, if it has one", "one without the other")
     found = metrics.nearest_neighbors(queries, gallery, k=NEIGHBORS, metric=metric)
     same = data.relevance or data.relation
     if same is None:

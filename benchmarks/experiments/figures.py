@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import metrics
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.metrics import Ranking
 
 
@@ -132,4 +132,4 @@ def ece_released(votes: Tensor, labels: Tensor, n_bins: int = 10) -> float | Non
 def _check_lengths(uncertainty: Tensor, other: Tensor) -> None:
     if uncertainty.ndim != 1 or uncertainty.shape != other.shape:
         came = f"{tuple(uncertainty.shape)} and {tuple(other.shape)}"
-        raise InputError(expected("uncertainty and what it is held against", "the same shape (N,)", came))
+        raise InputError("uncertainty and what it is held against", "the same shape (N,)", came)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 
 
 class GeM(nn.Module):
@@ -79,7 +79,7 @@ def make_network(name: str, dim: int, dropout: float = 0.0) -> nn.Sequential:
         InputError: The name is unknown, or the ImageNet weights are neither there nor can be fetched.
     """
     if name not in NETWORKS:
-        raise InputError(expected("name", f"one of {', '.join(map(repr, NETWORKS))}", name))
+        raise InputError("name", f"one of {', '.join(map(repr, NETWORKS))}", name)
     if name.startswith("resnet50"):
         parts = [("trunk", _trunk(pretrained=name == "resnet50")), ("pool", GeM()), ("head_drop", None)]
         features = _TRUNK_FEATURES
@@ -125,6 +125,6 @@ def _trunk(pretrained: bool) -> nn.Sequential:
         command = "python -c \"from torchvision.models import resnet50; resnet50(weights='IMAGENET1K_V1')\""
         came = f"none that can be read or fetched ({str(error).strip().splitlines()[-1]})"
         hint = f"On a machine that may download: {command}. For a quick try take 'resnet50_untrained'."
-        raise InputError(expected("name='resnet50'", "ImageNet weights in torch's cache", came, hint)) from None
+        raise InputError("name='resnet50'", "ImageNet weights in torch's cache", came, hint) from None
     # Without its average pooling and its classifier, ResNet.forward is its children one after the other.
     return nn.Sequential(OrderedDict(list(network.named_children())[:-2]))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 
 Table = int | str
 """1 to 4, or :data:`DEMO`."""
@@ -214,7 +214,7 @@ def table_rows(table: Table, methods: Sequence[str] | None = None) -> list[Row]:
     keys = [row.key for row in known]
     unknown = [key for key in methods if key not in keys]
     if unknown or not methods or len(set(methods)) < len(methods):
-        raise InputError(expected("--methods", f"of table {table}, each once: {', '.join(keys)}", " ".join(methods)))
+        raise InputError("--methods", f"of table {table}, each once: {', '.join(keys)}", " ".join(methods))
     return [row for row in known if row.key in methods]
 
 

@@ -17,7 +17,7 @@ from benchmarks.experiments.evaluate import Evaluation, Scores
 from benchmarks.experiments.plan import Cell
 from benchmarks.machine import write_atomically
 from contrastive_curvature.artifact import write_whole
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.metrics import CalibrationBins
 
 _CONFIG = "config.json"
@@ -39,9 +39,9 @@ def read_json(path: Path, wanted: str, instead: str) -> dict[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise InputError(expected(str(path), wanted, f"a damaged file ({error})", instead)) from None
+        raise InputError(str(path), wanted, f"a damaged file ({error})", instead) from None
     if not isinstance(found, dict):
-        raise InputError(expected(str(path), wanted, f"a file with a {type(found).__name__}", instead))
+        raise InputError(str(path), wanted, f"a file with a {type(found).__name__}", instead)
     return found
 
 
@@ -64,16 +64,16 @@ def open_run(config: Config, data: RetrievalData) -> None:
         if differ:
             was, came = (", ".join(f"{name} = {given.get(name)!r}" for name in differ) for given in (there, wanted))
             hint = "Name another --out, or give the same options to go on."
-            raise InputError(expected(f"--out {out}", f"options as the run there: {was}", came, hint))
+            raise InputError(f"--out {out}", f"options as the run there: {was}", came, hint)
     elif out.exists() and (not out.is_dir() or any(out.iterdir())):
         came = "a folder that holds something else" if out.is_dir() else "a file"
-        raise InputError(expected(f"--out {out}", "a new or empty folder, or a run's", came, "Name another one."))
+        raise InputError(f"--out {out}", "a new or empty folder, or a run's", came, "Name another one.")
     try:
         out.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=out):
             pass
     except OSError as error:
-        raise InputError(expected(f"--out {out}", "a folder that can be written", str(error))) from None
+        raise InputError(f"--out {out}", "a folder that can be written", str(error)) from None
     write_atomically(path, json.dumps(wanted, indent=1) + "\n")
 
 

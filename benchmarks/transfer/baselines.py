@@ -10,7 +10,7 @@ from torch import Tensor
 from benchmarks.experiments.methods.scores import NEIGHBORS, feature_distance
 from contrastive_curvature import metrics
 from contrastive_curvature.embedding.gallery import nearest_others, neighbor_distance
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.sphere import normalize
 
 _FEATURES = 2**26
@@ -128,7 +128,7 @@ class ClassGaussians:
         rows = rows[sizes[index[rows]] > 1]
         left = features[rows] - self.centre - means[index[rows]]
         if not bool(left.any()):
-            raise InputError(expected("train_labels", "a class with two different inputs", "none"))
+            raise InputError("train_labels", "a class with two different inputs", "none")
         shrinkage, size, values, self.axes = _spectrum(left)
         floor = max(shrinkage * size, torch.finfo(left.dtype).eps * size)
         # The inverse is 1 / floor, less along the axes: weight is the root of how much less.
@@ -235,4 +235,4 @@ def _spectrum(left: Tensor) -> tuple[float, float, Tensor, Tensor]:
 
 def _check_enough(gallery: Tensor) -> None:
     if len(gallery) < NEIGHBORS:
-        raise InputError(expected("train_features", f"at least {NEIGHBORS} inputs that are not zero", len(gallery)))
+        raise InputError("train_features", f"at least {NEIGHBORS} inputs that are not zero", len(gallery))

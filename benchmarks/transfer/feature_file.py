@@ -36,7 +36,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.io.feature_folder import FeatureFolder
 from contrastive_curvature.io.feature_folder.header import HEADER, read_header
 
@@ -78,7 +78,7 @@ class Pairs:
         left = _row_numbers("pairs_left", self.left, None, count, of)
         right = _row_numbers("pairs_right", self.right, len(left), count, of)
         if (left == right).any():
-            raise InputError(expected("pairs_right", "another input than pairs_left", "pairs of an input with itself"))
+            raise InputError("pairs_right", "another input than pairs_left", "pairs of an input with itself")
         seen = self.people_in_train
         seen = None if seen is None else _truths("pairs_people_in_train", seen, len(left))
         same, fold = _truths("pairs_same", self.same, len(left)), _whole("pairs_fold", self.fold, len(left))
@@ -127,10 +127,10 @@ class FeatureFile:
         weight, bias = _floats("weight", self.weight, 2), _floats("bias", self.bias, 1)
         dim, width = weight.shape
         if dim < 2:
-            raise InputError(expected("weight", "shape (D, F) with D at least 2", weight.shape))
+            raise InputError("weight", "shape (D, F) with D at least 2", weight.shape)
         if bias.shape != (dim,):
             hint = "A last layer without a bias has zeros."
-            raise InputError(expected("bias", f"shape ({dim},), as weight has {dim} rows", bias.shape, hint))
+            raise InputError("bias", f"shape ({dim},), as weight has {dim} rows", bias.shape, hint)
         parts: dict[str, Any] = {"weight": weight, "bias": bias}
         for part in ("train", "test", "calibration"):
             features, labels = (getattr(self, f"{part}_{what}") for what in ("features", "labels"))
@@ -138,12 +138,12 @@ class FeatureFile:
                 continue
             if features is None or labels is None:
                 absent, there = ("labels", "features") if labels is None else ("features", "labels")
-                raise InputError(expected(f"{part}_{absent}", f"an array beside {part}_{there}", "none"))
+                raise InputError(f"{part}_{absent}", f"an array beside {part}_{there}", "none")
             parts[f"{part}_features"] = _features(f"{part}_features", features, width)
             parts[f"{part}_labels"] = _whole(f"{part}_labels", labels, len(parts[f"{part}_features"]))
         tests = len(parts["test_features"])
         if tests < 2:
-            raise InputError(expected("test_features", "at least two inputs, to retrieve one with another", "one"))
+            raise InputError("test_features", "at least two inputs, to retrieve one with another", "one")
         parts["unknown"] = {
             _plain(name, "unknown_NAME"): _features(f"unknown_{name}", value, width)
             for name, value in self.unknown.items()
@@ -157,19 +157,19 @@ class FeatureFile:
         if not self.corrupted and self.corrupted_rows is None:
             return {}
         if not self.corrupted:
-            raise InputError(expected("corrupted", "corrupted_KIND_LEVEL arrays beside corrupted_rows", "none"))
+            raise InputError("corrupted", "corrupted_KIND_LEVEL arrays beside corrupted_rows", "none")
         if self.corrupted_rows is None:
-            raise InputError(expected("corrupted_rows", "row numbers (K,) beside corrupted_KIND_LEVEL", "nothing"))
+            raise InputError("corrupted_rows", "row numbers (K,) beside corrupted_KIND_LEVEL", "nothing")
         rows = _row_numbers("corrupted_rows", self.corrupted_rows, None, tests)
         found = {}
         for (kind, level), value in sorted(self.corrupted.items()):
             name = f"corrupted_{_plain(kind, 'corrupted_KIND_LEVEL')}_{level}"
             if type(level) is not int or level < 1:
-                raise InputError(expected(name, "a level that is a whole number, at least 1", level))
+                raise InputError(name, "a level that is a whole number, at least 1", level)
             found[kind, level] = _features(name, value, width)
             if len(found[kind, level]) != len(rows):
                 wanted = f"{len(rows)} inputs, as many as corrupted_rows has"
-                raise InputError(expected(name, wanted, f"{len(found[kind, level])}"))
+                raise InputError(name, wanted, f"{len(found[kind, level])}")
         return {"corrupted": found, "corrupted_rows": rows}
 
     @property
@@ -200,7 +200,7 @@ def save_features(path: Path, content: FeatureFile, *, half: bool = False) -> No
         InputError: The name has another ending, or a feature is too large for half precision.
     """
     if path.suffix != ".npz":
-        raise InputError(expected("path", "a name that ends in .npz", str(path)))
+        raise InputError("path", "a name that ends in .npz", str(path))
     arrays: dict[str, Any] = {name: getattr(content, name) for name in (*_REQUIRED, *_CALIBRATION)}
     arrays |= {f"unknown_{name}": value for name, value in content.unknown.items()}
     arrays |= {f"corrupted_{kind}_{level}": value for (kind, level), value in content.corrupted.items()}
@@ -210,7 +210,7 @@ def save_features(path: Path, content: FeatureFile, *, half: bool = False) -> No
         if half and value is not None and (name.endswith("_features") or name.startswith(("unknown_", "corrupted_"))):
             if np.abs(value).max() > _LARGEST_HALF:
                 wanted = f"at most {_LARGEST_HALF:.0f} in half precision"
-                raise InputError(expected(name, wanted, f"{np.abs(value).max()}"))
+                raise InputError(name, wanted, f"{np.abs(value).max()}")
             arrays[name] = value.astype(np.float16)
     arrays["corrupted_rows"] = content.corrupted_rows
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -243,11 +243,11 @@ def load_features(path: Path) -> FeatureFile:
     missing = [name for name in _REQUIRED if name not in arrays]
     if missing:
         hint = f"It holds {', '.join(sorted(arrays)) or 'nothing'}."
-        raise InputError(expected(str(path), f"the arrays {', '.join(_REQUIRED)}", f"no {', '.join(missing)}", hint))
+        raise InputError(str(path), f"the arrays {', '.join(_REQUIRED)}", f"no {', '.join(missing)}", hint)
     given: dict[str, Any] = {name: arrays.pop(name, None) for name in (*_REQUIRED, *_CALIBRATION, "corrupted_rows")}
     pairs = {name: arrays.pop(name) for name in (*_PAIRS, *_MORE_PAIRS) if name in arrays}
     if pairs and not pairs.keys() >= set(_PAIRS):
-        raise InputError(expected(str(path), f"all of {', '.join(_PAIRS)}, or none", f"only {', '.join(pairs)}"))
+        raise InputError(str(path), f"all of {', '.join(_PAIRS)}, or none", f"only {', '.join(pairs)}")
     unknown, corrupted, strange = {}, {}, []
     for name, value in arrays.items():
         if name.startswith("unknown_"):
@@ -255,7 +255,7 @@ def load_features(path: Path) -> FeatureFile:
         elif found := re.fullmatch(r"corrupted_(.+)_([1-9]\d*)", name):
             corrupted[found[1], int(found[2])] = value
         elif name.startswith("corrupted_"):
-            raise InputError(expected(str(path), "corrupted_KIND_LEVEL with a level from 1 at its end", name))
+            raise InputError(str(path), "corrupted_KIND_LEVEL with a level from 1 at its end", name)
         else:
             strange.append(name)
     if strange:
@@ -284,8 +284,8 @@ def _read(path: Path) -> dict[str, NDArray[Any]]:
                 return {name: found[name] for name in found.files}
     except (OSError, ValueError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
-        raise InputError(expected(str(path), wanted, f"what cannot be read ({reason})", hint)) from None
-    raise InputError(expected(str(path), wanted, "a single array", hint))
+        raise InputError(str(path), wanted, f"what cannot be read ({reason})", hint) from None
+    raise InputError(str(path), wanted, "a single array", hint)
 
 
 def _read_folders(path: Path) -> dict[str, NDArray[Any]]:
@@ -298,7 +298,7 @@ def _read_folders(path: Path) -> dict[str, NDArray[Any]]:
         source = source or about
         if (about.last_layer, about.trunk) != (source.last_layer, source.trunk):
             wanted = "features of the encoder of the other folders"
-            raise InputError(expected(str(folder.path), wanted, "those of another"))
+            raise InputError(str(folder.path), wanted, "those of another")
         if name.startswith("unknown_"):
             arrays[name] = folder.numpy()
         else:
@@ -310,13 +310,13 @@ def _floats(name: str, value: Any, axes: int) -> Floats:
     """Finite numbers as float32, in memory without gaps; refuse anything else, and arrays that are empty."""
     found = np.asarray(value)
     if found.dtype.kind not in "fiu":
-        raise InputError(expected(name, "real numbers", f"an array of {found.dtype}"))
+        raise InputError(name, "real numbers", f"an array of {found.dtype}")
     if found.ndim != axes or 0 in found.shape:
-        raise InputError(expected(name, f"{axes} axes, none of length 0", f"shape {found.shape}"))
+        raise InputError(name, f"{axes} axes, none of length 0", f"shape {found.shape}")
     with np.errstate(over="ignore"):
         found = np.ascontiguousarray(found, dtype=np.float32)
     if wrong := int((~np.isfinite(found)).sum()):
-        raise InputError(expected(name, "finite numbers", f"{wrong} that are NaN or infinite in float32"))
+        raise InputError(name, "finite numbers", f"{wrong} that are NaN or infinite in float32")
     return found
 
 
@@ -324,7 +324,7 @@ def _features(name: str, value: Any, width: int) -> Floats:
     found = _floats(name, value, 2)
     if found.shape[1] != width:
         wanted = f"shape (number of inputs, {width}), as weight has {width} columns"
-        raise InputError(expected(name, wanted, f"shape {found.shape}"))
+        raise InputError(name, wanted, f"shape {found.shape}")
     return found
 
 
@@ -334,17 +334,17 @@ def _whole(name: str, value: Any, count: int | None) -> Rows:
     if found.ndim != 1 or found.dtype.kind not in "iu":
         came = f"an array of {found.dtype}, shape {found.shape}"
         hint = "numpy.unique(names, return_inverse=True)[1] numbers names."
-        raise InputError(expected(name, "whole numbers on one axis", came, hint))
+        raise InputError(name, "whole numbers on one axis", came, hint)
     if len(found) == 0 or count not in (None, len(found)):
         wanted = "at least one" if count is None else f"{count}, one for each input"
-        raise InputError(expected(name, wanted, f"{len(found)}"))
+        raise InputError(name, wanted, f"{len(found)}")
     return found.astype(np.int64)
 
 
 def _row_numbers(name: str, value: Any, length: int | None, count: int, of: str = "test") -> Rows:
     rows = _whole(name, value, length)
     if rows.min() < 0 or rows.max() >= count:
-        raise InputError(expected(name, f"row numbers of the {count} {of} inputs", f"{rows.min()} to {rows.max()}"))
+        raise InputError(name, f"row numbers of the {count} {of} inputs", f"{rows.min()} to {rows.max()}")
     return rows
 
 
@@ -352,11 +352,11 @@ def _truths(name: str, value: Any, length: int) -> NDArray[np.bool_]:
     found = np.asarray(value)
     if found.shape != (length,) or found.dtype.kind not in "biu" or not np.isin(found, (0, 1)).all():
         came = f"an array of {found.dtype}, shape {found.shape}"
-        raise InputError(expected(name, f"{length} truth values, or 0 and 1", came))
+        raise InputError(name, f"{length} truth values, or 0 and 1", came)
     return found.astype(bool)
 
 
 def _plain(name: str, pattern: str) -> str:
     if not re.fullmatch(r"[\w.-]+", name):
-        raise InputError(expected(pattern, "a name of letters, digits, '_', '-' and '.'", name))
+        raise InputError(pattern, "a name of letters, digits, '_', '-' and '.'", name)
     return name

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import metrics
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.sphere import normalize
 
 REJECTED = (0.1, 0.2)
@@ -44,7 +44,7 @@ def retrieve(outputs: Tensor, labels: Tensor) -> Retrieval:
     sizes = labels.unique(return_counts=True)[1]
     if int(sizes.max()) < 2:
         hint = "Retrieval is judged by finding another test input of the same class."
-        raise InputError(expected("test_labels", "a class with at least 2 inputs", "one input of every class", hint))
+        raise InputError("test_labels", "a class with at least 2 inputs", "one input of every class", hint)
     ranking = metrics.rank_by_labels(metrics.nearest_neighbors(outputs, k=1), labels)
     return Retrieval(metrics.average_precision_at_k(ranking, 1), metrics.map_at_k(ranking, 1))
 
@@ -139,13 +139,13 @@ def verify(left: Tensor, right: Tensor, same: Tensor, fold: Tensor) -> Verified:
     """
     folds = fold.unique().tolist()
     if len(folds) < 2:
-        raise InputError(expected("pairs_fold", "at least 2 folds", len(folds)))
+        raise InputError("pairs_fold", "at least 2 folds", len(folds))
     cosine = (normalize(left)[0].double() * normalize(right)[0].double()).sum(1)
     decided = torch.zeros_like(same)
     for one in folds:
         mine = fold == one
         if len(same[~mine].unique()) < 2:
-            raise InputError(expected("pairs_same", "pairs of one class and of two beside every fold", f"fold {one}"))
+            raise InputError("pairs_same", "pairs of one class and of two beside every fold", f"fold {one}")
         decided[mine] = cosine[mine] >= best_threshold(cosine[~mine], same[~mine])
     correct = (decided == same).double()
     accuracy = float(np.mean([float(correct[fold == one].mean()) for one in folds]))

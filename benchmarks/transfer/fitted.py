@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.transfer.feature_file import FeatureFile
 from contrastive_curvature import EmbeddingDistribution, FeatureNormWarning
-from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, expected
+from contrastive_curvature.errors import ContrastiveCurvatureError, InputError
 
 T = TypeVar("T")
 
@@ -61,7 +61,7 @@ class Points:
     def __init__(self, name: str, features: Tensor, outputs: Tensor, rows: Tensor | None = None) -> None:
         if zeros := int((outputs == 0).all(1).sum()):
             hint = "A zero raw output has no direction."
-            raise InputError(expected(name, "features whose raw outputs are not zero", f"{zeros} that are", hint))
+            raise InputError(name, "features whose raw outputs are not zero", f"{zeros} that are", hint)
         self.name, self.features, self.outputs, self.rows = name, features, outputs, rows
         self.answers: dict[str, dict[str, Tensor]] = {}
 
@@ -90,7 +90,7 @@ class Fitted:
         if len(sizes) < 2 or int(sizes.max()) < 2:
             came = f"{len(sizes)} classes, {int(sizes.max())} inputs in the largest"
             hint = "The posterior needs pairs of one class and pairs of two."
-            raise InputError(expected("train_labels", "at least 2 classes and one of at least 2 inputs", came, hint))
+            raise InputError("train_labels", "at least 2 classes and one of at least 2 inputs", came, hint)
         self.train = self.points("train_features", torch.from_numpy(content.train_features))
         rows = torch.arange(len(content.test_features))
         self.test = self.points("test_features", torch.from_numpy(content.test_features), rows)

@@ -24,7 +24,7 @@ from benchmarks.transfer.figures import (
 )
 from benchmarks.transfer.fitted import Fitted, Points, default_structure
 from benchmarks.transfer.rows import Row, all_rows
-from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, expected
+from contrastive_curvature.errors import ContrastiveCurvatureError, InputError
 
 
 @dataclass
@@ -83,7 +83,7 @@ def judge(content: FeatureFile, rows: Sequence[Row] | None = None) -> Judgement:
             found["pairs"] = {n: match_figures(s, verified.right) for n, s in out.pairs[row.name].items()}
         out.figures["rows"][row.name] = {"title": row.title, "needs": str(row.needs), **found}
     if not out.scores:
-        raise InputError(expected("feature file", "data that at least one score can be computed of", str(skipped)))
+        raise InputError("feature file", "data that at least one score can be computed of", str(skipped))
     out.figures["skipped"] = skipped
     out.figures["warned"] = fitted.warned
     out.figures["seconds"] = round(time.perf_counter() - start, 1)
@@ -149,7 +149,7 @@ def _score(row: Row, fitted: Fitted, points: Points) -> Tensor:
     score = row.score(fitted, points).detach().double()
     if score.shape != (len(points),) or not bool(score.isfinite().all()):
         came = f"shape {tuple(score.shape)}, {int((~score.isfinite()).sum())} of them NaN or infinite"
-        raise InputError(expected(f"{row.name} of {points.name}", f"{len(points)} finite scores", came))
+        raise InputError(f"{row.name} of {points.name}", f"{len(points)} finite scores", came)
     return score
 
 

@@ -10,7 +10,7 @@ import torch
 from pytorch_metric_learning import distances, losses, miners
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import DivergenceError, InputError, expected
+from contrastive_curvature.errors import DivergenceError, InputError
 
 LOSSES = ("contrastive", "supcon", "triplet")
 """Contrastive with a margin of 0.7 between directions; SupCon at temperature 0.1; triplets with a margin of 0.2, those
@@ -68,7 +68,7 @@ def train(
     generator = torch.Generator().manual_seed(seed)
     used = int((labels.unique(return_counts=True)[1] // how.together * how.together).sum())
     if used < how.batch:
-        raise InputError(expected("labels", f"at least {how.batch}, one batch", f"{used}"))
+        raise InputError("labels", f"at least {how.batch}, one batch", f"{used}")
     steps = used // how.batch
     optimizer = torch.optim.AdamW(network.parameters(), lr=how.rate, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, how.rate, total_steps=steps * how.epochs + 1)
@@ -126,4 +126,4 @@ def _loss(name: str) -> Callable[[Tensor, Tensor], Tensor]:
         miner = miners.TripletMarginMiner(_TRIPLET_MARGIN, type_of_triplets="semihard", distance=distance)
         triplet = losses.TripletMarginLoss(_TRIPLET_MARGIN, distance=distance)
         return lambda outputs, labels: triplet(outputs, labels, miner(outputs, labels))
-    raise InputError(expected("loss", f"one of {', '.join(LOSSES)}", name))
+    raise InputError("loss", f"one of {', '.join(LOSSES)}", name)

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from contrastive_curvature import validate
 from contrastive_curvature.decisions.fitted import percent
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
-from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError
 from contrastive_curvature.laplace.calibration import present_calibration
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 
@@ -88,9 +88,9 @@ class DriftMonitor:
 
     def __init__(self, la: ContrastiveLaplace, delta: float = 0.01, seed: int = 0) -> None:
         if not isinstance(la, ContrastiveLaplace):
-            raise InputTypeError(expected("la", "a posterior of Laplace(..., 'contrastive')", f"a {type(la).__name__}"))
+            raise InputTypeError("la", "a posterior of Laplace(..., 'contrastive')", f"a {type(la).__name__}")
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
-            raise InputError(expected("seed", "a whole number >= 0", repr(seed)))
+            raise InputError("seed", "a whole number >= 0", repr(seed))
         self.delta, self.seed = validate.fraction("delta", delta), seed
         calibration = present_calibration(la)
         if calibration is None:
@@ -117,15 +117,15 @@ class DriftMonitor:
             UnsupportedError: It is no plain prediction ``la(x)``.
         """
         if not isinstance(embedding, EmbeddingDistribution):
-            raise InputTypeError(expected("embedding", "a prediction la(x)", f"a {type(embedding).__name__}"))
+            raise InputTypeError("embedding", "a prediction la(x)", f"a {type(embedding).__name__}")
         known = embedding._asked("p_value")
         if known.refusal is None and (known.reference is None or not known.reference.equals(self._known)):
             hint = "Make a new DriftMonitor(la): evidence against other calibration inputs is no longer evidence."
             wanted = "a prediction of the posterior and the calibration that the monitor began with"
-            raise InputError(expected("embedding", wanted, "one of another", hint))
+            raise InputError("embedding", wanted, "one of another", hint)
         if missing := int(embedding.raw_mean.isnan().any(1).sum()):
             hint = "Leave them out: monitor.update(embedding[~embedding.uncertainty.isnan()])."
-            raise InputError(expected("embedding", "embeddings of valid inputs", f"{missing} rows of NaN", hint))
+            raise InputError("embedding", "embeddings of valid inputs", f"{missing} rows of NaN", hint)
         scores = known.scored(embedding).scores
         assert scores is not None
         self._take(scores.cpu().numpy())
@@ -162,7 +162,7 @@ class DriftMonitor:
         """
         if not torch.equal(state["known"], self._known.statistics.cpu()):
             hint = "Make a new DriftMonitor(la)."
-            raise InputError(expected("state_dict", "the state of a monitor of this calibration", "another", hint))
+            raise InputError("state_dict", "the state of a monitor of this calibration", "another", hint)
         self.delta, self.seed = state["delta"], state["seed"]
         self._begin()
         self._take(state["scores"].numpy())

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 
 _ROUNDING = 1e-9
 """Relative error of p-values, which are quotients of whole numbers."""
@@ -49,12 +49,10 @@ def select_unknown(p_values: _Array, fdr: float = 0.1) -> _Array:
     share = validate.fraction("fdr", fdr)
     p = np.asarray(p_values.detach().cpu() if isinstance(p_values, Tensor) else p_values)
     if p.ndim != 1 or p.dtype.kind != "f":
-        raise InputTypeError(
-            expected("p_values", "floating-point numbers of shape (m,)", f"{p.dtype}, shape {p.shape}")
-        )
+        raise InputTypeError("p_values", "floating-point numbers of shape (m,)", f"{p.dtype}, shape {p.shape}")
     if not ((p > 0) & (p <= 1)).all():
         hint = "An input without an embedding (NaN) has none: leave it out."
-        raise InputError(expected("p_values", "numbers in (0, 1]", "others, or NaN", hint))
+        raise InputError("p_values", "numbers in (0, 1]", "others, or NaN", hint)
     from scipy.stats import false_discovery_control
 
     selected = np.zeros(len(p), dtype=bool)

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from contrastive_curvature.errors import InputError, NotFittedError, expected
+from contrastive_curvature.errors import InputError, NotFittedError
 
 _SURE = 3.1
 """Standard deviations below one half at which an AUROC counts as reversed: by chance in one case of a thousand."""
@@ -42,7 +42,7 @@ def refuse_reversed(argument: str, lower: NDArray[np.float64], higher: NDArray[n
     auroc = (below + upto) / (2 * len(lower))
     if auroc < 0.5 - _SURE * math.sqrt((len(lower) + len(higher) + 1) / (12 * len(lower) * len(higher))):
         received = f"the reverse (AUROC {auroc:.2f})"
-        raise InputError(expected(argument, f"a score that is {meaning}", received, "Negate it: pass -score."))
+        raise InputError(argument, f"a score that is {meaning}", received, "Negate it: pass -score.")
 
 
 def clopper_pearson(errors: float, trials: float, confidence: float = 0.95) -> tuple[float, float]:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.decisions.fitted import Fitted, clopper_pearson, percent, refuse_reversed
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.metrics._arrays import Array, like, numbers, truths
 
 
@@ -89,14 +89,14 @@ class MatchThreshold(Fitted):
         genuine, impostor = score[so], score[~so]
         rate, n = self.false_match_rate, len(impostor)
         if not len(genuine):
-            raise InputError(expected("same", "pairs of one class too, for the false non-match rate", "none"))
+            raise InputError("same", "pairs of one class too, for the false non-match rate", "none")
         # What rounding takes from a whole number is given back.
         k = math.floor(rate * (n + 1) + 1e-9)
         if not k:
             wanted = (
                 f"at least {math.ceil(1 / rate - 1 - 1e-9):,} pairs of two classes for a false match rate of {rate:g}"
             )
-            raise InputError(expected("same", wanted, f"{n:,}", "Take more pairs, or a larger rate."))
+            raise InputError("same", wanted, f"{n:,}", "Take more pairs, or a larger rate.")
         refuse_reversed("scores", impostor, genuine, "higher for pairs of one class")
         apart = None
         if persons is not None:
@@ -152,9 +152,9 @@ def _persons(groups: object, length: int) -> NDArray[np.int64]:
     read = groups.detach().cpu().numpy() if isinstance(groups, Tensor) else groups
     if not isinstance(read, np.ndarray) or read.dtype.kind not in "iu":
         hint = "numpy.unique(names, return_inverse=True)[1] numbers names."
-        raise InputTypeError(expected("groups", "integers", f"a {type(groups).__name__}", hint))
+        raise InputTypeError("groups", "integers", f"a {type(groups).__name__}", hint)
     if read.shape != (length, 2):
-        raise InputError(expected("groups", f"shape ({length}, 2), the persons of both ends", f"shape {read.shape}"))
+        raise InputError("groups", f"shape ({length}, 2), the persons of both ends", f"shape {read.shape}")
     return np.unique(read, return_inverse=True)[1].reshape(length, 2)
 
 

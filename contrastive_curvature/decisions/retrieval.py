@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.decisions.fitted import Fitted, percent, refuse_reversed
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.metrics._arrays import Array, like, numbers, truths
 
 _TWO_STARTS = 4
@@ -78,7 +78,7 @@ class RetrievalThreshold(Fitted):
         n = len(scores)
         if n < (least := self._least()):
             wanted = f"at least {least:,} queries for a risk of {percent(self.risk)}"
-            raise InputError(expected("score", wanted, f"{n:,}", "Take more, or a larger risk."))
+            raise InputError("score", wanted, f"{n:,}", "Take more, or a larger risk.")
         refuse_reversed("score", scores[so], scores[~so], "higher for wrong answers")
         order = np.argsort(scores)
         ascending, wrong = scores[order], np.cumsum(~so[order], dtype=np.int64)
@@ -93,7 +93,7 @@ class RetrievalThreshold(Fitted):
                 accepted = int(tested[np.argmin(np.append(passed, False)) - 1]) + 1
         if not accepted:
             first = ends[ends + 1 >= starts[0]][0]
-            raise InputError(self._nothing(int(wrong[first]), int(first) + 1, n, tail))
+            raise self._nothing(int(wrong[first]), int(first) + 1, n, tail)
         self.threshold, self.answered, self.queries = float(ascending[accepted - 1]), accepted / n, n
         return self
 
@@ -154,8 +154,8 @@ class RetrievalThreshold(Fitted):
             first += 1
         return first
 
-    def _nothing(self, wrong: int, accepted: int, n: int, tail: float) -> str:
-        """Return the message for scores of which no limit keeps the risk."""
+    def _nothing(self, wrong: int, accepted: int, n: int, tail: float) -> InputError:
+        """Return the error for scores of which no limit keeps the risk."""
         share, more = wrong / accepted, accepted
         received = f"{wrong} wrong answers among the surest {accepted:,} of {n:,}"
         hint = "See whether their labels are right; if they are, take a larger risk or a better score."
@@ -163,4 +163,4 @@ class RetrievalThreshold(Fitted):
             while not self._keeps_risk(math.ceil(share * more), more, n, tail):
                 more += accepted
             hint = f"At this rate it takes about {math.ceil(n * more / accepted):,} queries, or a larger risk."
-        return expected("score", f"surest queries of which at most {percent(self.risk)} are wrong", received, hint)
+        return InputError("score", f"surest queries of which at most {percent(self.risk)} are wrong", received, hint)

@@ -13,7 +13,7 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.known import Known, check_alpha
 from contrastive_curvature.embedding.spread import Dense, Diagonal, Joint, Samples, Spread, taken
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit.class_centres import ClassCentres, between_classes, same_centres
 from contrastive_curvature.hessian.sphere import normalize, norms
 from contrastive_curvature.vmf.checks import unit
@@ -25,12 +25,12 @@ _Arguments = ParamSpec("_Arguments")
 class InvalidRowsError(InputError):
     """Some inputs of a batch have no finite embedding: ``rows``, booleans, shape (B,)."""
 
-    def __init__(self, message: str, rows: Tensor) -> None:
-        super().__init__(message)
+    def __init__(self, rows: Tensor, *message: str) -> None:
+        super().__init__(*message)
         self.rows = rows
 
-    def __reduce__(self) -> tuple[type[InvalidRowsError], tuple[str, Tensor]]:
-        return type(self), (str(self), self.rows)
+    def __reduce__(self) -> tuple[type[InvalidRowsError], tuple[Tensor, str]]:
+        return type(self), (self.rows, str(self))
 
 
 def turning_angle(
@@ -135,14 +135,14 @@ class EmbeddingDistribution:
         spreads = {"variance": variance, "covariance": covariance, "joint_covariance": joint_covariance}
         given = [name for name, value in spreads.items() if value is not None]
         if len(given) != 1:
-            raise InputError(expected("variance, covariance, joint_covariance", "exactly one", str(given or "none")))
+            raise InputError("variance, covariance, joint_covariance", "exactly one", str(given or "none"))
         n, dim = validate.tensor("raw_mean", raw_mean, ("B", "D")).shape
         if dim < 2:
-            raise InputError(expected("raw_mean", "shape (B, D) with D >= 2", f"shape {tuple(raw_mean.shape)}"))
+            raise InputError("raw_mean", "shape (B, D) with D >= 2", f"shape {tuple(raw_mean.shape)}")
         zero = (raw_mean.detach() == 0).all(1).nonzero().flatten()[:5].tolist()
         if zero:
             hint = "Zero has no direction."
-            raise InputError(expected("raw_mean", "rows that are not zero", f"zero rows {zero}", hint))
+            raise InputError("raw_mean", "rows that are not zero", f"zero rows {zero}", hint)
         shape = {"variance": (n, dim), "covariance": (n, dim, dim), "joint_covariance": (n * dim, n * dim)}[given[0]]
         checked = validate.tensor(given[0], spreads[given[0]], shape, raw_mean)
         spread: Spread = Diagonal(checked)
@@ -150,7 +150,7 @@ class EmbeddingDistribution:
             _check_semidefinite(given[0], checked)
             spread = Joint(checked.view(n, dim, n, dim)) if covariance is None else Dense(checked)
         elif bool((variance < 0).any()):
-            raise InputError(expected("variance", "variances >= 0", f"a smallest variance of {float(variance.min())}"))
+            raise InputError("variance", "variances >= 0", f"a smallest variance of {float(variance.min())}")
         self._hold(raw_mean, spread)
         self.relative_to(typical_norm)
 
@@ -176,7 +176,7 @@ class EmbeddingDistribution:
         if not certain and bool((bad := ~spread.finite()).any()):
             hint = "The prior precision or the temperature may be too small, or an input's Jacobian too large."
             received = f"NaN or infinity in rows {bad.nonzero().flatten()[:5].tolist()}"
-            raise InvalidRowsError(expected(f"la(x): {spread.kind}", "finite numbers", received, hint), bad)
+            raise InvalidRowsError(bad, f"la(x): {spread.kind}", "finite numbers", received, hint)
         return out
 
     @classmethod
@@ -198,7 +198,7 @@ class EmbeddingDistribution:
         if samples.shape[0] < 2 or samples.shape[2] < 2:
             hint = "Sample s comes from one network for all inputs, as la.functional_samples(x, joint=True) gives them."
             wanted = "shape (S, B, D) with S >= 2 and D >= 2"
-            raise InputError(expected("samples", wanted, f"shape {tuple(samples.shape)}", hint))
+            raise InputError("samples", wanted, f"shape {tuple(samples.shape)}", hint)
         return cls.__new__(cls)._hold(samples.mean(0), Samples(samples.transpose(0, 1).contiguous()))
 
     def relative_to(self, typical_norm: float | None, class_centres: ClassCentres | None = None) -> Self:
@@ -270,7 +270,7 @@ class EmbeddingDistribution:
             rounding = 64 * self.raw_mean.shape[1] * torch.finfo(self.raw_mean.dtype).eps * total.detach()
             if bool(((total - radial < -rounding) | (radial < -rounding)).any()):
                 received = f"u^T V u = {float(radial.min()):.3g}, tr V - u^T V u = {float((total - radial).min()):.3g}"
-                raise InputError(expected("covariance", "a positive semidefinite matrix", received))
+                raise InputError("covariance", "a positive semidefinite matrix", received)
         # Divided twice, because squares of norms underflow or overflow.
         return ((total - radial) / norm / norm).clamp(0, torch.finfo(torch.float64).max)
 
@@ -426,9 +426,7 @@ class EmbeddingDistribution:
         try:
             import pandas as pd  # type: ignore[import-untyped]
         except ModuleNotFoundError:
-            raise UnsupportedError(
-                expected("to_pandas", "the package pandas", "none installed", "pip install pandas")
-            ) from None
+            raise UnsupportedError("to_pandas", "the package pandas", "none installed", "pip install pandas") from None
         names = ["uncertainty", "kappa", *([] if self._known is None else self._known.names)]
         columns = {name: getattr(self, name) for name in names}
         if mu:
@@ -493,9 +491,9 @@ class EmbeddingDistribution:
         is_mask = given.dtype == torch.bool
         if isinstance(rows, tuple) or given.ndim > 1 or not torch.can_cast(given.dtype, torch.int64):
             wanted = "an integer, a slice, or a list or tensor of integers or booleans"
-            raise InputTypeError(expected("index", wanted, repr(rows)))
+            raise InputTypeError("index", wanted, repr(rows))
         if is_mask and given.shape != every.shape:
-            raise InputError(expected("index", f"{len(every)} booleans, one an embedding", tuple(given.shape)))
+            raise InputError("index", f"{len(every)} booleans, one an embedding", tuple(given.shape))
         return self._select(every[given if is_mask else given.long()].reshape(-1))
 
     def _select(self, rows: Tensor) -> Self:
@@ -525,7 +523,7 @@ class EmbeddingDistribution:
         parts = [] if isinstance(distributions, EmbeddingDistribution) else list(distributions)
         if not parts or not all(isinstance(part, EmbeddingDistribution) for part in parts):
             wanted = "a list of EmbeddingDistributions, such as [la(x) for x in batches]"
-            raise InputTypeError(expected("distributions", wanted, f"a {type(distributions).__name__}"))
+            raise InputTypeError("distributions", wanted, f"a {type(distributions).__name__}")
         first, *others = parts
         for number, part in enumerate(others, 1):
             for what, has, now in (
@@ -538,7 +536,7 @@ class EmbeddingDistribution:
             ):
                 if has != now:
                     wanted = f"parts of one {what}, that of the first, {has}"
-                    raise InputError(expected(f"distributions[{number}]", wanted, now))
+                    raise InputError(f"distributions[{number}]", wanted, now)
             if isinstance(part.spread, Joint):
                 msg = (
                     "distributions: joint covariances cannot be concatenated, because between the parts there is none. "
@@ -547,7 +545,7 @@ class EmbeddingDistribution:
                 raise UnsupportedError(msg)
             if not same_centres(first._class_centres, part._class_centres):
                 hint = "The uncertainties of the parts were compared with different ones."
-                raise InputError(expected(f"distributions[{number}]", "the class centres of the first", "others", hint))
+                raise InputError(f"distributions[{number}]", "the class centres of the first", "others", hint)
         scored = any(part._known is not None and part._known.scores is not None for part in parts)
         known = Known.joined([part._fixed() if scored else part._measured() for part in parts])
         mean = torch.cat([part.raw_mean for part in parts])
@@ -573,7 +571,7 @@ class EmbeddingDistribution:
         if isinstance(device, torch.dtype):
             device, dtype = None, device
         if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise InputTypeError(expected("dtype", "a floating-point dtype", f"{dtype!r}"))
+            raise InputTypeError("dtype", "a floating-point dtype", f"{dtype!r}")
         known = self._known if dtype in (None, self.raw_mean.dtype) else self._fixed()
         mean = self.raw_mean.to(device=device, dtype=dtype)
         known = None if known is None else known.to(mean.device)
@@ -635,9 +633,9 @@ def _check_semidefinite(name: str, matrices: Tensor) -> None:
     if bool((apart > rounding).any()):
         worst = float((apart * size.flatten().view_as(apart)).max())
         received, hint = f"entries that differ from the transposed ones by {worst:.3g}", "Pass (V + V.mT) / 2."
-        raise InputError(expected(name, "a symmetric matrix", received, hint))
+        raise InputError(name, "a symmetric matrix", received, hint)
     eye = torch.eye(dim, dtype=scaled.dtype, device=scaled.device)
     failed = torch.linalg.cholesky_ex((scaled + scaled.mT) / 2 + 2 * rounding * eye).info != 0
     if bool(failed.any()):
         where = f" at rows {failed.nonzero().flatten()[:5].tolist()}" if failed.ndim else ""
-        raise InputError(expected(name, "a positive semidefinite matrix", f"one with a negative eigenvalue{where}"))
+        raise InputError(name, "a positive semidefinite matrix", f"one with a negative eigenvalue{where}")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import metrics, validate
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.metrics._checks import check_embeddings, check_k, check_labels, check_scores
 from contrastive_curvature.metrics.neighbors import MORE, squared_distances
@@ -74,7 +74,7 @@ class RetrievalUncertainty:
         rank = math.ceil((1 - share) * (len(known) + 1) - 1e-9)
         if rank > len(known):
             wanted = f"at least {math.ceil(1 / share - 1e-9) - 1} novelties for share = {share:g}"
-            raise InputError(expected("calibration", wanted, len(known), "Give more of them, or a larger share."))
+            raise InputError("calibration", wanted, len(known), "Give more of them, or a larger share.")
         self.threshold = float(known.double().sort().values[rank - 1])
         # Where all are equal, any unit will do.
         self._scale = float(known.double().std(correction=0)) or 1.0
@@ -103,7 +103,7 @@ class RetrievalUncertainty:
         queries = check_embeddings("embeddings", embeddings)
         if queries.shape[1] != self.gallery.shape[1]:
             wanted = f"D = {self.gallery.shape[1]}, that of the gallery"
-            raise InputError(expected("embeddings", wanted, f"D = {queries.shape[1]}"))
+            raise InputError("embeddings", wanted, f"D = {queries.shape[1]}")
         score = check_scores("novelty", novelty, len(queries))
         own = None if itself is None else _check_rows(itself, len(queries), len(self.gallery), self.k)
         gallery = self.gallery.to(queries)
@@ -192,8 +192,8 @@ def _check_rows(itself: Tensor, n: int, m: int, k: int) -> Tensor:
     wanted = f"rows of the gallery, -1 or 0 to {m - 1}, int64, shape ({n},)"
     checked = check_labels("itself", itself, n)
     if not bool(((checked >= -1) & (checked < m)).all()):
-        raise InputError(expected("itself", wanted, f"{int(checked.min())} to {int(checked.max())}"))
+        raise InputError("itself", wanted, f"{int(checked.min())} to {int(checked.max())}")
     if k >= m:
         hint = "An input has one neighbour less than there are gallery points."
-        raise InputError(expected("k with itself", f"at most {m - 1}", k, hint))
+        raise InputError("k with itself", f"at most {m - 1}", k, hint)
     return checked

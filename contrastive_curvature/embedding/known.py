@@ -17,7 +17,7 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.spread import taken
-from contrastive_curvature.errors import InputError, NotFittedError, expected
+from contrastive_curvature.errors import InputError, NotFittedError
 from contrastive_curvature.pairs.rows import Rows, content_numbers, point_keys
 
 if TYPE_CHECKING:
@@ -414,7 +414,7 @@ def check_alpha(alpha: object, n: int | None = None, splits: bool = False, by_cl
         wanted = f"at least {1 / (n + 1):.2g}, the smallest p-value that {n} known inputs{of_class} give"
         given = f"{points_needed(share, splits):,} inputs{' of each predicted class' if by_class else ''}"
         hint = f"Call la.calibrate with at least {given}, or use a larger alpha."
-        raise InputError(expected("alpha", wanted, alpha, hint))
+        raise InputError("alpha", wanted, alpha, hint)
     return share
 
 

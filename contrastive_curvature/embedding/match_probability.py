@@ -14,7 +14,7 @@ from contrastive_curvature import metrics, validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.match_regression import Regression
 from contrastive_curvature.embedding.similarity import angle_variance
-from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.metrics._checks import check_embeddings, check_labels, check_tensor
 
@@ -97,12 +97,12 @@ class MatchProbability:
         features, dim = self._pairs(a, b)
         labels = check_tensor("same", same)
         if labels.is_floating_point() or labels.is_complex():
-            raise InputTypeError(expected("same", "a bool tensor, or integers 0 and 1", str(labels.dtype)))
+            raise InputTypeError("same", "a bool tensor, or integers 0 and 1", str(labels.dtype))
         if tuple(labels.shape) != (len(features),):
-            raise InputError(expected("same", f"shape ({len(features)},)", f"shape {tuple(labels.shape)}"))
+            raise InputError("same", f"shape ({len(features)},)", f"shape {tuple(labels.shape)}")
         if not bool(((labels == 0) | (labels == 1)).all()):
             hint = "Classes go into fit_retrieval; here, pass labels_a == labels_b."
-            raise InputError(expected("same", "a bool tensor, or integers 0 and 1", "other integers", hint))
+            raise InputError("same", "a bool tensor, or integers 0 and 1", "other integers", hint)
         kinds = "pairs of one class and of two classes"
         fitted = Regression.fit(features, labels.bool(), isotonic=self._isotonic, argument="same", kinds=kinds)
         self._fitted["pairs"] = (fitted, dim)
@@ -161,7 +161,7 @@ class MatchProbability:
         """
         if (gallery is None) != (gallery_labels is None):
             received = "gallery alone" if gallery_labels is None else "gallery_labels alone"
-            raise InputError(expected("gallery, gallery_labels", "both or neither", received))
+            raise InputError("gallery, gallery_labels", "both or neither", received)
         asking, found, index, size = self._search(queries, gallery)
         classes = check_labels("labels", labels, len(asking)).to(asking.mu.device)
         theirs = classes
@@ -231,7 +231,7 @@ class MatchProbability:
         validate.count("gallery_size", gallery_size)
         asking, found = self._sides(queries=queries, hits=hits)
         if len(asking) != len(found):
-            raise InputError(expected("hits", f"{len(asking)} embeddings, one for each query", len(found)))
+            raise InputError("hits", f"{len(asking)} embeddings, one for each query", len(found))
         return self._right(asking, found, gallery_size, "gallery_size").to(_result_dtype(queries))
 
     def _right(self, asking: Side, found: Side, size: int, argument: str, prevalence: float | None = None) -> Tensor:
@@ -267,7 +267,7 @@ class MatchProbability:
             saved = state.get(name) if isinstance(state, Mapping) else state
             if type(saved) is not type(value) or saved != value:
                 hint = "Make the object with the options with which it was saved; of another version, fit it again."
-                raise InputError(expected(f"state_dict[{name!r}]", repr(value), repr(saved), hint))
+                raise InputError(f"state_dict[{name!r}]", repr(value), repr(saved), hint)
         fitted = {}
         for question in ("pairs", "retrieval"):
             if f"{question}.dim" in state:
@@ -300,16 +300,16 @@ class MatchProbability:
             (name, Side.of(name, value, use_uncertainty=self.use_uncertainty)) for name, value in embeddings.items()
         )
         if a.mu.shape[1] != b.mu.shape[1]:
-            raise InputError(expected(other, f"D = {a.mu.shape[1]}, that of {name}", f"D = {b.mu.shape[1]}"))
+            raise InputError(other, f"D = {a.mu.shape[1]}, that of {name}", f"D = {b.mu.shape[1]}")
         if a.mu.device != b.mu.device:
-            raise InputError(expected(other, f"device {a.mu.device}, that of {name}", str(b.mu.device)))
+            raise InputError(other, f"device {a.mu.device}, that of {name}", str(b.mu.device))
         return a, b
 
     def _pairs(self, a: object, b: object) -> tuple[Tensor, int]:
         """Return features of pairs, and the dimension of the embeddings."""
         one, other = self._sides(a=a, b=b)
         if len(one) != len(other):
-            raise InputError(expected("b", f"{len(one)} embeddings, as many as in a", len(other)))
+            raise InputError("b", f"{len(one)} embeddings, as many as in a", len(other))
         return pair_features(one, other, symmetric=True), one.mu.shape[1]
 
     def _search(self, queries: object, gallery: object) -> tuple[Side, Side, Tensor, int]:
@@ -321,7 +321,7 @@ class MatchProbability:
         size = len(searched) - (gallery is None)
         if size < 2:
             hint = "One point is no search: same(a, b) is for given pairs."
-            raise InputError(expected("gallery", "at least two points to search", size, hint))
+            raise InputError("gallery", "at least two points to search", size, hint)
         index = metrics.nearest_neighbors(asking.mu, None if gallery is None else searched.mu, k=1).squeeze(1)
         return asking, searched[index], index, size
 
@@ -334,7 +334,7 @@ def _result_dtype(embeddings: _Embeddings) -> torch.dtype:
 
 def _check_dim(name: str, now: int, fitted: int) -> None:
     if now != fitted:
-        raise InputError(expected(name, f"D = {fitted}, that of the fit", f"D = {now}"))
+        raise InputError(name, f"D = {fitted}, that of the fit", f"D = {now}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -354,9 +354,9 @@ class Side:
         if not isinstance(embeddings, EmbeddingDistribution):
             wanted = "an EmbeddingDistribution, such as la(x)" + ("" if use_uncertainty else ", or a tensor (N, D)")
             hint = "MatchProbability(use_uncertainty=False) takes plain embeddings." if use_uncertainty else ""
-            raise InputTypeError(expected(name, wanted, f"a {type(embeddings).__name__}", hint))
+            raise InputTypeError(name, wanted, f"a {type(embeddings).__name__}", hint)
         if not len(embeddings):
-            raise InputError(expected(name, "at least one embedding", "none"))
+            raise InputError(name, "at least one embedding", "none")
         with torch.no_grad():
             return cls(name, embeddings.mu, embeddings if use_uncertainty else None)
 
@@ -390,5 +390,5 @@ def pair_features(a: Side, b: Side, *, symmetric: bool) -> Tensor:
 def _uncertainty(name: str, embeddings: EmbeddingDistribution) -> Tensor:
     uncertainty = embeddings.uncertainty.double()
     if not bool(uncertainty.isfinite().all()):
-        raise InputError(expected(name, "finite uncertainties", "NaN or infinity"))
+        raise InputError(name, "finite uncertainties", "NaN or infinity")
     return uncertainty

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 
 _LEAST = 10
 """Fewest examples of each kind: with fewer, no weight has a sign that can be trusted."""
@@ -57,7 +57,7 @@ class Regression:
         if min(n_positive, n_negative) < _LEAST:
             wanted = f"at least {_LEAST} {kinds} each"
             hint = "A probability cannot be fitted to one kind alone, nor to a few examples."
-            raise InputError(expected(argument, wanted, f"{n_positive} and {n_negative}", hint))
+            raise InputError(argument, wanted, f"{n_positive} and {n_negative}", hint)
         from sklearn.linear_model import LogisticRegression  # the import takes a second, so it waits for the first use
 
         x, y = features.detach().cpu().double(), positive.cpu().numpy()
@@ -76,7 +76,7 @@ class Regression:
         if not bool(weight[0] > 0):
             hint = "The cosine does not tell the two kinds apart here. Are the labels those of the embeddings?"
             wanted = f"{kinds}, the first more often at larger cosines"
-            raise InputError(expected(argument, wanted, f"a fitted weight of {float(weight[0]):.2g}", hint))
+            raise InputError(argument, wanted, f"a fitted weight of {float(weight[0]):.2g}", hint)
         low[0], high[0] = -torch.inf, torch.inf
         none = torch.zeros(0, dtype=torch.float64)
         bias = torch.tensor(float(model.intercept_[0]), dtype=torch.float64)
@@ -107,7 +107,7 @@ class Regression:
             return self._fitted(features)
         if bool(self.prevalence.isnan()):
             wanted = "a fit that knows its own prevalence"
-            raise InputError(expected("prevalence", wanted, "one saved by version 0.2.0", "Fit it again."))
+            raise InputError("prevalence", wanted, "one saved by version 0.2.0", "Fit it again.")
         moved = torch.tensor(prevalence, dtype=torch.float64).logit() - self.prevalence.logit()
         return (self._fitted(features).logit() + moved.to(features.device)).sigmoid()
 
@@ -144,6 +144,6 @@ class Regression:
             missing = isinstance(value, Tensor) and field.name != "prevalence" and bool(value.isnan().any())
             if not isinstance(value, Tensor) or kind != (torch.float64, shape) or missing:
                 wanted = f"a float64 tensor of shape {shape} without NaN"
-                raise InputError(expected(f"state_dict[{prefix + field.name!r}]", wanted, str(kind)))
+                raise InputError(f"state_dict[{prefix + field.name!r}]", wanted, str(kind))
             parts[field.name] = value.detach().cpu().clone()
         return cls(**parts)

@@ -12,7 +12,7 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.known import NOVELTY, UNCERTAINTY
-from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError
 from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.network.digest import same_encoder, summary
 
@@ -51,7 +51,7 @@ class Score:
         validate.flag("by_class", by_class)
         if by_class and example._class_centres is None:
             hint = "Fit with the labels of two classes or more, or call la.measure_classes(loader)."
-            raise UnsupportedError(expected("by_class=True", "a posterior with class centres", "one without", hint))
+            raise UnsupportedError("by_class=True", "a posterior with class centres", "one without", hint)
         if not callable(score):
             validate.choice("score", score, (NOVELTY, UNCERTAINTY))
             marks = _marks(example) if by_class or score != NOVELTY else None
@@ -59,7 +59,7 @@ class Score:
         name = getattr(score, "__name__", "<lambda>")
         if name in ("<lambda>", NOVELTY, UNCERTAINTY):
             wanted = "a function with a name of its own, under which it is saved"
-            raise InputTypeError(expected("score", wanted, repr(score), "Write def my_score(embedding): ..."))
+            raise InputTypeError("score", wanted, repr(score), "Write def my_score(embedding): ...")
         return cls(name, by_class, _marks(example), called(name, score, example), score)
 
     def given(self, example: EmbeddingDistribution, function: Any) -> Score:
@@ -67,7 +67,7 @@ class Score:
         name = getattr(function, "__name__", None)
         if self.probe is None or name != self.name:
             wanted = f"the function {self.name!r}" if self.probe is not None else "none: the score needs no function"
-            raise InputError(expected("score", f"{wanted}, as la was calibrated", repr(name or function)))
+            raise InputError("score", f"{wanted}, as la was calibrated", repr(name or function))
         found = Score(self.name, self.by_class, self.marks, self.probe, function)
         found._check_function(example)
         return found
@@ -129,7 +129,7 @@ def called(name: str, function: Callable[[EmbeddingDistribution], Any], embeddin
     if found.shape != (len(embedding),) or not bool(found.isfinite().all()):
         shown = "NaN or infinity" if found.shape == (len(embedding),) else f"shape {tuple(found.shape)}"
         wanted = f"{len(embedding)} finite numbers, one an embedding"
-        raise InputError(expected(f"score: {name}(embedding)", wanted, shown))
+        raise InputError(f"score: {name}(embedding)", wanted, shown)
     return found.to(embedding.raw_mean.device)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.spread import Diagonal, Samples, Spread
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.vmf.checks import unit
 
 _ENTRIES = 2**24
@@ -88,19 +88,19 @@ class CosineDistribution:
     def _check_threshold(self, threshold: object) -> Tensor:
         wanted = "a cosine in [-1, 1]"
         if isinstance(threshold, bool) or not isinstance(threshold, (int, float, Tensor)):
-            raise InputTypeError(expected("threshold", f"{wanted}, or a tensor of them", threshold))
+            raise InputTypeError("threshold", f"{wanted}, or a tensor of them", threshold)
         if isinstance(threshold, Tensor) and (threshold.is_complex() or threshold.dtype == torch.bool):
-            raise InputTypeError(expected("threshold", f"{wanted}, or a tensor of them", f"dtype {threshold.dtype}"))
+            raise InputTypeError("threshold", f"{wanted}, or a tensor of them", f"dtype {threshold.dtype}")
         limit = torch.as_tensor(threshold).detach().cpu().double()
         if not bool((limit.abs() <= 1).all()):
             received = f"numbers from {float(limit.min())} to {float(limit.max())}"
-            raise InputError(expected("threshold", wanted, received))
+            raise InputError("threshold", wanted, received)
         try:
             return limit.expand(self.mean.shape)
         except RuntimeError:
             received = f"shape {tuple(limit.shape)}"
             wanted = f"a shape that expands to {tuple(self.mean.shape)}, that of the mean"
-            raise InputError(expected("threshold", wanted, received)) from None
+            raise InputError("threshold", wanted, received) from None
 
 
 def similarity(
@@ -135,14 +135,14 @@ def similarity(
     first, second = check_embeddings("a", a), check_embeddings("b", b)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         hint = "The cosine of two tensors is a number: torch.nn.functional.cosine_similarity(a, b)."
-        raise InputTypeError(expected("a, b", "an EmbeddingDistribution for at least one of them", "two tensors", hint))
+        raise InputTypeError("a, b", "an EmbeddingDistribution for at least one of them", "two tensors", hint)
     if first.device != second.device:
-        raise InputError(expected("b", f"device {first.device}, that of a", str(second.device)))
+        raise InputError("b", f"device {first.device}, that of a", str(second.device))
     if first.shape[1] != second.shape[1]:
-        raise InputError(expected("b", f"D = {first.shape[1]}, that of a", f"D = {second.shape[1]}"))
+        raise InputError("b", f"D = {first.shape[1]}, that of a", f"D = {second.shape[1]}")
     if not pairwise and len(first) != len(second):
         hint = "For all pairs, pass pairwise=True."
-        raise InputError(expected("b", f"{len(first)} embeddings, as many as in a", len(second), hint))
+        raise InputError("b", f"{len(first)} embeddings, as many as in a", len(second), hint)
     out = cosine_distribution(directions("a", a), directions("b", b), pairwise=pairwise)
     # Half precision is lifted.
     dtype = torch.promote_types(torch.promote_types(first.dtype, second.dtype), torch.float32)
@@ -272,10 +272,10 @@ def check_embeddings(name: str, value: object) -> Tensor:
     """Return the raw means (N, D), N >= 1, of a distribution or a tensor of embeddings; raise for anything else."""
     if not isinstance(value, (EmbeddingDistribution, Tensor)):
         wanted = "an EmbeddingDistribution, or a tensor of embeddings"
-        raise InputTypeError(expected(name, wanted, f"a {type(value).__name__}"))
+        raise InputTypeError(name, wanted, f"a {type(value).__name__}")
     mean = value if isinstance(value, Tensor) else value.raw_mean
     if mean.ndim != 2 or not len(mean):
-        raise InputError(expected(name, "embeddings (N, D), N >= 1", f"shape {tuple(mean.shape)}"))
+        raise InputError(name, "embeddings (N, D), N >= 1", f"shape {tuple(mean.shape)}")
     return mean
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import vmf
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError
 
 _ENTRIES = 2**17
 """Numbers of a block of dense covariances that is converted to float64 at once: 1 MiB, which stays in the cache."""
@@ -297,7 +297,7 @@ class Samples(Spread):
         most = self.samples.shape[1]
         if n_samples > most:
             hint = "This distribution was built from those samples; request more of them in the prediction."
-            raise InputError(expected("n_samples", f"at most {most}", n_samples, hint))
+            raise InputError("n_samples", f"at most {most}", n_samples, hint)
         return self.samples[:, :n_samples].transpose(0, 1)
 
 

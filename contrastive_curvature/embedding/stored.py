@@ -9,7 +9,7 @@ from torch import Tensor
 
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.spread import Diagonal
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.metrics._checks import check_embeddings, check_scores
 
@@ -44,7 +44,7 @@ class StoredEmbeddings(EmbeddingDistribution):
         direction = normalize(check_embeddings("mu", mu))[0]
         dim = direction.shape[1]
         if dim < 2:
-            raise InputError(expected("mu", "shape (N, D) with D >= 2", f"shape {tuple(direction.shape)}"))
+            raise InputError("mu", "shape (N, D) with D >= 2", f"shape {tuple(direction.shape)}")
         numbers = _not_negative("kappa", kappa, direction), _not_negative("uncertainty", uncertainty, direction)
         variance = (tangential_variance_of(numbers[0], dim) / (dim - 1)).to(direction)
         super().__init__(direction, variance=variance.unsqueeze(1).expand_as(direction))
@@ -65,7 +65,7 @@ class StoredEmbeddings(EmbeddingDistribution):
         """
         if not isinstance(embeddings, EmbeddingDistribution):
             wanted = "an EmbeddingDistribution, such as la(x)"
-            raise InputTypeError(expected("embeddings", wanted, f"a {type(embeddings).__name__}"))
+            raise InputTypeError("embeddings", wanted, f"a {type(embeddings).__name__}")
         if isinstance(embeddings, StoredEmbeddings):
             return embeddings
         with torch.no_grad():
@@ -118,5 +118,5 @@ def _not_negative(name: str, value: Tensor, like: Tensor) -> Tensor:
     checked = check_scores(name, value, len(like)).to(like)
     if not bool((checked.isfinite() & (checked >= 0)).all()):
         received = f"{float(checked.min()):g} to {float(checked.max()):g}"
-        raise InputError(expected(name, f"numbers >= 0 that {like.dtype} can hold", received))
+        raise InputError(name, f"numbers >= 0 that {like.dtype} can hold", received)
     return checked

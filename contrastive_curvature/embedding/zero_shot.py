@@ -44,7 +44,7 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.similarity import Directions, check_embeddings, cosine_distribution, directions
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.pairs.relation import check_labels
 
@@ -87,7 +87,7 @@ class ZeroShotClassifier:
             labels = torch.arange(len(mean), device=mean.device)
         self.classes, index = check_labels(labels, len(mean)).to(mean.device).unique(return_inverse=True)
         if len(self.classes) < 2:
-            raise InputError(expected("labels", "prompts of two classes or more", f"{len(self.classes)} class"))
+            raise InputError("labels", "prompts of two classes or more", f"{len(self.classes)} class")
         self.temperature = 1.0
         self._dtype = torch.promote_types(mean.dtype, torch.float32)
         found = directions("prompts", prompts)
@@ -96,7 +96,7 @@ class ZeroShotClassifier:
         length = certain.norm(dim=1, keepdim=True)
         if bool((length < _CANCELS).any()):
             which = self.classes[(length[:, 0] < _CANCELS)][:5].tolist()
-            raise InputError(expected("prompts", "prompts of a class in one direction", f"opposite ones in {which}"))
+            raise InputError("prompts", "prompts of a class in one direction", f"opposite ones in {which}")
         centres = self._summed(found.mean, index) / counts / length
         self._centred = centres - centres.mean(0)
         # Of the prompts only their spread: the means are in the classes.
@@ -158,7 +158,7 @@ class ZeroShotClassifier:
         unknown = self.classes[place] != labels
         if bool(unknown.any()):
             wanted = "labels of classes that have a prompt"
-            raise InputError(expected("labels", wanted, f"{labels[unknown][:5].tolist()}"))
+            raise InputError("labels", wanted, f"{labels[unknown][:5].tolist()}")
 
         def cost(log_temperature: float) -> float:
             scaled = logits / math.exp(log_temperature)
@@ -175,7 +175,7 @@ class ZeroShotClassifier:
         mean = check_embeddings("images", images)
         if (mean.device, mean.shape[1]) != (self._centred.device, self._centred.shape[1]):
             wanted = f"D = {self._centred.shape[1]} on {self._centred.device}, as of the prompts"
-            raise InputError(expected("images", wanted, f"D = {mean.shape[1]} on {mean.device}"))
+            raise InputError("images", wanted, f"D = {mean.shape[1]} on {mean.device}")
         found = directions("images", images)
         step = max(1, _ENTRIES // len(self._index))
         return torch.cat([self._logits_of(found[i : i + step]) for i in range(0, len(mean), step)])

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit import loop
 from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.fit.loop import DatasetCurvature, Fit, Source, nothing
@@ -45,7 +45,7 @@ def closed(f: Fit, pairs: Any, totals: list[Total]) -> list[DatasetCurvature]:
             "pair loss."
         )
         wanted = "batches in which the loss changes with the embeddings"
-        raise InputError(expected("train_loader", wanted, "a curvature that is zero everywhere", hint))
+        raise InputError("train_loader", wanted, "a curvature that is zero everywhere", hint)
     return loop.closed(f, pairs, totals)
 
 
@@ -55,7 +55,7 @@ ANCHORS = Source(nothing, nothing, parts, closed)
 def check_compared(total: Total) -> None:
     """Say how many anchors had nothing to be compared with."""
     if not total.n:
-        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+        raise InputError("train_loader", "at least one batch", "an empty loader")
     note_skipped(int(total.terms["anchors"]), int(total.terms["skipped"]))
 
 
@@ -64,7 +64,7 @@ def note_skipped(anchors: int, skipped: int) -> None:
     if not anchors:
         hint = "An anchor needs a positive among the candidates of its batch: larger batches, or several of each class."
         wanted = "at least one anchor with positives and candidates as the loss compares them"
-        raise InputError(expected("train_loader", wanted, f"none of {skipped}", hint))
+        raise InputError("train_loader", wanted, f"none of {skipped}", hint)
     if skipped:
         _log.info(
             "%d of %d anchors had no positive, or nothing to be compared with, and add nothing to the curvature",
@@ -123,7 +123,7 @@ def collect_anchors(f: Fit, passes: Passes) -> WholeHessian:
             # All batches stay: what is large is computed again when it is asked for.
             derivatives.release()
     if not outputs:
-        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+        raise InputError("train_loader", "at least one batch", "an empty loader")
     z = torch.cat(outputs)
     note_skipped(sum(p.derivatives.anchors for p in parts), sum(p.derivatives.skipped for p in parts))
     return WholeHessian(z, parts, None if classes is None else ClassCentres.of(z, torch.cat(classes)))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit.mc_samples import check_mc_samples, make_sampler, term_of
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.choice import DISTANCE, MARGIN, NEGATIVE_WEIGHT, NORMALIZATION, PD_FIX, choose_loss
@@ -98,7 +98,7 @@ def ggn(
     check_mc_samples(mc_samples, chosen.coupled, kind)
     sampler = make_sampler(mc_samples, generator)
     if not isinstance(model, nn.Module):
-        raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
+        raise InputTypeError("model", "a torch.nn.Module", f"a {type(model).__name__}")
     check_one_encoder(model)
     x = check_inputs(tokenized(model, x))
     model, x = _lift_half(model, x)
@@ -131,7 +131,7 @@ def check_encoder(encoder: Encoder, loss: CosineLoss) -> None:
 def check_trainable(encoder: Encoder) -> None:
     """Refuse an encoder all of whose parameters are frozen."""
     if not any(p.requires_grad for p in encoder.parameters()):
-        raise InputError(expected("model", "at least one parameter that requires a gradient", "none"))
+        raise InputError("model", "at least one parameter that requires a gradient", "none")
 
 
 def make_pullback(encoder: Encoder, subset_of_weights: str | Tensor) -> Pullback:
@@ -142,26 +142,26 @@ def make_pullback(encoder: Encoder, subset_of_weights: str | Tensor) -> Pullback
         indices = check_indices(subset_of_weights, total, "subset_of_weights")
         return SubnetworkPullback.of_touched(encoder, indices)
     if not isinstance(subset_of_weights, str):
-        raise InputTypeError(expected("subset_of_weights", wanted, f"a {type(subset_of_weights).__name__}"))
+        raise InputTypeError("subset_of_weights", wanted, f"a {type(subset_of_weights).__name__}")
     if subset_of_weights == "last_layer":
         return LastLayerPullback(encoder)
     if subset_of_weights == "all":
         check_trainable(encoder)
         return LastLayerPullback(encoder) if _is_last_layer_alone(encoder) else LayerwisePullback(encoder)
-    raise InputError(expected("subset_of_weights", wanted, subset_of_weights))
+    raise InputError("subset_of_weights", wanted, subset_of_weights)
 
 
 def check_indices(indices: object, total: int, argument: str) -> Tensor:
     """Return distinct entries of the flattened trainable parameters, ``total`` of them, or refuse what are none."""
     if not isinstance(indices, Tensor):
-        raise InputTypeError(expected(argument, "an integer tensor of indices", f"a {type(indices).__name__}"))
+        raise InputTypeError(argument, "an integer tensor of indices", f"a {type(indices).__name__}")
     whole = indices.dtype != torch.bool and not (indices.is_floating_point() or indices.is_complex())
     if not whole or indices.layout != torch.strided or indices.ndim != 1 or not indices.numel():
         came = f"dtype {indices.dtype}, shape {tuple(indices.shape)}"
-        raise InputError(expected(argument, "an integer tensor of indices, shape (K,), not empty", came))
+        raise InputError(argument, "an integer tensor of indices, shape (K,), not empty", came)
     if int(indices.min()) < 0 or int(indices.max()) >= total or indices.unique().numel() != indices.numel():
         came = f"{int(indices.min())}..{int(indices.max())}, {indices.unique().numel()} distinct of {indices.numel()}"
-        raise InputError(expected(argument, f"distinct indices in 0..{total - 1}", came))
+        raise InputError(argument, f"distinct indices in 0..{total - 1}", came)
     return indices
 
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit.dataset import check_fittable
 from contrastive_curvature.fit.loop import Fit, Source, closed
 from contrastive_curvature.fit.passes import Passes, PassRecord
@@ -51,7 +51,7 @@ def statistics(f: Fit, passes: Passes) -> Total:
 def inside_shares(f: Fit, statistics: Total) -> InsideShares:
     """Return what weights the pairs of a batch, from what the first passes over all parts have counted."""
     if not statistics.n:
-        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+        raise InputError("train_loader", "at least one batch", "an empty loader")
     inside = statistics.terms[_INSIDE].tolist()
     check_fittable(statistics.n, inside[0])
     table, normalization = statistics.classes, cast("PairLoss", f.options.loss).normalization

@@ -8,7 +8,7 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.class_table import ClassTable, ClassTableCollector
 from contrastive_curvature.network.full_precision import full_precision
@@ -131,7 +131,7 @@ class ClassCentres:
         """Return the same of unit vectors (B, D)."""
         if units.shape[1] != self.sums.shape[1]:
             wanted = f"D = {self.sums.shape[1]}, that of the embeddings"
-            raise InputError(expected("class_centres", wanted, f"outputs of D = {units.shape[1]}"))
+            raise InputError("class_centres", wanted, f"outputs of D = {units.shape[1]}")
         centres, rows = self.centres_like(units), max(1, _ENTRIES // len(self.labels))
         if len(units) <= rows:
             return nearest_ratio(units, centres)

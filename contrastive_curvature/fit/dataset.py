@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.fit import loop
 from contrastive_curvature.fit.class_centres import TYPICAL, CentreCollector, ClassCentres, centres_of
 from contrastive_curvature.fit.cross_terms import (
@@ -122,7 +122,7 @@ def all_pairs(f: Fit, statistics: Total, *, for_products: bool = False) -> AllPa
         # Kronecker factors leave the cross terms out, which a sample does not give.
         loss = loss.uncoupled()
     if not n:
-        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+        raise InputError("train_loader", "at least one batch", "an empty loader")
     kept, table = statistics.kept, statistics.classes
     kept_points = kept[_POINTS].in_order()
     _check_different(kept_points)
@@ -245,10 +245,10 @@ def check_fittable(n: int, positives: float) -> None:
     """Refuse data whose curvature has no positive part."""
     if n < 2:
         wanted = "at least two points, because the loss is a sum over pairs"
-        raise InputError(expected("train_loader", wanted, f"{n} point"))
+        raise InputError("train_loader", wanted, f"{n} point")
     if not positives:
         hint = "The positive part of the curvature is a sum over positive pairs. Check the labels."
-        raise InputError(expected("train_loader", "at least one positive pair", "none", hint))
+        raise InputError("train_loader", "at least one positive pair", "none", hint)
 
 
 def _check_different(rows: Rows) -> None:
@@ -256,7 +256,7 @@ def _check_different(rows: Rows) -> None:
     if len(same):
         came = f"point {int(rows.numbers[same[0]])} twice"
         hint = "Give every part points of its own; loader.numbers says which points of the data set they are."
-        raise InputError(expected("statistics", "every point in one part", came, hint))
+        raise InputError("statistics", "every point in one part", came, hint)
 
 
 def _columns(x: Inputs) -> dict[str, Tensor]:

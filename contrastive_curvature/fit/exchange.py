@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from contrastive_curvature.errors import InputError, ProcessError, expected
+from contrastive_curvature.errors import InputError, ProcessError
 
 _log = logging.getLogger("contrastive_curvature")
 
@@ -155,4 +155,4 @@ def check_agreed(
             first, found = every[0].get(name), other.get(name)
             if first != found:
                 wanted = f"the same in all {exchange.count} processes"
-                raise InputError(expected(name, wanted, f"{first} in process 0, {found} in process {rank}", hint))
+                raise InputError(name, wanted, f"{first} in process 0, {found} in process {rank}", hint)

@@ -15,7 +15,7 @@ import torch
 from scipy.sparse.linalg import ArpackNoConvergence, LinearOperator, eigsh
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit.anchors import WholeHessian, collect_anchors
 from contrastive_curvature.fit.contributions import FEWEST_POINTS, MOST, warn_of_point
 from contrastive_curvature.fit.dataset import collected
@@ -71,7 +71,7 @@ def curvature_product(
         start = stop
     if start != len(hessian.z):
         hint = "Some of the data are missing in this pass: turn drop_last off, and pass no iterator."
-        raise InputError(expected(argument, f"{len(hessian.z)} points in every pass", str(start), hint))
+        raise InputError(argument, f"{len(hessian.z)} points in every pass", str(start), hint)
     curved = hessian.matvec(torch.cat(moved))
     out, start = torch.zeros_like(columns), 0
     for number, x in enumerate(inputs()):
@@ -127,7 +127,7 @@ def leading_eigenpairs(
     keep = np.flatnonzero(values > threshold)[::-1][:rank].copy()
     vectors, values = vectors[:, keep], values[keep]
     if not (np.isfinite(vectors).all() and np.isfinite(values).all()):
-        raise InputError(expected("curvature", "finite eigenpairs", "NaN or infinity"))
+        raise InputError("curvature", "finite eigenpairs", "NaN or infinity")
     eigenvectors = torch.as_tensor(vectors, dtype=z.dtype, device=z.device)
     eigenvalues = torch.as_tensor(values, dtype=z.dtype, device=z.device)
     if eigenvalues.numel() and len(z) >= FEWEST_POINTS:

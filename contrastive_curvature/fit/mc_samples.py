@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.hessian.blocks import Blocks, SampledBlocks
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.network.layerwise import LayerwisePullback
@@ -34,7 +34,7 @@ def make_sampler(mc_samples: int | None, generator: torch.Generator | None = Non
         dim = blocks.u.shape[1]
         if mc_samples >= dim:
             wanted = f"fewer samples than the {dim} outputs, whose backward passes give the exact curvature"
-            raise InputError(expected("mc_samples", wanted, mc_samples, "Leave it out."))
+            raise InputError("mc_samples", wanted, mc_samples, "Leave it out.")
         return SampledBlocks(blocks, mc_samples, source)
 
     return sampled
@@ -54,7 +54,7 @@ def check_mc_samples(number: object, coupled: bool, structure: type[Structure] |
     if number is None:
         return
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
-        raise InputError(expected("mc_samples", "None (exact) or a positive whole number", number))
+        raise InputError("mc_samples", "None (exact) or a positive whole number", number)
     if coupled:
         msg = (
             "mc_samples with pd_fix='positive', 'full' or 'ggn': the samples are of each point's own block, and "

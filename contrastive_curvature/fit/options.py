@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit.mc_samples import check_mc_samples
 from contrastive_curvature.losses.choice import OF_THE_LOSS, choose_loss
 from contrastive_curvature.losses.cosine import CosineLoss
@@ -59,7 +59,7 @@ class CurvatureOptions:
         known = cls.defaults()
         unknown = sorted(set(given) - set(known), key=str)
         if unknown:
-            raise InputTypeError(expected("options of a curvature", f"names among {sorted(known)}", str(unknown)))
+            raise InputTypeError("options of a curvature", f"names among {sorted(known)}", str(unknown))
         of_the_loss = {name: given[name] for name in ("loss", *_OF_ANY_LOSS, *OF_THE_LOSS) if name in given}
         rest = {name: value for name, value in given.items() if name not in of_the_loss}
         options = cls(choose_loss(**of_the_loss), given.get("loss") is not None, **rest)
@@ -115,10 +115,10 @@ class CurvatureOptions:
     def _check_data(self) -> None:
         if not isinstance(self.pairs, str) or self.pairs not in ("dataset", "batch"):
             hint = "Class labels come from the loader; for another relation pass relation=callable."
-            raise InputError(expected("pairs", "'dataset' or 'batch'", self.pairs, hint))
+            raise InputError("pairs", "'dataset' or 'batch'", self.pairs, hint)
         if self.relation is not None and not callable(self.relation):
             wanted = "a callable (targets_a, targets_b) -> (positives, negatives)"
-            raise InputTypeError(expected("relation", wanted, f"a {type(self.relation).__name__}"))
+            raise InputTypeError("relation", wanted, f"a {type(self.relation).__name__}")
         if self.rank is not None:
             validate.count("rank", self.rank)
 
@@ -128,17 +128,17 @@ class CurvatureOptions:
         if loss.compares == "pairs":
             if self.positives is not None:
                 hint = f"{name} is a sum over pairs. Leave it out."
-                raise InputError(expected("positives", "nothing with a loss of pairs", self.positives, hint))
+                raise InputError("positives", "nothing with a loss of pairs", self.positives, hint)
             return
         if pairs_given:
             hint = f"{name} compares an anchor with the candidates of its batch. Leave it out."
-            raise InputError(expected("pairs", "nothing with a loss of anchors", self.pairs, hint))
+            raise InputError("pairs", "nothing with a loss of anchors", self.pairs, hint)
         by_views = self.positives == "views"
         if self.relation is not None and (loss.compares in ("grades", "proxies") or by_views):
             reason = "with positives='views'" if by_views else f"with {name}, which has no relation of points"
-            raise InputError(expected("relation", f"nothing {reason}", "a callable", "Leave one of them out."))
+            raise InputError("relation", f"nothing {reason}", "a callable", "Leave one of them out.")
         if loss.compares == "grades" and self.positives is not None:
-            raise InputError(expected("positives", f"nothing with {name}, whose pairs have grades", self.positives))
+            raise InputError("positives", f"nothing with {name}, whose pairs have grades", self.positives)
         if self.positives is not None:
             validate.choice("positives", self.positives, ("labels", "views"))
 
@@ -147,15 +147,15 @@ class CurvatureOptions:
         if given is None or (isinstance(given, str) and given == "auto"):
             return
         if isinstance(given, bool) or not isinstance(given, int) or given < 2:
-            raise InputError(expected("negative_samples", "None, 'auto' or a whole number from 2 on", given))
+            raise InputError("negative_samples", "None, 'auto' or a whole number from 2 on", given)
         if self.loss.compares != "pairs":
             hint = "It compares points within their batch. Leave it out."
-            raise InputError(expected("negative_samples", f"nothing with {type(self.loss).__name__}", given, hint))
+            raise InputError("negative_samples", f"nothing with {type(self.loss).__name__}", given, hint)
         if self.pairs == "batch":
             hint = "A batch has few negatives. Use pairs='dataset', or leave it out."
-            raise InputError(expected("negative_samples", "nothing with pairs='batch'", given, hint))
+            raise InputError("negative_samples", "nothing with pairs='batch'", given, hint)
         if self.relation is not None:
             hint = (
                 "Which points are positives shows only when all pairs are looked at. Use class labels, or leave it out."
             )
-            raise InputError(expected("negative_samples", "nothing with relation", given, hint))
+            raise InputError("negative_samples", "nothing with relation", given, hint)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit.readers import Batch
 from contrastive_curvature.fit.state import Origin
 from contrastive_curvature.hessian.sphere import check_outputs
@@ -67,7 +67,7 @@ class PassRecord:
         hint = (
             "Turn random augmentation and drop_last off (shuffling is fine), or use pairs='batch': it needs one pass."
         )
-        raise InputError(expected("train_loader", "the same data in every pass", received, hint))
+        raise InputError("train_loader", "the same data in every pass", received, hint)
 
     def add_targets(self, targets: Tensor) -> None:
         """Record the targets of a batch, shape (B, ...), without outputs."""
@@ -150,7 +150,7 @@ class Passes:
 def check_same_outputs(again: Tensor, known: Tensor, argument: str, hint: str) -> None:
     """Refuse a batch of other points than those that stood at its place in an earlier pass."""
     if known.shape != again.shape or not torch.allclose(again, known, rtol=1e-3, atol=1e-5 * float(known.abs().max())):
-        raise InputError(expected(argument, "the same points in the same order in every pass", "others", hint))
+        raise InputError(argument, "the same points in the same order in every pass", "others", hint)
 
 
 def _agree(targets: Tensor, numbers: Tensor, other_targets: Tensor, other_numbers: Tensor, tolerance: float) -> bool:

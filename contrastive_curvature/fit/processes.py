@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit.exchange import ProcessGroup
 from contrastive_curvature.fit.loop import DatasetCurvature, Fit, add_up
 from contrastive_curvature.fit.passes import Passes
@@ -71,7 +71,7 @@ def _check_origins(f: Fit, statistics: State, curvature: State, argument: str) -
         n = 0 if before is None else before.n
         hint = "Give each part the same points in both passes, and use the same encoder."
         came = f"{again.n} points for {n}" if again.n != n else "other points, targets or outputs"
-        raise InputError(expected(argument, f"the points of part {part} of the statistics", came, hint))
+        raise InputError(argument, f"the points of part {part} of the statistics", came, hint)
 
 
 def _gathered(exchange: ProcessGroup, share: Share, state: State) -> State | None:
@@ -119,7 +119,7 @@ def all_the_same(heads: list[Head]) -> bool:
     if len(twins) == len(heads) * (len(heads) - 1) // 2:
         return True
     a, b = twins[0]
-    raise InputError(expected("train_loader", "other points in every process", f"the same in {a} and {b}", _GIVE))
+    raise InputError("train_loader", "other points in every process", f"the same in {a} and {b}", _GIVE)
 
 
 def check_shares(heads: list[Head]) -> None:
@@ -132,12 +132,12 @@ def check_shares(heads: list[Head]) -> None:
     wanted = "samplers that give every point of the data set to one process"
     points = next(iter(sizes))
     if len(sizes) > 1 or points is None:
-        raise InputError(expected("train_loader", wanted, "data sets of different sizes", hint))
+        raise InputError("train_loader", wanted, "data sets of different sizes", hint)
     given = sum(claim.n for claim in claims)
     if given != points:
-        raise InputError(expected("train_loader", wanted, f"{given} of {points} points", hint))
+        raise InputError("train_loader", wanted, f"{given} of {points} points", hint)
     if sum_of_keys(torch.arange(points)) != _wrapped(sum(claim.keys for claim in claims)):
-        raise InputError(expected("train_loader", wanted, "some points twice and others not at all", hint))
+        raise InputError("train_loader", wanted, "some points twice and others not at all", hint)
 
 
 def _wrapped(total: int) -> int:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.fit.share import Share
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.inputs import Inputs, input_length
@@ -109,7 +109,7 @@ def labelled_batch(x: Inputs, targets: Tensor, relation: RelationFunction | None
         return Batch(x, labels, None, labels)
     if not targets.ndim or targets.shape[0] != n:
         wanted = f"one target for each of the {n} points of a batch"
-        raise InputError(expected("train_loader", wanted, f"shape {tuple(targets.shape)}"))
+        raise InputError("train_loader", wanted, f"shape {tuple(targets.shape)}")
     return Batch(x, targets, relation, None)
 
 
@@ -121,26 +121,26 @@ def as_batch(
     if views.second is None:
         if positives == "views":
             hint = "The loader has one view of each input. Leave positives out, or yield (view, view)."
-            raise InputError(expected("positives", "'labels' or nothing", positives, hint))
+            raise InputError("positives", "'labels' or nothing", positives, hint)
         return _of_targets(views.first, targets, relation)
     name = type(loss).__name__
     if loss.compares == "proxies" and targets is None:
         hint = f"{name} compares with class weights, so two views do not say enough: yield ((view, view), labels)."
-        raise InputError(expected("train_loader", "class labels", views.unusable or "none", hint))
+        raise InputError("train_loader", "class labels", views.unusable or "none", hint)
     if loss.compares == "proxies" and positives == "views":
         hint = f"{name} compares with class weights. Leave positives out."
-        raise InputError(expected("positives", "'labels' or nothing", positives, hint))
+        raise InputError("positives", "'labels' or nothing", positives, hint)
     check_usable(views, loss, positives)
     x = joined_inputs(views.first, views.second)
     if loss.compares == "grades":
         if targets is None:
             hint = f"{name} compares pairs of known similarity."
-            raise InputError(expected("train_loader", "(view, view, grades)", "no grades", hint))
+            raise InputError("train_loader", "(view, view, grades)", "no grades", hint)
         first = torch.arange(n, device=targets.device)
         return Batch(x, None, (first, first + n, targets), None)
     if targets is None and (positives == "labels" or relation is not None):
         hint = "Yield ((view, view), labels), or leave it out: views of one input belong together."
-        raise InputError(expected("train_loader", "two views and labels", "two views", hint))
+        raise InputError("train_loader", "two views and labels", "two views", hint)
     by_views = positives == "views" or (positives is None and not (loss.supervised or relation is not None))
     if targets is None or by_views:
         device = next(iter(x.values())).device if not isinstance(x, Tensor) else x.device
@@ -152,7 +152,7 @@ def check_usable(views: Views, loss: CosineLoss, positives: str | None) -> None:
     """Refuse what stands in the place of labels that would be used; arguments as of :func:`as_batch`."""
     if views.unusable is not None and (positives == "labels" or (positives is None and loss.supervised)):
         hint = "Yield labels as a tensor of whole numbers, or say positives='views' if they are not to be used."
-        raise InputTypeError(expected("train_loader", "labels as a tensor of one entry a point", views.unusable, hint))
+        raise InputTypeError("train_loader", "labels as a tensor of one entry a point", views.unusable, hint)
 
 
 def _of_targets(x: Inputs, targets: Any, relation: RelationFunction | None) -> Batch:
@@ -161,5 +161,5 @@ def _of_targets(x: Inputs, targets: Any, relation: RelationFunction | None) -> B
             "Known are (x, labels) with whole numbers as labels, (view, view), ((view, view), labels) and (view, view, "
             "labels); two views have the same shape and type."
         )
-        raise InputTypeError(expected("train_loader", "labels, or a second view", f"{targets.dtype}", hint))
+        raise InputTypeError("train_loader", "labels, or a second view", f"{targets.dtype}", hint)
     return labelled_batch(x, targets, relation)

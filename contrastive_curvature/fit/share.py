@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.network.inputs import is_texts
 from contrastive_curvature.network.loader import loader_parts
 from contrastive_curvature.pairs.rows import point_keys
@@ -111,7 +111,7 @@ class Share:
             if len(numbers) < count:
                 hint = "Which of them are padding is unknown. Give batches with one row for each point of the sampler."
                 wanted = f"the {len(self._numbers)} points of its sampler"
-                raise InputError(expected("train_loader", wanted, f"{start} or more", hint))
+                raise InputError("train_loader", wanted, f"{start} or more", hint)
             if bool(real.all()):
                 yield batch, numbers
             elif bool(real.any()):
@@ -123,7 +123,7 @@ def _whole_numbers(given: Any) -> Tensor:
     numbers = torch.as_tensor(given if isinstance(given, Tensor) else list(given))
     if numbers.ndim != 1 or (numbers.is_floating_point() and len(numbers)):
         wanted = "whole numbers, one for each point in its order"
-        raise InputError(expected("loader.numbers", wanted, f"{numbers.dtype} of shape {tuple(numbers.shape)}"))
+        raise InputError("loader.numbers", wanted, f"{numbers.dtype} of shape {tuple(numbers.shape)}")
     return numbers.to("cpu", torch.int64)
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.fit.total import Total
 from contrastive_curvature.pairs.rows import Rows
 
@@ -138,7 +138,7 @@ class State:
         if missing:
             wanted = f"all {self.count} parts"
             hint = "Compute the missing ones and merge them too; the others stay as they are."
-            raise InputError(expected(self.kind, wanted, f"none of {missing[:10]}", hint))
+            raise InputError(self.kind, wanted, f"none of {missing[:10]}", hint)
 
 
 def merged(states: Iterable[State]) -> State:
@@ -153,13 +153,13 @@ def merged(states: Iterable[State]) -> State:
     """
     if isinstance(states, State) or not isinstance(states, Iterable):
         came = "one of them" if isinstance(states, State) else f"a {type(states).__name__}"
-        raise InputTypeError(expected("states", "several states, as a list", came))
+        raise InputTypeError("states", "several states, as a list", came)
     found = list(states)
     for state in found:
         if not isinstance(state, State):
-            raise InputTypeError(expected("states", "states of parts of a data set", f"a {type(state).__name__}"))
+            raise InputTypeError("states", "states of parts of a data set", f"a {type(state).__name__}")
     if not found:
-        raise InputError(expected("states", "at least one", "none"))
+        raise InputError("states", "at least one", "none")
     # By their parts, so that the order in which files are listed does not change the rounding.
     found.sort(key=lambda state: min(state.origins, default=0))
     while len(found) > 1:
@@ -172,29 +172,29 @@ def merged(states: Iterable[State]) -> State:
 def check_fit_together(first: State, second: State) -> None:
     """Refuse two states that are not of one fit."""
     if first.kind != second.kind:
-        raise InputError(expected("states", f"all of one kind, {first.kind!r}", f"{second.kind!r}"))
+        raise InputError("states", f"all of one kind, {first.kind!r}", f"{second.kind!r}")
     if first.count != second.count:
         hint = "Parts of one fit are counted alike: index 0 to count - 1 of the same count."
-        raise InputError(expected("states", f"parts of {first.count}", f"parts of {second.count}", hint))
+        raise InputError("states", f"parts of {first.count}", f"parts of {second.count}", hint)
     for name, one, other in _differences(first.identity, second.identity):
         hint = "States merge where the encoder, the options and the data are the same."
-        raise InputError(expected(f"states: {name}", f"{one} in all parts", f"{other} in another", hint))
+        raise InputError(f"states: {name}", f"{one} in all parts", f"{other} in another", hint)
     twice = sorted(set(first.origins) & set(second.origins))
     if twice:
-        raise InputError(expected("states", "every part once", f"part {twice[0]} twice"))
+        raise InputError("states", "every part once", f"part {twice[0]} twice")
     for a, mine in first.origins.items():
         for b, theirs in second.origins.items():
             if min(mine.n, theirs.n) >= _TELLING and mine.same_points(theirs):
                 hint = "Every part has its own share of the data: a slice, a shard, or a DistributedSampler."
                 came = f"the same {mine.n} points in parts {a} and {b}"
-                raise InputError(expected("states", "other points in every part", came, hint))
+                raise InputError("states", "other points in every part", came, hint)
 
 
 def check_identity(state: State, identity: Mapping[str, str]) -> None:
     """Refuse a state of another fit."""
     for name, mine, other in _differences(identity, state.identity):
         hint = "Use the encoder, the options and the data that the state was computed with."
-        raise InputError(expected(f"{state.kind}: {name}", str(mine), str(other), hint))
+        raise InputError(f"{state.kind}: {name}", str(mine), str(other), hint)
 
 
 def _differences(first: Mapping[str, str], second: Mapping[str, str]) -> Iterator[tuple[str, str | None, str | None]]:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.fit.anchors import note_skipped
 from contrastive_curvature.fit.dataset import AllPairs
 from contrastive_curvature.fit.loop import Fit
@@ -103,7 +103,7 @@ def anchor_subset(
         count = input_length(batch.x)
         rows = chosen[start : start + count // views].repeat(views).to(y.device)
         if len(rows) != count:
-            raise InputError(expected("train_loader", "the same number of points in every pass", "others"))
+            raise InputError("train_loader", "the same number of points in every pass", "others")
         if bool(rows.any()):
             parts.append(_selected(batch.x, rows))
             labels.append(y[rows] + (start if by_views else 0))
@@ -122,7 +122,7 @@ def anchor_subset(
 def _drawn(n: int, size: int, seed: int, views: int = 1) -> Tensor:
     """Return which of ``n`` points are drawn, boolean; of inputs with several views, which inputs."""
     if size > n:
-        raise InputError(expected("n_subset", f"at most the {n} points of the data", size))
+        raise InputError("n_subset", f"at most the {n} points of the data", size)
     chosen = torch.zeros(n // views, dtype=torch.bool)
     order = torch.randperm(n // views, generator=torch.Generator().manual_seed(seed))
     chosen[order[: max(1, size // views)]] = True

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.fit import loop
 from contrastive_curvature.fit.anchors import check_compared
 from contrastive_curvature.fit.loop import DatasetCurvature, Fit, Source, nothing
@@ -74,7 +74,7 @@ def read_towers(batch: Any, device: torch.device, loss: CosineLoss, positives: s
     if isinstance(batch, Mapping) or not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
         came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
         hint = "An encoder that takes a mapping gets one of its own: yield ({'pixel_values': ...}, {'input_ids': ...})."
-        raise InputTypeError(expected("train_loader", _FORMS, came, hint))
+        raise InputTypeError("train_loader", _FORMS, came, hint)
     if len(batch) == 3 and isinstance(batch[2], (tuple, list)):
         batch = (batch[0], batch[1], _joined_labels(batch))
     if len(batch) == 2 and isinstance(batch[0], (tuple, list)) and len(batch[0]) == 2 and _of_both(batch[1]):
@@ -88,13 +88,13 @@ def read_towers(batch: Any, device: torch.device, loss: CosineLoss, positives: s
             grades = "" if views.targets is None else f" with {len(views.targets)} grades"
             came = f"{counts[0]} and {counts[1]} inputs{grades}"
             hint = f"{type(loss).__name__} compares pairs of known similarity."
-            raise InputError(expected("train_loader", "(a, b, grades) with a grade for every pair", came, hint))
+            raise InputError("train_loader", "(a, b, grades) with a grade for every pair", came, hint)
         return TowerBatch(views.first, second, None, views.targets)
     labels = views.targets
     a_pair = labels is not None and counts[0] == counts[1] == len(labels)
     if labels is None or positives == "views" or (positives is None and a_pair and not loss.supervised):
         if positives == "labels":
-            raise InputError(expected("train_loader", "(a, b, labels) for positives='labels'", "no labels"))
+            raise InputError("train_loader", "(a, b, labels) for positives='labels'", "no labels")
         return TowerBatch(views.first, second, None)
     if a_pair:
         labels = torch.cat([labels, labels])
@@ -102,7 +102,7 @@ def read_towers(batch: Any, device: torch.device, loss: CosineLoss, positives: s
         wanted = f"{sum(counts)} labels, of {counts[0]} inputs of the first tower and then of {counts[1]} of the second"
         if counts[0] == counts[1]:
             wanted = f"{counts[0]} labels, one a pair"
-        raise InputError(expected("train_loader", wanted, len(labels)))
+        raise InputError("train_loader", wanted, len(labels))
     labels = check_labels(labels, sum(counts))
     return TowerBatch(views.first, second, (labels[: counts[0]], labels[counts[0] :]))
 
@@ -118,10 +118,10 @@ def _joined_labels(batch: Any) -> Tensor:
     if len(labels) != 2 or not all(isinstance(part, Tensor) and part.ndim == 1 for part in labels):
         came = f"a {type(labels).__name__} of {len(labels)}, not two tensors"
         hint = "One label a pair is a tensor (N,), too."
-        raise InputTypeError(expected("train_loader", "(labels of a, labels of b), tensors (N,) and (M,)", came, hint))
+        raise InputTypeError("train_loader", "(labels of a, labels of b), tensors (N,) and (M,)", came, hint)
     for name, x, part in zip("ab", (a, b), labels, strict=True):
         if isinstance(x, (Tensor, Mapping)) and len(part) != input_length(x):
-            raise InputError(expected("train_loader", f"{input_length(x)} labels of {name}", len(part)))
+            raise InputError("train_loader", f"{input_length(x)} labels of {name}", len(part))
     return torch.cat([labels[0], labels[1].to(labels[0].device)])
 
 
@@ -158,7 +158,7 @@ def closed(f: Fit, pairs: Any, totals: list[Total]) -> list[DatasetCurvature]:
         hint = "An anchor is told apart from the inputs of its batch that do not belong to it: use larger batches."
         as_much = ", or as much" if f.options.loss.compares == "grades" else ""
         came = f"{batches} batches whose inputs all belong together{as_much}"
-        raise InputError(expected("train_loader", "batches of two pairs or more", came, hint))
+        raise InputError("train_loader", "batches of two pairs or more", came, hint)
     if alike:
         _log.info("%d of %d batches had no inputs that belong together less than others", alike, batches)
     curvatures = loop.closed(f, pairs, totals)
@@ -190,7 +190,7 @@ def towers_product(
         for pullback, part in zip(pullbacks, out, strict=True):
             check_finite(part, pullback, f"batch {number} (counted from 0)")
     if number < 0:
-        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+        raise InputError("train_loader", "at least one batch", "an empty loader")
     return out
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.nn.functional import softplus
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.vmf.checks import broadcast_batch, same_dim
 
 
@@ -36,7 +36,7 @@ def stratified_samples(
     validate.count("n_samples", n_samples)
     components = centre.shape[-2]
     if n_samples % components:
-        raise InputError(expected("n_samples", f"a multiple of the {components} components", n_samples))
+        raise InputError("n_samples", f"a multiple of the {components} components", n_samples)
     validate.generator(generator, centre.device)
     centre, spread = (t.repeat_interleave(n_samples // components, -2) for t in (centre, spread))
     dtype = torch.promote_types(centre.dtype, spread.dtype)
@@ -172,7 +172,7 @@ def check_points(name: str, value: object, *, samples: bool = False) -> Tensor:
     points = validate.real(name, value)
     if points.ndim < 1 + samples or points.shape[-1] < 1 or (samples and points.shape[-2] < 1):
         wanted = "shape (..., K, D) with K >= 1 and D >= 1" if samples else "shape (..., D) with D >= 1"
-        raise InputError(expected(name, wanted, tuple(points.shape)))
+        raise InputError(name, wanted, tuple(points.shape))
     return points
 
 
@@ -181,10 +181,10 @@ def check_mixture(mean_name: str, mean: object, variance_name: str, variance: ob
     centre, spread = validate.real(mean_name, mean), validate.real(variance_name, variance)
     if centre.ndim < 2 or min(centre.shape[-2:]) < 1:
         hint = "A single Gaussian is a mixture of one component: mean.unsqueeze(-2)."
-        raise InputError(expected(mean_name, "shape (..., C, D) with C >= 1 and D >= 1", tuple(centre.shape), hint))
+        raise InputError(mean_name, "shape (..., C, D) with C >= 1 and D >= 1", tuple(centre.shape), hint)
     if spread.shape != centre.shape:
-        raise InputError(expected(variance_name, f"shape {tuple(centre.shape)}", tuple(spread.shape)))
+        raise InputError(variance_name, f"shape {tuple(centre.shape)}", tuple(spread.shape))
     if bool((spread <= 0).any()):
         hint = "A network's output becomes a variance by torch.nn.functional.softplus or torch.exp."
-        raise InputError(expected(variance_name, "variances > 0", float(spread.min()), hint))
+        raise InputError(variance_name, "variances > 0", float(spread.min()), hint)
     return centre, spread

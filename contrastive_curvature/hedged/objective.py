@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.hedged.match import (
     check_mixture,
     check_points,
@@ -235,13 +235,13 @@ def _check_matches(matches: object, batch: torch.Size) -> Tensor:
     """Return the indicator of matching pairs, expanded to the shape ``batch`` of the pairs."""
     if not isinstance(matches, Tensor) or matches.dtype != torch.bool:
         came = str(matches.dtype) if isinstance(matches, Tensor) else f"a {type(matches).__name__}"
-        raise InputTypeError(expected("matches", "a tensor of booleans", came, "Compare labels: labels1 == labels2."))
+        raise InputTypeError("matches", "a tensor of booleans", came, "Compare labels: labels1 == labels2.")
     try:
         fits = torch.broadcast_shapes(matches.shape, batch) == batch
     except RuntimeError:
         fits = False
     if not fits:
-        raise InputError(expected("matches", f"a shape that broadcasts to {tuple(batch)}", tuple(matches.shape)))
+        raise InputError("matches", f"a shape that broadcasts to {tuple(batch)}", tuple(matches.shape))
     return matches.expand(batch)
 
 
@@ -251,5 +251,5 @@ def _reduced(losses: Tensor, reduction: str) -> Tensor:
     if reduction == "none":
         return losses
     if reduction == "mean" and not losses.numel():
-        raise InputError(expected("pairs", "at least one pair", "none", 'Or reduction="sum".'))
+        raise InputError("pairs", "at least one pair", "none", 'Or reduction="sum".')
     return losses.mean() if reduction == "mean" else losses.sum()

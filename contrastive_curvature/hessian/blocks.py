@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError
 
 
 class UnrepresentableError(InputError):
@@ -21,7 +21,7 @@ class UnrepresentableError(InputError):
         wanted = f"embeddings whose Hessian, which goes with 1 / norm^2, {n.dtype} can hold"
         came = f"norms {[float(f'{float(n[row]):.3g}') for row in rows]} in rows {rows}"
         hint = "Use float64, or rescale the outputs: their directions, the embeddings, stay the same."
-        return cls(expected("raw outputs", wanted, came, hint))
+        return cls("raw outputs", wanted, came, hint)
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, ClassVar, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import UnsupportedError, expected
+from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.hessian.cross import CrossRoots
 from contrastive_curvature.hessian.moments import Moments
@@ -82,7 +82,7 @@ class NodeSums:
         if not bool(finite.all()):
             came = f"NaN or infinity at the points {(~finite).nonzero().flatten()[:5].tolist()}"
             wanted = f"finite derivatives in {self.neighbors.dtype}"
-            raise UnrepresentableError(expected(loss, wanted, came, hint))
+            raise UnrepresentableError(loss, wanted, came, hint)
         return self
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.hessian.blocks import Blocks, SignedFactor
 from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.hessian.curved_blocks import CurvedBlocks
@@ -106,12 +106,12 @@ class OutputHessian:
         """
         if not isinstance(v, Tensor) or v.dtype != self.z.dtype or v.layout != torch.strided:
             came = f"{v.dtype}, {v.layout}" if isinstance(v, Tensor) else f"a {type(v).__name__}"
-            raise InputTypeError(expected("v", f"a dense tensor of dtype {self.z.dtype}", came))
+            raise InputTypeError("v", f"a dense tensor of dtype {self.z.dtype}", came)
         if v.ndim not in (2, 3) or v.shape[:2] != self.z.shape:
             wanted = f"shape {tuple(self.z.shape)} or {(*self.z.shape, 'K')}"
-            raise InputError(expected("v", wanted, f"shape {tuple(v.shape)}"))
+            raise InputError("v", wanted, f"shape {tuple(v.shape)}")
         if not bool(v.isfinite().all()):
-            raise InputError(expected("v", "finite numbers", "NaN or infinity"))
+            raise InputError("v", "finite numbers", "NaN or infinity")
         out = self.blocks.matmul(v)
         if self.coupled:
             inverse = (1 / self.n).view(-1, *[1] * (v.ndim - 1))

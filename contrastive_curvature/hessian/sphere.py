@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 
 
 class L2Norm(nn.Module):
@@ -26,15 +26,13 @@ class L2Norm(nn.Module):
 def check_outputs(z: Tensor, argument: str = "z") -> Tensor:
     """Return checked raw outputs (N, D), finite and without a row of zeros; half precision is lifted to float32."""
     if not isinstance(z, Tensor):
-        raise InputTypeError(expected(argument, "a torch.Tensor of shape (N, D)", f"a {type(z).__name__}"))
+        raise InputTypeError(argument, "a torch.Tensor of shape (N, D)", f"a {type(z).__name__}")
     validate.dense(argument, z)
     validate.device(argument, z)
     if not z.is_floating_point():
-        raise InputTypeError(expected(argument, "a floating-point tensor", f"dtype {z.dtype}", "Call .float() on it."))
+        raise InputTypeError(argument, "a floating-point tensor", f"dtype {z.dtype}", "Call .float() on it.")
     if z.ndim != 2 or z.shape[1] == 0:
-        raise InputError(
-            expected(argument, "shape (N, D) with D >= 1", f"shape {tuple(z.shape)}", "One row is one embedding.")
-        )
+        raise InputError(argument, "shape (N, D) with D >= 1", f"shape {tuple(z.shape)}", "One row is one embedding.")
     if z.dtype in (torch.float16, torch.bfloat16):
         z = z.float()
     with torch.no_grad():
@@ -45,10 +43,10 @@ def check_outputs(z: Tensor, argument: str = "z") -> Tensor:
         finite = size.isfinite()
         if not bool(finite.all()):
             rows = (~finite).nonzero().flatten()[:5].tolist()
-            raise InputError(expected(argument, "finite embeddings", f"NaN or infinity in rows {rows}"))
+            raise InputError(argument, "finite embeddings", f"NaN or infinity in rows {rows}")
         zero = (size == 0).nonzero().flatten()[:5].tolist()
         hint = "A zero output has no direction on the sphere; look for a dead unit or an all-zero input."
-        raise InputError(expected(argument, "embeddings of non-zero norm", f"zero norm in rows {zero}", hint))
+        raise InputError(argument, "embeddings of non-zero norm", f"zero norm in rows {zero}", hint)
 
 
 def normalize(z: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.metrics._checks import check_embeddings
 
 Ids = Tensor | NDArray[Any]
@@ -59,17 +59,15 @@ class FaissIndex:
 
     def __init__(self, index: Any, ids: Sequence[Any] | Tensor | NDArray[Any] | None = None) -> None:
         if not type(index).__module__.startswith("faiss"):
-            raise InputTypeError(expected("index", "an index of FAISS", f"a {type(index).__name__}"))
+            raise InputTypeError("index", "an index of FAISS", f"a {type(index).__name__}")
         # faiss.METRIC_INNER_PRODUCT and faiss.METRIC_L2
         if index.metric_type not in (0, 1):
             wanted = "an index of inner products or Euclidean distances"
-            raise InputError(expected("index", wanted, f"metric_type {index.metric_type}"))
+            raise InputError("index", wanted, f"metric_type {index.metric_type}")
         if ids is not None and type(index).__name__.startswith("IndexIDMap"):
-            raise InputError(
-                expected("ids", "None for an index that has identifiers of its own", f"{len(ids)} of them")
-            )
+            raise InputError("ids", "None for an index that has identifiers of its own", f"{len(ids)} of them")
         if ids is not None and len(ids) != index.ntotal:
-            raise InputError(expected("ids", f"{index.ntotal}, one for each vector of the index", len(ids)))
+            raise InputError("ids", f"{index.ntotal}, one for each vector of the index", len(ids))
         self.index, self.ids = index, None if ids is None else np.asarray(ids)
 
     def search(self, vectors: Tensor, k: int) -> tuple[Tensor, Ids]:
@@ -82,12 +80,12 @@ class FaissIndex:
         found, rows = self.index.search(queries.cpu().numpy(), validate.count("k", k))
         if (rows < 0).any():
             hint = "Ask for fewer hits, or search more of an approximate index: nprobe, hnsw.efSearch."
-            raise InputError(expected("k", f"at most {(rows >= 0).sum(1).min()}, the hits of the index", k, hint))
+            raise InputError("k", f"at most {(rows >= 0).sum(1).min()}, the hits of the index", k, hint)
         distances = torch.from_numpy(1 - found if self.index.metric_type == 0 else found / 2)
         if float((1 - distances).abs().max()) > _LARGEST:
             hint = "Add la(x).mu, not raw outputs."
             received = f"a cosine of {float(1 - distances.max()):.3g} to {float(1 - distances.min()):.3g}"
-            raise InputError(expected("index", "unit vectors in it", received, hint))
+            raise InputError("index", "unit vectors in it", received, hint)
         return distances.to(vectors.device), _at(rows if self.ids is None else self.ids[rows], vectors.device)
 
 
@@ -107,7 +105,7 @@ class LanceIndex:
 
     def __init__(self, table: Any, ids: str = "id", vectors: str = "vector", *, where: str | None = None) -> None:
         if not type(table).__module__.startswith("lancedb"):
-            raise InputTypeError(expected("table", "a table of LanceDB", f"a {type(table).__name__}"))
+            raise InputTypeError("table", "a table of LanceDB", f"a {type(table).__name__}")
         for argument, name in (("ids", ids), ("vectors", vectors)):
             validate.choice(argument, name, tuple(table.schema.names))
         self.table, self.ids, self.vectors, self.where = table, ids, vectors, where
@@ -130,9 +128,9 @@ class LanceIndex:
             except (ValueError, RuntimeError) as error:
                 if self.where is None:
                     raise
-                raise InputError(expected("where", "a condition in SQL", f"{self.where!r} ({error})")) from None
+                raise InputError("where", "a condition in SQL", f"{self.where!r} ({error})") from None
             if len(found) < k * len(block):
-                raise InputError(expected("k", f"at most {len(found) // len(block)}, the hits of the table", k))
+                raise InputError("k", f"at most {len(found) // len(block)}, the hits of the table", k)
             # A single query has no such column.
             if "query_index" in found.column_names:
                 found = found.sort_by([("query_index", "ascending"), ("_distance", "ascending")])
@@ -145,7 +143,7 @@ def _unit(vectors: Tensor, dim: int) -> Tensor:
     """Return queries (N, D) as unit vectors in float32, which both libraries search."""
     points = check_embeddings("vectors", vectors)
     if points.shape[1] != dim:
-        raise InputError(expected("vectors", f"D = {dim}, that of the index", f"D = {points.shape[1]}"))
+        raise InputError("vectors", f"D = {dim}, that of the index", f"D = {points.shape[1]}")
     return torch.nn.functional.normalize(points.double(), dim=1).float().contiguous()
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.network.inputs import check_inputs, input_length, is_texts, slice_inputs
 from contrastive_curvature.network.loader import check_loader, inputs_alone
 from contrastive_curvature.progress import Progress
@@ -53,7 +53,7 @@ def predictions(
             raise kind(msg) from error
         yield found
     if number < 0:
-        raise InputError(expected(argument, "at least one input", "none"))
+        raise InputError(argument, "at least one input", "none")
 
 
 def batches(
@@ -64,7 +64,7 @@ def batches(
     Of data in memory, the entries are slices of rows; of a loader, its batches.
     """
     if isinstance(data, str):
-        raise InputTypeError(expected(argument, "a list of texts", "one text", "Pass [text]."))
+        raise InputTypeError(argument, "a list of texts", "one text", "Pass [text].")
     if isinstance(data, np.ndarray) and data.dtype.kind in "OU":
         data = data.tolist()
     if is_texts(data):

@@ -36,7 +36,7 @@ from contrastive_curvature.embedding.known import (
     split,
 )
 from contrastive_curvature.embedding.score import Score, made_up
-from contrastive_curvature.errors import InputError, NotFittedError, expected
+from contrastive_curvature.errors import InputError, NotFittedError
 from contrastive_curvature.laplace.prediction import at_features, check_outputs
 from contrastive_curvature.network.call import naming_the_input
 from contrastive_curvature.network.digest import same_encoder, summary, versions
@@ -222,7 +222,7 @@ def calibrate(
     measured, sketches = map(torch.cat, zip(*found, strict=True)) if found else (torch.empty(0), torch.empty(0))
     if len(measured) < 2:
         hint = "A p-value of 1 / (n + 1) needs n of them."
-        raise InputError(expected("loader", "at least two known inputs", f"{len(measured)}", hint))
+        raise InputError("loader", "at least two known inputs", f"{len(measured)}", hint)
     if now.training is None:
         known = measured
         if chosen.name == NOVELTY:

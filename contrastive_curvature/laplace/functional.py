@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.spread import Dense, Diagonal
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.fit.contributions import FEWEST_POINTS, MOST, warn_of_point
 from contrastive_curvature.fit.loop import DatasetCurvature, mean_norm
 from contrastive_curvature.fit.subset import HessianSubset
@@ -184,7 +184,7 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
         if columns > _KERNEL_LIMIT:
             hint = "Use a smaller n_subset, or hessian_structure='diag' or 'kron'."
             wanted = f"a kernel matrix of at most {_KERNEL_LIMIT} rows"
-            raise InputError(expected("n_subset", wanted, f"{self.n_subset} points, {columns} rows", hint))
+            raise InputError("n_subset", wanted, f"{self.n_subset} points, {columns} rows", hint)
         with evaluation_mode(self.model), torch.no_grad():
             z, context = self._embed(subset.inputs)
             subset = replace(subset, factor=subset.factor.double())

@@ -9,7 +9,7 @@ from typing import Any
 
 from laplace.baselaplace import ParametricLaplace
 
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.options import PDFix
@@ -35,7 +35,7 @@ def given_options(backend_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     """
     if backend_kwargs is not None and not isinstance(backend_kwargs, Mapping):
         wanted = "a dictionary, as dict(margin=0.5)"
-        raise InputTypeError(expected("backend_kwargs", wanted, f"a {type(backend_kwargs).__name__}"))
+        raise InputTypeError("backend_kwargs", wanted, f"a {type(backend_kwargs).__name__}")
     return dict(backend_kwargs or {})
 
 
@@ -63,7 +63,7 @@ def check_options(
     """
     if backend is not None and not (isinstance(backend, type) and issubclass(backend, ContrastiveBackend)):
         hint = "Leave it out to use contrastive_curvature.ContrastiveGGN."
-        raise InputTypeError(expected("backend", "a contrastive backend", f"{backend}", hint))
+        raise InputTypeError("backend", "a contrastive backend", f"{backend}", hint)
     if backend is not None and host_kwargs.get("enable_backprop") and not backend.keeps_graph:
         msg = f"enable_backprop=True: {backend.__name__} keeps no graph. Use backend=ContrastiveGGN, or leave it out."
         raise UnsupportedError(msg)
@@ -71,7 +71,7 @@ def check_options(
         if name not in (*_NOT_OF_EMBEDDINGS, "enable_backprop"):
             parameters = inspect.signature(ParametricLaplace.__init__).parameters
             wanted = f"arguments among {', '.join(list(parameters)[3:])}"
-            raise InputTypeError(expected("ContrastiveLaplace", wanted, f"{name}={value!r}"))
+            raise InputTypeError("ContrastiveLaplace", wanted, f"{name}={value!r}")
         if name in _NOT_OF_EMBEDDINGS and value not in (None, False, 1):
             msg = f"{name}: {_NOT_OF_EMBEDDINGS[name]}"
             raise UnsupportedError(msg)
@@ -79,16 +79,16 @@ def check_options(
     known = known_options(backend or ContrastiveBackend)
     unknown = sorted(set(given) - set(known), key=str)
     if unknown:
-        raise InputError(expected("backend_kwargs", f"keys among {sorted(known)}", str(unknown)))
+        raise InputError("backend_kwargs", f"keys among {sorted(known)}", str(unknown))
     chooses_rank = issubclass(structure, KronLowRank)
     if "rank" in given and not (chooses_rank or issubclass(structure, Eigenpairs)):
         hint = "It is for hessian_structure='lowrank' and 'kron_lowrank'; leave it out."
-        raise InputError(expected("backend_kwargs: rank", "nothing for this structure", given["rank"], hint))
+        raise InputError("backend_kwargs: rank", "nothing for this structure", given["rank"], hint)
     if chooses_rank:
         # None chooses the rank from the spectrum.
         given.setdefault("rank", None)
     elif "rank" in given and given["rank"] is None:
-        raise InputError(expected("backend_kwargs: rank", "a positive whole number", None, "Leave it out for 64."))
+        raise InputError("backend_kwargs: rank", "a positive whole number", None, "Leave it out for 64.")
     ours = CurvatureOptions.defaults()
     # A backend of the user's own may have other defaults.
     changed = {name: value for name, value in known.items() if name in ours and value != ours[name]}

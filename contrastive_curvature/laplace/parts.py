@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit.exchange import ProcessGroup
 from contrastive_curvature.fit.state import State
 from contrastive_curvature.network.inputs import Inputs, input_length, move_inputs
@@ -51,19 +51,19 @@ def check_kind(argument: str, state: object, kind: str) -> None:
     """Refuse what is no merged state of a kind."""
     if not isinstance(state, State):
         hint = "State.load(path) reads a file, State.merged(states) merges several."
-        raise InputTypeError(expected(argument, "a merged State", f"a {type(state).__name__}", hint))
+        raise InputTypeError(argument, "a merged State", f"a {type(state).__name__}", hint)
     if state.kind != kind:
-        raise InputError(expected(argument, f"a state of kind {kind!r}", f"{state.kind!r}"))
+        raise InputError(argument, f"a state of kind {kind!r}", f"{state.kind!r}")
 
 
 def check_part(part: Any, statistics: State | None) -> None:
     """Refuse what is no index of a part and number of all parts, or not those of the statistics."""
     whole = isinstance(part, (tuple, list)) and len(part) == 2 and all(type(k) is int for k in part)
     if not whole or not 0 <= part[0] < part[1]:
-        raise InputError(expected("part", "an index from 0 and the number of all parts, as (0, 8)", part))
+        raise InputError("part", "an index from 0 and the number of all parts, as (0, 8)", part)
     if statistics is not None and statistics.count != part[1]:
         wanted = f"one of {statistics.count} parts, as in the statistics"
-        raise InputError(expected("part", wanted, f"one of {part[1]}"))
+        raise InputError("part", wanted, f"one of {part[1]}")
 
 
 def check_sampler(loader: Any, part: tuple[int, int]) -> None:
@@ -71,7 +71,7 @@ def check_sampler(loader: Any, part: tuple[int, int]) -> None:
     for sampler in loader_parts(loader):
         if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != part:
             came = f"rank {sampler.rank} of {sampler.num_replicas} in its DistributedSampler"
-            raise InputError(expected("loader", f"part {part[0]} of {part[1]}, as part= says", came))
+            raise InputError("loader", f"part {part[0]} of {part[1]}, as part= says", came)
 
 
 def kept_probe(x: Inputs, index: int) -> Rows:

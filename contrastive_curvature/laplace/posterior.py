@@ -30,7 +30,7 @@ from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.known import TrainingSample
 from contrastive_curvature.embedding.match_probability import MatchProbability
 from contrastive_curvature.embedding.spread import Dense, Diagonal
-from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError
 from contrastive_curvature.fit.api import check_indices
 from contrastive_curvature.fit.class_centres import MOST_NUMBERS, CentreCollector, ClassCentres
 from contrastive_curvature.fit.exchange import ProcessGroup, check_agreed, current_exchange
@@ -169,7 +169,7 @@ class ContrastiveLaplace(ParametricLaplace):
         **refused: Any,
     ) -> None:
         if likelihood != CONTRASTIVE:
-            raise InputError(expected("likelihood", repr(CONTRASTIVE), likelihood))
+            raise InputError("likelihood", repr(CONTRASTIVE), likelihood)
         validate.choice("subset_of_weights", subset_of_weights, WEIGHTS)
         self.subset_of_weights = subset_of_weights
         self.structure = self._structure_of(hessian_structure)
@@ -181,7 +181,7 @@ class ContrastiveLaplace(ParametricLaplace):
         for name, (given, allowed) in of_some.items():
             if given is not None and not allowed:
                 wanted = f"nothing with {self.subset_of_weights!r} weights and the structure {self.hessian_structure!r}"
-                raise InputTypeError(expected(name, wanted, repr(given)))
+                raise InputTypeError(name, wanted, repr(given))
         check_model(model, half=self.keeps_features)
         if not self.keeps_features:
             refuse_compiled(model)
@@ -439,7 +439,7 @@ class ContrastiveLaplace(ParametricLaplace):
         inverse = torch.ones((), dtype=self._dtype) / number
         if not bool(inverse.isfinite()) or not bool(inverse > 0):
             wanted = f"a number whose inverse is positive and finite in {self._dtype}"
-            raise InputError(expected("temperature", wanted, number))
+            raise InputError("temperature", wanted, number)
         self._temperature = number
 
     @BaseLaplace.sigma_noise.setter  # type: ignore[untyped-decorator]
@@ -639,7 +639,7 @@ class ContrastiveLaplace(ParametricLaplace):
         if exchange is not None:
             probe = parts.shared_inputs(exchange, probe, self._device)
         if probe is None:
-            raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+            raise InputError("train_loader", "at least one batch", "an empty loader")
         self.prepare(probe)
 
     @contextmanager
@@ -673,7 +673,7 @@ class ContrastiveLaplace(ParametricLaplace):
         dim = self.backend.encoder(probe).dim
         if dim < 2:
             hint = "The direction of one number is its sign, which no small change of the weights moves."
-            raise InputError(expected("model", "embeddings of D >= 2 dimensions", f"D = {dim}", hint))
+            raise InputError("model", "embeddings of D >= 2 dimensions", f"D = {dim}", hint)
 
     def _renew_backend(self) -> None:
         """Construct the backend anew, unless the user named one: the encoder may not be that of the last fit."""
@@ -841,7 +841,7 @@ class ContrastiveLaplace(ParametricLaplace):
             state.check_complete()
         found = parts.probe_of(statistics)
         if found is None:
-            raise InputError(expected("statistics", "at least one point", "none in any part"))
+            raise InputError("statistics", "at least one point", "none in any part")
         probe = prediction.moved_inputs(self.model, found if example is None else example, self._device)
         with asks_for_example(example):
             self.prepare(probe)
@@ -892,7 +892,7 @@ class ContrastiveLaplace(ParametricLaplace):
         centres = sums.centres()
         if centres is None or len(centres.labels) < 2:
             wanted = f"inputs of at least two classes, at most {MOST_NUMBERS:,} numbers of all centres"
-            raise InputError(expected("loader", wanted, "other ones"))
+            raise InputError("loader", wanted, "other ones")
         self.class_centres = centres
 
     def curvature_diagonal(self) -> Tensor:
@@ -1042,17 +1042,17 @@ class ContrastiveLaplace(ParametricLaplace):
         self.check_sampling(n_samples, generator)
         prediction.refuse_link(link_approx)
         if model_kwargs:
-            raise InputTypeError(expected("la(x)", "no further arguments", str(sorted(model_kwargs))))
+            raise InputTypeError("la(x)", "no further arguments", str(sorted(model_kwargs)))
         for name, value in (("joint", joint), ("diagonal_output", diagonal_output), ("fitting", fitting)):
             validate.flag(name, value)
         if joint and diagonal_output:
-            raise InputError(expected("joint, diagonal_output", "at most one of them", "both"))
+            raise InputError("joint, diagonal_output", "at most one of them", "both")
         validate.choice("on_invalid", on_invalid, ("error", "nan"))
         self._advise_on_prior()
         kind = prediction.parse_pred_type(pred_type)
         if kind is PredType.NN and n_samples < 2:
             hint = "A concentration is estimated from them."
-            raise InputError(expected("n_samples for pred_type='nn'", "at least 2 samples", n_samples, hint))
+            raise InputError("n_samples for pred_type='nn'", "at least 2 samples", n_samples, hint)
 
         def finished(found: EmbeddingDistribution, features: Tensor | None) -> EmbeddingDistribution:
             if kind is PredType.GLM and not joint and not diagonal_output:
@@ -1359,7 +1359,7 @@ class ContrastiveLaplace(ParametricLaplace):
                     raise
                 wanted = "a maximisation that stays among positive finite numbers"
                 hint = "Use a smaller lr, or method='average_information'."
-                raise InputError(expected("lr, n_steps, init_prior_prec", wanted, f"({error})", hint)) from None
+                raise InputError("lr, n_steps, init_prior_prec", wanted, f"({error})", hint) from None
         elif method is PriorMethod.GRIDSEARCH:
             grid = make_grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base, self._dtype)
             search_grid(self, grid, val_loader, prior_structure, loss, linearized, n_samples, progress_bar)
@@ -1552,7 +1552,7 @@ class ContrastiveLaplace(ParametricLaplace):
             return
         missing = [key for key in ("data", "_last_layer_name") if key not in state]
         if missing:
-            raise InputError(expected("state_dict", "the keys data and _last_layer_name", f"none of {missing}"))
+            raise InputError("state_dict", "the keys data and _last_layer_name", f"none of {missing}")
         name = state["_last_layer_name"]
         if not isinstance(name, (str, type(None))) or name != self._last_layer_name:
             refuse("_last_layer_name", f"{self._last_layer_name!r}, that of this object", kind_of(name))

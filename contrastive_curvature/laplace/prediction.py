@@ -17,7 +17,7 @@ from torch import Tensor
 
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution, InvalidRowsError, with_invalid_rows
 from contrastive_curvature.embedding.spread import Axes, Dense, Diagonal, Joint, Spread
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.network.encoder import at_least_float32
 from contrastive_curvature.network.inputs import Inputs, slice_inputs, tokenized
 from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, Pullback
@@ -44,7 +44,7 @@ def parse_pred_type(value: PredType | str) -> PredType:
     try:
         return PredType(value)
     except ValueError:
-        raise InputError(expected("pred_type", "'glm' or 'nn'", value)) from None
+        raise InputError("pred_type", "'glm' or 'nn'", value) from None
 
 
 def refuse_link(link_approx: object) -> None:
@@ -65,7 +65,7 @@ def moved_inputs(model: Any, x: Any, device: torch.device) -> Inputs:
     if isinstance(x, Mapping):
         return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in x.items()}
     hint = "Pass the inputs of one batch, as in [la(x) for x, _ in loader]; torch.as_tensor(x) for a NumPy array."
-    raise InputTypeError(expected("x", "a tensor or a mapping of tensors", f"a {type(x).__name__}", hint))
+    raise InputTypeError("x", "a tensor or a mapping of tensors", f"a {type(x).__name__}", hint)
 
 
 def check_outputs(x: Inputs, z: Tensor, dim: int, *, sampled: bool = False) -> None:
@@ -76,7 +76,7 @@ def check_outputs(x: Inputs, z: Tensor, dim: int, *, sampled: bool = False) -> N
         wanted = f"inputs like those of the fit, with outputs of shape (B, {dim})"
         received = f"shape {shapes}, with outputs of shape {tuple(z.shape[sampled:])}"
         hint = "One axis, the first, is that of the batch: x[None] of one point."
-        raise InputError(expected("x", wanted, received, hint))
+        raise InputError("x", wanted, received, hint)
     # A sum of finite numbers overflows where they are huge: then it takes a look at each.
     if math.isfinite(z.sum().item()) or bool((good := z.detach().isfinite()).all()):
         return
@@ -85,7 +85,7 @@ def check_outputs(x: Inputs, z: Tensor, dim: int, *, sampled: bool = False) -> N
     hint = "The inputs themselves are finite." if finite else "The inputs hold NaN or infinity themselves."
     hint += " Leave them out, or call la(x, on_invalid='nan'), which gives NaN for these rows alone."
     received = f"NaN or infinity in rows {bad.nonzero().flatten()[:5].tolist()}"
-    raise InvalidRowsError(expected("x", "inputs with finite outputs", received, hint), bad)
+    raise InvalidRowsError(bad, "x", "inputs with finite outputs", received, hint)
 
 
 _SPREADS: dict[type, type[Any]] = {DiagonalAtFeatures: Diagonal, AxesAtFeatures: Axes, DenseAtFeatures: Dense}
@@ -145,7 +145,7 @@ def _refuse_zeros(mean: Tensor) -> None:
     zero = (mean.detach() == 0).all(1)
     if bool(zero.any()):
         msg = "outputs of zeros have no direction"
-        raise InvalidRowsError(msg, zero)
+        raise InvalidRowsError(zero, msg)
 
 
 def _rows(x: Any, rows: Tensor) -> Any:
@@ -160,7 +160,7 @@ def check_joint_size(n: int, dim: int, n_weights: int) -> None:
         wanted = f"inputs whose Jacobians and covariance are at most {JOINT_ELEMENTS:,} numbers"
         shown = f"{n} inputs, {needed:,} numbers ({needed * 4 / 2**30:.0f} GiB in float32)"
         hint = "Use fewer inputs, or functional_samples(x, joint=True), which forms no Jacobian."
-        raise InputError(expected("joint=True", wanted, shown, hint))
+        raise InputError("joint=True", wanted, shown, hint)
 
 
 def marginal_spread(

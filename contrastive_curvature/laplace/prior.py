@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from contrastive_curvature import metrics, validate
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.network.loader import check_loader
 from contrastive_curvature.options import parse_option
@@ -80,7 +80,7 @@ def average_information(diagonal: Tensor, sizes: list[int], structure: str) -> T
     """
     if not bool((diagonal > 0).any()):
         hint = f"{NOTHING_POSITIVE} Or set la.prior_precision by hand."
-        raise InputError(expected("curvature", "a positive entry somewhere on its diagonal", "zero everywhere", hint))
+        raise InputError("curvature", "a positive entry somewhere on its diagonal", "zero everywhere", hint)
     mean = diagonal.mean()
     if structure == "scalar":
         return mean.reshape(1)
@@ -98,7 +98,7 @@ def parse_method(
     if strength is not None:
         if method is not PriorMethod.AVERAGE_INFORMATION:
             hint = "It is for method='average_information'."
-            raise InputError(expected(f"strength for {method.value!r}", "None", strength, hint))
+            raise InputError(f"strength for {method.value!r}", "None", strength, hint)
         validate.number("strength", strength, positive=True)
     validate.choice("prior_structure", prior_structure, PRIOR_STRUCTURES)
     if prior_structure not in room:
@@ -119,7 +119,7 @@ def make_grid(low: float, high: float, size: int, base: float, dtype: torch.dtyp
     grid = torch.logspace(low, high, size, base=base)
     if not bool(((grid.to(dtype) > 0) & grid.isfinite()).all()):
         wanted = f"exponents whose powers of {base:g} are positive and finite"
-        raise InputError(expected("log_prior_prec_min, log_prior_prec_max", wanted, f"{low} and {high}"))
+        raise InputError("log_prior_prec_min, log_prior_prec_max", wanted, f"{low} and {high}")
     return grid
 
 
@@ -177,12 +177,12 @@ def search_grid(
 ) -> None:
     """Set the prior precision of a grid at which samples of embeddings retrieve best; else it stays as it was."""
     if val_loader is None:
-        raise InputError(expected("val_loader", "validation data for method='gridsearch'", None))
+        raise InputError("val_loader", "validation data for method='gridsearch'", None)
     if prior_structure != "scalar":
         hint = "Use method='unit_information' or 'marglik' for others."
-        raise InputError(expected("prior_structure", "'scalar' for method='gridsearch'", prior_structure, hint))
+        raise InputError("prior_structure", "'scalar' for method='gridsearch'", prior_structure, hint)
     if loss is not None and not callable(loss):
-        raise InputTypeError(expected("loss", "a callable (samples, labels) -> float", f"a {type(loss).__name__}"))
+        raise InputTypeError("loss", "a callable (samples, labels) -> float", f"a {type(loss).__name__}")
     check_loader(val_loader, "val_loader", once=True)
     contexts, labels = [], []
     for batch in val_loader:
@@ -190,7 +190,7 @@ def search_grid(
         contexts.append(la.sampling_context(x))
         labels.append(y)
     if not contexts:
-        raise InputError(expected("val_loader", "at least one batch", "an empty loader"))
+        raise InputError("val_loader", "at least one batch", "an empty loader")
     targets, before, scores = torch.cat(labels), la.prior_precision, []
     try:
         for value in tqdm(grid, desc="[prior grid]", disable=not bar):
@@ -201,7 +201,7 @@ def search_grid(
         la.prior_precision = before
     numbers = [(score, place) for place, score in enumerate(scores) if not math.isnan(score)]
     if not numbers:
-        raise InputError(expected("loss", "a criterion that is a number somewhere on the grid", "NaN everywhere"))
+        raise InputError("loss", "a criterion that is a number somewhere on the grid", "NaN everywhere")
     la.prior_precision = grid[min(numbers)[1]].reshape(1)
 
 
@@ -232,18 +232,18 @@ def check_prior(
         if isinstance(value, bool) or not isinstance(value, Real):
             wanted = f"a {'positive' if positive else 'finite'} number or a tensor of them"
             hint = "Wrap it with torch.tensor(...)." if isinstance(value, (list, tuple)) else ""
-            raise InputTypeError(expected(argument, wanted, f"a {type(value).__name__}", hint))
+            raise InputTypeError(argument, wanted, f"a {type(value).__name__}", hint)
         value = torch.tensor(float(value), dtype=dtype)
     if value.is_complex() or value.dtype == torch.bool:
-        raise InputTypeError(expected(argument, "real numbers", f"a tensor of {value.dtype}"))
+        raise InputTypeError(argument, "real numbers", f"a tensor of {value.dtype}")
     given = value.detach().to(dtype)
     if given.ndim > 1 or not given.numel():
-        raise InputError(expected(argument, "a number or shape (K,), not empty", f"shape {tuple(given.shape)}"))
+        raise InputError(argument, "a number or shape (K,), not empty", f"shape {tuple(given.shape)}")
     if sizes is not None and given.numel() not in {1, *sizes}:
         room = " or ".join(str(size) for size in sorted({1, *sizes}))
-        raise InputError(expected(argument, f"{room} entries", f"{given.numel()}"))
+        raise InputError(argument, f"{room} entries", f"{given.numel()}")
     good = given.isfinite() & (given > 0) if positive else given.isfinite()
     if not bool(good.all()):
         wanted = f"positive numbers, finite in {dtype}" if positive else f"finite numbers in {dtype}"
         shown = f"{float(given)}" if given.numel() == 1 else f"{int((~good).sum())} others"
-        raise InputError(expected(argument, wanted, shown))
+        raise InputError(argument, wanted, shown)

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from contrastive_curvature.errors import InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputTypeError, UnsupportedError
 from contrastive_curvature.laplace.functional import FunctionSpaceLaplace, Kernel
 from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
@@ -78,7 +78,7 @@ def _entry(key: Key, of_host: Any) -> Any:
         named = dict(zip(by_place, args, strict=False))
         if len(args) > len(by_place) or set(named) & set(kwargs):
             came = f"{len(args)} of them by place, and {', '.join(kwargs) or 'none'} by name"
-            raise InputTypeError(expected("Laplace", f"each argument once, by place {', '.join(by_place)}", came))
+            raise InputTypeError("Laplace", f"each argument once, by place {', '.join(by_place)}", came)
         kwargs = {**named, **kwargs}
         if isinstance(model, TwoTowers):
             return TwoTowerLaplace(model, likelihood, *key, **kwargs)

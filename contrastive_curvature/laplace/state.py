@@ -18,7 +18,7 @@ from torch import Tensor
 
 from contrastive_curvature.embedding.known import NOVELTY, Calibration, Reference, TrainingGaussians, statistic_name
 from contrastive_curvature.embedding.score import Score
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.laplace.prior import check_prior
 from contrastive_curvature.network.digest import tensor_bytes
@@ -69,19 +69,19 @@ KNOWN_BACKENDS = (
 
 def refuse(key: str, wanted: str, got: object, instead: str = "") -> Never:
     """Raise the error of a malformed state, which names the key."""
-    raise InputError(expected(f"state_dict[{key!r}]", wanted, got, instead)) from None
+    raise InputError(f"state_dict[{key!r}]", wanted, got, instead) from None
 
 
 def check_state(state: object, kind: Mapping[str, str], options: Mapping[str, Any]) -> None:
     """Refuse what is no state of a posterior with these weights and options; the numbers are not looked at."""
     if not isinstance(state, Mapping):
-        raise InputError(expected("state_dict", "what la.state_dict() gave", f"a {type(state).__name__}"))
+        raise InputError("state_dict", "what la.state_dict() gave", f"a {type(state).__name__}")
     if "contrastive" not in state:
-        raise InputError(expected("state_dict", "one of a contrastive Laplace", "one of another likelihood"))
+        raise InputError("state_dict", "one of a contrastive Laplace", "one of another likelihood")
     missing = [key for key in _KEYS if key not in state]
     if missing:
         hint = "States of version 0.2 are not read: fit again."
-        raise InputError(expected("state_dict", f"the keys {', '.join(_KEYS)}", f"none of {', '.join(missing)}", hint))
+        raise InputError("state_dict", f"the keys {', '.join(_KEYS)}", f"none of {', '.join(missing)}", hint)
     for key, wanted in _KEYS.items():
         if not isinstance(state[key], wanted) or (wanted is int and isinstance(state[key], bool)):
             refuse(key, f"a value of type {wanted}", kind_of(state[key]))
@@ -93,7 +93,7 @@ def check_state(state: object, kind: Mapping[str, str], options: Mapping[str, An
     if differ:
         wanted, saved = (", ".join(f"{name}={given.get(name)!r}" for name in differ) for given in (options, was))
         hint = "Give this object the same backend_kwargs."
-        raise InputError(expected("state_dict", f"this object's options {wanted}", saved, hint))
+        raise InputError("state_dict", f"this object's options {wanted}", saved, hint)
     if state["checksum"] != _checksum(state):
         hint = "Copy the file again from where it came. To change a setting, load the state and set it on la."
         refuse("checksum", "that of the other entries", "another: the state is damaged, or was changed by hand", hint)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit.loop import Fit, fit
 from contrastive_curvature.fit.passes import Passes
 from contrastive_curvature.fit.towers import TOWERS, TowerBatch, TowerReader, read_towers, towers_product
@@ -76,7 +76,7 @@ class TwoTowerLaplace:
         names = kwargs.pop("last_layer_name", None)
         both = names if isinstance(names, (tuple, list)) else (names, names)
         if len(both) != 2:
-            raise InputError(expected("last_layer_name", "one name, or one for each tower", f"{len(both)} names"))
+            raise InputError("last_layer_name", "one name, or one for each tower", f"{len(both)} names")
         made: list[ContrastiveLaplace] = []
         for tower, encoder, name in zip("ab", (model.encoder_a, model.encoder_b), both, strict=True):
             if made and model.shared:
@@ -189,7 +189,7 @@ class TwoTowerLaplace:
         check_loader(loader, "loader")
         if (v_b is None) is not self.shared:
             wanted = "None: one module" if self.shared else "a vector over the parameters of the second tower"
-            raise InputError(expected("v_b", wanted, "none" if v_b is None else "a vector"))
+            raise InputError("v_b", wanted, "none" if v_b is None else "a vector")
         vectors = [v_a] if v_b is None else [v_a, v_b]
         for name, la, v in zip(("v_a", "v_b"), self._each(), vectors, strict=False):
             la.check_fitted()
@@ -227,10 +227,10 @@ class TwoTowerLaplace:
         """
         if not isinstance(state_dict, Mapping) or state_dict.get("cls_name") != type(self).__name__:
             hint = "The state of one posterior goes into la.a or la.b."
-            raise InputError(expected("state_dict", "one of two towers", "another one", hint))
+            raise InputError("state_dict", "one of two towers", "another one", hint)
         if state_dict.get("shared") is not self.shared:
             both = "one of two modules", "one of a module that both towers share"
-            raise InputError(expected("state_dict", both[self.shared], both[not self.shared]))
+            raise InputError("state_dict", both[self.shared], both[not self.shared])
         with self._unchanged_on_error():
             for tower, la in zip("ab", self._each(), strict=False):
                 with _naming(tower):
@@ -260,7 +260,7 @@ class TwoTowerLaplace:
     def _first(self, loader: Iterable[Any]) -> TowerBatch:
         for batch in loader:
             return self._read(batch)
-        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+        raise InputError("train_loader", "at least one batch", "an empty loader")
 
     def _begin(self, loader: Iterable[Any]) -> TowerBatch:
         """Analyse both encoders with the first batch."""
@@ -271,7 +271,7 @@ class TwoTowerLaplace:
         a, b = self.a.backend.encoder(probe.a).dim, self.b.backend.encoder(probe.a if self.shared else probe.b).dim
         if a != b:
             wanted = "two encoders into one space, with the same number of outputs"
-            raise InputError(expected("encoder_a, encoder_b", wanted, f"{a} outputs of encoder_a and {b} of encoder_b"))
+            raise InputError("encoder_a, encoder_b", wanted, f"{a} outputs of encoder_a and {b} of encoder_b")
         if self.a.keeps_features:
             # The posteriors hold copies of the encoders, in which nothing is shared.
             _refuse_shared_parameters(self.model, [str(la.model.encoder.last_layer_name) for la in (self.a, self.b)])
@@ -309,9 +309,9 @@ def _naming(tower: str) -> Iterator[None]:
 def _check_towers(model: object, likelihood: object, weights: object, structure: object) -> None:
     """Refuse what two towers have no posterior for."""
     if not isinstance(model, TwoTowers):
-        raise InputTypeError(expected("model", "a TwoTowers(encoder_a, encoder_b)", f"a {type(model).__name__}"))
+        raise InputTypeError("model", "a TwoTowers(encoder_a, encoder_b)", f"a {type(model).__name__}")
     if likelihood != CONTRASTIVE:
-        raise InputError(expected("likelihood", repr(CONTRASTIVE), likelihood))
+        raise InputError("likelihood", repr(CONTRASTIVE), likelihood)
     if weights == "subnetwork" or structure not in _STRUCTURES:
         msg = (
             f"subset_of_weights={weights!r}, hessian_structure={structure!r}: two towers have posteriors of the last "
@@ -323,7 +323,7 @@ def _check_towers(model: object, likelihood: object, weights: object, structure:
     ]
     if len(set(places)) > 1:
         hint = "The outputs of both are compared: move and convert them to one device and dtype."
-        raise InputError(expected("encoder_b", f"{places[0]}, as encoder_a", places[1], hint))
+        raise InputError("encoder_b", f"{places[0]}, as encoder_a", places[1], hint)
 
 
 def _loss_of(la: ContrastiveLaplace) -> CosineLoss:
@@ -332,7 +332,7 @@ def _loss_of(la: ContrastiveLaplace) -> CosineLoss:
     loss = options.loss
     if not options.given_loss:
         hint = "CLIP: InfoNCELoss(temperature=...), SigLIP: SigLIPLoss(scale=..., bias=...), with the trained numbers."
-        raise InputError(expected("backend_kwargs: loss", "the loss that the towers were trained with", "none", hint))
+        raise InputError("backend_kwargs: loss", "the loss that the towers were trained with", "none", hint)
     if loss.compares not in ("anchors", "grades"):
         msg = (
             f"loss: {type(loss).__name__} compares points of one tower. Use a loss of anchors, such as InfoNCELoss, "

@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.derivatives import Totals
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs
@@ -128,7 +128,7 @@ class PairLoss(CosineLoss):
         if not isinstance(value, Tensor) or value.numel() != 1:
             name, wanted = f"{type(self).__name__}._value", "the sum over the block, a tensor with one number"
             came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise InputError(expected(name, wanted, came))
+            raise InputError(name, wanted, came)
         return value.reshape(())
 
     def _checked_terms(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Terms:

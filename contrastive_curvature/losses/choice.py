@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
 from contrastive_curvature.losses.cosine import CosineLoss
@@ -35,11 +35,11 @@ def choose_loss(loss: CosineLoss | None = None, **options: Any) -> CosineLoss:
             "For example loss=contrastive_curvature.SupConLoss(0.1). A loss of your own has to be a function of the "
             "cosines: docs/losses.md shows how to write one."
         )
-        raise InputTypeError(expected("loss", wanted, came, hint))
+        raise InputTypeError("loss", wanted, came, hint)
     both = [name for name in OF_THE_LOSS if name in given]
     if both:
         hint = f"It belongs to the loss: give it to {type(loss).__name__}(...), or leave loss out."
-        raise InputError(expected(f"loss, {', '.join(both)}", "one of them", "both", hint))
+        raise InputError(f"loss, {', '.join(both)}", "one of them", "both", hint)
     return loss.replaced(**given)
 
 

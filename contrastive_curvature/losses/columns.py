@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.dataset import HessianPart
 from contrastive_curvature.hessian.derivatives import (
     CosineDerivatives,
@@ -200,4 +200,4 @@ class ColumnDerivatives(DatasetDerivatives):
         if not bool(same.all()):
             wanted = "the same data in every pass, in the same order"
             hint = "Turn shuffling off, or give the loader an attribute numbers."
-            raise InputError(expected("train_loader", wanted, "other points or another order", hint))
+            raise InputError("train_loader", wanted, "other points or another order", hint)

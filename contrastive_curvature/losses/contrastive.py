@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputTypeError, expected
+from contrastive_curvature.errors import InputTypeError
 from contrastive_curvature.hessian.derivatives import NodeSums, Totals
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.base import PairLoss, Terms
@@ -55,7 +55,7 @@ class ContrastiveLoss(PairLoss):
         own = [name for name in ("_value", "_terms") if name in cls.__dict__]
         if own:
             hint = "The sums over class labels are those of the contrastive loss. Subclass PairLoss instead."
-            raise InputTypeError(expected(f"{cls.__name__}", "the two rules of ContrastiveLoss", ", ".join(own), hint))
+            raise InputTypeError(f"{cls.__name__}", "the two rules of ContrastiveLoss", ", ".join(own), hint)
 
     def __init__(
         self,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.hessian.cross import CrossRoots, PointVectors
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums
 from contrastive_curvature.hessian.moments import Moments
@@ -62,12 +62,12 @@ class CoSENTLoss(CosineLoss):
         """See :meth:`CosineLoss.relate`."""
         wanted = "(a, b, grades): two points and a grade for every pair"
         if labels is not None:
-            raise InputError(expected("labels", "None", "labels", f"Pass pairs={wanted}."))
+            raise InputError("labels", "None", "labels", f"Pass pairs={wanted}.")
         if not isinstance(pairs, (tuple, list)):
             came = "None" if pairs is None else f"a {type(pairs).__name__}"
-            raise InputTypeError(expected("pairs", wanted, came))
+            raise InputTypeError("pairs", wanted, came)
         if len(pairs) != 3:
-            raise InputError(expected("pairs", wanted, f"a tuple of {len(pairs)}"))
+            raise InputError("pairs", wanted, f"a tuple of {len(pairs)}")
         return GradedPairs(*pairs, len(z), z.device)
 
     def between(self, z_a: Tensor, z_b: Tensor, grades: Tensor) -> Tensor:
@@ -93,7 +93,7 @@ class CoSENTLoss(CosineLoss):
     def derivatives(self, relation: Relation, u: Tensor) -> CoSENTDerivatives:
         """See :meth:`CosineLoss.derivatives`; of graded pairs."""
         if not isinstance(relation, GradedPairs):
-            raise InputError(expected("relation", "graded pairs", f"a {type(relation).__name__}"))
+            raise InputError("relation", "graded pairs", f"a {type(relation).__name__}")
         return CoSENTDerivatives(self, relation, u)
 
     def _at(self, u: Tensor, relation: GradedPairs) -> Tensor:

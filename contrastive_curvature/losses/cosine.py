@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.modules.loss import _Loss
 
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.hessian.derivatives import CosineDerivatives
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
@@ -208,7 +208,7 @@ class CosineLoss(_Loss, ABC):
         foreign = sorted(set(options) - set(self._options))
         if foreign:
             hint = f"Make another {type(self).__name__} for its other options."
-            raise InputError(expected("replaced", " or ".join(self._options), str(foreign), hint))
+            raise InputError("replaced", " or ".join(self._options), str(foreign), hint)
         given = {name: self._options[name](value) for name, value in options.items() if value is not None}
         if all(getattr(self, name) == value for name, value in given.items()):
             return self
@@ -239,12 +239,12 @@ class CosineLoss(_Loss, ABC):
         """Return the first and second derivatives and the roots of a block of cosines, of their shape, as ``kind``."""
         name, wanted = f"{type(self).__name__}._terms", f"{kind.__name__}({', '.join(kind._fields)})"
         if not isinstance(terms, tuple) or len(terms) != len(kind._fields):
-            raise InputTypeError(expected(name, wanted, f"a {type(terms).__name__}"))
+            raise InputTypeError(name, wanted, f"a {type(terms).__name__}")
         first, second, *roots = terms
         if (second is None) != self.linear:
             wanted = f"{'None as' if self.linear else 'some'} second derivatives, as linear = {self.linear} says"
             hint = "Where they are zero, set linear = True in the class, and give None."
-            raise InputError(expected(name, wanted, "None" if second is None else f"a {type(second).__name__}", hint))
+            raise InputError(name, wanted, "None" if second is None else f"a {type(second).__name__}", hint)
         checked = [None if part is None else _check_block(name, part, cosine) for part in (first, second)]
         return kind(*checked, *(tuple(_check_block(name, root, cosine) for root in part) for part in roots))
 
@@ -284,4 +284,4 @@ def _check_block(name: str, value: object, cosine: Tensor) -> Tensor:
     came = f"a {type(value).__name__}"
     if isinstance(value, Tensor):
         came = f"one of {value.dtype} on {value.device}, of shape {tuple(value.shape)}"
-    raise InputError(expected(name, wanted, came, "Call .expand_as(cosine) if it broadcasts."))
+    raise InputError(name, wanted, came, "Call .expand_as(cosine) if it broadcasts.")

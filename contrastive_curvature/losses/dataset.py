@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.dataset import DatasetHessian
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.base import PairLoss
@@ -63,7 +63,7 @@ def dataset_hessian(
     if kinds < least:
         wanted = f"a sample with points of two of the {len(table.labels)} classes at least"
         hint = "Use a larger number; about 1,000 give all pairs to three digits."
-        raise InputError(expected("negative_samples", wanted, f"{len(bank)} points of {kinds}", hint))
+        raise InputError("negative_samples", wanted, f"{len(bank)} points of {kinds}", hint)
     whole, *halves = (Columns.bank(*of(part), table.counts) for part in (bank, *bank.halves()))
     halves = [half for half in halves if len(half.index.unique()) >= least]
     return DatasetHessian(over(whole), loss.distance, loss.pd_fix, [over(half) for half in halves])

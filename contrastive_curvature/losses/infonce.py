@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.losses.rows import RowLoss, RowTerms, check_temperature, weighted_logsumexp
 from contrastive_curvature.options import Distance, PDFix
 
@@ -105,7 +105,7 @@ class InfoNCELoss(RowLoss):
 def _temperature(temperature: float | None, scale: float | None) -> float:
     if temperature is not None and scale is not None:
         came = f"temperature={temperature!r} and scale={scale!r}"
-        raise InputError(expected("temperature, scale", "one of both", came, "scale is 1 / temperature."))
+        raise InputError("temperature, scale", "one of both", came, "scale is 1 / temperature.")
     if scale is not None:
         return check_temperature(1 / validate.number("scale", scale, positive=True))
     return check_temperature(_TEMPERATURE if temperature is None else temperature)

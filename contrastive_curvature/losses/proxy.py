@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums
 from contrastive_curvature.hessian.moments import MomentPart, PairMoments
 from contrastive_curvature.hessian.output import OutputHessian
@@ -89,9 +89,9 @@ class ProxyLoss(CosineLoss):
         validate.choice("reduction", reduction, ("mean", "sum"))
         margin = validate.number("margin", margin)
         if kind == "softmax" and margin:
-            raise InputError(expected("margin", "0 for kind='softmax'", margin, "Use kind='cosface' or 'arcface'."))
+            raise InputError("margin", "0 for kind='softmax'", margin, "Use kind='cosface' or 'arcface'.")
         if kind == "arcface" and margin > math.pi:
-            raise InputError(expected("margin", "an angle of at most pi", margin, "Use math.radians for degrees."))
+            raise InputError("margin", "an angle of at most pi", margin, "Use math.radians for degrees.")
         convex = kind != "arcface" or margin == 0
         chosen = pd_fix if pd_fix is not None else PDFix.PSD_PARTS if convex else PDFix.PSD
         super().__init__(distance=distance, pd_fix=chosen)
@@ -110,17 +110,17 @@ class ProxyLoss(CosineLoss):
         """See :meth:`CosineLoss.relate`; the labels are rows of the proxies."""
         classes, dim = self.proxies.shape
         if pairs is not None:
-            raise InputError(expected("pairs", "None", "pairs", "Points have no pairs here; pass their class labels."))
+            raise InputError("pairs", "None", "pairs", "Points have no pairs here; pass their class labels.")
         if labels is None:
-            raise InputError(expected("labels", f"class labels in 0..{classes - 1}", "None"))
+            raise InputError("labels", f"class labels in 0..{classes - 1}", "None")
         if z.shape[1] != dim:
-            raise InputError(expected("z", f"embeddings of {dim} numbers, like the proxies", f"{z.shape[1]} numbers"))
+            raise InputError("z", f"embeddings of {dim} numbers, like the proxies", f"{z.shape[1]} numbers")
         labels = check_labels(labels, len(z)).to(z.device)
         wrong = ((labels < 0) | (labels >= classes)).nonzero().flatten()
         if len(wrong):
             came = f"the label {int(labels[wrong[0]])} of point {int(wrong[0])}"
             hint = "Every class has one row of proxies."
-            raise InputError(expected("labels", f"class labels in 0..{classes - 1}", came, hint))
+            raise InputError("labels", f"class labels in 0..{classes - 1}", came, hint)
         return LabelRelation(labels)
 
     def _at(self, u: Tensor, relation: TargetRelation) -> Tensor:
@@ -129,7 +129,7 @@ class ProxyLoss(CosineLoss):
     def derivatives(self, relation: Relation, u: Tensor, *, as_data: bool = False) -> ProxyDerivatives:
         """See :meth:`CosineLoss.derivatives`; a fit multiplies a mean by its number of embeddings (``as_data``)."""
         if not isinstance(relation, TargetRelation):
-            raise InputError(expected("relation", "one of class labels", f"a {type(relation).__name__}"))
+            raise InputError("relation", "one of class labels", f"a {type(relation).__name__}")
         labels = self.relate(u, relation.targets, None).targets
         return ProxyDerivatives(self, labels, u, 1.0 if as_data else self.weight(len(u)))
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.derivatives import CosineDerivatives
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import normalize
@@ -160,7 +160,7 @@ class RowLoss(CosineLoss):
         if isinstance(pairs, Tensor):
             if labels is not None:
                 hint = "Partners and targets need no labels."
-                raise InputError(expected("labels, pairs", "one of them", "both", hint))
+                raise InputError("labels, pairs", "one of them", "both", hint)
             return make_targets(pairs, z.shape[0], z.device)
         return make_relation(z.shape[0], z.device, labels, pairs)
 
@@ -230,9 +230,9 @@ class RowLoss(CosineLoss):
         name = f"{type(self).__name__}.{rule}"
         if not isinstance(found, Tensor) or tuple(found.shape) != (rows,):
             came = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
-            raise InputError(expected(name, f"one number for each of {rows} anchors, shape ({rows},)", came))
+            raise InputError(name, f"one number for each of {rows} anchors, shape ({rows},)", came)
         if bool(found.detach().isnan().any()):
-            raise InputError(expected(name, "numbers", "NaN"))
+            raise InputError(name, "numbers", "NaN")
         return found
 
     def _checked_terms(
@@ -242,7 +242,7 @@ class RowLoss(CosineLoss):
         terms = self._check_terms(self._terms(cosine, positive, negative, statistics), RowTerms, cosine)
         if len(terms.roots) != len(self.root_signs):
             wanted = f"{len(self.root_signs)} roots, as root_signs says"
-            raise InputError(expected(f"{type(self).__name__}._terms", wanted, len(terms.roots)))
+            raise InputError(f"{type(self).__name__}._terms", wanted, len(terms.roots))
         if bool(kept.all()):
             return terms
         row = kept.unsqueeze(1)
@@ -266,7 +266,7 @@ def check_temperature(value: object) -> float:
     """Return ``value`` if it is a temperature that cosines can be divided by."""
     number = validate.number("temperature", value, positive=True)
     if number < _SMALLEST_TEMPERATURE:
-        raise InputError(expected("temperature", f"a number of at least {_SMALLEST_TEMPERATURE:g}", number))
+        raise InputError("temperature", f"a number of at least {_SMALLEST_TEMPERATURE:g}", number)
     return number
 
 

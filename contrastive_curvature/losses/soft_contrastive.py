@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import expected
 from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.losses.base import PairLoss, Terms
 from contrastive_curvature.losses.logistic import same_or_not, slopes_of_same
@@ -77,7 +76,7 @@ class SoftContrastiveLoss(PairLoss):
         if bool((met & ((attract + repel) > 0)).any()):
             wanted = "pairs of embeddings that differ, since the derivatives grow without bound as two meet"
             hint = "Use LogisticLoss, whose derivatives are bounded, or leave duplicates out."
-            raise UnrepresentableError(expected("SoftContrastiveLoss", wanted, "some that meet", hint))
+            raise UnrepresentableError("SoftContrastiveLoss", wanted, "some that meet", hint)
         length = torch.where(met, 1.0, squared).sqrt()
         slope = torch.where(met, 0.0, self.a / length)
         bend = slope / length.square()

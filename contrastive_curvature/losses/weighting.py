@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.options import Normalization
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import LabelRelation, Relation, TargetRelation
@@ -129,7 +129,7 @@ class PointShares:
         """Return the place of every point among all, shape (B,), by its number."""
         place = torch.searchsorted(self.numbers, numbers)
         if not torch.equal(self.relation.targets[place], targets):
-            raise InputError(expected("train_loader", "the same data in every pass", "other targets in the second"))
+            raise InputError("train_loader", "the same data in every pass", "other targets in the second")
         return place
 
     def relate(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
@@ -148,7 +148,7 @@ def find_classes(classes: Tensor, labels: Tensor) -> Tensor:
     unknown = classes[index] != labels if len(classes) else torch.ones_like(labels, dtype=torch.bool)
     if bool(unknown.any()):
         came = f"the new labels {labels[unknown].unique()[:5].tolist()} in the second"
-        raise InputError(expected("train_loader", "the same data in every pass", came))
+        raise InputError("train_loader", "the same data in every pass", came)
     return index
 
 

@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 
 Array = TypeVar("Array", NDArray[Any], Tensor)
 
@@ -19,7 +19,7 @@ def numbers(argument: str, value: object, length: int | None = None) -> NDArray[
     read = _numpy(argument, value, "numbers").astype(np.float64)
     _check_shape(argument, read, length)
     if bad := int((~np.isfinite(read)).sum()):
-        raise InputError(expected(argument, "finite numbers", f"{bad} of {len(read)} NaN or infinite"))
+        raise InputError(argument, "finite numbers", f"{bad} of {len(read)} NaN or infinite")
     return read
 
 
@@ -28,7 +28,7 @@ def truths(argument: str, value: object, length: int) -> NDArray[np.bool_]:
     read = _numpy(argument, value, "truth values")
     _check_shape(argument, read, length)
     if read.dtype.kind not in "biu" or not np.isin(read, (0, 1)).all():
-        raise InputTypeError(expected(argument, "bool, or integers 0 and 1", f"other values of {read.dtype}"))
+        raise InputTypeError(argument, "bool, or integers 0 and 1", f"other values of {read.dtype}")
     return read.astype(bool)
 
 
@@ -44,10 +44,10 @@ def _numpy(argument: str, value: object, what: str) -> NDArray[Any]:
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return value
     received = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
-    raise InputTypeError(expected(argument, f"a tensor or an array of {what}", received))
+    raise InputTypeError(argument, f"a tensor or an array of {what}", received)
 
 
 def _check_shape(argument: str, value: NDArray[Any], length: int | None) -> None:
     if value.ndim != 1 or not len(value) or length not in (None, len(value)):
         wanted = "(N,), not empty" if length is None else f"({length},)"
-        raise InputError(expected(argument, f"shape {wanted}", f"shape {value.shape}"))
+        raise InputError(argument, f"shape {wanted}", f"shape {value.shape}")

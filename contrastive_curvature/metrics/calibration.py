@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.metrics._checks import check_integers, check_labels
 from contrastive_curvature.metrics.neighbors import Backend, Metric
 from contrastive_curvature.metrics.votes import Samples, retrieval_votes
@@ -46,7 +46,7 @@ _HINT = (
 def _check_votes(votes: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
     checked = check_integers("votes", votes, "an integer tensor of labels (S, N)", _HINT)
     if checked.ndim != 2 or checked.numel() == 0:
-        raise InputError(expected("votes", "shape (S, N), not empty", f"shape {tuple(checked.shape)}", _HINT))
+        raise InputError("votes", "shape (S, N), not empty", f"shape {tuple(checked.shape)}", _HINT)
     return checked.long(), check_labels("labels", labels, checked.shape[1]).to(checked.device)
 
 

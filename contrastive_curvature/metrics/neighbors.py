@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.metrics._checks import check_embeddings, check_k
 
 Backend = Literal["auto", "faiss", "sklearn"]
@@ -27,7 +27,7 @@ def _choose_backend(backend: str, double: bool) -> str:
     validate.choice("backend", backend, ("auto", "faiss", "sklearn"))
     installed = importlib.util.find_spec("faiss") is not None
     if backend == "faiss" and not installed:
-        raise UnsupportedError(expected("backend", "an installed package", "'faiss'", "pip install faiss-cpu."))
+        raise UnsupportedError("backend", "an installed package", "'faiss'", "pip install faiss-cpu.")
     if backend == "auto":
         return "faiss" if installed and not double else "sklearn"
     return backend
@@ -123,7 +123,7 @@ def nearest_neighbors(
     leave_one_out = gallery is None
     searched_gallery = points if gallery is None else check_embeddings("gallery", gallery, zeros)
     if searched_gallery.shape[1] != points.shape[1]:
-        raise InputError(expected("gallery", f"D = {points.shape[1]}, that of queries", searched_gallery.shape[1]))
+        raise InputError("gallery", f"D = {points.shape[1]}, that of queries", searched_gallery.shape[1])
     available = len(searched_gallery) - leave_one_out
     check_k(k, available, f"There are {available} gallery points per query.")
     chosen_backend = _choose_backend(backend, points.dtype == torch.float64)

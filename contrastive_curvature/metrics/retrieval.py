@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.metrics._checks import check_integers, check_k, check_labels, check_tensor
 
 
@@ -32,15 +32,15 @@ class Ranking:
         """Check that the two fields fit together."""
         relevant, counts = check_tensor("relevant", self.relevant), check_integers("n_positives", self.n_positives)
         if relevant.dtype != torch.bool:
-            raise InputTypeError(expected("relevant", "a bool tensor", str(relevant.dtype)))
+            raise InputTypeError("relevant", "a bool tensor", str(relevant.dtype))
         if relevant.ndim != 2 or relevant.numel() == 0:
-            raise InputError(expected("relevant", "shape (N, K), not empty", tuple(relevant.shape)))
+            raise InputError("relevant", "shape (N, K), not empty", tuple(relevant.shape))
         if counts.shape != relevant.shape[:1]:
-            raise InputError(expected("n_positives", f"shape ({len(relevant)},)", tuple(counts.shape)))
+            raise InputError("n_positives", f"shape ({len(relevant)},)", tuple(counts.shape))
         if bool((counts < relevant.sum(1)).any()):
-            raise InputError(expected("n_positives", "at least the positives retrieved", "fewer for some query"))
+            raise InputError("n_positives", "at least the positives retrieved", "fewer for some query")
         if not bool((counts > 0).any()):
-            raise InputError(expected("n_positives", "a positive for some query", "none for any"))
+            raise InputError("n_positives", "a positive for some query", "none for any")
 
 
 def rank_by_labels(neighbors: Tensor, labels: Tensor, gallery_labels: Tensor | None = None) -> Ranking:
@@ -62,18 +62,16 @@ def rank_by_labels(neighbors: Tensor, labels: Tensor, gallery_labels: Tensor | N
     labels_in_gallery = labels_in_gallery.to(query_labels.device)
     indices = check_integers("neighbors", neighbors).to(query_labels.device).long()
     if indices.ndim != 2 or indices.numel() == 0 or len(indices) != len(query_labels):
-        raise InputError(expected("neighbors", f"shape ({len(query_labels)}, K), K >= 1", tuple(indices.shape)))
+        raise InputError("neighbors", f"shape ({len(query_labels)}, K), K >= 1", tuple(indices.shape))
     if bool(((indices < 0) | (indices >= len(labels_in_gallery))).any()):
         raise InputError(
-            expected(
-                "neighbors",
-                f"indices in [0, {len(labels_in_gallery)})",
-                f"{int(indices.min())} to {int(indices.max())}",
-            )
+            "neighbors",
+            f"indices in [0, {len(labels_in_gallery)})",
+            f"{int(indices.min())} to {int(indices.max())}",
         )
     own = torch.arange(len(indices), device=indices.device).unsqueeze(1)
     if gallery_labels is None and bool((indices == own).any()):
-        raise InputError(expected("neighbors", "no query among its own neighbours", "some", "Leave each query out."))
+        raise InputError("neighbors", "no query among its own neighbours", "some", "Leave each query out.")
     classes, positions = torch.unique(labels_in_gallery, return_inverse=True)
     sizes = torch.bincount(positions, minlength=len(classes))
     place = torch.searchsorted(classes, query_labels).clamp(max=len(classes) - 1)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.metrics._checks import check_scores, check_tensor
 
 
@@ -93,10 +93,10 @@ def sparsification_curve(uncertainty: Tensor, performance: Tensor) -> Sparsifica
     scores = check_scores("uncertainty", uncertainty)
     raw = check_tensor("performance", performance)
     if raw.shape != scores.shape:
-        raise InputError(expected("performance", f"shape {tuple(scores.shape)}, one per query", tuple(raw.shape)))
+        raise InputError("performance", f"shape {tuple(scores.shape)}, one per query", tuple(raw.shape))
     kept = ~torch.isnan(raw).to(scores.device)
     if not bool(kept.any()):
-        raise InputError(expected("performance", "a query with a positive", "NaN for all queries"))
+        raise InputError("performance", "a query with a positive", "NaN for all queries")
     values = check_scores("performance", raw.to(scores.device)[kept])
     _, group = torch.unique(scores[kept], return_inverse=True)
     size = torch.bincount(group)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.metrics._arrays import Array, like, numbers, truths
 
 
@@ -67,7 +67,7 @@ def _det(scores: object, same: object) -> tuple[NDArray[np.float64], NDArray[np.
     so = truths("same", same, len(score))
     if so.all() or not so.any():
         kind = "one class" if so.all() else "two classes"
-        raise InputError(expected("same", "pairs of one class and of two classes", f"pairs of {kind} alone"))
+        raise InputError("same", "pairs of one class and of two classes", f"pairs of {kind} alone")
     threshold = np.concatenate([[-np.inf], np.unique(score)])
     missed, others = (
         np.searchsorted(np.sort(part), threshold, side="right") / len(part) for part in (score[so], score[~so])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.metrics._checks import check_embeddings, check_labels
 from contrastive_curvature.metrics.neighbors import Backend, Metric, nearest_neighbors
 
@@ -28,7 +28,7 @@ def _iterate(name: str, samples: object) -> Iterator[Tensor]:
     if (isinstance(samples, Tensor) and samples.ndim == 3) or (several and not hasattr(samples, "mu")):
         return iter(samples)  # type: ignore[call-overload]
     came = f"shape {tuple(samples.shape)}" if isinstance(samples, Tensor) else f"a {type(samples).__name__}"
-    raise InputTypeError(expected(name, "shape (S, N, D), or an iterable of (N, D): sampled embeddings", came, _HINT))
+    raise InputTypeError(name, "shape (S, N, D), or an iterable of (N, D): sampled embeddings", came, _HINT)
 
 
 def retrieval_votes(
@@ -62,7 +62,7 @@ def retrieval_votes(
     validate.choice("metric", metric, ("cosine", "euclidean"))
     points = check_labels("labels", labels)
     if (gallery is None) != (gallery_labels is None):
-        raise InputError(expected("gallery, gallery_labels", "both or neither", "one of the two"))
+        raise InputError("gallery, gallery_labels", "both or neither", "one of the two")
     searched_labels = (
         points if gallery_labels is None else check_labels("gallery_labels", gallery_labels).to(points.device)
     )
@@ -71,12 +71,12 @@ def retrieval_votes(
     zeros, votes = metric == "euclidean", []
     for sample, each in zip(_iterate("samples", samples), galleries, strict=not one_gallery):
         if len(check_embeddings("samples", sample, zeros, _HINT)) != len(points):
-            raise InputError(expected("samples", f"N = {len(points)} points, as labels", f"N = {len(sample)}", _HINT))
+            raise InputError("samples", f"N = {len(points)} points, as labels", f"N = {len(sample)}", _HINT)
         searched = None if each is None else check_embeddings("gallery", each, zeros, _HINT)
         if searched is not None and len(searched) != len(searched_labels):
-            raise InputError(expected("gallery_labels", f"shape ({len(searched)},)", tuple(searched_labels.shape)))
+            raise InputError("gallery_labels", f"shape ({len(searched)},)", tuple(searched_labels.shape))
         neighbors = nearest_neighbors(sample, searched, k=1, backend=backend, metric=metric).squeeze(1)
         votes.append(searched_labels[neighbors.to(points.device)])
     if not votes:
-        raise InputError(expected("samples", "at least one sample", "none"))
+        raise InputError("samples", "at least one sample", "none")
     return torch.stack(votes)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.network.call import ModelCall, entry_of, named_entries
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, check_inputs, move_inputs, slice_inputs, tokenized
@@ -46,9 +46,9 @@ class EncoderOutput(nn.Module):
         check_model(model, half=True)
         if isinstance(output, bool) or not isinstance(output, (str, int, type(None))):
             wanted = "the name of an output, its number in a tuple, or None"
-            raise InputTypeError(expected("output", wanted, f"a {type(output).__name__}"))
+            raise InputTypeError("output", wanted, f"a {type(output).__name__}")
         if pooling is not None and pooling not in POOLINGS:
-            raise InputError(expected("pooling", f"None or one of {list(POOLINGS)}", repr(pooling)))
+            raise InputError("pooling", f"None or one of {list(POOLINGS)}", repr(pooling))
         self.model, self.output, self.pooling = model, output, pooling
         self._call = ModelCall()
 
@@ -59,7 +59,7 @@ class EncoderOutput(nn.Module):
         if not isinstance(found, Tensor):
             names = [name for name, value in named_entries(out) if isinstance(value, Tensor)]
             wanted = f"one of the outputs of {type(self.model).__name__}, {names}"
-            raise InputError(expected("output", wanted, repr(self.output)))
+            raise InputError("output", wanted, repr(self.output))
         return found if self.pooling is None else self._pooled(found, x)
 
     def _pooled(self, tokens: Tensor, x: Inputs) -> Tensor:
@@ -68,7 +68,7 @@ class EncoderOutput(nn.Module):
         if tokens.ndim != 3:
             wanted = f"an output (N, T, D) for pooling={self.pooling!r}"
             hint = "Leave pooling out for an output (N, D)."
-            raise InputError(expected("pooling", wanted, f"shape {tuple(tokens.shape)}", hint))
+            raise InputError("pooling", wanted, f"shape {tuple(tokens.shape)}", hint)
         mask = x.get("attention_mask") if isinstance(x, Mapping) else None
         if not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]:
             return tokens.mean(1) if self.pooling == "mean" else tokens[:, 0 if self.pooling == "first" else -1]
@@ -142,7 +142,7 @@ def with_last_layer(encoder: nn.Module, x: Any) -> WithLastLayer:
             analysed.require_last_layer()
             wanted = "one that does not end in a linear layer"
             hint = "Pass it to laplace.Laplace as it is."
-            raise InputError(expected("encoder", wanted, f"layer {analysed.last_layer_name!r} at its end", hint))
+            raise InputError("encoder", wanted, f"layer {analysed.last_layer_name!r} at its end", hint)
         found = _linear_end(analysed, few)
         raw = analysed(few)  # after the gradients, so that the modules keep no graph, which could not be copied
         name, weight, bias = found or (None, torch.eye(analysed.dim), torch.zeros(analysed.dim))

@@ -21,7 +21,6 @@ from contrastive_curvature.errors import (
     InputError,
     InputTypeError,
     UnsupportedError,
-    expected,
 )
 from contrastive_curvature.network.inputs import Inputs
 
@@ -68,7 +67,7 @@ class ModelCall:
         found = entry_of(out, self.output)
         if not isinstance(found, Tensor):
             raise InputTypeError(
-                expected("model", f"a tensor {self.output!r} among its outputs, as before", f"{type(found).__name__}")
+                "model", f"a tensor {self.output!r} among its outputs, as before", f"{type(found).__name__}"
             )
         return found
 
@@ -130,7 +129,7 @@ def embedding_name(out: Any) -> str:
     hint = "Wrap it in a module whose forward returns the embeddings."
     if ways:
         hint = f"Say which of them is the embedding that you compare: pass {' or '.join(ways)}."
-    raise InputTypeError(expected("model", "a module that returns a tensor (N, D)", came, hint))
+    raise InputTypeError("model", "a module that returns a tensor (N, D)", came, hint)
 
 
 def _arguments(model: nn.Module, x: dict[str, Any]) -> tuple[bool | None, dict[str, Any]]:
@@ -159,12 +158,12 @@ def _arguments(model: nn.Module, x: dict[str, Any]) -> tuple[bool | None, dict[s
 def check_output(out: Any) -> None:
     """Refuse outputs that are no embeddings: no tensor, or not of shape (N, D)."""
     if not isinstance(out, Tensor):
-        raise InputTypeError(expected("model", "a module that returns a tensor (N, D)", f"a {type(out).__name__}"))
+        raise InputTypeError("model", "a module that returns a tensor (N, D)", f"a {type(out).__name__}")
     if out.ndim != 2 or out.shape[1] == 0:
         hint = "One row is one embedding: pool or flatten inside the encoder."
         if out.ndim == 3:
             hint = "One row is one embedding: contrastive_curvature.EncoderOutput(model, pooling='mean') pools tokens."
-        raise InputError(expected("model", "outputs of shape (N, D)", f"shape {tuple(out.shape)}", hint))
+        raise InputError("model", "outputs of shape (N, D)", f"shape {tuple(out.shape)}", hint)
 
 
 _RAISED = (RuntimeError, TypeError, LookupError, ValueError, AssertionError)
@@ -204,7 +203,7 @@ def naming_the_input(x: Any, known: str | None = None) -> Iterator[None]:
         if known is not None:
             wanted = f"points of {known}, as when the model was analysed"
         raised = f"The model raised {type(error).__name__}" + (f": {lines[0].rstrip('.')}." if lines else ".")
-        raise InputError(expected("x", wanted, f"points of {describe_points(x)}", raised)) from error
+        raise InputError("x", wanted, f"points of {describe_points(x)}", raised) from error
 
 
 def _is_hardware_error(error: Exception) -> bool:

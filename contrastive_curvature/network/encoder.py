@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.network.call import (
     ModelCall,
     describe_points,
@@ -140,7 +140,7 @@ class Encoder(nn.Module):
             self.dim = self._kept(out.shape[1])
             if not bool(out.isfinite().all()):
                 rows = (~out.isfinite().all(dim=1)).nonzero().flatten()[:5].tolist()
-                raise InputError(expected("model(x)", "finite embeddings", f"NaN or infinity in rows {rows}"))
+                raise InputError("model(x)", "finite embeddings", f"NaN or infinity in rows {rows}")
             raw, self.place, self.normalized = find_raw(records, out, makes_out)
             layers: list[nn.Module] = [
                 record.module
@@ -152,7 +152,7 @@ class Encoder(nn.Module):
             if last_layer_name not in names:
                 wanted = f"the layer that computes the raw outputs, one of {names}"
                 hint = "Only an l2-normalisation may follow its output."
-                raise InputError(expected("last_layer_name", wanted, last_layer_name, hint))
+                raise InputError("last_layer_name", wanted, last_layer_name, hint)
             layers = [self.model.get_submodule(last_layer_name)]
         if layers:
             self.last_layer_name = _name_of(layers[-1], self.model)

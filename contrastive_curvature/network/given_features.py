@@ -16,7 +16,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.network.digest import same_encoder, trunk_fingerprint
 
 FEATURES = "contrastive_curvature.features"
@@ -73,7 +73,7 @@ def source_of(x: Mapping[str, Any]) -> FeatureSource:
     """Return the source of a batch of saved features."""
     if SOURCE not in x:
         wanted = "features with their source, as a FeatureFolder yields them"
-        raise InputTypeError(expected("x", wanted, f"no entry {SOURCE!r}"))
+        raise InputTypeError("x", wanted, f"no entry {SOURCE!r}")
     return _parsed(x[SOURCE])
 
 
@@ -87,9 +87,9 @@ def read_features(x: Mapping[str, Any], layer: nn.Linear) -> Tensor:
     phi, wanted = x[FEATURES], f"features of shape (B, {layer.in_features})"
     if not isinstance(phi, Tensor) or not phi.is_floating_point():
         received = f"a tensor of {phi.dtype}" if isinstance(phi, Tensor) else f"a {type(phi).__name__}"
-        raise InputTypeError(expected("x", wanted, received))
+        raise InputTypeError("x", wanted, received)
     if phi.ndim != 2 or phi.shape[1] != layer.in_features:
-        raise InputError(expected("x", wanted, f"shape {tuple(phi.shape)}"))
+        raise InputError("x", wanted, f"shape {tuple(phi.shape)}")
     # A layer in half precision computes in it, but curvatures are sums of products of features.
     return phi.to(layer.weight.device, torch.promote_types(layer.weight.dtype, torch.float32))
 
@@ -129,4 +129,4 @@ def check_source(model: nn.Module, last_layer_name: str, source: FeatureSource) 
             "Load the weights that the encoder had when they were written, or write those of this encoder with "
             "contrastive_curvature.features(encoder, loader, another_path)."
         )
-        raise InputError(expected("features", "those of this encoder", received, hint))
+        raise InputError("features", "those of this encoder", received, hint)

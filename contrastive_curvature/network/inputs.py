@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 
 Inputs = Tensor | Mapping[str, Any]
 """A batch: a tensor whose first axis is the batch, or a mapping whose tensors all have that first axis."""
@@ -22,16 +22,16 @@ def check_inputs(x: object, argument: str = "x") -> Inputs:
     """Return a batch; refuse anything that cannot be a batch of dense inputs with at least one point."""
     wanted = "a tensor or a mapping of tensors, one point a row"
     if not isinstance(x, (Tensor, Mapping)):
-        raise InputTypeError(expected(argument, wanted, f"a {type(x).__name__}"))
+        raise InputTypeError(argument, wanted, f"a {type(x).__name__}")
     for value in x.values() if isinstance(x, Mapping) else [x]:
         if isinstance(value, Tensor) and value.layout != torch.strided:
             hint = "Sparse tensors cannot be sliced by rows. Call .to_dense() on it."
-            raise InputTypeError(expected(argument, "dense tensors", f"layout {value.layout}", hint))
+            raise InputTypeError(argument, "dense tensors", f"layout {value.layout}", hint)
     if not input_length(x):
         received = (
             f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else "a mapping without tensors, or without points"
         )
-        raise InputError(expected(argument, "a batch of at least one point", received))
+        raise InputError(argument, "a batch of at least one point", received)
     return x
 
 
@@ -100,7 +100,7 @@ def asks_for_example(example: object) -> Iterator[None]:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         hint = "Pass example=, two inputs that may be in the file."
         came = f"none, and made-up ones fail: {reason}"
-        raise InputError(expected("example", "inputs that the encoder takes", came, hint)) from error
+        raise InputError("example", "inputs that the encoder takes", came, hint) from error
 
 
 def same_tokens(parts: Sequence[Inputs]) -> list[Inputs]:
@@ -123,7 +123,7 @@ def same_tokens(parts: Sequence[Inputs]) -> list[Inputs]:
         if missing and side is None and len(known) != 1:
             hint = "Pad all batches to one length, as tokenizer(texts, padding='max_length', max_length=...) does."
             came = f"batches of {mask.shape[1]} and {longest} tokens whose masks do not show on which side to pad"
-            raise InputError(expected("train_loader", "batches of one number of tokens", came, hint))
+            raise InputError("train_loader", "batches of one number of tokens", came, hint)
         in_front = (side or next(iter(known), "")) == "left"
         # Of the shape of the mask are the tokens themselves, their types and their positions.
         padded.append(
@@ -155,7 +155,7 @@ def tokenized(model: Any, x: Any, argument: str = "x") -> Any:
     have, turns texts into a mapping.
     """
     if isinstance(x, str):
-        raise InputTypeError(expected(argument, "a list of texts", "one text", "Pass [text]."))
+        raise InputTypeError(argument, "a list of texts", "one text", "Pass [text].")
     if not is_texts(x):
         return x
     owners = model.modules() if isinstance(model, nn.Module) else ()
@@ -163,7 +163,7 @@ def tokenized(model: Any, x: Any, argument: str = "x") -> Any:
     if not known:
         hint = "This encoder has no method 'tokenize': turn texts into a mapping of tensors before, one text a row."
         wanted = "a tensor or a mapping of tensors, one point a row"
-        raise InputTypeError(expected(argument, wanted, f"a {type(x).__name__} of texts", hint))
+        raise InputTypeError(argument, wanted, f"a {type(x).__name__} of texts", hint)
     owner, name = known[0]
     # The text that sentence-transformers' encode puts before every other by default.
     prompts = getattr(owner, "prompts", None)
@@ -172,7 +172,7 @@ def tokenized(model: Any, x: Any, argument: str = "x") -> Any:
     if not isinstance(out, Mapping) or input_length(out) != len(x):
         came = f"a {type(out).__name__}" + (f" of {input_length(out)} points" if isinstance(out, Mapping) else "")
         wanted = f"a mapping of tensors with {len(x)} points from {type(owner).__name__}.{name}"
-        raise InputError(expected(argument, wanted, came))
+        raise InputError(argument, wanted, came)
     return dict(out)
 
 
@@ -188,7 +188,7 @@ def tokenized_batch(model: Any, batch: Any, argument: str = "train_loader") -> A
         return batch
     if is_texts(batch):
         hint = "Yield (texts, labels), or two lists (texts, texts) of pairs."
-        raise InputTypeError(expected(argument, "batches (x, labels)", "texts without labels", hint))
+        raise InputTypeError(argument, "batches (x, labels)", "texts without labels", hint)
     first = batch[0]
     if not is_texts(first) and isinstance(first, (tuple, list)):
         return (_views(model, first, argument), *batch[1:]) if len(first) == 2 else batch

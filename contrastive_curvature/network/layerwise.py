@@ -24,7 +24,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.hessian.blocks import Blocks, SignedFactor
 from contrastive_curvature.hessian.cross import CrossBlocks, tangent_axes
 from contrastive_curvature.hessian.node_blocks import NodeBlocks
@@ -185,7 +185,7 @@ class LayerwisePullback(ModulePullback):
         if variance.shape != (self.n_params,):
             hint = "Was a parameter frozen, added or replaced since the variances were computed?"
             wanted = f"the {variance.numel()} trainable parameters that have variances"
-            raise InputError(expected("model", wanted, f"{self.n_params} of them", hint))
+            raise InputError("model", wanted, f"{self.n_params} of them", hint)
         dim = self.encoder.dim
         own = self.split(variance)
 

@@ -21,7 +21,7 @@ from torch.utils.data import (
 )
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.network.inputs import (
     Inputs,
     check_inputs,
@@ -88,7 +88,7 @@ def read_views(
     if isinstance(batch, Mapping):
         if label_key not in batch:
             wanted, hint = f"mappings with the labels under {label_key!r}", "Name the key with dict_key_y=..."
-            raise InputTypeError(expected(argument, wanted, f"the keys {sorted(batch)}", hint))
+            raise InputTypeError(argument, wanted, f"the keys {sorted(batch)}", hint)
         return Views(_moved(batch, device, argument), None, _target(batch[label_key], device, argument))
     pair = isinstance(batch, (tuple, list)) and len(batch) in (2, 3)
     plain = pair and len(batch) == 2 and isinstance(batch[1], Tensor) and not isinstance(batch[0], (tuple, list))
@@ -96,7 +96,7 @@ def read_views(
     if not pair or (len(batch) == 3 and not viewed):
         came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
         hint = "Of three entries, a second one with one number a point is no second view."
-        raise InputTypeError(expected(argument, _FORMS, came, hint))
+        raise InputTypeError(argument, _FORMS, came, hint)
     if not viewed:
         x, y = batch
         return Views(_moved(x, device, argument), None, _target(y, device, argument))
@@ -105,7 +105,7 @@ def read_views(
         first, second, y = batch
         if _alike(first, y):
             hint = "Views are compared two by two: yield two of them, or the third beside other two in a further batch."
-            raise InputError(expected(argument, "two views of every input", "three", hint))
+            raise InputError(argument, "two views of every input", "three", hint)
     elif isinstance(batch[0], (tuple, list)):
         (first, second), y = batch
         if not (isinstance(y, Tensor) and y.ndim):
@@ -116,7 +116,7 @@ def read_views(
     views = [_moved(view, device, argument) for view in (first, second)]
     lengths = [input_length(view) for view in views]
     if lengths[0] != lengths[1] and y is None:
-        raise InputError(expected(argument, "as many second views as first ones", f"{lengths[0]} and {lengths[1]}"))
+        raise InputError(argument, "as many second views as first ones", f"{lengths[0]} and {lengths[1]}")
     return Views(views[0], views[1], None if y is None else _target(y, device, argument), unusable)
 
 
@@ -126,7 +126,7 @@ def read_batch(
     """Take apart ``(x, labels)``, or a mapping that holds the labels too, and bring both to a device."""
     views = read_views(batch, device, label_key, argument, related=True)
     if views.second is not None or views.targets is None:
-        raise InputTypeError(expected(argument, "batches (x, labels) or mappings", "two views of every input"))
+        raise InputTypeError(argument, "batches (x, labels) or mappings", "two views of every input")
     return views.first, views.targets
 
 
@@ -137,7 +137,7 @@ def inputs_alone(batch: Any, argument: str = "loader") -> Any:
         return batch[0]
     if several or not isinstance(batch, (Tensor, Mapping, tuple, list)):
         shown = f"a {type(batch).__name__}" + (f" of {len(batch)}" if several else "")
-        raise InputTypeError(expected(argument, "batches (x, labels), or of inputs alone", shown))
+        raise InputTypeError(argument, "batches (x, labels), or of inputs alone", shown)
     return batch
 
 
@@ -157,7 +157,7 @@ def _target(y: Any, device: torch.device, argument: str) -> Tensor:
             f"Known are {_FORMS}. Names of classes become numbers, once for the whole data set, by "
             "torch.as_tensor(numpy.unique(names, return_inverse=True)[1])."
         )
-        raise InputTypeError(expected(argument, "labels as a tensor", f"a {type(y).__name__}", hint))
+        raise InputTypeError(argument, "labels as a tensor", f"a {type(y).__name__}", hint)
     return y.to(device)
 
 
@@ -168,7 +168,7 @@ def joined_inputs(first: Inputs, second: Inputs, argument: str = "train_loader")
     if not isinstance(first, Mapping) or not isinstance(second, Mapping) or first.keys() != second.keys():
         keys = [sorted(view) if isinstance(view, Mapping) else "a tensor" for view in (first, second)]
         hint = "One encoder sees both views in one batch. Inputs of two kinds need contrastive_curvature.TwoTowers."
-        raise InputError(expected(argument, "two views of one kind", f"{keys[0]} and {keys[1]}", hint))
+        raise InputError(argument, "two views of one kind", f"{keys[0]} and {keys[1]}", hint)
     first, second = (dict(part) for part in same_tokens([first, second]))
     n = input_length(first)
     for name, value in first.items():
@@ -181,7 +181,7 @@ def _joined(first: Tensor, second: Tensor, argument: str) -> Tensor:
     if first.shape[1:] != second.shape[1:] or first.dtype != second.dtype:
         shapes = f"{tuple(first.shape)} of {first.dtype} and {tuple(second.shape)} of {second.dtype}"
         hint = "One encoder sees both views in one batch: pad or crop them to one shape."
-        raise InputError(expected(argument, "two views of one shape and type", shapes, hint))
+        raise InputError(argument, "two views of one shape and type", shapes, hint)
     return torch.cat([first, second])
 
 
@@ -204,7 +204,7 @@ def check_loader(loader: Any, argument: str = "train_loader", *, once: bool = Fa
     if iterator or points or other or not runs:
         hint = "Pass a DataLoader or a list of batches, as DataLoader(TensorDataset(x, labels), batch_size=256)."
         came = f"{'the iterator' if iterator else 'a'} {type(loader).__name__}"
-        raise InputTypeError(expected(argument, wanted, came, hint))
+        raise InputTypeError(argument, wanted, came, hint)
     for part in [] if shares else loader_parts(loader):
         # torch's and Lightning's samplers; Accelerate's shards, whose name a data set of the user's may have too.
         shards = isinstance(part, (Sampler, IterableDataset)) or type(part).__module__.startswith("accelerate")
@@ -274,15 +274,15 @@ def in_fixed_order(loader: Any) -> Any:
 def check_model(model: object, *, half: bool = False) -> None:
     """Refuse what cannot be an encoder, or may not be in half precision."""
     if not isinstance(model, nn.Module):
-        raise InputTypeError(expected("model", "a torch.nn.Module", f"a {type(model).__name__}"))
+        raise InputTypeError("model", "a torch.nn.Module", f"a {type(model).__name__}")
     check_one_encoder(model)
     if isinstance(model, torch.jit.ScriptModule):
         hint = "Its layers cannot be looked into: pass the module that it was scripted from."
-        raise InputTypeError(expected("model", "a plain torch.nn.Module", "a ScriptModule", hint))
+        raise InputTypeError("model", "a plain torch.nn.Module", "a ScriptModule", hint)
     parameters = [p for p in model.parameters() if p.is_floating_point()]
     if not parameters:
         hint = "Quantised (int8) layers have none: fit the encoder as it was before it was quantised."
-        raise InputError(expected("model", "an encoder with parameters of a floating-point type", "one without", hint))
+        raise InputError("model", "an encoder with parameters of a floating-point type", "one without", hint)
     halves = {p.dtype for p in parameters} & {torch.float16, torch.bfloat16}
     if halves and not half:
         hint = (
@@ -290,7 +290,7 @@ def check_model(model: object, *, half: bool = False) -> None:
             "torch.autocast where that is too slow), or take laplace.Laplace with subset_of_weights='last_layer' and "
             "hessian_structure='kron_lowrank', 'kron', 'full' or 'diag', which computes in float32."
         )
-        raise InputError(expected("model", "float32 or float64 parameters", f"{halves.pop()}", hint))
+        raise InputError("model", "float32 or float64 parameters", f"{halves.pop()}", hint)
 
 
 def check_one_encoder(model: nn.Module) -> None:
@@ -298,9 +298,9 @@ def check_one_encoder(model: nn.Module) -> None:
     if hasattr(model, "get_image_features") and hasattr(model, "get_text_features"):
         came = f"a {type(model).__name__}, which holds one of images and one of texts"
         hint = "Pass one, such as CLIPVisionModelWithProjection, or contrastive_curvature.TwoTowers of both."
-        raise InputTypeError(expected("model", "one encoder", came, hint))
+        raise InputTypeError("model", "one encoder", came, hint)
     if isinstance(model, TwoTowers):
         hint = "laplace.Laplace(..., likelihood='contrastive') takes both; here pass encoder_a or encoder_b."
-        raise InputTypeError(expected("model", "one encoder", "a TwoTowers", hint))
+        raise InputTypeError("model", "one encoder", "a TwoTowers", hint)
     for parameter in model.parameters():
         validate.device("model: parameters", parameter)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import InputTypeError, expected
+from contrastive_curvature.errors import InputTypeError
 
 
 class TwoTowers(nn.Module):
@@ -34,12 +34,12 @@ class TwoTowers(nn.Module):
         for name, encoder in (("encoder_a", encoder_a), ("encoder_b", encoder_b)):
             if not isinstance(encoder, nn.Module):
                 came = f"the class {encoder.__name__}" if isinstance(encoder, type) else f"a {type(encoder).__name__}"
-                raise InputTypeError(expected(name, "a torch.nn.Module", came))
+                raise InputTypeError(name, "a torch.nn.Module", came)
             if isinstance(encoder, TwoTowers):
-                raise InputTypeError(expected(name, "one encoder", "a TwoTowers", "It has two of its own."))
+                raise InputTypeError(name, "one encoder", "a TwoTowers", "It has two of its own.")
             if isinstance(encoder, torch.jit.ScriptModule):
                 hint = "Its layers cannot be looked into: pass the module that it was scripted from."
-                raise InputTypeError(expected(name, "a plain torch.nn.Module", "a ScriptModule", hint))
+                raise InputTypeError(name, "a plain torch.nn.Module", "a ScriptModule", hint)
         self.encoder_a, self.encoder_b = encoder_a, encoder_b
 
     @property

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, expected
+from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError
 from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.fit.readers import as_batch
 from contrastive_curvature.hessian.blocks import UnrepresentableError
@@ -108,7 +108,7 @@ class OnlineLaplace(nn.Module):
     ) -> None:
         super().__init__()
         if not isinstance(encoder, nn.Module):
-            raise InputTypeError(expected("encoder", "a torch.nn.Module", f"a {type(encoder).__name__}"))
+            raise InputTypeError("encoder", "a torch.nn.Module", f"a {type(encoder).__name__}")
         check_options(memory_factor, n_samples, n_data, subset_of_weights, hessian_structure)
         numbers = {
             "prior_precision": prior_precision,
@@ -121,10 +121,10 @@ class OnlineLaplace(nn.Module):
         functions = {"loss": loss, "miner": miner, "curvature_miner": curvature_miner}
         for name, function in functions.items():
             if function is not None and not callable(function):
-                raise InputTypeError(expected(name, "a callable", f"a {type(function).__name__}"))
+                raise InputTypeError(name, "a callable", f"a {type(function).__name__}")
         probe = check_inputs(tokenized(encoder, probe, "probe"), "probe")
         if input_length(probe) < 2:
-            raise InputError(expected("probe", "a batch of two inputs or more", f"{input_length(probe)} of them"))
+            raise InputError("probe", "a batch of two inputs or more", f"{input_length(probe)} of them")
         self.encoder, self.n_data, self.n_samples = encoder, n_data, n_samples
         self._posterior = OnlinePosterior(
             encoder,
@@ -138,7 +138,7 @@ class OnlineLaplace(nn.Module):
         backend_object = self._posterior.backend
         relation = backend_object.options.relation
         if relation is not None and curvature_miner is not None:
-            raise InputError(expected("curvature_miner, backend_kwargs: relation", "one of them", "both"))
+            raise InputError("curvature_miner, backend_kwargs: relation", "one of them", "both")
         self._loss, self._miner, self._curvature_miner = loss, miner, curvature_miner
         # The loss is a mean over pairs of each type, as usual in metric learning.
         own_loss = backend_object.loss
@@ -200,7 +200,7 @@ class OnlineLaplace(nn.Module):
         x = tokenized(self.encoder, x)
         if labels is None and pairs is None:
             hint = "For two views of every input, x and labels come from learner.join(batch)."
-            raise InputError(expected("labels", "class labels, or pairs=...", "neither", hint))
+            raise InputError("labels", "class labels, or pairs=...", "neither", hint)
         full_precision = torch.autocast(next(self.encoder.parameters()).device.type, enabled=False)
         noise: list[Tensor | None] = [None]
         if self.training:
@@ -240,9 +240,7 @@ class OnlineLaplace(nn.Module):
         if not bool(self.discounted.positive):
             received = f"{int(self.discounted.steps)} steps, and no positive curvature"
             hint = "With pairs in every batch, use pd_fix='positive' or a smaller negative_weight or margin."
-            raise InputError(
-                expected("laplace()", "at least one training step on a batch with positive pairs", received, hint)
-            )
+            raise InputError("laplace()", "at least one training step on a batch with positive pairs", received, hint)
         return self._posterior.fitted(self.discounted)
 
     def get_extra_state(self) -> Tensor:
@@ -259,7 +257,7 @@ class OnlineLaplace(nn.Module):
         differ = sorted(name for name in was | now if was.get(name) != now.get(name))
         if differ:
             wanted, received = (", ".join(f"{name}={given.get(name)}" for name in differ) for given in (now, was))
-            raise InputError(expected("state_dict", f"one of an OnlineLaplace with {wanted}", received))
+            raise InputError("state_dict", f"one of an OnlineLaplace with {wanted}", received)
 
     def _loss_of(self, z: Tensor, raw: Tensor, labels: Tensor | None, pairs: Any) -> Tensor:
         """Return the loss of a batch; ``raw`` are its outputs ``z`` without a graph, checked."""

@@ -10,7 +10,7 @@ from typing import Any
 from torch import nn
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.laplace.options import given_options
 
 
@@ -25,10 +25,10 @@ def check_options(
     """
     if validate.number("memory_factor", memory_factor) >= 1:
         hint = "It is the fraction that a step forgets; hessian_memory_factor=0.999 of the released code is 0.001 here."
-        raise InputError(expected("memory_factor", "a number in [0, 1)", memory_factor, hint))
+        raise InputError("memory_factor", "a number in [0, 1)", memory_factor, hint)
     validate.count("n_samples", n_samples)
     if validate.count("n_data", n_data) < 2:
-        raise InputError(expected("n_data", "a whole number of at least 2", n_data))
+        raise InputError("n_data", "a whole number of at least 2", n_data)
     if subset_of_weights == "subnetwork" or hessian_structure in ("lowrank", "gp"):
         msg = (
             f"subset_of_weights={subset_of_weights!r}, hessian_structure={hessian_structure!r}: curvatures of batches "
@@ -55,7 +55,7 @@ def batch_options(backend_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     for name, only, hint in (("pairs", "batch", later), ("mc_samples", None, samples)):
         if options.get(name) not in (None, only):
             wanted = "nothing in training" if only is None else f"{only!r} or nothing"
-            raise InputError(expected(f"backend_kwargs: {name}", wanted, repr(options[name]), hint))
+            raise InputError(f"backend_kwargs: {name}", wanted, repr(options[name]), hint)
     return options
 
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.func import functional_call
 from torch.nn.functional import linear
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit.loop import DatasetCurvature, mean_norm
 from contrastive_curvature.fit.mc_samples import term_of
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
@@ -129,7 +129,7 @@ class AllParameters(SampledEncoder):
         if sum(sizes) != self._size:
             wanted = f"{self._size} trainable numbers, as when OnlineLaplace was created"
             hint = "Freeze or unfreeze parameters before creating OnlineLaplace, or create another one."
-            raise InputError(expected("encoder", wanted, f"{sum(sizes)} of them", hint))
+            raise InputError("encoder", wanted, f"{sum(sizes)} of them", hint)
         for shift in noise:
             if shift is None:
                 yield self.encoder(x), None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import MaskRelation, Relation, RelationFunction, make_target_relation
 
@@ -41,16 +41,16 @@ def make_relation(n: int, device: torch.device, labels: Tensor | None = None, pa
     """
     if pairs is None:
         if labels is None:
-            raise InputError(expected("labels", "class labels, or pairs=...", "neither"))
+            raise InputError("labels", "class labels, or pairs=...", "neither")
         return make_target_relation(labels, n, device)
     if callable(pairs):
         return make_target_relation(torch.arange(n) if labels is None else labels, n, device, pairs)
     if labels is not None:
-        raise InputError(expected("labels, pairs", "one of them", "both", "Listed pairs need no labels."))
+        raise InputError("labels, pairs", "one of them", "both", "Listed pairs need no labels.")
     if not isinstance(pairs, (tuple, list)):
-        raise InputTypeError(expected("pairs", _WANTED, f"a {type(pairs).__name__}"))
+        raise InputTypeError("pairs", _WANTED, f"a {type(pairs).__name__}")
     if len(pairs) == 2 and all(isinstance(m, Tensor) and m.dtype == torch.bool for m in pairs):
         return MaskRelation(pairs[0].to(device), pairs[1].to(device), n)
     if len(pairs) not in (3, 4):
-        raise InputError(expected("pairs", _WANTED, f"a tuple of {len(pairs)}"))
+        raise InputError("pairs", _WANTED, f"a tuple of {len(pairs)}")
     return EdgeRelation(tuple(pairs), n, device)

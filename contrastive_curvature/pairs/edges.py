@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.pairs.relation import Relation
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
@@ -34,10 +34,10 @@ class EdgeRelation(Relation):
         a1, p, a2, neg = (tensors[0], tensors[1], tensors[0], tensors[2]) if len(tensors) == 3 else tensors
         if a1.shape != p.shape or a2.shape != neg.shape:
             lengths = [t.numel() for t in tensors]
-            raise InputError(expected("pairs", "index tensors of equal length", f"lengths {lengths}"))
+            raise InputError("pairs", "index tensors of equal length", f"lengths {lengths}")
         if n > MOST_POINTS:
             hint = "Labels and a callable relate any number of points."
-            raise InputError(expected("pairs", f"index tensors of a batch of at most {MOST_POINTS:,} points", n, hint))
+            raise InputError("pairs", f"index tensors of a batch of at most {MOST_POINTS:,} points", n, hint)
         self.n, self.device = n, device
         self._positive, self._negative = _times_listed(a1, p, n), _times_listed(a2, neg, n)
 
@@ -61,20 +61,20 @@ class GradedPairs(Relation):
         self.a, self.b = _indices("pairs (a)", a, n, device), _indices("pairs (b)", b, n, device)
         if not isinstance(grades, Tensor) or grades.layout != torch.strided or grades.is_complex():
             came = f"dtype {grades.dtype}, {grades.layout}" if isinstance(grades, Tensor) else type(grades).__name__
-            raise InputTypeError(expected("pairs (grades)", "a dense tensor of numbers", came))
+            raise InputTypeError("pairs (grades)", "a dense tensor of numbers", came)
         if grades.ndim != 1:
-            raise InputError(expected("pairs (grades)", "shape (K,)", f"shape {tuple(grades.shape)}"))
+            raise InputError("pairs (grades)", "shape (K,)", f"shape {tuple(grades.shape)}")
         self.grades, self.n, self.device = grades.to(device), n, device
         if not self.a.shape == self.b.shape == grades.shape:
             lengths = [len(part) for part in (a, b, grades)]
-            raise InputError(expected("pairs", "a, b and grades of equal length", f"lengths {lengths}"))
+            raise InputError("pairs", "a, b and grades of equal length", f"lengths {lengths}")
         same = (self.a == self.b).nonzero().flatten()[:5].tolist()
         if same:
             hint = "Its cosine is 1 for every encoder. Leave such pairs out."
-            raise InputError(expected("pairs", "two points in every pair", f"one point twice in pairs {same}", hint))
+            raise InputError("pairs", "two points in every pair", f"one point twice in pairs {same}", hint)
         wrong = (~self.grades.isfinite()).nonzero().flatten()[:5].tolist()
         if wrong:
-            raise InputError(expected("pairs (grades)", "finite numbers", f"NaN or infinity in pairs {wrong}"))
+            raise InputError("pairs (grades)", "finite numbers", f"NaN or infinity in pairs {wrong}")
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """See :meth:`Relation.rows`; all of them are positives."""
@@ -102,10 +102,10 @@ def _indices(argument: str, tensor: object, n: int, device: torch.device) -> Ten
     """Return checked indices of n points, int64, shape (K,)."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS or tensor.layout != torch.strided:
         came = f"dtype {tensor.dtype}, {tensor.layout}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
-        raise InputTypeError(expected(argument, "integer index tensors", came))
+        raise InputTypeError(argument, "integer index tensors", came)
     if tensor.ndim != 1:
-        raise InputError(expected(argument, "index tensors of shape (K,)", f"shape {tuple(tensor.shape)}"))
+        raise InputError(argument, "index tensors of shape (K,)", f"shape {tuple(tensor.shape)}")
     low, high = (int(end) for end in tensor.aminmax()) if tensor.numel() else (0, -1)
     if low < 0 or high >= n:
-        raise InputError(expected(argument, f"indices in 0..{n - 1} for {n} points", f"{low}..{high}"))
+        raise InputError(argument, f"indices in 0..{n - 1} for {n} points", f"{low}..{high}")
     return tensor.to(device=device, dtype=torch.int64)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 
 RelationFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -167,7 +167,7 @@ class CallableRelation(TargetRelation):
         probe = targets[: min(self.n, 256)]
         for name, mask in zip(("positives", "negatives"), self.relate(probe, probe), strict=True):
             if not torch.equal(mask, mask.T):
-                raise InputError(expected("pairs", "a symmetric relation", f"a callable with asymmetric {name}"))
+                raise InputError("pairs", "a symmetric relation", f"a callable with asymmetric {name}")
 
     def of(self, targets: Tensor) -> CallableRelation:
         """See :meth:`TargetRelation.of`."""
@@ -178,7 +178,7 @@ class CallableRelation(TargetRelation):
         masks = self.function(a, b)
         if not (isinstance(masks, tuple) and len(masks) == 2):
             wanted = "a callable that returns (positives, negatives)"
-            raise InputTypeError(expected("pairs", wanted, f"a {type(masks).__name__}"))
+            raise InputTypeError("pairs", wanted, f"a {type(masks).__name__}")
         for name, mask in zip(("positives", "negatives"), masks, strict=True):
             _check_mask(mask, (len(a), len(b)), f"pairs (callable, {name})")
         _check_disjoint(*masks)
@@ -203,7 +203,7 @@ class MaskRelation(Relation):
             _check_mask(mask, (n, n), f"pairs ({name} mask)")
             if not torch.equal(mask & off_diagonal, mask.T & off_diagonal):
                 wanted, hint = "a symmetric mask, since a pair has no order", "Use mask | mask.T, or index tuples."
-                raise InputError(expected(f"pairs ({name} mask)", wanted, "an asymmetric one", hint))
+                raise InputError(f"pairs ({name} mask)", wanted, "an asymmetric one", hint)
         self._positive, self._negative = positive & off_diagonal, negative & off_diagonal
         _check_disjoint(self._positive, self._negative)
         self.n, self.device = n, positive.device
@@ -235,38 +235,38 @@ def make_target_relation(
         return LabelRelation(check_labels(targets, n).to(device))
     if not callable(function):
         wanted = "a callable (targets_a, targets_b) -> (positives, negatives)"
-        raise InputTypeError(expected("relation", wanted, f"a {type(function).__name__}"))
+        raise InputTypeError("relation", wanted, f"a {type(function).__name__}")
     if not isinstance(targets, Tensor) or targets.ndim == 0 or targets.shape[0] != n:
         received = f"shape {tuple(targets.shape)}" if isinstance(targets, Tensor) else f"a {type(targets).__name__}"
-        raise InputError(expected("labels", f"one target for each of the {n} embeddings", received))
+        raise InputError("labels", f"one target for each of the {n} embeddings", received)
     return CallableRelation(targets.to(device), function)
 
 
 def check_labels(labels: object, n: int | None = None) -> Tensor:
     """Return class labels as int64, if they are integers of shape (N,), one for each of ``n`` embeddings."""
     if not isinstance(labels, Tensor):
-        raise InputTypeError(expected("labels", "an integer tensor of shape (N,)", f"a {type(labels).__name__}"))
+        raise InputTypeError("labels", "an integer tensor of shape (N,)", f"a {type(labels).__name__}")
     if labels.is_floating_point() or labels.is_complex():
         hint = "Call .long() if they are whole numbers."
-        raise InputTypeError(expected("labels", "integer class labels", f"dtype {labels.dtype}", hint))
+        raise InputTypeError("labels", "integer class labels", f"dtype {labels.dtype}", hint)
     validate.dense("labels", labels)
     if labels.ndim != 1:
-        raise InputError(expected("labels", "shape (N,)", f"shape {tuple(labels.shape)}"))
+        raise InputError("labels", "shape (N,)", f"shape {tuple(labels.shape)}")
     if n is not None and labels.shape[0] != n:
-        raise InputError(expected("labels", f"one label for each of the {n} embeddings", f"{labels.shape[0]} labels"))
+        raise InputError("labels", f"one label for each of the {n} embeddings", f"{labels.shape[0]} labels")
     return labels.long()
 
 
 def _check_mask(mask: object, shape: tuple[int, int], argument: str) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.layout != torch.strided:
         received = f"dtype {mask.dtype}, {mask.layout}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        raise InputTypeError(expected(argument, f"a boolean tensor of shape {shape}", received))
+        raise InputTypeError(argument, f"a boolean tensor of shape {shape}", received)
     if tuple(mask.shape) != shape:
-        raise InputError(expected(argument, f"shape {shape}", f"shape {tuple(mask.shape)}"))
+        raise InputError(argument, f"shape {shape}", f"shape {tuple(mask.shape)}")
 
 
 def _check_disjoint(positive: Tensor, negative: Tensor) -> None:
     both = int((positive & negative).sum())
     if both:
         wanted = "each pair positive or negative or neither"
-        raise InputError(expected("pairs", wanted, f"{both} entries that are both"))
+        raise InputError("pairs", wanted, f"{both} entries that are both")

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 
 _T = TypeVar("_T")
 
@@ -178,6 +178,6 @@ def _joined(parts: list[Rows], size: int | None, seed: int) -> Rows:
         if other is not None:
             wanted = f"one shape for every point, {tuple(column.shape[1:])} as in the first batch"
             hint = "Points are kept, which takes the same of each: pad all batches to one length."
-            raise InputError(expected(f"loader: {name}", wanted, f"{tuple(other.columns[name].shape[1:])}", hint))
+            raise InputError(f"loader: {name}", wanted, f"{tuple(other.columns[name].shape[1:])}", hint)
     columns = {name: torch.cat([rows.columns[name].to(part) for rows in parts]) for name, part in first.items()}
     return Rows(size, torch.cat([rows.numbers for rows in parts]), columns, seed)

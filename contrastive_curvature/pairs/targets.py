@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.pairs.relation import Relation
 
 _SUM = 1e-4
@@ -24,10 +24,10 @@ class PartnerRelation(Relation):
         self.partner = partner.long()
         if self.n and not bool(((self.partner >= 0) & (self.partner < self.n)).all()):
             came = f"{int(self.partner.min())}..{int(self.partner.max())}"
-            raise InputError(expected("pairs", f"a partner in 0..{self.n - 1} for every point", came))
+            raise InputError("pairs", f"a partner in 0..{self.n - 1} for every point", came)
         own = (self.partner == torch.arange(self.n, device=self.device)).nonzero().flatten()[:5].tolist()
         if own:
-            raise InputError(expected("pairs", "another point as the partner of every point", f"itself in rows {own}"))
+            raise InputError("pairs", "another point as the partner of every point", f"itself in rows {own}")
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """See :meth:`Relation.rows`; rows are anchors."""
@@ -47,16 +47,14 @@ class TargetMatrix(Relation):
     def __init__(self, targets: Tensor) -> None:
         self.n, self.device, self.targets = len(targets), targets.device, targets
         if not bool((targets.isfinite() & (targets >= 0)).all()):
-            raise InputError(expected("pairs", "targets of finite numbers >= 0", "others"))
+            raise InputError("pairs", "targets of finite numbers >= 0", "others")
         if bool(targets.diagonal().any()):
             hint = "A point is no candidate of its own: its diagonal entry is zero."
-            raise InputError(expected("pairs", "targets with a zero diagonal", "others", hint))
+            raise InputError("pairs", "targets with a zero diagonal", "others", hint)
         wrong = ((targets.sum(1) - 1).abs() > _SUM).nonzero().flatten()[:5].tolist()
         if wrong:
             came = f"{[round(float(targets[row].sum()), 4) for row in wrong]} in rows {wrong}"
-            raise InputError(
-                expected("pairs", "targets of an anchor that sum to one", came, "Divide each row by its sum.")
-            )
+            raise InputError("pairs", "targets of an anchor that sum to one", came, "Divide each row by its sum.")
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """See :meth:`Relation.rows`; rows are anchors."""
@@ -71,7 +69,7 @@ def make_targets(pairs: Tensor, n: int, device: torch.device) -> Relation:
     wanted = f"the index of the partner of each of the {n} points, shape ({n},), or targets of shape ({n}, {n})"
     whole = not (pairs.is_floating_point() or pairs.is_complex() or pairs.dtype == torch.bool)
     if (pairs.ndim == 1 and not whole) or (pairs.ndim == 2 and not pairs.is_floating_point()):
-        raise InputTypeError(expected("pairs", wanted, f"dtype {pairs.dtype}"))
+        raise InputTypeError("pairs", wanted, f"dtype {pairs.dtype}")
     if tuple(pairs.shape) not in ((n,), (n, n)):
-        raise InputError(expected("pairs", wanted, f"shape {tuple(pairs.shape)}"))
+        raise InputError("pairs", wanted, f"shape {tuple(pairs.shape)}")
     return PartnerRelation(pairs.to(device)) if pairs.ndim == 1 else TargetMatrix(pairs.to(device))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature import validate
 from contrastive_curvature.decisions.fitted import Fitted, clopper_pearson, percent
-from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.laplace.batches import batches, predictions
 from contrastive_curvature.laplace.calibration import present_calibration, take_snapshot
@@ -160,7 +160,7 @@ class Retriever(Fitted):
     ) -> None:
         if not isinstance(encoder, (nn.Module, ContrastiveLaplace)):
             wanted = "a torch.nn.Module, or a fitted posterior of likelihood='contrastive'"
-            raise InputTypeError(expected("encoder", wanted, f"a {type(encoder).__name__}"))
+            raise InputTypeError("encoder", wanted, f"a {type(encoder).__name__}")
         if isinstance(encoder, ContrastiveLaplace):
             encoder.check_fitted()
         asked = {"wrong_answers": wrong_answers, "false_matches": false_matches, "false_alarms": false_alarms}
@@ -228,7 +228,7 @@ class Retriever(Fitted):
         self.la = la
         held, truth = self._embedded("held_out", *queries, progress_bar)
         if len(held) < 2:
-            raise InputError(expected("held_out", "at least two queries", f"{len(held)}"))
+            raise InputError("held_out", "at least two queries", f"{len(held)}")
         if not calibrated:
             # It freezes what a novelty is, for a file; the p-values here are of all held-out queries, also later ones.
             items, inputs_of = batches(la, queries[0], _AT_ONCE, "held_out")
@@ -310,10 +310,10 @@ class Retriever(Fitted):
         now, gone = self._gallery, np.asarray(identifiers)
         missing = np.setdiff1d(gone, now.identifiers)
         if len(missing):
-            raise InputError(expected("identifiers", "those of points in the gallery", f"{missing[:_NAMED].tolist()}"))
+            raise InputError("identifiers", "those of points in the gallery", f"{missing[:_NAMED].tolist()}")
         keep = ~np.isin(now.identifiers, gone)
         if not keep.any():
-            raise InputError(expected("identifiers", "some of the points", "all", "Fit again, with another gallery."))
+            raise InputError("identifiers", "some of the points", "all", "Fit again, with another gallery.")
         rows = torch.from_numpy(keep).to(now.directions.device)
         self._gallery = Points(now.directions[rows], now.classes[rows.cpu()], now.identifiers[keep])
         self._certify()
@@ -479,13 +479,13 @@ class Retriever(Fitted):
             # Both in one pass, for a loader may shuffle.
             for batch in inputs:
                 if not isinstance(batch, (tuple, list)) or len(batch) != 2 or is_texts(batch):
-                    raise InputTypeError(expected(argument, "batches (inputs, labels)", f"a {type(batch).__name__}"))
+                    raise InputTypeError(argument, "batches (inputs, labels)", f"a {type(batch).__name__}")
                 names.extend(_labels(argument, batch[1]))
                 yield batch[0]
 
         found = _embedded(self.la, alone(), argument, progress_bar)
         if len(names) != len(found):
-            raise InputError(expected(argument, f"{len(found)} labels, one an input", f"{len(names)}"))
+            raise InputError(argument, f"{len(found)} labels, one an input", f"{len(names)}")
         return found, self._coded(names)
 
     def _coded(self, names: Sequence[Hashable]) -> Tensor:
@@ -549,7 +549,7 @@ def _pair(argument: str, given: Any) -> tuple[Any, Any]:
         return given
     if _in_memory(given) or isinstance(given, tuple):
         came = f"a {type(given).__name__}"
-        raise InputTypeError(expected(argument, "(inputs, labels), or a loader of such batches", came))
+        raise InputTypeError(argument, "(inputs, labels), or a loader of such batches", came)
     return given, None
 
 
@@ -558,11 +558,11 @@ def _labels(argument: str, labels: Any) -> list[Hashable]:
     listed = labels.tolist() if isinstance(labels, (Tensor, np.ndarray)) or hasattr(labels, "tolist") else labels
     if not isinstance(listed, (list, tuple)):
         hint = "Pass a tensor, an array or a list."
-        raise InputTypeError(expected(f"{argument}: labels", "one label an input", f"a {type(labels).__name__}", hint))
+        raise InputTypeError(f"{argument}: labels", "one label an input", f"a {type(labels).__name__}", hint)
     plain = [value.item() if isinstance(value, (np.generic, Tensor)) else value for value in listed]
     if wrong := [value for value in plain if not isinstance(value, Hashable) or value != value]:
         hint = "One label an input, a number or a string; NaN equals nothing."
-        raise InputError(expected(f"{argument}: labels", "shape (N,), hashable values", repr(wrong[0]), hint))
+        raise InputError(f"{argument}: labels", "shape (N,), hashable values", repr(wrong[0]), hint)
     return plain
 
 
@@ -570,11 +570,11 @@ def _checked_labels(argument: str, inputs: Any, labels: Any) -> list[Hashable]:
     """Return the labels of inputs in memory, one for each."""
     if not _in_memory(inputs):
         hint = "Its batches (inputs, labels) have them: leave them out."
-        raise InputError(expected(f"{argument}: labels", "none beside a loader", f"a {type(labels).__name__}", hint))
+        raise InputError(f"{argument}: labels", "none beside a loader", f"a {type(labels).__name__}", hint)
     names = _labels(argument, labels)
     first = next(iter(inputs.values())) if isinstance(inputs, Mapping) else inputs
     if len(names) != len(first):
-        raise InputError(expected(f"{argument}: labels", f"{len(first)}, one an input", f"{len(names)}"))
+        raise InputError(f"{argument}: labels", f"{len(first)}, one an input", f"{len(names)}")
     return names
 
 

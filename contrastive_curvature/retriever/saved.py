@@ -12,7 +12,7 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.artifact import Header, folder_path, read_tensors, write_tensors
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.io.pretrained import load_pretrained
 from contrastive_curvature.io.pretrained.folder import place_of
 from contrastive_curvature.retriever.evidence import Embedded
@@ -62,7 +62,7 @@ def save(retriever: Retriever, folder: Path | str, *, overwrite: bool, **options
     there = sorted(path.name for path in place.iterdir()) if place.exists() else []
     if there and (_ARRAYS not in there or not overwrite):
         hint = "Name another folder." if _ARRAYS not in there else "Pass overwrite=True to replace it."
-        raise InputError(expected("folder", "a new or an empty folder", f"{place}, with {there[0]!r} in it", hint))
+        raise InputError("folder", "a new or an empty folder", f"{place}, with {there[0]!r} in it", hint)
     rule, points = retriever._rule, retriever._gallery
     tensors = {
         "gallery": points.directions,

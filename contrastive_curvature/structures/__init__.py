@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.structures.base import Clamped, Structure
 from contrastive_curvature.structures.dense import Dense
 from contrastive_curvature.structures.diagonal import Diagonal
@@ -28,7 +28,7 @@ def structure_of(name: object, argument: str = "structure", known: tuple[str, ..
     """
     names = tuple(STRUCTURES) if known is None else known
     if not isinstance(name, str) or name not in names:
-        raise InputError(expected(argument, f"one of {', '.join(map(repr, names))}", name))
+        raise InputError(argument, f"one of {', '.join(map(repr, names))}", name)
     return STRUCTURES[str(name)]
 
 
@@ -42,7 +42,7 @@ def structure_from(tree: Mapping[str, Any]) -> Structure:
     try:
         return kind.from_tree(tree)
     except TypeError as error:
-        raise InputError(expected("curvature", f"the fields of {kind.name!r}", f"others ({error})")) from None
+        raise InputError("curvature", f"the fields of {kind.name!r}", f"others ({error})") from None
 
 
 __all__ = [

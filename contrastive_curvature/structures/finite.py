@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.network.full_precision import full_precision
 
 if TYPE_CHECKING:
@@ -51,13 +51,13 @@ def check_finite(curvature: Any, pullback: Pullback, where: str) -> None:
         "scale them; float64 reaches 1e154."
     )
     received = f"NaN or infinity in layer {layer!r} (parameter {name!r}), first in {where}"
-    raise InputError(expected("curvature", "finite numbers", received, hint))
+    raise InputError("curvature", "finite numbers", received, hint)
 
 
 def eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
     """Return eigenvalues and eigenvectors of a symmetric matrix; only the upper triangle is read."""
     if not bool(matrix.isfinite().all()):
-        raise InputError(expected("curvature", "finite numbers", "NaN or infinity"))
+        raise InputError("curvature", "finite numbers", "NaN or infinity")
     for dtype in (matrix.dtype, torch.float64):
         try:
             values, vectors = torch.linalg.eigh(matrix.to(dtype), UPLO="U")
@@ -68,7 +68,7 @@ def eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
             return values, vectors
     received = f"one of shape {tuple(matrix.shape)} with entries up to {float(matrix.abs().max()):.3g}"
     hint = "Scale the inputs, or use hessian_structure='diag', which needs no eigenvalues."
-    raise InputError(expected("curvature", "a matrix whose eigenvalues can be computed", received, hint))
+    raise InputError("curvature", "a matrix whose eigenvalues can be computed", received, hint)
 
 
 @full_precision

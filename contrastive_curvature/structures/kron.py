@@ -15,7 +15,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.network.pullback import KronFactors, Pullback
 from contrastive_curvature.structures.at_features import AtFeatures, AxesAtFeatures
@@ -61,7 +61,7 @@ class Kron(Structure):
         """See :meth:`Structure.shapes`."""
         if len(self.factors) != len(room.parameters):
             wanted = f"factors of {len(room.parameters)} parameters"
-            raise InputError(expected("curvature", wanted, len(self.factors)))
+            raise InputError("curvature", wanted, len(self.factors))
         groups = zip(room.parameters, self.factors, strict=True)
         return {"factors": [[(n, n) for n in _rows(p, group)] for p, group in groups], "points": torch.float64}
 

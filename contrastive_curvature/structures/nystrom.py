@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.network.sketch import EXACT_WIDTH, MOST_RANK, sketch_matrix
 from contrastive_curvature.structures.finite import eigenpairs
 
@@ -72,7 +72,7 @@ def _whole(matrix: Tensor) -> tuple[Tensor, None, Tensor]:
 def _nystrom(sketch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the Nystrom approximation: eigenvectors ``basis @ turn`` (F, S), eigenvalues (S,), descending."""
     if not bool(sketch.isfinite().all()):
-        raise InputError(expected("curvature", "finite numbers", "NaN or infinity"))
+        raise InputError("curvature", "finite numbers", "NaN or infinity")
     width, size = sketch.shape
     # The test matrix as it was in the product, with its rounding.
     omega = sketch_matrix(width, size, sketch.dtype, sketch.device).double()
@@ -90,7 +90,7 @@ def _nystrom(sketch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         shift *= 10
     received = f"a sketch of shape {tuple(sketch.shape)} that is not that of a positive semidefinite matrix"
     hint = "Scale the inputs, or use hessian_structure='diag', which needs no eigenvalues."
-    raise InputError(expected("curvature", "a matrix whose eigenvalues can be computed", received, hint))
+    raise InputError("curvature", "a matrix whose eigenvalues can be computed", received, hint)
 
 
 def _by_qr(moved: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputTypeError, UnsupportedError
 from contrastive_curvature.laplace.backends import ContrastiveBackend, ContrastiveGGN
 from contrastive_curvature.laplace.features import RawFeatureExtractor
 from contrastive_curvature.losses import (
@@ -198,7 +198,7 @@ def check_loss(loss: PairLoss | RowLoss, device: str = "cpu") -> None:
         AssertionError: A rule is wrong; the message names it.
     """
     if isinstance(loss, type) or getattr(loss, "compares", None) not in ("pairs", "anchors"):
-        raise InputTypeError(expected("loss", "a PairLoss or a RowLoss", f"a {type(loss).__name__}"))
+        raise InputTypeError("loss", "a PairLoss or a RowLoss", f"a {type(loss).__name__}")
     name = type(loss).__name__
     lost = [key for key in loss.arguments() if not hasattr(loss, key)]
     assert not lost, f"{name}.__init__: keep {', '.join(lost)} as attributes of the same names."

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.triplet.moments import Gaussian, check_gaussian
 from contrastive_curvature.vmf.checks import check_dim, check_kappa
 from contrastive_curvature.vmf.density import of_kappa
@@ -34,7 +34,7 @@ def kl_to_normal_of(embedding: Gaussian, prior_variance: float, name: str = "var
     mean, variance, _ = embedding
     zeros = int((variance == 0).sum())
     if zeros:
-        raise InputError(expected(name, "variances > 0", f"{zeros} zeros", "The divergence would be infinite."))
+        raise InputError(name, "variances > 0", f"{zeros} zeros", "The divergence would be infinite.")
     return (excess(variance / prior_variance) + mean.square() / prior_variance).sum(-1) / 2
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.triplet.divergence import kl_to_normal_of, kl_to_uniform_of
 from contrastive_curvature.triplet.moments import (
     Directed,
@@ -29,12 +29,12 @@ def _on_sphere(name: str, embedding: Gaussian) -> tuple[Gaussian, Tensor]:
     if variance.shape[-1] != 1:
         hint = 'distribution="vmf" has one concentration for all directions.'
         wanted = f"shape {(*mean.shape[:-1], 1)} (isotropic)"
-        raise InputError(expected(f"variance of {name}", wanted, tuple(variance.shape), hint))
+        raise InputError(f"variance of {name}", wanted, tuple(variance.shape), hint)
     kappa = 1 / variance.squeeze(-1)
     infinite = int((~torch.isfinite(kappa)).sum())
     if infinite:
         hint = "The concentration 1 / variance would be infinite."
-        raise InputError(expected(f"variance of {name}", "variances > 0", f"{infinite} at or next to 0", hint))
+        raise InputError(f"variance of {name}", "variances > 0", f"{infinite} at or next to 0", hint)
     return Gaussian(unit(f"mean of {name}", mean)[0], variance, dtype), kappa
 
 
@@ -85,12 +85,12 @@ def bayesian_triplet_loss(
     validate.choice("reduction", reduction, ("mean", "sum", "none"))
     if distribution == "vmf" and prior_variance is not None:
         hint = 'The uniform distribution on the sphere has no variance; leave it out, or use distribution="gaussian".'
-        raise InputError(expected("prior_variance", 'None with distribution="vmf"', prior_variance, hint))
+        raise InputError("prior_variance", 'None with distribution="vmf"', prior_variance, hint)
     prior = 1.0 if prior_variance is None else validate.number("prior_variance", prior_variance, positive=True)
     validate.choice("moments", distribution if moments is None else moments, ("gaussian", "vmf"))
     if distribution == "gaussian" and moments == "vmf":
         hint = 'Only embeddings on the sphere have them: distribution="vmf".'
-        raise InputError(expected("moments", '"gaussian" with distribution="gaussian"', moments, hint))
+        raise InputError("moments", '"gaussian" with distribution="gaussian"', moments, hint)
     embeddings, dtype = check_triplet(anchor, positive, negative)
     named = zip(("anchor", "positive", "negative"), embeddings, strict=True)
     if distribution == "gaussian":
@@ -106,7 +106,7 @@ def bayesian_triplet_loss(
             of_tau = moments_of_vmf(*directed)
     losses = kl_weight * (divergences[0] + divergences[1] + divergences[2]) - log_probability_with(of_tau, margin)
     if reduction == "mean" and not losses.numel():
-        raise InputError(expected("anchor, positive, negative", "at least one triplet", "none", 'Or reduction="sum".'))
+        raise InputError("anchor, positive, negative", "at least one triplet", "none", 'Or reduction="sum".')
     if reduction != "none":
         losses = losses.mean() if reduction == "mean" else losses.sum()
     return losses.to(dtype)

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.vmf.checks import broadcast_batch, check_kappa, same_dim, unit
 from contrastive_curvature.vmf.density import of_kappa
 
@@ -26,14 +26,14 @@ def check_gaussian(mean_name: str, mean: object, variance_name: str, variance: o
     """Return an embedding in float64: mean (..., D), and variance >= 0, (..., D) or (..., 1)."""
     centre, spread = validate.real(mean_name, mean), validate.real(variance_name, variance)
     if centre.ndim < 1 or centre.shape[-1] < 1:
-        raise InputError(expected(mean_name, "shape (..., D) with D >= 1", tuple(centre.shape)))
+        raise InputError(mean_name, "shape (..., D) with D >= 1", tuple(centre.shape))
     diagonal, isotropic = tuple(centre.shape), (*centre.shape[:-1], 1)
     if tuple(spread.shape) not in (diagonal, isotropic):
         wanted = f"shape {diagonal} (diagonal)" + (f" or {isotropic} (isotropic)" if diagonal != isotropic else "")
-        raise InputError(expected(variance_name, wanted, tuple(spread.shape)))
+        raise InputError(variance_name, wanted, tuple(spread.shape))
     if bool((spread < 0).any()):
         hint = "A network's output becomes a variance by torch.nn.functional.softplus or torch.exp."
-        raise InputError(expected(variance_name, "variances >= 0", float(spread.min()), hint))
+        raise InputError(variance_name, "variances >= 0", float(spread.min()), hint)
     return Gaussian(centre.double(), spread.double(), torch.promote_types(centre.dtype, spread.dtype))
 
 
@@ -46,7 +46,7 @@ def check_pair(name: str, value: object, names: str = "(mean, variance)") -> tup
     """Return the two parts of an embedding that is given as a tuple."""
     if not isinstance(value, tuple) or len(value) != 2:
         received = f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
-        raise InputTypeError(expected(name, f"a tuple {names} of two tensors", received))
+        raise InputTypeError(name, f"a tuple {names} of two tensors", received)
     return value
 
 
@@ -76,7 +76,7 @@ def _representable(moments: TauMoments) -> TauMoments:
     bad = sum(int((~torch.isfinite(moment)).sum()) for moment in moments)
     if bad:
         hint = f"{moments.mean.dtype} overflows. Scale the embeddings down."
-        raise InputError(expected("anchor, positive, negative", "finite moments of tau", f"{bad} infinite", hint))
+        raise InputError("anchor, positive, negative", "finite moments of tau", f"{bad} infinite", hint)
     return moments
 
 
@@ -191,7 +191,7 @@ def _directed(name: str, value: object) -> tuple[Directed, torch.dtype]:
     kappa = check_kappa(kappa, f"kappa of {name}")
     if kappa.shape != direction.shape[:-1]:
         wanted = f"shape {tuple(direction.shape[:-1])}, one for each direction"
-        raise InputError(expected(f"kappa of {name}", wanted, tuple(kappa.shape)))
+        raise InputError(f"kappa of {name}", wanted, tuple(kappa.shape))
     # Normalised in float64: in float32 the norm of a direction is off by 1e-7, far more than small differences here.
     precise, _ = unit(f"mu of {name}", mu.double())
     return Directed(precise, spread_of(kappa.double(), precise.shape[-1])), torch.promote_types(

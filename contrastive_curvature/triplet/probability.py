@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.triplet.moments import TauMoments, check_triplet, moments_of
 
 # From here on outwards the continued fraction is used; measured with mpmath, _LEVELS of it err by less than 1e-15.
@@ -96,9 +96,7 @@ def log_normal_cdf(z: Tensor) -> Tensor:
     value = _log_cdf(checked.double()).to(checked.dtype)
     if not bool(torch.isfinite(value).all()):
         limit = -math.sqrt(2 * torch.finfo(checked.dtype).max)
-        raise InputError(
-            expected("z", f"entries above {limit:.3g}, where {checked.dtype} overflows", float(checked.min()))
-        )
+        raise InputError("z", f"entries above {limit:.3g}, where {checked.dtype} overflows", float(checked.min()))
     return value
 
 
@@ -108,7 +106,7 @@ def log_probability_with(moments: TauMoments, margin: float) -> Tensor:
     certain = int((variance == 0).sum())
     if certain:
         hint = "Without any variance the probability is 0 or 1, and has no useful gradient."
-        raise InputError(expected("variances", "Var[tau] > 0", f"{certain} triplets with Var[tau] = 0", hint))
+        raise InputError("variances", "Var[tau] > 0", f"{certain} triplets with Var[tau] = 0", hint)
     return _log_cdf(-(mean + margin) / variance.sqrt())
 
 

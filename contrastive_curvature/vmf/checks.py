@@ -6,15 +6,15 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 
 
 def check_dim(dim: object) -> int:
     """Return the ambient dimension if it is an integer of at least 2."""
     if isinstance(dim, bool) or not isinstance(dim, int):
-        raise InputTypeError(expected("dim", "an int, the ambient dimension D", dim))
+        raise InputTypeError("dim", "an int, the ambient dimension D", dim)
     if dim < 2:
-        raise InputError(expected("dim", "D >= 2", dim, "The sphere of R^1 is two points."))
+        raise InputError("dim", "D >= 2", dim, "The sphere of R^1 is two points.")
     return dim
 
 
@@ -23,7 +23,7 @@ def check_kappa(kappa: object, name: str = "kappa") -> Tensor:
     checked = validate.real(name, kappa)
     if bool((checked < 0).any()):
         lowest = float(checked.min())
-        raise InputError(expected(name, ">= 0", lowest, "For the opposite direction, negate mu instead."))
+        raise InputError(name, ">= 0", lowest, "For the opposite direction, negate mu instead.")
     return checked
 
 
@@ -39,11 +39,11 @@ def unit(name: str, value: object) -> tuple[Tensor, Tensor]:
     """
     vectors = validate.real(name, value)
     if vectors.ndim < 1 or vectors.shape[-1] < 2:
-        raise InputError(expected(name, "shape (..., D) with D >= 2", tuple(vectors.shape)))
+        raise InputError(name, "shape (..., D) with D >= 2", tuple(vectors.shape))
     scale = vectors.detach().abs().amax(-1, keepdim=True)
     zeros = int((scale == 0).sum())
     if zeros:
-        raise InputError(expected(name, "non-zero vectors", f"{zeros} zero vectors", "A zero vector has no direction."))
+        raise InputError(name, "non-zero vectors", f"{zeros} zero vectors", "A zero vector has no direction.")
     scaled = vectors / scale
     norm = torch.linalg.vector_norm(scaled, dim=-1, keepdim=True)
     return scaled / norm, (norm * scale).squeeze(-1)
@@ -54,7 +54,7 @@ def same_dim(**tensors: Tensor) -> int:
     dims = {name: t.shape[-1] for name, t in tensors.items()}
     if len(set(dims.values())) > 1:
         shown = ", ".join(f"{name} {dim}" for name, dim in dims.items())
-        raise InputError(expected(", ".join(tensors), "one dimension D", shown))
+        raise InputError(", ".join(tensors), "one dimension D", shown)
     return next(iter(dims.values()))
 
 
@@ -65,4 +65,4 @@ def broadcast_batch(**tensors: tuple[Tensor, int]) -> torch.Size:
         return torch.broadcast_shapes(*shapes.values())
     except RuntimeError:
         shown = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-        raise InputError(expected("batch shapes", "shapes that broadcast", shown)) from None
+        raise InputError("batch shapes", "shapes that broadcast", shown) from None

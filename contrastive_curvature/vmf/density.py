@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import UnsupportedError, expected
+from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.vmf.bessel import bessel_derivatives, bessel_values
 from contrastive_curvature.vmf.checks import broadcast_batch, check_dim, check_kappa, same_dim, unit
 
@@ -204,6 +204,6 @@ def log_normalizer_quadratic(kappa: Tensor, dim: int) -> Tensor:
     """
     checked, dim = check_kappa(kappa), check_dim(dim)
     if dim not in _FITS:
-        raise UnsupportedError(expected("dim", "128 or 512", dim, "log_normalizer is exact for every dimension."))
+        raise UnsupportedError("dim", "128 or 512", dim, "log_normalizer is exact for every dimension.")
     constant, linear, quadratic = _FITS[dim]
     return constant + checked * (linear + quadratic * checked)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.vmf.checks import check_kappa, same_dim, unit
 from contrastive_curvature.vmf.density import log_surface, of_kappa
 
@@ -44,7 +44,7 @@ def checked_directions(name: str, value: object) -> Tensor:
     """Return the unit vectors of a matrix of directions, shape (rows, D)."""
     directions, _ = unit(name, value)
     if directions.ndim != 2:
-        raise InputError(expected(name, "shape (rows, D)", tuple(directions.shape)))
+        raise InputError(name, "shape (rows, D)", tuple(directions.shape))
     return directions
 
 
@@ -73,7 +73,7 @@ def row_kappas(name: str, value: object, directions: Tensor) -> Tensor:
     rows = directions.shape[0]
     if tuple(checked.shape) not in ((), (rows,)):
         wanted = f"shape ({rows},), one for each row of directions, or ()"
-        raise InputError(expected(name, wanted, tuple(checked.shape)))
+        raise InputError(name, wanted, tuple(checked.shape))
     return checked
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.vmf.checks import check_dim, unit
 
 
@@ -28,7 +28,7 @@ def sra(rbar: Tensor, spread: Tensor, dim: int) -> Tensor:
 def _mean(samples: Tensor, least: int) -> tuple[Tensor, Tensor]:
     checked = validate.real("samples", samples)
     if checked.ndim < 2 or checked.shape[0] < least:
-        raise InputError(expected("samples", f"shape (S, ..., D) with S >= {least}", tuple(checked.shape)))
+        raise InputError("samples", f"shape (S, ..., D) with S >= {least}", tuple(checked.shape))
     u, _ = unit("samples", checked)
     return u, u.mean(0)
 
@@ -75,7 +75,7 @@ def concentration(rbar: Tensor, dim: int) -> Tensor:
     eps = torch.finfo(checked.dtype).eps
     outside = (checked < 0) | (checked > 1 + 8 * eps)
     if bool(outside.any()):
-        raise InputError(expected("rbar", "values in [0, 1]", float(checked[outside].flatten()[0])))
+        raise InputError("rbar", "values in [0, 1]", float(checked[outside].flatten()[0]))
     clamped = checked.clamp(max=1 - eps)
     return sra(clamped, (1 - clamped) * (1 + clamped), dim)
 
@@ -104,15 +104,15 @@ def fit(samples: Tensor) -> tuple[Tensor, Tensor]:
 def _checked_spread(mean: Tensor, variance: Tensor | None, covariance: Tensor | None) -> Tensor:
     if (variance is None) == (covariance is None):
         received = "neither" if variance is None else "both"
-        raise InputError(expected("variance, covariance", "exactly one of the two", received))
+        raise InputError("variance, covariance", "exactly one of the two", received)
     name, given = ("variance", variance) if covariance is None else ("covariance", covariance)
     checked = validate.real(name, given)
     wanted = tuple(mean.shape) if covariance is None else (*mean.shape, mean.shape[-1])
     if tuple(checked.shape) != wanted:
-        raise InputError(expected(name, f"shape {wanted} to fit mean {tuple(mean.shape)}", tuple(checked.shape)))
+        raise InputError(name, f"shape {wanted} to fit mean {tuple(mean.shape)}", tuple(checked.shape))
     diagonal = checked if covariance is None else checked.diagonal(dim1=-2, dim2=-1)
     if bool((diagonal < 0).any()):
-        raise InputError(expected(name, "variances >= 0", float(diagonal.min())))
+        raise InputError(name, "variances >= 0", float(diagonal.min()))
     return checked
 
 
@@ -145,7 +145,7 @@ def tangential_variance(mean: Tensor, *, variance: Tensor | None = None, covaria
     rounding = 64 * u.shape[-1] * torch.finfo(u.dtype).eps * total.detach()
     if bool((across < -rounding).any() | (radial < -rounding).any()):
         received = f"u^T V u = {float(radial.min()):.3g}, tr V - u^T V u = {float(across.min()):.3g}"
-        raise InputError(expected("covariance", "a positive semidefinite matrix", received))
+        raise InputError("covariance", "a positive semidefinite matrix", received)
     return across.clamp(min=0.0)
 
 

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.vmf.checks import broadcast_batch, check_kappa, unit
 from contrastive_curvature.vmf.density import log_density_at_mode
 from contrastive_curvature.vmf.distances import checked_directions, common_dtype, row_kappas, versine
@@ -45,7 +45,7 @@ def _axis_kappas(name: str, value: object) -> Tensor:
     checked = check_kappa(value, name)
     if bool((checked <= 0).any()):
         hint = "An axis without concentration makes the map of the sphere singular; use a small value."
-        raise InputError(expected(name, "> 0 for every axis", float(checked.min()), hint))
+        raise InputError(name, "> 0 for every axis", float(checked.min()), hint)
     return checked
 
 
@@ -81,7 +81,7 @@ def nivmf_log_prob(x: Tensor, mu: Tensor, kappa: Tensor, *, normalized: bool = T
     m, _ = unit("mu", mu)
     k = _axis_kappas("kappa", kappa)
     if k.ndim < 1:
-        raise InputError(expected("kappa", "shape (..., D)", tuple(k.shape)))
+        raise InputError("kappa", "shape (..., D)", tuple(k.shape))
     dtype = common_dtype(x=u, mu=m, kappa=k)
     broadcast_batch(x=(u, 1), mu=(m, 1), kappa=(k, 1))
     terms = _terms(m.to(dtype), k.to(dtype), normalized)
@@ -108,7 +108,7 @@ def _checked(mu: object, proxy_mu: object, proxy_kappa: object, normalized: obje
     k = _axis_kappas("proxy_kappa", proxy_kappa)
     if k.shape != p.shape:
         hint = f"To use one concentration for all axes, call .expand({tuple(p.shape)}) on a column."
-        raise InputError(expected("proxy_kappa", f"shape {tuple(p.shape)}, that of proxy_mu", tuple(k.shape), hint))
+        raise InputError("proxy_kappa", f"shape {tuple(p.shape)}, that of proxy_mu", tuple(k.shape), hint)
     dtype = common_dtype(mu=u, proxy_mu=p, proxy_kappa=k)
     return u.to(dtype), p.to(dtype), k.to(dtype)
 
@@ -208,6 +208,6 @@ def el_nivmf_logits(
     t = validate.real("temperature", temperature)
     if t.numel() != 1 or t.ndim > 1 or not bool((t > 0).all()):
         shown = float(t) if t.numel() == 1 else tuple(t.shape)
-        raise InputError(expected("temperature", "one finite number > 0, shape () or (1,)", shown))
+        raise InputError("temperature", "one finite number > 0, shape () or (1,)", shown)
     log_likelihoods = _log_likelihoods(mu, kappa, proxy_mu, proxy_kappa, n_samples, generator, normalized)
     return torch.logsumexp(log_likelihoods / t, 0)

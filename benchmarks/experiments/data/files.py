@@ -11,7 +11,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import IO
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 
 _LEAST_SIZE = 8
 """Side in pixels below which no encoder of the benchmarks has anything to convolve."""
@@ -33,7 +33,7 @@ class LoadOptions:
         """Raise InputError if a value is out of range."""
         size = self.image_size
         if size is not None and size < _LEAST_SIZE:
-            raise InputError(expected("image_size", f"a whole number of pixels, at least {_LEAST_SIZE}", size))
+            raise InputError("image_size", f"a whole number of pixels, at least {_LEAST_SIZE}", size)
 
 
 def open_file(path: Path) -> IO[bytes]:
@@ -82,7 +82,7 @@ def _opened(archive: Path, _process: int) -> zipfile.ZipFile:
         return zipfile.ZipFile(archive)
     except zipfile.BadZipFile as error:
         came = f"a damaged one ({error})"
-        raise InputError(expected(str(archive), "a zip archive", came, "Fetch it again.")) from None
+        raise InputError(str(archive), "a zip archive", came, "Fetch it again.") from None
 
 
 @lru_cache(maxsize=8)
@@ -113,7 +113,7 @@ def require(root: Path, names: Sequence[str], how: str) -> None:
     if missing:
         more = f" and {len(missing) - _NAMED} more" if len(missing) > _NAMED else ""
         came = f"no {', '.join(str(root / name) for name in missing[:_NAMED])}{more}"
-        raise InputError(expected(f"data root {root}", "the data set's files", came, how))
+        raise InputError(f"data root {root}", "the data set's files", came, how)
 
 
 def fetch(download: Callable[[], object], what: str, how: str) -> None:
@@ -131,7 +131,7 @@ def fetch(download: Callable[[], object], what: str, how: str) -> None:
         download()
     except (OSError, RuntimeError) as error:
         came = f"none ({(str(error).strip().splitlines() or [type(error).__name__])[-1]})"
-        raise InputError(expected("download=True", f"a download of {what}", came, how)) from None
+        raise InputError("download=True", f"a download of {what}", came, how) from None
 
 
 def check_images(paths: Sequence[Path], how: str) -> None:
@@ -145,12 +145,12 @@ def check_images(paths: Sequence[Path], how: str) -> None:
         InputError: There are none, or some are missing.
     """
     if not paths:
-        raise InputError(expected("images", "at least one", "none", how))
+        raise InputError("images", "at least one", "none", how)
     seen = {folder: names_in(folder) for folder in {path.parent for path in paths}}
     missing = [path for path in paths if path.name not in seen[path.parent]]
     if missing:
         came = f"{len(missing)} missing, the first {missing[0]}"
-        raise InputError(expected("images", f"all {len(paths)} files that the lists name", came, how))
+        raise InputError("images", f"all {len(paths)} files that the lists name", came, how)
 
 
 def read_lines(path: Path, how: str) -> list[str]:
@@ -169,7 +169,7 @@ def read_lines(path: Path, how: str) -> list[str]:
     try:
         lines = [line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
     except UnicodeDecodeError:
-        raise InputError(expected(str(path), "text", "bytes that are none", how)) from None
+        raise InputError(str(path), "text", "bytes that are none", how) from None
     if not lines:
-        raise InputError(expected(str(path), "lines", "an empty file", how))
+        raise InputError(str(path), "lines", "an empty file", how)
     return lines

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from benchmarks.experiments.data.files import LoadOptions, fetch, require
 from benchmarks.experiments.data.split import RetrievalData, TensorSplit
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 
 _BYTES = 8
 """Type code of unsigned bytes, the only one that these data sets use."""
@@ -43,14 +43,14 @@ def read_idx(path: Path) -> Tensor:
     try:
         content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise InputError(expected(str(path), "a gzip file", f"a damaged one ({error})", hint)) from None
+        raise InputError(str(path), "a gzip file", f"a damaged one ({error})", hint) from None
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] != _BYTES:
-        raise InputError(expected(str(path), "an IDX file of unsigned bytes", f"one that starts {content[:4]!r}", hint))
+        raise InputError(str(path), "an IDX file of unsigned bytes", f"one that starts {content[:4]!r}", hint)
     start = 4 + 4 * content[3]
     shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
     if len(content) != start + math.prod(shape):
         wanted = f"{math.prod(shape)} values for shape {tuple(shape)}"
-        raise InputError(expected(str(path), wanted, f"{max(0, len(content) - start)}", hint))
+        raise InputError(str(path), wanted, f"{max(0, len(content) - start)}", hint)
     # bytearray: torch wants memory that it may write to.
     return torch.frombuffer(bytearray(content[start:]), dtype=torch.uint8).reshape(shape)
 
@@ -159,7 +159,7 @@ def _ensure(root: Path, name: str, parts: Sequence[str], download: bool) -> None
     if there:
         # torchvision would fetch all four, over files that are the user's
         how += f" The command replaces what is there ({', '.join(there)}), so nothing is downloaded unasked."
-    raise InputError(expected(f"data root: {folder}", "the IDX files", f"no {', '.join(missing)}", how))
+    raise InputError(f"data root: {folder}", "the IDX files", f"no {', '.join(missing)}", how)
 
 
 def _read(root: Path, name: str, part: str) -> tuple[Tensor, Tensor]:
@@ -168,7 +168,7 @@ def _read(root: Path, name: str, part: str) -> tuple[Tensor, Tensor]:
     if images.ndim != 3 or images.shape[1:] != (_SIDE, _SIDE) or labels.shape != images.shape[:1]:
         came = f"{tuple(images.shape)} and {tuple(labels.shape)}"
         wanted = f"{part} images (N, {_SIDE}, {_SIDE}) and labels (N,)"
-        raise InputError(expected(str(folder), wanted, came, "Fetch the files again."))
+        raise InputError(str(folder), wanted, came, "Fetch the files again.")
     return images.unsqueeze(1), labels.long()
 
 
@@ -222,7 +222,7 @@ def _open(root: Path, name: str, part: str, files: list[str], make: Callable[...
         # torchvision refuses whatever differs from the published MD5
         came = f"files that differ ({error})"
         hint = f"Remove them ({', '.join(str(root / file) for file in files)}) and fetch them again: {command}"
-        raise InputError(expected(f"data root {root}", f"the published files of {name}", came, hint)) from None
+        raise InputError(f"data root {root}", f"the published files of {name}", came, hint) from None
 
 
 def _split_cifar10(images: np.ndarray, labels: Any) -> TensorSplit:

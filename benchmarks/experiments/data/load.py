@@ -12,7 +12,7 @@ from benchmarks.experiments.data.files import LoadOptions
 from benchmarks.experiments.data.ood import check_ood, with_ood
 from benchmarks.experiments.data.registry import DATASETS
 from benchmarks.experiments.data.split import RetrievalData
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 
 
 def load_data(
@@ -49,7 +49,7 @@ def load_data(
         InputError: An argument is out of range or of no use for this data set, or files are missing or damaged.
     """
     if name not in DATASETS:
-        raise InputError(expected("name", f"one of {', '.join(map(repr, DATASETS))}", name))
+        raise InputError("name", f"one of {', '.join(map(repr, DATASETS))}", name)
     check_ood(name, ood)
     options = LoadOptions(download, image_size)
     options.check()
@@ -72,12 +72,12 @@ def _check_use(name: str, options: LoadOptions) -> None:
     if options.image_size is not None and not entry.largest:
         others = ", ".join(other for other, its in DATASETS.items() if its.largest)
         hint = f"Its images have one size; leave it out. These can be resized: {others}."
-        raise InputError(expected(f"image_size for {name!r}", "None", options.image_size, hint))
+        raise InputError(f"image_size for {name!r}", "None", options.image_size, hint)
 
 
 def _choice(argument: str, available: int, size: int | None) -> Tensor | None:
     if size is not None and size > available:
-        raise InputError(expected(argument, f"at most the {available} images that there are", size))
+        raise InputError(argument, f"at most the {available} images that there are", size)
     return None if size is None or size == available else _rows(available, size)
 
 

@@ -19,7 +19,7 @@ from torch.nn.functional import interpolate
 
 from benchmarks.experiments.data.files import LoadOptions, fetch, require
 from benchmarks.experiments.data.split import RetrievalData, TensorSplit
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 
 _SIDE = 105
 _URL = "https://raw.githubusercontent.com/brendenlake/omniglot/master/python/"
@@ -69,7 +69,7 @@ def load_omniglot_full(root: Path, options: LoadOptions) -> RetrievalData:
 def _load(name: str, title: str, archives: dict[str, str], root: Path, options: LoadOptions) -> RetrievalData:
     size = 28 if options.image_size is None else options.image_size
     if size > _SIDE:
-        raise InputError(expected("image_size", f"at most {_SIDE}, the drawings' own", size))
+        raise InputError("image_size", f"at most {_SIDE}, the drawings' own", size)
     folder = root / "omniglot"
     first, second = (folder / archive for archive in archives)
     _ensure(name, folder, archives, options.download)
@@ -77,7 +77,7 @@ def _load(name: str, title: str, archives: dict[str, str], root: Path, options: 
     seen = {alphabet for alphabet, _ in train}
     test = {key: drawings for key, drawings in other.items() if key[0] not in seen}
     if not test:
-        raise InputError(expected(str(second), f"alphabets that are not in {first.name}", f"only {sorted(seen)}"))
+        raise InputError(str(second), f"alphabets that are not in {first.name}", f"only {sorted(seen)}")
     # Labels of their own, so that no training class can be taken for a test class.
     parts = _split(train, 0, size), _split(test, len(train), size)
     return RetrievalData(name, title, "", *parts, open_set=True)
@@ -105,10 +105,10 @@ def _read(path: Path) -> Drawings:
                 if len(parts) == 4 and name.endswith(".png") and parts[0] == path.stem:
                     found.setdefault((parts[1], parts[2]), []).append(archive.read(name))
     except (zipfile.BadZipFile, EOFError, zlib.error) as error:
-        raise InputError(expected(str(path), "a zip archive", f"a damaged one ({error})", "Fetch it again.")) from None
+        raise InputError(str(path), "a zip archive", f"a damaged one ({error})", "Fetch it again.") from None
     if not found:
         wanted = f"files {path.stem}/ALPHABET/CHARACTER/*.png"
-        raise InputError(expected(str(path), wanted, "none", "Fetch it again."))
+        raise InputError(str(path), wanted, "none", "Fetch it again.")
     return found
 
 

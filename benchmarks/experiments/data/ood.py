@@ -16,7 +16,7 @@ from benchmarks.experiments.data.files import LoadOptions
 from benchmarks.experiments.data.photos import IMAGENET_DEVIATION, IMAGENET_MEAN
 from benchmarks.experiments.data.registry import DATASETS, NONE, OUTSIDE, SHUFFLED
 from benchmarks.experiments.data.split import RetrievalData, Split, TensorSplit
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError
 
 _ORDERS = [order for order in permutations(range(4)) if all(new % 2 != old % 2 for new, old in enumerate(order))]
 """The four orders in which every quarter changes sides. (Swapping top and bottom only would leave a 1 a 1.)"""
@@ -41,7 +41,7 @@ def shuffle_quarters(images: Tensor, generator: torch.Generator) -> Tensor:
         InputError: The shape is wrong.
     """
     if images.ndim != 4 or images.shape[2] % 2 or images.shape[3] % 2:
-        raise InputError(expected("images", "shape (N, C, H, W) with even H and W", tuple(images.shape)))
+        raise InputError("images", "shape (N, C, H, W) with even H and W", tuple(images.shape))
     n, channels, height, width = images.shape
     half = (height // 2, width // 2)
     quarters = images.reshape(n, channels, 2, half[0], 2, half[1]).permute(0, 2, 4, 1, 3, 5).reshape(n, 4, -1)
@@ -106,10 +106,10 @@ def check_ood(name: str, ood: str | None) -> None:
     """
     known = [*OUTSIDE, SHUFFLED, NONE]
     if ood is not None and ood not in known:
-        raise InputError(expected("ood", f"one of {', '.join(known)}", ood))
+        raise InputError("ood", f"one of {', '.join(known)}", ood)
     if ood == name:
         hint = f"By default it is {DATASETS[name].ood}."
-        raise InputError(expected("ood", f"other images than those of {name!r}, which are in distribution", ood, hint))
+        raise InputError("ood", f"other images than those of {name!r}, which are in distribution", ood, hint)
 
 
 def with_ood(name: str, data: RetrievalData, ood: str | None, root: Path, options: LoadOptions) -> RetrievalData:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from benchmarks.experiments.data.files import LoadOptions, check_images, fetch, names_in, read_lines, require
 from benchmarks.experiments.data.split import FileSplit, RetrievalData
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 
 PHOTO_SIZE = 224
 """Side of the images in pixels (paper, G.1)."""
@@ -237,7 +237,7 @@ def load_lfw(root: Path, options: LoadOptions) -> RetrievalData:
     images = next((place for place in places if names_in(place)), None)
     if images is None:
         wanted = f"one of the folders {', '.join(_ALIGNMENTS)}, or its zip archive"
-        raise InputError(expected(f"data root: {folder}", wanted, "none", _HOW_LFW))
+        raise InputError(f"data root: {folder}", wanted, "none", _HOW_LFW)
     people = {part: _people(folder / name) for part, name in _LISTS_LFW.items()}
     numbers = {name: number for number, name in enumerate([*people["train"], *people["test"]])}
     train, plain = (_split(images, people["train"], numbers, change(size)) for change in (augmented, cropped))
@@ -258,7 +258,7 @@ def _people(path: Path) -> dict[str, int]:
     rows = [line.split() for line in rest]
     if first.strip() != str(len(rows)):
         came = f"{len(rows)} after the first line {first.strip()!r}"
-        raise InputError(expected(str(path), "as many people as its first line states", came, _HOW_LFW))
+        raise InputError(str(path), "as many people as its first line states", came, _HOW_LFW)
     return {name: int(count) for name, count in rows}
 
 
@@ -299,7 +299,7 @@ def load_folder(root: Path, options: LoadOptions) -> RetrievalData:
     if shared and shared != test.keys():
         came = f"both: {sorted(shared)[0]!r} is in training, {sorted(test.keys() - shared)[0]!r} is not"
         wanted = "only training classes (closed set), or none of them (open set)"
-        raise InputError(expected(f"classes of {root / 'test'}", wanted, came, "Move one kind elsewhere."))
+        raise InputError(f"classes of {root / 'test'}", wanted, came, "Move one kind elsewhere.")
     names = sorted(train.keys() | test.keys())
     ood = _images(root / "ood", deep=True) if (root / "ood").is_dir() else None
     if ood is not None:
@@ -321,7 +321,7 @@ def _by_class(folder: Path) -> dict[str, list[Path]]:
     classes = sorted(path for path in folder.iterdir() if path.is_dir())
     found = {path.name: images for path in classes if (images := _images(path, deep=False))}
     if not found:
-        raise InputError(expected(f"data root: {folder}", "a folder of images for each class", "none", _HOW_FOLDER))
+        raise InputError(f"data root: {folder}", "a folder of images for each class", "none", _HOW_FOLDER)
     return found
 
 

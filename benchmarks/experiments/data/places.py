@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 from benchmarks.experiments.data.files import LoadOptions, check_images, require
 from benchmarks.experiments.data.photos import photo_size, squeezed
 from benchmarks.experiments.data.split import FileSplit, RetrievalData
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 
 CITY_SPACING = 1e7
 """Metres that are added to the easting for each city before it in the list. UTM coordinates start anew in every zone,
@@ -43,7 +43,7 @@ class WithinMetres:
         # written so that NaN fails too
         if not 0 < self.positive <= self.negative:
             wanted = "above 0, and the negative one no smaller than the positive one"
-            raise InputError(expected("radii in metres", wanted, f"{self.positive} and {self.negative}"))
+            raise InputError("radii in metres", wanted, f"{self.positive} and {self.negative}")
 
     def __call__(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Relate positions.
@@ -60,10 +60,10 @@ class WithinMetres:
         """
         for name, positions in (("a", a), ("b", b)):
             if positions.ndim != 2 or positions.shape[1] != 2:
-                raise InputError(expected(name, "positions of shape (N, 2)", tuple(positions.shape)))
+                raise InputError(name, "positions of shape (N, 2)", tuple(positions.shape))
             if positions.dtype != torch.float64:
                 hint = "In single precision UTM coordinates are off by metres."
-                raise InputTypeError(expected(name, "float64", str(positions.dtype), hint))
+                raise InputTypeError(name, "float64", str(positions.dtype), hint)
         # From differences: the product form, faster for many points, loses all digits this far from the origin.
         metres = torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
         return metres <= self.positive, metres > self.negative
@@ -89,7 +89,7 @@ class PlaceSampler(Sampler[int]):
 
     def __init__(self, positions: Tensor, radius: float, per_place: int, generator: torch.Generator) -> None:
         if not 2 <= per_place <= len(positions):
-            raise InputError(expected("per_place", f"at least 2 and at most {len(positions)} images", per_place))
+            raise InputError("per_place", f"at least 2 and at most {len(positions)} images", per_place)
         self.per_place, self.radius, self.generator = per_place, radius, generator
         self._points = positions.numpy()
         self._tree = cKDTree(self._points)
@@ -100,7 +100,7 @@ class PlaceSampler(Sampler[int]):
         self._groups = len(positions) // per_place
         if not len(self._anchors):
             hint = "A loss of pairs has nothing to attract there; use a larger positive radius."
-            raise InputError(expected("positions", f"two images within {radius:g} m of each other", "none", hint))
+            raise InputError("positions", f"two images within {radius:g} m of each other", "none", hint)
 
     def __len__(self) -> int:
         return self._groups * self.per_place
@@ -196,7 +196,7 @@ def _answerable(queries: Tensor, gallery: Tensor, relevance: WithinMetres) -> Te
     answered = torch.cat([relevance(block, gallery)[0].any(1) for block in queries.split(256)])
     if not answered.any():
         came = "none"
-        raise InputError(expected("msls", f"queries with a database image within {RELEVANT_RADIUS} m", came, _HOW))
+        raise InputError("msls", f"queries with a database image within {RELEVANT_RADIUS} m", came, _HOW)
     return answered.nonzero().squeeze(1)
 
 

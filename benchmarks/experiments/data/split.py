@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from benchmarks.experiments.data.files import file_size, open_file
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.pairs import RelationFunction
 
 
@@ -197,7 +197,7 @@ def _open(path: Path) -> Any:
             return image.convert("RGB")
     except (OSError, zipfile.BadZipFile, zlib.error) as error:
         came = f"one that cannot be read ({error})"
-        raise InputError(expected(str(path), "an image file", came, "Fetch the file again.")) from None
+        raise InputError(str(path), "an image file", came, "Fetch the file again.") from None
 
 
 def _hash(*parts: bytes) -> str:

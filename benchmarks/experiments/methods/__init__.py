@@ -21,7 +21,7 @@ from benchmarks.experiments.methods.scores import (
     VMFDensity,
 )
 from benchmarks.experiments.methods.triplet import BayesianTriplet, TripletDeterministic
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 
 __all__ = ["METHODS", "Method", "Prediction", "Setting", "make_method"]
 
@@ -65,10 +65,10 @@ def make_method(name: str, setting: Setting, **options: Any) -> Method:
         InputError: The name or an option is unknown, or an option's value is out of range.
     """
     if name not in METHODS:
-        raise InputError(expected("name", f"one of {', '.join(map(repr, METHODS))}", name))
+        raise InputError("name", f"one of {', '.join(map(repr, METHODS))}", name)
     allowed = list(inspect.signature(METHODS[name]).parameters)[1:]
     unknown = sorted(set(options) - set(allowed))
     if unknown:
         wanted = f"options among {', '.join(allowed)}" if allowed else "no options"
-        raise InputError(expected(f"options of {name!r}", wanted, ", ".join(unknown)))
+        raise InputError(f"options of {name!r}", wanted, ", ".join(unknown))
     return METHODS[name](setting, **options)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.networks import make_network
 from contrastive_curvature.artifact import write_whole
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.metrics.neighbors import Metric
 from contrastive_curvature.pairs import RelationFunction
 
@@ -189,5 +189,5 @@ class Method(ABC):
         """
         content = torch.load(path, map_location=self.setting.device, weights_only=True)
         if content.get("method") != self.name:
-            raise InputError(expected(str(path), f"what method {self.name!r} saved", f"{content.get('method')!r}"))
+            raise InputError(str(path), f"what method {self.name!r} saved", f"{content.get('method')!r}")
         self.load_state_dict(content["state"], data)

@@ -9,7 +9,7 @@ import torch
 from benchmarks.experiments.data.places import PlaceSampler, WithinMetres
 from benchmarks.experiments.data.split import Split
 from benchmarks.experiments.methods.base import Setting
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.pairs import RelationFunction
 from contrastive_curvature.pairs.relation import check_labels
 
@@ -31,9 +31,9 @@ def check_classes(setting: Setting, train: Split, positives: bool) -> None:
         return
     sizes = train.targets.unique(return_counts=True)[1]
     if len(sizes) < 2:
-        raise InputError(expected("data.train", "images of at least two classes", f"{len(sizes)}"))
+        raise InputError("data.train", "images of at least two classes", f"{len(sizes)}")
     if positives and int(sizes.max()) < 2:
-        raise InputError(expected("data.train", "a class with at least 2 images", "one image of every class"))
+        raise InputError("data.train", "a class with at least 2 images", "one image of every class")
 
 
 def check_saved(saved: dict[str, Any], own: dict[str, Any]) -> None:
@@ -48,7 +48,7 @@ def check_saved(saved: dict[str, Any], own: dict[str, Any]) -> None:
     """
     for name, value in own.items():
         if saved[name] != value:
-            raise InputError(expected(name, f"{saved[name]!r}, as in training", value))
+            raise InputError(name, f"{saved[name]!r}, as in training", value)
 
 
 def check_training(setting: Setting, train: Split) -> None:
@@ -63,7 +63,7 @@ def check_training(setting: Setting, train: Split) -> None:
         UnsupportedError: A number of images of each class is asked for, where there are no classes.
     """
     if len(train) < 2:
-        raise InputError(expected("data.train", "at least 2 images", len(train)))
+        raise InputError("data.train", "at least 2 images", len(train))
     if setting.relation is None:
         check_labels(train.targets)
     if setting.per_class is not None:
@@ -77,7 +77,7 @@ def fitted(value: T | None, method: str) -> T:
         InputError: There was no fit.
     """
     if value is None:
-        raise InputError(expected(method, "a fitted method", "one that is not", "Call fit or load first."))
+        raise InputError(method, "a fitted method", "one that is not", "Call fit or load first.")
     return value
 
 
@@ -100,7 +100,7 @@ def _check_per_class(setting: Setting, train: Split) -> None:
     per_class: Any = setting.per_class
     size = setting.batch_size
     if size % per_class:
-        raise InputError(expected("setting.batch_size", f"a multiple of per_class={per_class}", size))
+        raise InputError("setting.batch_size", f"a multiple of per_class={per_class}", size)
     if setting.relation is not None:
         PlaceSampler(train.targets, positive_radius(setting.relation), per_class, torch.Generator())
         return
@@ -108,4 +108,4 @@ def _check_per_class(setting: Setting, train: Split) -> None:
     most = min(per_class * classes, len(train))
     if size > most:
         came = f"{size} for {len(train)} images of {classes} classes"
-        raise InputError(expected("setting.batch_size", f"at most {most} with per_class={per_class}", came))
+        raise InputError("setting.batch_size", f"at most {most} with per_class={per_class}", came)

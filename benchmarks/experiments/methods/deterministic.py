@@ -14,7 +14,7 @@ from benchmarks.experiments.methods.base import Method, Prediction, Setting
 from benchmarks.experiments.methods.checks import fitted
 from benchmarks.experiments.methods.embed import image_batches, map_batches, unit
 from benchmarks.experiments.methods.training import train
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.network.encoder import Encoder
 
 
@@ -117,7 +117,7 @@ class OnBase(Method):
         """
         if not isinstance(base, Deterministic):
             hint = "Fit one with the same seed first."
-            raise InputTypeError(expected("base", "a fitted Deterministic", f"a {type(base).__name__}", hint))
+            raise InputTypeError("base", "a fitted Deterministic", f"a {type(base).__name__}", hint)
         check_member(base, self.setting, "base")
         self.check_data(data)
         self._base = base
@@ -159,4 +159,4 @@ def check_member(method: Deterministic, setting: Setting, name: str) -> None:
     fitted(method._encoder, name)
     wanted, came = ((s.network, s.dim) for s in (setting, method.setting))
     if wanted != came:
-        raise InputError(expected(name, f"network and dimension {wanted}", f"{came}"))
+        raise InputError(name, f"network and dimension {wanted}", f"{came}")

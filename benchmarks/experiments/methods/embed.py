@@ -10,7 +10,7 @@ from tqdm import tqdm
 
 from benchmarks.experiments.data.split import Split, loader
 from benchmarks.experiments.methods.base import Prediction, Setting
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.vmf.estimation import sra
 
@@ -88,7 +88,7 @@ class SphereSpread:
         if not self.count:
             self._first, self._mean, self._squares = u, torch.zeros_like(u), torch.zeros_like(u)
         if u.shape != self._mean.shape:
-            raise InputError(expected("u", f"shape {tuple(self._mean.shape)}", tuple(u.shape)))
+            raise InputError("u", f"shape {tuple(self._mean.shape)}", tuple(u.shape))
         self.count += 1
         change = u - self._mean
         self._mean += change / self.count
@@ -106,7 +106,7 @@ class SphereSpread:
             InputError: Fewer than two samples came.
         """
         if self.count < 2:
-            raise InputError(expected("samples", "at least 2", self.count, "One says nothing of the spread."))
+            raise InputError("samples", "at least 2", self.count, "One says nothing of the spread.")
         length = self._mean.norm(dim=1)
         # Samples that cancel have no mean direction; the first stands in, as in vmf.fit.
         cancelled = (length <= torch.finfo(length.dtype).eps).unsqueeze(1)

@@ -17,7 +17,7 @@ from benchmarks.experiments.methods.base import Method, Prediction, Setting
 from benchmarks.experiments.methods.checks import check_classes, check_saved, fitted
 from benchmarks.experiments.methods.deterministic import EncoderMethod
 from benchmarks.experiments.methods.training import train
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.hedged import (
     MatchParameters,
     kl_bound,
@@ -185,7 +185,7 @@ class PairMethod(EncoderMethod):
             raise UnsupportedError(msg)
         if setting.batch_size < 4 or setting.batch_size % 4:
             hint = "Half of the pairs match. Or leave the rows hib, hib_mixture and hib_point out of --methods."
-            raise InputError(expected("setting.batch_size", "a multiple of 4", setting.batch_size, hint))
+            raise InputError("setting.batch_size", "a multiple of 4", setting.batch_size, hint)
         self.components = components
         self._step: PairStep | None = None
 

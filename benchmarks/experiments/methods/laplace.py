@@ -22,7 +22,7 @@ from benchmarks.experiments.methods.deterministic import OnBase
 from benchmarks.experiments.methods.embed import SphereSpread, image_batches, unit
 from benchmarks.experiments.methods.training import train
 from contrastive_curvature.embedding.known import OptimisticPValueWarning
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.online import OnlineLaplace
 from contrastive_curvature.options import Distance, PDFix
@@ -240,7 +240,7 @@ class PosteriorMethod(Method):
         if state["held_out"] != (data.calibration is not None):
             came = "none" if data.calibration is None else "some"
             wanted = "as in the fit, " + ("some" if state["held_out"] else "none")
-            raise InputError(expected("data.calibration", wanted, came))
+            raise InputError("data.calibration", wanted, came)
         encoder = self.setting.make_encoder()
         encoder.load_state_dict(state["encoder"])
         la = self.make_posterior(encoder.eval())

@@ -19,7 +19,7 @@ from benchmarks.experiments.methods.embed import unit
 from benchmarks.experiments.methods.laplace import LaplacePosthoc
 from contrastive_curvature import RetrievalUncertainty, vmf
 from contrastive_curvature.embedding.gallery import neighbor_distance
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.vmf.estimation import sra
 
@@ -82,7 +82,7 @@ class VMFMixture:
         """
         _, sizes = labels.unique(return_counts=True)
         if int(sizes.max()) < 2:
-            raise InputError(expected("data.train", "a class with at least 2 images", "one image of every class"))
+            raise InputError("data.train", "a class with at least 2 images", "one image of every class")
         groups = [group.double() for group in u[labels.argsort(stable=True)].split(sizes.tolist())]
         # For each image of a class of several: squared distance to its class's mean, which is 1 - Rbar^2 on average.
         spread = torch.cat([(group - group.mean(0)).square().sum(1) for group in groups if len(group) > 1]).mean()
@@ -180,7 +180,7 @@ class KNNEmbedding(OnBase):
             InputError: There are fewer than ten training images.
         """
         if len(data.train) < NEIGHBORS:
-            raise InputError(expected("data.train", f"at least {NEIGHBORS} images", len(data.train)))
+            raise InputError("data.train", f"at least {NEIGHBORS} images", len(data.train))
 
     def fit_on_base(self, data: RetrievalData, seed: int, folder: Path) -> None:
         """Embed the training images."""
@@ -365,11 +365,11 @@ class KNNGated(LaplaceGated):
         """
         least = -(-4 * NEIGHBORS // 3)
         if len(data.train) < least:
-            raise InputError(expected("data.train", f"at least {least} images", len(data.train)))
+            raise InputError("data.train", f"at least {least} images", len(data.train))
         needed, left = math.ceil(1 / _SHARE) - 1, len(data.plain) - self._searched(data.plain)
         if left < needed:
             wanted = f"{needed} images that are not searched"
-            raise InputError(expected("data.train", wanted, left, "Use more images, or a smaller gallery_size."))
+            raise InputError("data.train", wanted, left, "Use more images, or a smaller gallery_size.")
 
     def _searched(self, plain: Split) -> int:
         return min(self.gallery_size, 3 * len(plain) // 4)

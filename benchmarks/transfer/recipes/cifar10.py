@@ -30,7 +30,7 @@ from benchmarks.transfer.recipes.image_encoder import (
 )
 from benchmarks.transfer.recipes.recipe import Recipe
 from benchmarks.transfer.train import LOSSES, Training, seeded, train
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 
 _FOLDER = "CIFAR-10-images"
 _SIDE = 32
@@ -74,7 +74,7 @@ def read_images(folder: Path, count: int, seed: int) -> tuple[Images, NDArray[np
     classes = sorted(path for path in folder.glob("*") if path.is_dir())
     files = [(path, label) for label, place in enumerate(classes) for path in sorted(place.glob("*.jpg"))]
     if not files:
-        raise InputError(expected(f"data root: {folder}", "folders of .jpg files, one a class", "none", _HOW))
+        raise InputError(f"data root: {folder}", "folders of .jpg files, one a class", "none", _HOW)
     labels = np.array([label for _, label in files])
     rows = choose(labels, count, seed)
     return np.stack([_image(files[row][0]) for row in rows]), labels[rows]
@@ -86,9 +86,9 @@ def _image(path: Path) -> Images:
             found = np.asarray(image.convert("RGB"))
     except OSError as error:
         came = f"one that cannot be read ({error})"
-        raise InputError(expected(str(path), "an image file", came, _HOW)) from None
+        raise InputError(str(path), "an image file", came, _HOW) from None
     if found.shape != (_SIDE, _SIDE, 3):
-        raise InputError(expected(str(path), f"{_SIDE} x {_SIDE} pixels", f"shape {found.shape}", _HOW))
+        raise InputError(str(path), f"{_SIDE} x {_SIDE} pixels", f"shape {found.shape}", _HOW)
     return found
 
 
@@ -170,7 +170,7 @@ class CifarResNet(nn.Module):
     def __init__(self, depth: int) -> None:
         super().__init__()
         if depth < 8 or (depth - 2) % 6:
-            raise InputError(expected("depth", "6n + 2 with n at least 1", depth))
+            raise InputError("depth", "6n + 2 with n at least 1", depth)
         blocks = (depth - 2) // 6
         self.conv1 = nn.Conv2d(3, _WIDTHS[0], 3, padding=1, bias=False)
         self.bn1 = nn.BatchNorm2d(_WIDTHS[0])
@@ -209,7 +209,7 @@ def load_weights(network: nn.Module, path: Path, how: str) -> None:
         network.load_state_dict(state)
     except (OSError, RuntimeError, KeyError, TypeError, AttributeError, EOFError, pickle.UnpicklingError) as error:
         came = f"what cannot be read ({(str(error) or type(error).__name__).splitlines()[0]})"
-        raise InputError(expected(str(path), f"weights of {type(network).__name__}", came, how)) from None
+        raise InputError(str(path), f"weights of {type(network).__name__}", came, how) from None
 
 
 _TITLES = {"paper": "paper's network", "resnet": "small ResNet"}

@@ -24,7 +24,7 @@ from benchmarks.transfer.feature_file import FeatureFile, Pairs
 from benchmarks.transfer.recipes.cifar10 import load_photographs
 from benchmarks.transfer.recipes.image_encoder import Images, unknown_images
 from benchmarks.transfer.recipes.recipe import Recipe
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 
 SIDE = 112
 """Side in pixels of the images that the network takes."""
@@ -57,7 +57,7 @@ class FaceNetwork:
             setattr(self._net.opt, f"use_fp16_{option}", False)
         for read, name in zip((self._net.load_param, self._net.load_model), _FILES, strict=True):
             if read(str(data_root / name)) != 0:
-                raise InputError(expected(str(data_root / name), "a network of ncnn", "one that ncnn refuses", _HOW))
+                raise InputError(str(data_root / name), "a network of ncnn", "one that ncnn refuses", _HOW)
 
     def __call__(self, images: Iterable[NDArray[np.uint8]]) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
         """Run the network on faces.
@@ -109,15 +109,15 @@ def linear_layer(
     rows, width = features.shape
     wanted = f"more images than the {width} features and a bias have unknowns"
     if rows <= width:
-        raise InputError(expected("features", wanted, rows))
+        raise InputError("features", wanted, rows)
     design = np.hstack([features.astype(np.float64), np.ones((rows, 1))])
     solution, _, rank, _ = np.linalg.lstsq(design, outputs.astype(np.float64), rcond=None)
     if rank <= width:
-        raise InputError(expected("features", wanted, f"{rows} of rank {rank}"))
+        raise InputError("features", wanted, f"{rows} of rank {rank}")
     error = float(np.abs(design @ solution - outputs).max() / np.abs(outputs).max())
     # written so that NaN fails too
     if not error <= _LINEAR_TO:
-        raise InputError(expected("outputs", "a linear layer's", f"a relative deviation of {error:.1g}"))
+        raise InputError("outputs", "a linear layer's", f"a relative deviation of {error:.1g}")
     return solution[:-1].T.astype(np.float32), solution[-1].astype(np.float32)
 
 
@@ -167,9 +167,9 @@ def read_pairs(path: Path) -> list[FacePair]:
         folds, each = map(int, head)
         pairs = [_pair(words, row // (2 * each), same=row % (2 * each) < each) for row, words in enumerate(rest)]
     except ValueError as error:
-        raise InputError(expected(str(path), wanted, f"something else ({error})", _HOW_PAIRS)) from None
+        raise InputError(str(path), wanted, f"something else ({error})", _HOW_PAIRS) from None
     if len(pairs) != 2 * folds * each:
-        raise InputError(expected(str(path), wanted, f"{len(pairs)} pairs", _HOW_PAIRS))
+        raise InputError(str(path), wanted, f"{len(pairs)} pairs", _HOW_PAIRS)
     return pairs
 
 
@@ -229,7 +229,7 @@ def make_faces(run: Run, data_root: Path, seed: int) -> FeatureFile:
 
 def _faces(split: Split) -> FileSplit:
     if not isinstance(split, FileSplit):
-        raise InputTypeError(expected("split", "images in files", type(split).__name__))
+        raise InputTypeError("split", "images in files", type(split).__name__)
     return FileSplit(split.paths, split.targets, _face)
 
 
@@ -250,7 +250,7 @@ def _one_of_each(labels: NDArray[np.int64], seed: int) -> NDArray[np.int64]:
     people, counts = np.unique(labels, return_counts=True)
     chosen = rng.permutation(people[counts > 1])[:_CORRUPTED]
     if not len(chosen):
-        raise InputError(expected("peopleDevTest.txt", "somebody with two images", "nobody"))
+        raise InputError("peopleDevTest.txt", "somebody with two images", "nobody")
     return np.sort([rng.choice(np.flatnonzero(labels == person)) for person in chosen])
 
 
@@ -269,7 +269,7 @@ def _pairs(data_root: Path, paths: list[Path], features: NDArray[np.float32], tr
     people = {name for (name, _), row in at.items() if row < trained}
     if missing := next((face for pair in listed for face in (pair.left, pair.right) if face not in at), None):
         came = f"image {missing[1]} of {missing[0]}"
-        raise InputError(expected("pairs.txt", "images of people in peopleDevTrain.txt or peopleDevTest.txt", came))
+        raise InputError("pairs.txt", "images of people in peopleDevTrain.txt or peopleDevTest.txt", came)
     rows = [[at[pair.left] for pair in listed], [at[pair.right] for pair in listed]]
     used, numbers = np.unique(rows, return_inverse=True)
     numbers = numbers.reshape(2, -1)

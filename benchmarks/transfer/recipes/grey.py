@@ -27,7 +27,7 @@ from benchmarks.transfer.recipes.image_encoder import (
 )
 from benchmarks.transfer.recipes.recipe import Recipe
 from benchmarks.transfer.train import LOSSES, Training, seeded, train
-from contrastive_curvature.errors import InputTypeError, expected
+from contrastive_curvature.errors import InputTypeError
 
 _TITLES = {"fashionmnist": "Fashion-MNIST", "mnist": "MNIST"}
 _OTHER = {"fashionmnist": "mnist", "mnist": "fashionmnist"}
@@ -51,7 +51,7 @@ def _load(name: str, root: Path, seed: int) -> Known:
 
 def _pixels(split: Split) -> Tensor:
     if not isinstance(split, TensorSplit):
-        raise InputTypeError(expected("split", "images in memory", type(split).__name__))
+        raise InputTypeError("split", "images in memory", type(split).__name__)
     return split.pixels.permute(0, 2, 3, 1)
 
 
@@ -104,7 +104,7 @@ def _load_omniglot(root: Path, seed: int) -> Known:
 
 def _drawings(split: Split, rows: NDArray[np.int64]) -> Images:
     if not isinstance(split, TensorSplit):
-        raise InputTypeError(expected("split", "images in memory", type(split).__name__))
+        raise InputTypeError("split", "images in memory", type(split).__name__)
     return split.pixels[torch.from_numpy(rows)].permute(0, 2, 3, 1).numpy()
 
 

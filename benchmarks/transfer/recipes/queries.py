@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.experiments.data.files import require
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 
 _FILE = "clinc150/data_full.json.gz"
 _HOW = "Get data/data_full.json of https://github.com/clinc/oos-eval (commit 828f809), and gzip it."
@@ -53,7 +53,7 @@ def read_queries(data_root: Path) -> Queries:
         found = {part: [(text, intent) for text, intent in content[part]] for part in (*_PARTS, "oos_test")}
     except (gzip.BadGzipFile, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
         wanted = "gzipped JSON with lists of [query, intent]"
-        raise InputError(expected(str(path), wanted, f"something else ({error})", _HOW)) from None
+        raise InputError(str(path), wanted, f"something else ({error})", _HOW) from None
     numbers = {name: number for number, name in enumerate(sorted({intent for _, intent in found["train"]}))}
     return Queries(
         {part: [text for text, _ in found[part]] for part in _PARTS},

@@ -13,7 +13,6 @@ from click.shell_completion import get_completion_class
 
 import contrastive_curvature
 from contrastive_curvature.apps.cli.console import BadInputError, Console, console_options, report
-from contrastive_curvature.errors import expected
 
 if TYPE_CHECKING:
     from contrastive_curvature.apps.cli.sources import Source
@@ -70,7 +69,7 @@ def _json_object(_: click.Context, option: click.Parameter, text: str | None) ->
     except ValueError:
         found = None
     if not isinstance(found, dict):
-        raise BadInputError(expected(option.opts[0], """a JSON object, as '{"num_classes": 128}'""", f"{text!r}"))
+        raise BadInputError(option.opts[0], """a JSON object, as '{"num_classes": 128}'""", f"{text!r}")
     return found
 
 
@@ -78,7 +77,7 @@ def _json(_: click.Context, option: click.Parameter, text: str | None) -> Any:
     try:
         return None if text is None else json.loads(text, parse_constant=_refuse_constant)
     except ValueError:
-        raise BadInputError(expected(option.opts[0], "JSON", f"{text!r}")) from None
+        raise BadInputError(option.opts[0], "JSON", f"{text!r}") from None
 
 
 def _refuse_constant(name: str) -> None:
@@ -93,7 +92,7 @@ def _key_values(_: click.Context, option: click.Parameter, texts: tuple[str, ...
         name, equals, value = text.partition("=")
         name = name.strip().replace("-", "_")
         if not equals or not name:
-            raise BadInputError(expected(option.opts[0], "NAME=VALUE", f"{text!r}"))
+            raise BadInputError(option.opts[0], "NAME=VALUE", f"{text!r}")
         try:
             found[name] = json.loads(value)
         except ValueError:
@@ -106,10 +105,10 @@ def _table_name(_: click.Context, option: click.Parameter, path: Path) -> Path:
         return Path("-")
     if path.suffix.lower() not in (".csv", ".parquet"):
         wanted = "a name that ends in .csv or .parquet, or - for stdout"
-        raise BadInputError(expected(f"{option.opts[0]} {path}", wanted, f"{path.name!r}"))
+        raise BadInputError(f"{option.opts[0]} {path}", wanted, f"{path.name!r}")
     if not path.parent.is_dir():
         wanted = "a file in a folder that exists"
-        raise BadInputError(expected(f"{option.opts[0]} {path}", wanted, f"no folder {path.parent}"))
+        raise BadInputError(f"{option.opts[0]} {path}", wanted, f"no folder {path.parent}")
     return path
 
 
@@ -117,23 +116,23 @@ def _check_searched(options: dict[str, Any], index: Path | None) -> None:
     """Refuse a search in nothing, or in an index that is there and yet to be written."""
     if index is None:
         if options["gallery"] is None:
-            raise BadInputError(expected("--gallery, --index", "one of them", "neither"))
+            raise BadInputError("--gallery, --index", "one of them", "neither")
         return
     if options.pop("validation") is not None:
         hint = "P(match) of an index comes from the MatchProbability that is saved in the folder."
-        raise BadInputError(expected("--validation", "it without --index", "both", hint))
+        raise BadInputError("--validation", "it without --index", "both", hint)
     if options["gallery"] is not None and index.exists():
         hint = "Leave --gallery out to search it, or name a new file."
-        raise BadInputError(expected(f"--index {index}", "a new file, with --gallery", "one that is there", hint))
+        raise BadInputError(f"--index {index}", "a new file, with --gallery", "one that is there", hint)
     if options["gallery"] is None and not index.exists():
         hint = "Give --gallery to write it."
-        raise BadInputError(expected(f"--index {index}", "an index", "no such file", hint))
+        raise BadInputError(f"--index {index}", "an index", "no such file", hint)
 
 
 def _refuse_both(options: dict[str, Any], first: str, second: str) -> None:
     if options[first] is not None and options[second] is not None:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in (first, second))
-        raise BadInputError(expected(names, "one of them", "both"))
+        raise BadInputError(names, "one of them", "both")
 
 
 _table_option = click.option(
@@ -430,7 +429,7 @@ def search(console: Console, **options: Any) -> None:
         return
     if options["k"] > len(sources["gallery"]):
         wanted = f"at most {len(sources['gallery'])}, the number of points in {sources['gallery'].path}"
-        raise BadInputError(expected("-k", wanted, f"{options['k']}"))
+        raise BadInputError("-k", wanted, f"{options['k']}")
     if "validation" in sources:
         sources["validation"].check_classes("--validation")
         sources["gallery"].check_classes("--gallery")

@@ -23,7 +23,6 @@ from contrastive_curvature.errors import (
     NotFittedError,
     ProcessError,
     UnsupportedError,
-    expected,
 )
 
 BAD_INPUT = 2
@@ -46,9 +45,12 @@ _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 class BadInputError(click.ClickException):
-    """A file or an argument that the command cannot take; the message is one sentence that says what to do."""
+    """A file or an argument that the command cannot take; arguments as of an :class:`.InputError`."""
 
     exit_code = BAD_INPUT
+
+    def __init__(self, *message: Any) -> None:
+        super().__init__(str(InputError(*message)))
 
 
 class Console:
@@ -188,7 +190,7 @@ def needed(module: str, argument: str, install: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise BadInputError(expected(argument, f"{package} to be installed", "none", f"Run: {install}")) from error
+        raise BadInputError(argument, f"{package} to be installed", "none", f"Run: {install}") from error
 
 
 @contextmanager
@@ -198,4 +200,4 @@ def their_code(argument: str, wanted: str, hint: str = "") -> Iterator[None]:
         yield
     except (Exception, SystemExit) as error:
         hint = f"{hint} --traceback shows where.".strip()
-        raise BadInputError(expected(argument, wanted, f"{type(error).__name__}: {error}", hint)) from error
+        raise BadInputError(argument, wanted, f"{type(error).__name__}: {error}", hint) from error

@@ -21,7 +21,6 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from contrastive_curvature.apps.cli.console import BadInputError, needed, their_code
-from contrastive_curvature.errors import expected
 from contrastive_curvature.network.given_features import FeatureSource
 
 LIBRARIES = ("timm", "sentence-transformers")
@@ -102,7 +101,7 @@ def last_layer_encoder(
     """
     if weight.shape[1] != width or (bias is not None and bias.shape != weight.shape[:1]):
         received = f"{weight.shape}" + ("" if bias is None else f" and {bias.shape}")
-        raise BadInputError(expected("weight, bias", f"shapes (D, {width}) and (D,)", received))
+        raise BadInputError("weight, bias", f"shapes (D, {width}) and (D,)", received)
     zeros = np.zeros(len(weight), np.float32)
     layer = _linear(torch.from_numpy(weight), torch.from_numpy(zeros if bias is None else bias))
     spec = {"encoder": None, "identity": identity, "features_of": None if source is None else source.to_plain()}
@@ -119,7 +118,7 @@ def encoder_of(text: str, options: Mapping[str, Any]) -> Encoder:
     kind, _, name = text.partition(":")
     if not kind or not name:
         wanted = "module:function, timm:NAME or sentence-transformers:NAME_OR_PATH"
-        raise BadInputError(expected("--encoder", wanted, f"{text!r}"))
+        raise BadInputError("--encoder", wanted, f"{text!r}")
     given = dict(options)
     # A path is used again from any folder.
     if kind == "sentence-transformers" and os.path.isdir(name):
@@ -139,7 +138,7 @@ def check_device(name: str) -> None:
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         wanted = "a device of this machine with float64 (Apple's mps has none)"
-        raise BadInputError(expected("--device", wanted, f"{name!r} ({reason})")) from error
+        raise BadInputError("--device", wanted, f"{name!r} ({reason})") from error
 
 
 def _own_encoder(module_name: str, function_name: str, options: dict[str, Any]) -> Encoder:
@@ -154,13 +153,13 @@ def _own_encoder(module_name: str, function_name: str, options: dict[str, Any]) 
         function = getattr(function, part, None)
     if not callable(function):
         received = "none of that name" if function is None else f"a {type(function).__name__}"
-        raise BadInputError(expected(argument, f"a function of {module_name}", received))
+        raise BadInputError(argument, f"a function of {module_name}", received)
     with their_code(argument, "the function to return an encoder"):
         made = function(**options)
     module, transform = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
     if not isinstance(module, nn.Module) or not (transform is None or callable(transform)):
         wanted = "the function to return a torch.nn.Module, or (module, transform)"
-        raise BadInputError(expected(argument, wanted, f"a {type(made).__name__}"))
+        raise BadInputError(argument, wanted, f"a {type(made).__name__}")
     if transform is not None:
         return Encoder(argument, module, ("images", "inputs", "features", "texts"), {}, transform)
     found = Encoder(argument, module, ("images", "inputs", "features"), {})
@@ -201,7 +200,7 @@ def _timm_encoder(name: str, options: dict[str, Any]) -> Encoder:
     known = name.partition(".")[0]
     if ":" not in name and not timm.is_model(known):
         near = ", ".join(difflib.get_close_matches(known, timm.list_models(), 3)) or "timm.list_models() has all names"
-        raise BadInputError(expected(argument, "a model of timm", f"{name!r}", f"Did you mean: {near}?"))
+        raise BadInputError(argument, "a model of timm", f"{name!r}", f"Did you mean: {near}?")
     checkpoint = options.get("checkpoint_path")
     given = {"num_classes": 0, "pretrained": checkpoint is None, **options}
     given.pop("checkpoint_path", None)
@@ -222,7 +221,7 @@ def _load_checkpoint(module: Any, path: Any) -> None:
     from timm.models import load_state_dict
 
     if not isinstance(path, str) or not Path(path).is_file():
-        raise BadInputError(expected("--encoder-options: checkpoint_path", "a file", f"{path!r}, where none is"))
+        raise BadInputError("--encoder-options: checkpoint_path", "a file", f"{path!r}, where none is")
     state = load_state_dict(path, weights_only=True)
     head = module.pretrained_cfg.get("classifier") or ()
     heads = tuple(f"{each}." for each in ((head,) if isinstance(head, str) else head))
@@ -267,11 +266,11 @@ def _refuse_own_code(argument: str, folder: Path, options: Mapping[str, Any]) ->
     try:
         kinds = [str(each["type"]) for each in json.loads((folder / "modules.json").read_text(encoding="utf-8"))]
     except (ValueError, TypeError, KeyError) as error:
-        raise BadInputError(expected(argument, "a list of modules in modules.json", f"{error}")) from error
+        raise BadInputError(argument, "a list of modules in modules.json", f"{error}") from error
     own = [kind for kind in kinds if not kind.startswith("sentence_transformers.")]
     if own:
         hint = """To run it: --encoder-options '{"trust_remote_code": true}'"""
-        raise BadInputError(expected(argument, "modules of sentence-transformers", f"code of its own ({own[0]})", hint))
+        raise BadInputError(argument, "modules of sentence-transformers", f"code of its own ({own[0]})", hint)
 
 
 @contextmanager
@@ -284,7 +283,7 @@ def _loading(argument: str) -> Iterator[None]:
     except _LOADING as error:
         reason = " ".join((str(error) or type(error).__name__).split())[:300]
         hint = "A model that is not on this machine is downloaded, which needs the network."
-        raise BadInputError(expected(argument, "a model that can be loaded", reason, hint)) from error
+        raise BadInputError(argument, "a model that can be loaded", reason, hint) from error
     finally:
         logging.disable(logging.NOTSET)
 

@@ -11,7 +11,6 @@ from contrastive_curvature.apps.cli.console import BadInputError, Console, reada
 from contrastive_curvature.apps.cli.encoders import check_device, encoder_of
 from contrastive_curvature.apps.cli.saved import open_posterior
 from contrastive_curvature.apps.cli.sources import Loader, Source, shared_labels
-from contrastive_curvature.errors import expected
 
 
 def features(
@@ -27,10 +26,10 @@ def features(
 ) -> None:
     """Write a feature folder of a source."""
     if source.kind == "features":
-        raise BadInputError(expected(f"{source.path}", "inputs of an encoder", "features that are there already"))
+        raise BadInputError(f"{source.path}", "inputs of an encoder", "features that are there already")
     if encoder is None:
         hint = "Give --encoder module:function, timm:NAME or sentence-transformers:NAME."
-        raise BadInputError(expected("--encoder", f"an encoder for {source.kind}", "none", hint))
+        raise BadInputError("--encoder", f"an encoder for {source.kind}", "none", hint)
     check_device(device)
     made = encoder_of(encoder, encoder_options)
     made.module.to(device).eval()

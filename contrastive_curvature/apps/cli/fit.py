@@ -17,7 +17,6 @@ from contrastive_curvature.apps.cli.encoders import Encoder, check_device, encod
 from contrastive_curvature.apps.cli.readers import read_arrays
 from contrastive_curvature.apps.cli.saved import check_target, open_posterior, write_posterior
 from contrastive_curvature.apps.cli.sources import ArraySource, FeatureFolderSource, Loader, Source, shared_labels
-from contrastive_curvature.errors import expected
 from contrastive_curvature.io.pretrained import read_info
 from contrastive_curvature.io.pretrained.posterior import KNOWN_LOSSES
 from contrastive_curvature.losses.cosine import CosineLoss
@@ -136,7 +135,7 @@ def _continued(more: Source, made: Encoder) -> NDArray[np.int64]:
     if made.classes is None:
         if names is not None:
             hint = "Class 3 is then class 3 of the fit, whatever its name."
-            raise BadInputError(expected(f"{more.path}", "the numbers that the classes have in the fit", "names", hint))
+            raise BadInputError(f"{more.path}", "the numbers that the classes have in the fit", "names", hint)
         return labels
     if names is None:
         numbers, labels = np.unique(labels, return_inverse=True)
@@ -154,20 +153,20 @@ def _digest(name: str) -> str:
 def _made_loss(options: Mapping[str, Any]) -> CosineLoss:
     """Return the loss of a name, as ``supcon``: one that labels and plain options describe."""
     if "loss" in options["curvature"]:
-        raise BadInputError(expected("--option loss", "the loss as --loss", "it here"))
+        raise BadInputError("--option loss", "the loss as --loss", "it here")
     name, given = options["loss"], dict(options["loss_option"])
     for short in ("margin", "temperature"):
         if options[short] is not None:
             if short in given:
-                raise BadInputError(expected(f"--{short}, --loss-option {short}", "one of them", "both"))
+                raise BadInputError(f"--{short}, --loss-option {short}", "one of them", "both")
             given[short] = options[short]
     losses = {key.removesuffix("Loss").lower(): kind for key, kind in KNOWN_LOSSES.items() if _needs_labels_alone(kind)}
     kind = losses.get(name.replace("-", ""))
     if kind is None:
-        raise BadInputError(expected("--loss", f"one of {', '.join(losses)}", name))
+        raise BadInputError("--loss", f"one of {', '.join(losses)}", name)
     strange = [option for option in given if option not in kind.arguments()]
     if strange:
-        raise BadInputError(expected(f"--loss {name}", f"options among {', '.join(kind.arguments())}", strange[0]))
+        raise BadInputError(f"--loss {name}", f"options among {', '.join(kind.arguments())}", strange[0])
     return kind(**given)
 
 
@@ -181,7 +180,7 @@ def _split(count: int, share: float | None, seed: int) -> tuple[NDArray[np.int64
         return np.arange(count), None
     size = round(share * count)
     if size < 2 or count - size < 2:
-        raise BadInputError(expected(f"--calibration-share {share}", "two inputs on either side", f"{size} of {count}"))
+        raise BadInputError(f"--calibration-share {share}", "two inputs on either side", f"{size} of {count}")
     order = np.random.default_rng(seed).permutation(count)
     return np.sort(order[size:]), np.sort(order[:size])
 
@@ -191,31 +190,31 @@ def _encoder_for(
 ) -> Encoder:
     """Return the encoder that ``--encoder`` names, or the last layer that comes with features."""
     if last_layer is not None and (text is not None or not isinstance(train, FeatureFolderSource)):
-        raise BadInputError(expected("--last-layer", "it for a feature folder, without --encoder", "another use"))
+        raise BadInputError("--last-layer", "it for a feature folder, without --encoder", "another use")
     if text is not None:
         return encoder_of(text, options)
     if options:
-        raise BadInputError(expected("--encoder-options", "them with --encoder", "no encoder"))
+        raise BadInputError("--encoder-options", "them with --encoder", "no encoder")
     if isinstance(train, FeatureFolderSource):
         return _last_layer_of_folder(train, last_layer)
     if isinstance(train, ArraySource) and train.kind == "features":
         return _last_layer_of_arrays(console, train)
     hint = "Give --encoder module:function, timm:NAME or sentence-transformers:NAME."
-    raise BadInputError(expected(f"{train.path}", f"an encoder for {train.kind}", "none", hint))
+    raise BadInputError(f"{train.path}", f"an encoder for {train.kind}", "none", hint)
 
 
 def _last_layer_of_folder(train: FeatureFolderSource, last_layer: Path | None) -> Encoder:
     if last_layer is None:
         hint = "Give --last-layer FILE.npz with weight and bias, or --encoder module:function."
         wanted = "the last layer of the encoder of these features"
-        raise BadInputError(expected(f"{train.path}", wanted, "none", hint))
+        raise BadInputError(f"{train.path}", wanted, "none", hint)
     arrays, _ = read_arrays(last_layer)
     argument, source = f"--last-layer {last_layer}", train.encoder_of
     if "weight" not in arrays:
-        raise BadInputError(expected(argument, "the arrays weight and bias", "no weight"))
+        raise BadInputError(argument, "the arrays weight and bias", "no weight")
     if len(arrays["weight"]) != source.outputs:
         wanted = f"{source.outputs} outputs, as the encoder of {train.path} has"
-        raise BadInputError(expected(argument, wanted, f"{len(arrays['weight'])}"))
+        raise BadInputError(argument, wanted, f"{len(arrays['weight'])}")
     return last_layer_encoder(arrays["weight"], arrays.get("bias"), width=source.width, source=source)
 
 
@@ -226,7 +225,7 @@ def _last_layer_of_arrays(console: Console, train: ArraySource) -> Encoder:
     if train.name != "embeddings":
         hint = "Add them, or name the array embeddings if it holds the encoder's outputs."
         wanted = "weight (and bias, if there is one) beside features"
-        raise BadInputError(expected(f"{train.path}", wanted, "none", hint))
+        raise BadInputError(f"{train.path}", wanted, "none", hint)
     unit = np.allclose(np.linalg.norm(train.values, axis=1), 1, atol=_UNIT)
     hint = " All of them have norm 1, so novelty cannot see a norm, which may help or harm: if you can, try both."
     console.warn(

@@ -15,7 +15,6 @@ import numpy as np
 
 from contrastive_curvature.apps.cli.console import BadInputError, needed
 from contrastive_curvature.artifact import final_target, write_whole
-from contrastive_curvature.errors import expected
 
 if TYPE_CHECKING:
     from contrastive_curvature.apps.cli.sources import Source
@@ -28,7 +27,7 @@ def check_output(path: Path, sources: Iterable[Source]) -> None:
     """Refuse a file that cannot be written, and one of the inputs, before anything is computed."""
     target = final_target(path)
     if any(target.exists() and source.path.samefile(target) for source in sources):
-        raise BadInputError(expected(f"--out {path}", "another file than the inputs", "one of them"))
+        raise BadInputError(f"--out {path}", "another file than the inputs", "one of them")
     if path.suffix.lower() == ".parquet":
         needed("pyarrow", f"--out {path}", "pip install pyarrow; or name a .csv")
 
@@ -95,4 +94,4 @@ def check_writable(folder: Path, target: Path) -> None:
         probe.rmdir()
     except OSError as error:
         received = f"{above}: {error.strerror or error}"
-        raise BadInputError(expected(f"--out {folder}", "a folder that can be written", received)) from error
+        raise BadInputError(f"--out {folder}", "a folder that can be written", received) from error

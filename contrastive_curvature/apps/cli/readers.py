@@ -13,7 +13,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contrastive_curvature.apps.cli.console import BadInputError, needed, their_code
-from contrastive_curvature.errors import expected
 
 if TYPE_CHECKING:
     from contrastive_curvature.apps.cli.encoders import Encoder
@@ -44,12 +43,12 @@ def read_arrays(path: Path) -> tuple[dict[str, NDArray[Any]], list[str]]:
     except Exception as error:  # numpy, zipfile and the decompressors raise many kinds for damaged files
         received = f"what cannot be read ({str(error) or type(error).__name__})"
         hint = "Save numbers or texts, as labels.astype(str)." if "Object arrays" in str(error) else ""
-        raise BadInputError(expected(f"{path}", wanted, received, hint)) from error
+        raise BadInputError(f"{path}", wanted, received, hint) from error
     if isinstance(archive, np.ndarray):
         hint = "numpy.savez(file, features=...) writes one."
-        raise BadInputError(expected(f"{path}", wanted, "a single array", hint))
+        raise BadInputError(f"{path}", wanted, "a single array", hint)
     if "bias" in found and "weight" not in found:
-        raise BadInputError(expected(f"{path}", "weight beside bias", "bias alone"))
+        raise BadInputError(f"{path}", "weight beside bias", "bias alone")
     return {name: _checked(f"{path}: {name}", name, array) for name, array in found.items()}, names
 
 
@@ -57,19 +56,19 @@ def _checked(argument: str, name: str, array: NDArray[Any]) -> NDArray[Any]:
     if name in ("labels", "ids"):
         if array.ndim != 1 or array.dtype.kind not in "iuU":
             received = f"{array.dtype}, shape {array.shape}"
-            raise BadInputError(expected(argument, "a list of whole numbers or texts", received))
+            raise BadInputError(argument, "a list of whole numbers or texts", received)
         return array
     if array.dtype.kind not in "fiu":
-        raise BadInputError(expected(argument, "real numbers", f"an array of {array.dtype}"))
+        raise BadInputError(argument, "real numbers", f"an array of {array.dtype}")
     axes = _AXES[name]
     if array.ndim == 0 or (axes is not None and array.ndim != axes) or 0 in array.shape:
         wanted = "at least one axis" if axes is None else f"{axes} axes"
-        raise BadInputError(expected(argument, f"{wanted}, none empty", f"shape {array.shape}"))
+        raise BadInputError(argument, f"{wanted}, none empty", f"shape {array.shape}")
     with np.errstate(over="ignore"):
         floats = np.ascontiguousarray(array, dtype=np.float32)
     finite = np.isfinite(floats).reshape(len(floats), -1).all(1)
     if not finite.all():
-        raise BadInputError(expected(argument, "finite numbers", f"NaN or infinity in row {np.argmin(finite)}"))
+        raise BadInputError(argument, "finite numbers", f"NaN or infinity in row {np.argmin(finite)}")
     return floats
 
 
@@ -86,18 +85,18 @@ def read_table(path: Path, columns: Columns) -> tuple[list[str], NDArray[Any] | 
                 text = row.get(name)
                 if not isinstance(text, str) or not text.strip():
                     hint = f"The row has {', '.join(row) or 'nothing'}; --text-column names another column."
-                    raise BadInputError(expected(f"{path}", f"a text in {name!r} of row {number}", f"{text!r}", hint))
+                    raise BadInputError(f"{path}", f"a text in {name!r} of row {number}", f"{text!r}", hint)
                 if columns.id is not None and row.get(columns.id) is None:
                     wanted = f"an identifier in {columns.id!r} of row {number}"
-                    raise BadInputError(expected(f"{path}", wanted, "none"))
+                    raise BadInputError(f"{path}", wanted, "none")
                 texts.append(text)
                 classes.append(row.get(columns.label or "label"))
                 ids.append(str(number if columns.id is None else row[columns.id]))
     except (ValueError, csv.Error) as error:
         kind = "a CSV file with a header" if is_csv else "one JSON object a line"
-        raise BadInputError(expected(f"{path}", f"{kind} in UTF-8", f"what cannot be read ({error})")) from error
+        raise BadInputError(f"{path}", f"{kind} in UTF-8", f"what cannot be read ({error})") from error
     if not texts:
-        raise BadInputError(expected(f"{path}", "at least one row", "none"))
+        raise BadInputError(f"{path}", "at least one row", "none")
     return texts, _classes(path, classes, columns.label or "label"), ids
 
 
@@ -106,11 +105,11 @@ def _csv_rows(path: Path, file: TextIO) -> Iterator[dict[str, Any]]:
     names = next(rows, [])
     twice = [name for name in names if name and names.count(name) > 1]
     if twice:
-        raise BadInputError(expected(f"{path}", "a name for each column", f"{twice[0]!r} twice in the header"))
+        raise BadInputError(f"{path}", "a name for each column", f"{twice[0]!r} twice in the header")
     for number, row in enumerate(filter(None, rows)):
         if len(row) > len(names):
             wanted = f"{len(names)} fields in row {number}, as in the header"
-            raise BadInputError(expected(f"{path}", wanted, f"{len(row)}", "Quote texts that hold commas."))
+            raise BadInputError(f"{path}", wanted, f"{len(row)}", "Quote texts that hold commas.")
         yield dict(zip(names, row, strict=False))
 
 
@@ -119,7 +118,7 @@ def _json_rows(path: Path, file: TextIO) -> Iterator[dict[str, Any]]:
         if line.strip():
             row = json.loads(line)
             if not isinstance(row, dict):
-                raise BadInputError(expected(f"{path}", "one JSON object a line", f"{line[:40]!r}, line {number}"))
+                raise BadInputError(f"{path}", "one JSON object a line", f"{line[:40]!r}, line {number}")
             yield row
 
 
@@ -129,7 +128,7 @@ def _classes(path: Path, found: list[Any], name: str) -> NDArray[Any] | None:
         return None
     if missing:
         wanted = f"a class in {name!r} of every row or of none"
-        raise BadInputError(expected(f"{path}", wanted, f"none in row {missing[0]}"))
+        raise BadInputError(f"{path}", wanted, f"none in row {missing[0]}")
     if all(type(value) is int for value in found):
         integers = np.array(found)
         # Integers beyond 64 bits are texts.
@@ -147,12 +146,12 @@ def find_images(folder: Path) -> list[Path]:
             if not path.exists():
                 hint = "Remove the link, or bring back what it leads to."
                 wanted = "a link to a file or a folder"
-                raise BadInputError(expected(f"{path}", wanted, "one that leads nowhere", hint))
+                raise BadInputError(f"{path}", wanted, "one that leads nowhere", hint)
             if path.suffix.lower() in _IMAGES and path.is_file():
                 found.append(path)
     if not found:
         hint = "A feature folder has a header.json."
-        raise BadInputError(expected(f"{folder}", f"images ({', '.join(_IMAGES)}) or saved features", "none", hint))
+        raise BadInputError(f"{folder}", f"images ({', '.join(_IMAGES)}) or saved features", "none", hint)
     return sorted(found)
 
 
@@ -166,11 +165,11 @@ def read_image(file: Path, encoder: Encoder) -> Any:
             picture = opened.convert("RGB")
     except Exception as error:  # PIL raises many kinds for damaged files
         received = f"what cannot be read ({str(error) or type(error).__name__})"
-        raise BadInputError(expected(f"{file}", "an image", received)) from error
+        raise BadInputError(f"{file}", "an image", received) from error
     argument = f"the transform of {encoder.name}"
     assert encoder.transform is not None
     with their_code(argument, f"a tensor for {file}"):
         made = encoder.transform(picture)
     if not isinstance(made, Tensor):
-        raise BadInputError(expected(argument, f"a torch.Tensor for {file}", f"a {type(made).__name__}"))
+        raise BadInputError(argument, f"a torch.Tensor for {file}", f"a {type(made).__name__}")
     return made

@@ -23,7 +23,7 @@ from contrastive_curvature.apps.cli.console import BadInputError
 from contrastive_curvature.apps.cli.encoders import LIBRARIES, Encoder, check_device, encoder_of, last_layer_encoder
 from contrastive_curvature.apps.cli.outputs import check_writable
 from contrastive_curvature.artifact import Header, read_tensors, write_tensors
-from contrastive_curvature.errors import ContrastiveCurvatureError, expected
+from contrastive_curvature.errors import ContrastiveCurvatureError
 from contrastive_curvature.io.pretrained import folder as posterior_folder
 from contrastive_curvature.io.pretrained import load_pretrained, read_info
 from contrastive_curvature.network.digest import encoder_digest
@@ -48,7 +48,7 @@ def check_target(folder: Path, *, overwrite: bool) -> None:
     """Refuse a folder that cannot or must not be written, before anything is computed."""
     if (folder / "config.json").exists() and not overwrite:
         hint = "Give --overwrite to replace it, or another folder."
-        raise BadInputError(expected(f"--out {folder}", "a new folder", "one that holds a saved posterior", hint))
+        raise BadInputError(f"--out {folder}", "a new folder", "one that holds a saved posterior", hint)
     place = posterior_folder.place_of(folder)
     posterior_folder.check_target(place, overwrite=overwrite)
     check_writable(folder, place.path)
@@ -109,7 +109,7 @@ def open_posterior(
     """
     check_device(device)
     if encoder is None and encoder_options:
-        raise BadInputError(expected("--encoder-options", "them with --encoder", "no encoder"))
+        raise BadInputError("--encoder-options", "them with --encoder", "no encoder")
     spec, weights = (None, {}) if encoder_options else read_encoder(folder)
     if encoder is not None:
         if note is not None:
@@ -119,7 +119,7 @@ def open_posterior(
         found = encoder_of(encoder, encoder_options or {})
     elif spec is None:
         hint = "Give --encoder module:function, timm:NAME or sentence-transformers:NAME."
-        raise BadInputError(expected(f"{folder}", "a posterior with its encoder", "one without", hint))
+        raise BadInputError(f"{folder}", "a posterior with its encoder", "one without", hint)
     elif spec["encoder"] is not None:
         _check_trusted(spec, folder)
         if note is not None:
@@ -161,7 +161,7 @@ def _check_trusted(spec: Mapping[str, Any], folder: Path) -> None:
     if named.partition(":")[0] not in LIBRARIES:
         hint = f"If you trust that code, run it with: --encoder {named}"
         wanted = "it to be given, since the folder names code and code runs at your word only"
-        raise BadInputError(expected("--encoder", wanted, f"none ({folder} names {named})", hint))
+        raise BadInputError("--encoder", wanted, f"none ({folder} names {named})", hint)
     if "trust_remote_code" in json.dumps(spec["options"]):
         hint = f"Give --encoder {named} and --encoder-options yourself, if you trust it."
-        raise BadInputError(expected(f"{folder}", "an encoder without code of its own", "trust_remote_code", hint))
+        raise BadInputError(f"{folder}", "an encoder without code of its own", "trust_remote_code", hint)

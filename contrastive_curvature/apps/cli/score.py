@@ -11,7 +11,6 @@ from contrastive_curvature.apps.cli.console import BadInputError, Console, reada
 from contrastive_curvature.apps.cli.outputs import Rows, write_table
 from contrastive_curvature.apps.cli.saved import open_posterior
 from contrastive_curvature.apps.cli.sources import Loader, Source
-from contrastive_curvature.errors import expected
 from contrastive_curvature.progress import Progress
 
 _ALPHA = 0.01
@@ -67,7 +66,7 @@ def _checked_alpha(count: int, given: float | None) -> float:
         return alpha
     hint = f"Calibrate with at least {math.ceil(1 / alpha) - 1:,} inputs, or give a larger --alpha."
     wanted = f"at least {least:.4g}, the smallest p-value that {count} calibration inputs give"
-    raise BadInputError(expected("--alpha", wanted, f"{'the default ' if given is None else ''}{alpha:g}", hint))
+    raise BadInputError("--alpha", wanted, f"{'the default ' if given is None else ''}{alpha:g}", hint)
 
 
 def _scores(predicted: Any, *, mu: bool, calibrated: bool, alpha: float | None) -> dict[str, Any]:

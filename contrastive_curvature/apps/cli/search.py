@@ -20,7 +20,6 @@ from contrastive_curvature.apps.cli.outputs import Rows, write_table
 from contrastive_curvature.apps.cli.saved import open_posterior
 from contrastive_curvature.apps.cli.sources import Loader, Source, shared_labels
 from contrastive_curvature.artifact import Header, read_tensors, write_tensors
-from contrastive_curvature.errors import expected
 from contrastive_curvature.io.pretrained import load_match, read_info
 from contrastive_curvature.progress import Progress
 
@@ -102,10 +101,10 @@ def search_index(
     header, stored = read_tensors(index, _IndexFile)
     if header.encoder != digest:
         wanted = f"an index of embeddings of the encoder of {folder}"
-        raise BadInputError(expected(f"--index {index}", wanted, "one of another encoder"))
+        raise BadInputError(f"--index {index}", wanted, "one of another encoder")
     ids, size = json.loads(stored.pop("ids").numpy().tobytes()), len(stored["mu"])
     if k > size:
-        raise BadInputError(expected("-k", f"at most {size}, the number of points in {index}", f"{k}"))
+        raise BadInputError("-k", f"at most {size}, the number of points in {index}", f"{k}")
     asking, uncertainty = _Predictions(console, la, batch_size).directions(queries, "[queries]")
     found = metrics.nearest_neighbors(asking, stored["mu"], k=k)
     right = None
@@ -230,7 +229,7 @@ class _Predictions:
         """Learn P(match) from validation queries; only those points of the gallery are predicted that are a hit."""
         name = f"--validation {validation.path}"
         if len(gallery) < 2:
-            raise BadInputError(expected(f"--gallery {gallery.path}", "at least two points for P(match)", len(gallery)))
+            raise BadInputError(f"--gallery {gallery.path}", "at least two points for P(match)", len(gallery))
         theirs, classes = (torch.from_numpy(each) for each in labels)
         limit = 8 * _AT_ONCE // self.la.n_outputs**2
         if len(validation) > limit:

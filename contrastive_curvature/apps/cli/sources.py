@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from contrastive_curvature.apps.cli.console import BadInputError, readable, their_code
 from contrastive_curvature.apps.cli.readers import Columns, find_images, read_arrays, read_image, read_table
-from contrastive_curvature.errors import expected
 
 if TYPE_CHECKING:
     from contrastive_curvature.apps.cli.encoders import Encoder
@@ -53,13 +52,13 @@ class Source:
         """Refuse a source without classes; ``option`` is the one that gave it."""
         if self.classes is None:
             wanted = "inputs with classes (labels)"
-            raise BadInputError(expected(f"{option} {self.path}", wanted, "none", self.classes_are))
+            raise BadInputError(f"{option} {self.path}", wanted, "none", self.classes_are)
 
     def prepare(self, encoder: Encoder) -> None:
         """Take the encoder that these inputs are for; refuse another one."""
         if self.kind not in encoder.takes:
             takes = " or ".join(encoder.takes)
-            raise BadInputError(expected(f"{self.path}", f"{takes} for {encoder.name}", self.kind))
+            raise BadInputError(f"{self.path}", f"{takes} for {encoder.name}", self.kind)
         self.encoder = encoder
         self._check(encoder)
 
@@ -89,14 +88,14 @@ class ArraySource(Source):
         if len(there) != 1:
             hint = "numpy.savez(file, inputs=X, labels=y) names them."
             holds = ", ".join(sorted(names)) or "nothing"
-            raise BadInputError(expected(f"{path}", "one of the arrays features, embeddings, inputs", holds, hint))
+            raise BadInputError(f"{path}", "one of the arrays features, embeddings, inputs", holds, hint)
         self.name, self.values = there[0], arrays[there[0]]
         self.kind = "inputs" if self.name == "inputs" else "features"
         self.weight, self.bias = arrays.get("weight"), arrays.get("bias")
         for name in {"labels", "ids"} & set(arrays):
             if len(arrays[name]) != len(self.values):
                 received = f"shape {arrays[name].shape}"
-                raise BadInputError(expected(f"{path}: {name}", f"{len(self.values)} of them", received))
+                raise BadInputError(f"{path}: {name}", f"{len(self.values)} of them", received)
         super().__init__(path, arrays.get("ids", range(len(self.values))), arrays.get("labels"))
 
     def _check(self, encoder: Encoder) -> None:
@@ -104,18 +103,18 @@ class ArraySource(Source):
             return
         if encoder.width is None:
             hint = "A feature folder says whose features it has; contrastive_curvature.features writes one."
-            raise BadInputError(expected(encoder.name, "its own inputs or a feature folder", "bare features", hint))
+            raise BadInputError(encoder.name, "its own inputs or a feature folder", "bare features", hint)
         wanted = "embeddings" if encoder.identity else "features"
         if self.name != wanted:
             received = f"the array {self.name}"
-            raise BadInputError(expected(f"{self.path}", f"the array {wanted} for {encoder.name}", received))
+            raise BadInputError(f"{self.path}", f"the array {wanted} for {encoder.name}", received)
         if self.values.shape[1] != encoder.width:
             wanted = f"features of width {encoder.width} for {encoder.name}"
-            raise BadInputError(expected(f"{self.path}", wanted, f"{self.values.shape[1]}"))
+            raise BadInputError(f"{self.path}", wanted, f"{self.values.shape[1]}")
         if self.weight is not None and not encoder.has_last_layer(self.weight, self.bias):
             hint = "Fit again with that layer; leave weight and bias out where the features are of the same encoder."
             wanted = f"weight and bias of {encoder.name}"
-            raise BadInputError(expected(f"{self.path}", wanted, "those of another", hint))
+            raise BadInputError(f"{self.path}", wanted, "those of another", hint)
 
     def _read(self, rows: NDArray[np.int64]) -> Any:
         import torch
@@ -146,10 +145,10 @@ class FeatureFolderSource(Source):
         # The library compares the weights of a whole encoder with every batch.
         if encoder.width is not None and self.encoder_of.width != encoder.width:
             wanted = f"features of width {encoder.width}"
-            raise BadInputError(expected(f"{self.path}", wanted, f"{self.encoder_of.width}"))
+            raise BadInputError(f"{self.path}", wanted, f"{self.encoder_of.width}")
         if encoder.feature_source not in (None, self.encoder_of):
             wanted, hint = "features of the encoder of the fit", "Write them with that encoder."
-            raise BadInputError(expected(f"{self.path}", wanted, "those of another", hint))
+            raise BadInputError(f"{self.path}", wanted, "those of another", hint)
 
     def batches(self, rows: NDArray[np.int64], size: int, seed: int | None = None) -> Batches:
         """Do what :meth:`Source.batches` says; batches of which rows are left out are smaller."""
@@ -184,7 +183,7 @@ class ImageSource(Source):
         flat = sum(len(each) == 1 for each in parts)
         if 0 < flat < len(parts):
             hint = "Each class has a folder of its own."
-            raise BadInputError(expected(f"{path}", "images in folders or without", f"{flat} beside folders", hint))
+            raise BadInputError(f"{path}", "images in folders or without", f"{flat} beside folders", hint)
         super().__init__(path, ["/".join(p) for p in parts], None if flat else np.array([p[0] for p in parts]))
 
     def _read(self, rows: NDArray[np.int64]) -> Any:
@@ -195,7 +194,7 @@ class ImageSource(Source):
             if image.shape != images[0].shape:
                 shapes = f"{tuple(images[0].shape)} and {tuple(image.shape)} ({self.files[row]})"
                 hint = "Give a transform that resizes: --encoder's function may return (module, transform)."
-                raise BadInputError(expected(f"{self.path}", "images of one shape", shapes, hint))
+                raise BadInputError(f"{self.path}", "images of one shape", shapes, hint)
         return torch.stack(images)
 
 
@@ -266,7 +265,7 @@ def shared_labels(*sources: Source) -> tuple[list[NDArray[np.int64]], list[str] 
         np.isin(classes, texts).any() for classes, number in zip(found, numbers, strict=True) if number
     ):
         paths, hint = ", ".join(str(source.path) for source in sources), "Name a class the same in all."
-        raise BadInputError(expected(paths, "classes of one kind", "numbers and texts", hint))
+        raise BadInputError(paths, "classes of one kind", "numbers and texts", hint)
     names = np.unique(np.concatenate(found))
     return [np.searchsorted(names, classes) for classes in found], names.tolist()
 
@@ -280,7 +279,7 @@ def open_source(path: Path, columns: Columns) -> Source:
     if path.suffix.lower() in (".csv", ".jsonl"):
         return TextSource(path, columns)
     wanted = "a feature folder, an image folder with one folder for each class, an .npz, a .csv or a .jsonl"
-    raise BadInputError(expected(f"{path}", wanted, "a file of another kind"))
+    raise BadInputError(f"{path}", wanted, "a file of another kind")
 
 
 def open_sources(paths: Mapping[str, Path | None], columns: Columns) -> dict[str, Source]:
@@ -290,8 +289,8 @@ def open_sources(paths: Mapping[str, Path | None], columns: Columns) -> dict[str
     given = [name for name, column in columns._asdict().items() if column is not None]
     if given and not tables:
         received = ", ".join(str(source.path) for source in opened.values())
-        raise BadInputError(expected(f"--{given[0]}-column", "it with a .csv or .jsonl", received))
+        raise BadInputError(f"--{given[0]}-column", "it with a .csv or .jsonl", received)
     if columns.label is not None and all(source.classes is None for source in tables):
         wanted = f"a column with classes in {', '.join(str(source.path) for source in tables)}"
-        raise BadInputError(expected("--label-column", wanted, f"{columns.label!r}, which has none"))
+        raise BadInputError("--label-column", wanted, f"{columns.label!r}, which has none")
     return opened

@@ -12,7 +12,7 @@ from contrastive_curvature import validate
 from contrastive_curvature.apps.report import measure
 from contrastive_curvature.apps.report.evaluation import Evaluation, Missing
 from contrastive_curvature.apps.report.scored import Data, Scored, score
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.laplace.advice import LabelWarning
 from contrastive_curvature.network.loader import check_loader
 from contrastive_curvature.progress import Progress
@@ -68,13 +68,13 @@ def evaluate(
     _check_posterior(la)
     ranks, thresholds = _sorted("ks", ks, validate.count), _sorted("alphas", alphas, validate.fraction)
     if not ranks:
-        raise InputTypeError(expected("ks", "positive whole numbers, as a list", repr(ks)))
+        raise InputTypeError("ks", "positive whole numbers, as a list", repr(ks))
     for name, value in (("n_samples", n_samples), ("n_shown", n_shown), ("seed", seed)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-            raise InputError(expected(name, "a whole number >= 0", value))
+            raise InputError(name, "a whole number >= 0", value)
     if class_names is not None and (isinstance(class_names, str) or not isinstance(class_names, (Mapping, Sequence))):
         wanted = "names by label, as a list or a dict"
-        raise InputTypeError(expected("class_names", wanted, f"a {type(class_names).__name__}"))
+        raise InputTypeError("class_names", wanted, f"a {type(class_names).__name__}")
     if progress_bar is not None:
         validate.flag("progress_bar", progress_bar)
     data = {}
@@ -128,13 +128,13 @@ def _check_posterior(la: Any) -> None:
         raise UnsupportedError(msg)
     if not isinstance(la, ContrastiveLaplace):
         wanted = 'a posterior, Laplace(encoder, likelihood="contrastive") after fit'
-        raise InputTypeError(expected("la", wanted, f"a {type(la).__name__}"))
+        raise InputTypeError("la", wanted, f"a {type(la).__name__}")
     la.check_fitted()
 
 
 def _sorted(name: str, values: Any, check: Callable[[str, object], Any]) -> list[Any]:
     if not isinstance(values, Sequence) or isinstance(values, str):
-        raise InputTypeError(expected(name, "numbers, as a list", repr(values)))
+        raise InputTypeError(name, "numbers, as a list", repr(values))
     return sorted({check(name, value) for value in values})
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from contrastive_curvature.artifact import write_whole
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 
 PAGE, NUMBERS = "report.html", "metrics.json"
 _CHARTS = ("novelty", "sparsification", "reliability", "det")
@@ -22,7 +22,7 @@ def check_target(folder: Path | str, argument: str = "folder") -> Path:
     if not target.exists():
         return target
     if not target.is_dir():
-        raise InputError(expected(argument, "a folder", f"the file {folder}"))
+        raise InputError(argument, "a folder", f"the file {folder}")
     foreign = sorted(
         entry.name
         for entry in target.iterdir()
@@ -31,7 +31,7 @@ def check_target(folder: Path | str, argument: str = "folder") -> Path:
     if foreign:
         came = f"{folder}, which holds {foreign[0]!r}"
         hint = "Name another folder: this one may hold something that nobody wants to lose."
-        raise InputError(expected(argument, "a new folder, or one with an earlier report alone", came, hint))
+        raise InputError(argument, "a new folder, or one with an earlier report alone", came, hint)
     return target
 
 

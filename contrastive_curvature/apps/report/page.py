@@ -11,7 +11,7 @@ from typing import Any
 import contrastive_curvature
 from contrastive_curvature.apps.report.evaluation import Errors, Evaluation, Flagged, Missing
 from contrastive_curvature.apps.report.thumbnails import thumbnails
-from contrastive_curvature.errors import InputTypeError, expected
+from contrastive_curvature.errors import InputTypeError
 
 _START = 0.05
 
@@ -19,7 +19,7 @@ _START = 0.05
 def render(evaluation: Evaluation, title: str) -> bytes:
     """Return the page in UTF-8."""
     if not isinstance(title, str):
-        raise InputTypeError(expected("title", "a text", f"a {type(title).__name__}"))
+        raise InputTypeError("title", "a text", f"a {type(title).__name__}")
     import jinja2
     import markupsafe
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from contrastive_curvature.apps.report.evaluation import Missing
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
-from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError
 from contrastive_curvature.laplace.calibration import RIVALS, rivals
 from contrastive_curvature.metrics._checks import check_labels
 from contrastive_curvature.network.call import naming_the_input
@@ -47,14 +47,14 @@ class Data:
         for name, value in (("items", items), ("ids", ids)):
             known_length = hasattr(value, "__getitem__") and hasattr(value, "__len__")
             if value is not None and (not known_length or isinstance(value, (str, bytes, Mapping))):
-                raise InputTypeError(expected(name, "one entry for each input, as a list", f"a {type(value).__name__}"))
+                raise InputTypeError(name, "one entry for each input, as a list", f"a {type(value).__name__}")
         self.batches, self.items, self.ids = batches, items, ids
 
     def check_length(self, argument: str, n: int) -> None:
         """Refuse items or ids of another number than the inputs."""
         for name, value in (("items", self.items), ("ids", self.ids)):
             if value is not None and len(value) != n:
-                raise InputError(expected(f"{argument}: {name}", f"{n}, one for each input", len(value)))
+                raise InputError(f"{argument}: {name}", f"{n}, one for each input", len(value))
 
     def name(self, row: int) -> str:
         """Return the name of an input."""
@@ -145,10 +145,10 @@ def score(
             extremes[name] = _largest(extremes[name], scores, rows, x, n_shown)
         rows += len(found["mu"])
     if not rows:
-        raise InputError(expected(argument, "at least one input", "none"))
+        raise InputError(argument, "at least one input", "none")
     data.check_length(argument, rows)
     if len(parts["labels"]) not in (0, len(parts["mu"])):
-        raise InputError(expected(argument, "labels in every batch, or in none", "labels in some batches"))
+        raise InputError(argument, "labels in every batch, or in none", "labels in some batches")
     return Scored(
         data,
         torch.cat(parts["mu"]),
@@ -170,7 +170,7 @@ def _split(where: str, batch: Any, label_key: str) -> tuple[Any, Any]:
     if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
         return batch[0], batch[1] if len(batch) == 2 else None
     came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
-    raise InputTypeError(expected(where, "batches (x, labels), or of inputs alone", came))
+    raise InputTypeError(where, "batches (x, labels), or of inputs alone", came)
 
 
 def _preview(x: Any, row: int) -> Any:

@@ -11,7 +11,7 @@ import numpy as np
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 
 SIDE = 112
 """Longest side in pixels; larger images are made smaller."""
@@ -56,9 +56,9 @@ def _array(item: Any) -> np.ndarray:
         array = array[:, :, 0]
     if array.ndim not in (2, 3) or not array.size or (array.ndim == 3 and array.shape[2] not in (3, 4)):
         wanted = "images of shape (H, W), (H, W, C) or (C, H, W) with 1, 3 or 4 channels"
-        raise InputError(expected("items", wanted, f"an array of shape {np.shape(item)}"))
+        raise InputError("items", wanted, f"an array of shape {np.shape(item)}")
     if array.dtype.kind not in "biuf":
-        raise InputError(expected("items", "images of numbers", f"an array of {array.dtype}"))
+        raise InputError("items", "images of numbers", f"an array of {array.dtype}")
     return array
 
 
@@ -82,7 +82,7 @@ def _address(item: Any) -> str:
         image.thumbnail((SIDE, SIDE))
         image = image.convert("L" if image.mode in ("1", "L") else "RGB")
     except UnidentifiedImageError:
-        raise InputError(expected("items", "files of images", str(item))) from None
+        raise InputError("items", "files of images", str(item)) from None
     file = io.BytesIO()
     kind = "jpeg" if max(image.size) >= _JPEG_FROM else "png"
     image.save(file, kind, **({"quality": 82} if kind == "jpeg" else {"optimize": True}))

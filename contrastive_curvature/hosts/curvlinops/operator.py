@@ -13,7 +13,7 @@ import torch
 from curvlinops._torch_base import PyTorchLinearOperator
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.fit.api import check_encoder
 from contrastive_curvature.fit.lowrank import curvature_product
 from contrastive_curvature.hessian.output import OutputHessian
@@ -79,9 +79,9 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
     ) -> None:
         check_model(model)
         if not isinstance(loss, CosineLoss):
-            raise InputTypeError(expected("loss", "a loss of contrastive_curvature", f"a {type(loss).__name__}"))
+            raise InputTypeError("loss", "a loss of contrastive_curvature", f"a {type(loss).__name__}")
         if not isinstance(dict_key_y, str):
-            raise InputTypeError(expected("dict_key_y", "the key of the labels", f"a {type(dict_key_y).__name__}"))
+            raise InputTypeError("dict_key_y", "the key of the labels", f"a {type(dict_key_y).__name__}")
         check_loader(data, "data")
         data = in_fixed_order(data)
         self._model, self._data, self._label_key = model, data, dict_key_y
@@ -90,7 +90,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         self.loss = loss
         first = next(iter(data), None)
         if first is None:
-            raise InputError(expected("data", "at least one batch", "an empty loader"))
+            raise InputError("data", "at least one batch", "an empty loader")
         with evaluation_mode(model), torch.no_grad():
             encoder = Encoder(model, slice_inputs(self._read(first)[0], slice(0, 8)), label_key=dict_key_y)
             check_encoder(encoder, loss)
@@ -136,13 +136,13 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
                 # Numbers of inputs, which go on from batch to batch.
                 y, numbered = y + numbered, numbered + input_length(x) // 2
             if not input_length(x):
-                raise InputError(expected("data", "batches of at least one point", "an empty batch"))
+                raise InputError("data", "batches of at least one point", "an empty batch")
             outputs.append(check_outputs(encoder(x), "model(x)"))
             targets.append(y)
         z = torch.cat(outputs)
         listed = pairs is not None and not callable(pairs)
         if not listed and not all(isinstance(y, Tensor) for y in targets):
-            raise InputTypeError(expected("data", "labels as tensors", "others", "Pass pairs=... without labels."))
+            raise InputTypeError("data", "labels as tensors", "others", "Pass pairs=... without labels.")
         return self.loss.output_hessian(z, None if listed else torch.cat(targets), pairs=pairs)
 
     def _inputs(self) -> Iterator[Inputs]:
@@ -164,7 +164,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], (Tensor, Mapping)):
             x, y = batch
             return move_inputs(x, self._device), moved(y)
-        raise InputTypeError(expected("data", "batches (x, labels) or mappings", f"a {type(batch).__name__}"))
+        raise InputTypeError("data", "batches (x, labels) or mappings", f"a {type(batch).__name__}")
 
     def _views(self, batch: Any) -> tuple[Inputs, Inputs] | None:
         """The two views of a batch without labels, for a loss of anchors that needs none."""
@@ -173,7 +173,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         labelled = len(batch) == 3 or isinstance(batch[0], (tuple, list))
         if labelled and self.loss.supervised:
             hint = "This host takes views without labels, or (x, labels): join the views and repeat the labels."
-            raise InputTypeError(expected("data", "(view, view)", "two views and labels", hint))
+            raise InputTypeError("data", "(view, view)", "two views and labels", hint)
         first, second = batch[0] if isinstance(batch[0], (tuple, list)) else batch[:2]
         return first, second
 
@@ -183,7 +183,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         first, second = self @ v, self @ v
         if not torch.allclose(first, second, rtol=5e-5, atol=1e-6 * float(first.abs().max())):
             hint = "Turn off what is random in the data, or pass check_deterministic=False."
-            raise InputError(expected("data", "the same product twice", "two different ones", hint))
+            raise InputError("data", "the same product twice", "two different ones", hint)
 
 
 def _take(encoder: Encoder, params: Sequence[nn.Parameter] | None) -> tuple[ModulePullback, list[int]]:
@@ -191,12 +191,12 @@ def _take(encoder: Encoder, params: Sequence[nn.Parameter] | None) -> tuple[Modu
     trainable = {id(p): name for name, p in encoder.named_parameters() if p.requires_grad}
     wanted = [p for p in encoder.parameters() if p.requires_grad] if params is None else list(params)
     if not wanted:
-        raise InputError(expected("params", "at least one parameter that requires a gradient", "none"))
+        raise InputError("params", "at least one parameter that requires a gradient", "none")
     if len({id(p) for p in wanted}) != len(wanted):
-        raise InputError(expected("params", "distinct parameters", "one of them twice"))
+        raise InputError("params", "distinct parameters", "one of them twice")
     if any(id(p) not in trainable for p in wanted):
         hint = "Set requires_grad for those that should count."
-        raise InputError(expected("params", "parameters of the model that require gradients", "others", hint))
+        raise InputError("params", "parameters of the model that require gradients", "others", hint)
     pullback = ModulePullback(encoder, only={trainable[id(p)] for p in wanted})
     places: Iterator[tuple[int, str]] = enumerate(pullback.params)
     place = {name: k for k, name in places}
@@ -205,5 +205,5 @@ def _take(encoder: Encoder, params: Sequence[nn.Parameter] | None) -> tuple[Modu
 
 def _only(values: set[Any], wanted: str) -> Any:
     if len(values) != 1:
-        raise InputError(expected("model", f"parameters {wanted}", str(sorted(map(str, values)))))
+        raise InputError("model", f"parameters {wanted}", str(sorted(map(str, values))))
     return values.pop()

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.io.feature_folder.header import TARGET_TYPES
 
 _MOST_LOST = 0.01
@@ -28,7 +28,7 @@ def encode(features: Tensor, dtype: str, first_row: int) -> NDArray[Any]:
     wide = features.detach().cpu()
     if (row := _first(~wide.isfinite())) is not None:
         hint = "Look at that input."
-        raise InputError(expected("loader", "finite features", _at("NaN or infinity", first_row + row), hint))
+        raise InputError("loader", "finite features", _at("NaN or infinity", first_row + row), hint)
     rounded = wide.to(getattr(torch, dtype)).contiguous()
     if rounded.dtype != wide.dtype:
         _check_rounding(wide, rounded, dtype, first_row)
@@ -54,7 +54,7 @@ def target_type(targets: Tensor) -> str:
     name = str(targets.dtype).removeprefix("torch.")
     if name not in TARGET_TYPES:
         wanted = f"targets of one of the types {', '.join(TARGET_TYPES)}"
-        raise InputTypeError(expected("loader", wanted, str(targets.dtype)))
+        raise InputTypeError("loader", wanted, str(targets.dtype))
     return name
 
 
@@ -63,22 +63,22 @@ def check_identifiers(value: Sequence[int] | Sequence[str] | NDArray[Any] | Tens
     wanted = "whole numbers or texts, one for each point"
     found = value.detach().cpu().numpy() if isinstance(value, Tensor) else np.asarray(value)
     if found.ndim != 1:
-        raise InputError(expected("identifiers", wanted, f"shape {found.shape}"))
+        raise InputError("identifiers", wanted, f"shape {found.shape}")
     if found.dtype.kind in "iu":
         if len(found) and int(found.max()) >= 2**63:
-            raise InputError(expected("identifiers", "whole numbers below 2^63", int(found.max())))
+            raise InputError("identifiers", "whole numbers below 2^63", int(found.max()))
         stored = found.astype(np.int64)
     else:
         # NumPy turns a list of numbers and texts into texts.
         other = [each for each in value if not isinstance(each, str)]
         if other or not len(found):
             received = f"a {type(other[0]).__name__} among them" if other else "none"
-            raise InputTypeError(expected("identifiers", wanted, received))
+            raise InputTypeError("identifiers", wanted, received)
         stored = _texts(list(value))
     different, counts = np.unique(stored, return_counts=True)
     if len(different) < len(stored):
         shown = decode_identifiers(different[counts > 1][:1]).item()
-        raise InputError(expected("identifiers", "a different one for each point", f"{shown!r} twice"))
+        raise InputError("identifiers", "a different one for each point", f"{shown!r} twice")
     return stored
 
 
@@ -91,10 +91,10 @@ def _texts(texts: list[Any]) -> NDArray[Any]:
     encoded = [text.encode() for text in texts]
     longest = max(map(len, encoded))
     if longest > _MOST_BYTES:
-        raise InputError(expected("identifiers", f"texts of at most {_MOST_BYTES} bytes", f"{longest} bytes"))
+        raise InputError("identifiers", f"texts of at most {_MOST_BYTES} bytes", f"{longest} bytes")
     if any(text.endswith(b"\0") for text in encoded):
         # NumPy pads with them.
-        raise InputError(expected("identifiers", "texts that do not end in a zero byte", "one that does"))
+        raise InputError("identifiers", "texts that do not end in a zero byte", "one that does")
     return np.array(encoded)
 
 
@@ -109,7 +109,7 @@ def _check_rounding(wide: Tensor, rounded: Tensor, dtype: str, first_row: int) -
         received = f"a largest feature of {float(sizes[row]):.3g}"
     else:
         return
-    raise InputError(expected(f"dtype={dtype!r}", wanted, _at(received, first_row + row), hint))
+    raise InputError(f"dtype={dtype!r}", wanted, _at(received, first_row + row), hint)
 
 
 def _first(bad: Tensor) -> int | None:

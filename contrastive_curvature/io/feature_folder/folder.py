@@ -12,7 +12,7 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.artifact import ArtifactFolder
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.io.feature_folder.columns import as_tensor, decode, decode_identifiers
 from contrastive_curvature.io.feature_folder.header import FeatureHeader
 from contrastive_curvature.io.feature_folder.storage import storage_of, without_damaged
@@ -50,12 +50,12 @@ class FeatureFolder:
         self.path, self._header = folder.path, folder.read()
         self.batch_size = validate.count("batch_size", batch_size)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
-            raise InputTypeError(expected("seed", "a whole number or None", f"a {type(seed).__name__}"))
+            raise InputTypeError("seed", "a whole number or None", f"a {type(seed).__name__}")
         self.seed = seed
         if not self._header.complete:
             there = sum(part is not None for part in self._header.parts)
             hint = "Call contrastive_curvature.features with the same arguments: it goes on where it stopped."
-            raise InputError(expected(str(self.path), "a complete feature folder", f"one with {there} parts", hint))
+            raise InputError(str(self.path), "a complete feature folder", f"one with {there} parts", hint)
         self._storage = storage_of(self.path, self._header)
         self._storage.check(self._header)
         if seed is not None and self._header.format == "parquet":
@@ -144,7 +144,7 @@ class FeatureFolder:
         n = len(self._rows)
         stop = n if stop is None else stop
         if not 0 <= start <= stop <= n:
-            raise InputError(expected("start, stop", f"numbers of points from 0 to {n}", f"{start!r}, {stop!r}"))
+            raise InputError("start, stop", f"numbers of points from 0 to {n}", f"{start!r}, {stop!r}")
         features = decode(self._storage.read("features", self._slice(start, stop)), self._header.dtype)
         found: NDArray[Any] = features.numpy()
         return found
@@ -164,7 +164,7 @@ class FeatureFolder:
         """
         validate.count("count", count)
         if not 0 <= index < count:
-            raise InputError(expected("index", f"a whole number from 0 to {count - 1}", index))
+            raise InputError("index", f"a whole number from 0 to {count - 1}", index)
         n, first = len(self._rows), self._rows.start
         out = FeatureFolder(self.path, self.batch_size, seed=self.seed)
         out._rows = range(first + n * index // count, first + n * (index + 1) // count)
@@ -182,7 +182,7 @@ class FeatureFolder:
             start, stop = self._header.rows_of(part)
             received = f"points {start} to {stop - 1} are damaged (part {part})"
             hint = "Call contrastive_curvature.features with the same arguments: it writes them again."
-            raise InputError(expected(str(self.path), "the content that was written", received, hint))
+            raise InputError(str(self.path), "the content that was written", received, hint)
 
     def _slice(self, start: int = 0, stop: int | None = None) -> slice:
         """Return rows of the folder for points of this shard."""

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from contrastive_curvature import validate
 from contrastive_curvature.artifact import sha256_of, write_whole
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.io.feature_folder.header import FeatureHeader
 
 
@@ -86,7 +86,7 @@ class MemoryMap:
         for path in map(self._path, self._columns):
             if path.is_symlink():
                 received = "a symbolic link, which would be written through"
-                raise InputError(expected(str(path), "a file of this folder", received, "Put the file in its place."))
+                raise InputError(str(path), "a file of this folder", received, "Put the file in its place.")
 
     def _path(self, name: str) -> Path:
         return self._folder / f"{name}.bin"
@@ -202,7 +202,7 @@ def without_damaged(storage: Storage, header: FeatureHeader) -> FeatureHeader:
 
 def _refuse(path: Path, wanted: str, received: str) -> NoReturn:
     hint = "Call contrastive_curvature.features with the same arguments: it writes what is missing."
-    raise InputError(expected(str(path), wanted, received, hint))
+    raise InputError(str(path), wanted, received, hint)
 
 
 def _pyarrow() -> tuple[Any, Any]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature import validate
 from contrastive_curvature.artifact import ArtifactFolder
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.io.feature_folder.columns import check_identifiers, decode, encode, target_type
 from contrastive_curvature.io.feature_folder.folder import FeatureFolder
 from contrastive_curvature.io.feature_folder.header import FORMATS, PRECISIONS, FeatureHeader
@@ -122,7 +122,7 @@ def features(
         batches = _batches(encoder, Progress(progress_bar).over(loader, "[features]"), label_key)
         first = next(batches, None)
         if first is None:
-            raise InputError(expected("loader", "at least one batch", "an empty loader"))
+            raise InputError("loader", "at least one batch", "an empty loader")
         x, y = first
         analysed = Encoder(encoder, slice_inputs(x, slice(0, _PROBE)), last_layer_name, label_key=label_key)
         analysed.require_last_layer()
@@ -144,7 +144,7 @@ def features(
         for x, y in itertools.chain([first], batches):
             if names is not None and not _numbers_classes(y, len(names)):
                 wanted = f"targets that are whole numbers from 0 to {len(names) - 1}, one a point, as class_names has"
-                raise InputError(expected("loader", wanted, f"{y.dtype}, shape {tuple(y.shape)}, up to {y.max()}"))
+                raise InputError("loader", wanted, f"{y.dtype}, shape {tuple(y.shape)}, up to {y.max()}")
             writer.add(x, y)
             if complete:
                 break
@@ -155,7 +155,7 @@ def features(
 
 def _check_names(names: object) -> tuple[str, ...]:
     if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise InputTypeError(expected("class_names", "a list of texts", f"a {type(names).__name__}"))
+        raise InputTypeError("class_names", "a list of texts", f"a {type(names).__name__}")
     return tuple(names)
 
 
@@ -172,10 +172,10 @@ def _check_same(
     for name, value in given.items():
         if value not in (None, there[name]):
             wanted = f"{there[name]!r}, that of the folder {folder.path}"
-            raise InputError(expected(name, wanted, repr(value), _OTHER))
+            raise InputError(name, wanted, repr(value), _OTHER)
     reason = difference(encoder, header.source)
     if reason is not None:
-        raise InputError(expected("path", f"features of this encoder in {folder.path}", reason, _OTHER))
+        raise InputError("path", f"features of this encoder in {folder.path}", reason, _OTHER)
 
 
 def _batches(encoder: nn.Module, loader: Iterable[Any], label_key: str) -> Iterator[tuple[Inputs, Tensor]]:
@@ -192,9 +192,9 @@ def _batches(encoder: nn.Module, loader: Iterable[Any], label_key: str) -> Itera
         x, y = read_batch(batch, device, label_key, "loader")
         n, shape = input_length(x), f"shape {tuple(y.shape)}"
         if y.ndim == 0 or len(y) != n:
-            raise InputError(expected("loader", f"one target for each of the {n} points of a batch", shape))
+            raise InputError("loader", f"one target for each of the {n} points of a batch", shape)
         if 0 in y.shape:
-            raise InputError(expected("loader", "targets of at least one number", shape))
+            raise InputError("loader", "targets of at least one number", shape)
         yield x, y
 
 
@@ -228,7 +228,7 @@ class _Writer:
         header, n, phi = self.header, input_length(x), None
         if target_type(y) != header.target_type or tuple(y.shape[1:]) != header.target_shape:
             known = f"targets of {header.target_type} and shape (B, {', '.join(map(str, header.target_shape))})"
-            raise InputError(expected("loader", f"{known}, as before", f"{y.dtype} and shape {tuple(y.shape)}"))
+            raise InputError("loader", f"{known}, as before", f"{y.dtype} and shape {tuple(y.shape)}")
         if self.identifiers is not None and self.points + n > len(self.identifiers):
             _check_number(self.identifiers, self.points + n, "at least ")
         start = 0
@@ -265,7 +265,7 @@ class _Writer:
         phi = self.encoder.features(x)[1]
         wanted = (input_length(x), self.header.source.width)
         if phi.shape != wanted:
-            raise InputError(expected("encoder", f"features of shape {wanted}", f"shape {tuple(phi.shape)}"))
+            raise InputError("encoder", f"features of shape {wanted}", f"shape {tuple(phi.shape)}")
         return phi
 
     def _known(self, y: Tensor, rows: slice) -> dict[str, NDArray[Any]]:
@@ -303,14 +303,14 @@ class _Writer:
 
     def _refuse(self, received: str, hint: str = "") -> NoReturn:
         wanted = f"the data of the folder {self.folder.path}, in the same order"
-        raise InputError(expected("loader", wanted, received, _OTHER + hint))
+        raise InputError("loader", wanted, received, _OTHER + hint)
 
 
 def _check_number(identifiers: NDArray[Any], points: int, at_least: str = "") -> None:
     """Refuse another number of identifiers than of points."""
     if len(identifiers) != points:
         received = f"{len(identifiers)} identifiers, and {at_least}{points} points"
-        raise InputError(expected("identifiers", "one for each point of the loader", received))
+        raise InputError("identifiers", "one for each point of the loader", received)
 
 
 def _length(loader: Any) -> int | None:

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from contrastive_curvature.artifact import write_whole
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.io.jobs.manifest import EmbeddingsManifest, open_folder
 from contrastive_curvature.io.jobs.parquet_parts import need
 from contrastive_curvature.io.jobs.sources import Parts, Source, parts_of
@@ -136,7 +136,7 @@ class EmbeddingFolder:
                     own.append(arrow.array(found.p_value.double().cpu().numpy()))
             n, dim = found.mu.shape
             if n != len(identifiers):
-                raise InputError(expected("read", f"{len(identifiers)} inputs, one a row", f"{n}"))
+                raise InputError("read", f"{len(identifiers)} inputs, one a row", f"{n}")
             mu = arrow.FixedSizeListArray.from_arrays(mu, dim)
             yield arrow.Table.from_arrays([identifiers, mu, *own, *others], schema=self._schema)
 
@@ -151,9 +151,9 @@ def _names_to_keep(known: list[str], keep: Sequence[str] | None) -> list[str]:
     """Return the names of the columns to pass through."""
     names = known if keep is None else list(dict.fromkeys(keep))
     if isinstance(keep, str) or set(names) - set(known):
-        raise InputError(expected("keep", f"a list of columns of the source: {', '.join(known)}", repr(keep)))
+        raise InputError("keep", f"a list of columns of the source: {', '.join(known)}", repr(keep))
     twice = [name for name in names if name in _OWN]
     if twice:
         hint = "Name the columns to pass through with keep=."
-        raise InputError(expected("source", f"columns other than {', '.join(_OWN)}", str(twice), hint))
+        raise InputError("source", f"columns other than {', '.join(_OWN)}", str(twice), hint)
     return names

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from contrastive_curvature.artifact import ArtifactFolder, Header
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 
 
 class Manifest(Header):
@@ -48,5 +48,5 @@ def open_folder(argument: str, path: object, job: Manifest) -> Path:
         if getattr(found, name) != wanted:
             same = f"one of a job with the same {name} ({wanted!r})"
             received = f"{getattr(found, name)!r} in {folder.path}"
-            raise InputError(expected(argument, same, received, job.repaired_by))
+            raise InputError(argument, same, received, job.repaired_by)
     return folder.path

@@ -10,7 +10,7 @@ from os import PathLike
 from typing import Any, Self
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, ProcessError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, ProcessError
 from contrastive_curvature.fit.state import CURVATURE, STATISTICS, digest_of
 from contrastive_curvature.io.jobs.embedding_folder import EmbeddingFolder
 from contrastive_curvature.io.jobs.parquet_parts import Reader, need
@@ -152,7 +152,7 @@ def made(posterior: Any) -> Any:
     if not isinstance(la, ContrastiveLaplace):
         wanted = "a posterior of likelihood='contrastive', or a function that returns one"
         hint = "laplace.Laplace(encoder, likelihood='contrastive', ...) makes one."
-        raise InputTypeError(expected("posterior", wanted, f"a {type(la).__name__}", hint))
+        raise InputTypeError("posterior", wanted, f"a {type(la).__name__}", hint)
     return la
 
 
@@ -175,7 +175,7 @@ class _Processes:
         validate.number("num_cpus", self.num_cpus, positive=True)
         validate.number("num_gpus", self.num_gpus)
         if not isinstance(self.max_retries, int) or self.max_retries < 0:
-            raise InputError(expected("max_retries", "a whole number >= 0", self.max_retries))
+            raise InputError("max_retries", "a whole number >= 0", self.max_retries)
         if self.progress_bar is not None:
             validate.flag("progress_bar", self.progress_bar)
 
@@ -258,7 +258,7 @@ class _Processes:
         room = int(min(cores / self.num_cpus, gpus / self.num_gpus if self.num_gpus else cores / self.num_cpus))
         if not room:
             there = f"at most what Ray has, {cores:g} cores and {gpus:g} GPUs"
-            raise InputError(expected("num_cpus, num_gpus", there, f"{self.num_cpus:g}, {self.num_gpus:g}"))
+            raise InputError("num_cpus, num_gpus", there, f"{self.num_cpus:g}, {self.num_gpus:g}")
         return self.workers or room
 
 

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 
 Paths = str | PathLike[str] | Sequence[str | PathLike[str]]
 """A Parquet file, a folder of them, or a list of files."""
@@ -38,7 +38,7 @@ def number_of_parts(parts: int | None, rows: int) -> int:
     if parts is None:
         return min(rows, max(_FEWEST, min(_MOST, -(-rows // _ROWS))))
     if validate.count("parts", parts) > rows:
-        raise InputError(expected("parts", f"at most {rows:,}, the number of rows", parts))
+        raise InputError("parts", f"at most {rows:,}, the number of rows", parts)
     return parts
 
 
@@ -94,13 +94,13 @@ class ParquetParts:
     ) -> None:
         self.batch_size = validate.count("batch_size", batch_size)
         if read is not None and not callable(read):
-            raise InputTypeError(expected("read", "a function of a batch, or None", f"a {type(read).__name__}"))
+            raise InputTypeError("read", "a function of a batch, or None", f"a {type(read).__name__}")
         self.read, self.columns = read, columns
         self.features, self.target, self.identifier = features, target, identifier
         self._open(_listed(path))
         if columns is not None and (read is None or isinstance(columns, str) or set(columns) - {*self.schema.names}):
             wanted = f"a list of columns of the files ({', '.join(self.schema.names)}), together with read"
-            raise InputError(expected("columns", wanted, repr(columns)))
+            raise InputError("columns", wanted, repr(columns))
         if read is None:
             self.check_numbers(features)
         self._bounds = self._boundaries(number_of_parts(parts, self.rows))
@@ -113,7 +113,7 @@ class ParquetParts:
         """The loader of a part, by its index from 0."""
         if not 0 <= part < len(self):
             # An IndexError ends a loop over the parts.
-            msg = expected("part", f"an index from 0 to {len(self) - 1}", part)
+            msg = f"part: expected an index from 0 to {len(self) - 1}, got {part}."
             raise IndexError(msg)
         return ParquetPart(self, self._bounds[part], self._bounds[part + 1])
 
@@ -138,7 +138,7 @@ class ParquetParts:
         if name not in self.schema.names:
             hint = "Name the columns with features=, target= and identifier=, or say what batches are with read=."
             received = f"the columns {', '.join(self.schema.names)}"
-            raise InputError(expected("source", f"a column {name!r}", received, hint))
+            raise InputError("source", f"a column {name!r}", received, hint)
         kind, types = self.schema.field(name).type, need("pyarrow").types
         plain = kind.value_type if types.is_fixed_size_list(kind) else kind
         if not (types.is_integer(plain) or types.is_floating(plain) or types.is_boolean(plain)):
@@ -147,14 +147,14 @@ class ParquetParts:
                 "Number the classes, the same way in all files; pyarrow.FixedSizeListArray.from_arrays(values.ravel(), "
                 "width) makes a column of lists."
             )
-            raise InputTypeError(expected("source", wanted, str(kind), hint))
+            raise InputTypeError("source", wanted, str(kind), hint)
 
     def numbers(self, table: Any, name: str) -> Tensor:
         """Return a column of numbers, or of lists of them, as a tensor; half precision lifted to float32."""
         column = table.column(name).combine_chunks()
         missing = column.null_count + (column.flatten().null_count if hasattr(column.type, "list_size") else 0)
         if missing:
-            raise InputError(expected("source", f"a value in every row of the column {name!r}", f"{missing} missing"))
+            raise InputError("source", f"a value in every row of the column {name!r}", f"{missing} missing")
         values = _array(column)
         return torch.from_numpy(values.astype(np.float32) if values.dtype == np.float16 else values)
 
@@ -189,11 +189,11 @@ class ParquetParts:
                 with parquet.ParquetFile(file) as opened:
                     metadata, schema = opened.metadata, opened.schema_arrow
             except (OSError, ValueError) as error:
-                raise InputError(expected(str(file), "a Parquet file", f"what cannot be read ({error})")) from None
+                raise InputError(str(file), "a Parquet file", f"what cannot be read ({error})") from None
             self.schema = self.schema or schema
             if not schema.equals(self.schema):
                 wanted = f"the columns of {files[0].name}: {_columns(self.schema)}"
-                raise InputError(expected(str(file), wanted, _columns(schema)))
+                raise InputError(str(file), wanted, _columns(schema))
             footer = arrow.BufferOutputStream()
             metadata.write_metadata_file(footer)
             digest.update(f"{file.name} {file.stat().st_size}".encode() + footer.getvalue())
@@ -201,7 +201,7 @@ class ParquetParts:
                 start, self.rows = self.rows, self.rows + metadata.row_group(number).num_rows
                 self.groups.append(_Group(file, number, start, self.rows))
         if not self.rows:
-            raise InputError(expected("source", "at least one row", f"{len(files)} Parquet files without any"))
+            raise InputError("source", "at least one row", f"{len(files)} Parquet files without any")
         self._footers = digest.hexdigest()[:32]
 
     def _boundaries(self, count: int) -> list[int]:
@@ -258,7 +258,7 @@ class ParquetPart:
             waiting = [table]
         if seen != n:
             hint = "The files have changed since they were opened."
-            raise InputError(expected("source", f"{n:,} rows from row {self.start:,} on", f"{seen:,}", hint))
+            raise InputError("source", f"{n:,} rows from row {self.start:,} on", f"{seen:,}", hint)
         yield from (table for table in waiting if len(table))
 
     def _rows(self, columns: Sequence[str] | None) -> Iterator[Any]:
@@ -289,14 +289,14 @@ def _listed(path: Any) -> list[Path]:
         # Other tools skip names that begin with a dot or an underscore, too.
         files = [file for file in sorted(one.glob("*.parquet")) if file.name[0] not in "._"]
         if not files:
-            raise InputError(expected("source", "a folder with files *.parquet", f"{one} without any"))
+            raise InputError("source", "a folder with files *.parquet", f"{one} without any")
         return files
     if not isinstance(path, (list, tuple)):
         wanted = "Parquet files (a path, or a list of paths), a ParquetParts, or a feature folder"
-        raise InputTypeError(expected("source", wanted, f"a {type(path).__name__}"))
+        raise InputTypeError("source", wanted, f"a {type(path).__name__}")
     files = [Path(part).absolute() for part in path]
     if not files or len(set(files)) < len(files):
-        raise InputError(expected("source", "different files, at least one", f"{len(files)} names"))
+        raise InputError("source", "different files, at least one", f"{len(files)} names")
     return files
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.io.feature_folder import FeatureFolder
 from contrastive_curvature.io.feature_folder.header import HEADER
 from contrastive_curvature.io.jobs.parquet_parts import ParquetParts, Paths, Reader, need, number_of_parts
@@ -83,4 +83,4 @@ def parts_of(
 def _refuse(source: str, **options: Any) -> None:
     for name, value in options.items():
         if value is not None:
-            raise InputError(expected(name, f"None with {source}, which has its own", f"{value!r}"[:80]))
+            raise InputError(name, f"None with {source}, which has its own", f"{value!r}"[:80])

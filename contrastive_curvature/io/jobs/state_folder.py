@@ -9,7 +9,7 @@ from os import PathLike
 from pathlib import Path
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit.state import CURVATURE, STATISTICS, State, check_identity
 from contrastive_curvature.io.jobs.manifest import StatesManifest, open_folder
 
@@ -47,7 +47,7 @@ class StateFolder:
         """
         if len(state.origins) != 1 or state.count != self.count:
             came = f"parts {sorted(state.origins)[:5]} of {state.count}"
-            raise InputError(expected("state", f"the state of one of {self.count} parts", came))
+            raise InputError("state", f"the state of one of {self.count} parts", came)
         state.save(self.file(state.kind, next(iter(state.origins))))
 
     def load(self, kind: str, part: int) -> State:

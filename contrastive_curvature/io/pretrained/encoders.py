@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.laplace.features import RawFeatureExtractor
 from contrastive_curvature.network.digest import encoder_digest, state_tensors, tensor_bytes
 from contrastive_curvature.network.encoder import evaluation_mode
@@ -43,7 +43,7 @@ def check_encoder(model: nn.Module, digest: str, saved: Sequence[Record], argume
     """
     if any(tensor.is_meta for _, tensor in state_tensors(model)):
         hint = "Load its weights: encoder.to_empty(device=...), then encoder.load_state_dict(...)."
-        raise InputError(expected(argument, "an encoder with its weights", "one on the device meta", hint))
+        raise InputError(argument, "an encoder with its weights", "one on the device meta", hint)
     if encoder_digest(model) == digest:
         return
     was, now = _by_name(saved), _by_name(encoder_tensors(model))
@@ -66,7 +66,7 @@ def check_encoder(model: nn.Module, digest: str, saved: Sequence[Record], argume
         hint = "Load the encoder's weights first, as encoder.load_state_dict(...); or fit the posterior again."
     else:
         received = "its parameters in another order"
-    raise InputError(expected(argument, "the encoder that the posterior was saved from", received, hint))
+    raise InputError(argument, "the encoder that the posterior was saved from", received, hint)
 
 
 def raw_outputs(la: Any, x: Any) -> Tensor:
@@ -92,7 +92,7 @@ def check_outputs(la: Any, x: Any, saved: Tensor, argument: str) -> None:
     if not off <= _SAME_OUTPUTS.get(saved.dtype, 0.1) * size:
         hint = "It has the same weights but other layers between them, as another activation or pooling."
         wanted = "the encoder's outputs for the example inputs in the folder"
-        raise InputError(expected(argument, wanted, f"others, {off / size:.2g} of their norm apart", hint))
+        raise InputError(argument, wanted, f"others, {off / size:.2g} of their norm apart", hint)
 
 
 def _checksum(tensor: Tensor) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from contrastive_curvature.artifact import VERSION, ArtifactFolder, Header, sha256_of, write_whole
 from contrastive_curvature.embedding.known import NOVELTY
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.io.pretrained.options import About
 
 CONFIG, CARD, NUMBERS = "config.json", "README.md", "posterior-*.safetensors"
@@ -255,11 +255,11 @@ def check_target(place: ArtifactFolder[Saved], *, overwrite: bool) -> None:
     if not any(place.path.glob(NUMBERS)) and Saved.format_name().encode() not in place.header_path.read_bytes():
         hint = "Name another folder: this one may hold something that nobody wants to lose."
         received = f"{place.path}, which holds {CONFIG!r} and no saved posterior"
-        raise InputError(expected("folder", "a new folder, or one with a saved posterior", received, hint))
+        raise InputError("folder", "a new folder, or one with a saved posterior", received, hint)
     if not overwrite:
         hint = "Pass overwrite=True to replace it, or name another folder."
         received = f"{place.path}, which holds a saved posterior"
-        raise InputError(expected("folder", "a new folder", received, hint))
+        raise InputError("folder", "a new folder", received, hint)
 
 
 def numbers_file(content: bytes) -> NumbersFile:

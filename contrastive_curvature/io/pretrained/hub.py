@@ -12,7 +12,7 @@ from typing import Any
 
 from contrastive_curvature import validate
 from contrastive_curvature.artifact import folder_path
-from contrastive_curvature.errors import InputError, expected
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.io.pretrained.folder import CARD, CONFIG, NUMBERS
 from contrastive_curvature.io.pretrained.options import (
     PushOptions,
@@ -55,7 +55,7 @@ def local_folder(
         return folder
     if not isinstance(source, str) or not is_repository(source):
         hint = "Name the folder that la.save_pretrained(folder) wrote, or a repository of the hub as 'user/name'."
-        raise InputError(expected("source", "a folder that exists", str(source), hint))
+        raise InputError("source", "a folder that exists", str(source), hint)
     import huggingface_hub
 
     silence = None if local_files_only else _silence(source, revision, token)
@@ -72,7 +72,7 @@ def local_folder(
     except Exception as error:  # the hub's errors have no common base: of HTTP, of its cache, of names
         where = "no answer from the hub" if silence else "not on the hub"
         received = f"{source!r}: no folder of that name here, and {where} ({_reason(silence or error)})"
-        raise InputError(expected("source", "a folder, or a repository that you may read", received, _HINT)) from error
+        raise InputError("source", "a folder, or a repository that you may read", received, _HINT) from error
     return Path(found)
 
 
@@ -113,7 +113,7 @@ def push_to_hub(la: Any, repo_id: str, **options: Any) -> str:
             )
         except Exception as error:  # the hub's errors have no common base
             received = f"{repo_id!r}, which the hub refuses ({_reason(error)})"
-            raise InputError(expected("repo_id", "a repository you may write to", received, _HINT)) from error
+            raise InputError("repo_id", "a repository you may write to", received, _HINT) from error
     return str(commit.pr_url or commit.commit_url)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from contrastive_curvature.embedding.match_probability import MatchProbability
-from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, InputTypeError, expected
+from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, InputTypeError
 from contrastive_curvature.io.pretrained.folder import CONFIG, PretrainedInfo, Saved, place_of, read, restored
 from contrastive_curvature.io.pretrained.hub import local_folder
 from contrastive_curvature.io.pretrained.posterior import constructor, fill
@@ -59,13 +59,13 @@ def load_pretrained(
     """
     if not isinstance(encoder, nn.Module):
         hint = "The folder holds the posterior; build the encoder and load its weights first."
-        raise InputTypeError(expected("encoder", "a torch.nn.Module with its weights", repr(encoder), hint))
+        raise InputTypeError("encoder", "a torch.nn.Module with its weights", repr(encoder), hint)
     folder = local_folder(source, revision, token, cache_dir, local_files_only)
     saved, tensors = read(folder)
     if saved.towers is not isinstance(encoder, TwoTowers):
         wanted = "a TwoTowers" if saved.towers else "one encoder"
         hint = "Pass contrastive_curvature.TwoTowers(encoder_a, encoder_b)." if saved.towers else ""
-        raise InputError(expected("encoder", wanted, f"a {type(encoder).__name__}", hint))
+        raise InputError("encoder", wanted, f"a {type(encoder).__name__}", hint)
     given = {"loss": loss, "relation": relation, "backend": backend}
     with _well_formed(folder):
         if isinstance(encoder, TwoTowers):
@@ -101,7 +101,7 @@ def load_match(
     saved, tensors = read(folder)
     if saved.match is None:
         hint = "Save one with la.save_pretrained(folder, match=...)."
-        raise InputError(expected(str(folder), "a posterior with a MatchProbability", "one without", hint))
+        raise InputError(str(folder), "a posterior with a MatchProbability", "one without", hint)
     with _well_formed(folder):
         state = restored(saved.match, tensors)
         match = MatchProbability(use_uncertainty=state["use_uncertainty"], curve=state["curve"])
@@ -149,7 +149,7 @@ def _well_formed(folder: Path) -> Iterator[None]:
 def _towers(saved: Saved, tensors: dict[str, Tensor], encoder: TwoTowers, given: dict[str, Any]) -> TwoTowerLaplace:
     if encoder.shared is not saved.shared:
         kinds = ("two modules", "one module for both towers")
-        raise InputError(expected("encoder", kinds[saved.shared], kinds[encoder.shared]))
+        raise InputError("encoder", kinds[saved.shared], kinds[encoder.shared])
     first, last = saved.posteriors[0], saved.posteriors[-1]
     _, arguments = constructor(first, tensors, encoder, **given)
     if "last_layer_name" in arguments:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, FiniteFloat, StrictBool, StringConstraints, ValidationError
 
 from contrastive_curvature.embedding.match_probability import MatchProbability
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 
 _Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
@@ -95,8 +95,8 @@ def parsed(kind: type[Options], options: Mapping[str, Any]) -> Options:
         wrong = error.errors()[0]
         name = ".".join(map(str, wrong["loc"]))
         if wrong["type"] == "extra_forbidden":
-            raise InputTypeError(expected(name, f"an option among {', '.join(kind.model_fields)}", name)) from None
-        raise InputError(expected(name, wrong["msg"].removeprefix("Input should be "), wrong["input"])) from None
+            raise InputTypeError(name, f"an option among {', '.join(kind.model_fields)}", name) from None
+        raise InputError(name, wrong["msg"].removeprefix("Input should be "), wrong["input"]) from None
 
 
 def is_repository(name: Any) -> bool:
@@ -116,4 +116,4 @@ def check_repository(name: object) -> None:
     """Refuse what is no name of a repository."""
     if not is_repository(name):
         hint = "Letters, digits, '_', '-' and '.' stand in it, and neither '--' nor '..'."
-        raise InputError(expected("repo_id", "the name of a repository, 'user/name'", name, hint))
+        raise InputError("repo_id", "the name of a repository, 'user/name'", name, hint)

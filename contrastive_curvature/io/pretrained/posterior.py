@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature import losses
 from contrastive_curvature.embedding.known import NOVELTY
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.io.pretrained.encoders import (
     check_encoder,
     check_outputs,
@@ -73,7 +73,7 @@ def saved_posterior(la: Any, name: str, table: TensorTable, prefix: str, example
         state["data"], outputs = _example(la, example)
     elif example is not None:
         hint = "Only a posterior of a last layer keeps inputs; leave it out."
-        raise InputError(expected("example", "None for this posterior", "inputs", hint))
+        raise InputError("example", "None for this posterior", "inputs", hint)
     loss = la.backend.loss
     loss_options = _loss_options(loss)
     relation = la.curvature_options.relation
@@ -142,7 +142,7 @@ def constructor(
     """
     if saved.info.kind not in _CLASSES:
         hint = "Posteriors of version 0.2 are not read: fit again, or install the version that saved it."
-        raise InputError(expected("folder", f"a posterior of {' or '.join(_CLASSES)}", saved.info.kind, hint))
+        raise InputError("folder", f"a posterior of {' or '.join(_CLASSES)}", saved.info.kind, hint)
     arguments: dict[str, Any] = restored(saved.arguments, tensors)
     options = restored(saved.options, tensors)
     _check_relation(saved.info.relation, relation)
@@ -160,7 +160,7 @@ def constructor(
         arguments["backend"] = backend
     elif saved.backend is not None and saved.backend not in KNOWN_BACKENDS:
         hint = "Its code is not in the folder. Pass backend=... as in the fit."
-        raise InputError(expected("backend", f"the {saved.backend} of the fit", "None", hint))
+        raise InputError("backend", f"the {saved.backend} of the fit", "None", hint)
     return _CLASSES[saved.info.kind], {**arguments, "backend_kwargs": options}
 
 
@@ -200,10 +200,10 @@ def _example(la: Any, example: Any) -> tuple[Inputs, Tensor]:
             outputs = raw_outputs(la, moved_inputs(la.model, few, la._device))
         except Exception as error:  # what an encoder raises at inputs of another kind has no common base
             reason = (str(error) or type(error).__name__).splitlines()[0]
-            raise InputError(expected("example", "inputs that the encoder takes", reason)) from error
+            raise InputError("example", "inputs that the encoder takes", reason) from error
         if outputs.shape[1:] != (la.n_outputs,) or not bool(outputs.isfinite().all()):
             wanted = f"inputs with finite outputs of shape (N, {la.n_outputs})"
-            raise InputError(expected("example", wanted, f"outputs of shape {tuple(outputs.shape)}"))
+            raise InputError("example", wanted, f"outputs of shape {tuple(outputs.shape)}")
     return owned(few), outputs
 
 
@@ -253,7 +253,7 @@ def _loss(saved: SavedPosterior, given: object, tensors: dict[str, Tensor]) -> C
     hint = f"Its code is not in the folder. Pass loss={name}(...) to load_pretrained, with its options: {text}."
     if not saved.info.needs_loss:
         hint = "Leave it out."
-    raise InputError(expected("loss", f"the {name} that the posterior was fitted with, {text}", received, hint))
+    raise InputError("loss", f"the {name} that the posterior was fitted with, {text}", received, hint)
 
 
 def _check_relation(name: str | None, relation: object) -> None:
@@ -262,10 +262,10 @@ def _check_relation(name: str | None, relation: object) -> None:
         return
     if name is None:
         hint = "The posterior was fitted with class labels; leave it out."
-        raise InputError(expected("relation", "None", received, hint))
+        raise InputError("relation", "None", received, hint)
     hint = "Its code is not in the folder. Pass relation=... as in backend_kwargs of the fit, under that name."
     wanted = f"the function {name} that the posterior was fitted with"
-    raise InputError(expected("relation", wanted, received, hint))
+    raise InputError("relation", wanted, received, hint)
 
 
 def _text_of(loss: CosineLoss) -> str:

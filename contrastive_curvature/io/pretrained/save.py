@@ -11,7 +11,7 @@ import torch
 
 import contrastive_curvature
 from contrastive_curvature import validate
-from contrastive_curvature.errors import InputError, InputTypeError, expected
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.io.pretrained.folder import (
     PretrainedInfo,
     Saved,
@@ -93,9 +93,9 @@ def _posteriors(la: Any, table: TensorTable, example: Any) -> list[SavedPosterio
     if isinstance(la, ContrastiveLaplace):
         return [saved_posterior(la, "encoder", table, "", example)]
     if not isinstance(la, TwoTowerLaplace):
-        raise InputTypeError(expected("la", "a posterior of likelihood='contrastive'", f"a {type(la).__name__}"))
+        raise InputTypeError("la", "a posterior of likelihood='contrastive'", f"a {type(la).__name__}")
     if example is not None and not (isinstance(example, (tuple, list)) and len(example) == 2):
-        raise InputTypeError(expected("example", "inputs of both towers, (a, b)", f"a {type(example).__name__}"))
+        raise InputTypeError("example", "inputs of both towers, (a, b)", f"a {type(example).__name__}")
     of_a, of_b = example or (None, None)
     saved = [saved_posterior(la.a, "a", table, "a.", of_a)]
     return saved if la.shared else [*saved, saved_posterior(la.b, "b", table, "b.", of_b)]
@@ -104,7 +104,7 @@ def _posteriors(la: Any, table: TensorTable, example: Any) -> list[SavedPosterio
 def _match_state(match: Any) -> dict[str, Any]:
     if not match._fitted:
         hint = "Call match.fit_pairs(...) or match.fit_retrieval(...) first."
-        raise InputError(expected("match", "a fitted MatchProbability", "one that is not fitted", hint))
+        raise InputError("match", "a fitted MatchProbability", "one that is not fitted", hint)
     return match.state_dict()
 
 

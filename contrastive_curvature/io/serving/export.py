@@ -17,7 +17,7 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.artifact import final_target, write_whole
 from contrastive_curvature.embedding.match_probability import MatchProbability
-from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError
 from contrastive_curvature.io.serving.module import ServedEncoder, refusing
 from contrastive_curvature.io.serving.numpy_scorer import FORMAT, VERSION, checksum
 from contrastive_curvature.io.serving.parts import Parts, check_exportable, parts_of
@@ -64,14 +64,14 @@ def export(
         for name, value in (("example", example), ("dynamic_axes", dynamic_axes)):
             if value is not None:
                 hint = "The scorer takes the features of the last layer, of any number of inputs."
-                raise InputError(expected(name, f"nothing for format={kind!r}", f"a {type(value).__name__}", hint))
+                raise InputError(name, f"nothing for format={kind!r}", f"a {type(value).__name__}", hint)
         parts = parts_of(la, p_value)
         parts.arrays.update({} if match is None else _match_arrays(match, la.model.last_layer.weight.shape[0]))
         write_whole(path, _scorer_file(parts, kind))
         return parts.outputs
     if match is not None:
         hint = "A graph scores one input, and a match is of two: export 'scorer.npz' or 'scorer.safetensors'."
-        raise InputError(expected("match", f"nothing for format={kind!r}", f"a {type(match).__name__}", hint))
+        raise InputError("match", f"nothing for format={kind!r}", f"a {type(match).__name__}", hint)
     if kind == "onnx":
         _check_onnx(la)
     with asks_for_example(example):
@@ -90,21 +90,21 @@ def export(
 def _format(path: Any, given: Any) -> str:
     """Return the format of a file, from its name or as the user said."""
     if not isinstance(path, (str, Path)):
-        raise InputTypeError(expected("path", "a path, as 'model.pt2'", f"a {type(path).__name__}"))
+        raise InputTypeError("path", "a path, as 'model.pt2'", f"a {type(path).__name__}")
     if given is not None:
         validate.choice("format", given, FORMATS)
         return str(given)
     suffix = Path(path).suffix.lower().removeprefix(".")
     if suffix not in FORMATS:
         wanted = "a name that ends in " + ", ".join(f"'.{kind}'" for kind in FORMATS)
-        raise InputError(expected("path", wanted, repr(str(path)), "Or say which with format=."))
+        raise InputError("path", wanted, repr(str(path)), "Or say which with format=.")
     return suffix
 
 
 def _match_arrays(match: Any, dim: int) -> dict[str, Tensor]:
     """Return what was fitted, by name; an empty curve has no name."""
     if not isinstance(match, MatchProbability):
-        raise InputTypeError(expected("match", "a fitted MatchProbability", f"a {type(match).__name__}"))
+        raise InputTypeError("match", "a fitted MatchProbability", f"a {type(match).__name__}")
     state = match.state_dict()
     dims = [value for name, value in state.items() if name.endswith(".dim")]
     if not dims:
@@ -112,7 +112,7 @@ def _match_arrays(match: Any, dim: int) -> dict[str, Tensor]:
         raise NotFittedError(msg)
     for fitted in dims:
         if fitted != dim:
-            raise InputError(expected("match", f"a fit to predictions of la, D = {dim}", f"one of D = {fitted}"))
+            raise InputError("match", f"a fit to predictions of la, D = {dim}", f"one of D = {fitted}")
     return {f"match.{name}": v for name, v in state.items() if isinstance(v, Tensor) and v.numel()}
 
 
@@ -151,7 +151,7 @@ def _batch(la: Any, example: Any) -> Example:
             if not isinstance(key, str) or not isinstance(value, Tensor):
                 wanted = "a mapping of names to tensors"
                 hint = "What is no tensor is a part of the graph: set it in the encoder, and leave it out here."
-                raise InputTypeError(expected("example", wanted, f"{key!r} of type {type(value).__name__}", hint))
+                raise InputTypeError("example", wanted, f"{key!r} of type {type(value).__name__}", hint)
     n, moved = input_length(batch), move_inputs(batch, la._device)
 
     def twice(value: Tensor) -> Tensor:
@@ -171,14 +171,14 @@ def _axes(axes: Any, example: Example) -> dict[str, list[int]]:
     given = {} if axes is None else axes if isinstance(example, dict) else {"": axes}
     wanted = "{tensor: [axis, ...]}" if isinstance(example, dict) else "[axis, ...]"
     if not isinstance(given, Mapping) or not all(isinstance(numbers, Sequence) for numbers in given.values()):
-        raise InputTypeError(expected("dynamic_axes", wanted, repr(axes)))
+        raise InputTypeError("dynamic_axes", wanted, repr(axes))
     for key, numbers in given.items():
         if key not in named:
-            raise InputError(expected("dynamic_axes", f"tensors of the example, {sorted(named)}", repr(key)))
+            raise InputError("dynamic_axes", f"tensors of the example, {sorted(named)}", repr(key))
         room = range(1, named[key].ndim)
         for axis in numbers:
             if axis not in room:
-                raise InputError(expected("dynamic_axes", f"numbers of axes, of {list(room)}", repr(axis)))
+                raise InputError("dynamic_axes", f"numbers of axes, of {list(room)}", repr(axis))
     return {key: list(given.get(key, ())) for key in named}
 
 

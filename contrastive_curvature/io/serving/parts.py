@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.embedding.known import NOVELTY
-from contrastive_curvature.errors import InputTypeError, NotFittedError, UnsupportedError, expected
+from contrastive_curvature.errors import InputTypeError, NotFittedError, UnsupportedError
 from contrastive_curvature.laplace.calibration import example, present_calibration
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.network.encoder import at_least_float32
@@ -59,7 +59,7 @@ def check_exportable(la: Any) -> None:
     """Refuse what has no fitted last-layer posterior in closed form."""
     if not isinstance(la, ContrastiveLaplace):
         hint = "Of OnlineLaplace take online.laplace(), of two towers la.a and la.b."
-        raise InputTypeError(expected("la", "a contrastive last-layer posterior", f"a {type(la).__name__}", hint))
+        raise InputTypeError("la", "a contrastive last-layer posterior", f"a {type(la).__name__}", hint)
     if not la.keeps_features:
         weights, structure = la.subset_of_weights, la.hessian_structure
         msg = (

@@ -23,7 +23,7 @@ from laplace.curvature.curvature import GGNInterface
 from laplace.utils import Kron as HostKron
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import InputError, UnsupportedError, expected
+from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.fit.anchors import ANCHORS, WholeHessian
 from contrastive_curvature.fit.api import check_encoder, check_trainable, make_pullback
 from contrastive_curvature.fit.batches import BATCHES
@@ -290,7 +290,7 @@ class ContrastiveBackend(GGNInterface, ABC):
             if not bool(leading.curvature.traces().any()):
                 hint = "All negatives may lie inside the margin; use pd_fix='psd' or 'positive'."
                 wanted = "data with a positive eigenvalue of the curvature"
-                raise InputError(expected("train_loader", wanted, "none", hint))
+                raise InputError("train_loader", wanted, "none", hint)
             return leading
         exchange = current_exchange()
         if exchange is None:
@@ -377,7 +377,7 @@ class ContrastiveBackend(GGNInterface, ABC):
             )
             raise UnsupportedError(msg)
         if self.options.rank is None:
-            raise InputError(expected("rank", "a positive whole number", None))
+            raise InputError("rank", "a positive whole number", None)
         shown = Progress(progress)
         with self._all_at_once(loader, shown) as (pullback, reader, hessian):
             vectors, values = leading_eigenpairs(pullback, hessian, reader.inputs, self.options.rank, shown)
@@ -483,7 +483,7 @@ class ContrastiveBackend(GGNInterface, ABC):
     def _probe(self, loader: Iterable[Any]) -> Inputs:
         for batch in loader:
             return self.points_of(batch).x
-        raise InputError(expected("train_loader", "at least one batch", "an empty loader"))
+        raise InputError("train_loader", "at least one batch", "an empty loader")
 
     @contextmanager
     def _all_at_once(
