@@ -132,8 +132,7 @@ def check_agreement(
         got = node_curvature(LastLayerPullback(Encoder(layer, features)), phi, z, loss, pairs=pairs)
         error = (got - reference).abs().max() / reference.abs().max()
         if not float(error) <= tolerance:
-            msg = f"node form and pairwise algorithm differ by {float(error):.2g} in {dtype} ({kind})"
-            raise RuntimeError(msg)
+            raise RuntimeError(f"node form and pairwise algorithm differ by {float(error):.2g} in {dtype} ({kind})")
         errors[str(dtype).removeprefix("torch.")] = float(error)
     return errors
 

@@ -70,8 +70,7 @@ def photograph(page: Path, folder: Path) -> list[Path]:
 
     browser_path = next(filter(None, map(shutil.which, _CHROMIUM)), None)
     if browser_path is None:
-        msg = f"expected a browser, one of {', '.join(_CHROMIUM)}, got none"
-        raise SystemExit(msg)
+        raise SystemExit(f"expected a browser, one of {', '.join(_CHROMIUM)}, got none")
     files = []
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox"])

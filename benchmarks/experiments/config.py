@@ -209,11 +209,10 @@ def _check_curvature(config: Config) -> None:
     everything = config.margin is None and config.pd_fix != "positive"
     if everything and config.distance == "euclidean" and weight >= 0.5:
         # Every point's attraction 1 - w_n and repulsion w_n then cancel, or worse.
-        msg = (
+        raise UnsupportedError(
             "--margin none with --distance euclidean has zero curvature from --negative-weight 0.5 upwards: the "
             "repulsion of all negatives outweighs the attraction. Use a margin, --pd-fix positive, or a smaller weight."
         )
-        raise UnsupportedError(msg)
 
 
 def _check_seeds(seeds: tuple[int, ...]) -> None:

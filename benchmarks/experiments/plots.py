@@ -258,8 +258,7 @@ def _joined(one: Shown) -> tuple[np.ndarray, np.ndarray]:
 
 def _outside(one: Shown) -> Tensor:
     if one.outside is None:
-        msg = "drawn only where there are images out of distribution"
-        raise RuntimeError(msg)
+        raise RuntimeError("drawn only where there are images out of distribution")
     return one.outside
 
 

@@ -265,8 +265,7 @@ def load_features(path: Path) -> FeatureFile:
         both = Pairs(**{name.removeprefix("pairs_"): value for name, value in pairs.items()}) if pairs else None
         return FeatureFile(**given, unknown=unknown, corrupted=corrupted, pairs=both)
     except InputError as error:
-        msg = f"{path}: {error}"
-        raise InputError(msg) from None
+        raise InputError(f"{path}: {error}") from None
 
 
 def files_of(path: Path) -> list[Path]:

@@ -95,8 +95,7 @@ class DriftMonitor:
         calibration = present_calibration(la)
         if calibration is None:
             call = "Call la.calibrate(loader) with known inputs that the encoder was not trained on"
-            msg = f"DriftMonitor: la is not calibrated. {call}."
-            raise NotFittedError(msg)
+            raise NotFittedError(f"DriftMonitor: la is not calibrated. {call}.")
         self._known = calibration.reference
         self._begin()
 

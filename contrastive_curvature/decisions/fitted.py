@@ -20,10 +20,8 @@ class Fitted:
     def __getattr__(self, name: str) -> Any:
         kind = type(self)
         if name in kind.__annotations__:
-            msg = f"{kind.__name__}.{name}: expected a fit before it is used. Call fit(...)."
-            raise NotFittedError(msg)
-        msg = f"{kind.__name__!r} object has no attribute {name!r}"
-        raise AttributeError(msg)
+            raise NotFittedError(f"{kind.__name__}.{name}: expected a fit before it is used. Call fit(...).")
+        raise AttributeError(f"{kind.__name__!r} object has no attribute {name!r}")
 
 
 def refuse_reversed(argument: str, lower: NDArray[np.float64], higher: NDArray[np.float64], meaning: str) -> None:

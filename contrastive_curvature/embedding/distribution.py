@@ -441,13 +441,12 @@ class EmbeddingDistribution:
 
     def _asked(self, question: str) -> Known:
         if self._known is None:
-            msg = (
+            raise UnsupportedError(
                 f"{question}: only a plain prediction la(x) of a fitted posterior can be compared with known inputs. A "
                 "distribution that was built by hand, from samples or with joint=True or diagonal_output=True, and a "
                 "concatenation with one of these or of predictions of two states of a posterior cannot. Call "
                 f"la(x).{question}."
             )
-            raise UnsupportedError(msg)
         return self._known
 
     def _measured(self) -> Known | None:
@@ -538,11 +537,10 @@ class EmbeddingDistribution:
                     wanted = f"parts of one {what}, that of the first, {has}"
                     raise InputError(f"distributions[{number}]", wanted, now)
             if isinstance(part.spread, Joint):
-                msg = (
+                raise UnsupportedError(
                     "distributions: joint covariances cannot be concatenated, because between the parts there is none. "
                     "Call la(x, joint=True) with all inputs at once, or leave out joint=True."
                 )
-                raise UnsupportedError(msg)
             if not same_centres(first._class_centres, part._class_centres):
                 hint = "The uncertainties of the parts were compared with different ones."
                 raise InputError(f"distributions[{number}]", "the class centres of the first", "others", hint)
@@ -600,8 +598,9 @@ class EmbeddingDistribution:
         @property
         def mean(self) -> Tensor:
             """There is none: it could be either :attr:`raw_mean` or :attr:`mu`."""
-            msg = "an embedding has no 'mean': use raw_mean (the encoder's output, norm as it is) or mu (norm 1)"
-            raise AttributeError(msg)
+            raise AttributeError(
+                "an embedding has no 'mean': use raw_mean (the encoder's output, norm as it is) or mu (norm 1)"
+            )
 
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: the numbers that :attr:`p_value` needs, and nothing of training inputs."""

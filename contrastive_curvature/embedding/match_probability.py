@@ -290,8 +290,9 @@ class MatchProbability:
 
     def _need(self, question: str, call: str) -> tuple[Regression, int]:
         if question not in self._fitted:
-            msg = f"MatchProbability: expected a fit before it is used. Call {call}, or load_state_dict(...)."
-            raise NotFittedError(msg)
+            raise NotFittedError(
+                f"MatchProbability: expected a fit before it is used. Call {call}, or load_state_dict(...)."
+            )
         return self._fitted[question]
 
     def _sides(self, **embeddings: object) -> tuple[Side, Side]:

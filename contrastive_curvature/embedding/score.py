@@ -77,11 +77,10 @@ class Score:
         if self.marks is not None:
             now = _marks(embedding)
             if not torch.allclose(now[:2], self.marks[:2], rtol=1e-9) or not same_encoder(now[2:], self.marks[2:]):
-                msg = (
+                raise NotFittedError(
                     f"p_value: la was calibrated for {self} with other class centres or another typical norm. Call "
                     "la.calibrate(loader, ...) again."
                 )
-                raise NotFittedError(msg)
         if self.probe is not None:
             mean = embedding.raw_mean.detach()
             like = mean.to(torch.promote_types(mean.dtype, torch.float32))
@@ -104,18 +103,16 @@ class Score:
     def _check_function(self, example: EmbeddingDistribution) -> None:
         assert self.probe is not None
         if self.function is None:
-            msg = (
+            raise NotFittedError(
                 f"p_value: la was calibrated for the function {self.name!r}, which no file holds. Give it again: "
                 f"la.set_score({self.name})."
             )
-            raise NotFittedError(msg)
         now = called(self.name, self.function, example).cpu()
         if float((now - self.probe).abs().max()) > _APART * float(self.probe.abs().max()):
-            msg = (
+            raise NotFittedError(
                 f"p_value: the function {self.name!r} gives other scores than at the calibration; has its gallery "
                 f"changed? Call la.calibrate(loader, score={self.name}) again."
             )
-            raise NotFittedError(msg)
 
 
 def called(name: str, function: Callable[[EmbeddingDistribution], Any], embedding: EmbeddingDistribution) -> Tensor:

@@ -45,8 +45,9 @@ class Spread:
     @property
     def joint_covariance(self) -> Tensor:
         """Covariance of all outputs together, shape (B D, B D)."""
-        msg = "joint_covariance: this distribution holds one marginal an input. Call la(x, joint=True)."
-        raise UnsupportedError(msg)
+        raise UnsupportedError(
+            "joint_covariance: this distribution holds one marginal an input. Call la(x, joint=True)."
+        )
 
     def finite(self) -> Tensor:
         """Return which outputs have a finite spread, booleans, shape (B,)."""

@@ -120,12 +120,11 @@ def ggn(
 def check_encoder(encoder: Encoder, loss: CosineLoss) -> None:
     """Refuse what an analysed encoder cannot be asked for."""
     if encoder.normalized and loss.distance is Distance.ARCCOS:
-        msg = (
+        raise UnsupportedError(
             "distance='arccos': the outputs of the encoder are already normalised, and the module that does it is "
             "more than a rescaling of its input, so the raw outputs cannot be reached. End the encoder in a plain "
             "contrastive_curvature.L2Norm(), or use distance='euclidean', which linearises the normalisation."
         )
-        raise UnsupportedError(msg)
 
 
 def check_trainable(encoder: Encoder) -> None:

@@ -45,12 +45,11 @@ def class_coupling(f: Fit, pairs: AllPairs) -> ClassWeights | None:
         if numbers <= _CLASS_SUM_ELEMENTS:
             return coupling
         if pairs.points is None or pairs.sampled is not None:
-            msg = (
+            raise UnsupportedError(
                 f"pd_fix={str(pairs.hessian.pd_fix)!r}: sums over {coupling.classes.numel()} classes of "
                 f"{pairs.dim} rows of {n_params} parameters have {numbers:.2g} numbers. Use "
                 "pd_fix='psd' or 'fixed', which couple no points, or negative_samples=None."
             )
-            raise UnsupportedError(msg)
     if not f.alone:
         refuse_in_parts(f.options.loss)
     return None
@@ -58,12 +57,11 @@ def class_coupling(f: Fit, pairs: AllPairs) -> ClassWeights | None:
 
 def refuse_in_parts(loss: CosineLoss) -> NoReturn:
     """Say that the cross terms of a loss do not add up over parts of the data."""
-    msg = (
+    raise UnsupportedError(
         f"pd_fix={str(loss.pd_fix)!r}: every point is coupled with every other one, and they are in several parts. "
         "Use pd_fix='psd' or 'fixed', which couple no points; ContrastiveLoss with "
         "backend_kwargs=dict(negative_samples=2000), whose cross terms add up; or one process."
     )
-    raise UnsupportedError(msg)
 
 
 def of_classes(pullback: Pullback, coupling: ClassWeights, context: Any, part: HessianPoints) -> tuple[Blocks, Tensor]:

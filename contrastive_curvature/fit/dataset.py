@@ -266,9 +266,8 @@ def _columns(x: Inputs) -> dict[str, Tensor]:
     n = input_length(x)
     whole = [name for name, part in x.items() if not isinstance(part, Tensor) or not part.ndim or part.shape[0] != n]
     if whole:
-        msg = (
+        raise UnsupportedError(
             f"negative_samples with cross terms between points: the inputs {whole} have no row for every point, so "
             "those of the sampled points cannot be kept. Use pd_fix='psd' or 'fixed', or negative_samples=None."
         )
-        raise UnsupportedError(msg)
     return {f"{_INPUT}/{name}": part for name, part in x.items()}

@@ -106,8 +106,9 @@ class ProcessGroup:
         if others:
             self._over = True
             which = f"process {others[0]}" if len(others) == 1 else f"the processes {others[:10]}"
-            msg = f"the fit failed in {which} of {self.count}; its own error says why: {every[others[0]][0]}"
-            raise ProcessError(msg)
+            raise ProcessError(
+                f"the fit failed in {which} of {self.count}; its own error says why: {every[others[0]][0]}"
+            )
         return [found for _, found in every]
 
     def _wait(self, operation: Callable[..., Any], *arguments: Any) -> None:
@@ -121,11 +122,10 @@ class ProcessGroup:
         except RuntimeError as error:
             self._over = self._lost = True
             reason = (str(error).splitlines() or [type(error).__name__])[0][:200]
-            msg = (
+            raise ProcessError(
                 f"process {self.rank} of {self.count} lost the others during a fit: one has ended, does not fit "
                 f"too, or needs longer than the timeout of init_process_group ({reason})"
-            )
-            raise ProcessError(msg) from error
+            ) from error
         finally:
             timer.cancel()
 

@@ -26,11 +26,10 @@ def make_sampler(mc_samples: int | None, generator: torch.Generator | None = Non
 
     def sampled(blocks: Blocks, pullback: Pullback) -> Blocks:
         if not isinstance(pullback, LayerwisePullback):
-            msg = (
+            raise UnsupportedError(
                 "mc_samples: it saves backward passes through a whole network, and these parameters need none, or "
                 "belong to another host. Leave it out, or use backend=ContrastiveGGN with all parameters."
             )
-            raise UnsupportedError(msg)
         dim = blocks.u.shape[1]
         if mc_samples >= dim:
             wanted = f"fewer samples than the {dim} outputs, whose backward passes give the exact curvature"
@@ -56,13 +55,11 @@ def check_mc_samples(number: object, coupled: bool, structure: type[Structure] |
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:
         raise InputError("mc_samples", "None (exact) or a positive whole number", number)
     if coupled:
-        msg = (
+        raise UnsupportedError(
             "mc_samples with pd_fix='positive', 'full' or 'ggn': the samples are of each point's own block, and "
             "these fixes couple points. Use pd_fix='psd', 'fixed' or, for a loss with second derivatives, "
             "'ggn_fixed'; or leave mc_samples out."
         )
-        raise UnsupportedError(msg)
     if structure is not None and not structure.mc_estimable:
         known = " and ".join(repr(name) for name, kind in STRUCTURES.items() if kind.mc_estimable)
-        msg = f"mc_samples: only the structures {known} are estimated. Leave it out for the others."
-        raise UnsupportedError(msg)
+        raise UnsupportedError(f"mc_samples: only the structures {known} are estimated. Leave it out for the others.")

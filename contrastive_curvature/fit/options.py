@@ -78,12 +78,11 @@ class CurvatureOptions:
         """Refuse options that a structure has no answer for."""
         loss = self.loss if structure.couples else self.loss.uncoupled()
         if isinstance(self.negative_samples, int) and loss.coupled and not loss.from_sums:
-            msg = (
+            raise UnsupportedError(
                 f"negative_samples with pd_fix={str(loss.pd_fix)!r}: the cross terms of {type(loss).__name__} go "
                 "through all pairs of points. Use pd_fix='psd_parts', 'psd' or 'ggn_fixed', which couple no points, or "
                 "negative_samples=None."
             )
-            raise UnsupportedError(msg)
         check_mc_samples(self.mc_samples, self.loss.coupled, structure)
 
     def named(self) -> dict[str, Any]:

@@ -64,23 +64,21 @@ class Share:
         if sampler is not None:
             self._take_numbers(sampler, parts)
         elif any(_divides(part) for part in parts):
-            msg = (
+            raise UnsupportedError(
                 f"train_loader: {type(loader).__name__} does not say which points only fill up a batch. Give every "
                 "process a DataLoader with sampler=torch.utils.data.DistributedSampler(dataset, shuffle=False)."
             )
-            raise UnsupportedError(msg)
 
     def _take_numbers(self, sampler: DistributedSampler[Any], parts: list[Any]) -> None:
         points = len(sampler.dataset)  # type: ignore[arg-type]
         if not _keeps_order(sampler, parts):
             if sampler.drop_last or points % sampler.num_replicas == 0:
                 return
-            msg = (
+            raise UnsupportedError(
                 f"train_loader: its DistributedSampler repeats points, as {points} points are no multiple of "
                 f"{sampler.num_replicas} processes, and the batch sampler around it does not say which ones. Use a "
                 "DataLoader(dataset, batch_size=..., sampler=sampler), or drop_last=True in the sampler."
             )
-            raise UnsupportedError(msg)
         self._numbers = torch.tensor(list(sampler), dtype=torch.int64)
         # Every replica takes every num_replicas-th of a list whose end repeats its beginning.
         self._real = sampler.rank + sampler.num_replicas * torch.arange(len(self._numbers)) < points

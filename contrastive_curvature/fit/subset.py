@@ -90,8 +90,9 @@ def anchor_subset(
     n, by_views = 0, False
     for batch in progress.over(reader, "[targets]"):
         if batch.labels is None:
-            msg = "hessian_structure='gp': a loss of listed pairs has no subset of points. Use 'diag' or 'kron'."
-            raise UnsupportedError(msg)
+            raise UnsupportedError(
+                "hessian_structure='gp': a loss of listed pairs has no subset of points. Use 'diag' or 'kron'."
+            )
         n += input_length(batch.x)
         by_views = by_views or (batch.classes is None and batch.pairs is None)
     # Numbers of inputs: of two views each, where the views are all that belongs together.

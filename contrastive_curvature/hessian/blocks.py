@@ -99,12 +99,11 @@ class Blocks(ABC):
         """Raise ``UnsupportedError`` if a block has a negative eigenvalue, and so no real square root."""
         if not self.is_psd():
             low = self.eigenvalue_bounds()[0]
-            msg = (
+            raise UnsupportedError(
                 f"factor: the output Hessian is not positive semidefinite (point {int(low.argmin())} has the "
                 f"eigenvalue {float(low.min()):.3g}), so it has no real square root. Use pd_fix='psd', which projects "
                 "every block."
             )
-            raise UnsupportedError(msg)
 
     def project_psd(self) -> Blocks:
         """Return the nearest positive semidefinite blocks: every negative eigenvalue is set to zero."""

@@ -267,11 +267,10 @@ class DatasetDerivatives(CosineDerivatives):
 
 def refuse_sampled(why: str) -> NoReturn:
     """Refuse to sample negatives, for a reason that is a clause."""
-    msg = (
+    raise UnsupportedError(
         f"negative_samples: {why}. Use pd_fix='psd_parts', 'psd', 'fixed' or 'ggn_fixed', or "
         "negative_samples=None, which takes all negatives."
     )
-    raise UnsupportedError(msg)
 
 
 def _refuse_pairs() -> NoReturn:

@@ -175,12 +175,11 @@ class OutputHessian:
         if not self.coupled:
             return self.blocks.factor()
         if not self.is_psd():
-            msg = (
+            raise UnsupportedError(
                 f"factor: with pd_fix={str(self.pd_fix)!r} and distance={str(self.distance)!r} the "
                 "output Hessian of these pairs is indefinite, so it has no real square root. Use pd_fix='psd' "
                 "(always positive semidefinite), or pd_fix='positive' with distance='euclidean'."
             )
-            raise UnsupportedError(msg)
         values, vectors = self._dense_eigenvalues()
         keep = values > values.numel() * torch.finfo(values.dtype).eps * values.abs().max()
         return (vectors[:, keep] * values[keep].sqrt()).view(*self.z.shape, -1)
@@ -205,11 +204,10 @@ class OutputHessian:
 
     def _dense_eigenvalues(self) -> tuple[Tensor, Tensor]:
         if self.z.numel() > DENSE_LIMIT:
-            msg = (
+            raise UnsupportedError(
                 f"The coupled output Hessian of {self.z.shape[0]} points in {self.z.shape[1]} dimensions is too large "
                 "for an eigendecomposition. Use pd_fix='psd' or 'fixed', whose blocks have closed forms, or fewer "
                 "points."
             )
-            raise UnsupportedError(msg)
         values, vectors = torch.linalg.eigh(self.dense())
         return values, vectors

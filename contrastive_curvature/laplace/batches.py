@@ -49,8 +49,7 @@ def predictions(
             found = la(inputs_of(item), on_invalid=on_invalid)
         except InputError as error:
             kind = InputTypeError if isinstance(error, InputTypeError) else InputError
-            msg = f"{argument}: batch {number} (counted from 0): {error}"
-            raise kind(msg) from error
+            raise kind(f"{argument}: batch {number} (counted from 0): {error}") from error
         yield found
     if number < 0:
         raise InputError(argument, "at least one input", "none")

@@ -253,8 +253,7 @@ def set_score(la: ContrastiveLaplace, score: Any) -> None:
     """Do what :meth:`contrastive_curvature.laplace.posterior.ContrastiveLaplace.set_score` says."""
     calibration = la.known.calibration
     if calibration is None:
-        msg = f"set_score: la is not calibrated. {_CALIBRATE}"
-        raise NotFittedError(msg)
+        raise NotFittedError(f"set_score: la is not calibrated. {_CALIBRATE}")
     la.known = replace(la.known, calibration=replace(calibration, score=calibration.score.given(example(la), score)))
 
 
@@ -315,8 +314,7 @@ def _measured(
             found = torch.cat([found, torch.stack([scores, classes], dim=1)], dim=1)
             return found, found.new_empty(len(found), 0) if phi is None else _sketch(phi)
     except InputError as error:
-        msg = f"loader: batch {number} (counted from 0): {error}"
-        raise InputError(msg) from error
+        raise InputError(f"loader: batch {number} (counted from 0): {error}") from error
 
 
 def _training_gaussians(la: ContrastiveLaplace, now: Snapshot) -> TrainingGaussians | None:

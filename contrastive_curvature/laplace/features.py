@@ -55,8 +55,7 @@ class RawFeatureExtractor(FeatureExtractor):
             RuntimeError: :meth:`analyse` has not run.
         """
         if self._analysed is None:
-            msg = "The encoder has not seen a batch yet; call fit first."
-            raise RuntimeError(msg)
+            raise RuntimeError("The encoder has not seen a batch yet; call fit first.")
         return self._analysed
 
     def analyse(self, probe: Inputs) -> None:

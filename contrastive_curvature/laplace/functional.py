@@ -90,8 +90,9 @@ class ClampedKernel(Clamped):
         Raises:
             UnsupportedError: Always.
         """
-        msg = "functional_variance: a posterior in function space works with kernels. Use la(x).covariance."
-        raise UnsupportedError(msg)
+        raise UnsupportedError(
+            "functional_variance: a posterior in function space works with kernels. Use la(x).covariance."
+        )
 
     def out_of(self, x: Tensor) -> NoReturn:
         """See :meth:`into`."""
@@ -111,10 +112,9 @@ class ClampedKernel(Clamped):
         Raises:
             UnsupportedError: Always.
         """
-        msg = (
+        raise UnsupportedError(
             "posterior_precision: a posterior in function space has no matrix of weights. Use hessian_structure='full'."
         )
-        raise UnsupportedError(msg)
 
     def against(self, prior: Tensor) -> Against:
         """See :meth:`Clamped.against`; the eigenvalues that are zero do not matter for what is asked of it."""
@@ -152,8 +152,9 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
     ) -> None:
         self.n_subset, self.seed = validate.count("n_subset", n_subset), seed
         if independent_outputs:
-            msg = "independent_outputs=True: the kernel between outputs is computed exactly. Leave it out."
-            raise UnsupportedError(msg)
+            raise UnsupportedError(
+                "independent_outputs=True: the kernel between outputs is computed exactly. Leave it out."
+            )
         super().__init__(model, likelihood, subset_of_weights, "gp", **arguments)
 
     def _structure_of(self, name: object) -> type[Structure]:

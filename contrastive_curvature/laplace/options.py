@@ -65,16 +65,16 @@ def check_options(
         hint = "Leave it out to use contrastive_curvature.ContrastiveGGN."
         raise InputTypeError("backend", "a contrastive backend", f"{backend}", hint)
     if backend is not None and host_kwargs.get("enable_backprop") and not backend.keeps_graph:
-        msg = f"enable_backprop=True: {backend.__name__} keeps no graph. Use backend=ContrastiveGGN, or leave it out."
-        raise UnsupportedError(msg)
+        raise UnsupportedError(
+            f"enable_backprop=True: {backend.__name__} keeps no graph. Use backend=ContrastiveGGN, or leave it out."
+        )
     for name, value in host_kwargs.items():
         if name not in (*_NOT_OF_EMBEDDINGS, "enable_backprop"):
             parameters = inspect.signature(ParametricLaplace.__init__).parameters
             wanted = f"arguments among {', '.join(list(parameters)[3:])}"
             raise InputTypeError("ContrastiveLaplace", wanted, f"{name}={value!r}")
         if name in _NOT_OF_EMBEDDINGS and value not in (None, False, 1):
-            msg = f"{name}: {_NOT_OF_EMBEDDINGS[name]}"
-            raise UnsupportedError(msg)
+            raise UnsupportedError(f"{name}: {_NOT_OF_EMBEDDINGS[name]}")
     given = given_options(backend_kwargs)
     known = known_options(backend or ContrastiveBackend)
     unknown = sorted(set(given) - set(known), key=str)

@@ -39,12 +39,11 @@ def check_unwrapped(model: nn.Module) -> None:
     for module in model.modules():
         name = type(module).__name__
         if name in _WRAPPERS and type(module).__module__.startswith("torch."):
-            msg = (
+            raise UnsupportedError(
                 f"model: {name} exchanges buffers or parameters at every forward pass, and the processes of a fit may "
                 "have different numbers of batches, so that they would wait for each other. Pass the encoder inside, "
                 "which for DistributedDataParallel is its .module."
             )
-            raise UnsupportedError(msg)
 
 
 def check_kind(argument: str, state: object, kind: str) -> None:

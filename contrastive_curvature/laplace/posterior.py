@@ -447,8 +447,9 @@ class ContrastiveLaplace(ParametricLaplace):
         """Refuse an observation noise: anything but one."""
         one = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
         if not one or isinstance(value, bool) or float(value) != 1:
-            msg = "sigma_noise: embeddings have no observation noise. Use temperature=... to weaken the likelihood."
-            raise UnsupportedError(msg)
+            raise UnsupportedError(
+                "sigma_noise: embeddings have no observation noise. Use temperature=... to weaken the likelihood."
+            )
         BaseLaplace.sigma_noise.fset(self, value)
 
     @BaseLaplace.prior_precision.setter  # type: ignore[untyped-decorator]
@@ -505,8 +506,7 @@ class ContrastiveLaplace(ParametricLaplace):
             NotFittedError: Before ``fit``.
         """
         if not self.n_data:
-            msg = "Laplace not fitted. Run la.fit(train_loader) first, or la.load_state_dict(state)."
-            raise NotFittedError(msg)
+            raise NotFittedError("Laplace not fitted. Run la.fit(train_loader) first, or la.load_state_dict(state).")
 
     def _check_H_init(self) -> None:
         """Do the same as :meth:`check_fitted`, by the name that laplace-torch calls."""
@@ -620,11 +620,10 @@ class ContrastiveLaplace(ParametricLaplace):
         """Refuse to add up curvatures of two data sets, or of parts of one, that do not."""
         if not self.structure.adds:
             adding = ", ".join(repr(name) for name, kind in STRUCTURES.items() if kind.adds)
-            msg = (
+            raise UnsupportedError(
                 f"{asked}: the structure {self.hessian_structure!r} of several sets of data does not add up. "
                 f"These do: {adding}. Or fit all data at once."
             )
-            raise UnsupportedError(msg)
 
     def _begin(
         self, loader: Iterable[Any], override: object, progress_bar: object, exchange: ProcessGroup | None = None
@@ -1582,11 +1581,10 @@ def _copied(model: nn.Module) -> nn.Module:
     except RuntimeError as error:
         if "deepcopy" not in str(error):
             raise
-        msg = (
+        raise UnsupportedError(
             "model: a module keeps a tensor of its last run together with the graph, which cannot be copied; so do "
             "torch.nn.utils.weight_norm and spectral_norm. Run it once without: with torch.no_grad(): model(x)"
-        )
-        raise UnsupportedError(msg) from error
+        ) from error
 
 
 def _plain(value: float | Tensor) -> float | Tensor:

@@ -50,11 +50,10 @@ def parse_pred_type(value: PredType | str) -> PredType:
 def refuse_link(link_approx: object) -> None:
     """Refuse a link function; laplace-torch's own default passes."""
     if link_approx is not None and link_approx != LinkApprox.PROBIT:
-        msg = (
+        raise UnsupportedError(
             f"link_approx={str(link_approx)!r}: embeddings have no link function. Leave it out; pred_type chooses "
             "between the closed form ('glm') and sampled weights ('nn')."
         )
-        raise UnsupportedError(msg)
 
 
 def moved_inputs(model: Any, x: Any, device: torch.device) -> Inputs:

@@ -102,11 +102,10 @@ def parse_method(
         validate.number("strength", strength, positive=True)
     validate.choice("prior_structure", prior_structure, PRIOR_STRUCTURES)
     if prior_structure not in room:
-        msg = (
+        raise UnsupportedError(
             f"prior_structure={prior_structure!r}: this structure of the posterior has room for {room} only. Use one "
             "of these, or hessian_structure='diag'."
         )
-        raise UnsupportedError(msg)
     return method
 
 

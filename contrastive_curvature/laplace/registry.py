@@ -66,14 +66,14 @@ def _entry(key: Key, of_host: Any) -> Any:
         if likelihood != CONTRASTIVE:
             if of_host is None:
                 # laplace-torch's own words.
-                msg = f"Unsupported Laplace combination: {key[0]}, {key[1]}."
-                raise ValueError(msg)
+                raise ValueError(f"Unsupported Laplace combination: {key[0]}, {key[1]}.")
             return of_host(model, likelihood, *args, **kwargs)
         if key in _NEITHER:
             weights, structure = key
             room = " or ".join(map(repr, _STRUCTURES[weights]))
-            msg = f"hessian_structure={structure!r}: subset_of_weights={weights!r} has no such structure. Use {room}."
-            raise UnsupportedError(msg)
+            raise UnsupportedError(
+                f"hessian_structure={structure!r}: subset_of_weights={weights!r} has no such structure. Use {room}."
+            )
         by_place = _SUBNETWORK if key[0] == "subnetwork" else _BY_PLACE
         named = dict(zip(by_place, args, strict=False))
         if len(args) > len(by_place) or set(named) & set(kwargs):

@@ -142,8 +142,9 @@ class TwoTowerLaplace:
         """
         method = kwargs.get("method", args[1] if len(args) > 1 else None)
         if method == PriorMethod.GRIDSEARCH:
-            msg = "method='gridsearch': call la.a.optimize_prior_precision(...) with batches (a, labels), and la.b."
-            raise UnsupportedError(msg)
+            raise UnsupportedError(
+                "method='gridsearch': call la.a.optimize_prior_precision(...) with batches (a, labels), and la.b."
+            )
         with self._unchanged_on_error():
             for la in self._each():
                 la.optimize_prior_precision(*args, **kwargs)
@@ -242,8 +243,7 @@ class TwoTowerLaplace:
         Raises:
             UnsupportedError: Always.
         """
-        msg = "la(x): an input belongs to one of the two towers. Call la.a(x) or la.b(x)."
-        raise UnsupportedError(msg)
+        raise UnsupportedError("la(x): an input belongs to one of the two towers. Call la.a(x) or la.b(x).")
 
     def __repr__(self) -> str:
         """The classes of the posteriors."""
@@ -302,8 +302,7 @@ def _naming(tower: str) -> Iterator[None]:
     except (InputError, UnsupportedError) as error:
         if type(error) not in (InputError, InputTypeError, UnsupportedError):
             raise
-        msg = f"encoder_{tower}: {error}"
-        raise type(error)(msg) from None
+        raise type(error)(f"encoder_{tower}: {error}") from None
 
 
 def _check_towers(model: object, likelihood: object, weights: object, structure: object) -> None:
@@ -313,11 +312,10 @@ def _check_towers(model: object, likelihood: object, weights: object, structure:
     if likelihood != CONTRASTIVE:
         raise InputError("likelihood", repr(CONTRASTIVE), likelihood)
     if weights == "subnetwork" or structure not in _STRUCTURES:
-        msg = (
+        raise UnsupportedError(
             f"subset_of_weights={weights!r}, hessian_structure={structure!r}: two towers have posteriors of the last "
             f"layers or of all weights, of the structures {', '.join(_STRUCTURES)}."
         )
-        raise UnsupportedError(msg)
     places = [
         f"{p.dtype} on {p.device}" for one in (model.encoder_a, model.encoder_b) for p in list(one.parameters())[:1]
     ]
@@ -334,14 +332,14 @@ def _loss_of(la: ContrastiveLaplace) -> CosineLoss:
         hint = "CLIP: InfoNCELoss(temperature=...), SigLIP: SigLIPLoss(scale=..., bias=...), with the trained numbers."
         raise InputError("backend_kwargs: loss", "the loss that the towers were trained with", "none", hint)
     if loss.compares not in ("anchors", "grades"):
-        msg = (
+        raise UnsupportedError(
             f"loss: {type(loss).__name__} compares points of one tower. Use a loss of anchors, such as InfoNCELoss, "
             "SupConLoss or SigLIPLoss, or of graded pairs, CoSENTLoss."
         )
-        raise UnsupportedError(msg)
     if options.relation is not None:
-        msg = "relation: inputs of two towers belong together by pairs or labels. Yield (a, b) or (a, b, labels)."
-        raise UnsupportedError(msg)
+        raise UnsupportedError(
+            "relation: inputs of two towers belong together by pairs or labels. Yield (a, b) or (a, b, labels)."
+        )
     return loss
 
 
@@ -355,9 +353,8 @@ def _refuse_shared_parameters(model: TwoTowers, last_layers: Sequence[str] | Non
     second = {id(p) for p in of_b.parameters() if p.requires_grad}
     common = [name for name, p in of_a.named_parameters() if p.requires_grad and id(p) in second]
     if common:
-        msg = (
+        raise UnsupportedError(
             f"encoder_a, encoder_b: two modules that share the parameters {', '.join(map(repr, common[:3]))}, so that "
             "these would have two posteriors. Pass one module as both encoders, or, where only earlier layers are "
             "shared, use subset_of_weights='last_layer'."
         )
-        raise UnsupportedError(msg)

@@ -222,18 +222,16 @@ class CosineLoss(_Loss, ABC):
         """Refuse a fix that leaves nothing, or does not do what it promises."""
         name = type(self).__name__
         if self.pd_fix.second_only and self.linear:
-            msg = (
+            raise UnsupportedError(
                 f"pd_fix={str(self.pd_fix)!r}: {name} is piecewise linear in the cosines, so its second derivatives, "
                 "which this fix keeps alone, are zero. Use pd_fix='fixed', 'psd', 'positive' or 'full'."
             )
-            raise UnsupportedError(msg)
         if (self.pd_fix.second_only or self.pd_fix is PDFix.PSD_PARTS) and not self.convex:
-            msg = (
+            raise UnsupportedError(
                 f"pd_fix={str(self.pd_fix)!r}: with these options {name} is not convex in the cosines, so its second "
                 "derivatives, which this fix leaves as they are, can be indefinite. Use pd_fix='psd', which projects "
                 "the whole block of every point."
             )
-            raise UnsupportedError(msg)
 
     def _check_terms(self, terms: Any, kind: type[_T], cosine: Tensor) -> _T:
         """Return the first and second derivatives and the roots of a block of cosines, of their shape, as ``kind``."""

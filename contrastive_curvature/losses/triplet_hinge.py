@@ -138,11 +138,10 @@ def _check_size(sides: Sides) -> None:
     for side in sides:
         anchors, candidates = side.shape
         if anchors * candidates > _MOST_PAIRS:
-            msg = (
+            raise UnsupportedError(
                 f"TripletLoss: triplets are those of a batch, and its derivatives for {anchors} anchors with "
                 f"{candidates} candidates each are not formed (at most {_MOST_PAIRS} pairs). Use smaller batches."
             )
-            raise UnsupportedError(msg)
 
 
 class ListedTriplets(EdgeRelation):

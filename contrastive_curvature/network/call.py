@@ -236,12 +236,11 @@ def refuse_compiled(model: nn.Module) -> None:
     for name, module in uncompiled(model).named_modules():
         if how := _how(module):
             which = f"layer {name!r}" if name else "the encoder"
-            msg = (
+            raise UnsupportedError(
                 f"model: {which} is compiled by {how}, and these weights need Jacobians by torch.func, which a "
                 "compiled module does not give. Compile the whole encoder with torch.compile(encoder), or nothing; or "
                 "use subset_of_weights='last_layer'."
             )
-            raise UnsupportedError(msg)
 
 
 def refuse_compiled_layer(model: nn.Module, name: str) -> None:
@@ -250,13 +249,12 @@ def refuse_compiled_layer(model: nn.Module, name: str) -> None:
         inside = not outer or f"{name}.".startswith(f"{outer}.")
         if inside and (how := _how(module)):
             which = f"layer {outer!r}" if outer else "the encoder"
-            msg = (
+            raise UnsupportedError(
                 f"model: {which}, which has or is the last linear layer, is compiled by {how}, and compiled code hides "
                 "what goes into that layer. Compile the layers before it alone, as in "
                 "nn.Sequential(torch.compile(body), head); or the whole encoder, torch.compile(encoder), which is then "
                 "run as it was before."
             )
-            raise UnsupportedError(msg)
 
 
 def _how(module: nn.Module) -> str:

@@ -181,13 +181,12 @@ class Encoder(nn.Module):
             )
         else:
             return layer
-        msg = (
+        raise UnsupportedError(
             f"subset_of_weights='last_layer': {why}. End the encoder in nn.Linear (followed at most by a "
             "normalisation): pass contrastive_curvature.with_last_layer(encoder, x), with x a batch of inputs. It "
             "changes no embedding: it joins a linear layer and what follows it into one, or adds one. Or use "
             "subset_of_weights='all'."
         )
-        raise UnsupportedError(msg)
 
     def forward(self, x: Inputs) -> Tensor:
         """Return raw outputs, shape (N, D)."""
@@ -259,14 +258,13 @@ class Encoder(nn.Module):
             embeddings = self._run(x)
         if len(outputs) <= run:
             name = _name_of(module, self.model)
-            msg = (
+            raise UnsupportedError(
                 f"model: layer {name!r} ({type(module).__name__}), which made the outputs of the first batch, did not "
                 "run for this one, or only in another thread (of nn.DataParallel pass the module inside it). An "
                 "encoder with other last layers for other inputs (two heads) has no one last layer: make each path a "
                 "module of its own and fit each, cc.TwoTowers(path_a, path_b) for pairs of both; or use "
                 "subset_of_weights='all', which takes all layers."
             )
-            raise UnsupportedError(msg)
         if self.normalizes_inside and module in (self.last_layer, self.place.module):
             self._check_feeds(outputs[run], embeddings)
         return inputs[run], outputs[run]
@@ -277,12 +275,11 @@ class Encoder(nn.Module):
         # A graph that is traced, and a function that is vectorised, are of inputs that were compared before.
         if torch.compiler.is_compiling() or vectorised.is_functorch_wrapped_tensor(out) or feeds(raw, out):
             return
-        msg = (
+        raise UnsupportedError(
             "model: of the first batch, the output was the normalised output of a layer, and of this one it is not. "
             "Remove F.normalize from forward and end the encoder in the module contrastive_curvature.L2Norm(), or in "
             "no normalisation at all."
         )
-        raise UnsupportedError(msg)
 
     def _run(self, x: Inputs) -> Tensor:
         """Run the model; an error that ``x`` causes inside it becomes one that names ``x``."""

@@ -155,8 +155,7 @@ def refuse_kron(why: str) -> None:
     Raises:
         UnsupportedError: Always.
     """
-    msg = f"structure 'kron': {why}. Use the structure 'diag', or subset_of_weights='last_layer'."
-    raise UnsupportedError(msg)
+    raise UnsupportedError(f"structure 'kron': {why}. Use the structure 'diag', or subset_of_weights='last_layer'.")
 
 
 def _rows(p: Tensor) -> int:

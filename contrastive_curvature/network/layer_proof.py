@@ -264,13 +264,15 @@ def refuse_gradients(encoder: nn.Module) -> None:
     """
     for name, p in encoder.named_parameters():
         if p.requires_grad and p.is_complex():
-            msg = f"model: the parameter {own_name(name)!r} is complex. Use two real parameters instead, or freeze it."
-            raise UnsupportedError(msg)
+            raise UnsupportedError(
+                f"model: the parameter {own_name(name)!r} is complex. Use two real parameters instead, or freeze it."
+            )
     for name, module in encoder.named_modules():
         scaled = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.scale_grad_by_freq
         if scaled and module.weight.requires_grad:
-            msg = f"model: {own_name(name)!r} has scale_grad_by_freq=True: its gradients are no derivatives. Set False."
-            raise UnsupportedError(msg)
+            raise UnsupportedError(
+                f"model: {own_name(name)!r} has scale_grad_by_freq=True: its gradients are no derivatives. Set False."
+            )
 
 
 def check_fast_path(encoder: nn.Module, x: Inputs, z: Tensor) -> None:
@@ -284,8 +286,7 @@ def check_fast_path(encoder: nn.Module, x: Inputs, z: Tensor) -> None:
     with torch.no_grad():
         other = encoder(x)
     if bool((other - z).abs().amax() > 1e-2 * z.abs().amax()):
-        msg = (
+        raise UnsupportedError(
             "model: its outputs depend on padded positions, where nn.TransformerEncoder puts zeros without gradients. "
             "Leave them out of the pooling, or use nn.TransformerEncoder(..., enable_nested_tensor=False)."
         )
-        raise UnsupportedError(msg)

@@ -299,11 +299,10 @@ class LayerwisePullback(ModulePullback):
         names = {self.names[k] for k in numbers}
         _proven.pop(self.encoder.model, None)
         _disproven.setdefault(self.encoder.model, set()).update(names)
-        msg = (
+        raise UnsupportedError(
             f"model: a later batch uses {_listed(names)} in another way than the first: the sums over the batches "
             "before may be wrong. Fit once more; these Jacobians are then taken point by point, exact and slow."
         )
-        raise UnsupportedError(msg)
 
     def _diagonal(
         self,

@@ -211,14 +211,13 @@ def check_loader(loader: Any, argument: str = "train_loader", *, once: bool = Fa
         names = ("num_replicas", "num_processes") if shards else ("num_replicas",)
         counts = [count for name in names if isinstance(count := getattr(part, name, None), int)]
         if max(counts, default=1) > 1:
-            msg = (
+            raise UnsupportedError(
                 f"{argument}: {type(part).__name__} gives each of {max(counts)} processes a part of the data, and this "
                 "takes all of it. Laplace.fit of the structures 'diag', 'kron', 'kron_lowrank' and 'full' puts the "
                 "parts together, where torch.distributed.init_process_group has been called in every process. Anything "
                 "else takes a loader over the whole data set, in one process that gives the others its state_dict(), "
                 "or in every process."
             )
-            raise UnsupportedError(msg)
 
 
 def loader_parts(loader: Any) -> list[Any]:

@@ -72,8 +72,7 @@ class Pullback(ABC):
             if position < size:
                 return name
             position -= size
-        msg = f"there is no entry {position}"
-        raise IndexError(msg)
+        raise IndexError(f"there is no entry {position}")
 
     def input_sizes(self, context: Any) -> dict[str, Tensor]:
         """Return sums of squares (N,), in float64, of each point's inputs to every layer with a matrix, by its name."""
@@ -238,11 +237,10 @@ class Pullback(ABC):
         Raises:
             UnsupportedError: These parameters have none.
         """
-        msg = (
+        raise UnsupportedError(
             "structure 'kron': this pullback has no Kronecker factors (a subnetwork has none). Use the structure "
             "'diag' or 'full', or all parameters with backend=ContrastiveGGN."
         )
-        raise UnsupportedError(msg)
 
     def class_sums(self, context: Any, cotangents: Tensor, index: Tensor, n_classes: int) -> Tensor:
         """Return ``sum_{i in class} J_i^T v_ir`` (n_classes, R, P), for cotangents (N, R, D) and classes (N,)."""

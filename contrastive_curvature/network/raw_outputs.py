@@ -103,13 +103,12 @@ def _refuse_hidden_normalization(out: Tensor) -> None:
     norm, of_layer_norm = float(out.float().norm(dim=1).mean()), out.shape[1] ** 0.5
     if _LAYER_NORM[0] * of_layer_norm < norm < _LAYER_NORM[1] * of_layer_norm:
         return
-    msg = (
+    raise UnsupportedError(
         f"model: the encoder normalises its output inside forward (every output of the first batch has norm {norm:.4g},"
         " and no module at its end does it). The curvature needs the Jacobian of the raw outputs, which are hidden "
         "there. Remove F.normalize from forward and end the encoder in the module contrastive_curvature.L2Norm(), or "
         "in no normalisation at all: the predictions and the curvature are those of the unit embeddings either way."
     )
-    raise UnsupportedError(msg)
 
 
 @dataclass

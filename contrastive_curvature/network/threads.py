@@ -161,8 +161,9 @@ def private_copy(module: _Module, *, backward_hooks: bool = True) -> _Module:
                 memo[id(value)] = OrderedDict(hooks if kept else ())
     copied = copy.deepcopy(module, memo)
     if [id(p) for p in copied.parameters()] != [id(p) for p in module.parameters()]:
-        msg = f"model: a copy of its {type(module).__name__} has other parameters. Remove __deepcopy__ from its class."
-        raise UnsupportedError(msg)
+        raise UnsupportedError(
+            f"model: a copy of its {type(module).__name__} has other parameters. Remove __deepcopy__ from its class."
+        )
     for part in copied.modules():
         # Not eval(): the user may have overridden it with a method that changes the weights.
         part.training = False

@@ -210,8 +210,7 @@ class OnlineLaplace(nn.Module):
         terms: list[DatasetCurvature] = []
         for z, context in self._sampled.outputs(x, noise):
             if not bool(z.isfinite().all()):
-                msg = "the outputs of the encoder are not finite."
-                raise self._diverged(msg)
+                raise self._diverged("the outputs of the encoder are not finite.")
             raw = check_outputs(z.detach(), "encoder(x)")
             losses.append(self._loss_of(z, raw, labels, pairs))
             if self.training:
@@ -219,8 +218,7 @@ class OnlineLaplace(nn.Module):
                 try:
                     terms.append(self._sampled.curvature(x, raw, context, labels, mined))
                 except UnrepresentableError as error:
-                    msg = f"the curvature is not finite ({error})"
-                    raise self._diverged(msg) from error
+                    raise self._diverged(f"the curvature is not finite ({error})") from error
         if self.training:
             self._check_finite(losses, terms)
             with full_precision:
@@ -284,8 +282,7 @@ class OnlineLaplace(nn.Module):
         finite = torch.stack([torch.stack(each).all() for each in every.values()]).tolist()
         for name, one in zip(every, finite, strict=True):
             if not one:
-                msg = f"the {name} is not finite."
-                raise self._diverged(msg)
+                raise self._diverged(f"the {name} is not finite.")
 
     def _diverged(self, reason: str) -> DivergenceError:
         return DivergenceError(reason, int(self.discounted.steps) + 1)

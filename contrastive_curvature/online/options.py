@@ -30,12 +30,11 @@ def check_options(
     if validate.count("n_data", n_data) < 2:
         raise InputError("n_data", "a whole number of at least 2", n_data)
     if subset_of_weights == "subnetwork" or hessian_structure in ("lowrank", "gp"):
-        msg = (
+        raise UnsupportedError(
             f"subset_of_weights={subset_of_weights!r}, hessian_structure={hessian_structure!r}: curvatures of batches "
             "cannot be added up in this form. Use 'last_layer' or 'all' with 'diag', 'full' or 'kron'; after "
             "training, Laplace(online.encoder, likelihood='contrastive', ...) fits any structure post hoc."
         )
-        raise UnsupportedError(msg)
     validate.choice("subset_of_weights", subset_of_weights, ("last_layer", "all"))
     lowrank = ("kron_lowrank",) if subset_of_weights == "last_layer" else ()
     validate.choice("hessian_structure", hessian_structure, ("diag", "full", "kron", *lowrank))

@@ -220,11 +220,10 @@ class Retriever(Fitted):
         la = self.encoder if isinstance(self.encoder, ContrastiveLaplace) else self._posterior(x, y, progress_bar)
         calibrated = present_calibration(la) is not None
         if not calibrated and take_snapshot(la).training is None:
-            msg = (
+            raise NotFittedError(
                 "encoder: this posterior has no training inputs to compare with. Call la.calibrate(loader) with known "
                 "inputs that are not among the held-out ones."
             )
-            raise NotFittedError(msg)
         self.la = la
         held, truth = self._embedded("held_out", *queries, progress_bar)
         if len(held) < 2:

@@ -55,10 +55,9 @@ def save(retriever: Retriever, folder: Path | str, *, overwrite: bool, **options
     validate.flag("overwrite", overwrite)
     labels: list[Any] = list(retriever._codes)
     if odd := [name for name in labels if not isinstance(name, (bool, int, float, str, type(None)))]:
-        msg = (
+        raise UnsupportedError(
             f"labels: a {type(odd[0]).__name__} cannot be saved, only numbers and strings. Give the fit texts instead."
         )
-        raise UnsupportedError(msg)
     there = sorted(path.name for path in place.iterdir()) if place.exists() else []
     if there and (_ARRAYS not in there or not overwrite):
         hint = "Name another folder." if _ARRAYS not in there else "Pass overwrite=True to replace it."

@@ -52,5 +52,4 @@ def __getattr__(name: str) -> Any:
         from contrastive_curvature.testing.losses import check_loss
 
         return check_loss
-    msg = f"module {__name__!r} has no attribute {name!r}"
-    raise AttributeError(msg)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

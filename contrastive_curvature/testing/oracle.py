@@ -57,8 +57,7 @@ def _masks_or_ends(n: int, labels: Tensor | None, pairs: Any) -> tuple[tuple[Ten
         pairs = pairs(targets, targets)
     if pairs is None:
         if labels is None:
-            msg = "labels or pairs are needed"
-            raise ValueError(msg)
+            raise ValueError("labels or pairs are needed")
         pairs = (labels[:, None] == labels[None, :], labels[:, None] != labels[None, :])
     if len(pairs) == 2:
         return pairs, []
@@ -184,8 +183,7 @@ def dense_output_hessian(
         pd_fix = str(loss.pd_fix) if pd_fix is None else pd_fix
     distance, pd_fix = distance or "arccos", str(pd_fix or "fixed")
     if pd_fix not in fixes:
-        msg = f"pd_fix={pd_fix!r} is none of {fixes}"
-        raise ValueError(msg)
+        raise ValueError(f"pd_fix={pd_fix!r} is none of {fixes}")
     curve = margin_curve(margin) if loss is None else curve_of(loss)
     weights = pair_weights(list_pairs(n, labels, pairs), negative_weight, normalization)
     flipped = {(j, i, sign): weight for (i, j, sign), weight in weights.items()}

@@ -148,8 +148,9 @@ def with_ood(name: str, data: RetrievalData, ood: str | None, root: Path, option
 
 def _shuffled(name: str, test: Split) -> TensorSplit:
     if not isinstance(test, TensorSplit):
-        msg = f"ood={SHUFFLED!r} for {name!r}: quarters are shuffled of images in memory. Name a data set instead."
-        raise UnsupportedError(msg)
+        raise UnsupportedError(
+            f"ood={SHUFFLED!r} for {name!r}: quarters are shuffled of images in memory. Name a data set instead."
+        )
     # Of the test images, so that nothing but the arrangement of the quarters tells the two sets apart.
     moved = shuffle_quarters(test.pixels, torch.Generator().manual_seed(0))
     return TensorSplit(moved, test.targets, test.white)

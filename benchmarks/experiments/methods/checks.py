@@ -88,11 +88,10 @@ def positive_radius(relation: RelationFunction) -> float:
         UnsupportedError: The relation is not one of distances.
     """
     if not isinstance(relation, WithinMetres):
-        msg = (
+        raise UnsupportedError(
             "setting.per_class with a relation: images of one place can only be found where the relation is a "
             "distance. Use benchmarks.experiments.data.places.WithinMetres, or per_class=None."
         )
-        raise UnsupportedError(msg)
     return relation.positive
 
 

@@ -181,8 +181,9 @@ class PairMethod(EncoderMethod):
     def __init__(self, setting: Setting, components: int) -> None:
         super().__init__(setting)
         if setting.relation is not None:
-            msg = f"setting.relation: method {self.name!r} draws pairs from class labels. Use data with classes."
-            raise UnsupportedError(msg)
+            raise UnsupportedError(
+                f"setting.relation: method {self.name!r} draws pairs from class labels. Use data with classes."
+            )
         if setting.batch_size < 4 or setting.batch_size % 4:
             hint = "Half of the pairs match. Or leave the rows hib, hib_mixture and hib_point out of --methods."
             raise InputError("setting.batch_size", "a multiple of 4", setting.batch_size, hint)

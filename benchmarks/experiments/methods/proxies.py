@@ -204,8 +204,9 @@ class Proxies(EncoderMethod):
         """
         targets = data.train.targets
         if targets.is_floating_point() or targets.ndim != 1:
-            msg = "proxies: the training images have positions and no classes for proxies. Take 'deterministic'."
-            raise UnsupportedError(msg)
+            raise UnsupportedError(
+                "proxies: the training images have positions and no classes for proxies. Take 'deterministic'."
+            )
 
         check_classes(self.setting, data.train, positives=False)
 

@@ -130,8 +130,9 @@ class VMFDensity(OnBase):
             UnsupportedError: The training images have positions instead of classes.
         """
         if data.train.targets.is_floating_point() or data.train.targets.ndim != 1:
-            msg = "vmf_density: the training images have positions and no classes. Take 'knn_embedding' instead."
-            raise UnsupportedError(msg)
+            raise UnsupportedError(
+                "vmf_density: the training images have positions and no classes. Take 'knn_embedding' instead."
+            )
 
     def fit_on_base(self, data: RetrievalData, seed: int, folder: Path) -> None:
         """Estimate the classes."""

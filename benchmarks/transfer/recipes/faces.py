@@ -85,8 +85,9 @@ def _ncnn() -> ModuleType:
     try:
         return importlib.import_module("ncnn")
     except ImportError as error:
-        msg = f"the recipe of the faces runs its network with the package ncnn ({error}). Run: pip install ncnn"
-        raise UnsupportedError(msg) from None
+        raise UnsupportedError(
+            f"the recipe of the faces runs its network with the package ncnn ({error}). Run: pip install ncnn"
+        ) from None
 
 
 def linear_layer(

@@ -124,8 +124,9 @@ def _check_posterior(la: Any) -> None:
     from contrastive_curvature.laplace.towers import TwoTowerLaplace
 
     if isinstance(la, TwoTowerLaplace):
-        msg = "evaluate: a posterior of two towers has two encoders. Evaluate la.a and la.b, each with its own inputs."
-        raise UnsupportedError(msg)
+        raise UnsupportedError(
+            "evaluate: a posterior of two towers has two encoders. Evaluate la.a and la.b, each with its own inputs."
+        )
     if not isinstance(la, ContrastiveLaplace):
         wanted = 'a posterior, Laplace(encoder, likelihood="contrastive") after fit'
         raise InputTypeError("la", wanted, f"a {type(la).__name__}")

@@ -189,8 +189,7 @@ def _predict(la: Any, where: str, x: Any) -> EmbeddingDistribution:
         with naming_the_input(x):
             return la(x)
     except InputError as error:
-        msg = f"{where}: {error}"
-        raise InputError(msg) from error
+        raise InputError(f"{where}: {error}") from error
 
 
 def _largest(found: list[Extreme], scores: Tensor, first_row: int, x: Any, n: int) -> list[Extreme]:

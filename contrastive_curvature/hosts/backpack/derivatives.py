@@ -22,11 +22,10 @@ def hessian_of(module: Any) -> OutputHessian:
     # embeddings' would be worse than none.
     labels, pairs = module.given_with(module.input0) or (getattr(module, "input1", None), None)
     if labels is None and pairs is None:
-        msg = (
+        raise UnsupportedError(
             f"{type(module).__name__}: it was called again before backward(), and BackPACK does not store labels or "
             "pairs that were given by keyword. Call backward() first, or give labels by position."
         )
-        raise UnsupportedError(msg)
     with torch.no_grad():
         return module.output_hessian(module.input0.detach(), labels, pairs=pairs)
 
@@ -46,12 +45,11 @@ def check_unit_inputs(module: Any, keeps_residual: bool) -> None:
         return
     if distance is (Distance.EUCLIDEAN if keeps_residual else Distance.ARCCOS):
         other = "arccos" if keeps_residual else "euclidean"
-        msg = (
+        raise UnsupportedError(
             f"distance={str(distance)!r} with a network that ends in a normalisation: this BackPACK extension "
             f"{'adds' if keeps_residual else 'drops'} the second derivative of that layer, which the distance "
             f"{'leaves out' if keeps_residual else 'includes'}. Use distance={other!r}, or give the loss raw outputs."
         )
-        raise UnsupportedError(msg)
 
 
 class PairLossDerivatives(BaseLossDerivatives):
@@ -73,25 +71,23 @@ class PairLossDerivatives(BaseLossDerivatives):
         """Return the Hessian of a fix without cross terms, or refuse one that couples the points."""
         hessian = hessian_of(module)
         if hessian.coupled:
-            msg = (
+            raise UnsupportedError(
                 f"pd_fix={str(hessian.pd_fix)!r} couples the points of a batch, and this BackPACK extension "
                 "squares point by point. Use contrastive_curvature.hosts.backpack.DiagCurvature() or "
                 "CurvatureFactor(), which sum over the batch first, GGNMP, or pd_fix='psd'."
             )
-            raise UnsupportedError(msg)
         return hessian
 
     def require_psd(self, module: Any) -> OutputHessian:
         """Return the Hessian if it has a square root of every point, or refuse it."""
         hessian = self.require_uncoupled(module)
         if not hessian.is_psd():
-            msg = (
+            raise UnsupportedError(
                 f"distance={str(hessian.distance)!r} with pd_fix={str(hessian.pd_fix)!r}: the output Hessian of these "
                 "pairs is indefinite, so it has no real square root. Use "
                 "contrastive_curvature.hosts.backpack.DiagCurvature() or CurvatureFactor(), which carry signs, or "
                 "pd_fix='psd'."
             )
-            raise UnsupportedError(msg)
         return hessian
 
     def _sqrt_hessian(self, module: Any, g_inp: Any, g_out: Any, subsampling: list[int] | None = None) -> Tensor:

@@ -102,8 +102,7 @@ def check_layer(name: str, module: nn.Module) -> None:
 
 def refuse(name: str, module: nn.Module, why: str) -> NoReturn:
     """Raise an error that names a layer, says why it is refused, and names another backend."""
-    msg = f"backend BackPACK: layer {name!r}, a {type(module).__name__}: {why}. {ADVICE}"
-    raise UnsupportedError(msg)
+    raise UnsupportedError(f"backend BackPACK: layer {name!r}, a {type(module).__name__}: {why}. {ADVICE}")
 
 
 def _wrong_setting(m: Any) -> str:

@@ -166,16 +166,16 @@ class Pass:
     def _require_seen(self, t: Tensor, taker: str) -> None:
         """Refuse a tensor that no layer put out, or that was written to since: the host would not know."""
         if t.untyped_storage().data_ptr() in self._overwritten:
-            msg = f"backend BackPACK: {taker} takes what a layer before it overwrote (inplace=True). {ADVICE}"
-            raise UnsupportedError(msg)
+            raise UnsupportedError(
+                f"backend BackPACK: {taker} takes what a layer before it overwrote (inplace=True). {ADVICE}"
+            )
         known, version = self._made.get(id(t), (None, 0))
         if t.requires_grad and (known is not t or t._version != version):
-            msg = (
+            raise UnsupportedError(
                 f"backend BackPACK: {taker} takes what no layer put out. A function, an operator or a parameter in the "
                 "forward of a module leaves no trace in BackPACK. Write it as a module that BackPACK knows "
                 f"(backpack.custom_module), or: {ADVICE}"
             )
-            raise UnsupportedError(msg)
 
 
 def _copied(encoder: Encoder) -> Encoder:
@@ -184,8 +184,9 @@ def _copied(encoder: Encoder) -> Encoder:
         made = private_copy(encoder, backward_hooks=False)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        msg = f"backend BackPACK: {type(encoder.model).__name__} cannot be copied ({reason}). {ADVICE}"
-        raise UnsupportedError(msg) from error
+        raise UnsupportedError(
+            f"backend BackPACK: {type(encoder.model).__name__} cannot be copied ({reason}). {ADVICE}"
+        ) from error
     for module in made.modules():
         # As it was written: a compiled module calls no layers.
         if type(module).__name__ == "OptimizedModule":

@@ -44,8 +44,9 @@ class BackPackPullback(LayerwisePullback):
 
     def __init__(self, encoder: Encoder) -> None:
         if encoder.normalizes_inside:
-            msg = f"backend BackPACK: the encoder ends in a function (F.normalize), which the host cannot see. {ADVICE}"
-            raise UnsupportedError(msg)
+            raise UnsupportedError(
+                f"backend BackPACK: the encoder ends in a function (F.normalize), which the host cannot see. {ADVICE}"
+            )
         super().__init__(encoder)
         self.hosted = HostedEncoder(encoder)
         self._agrees = False
@@ -116,8 +117,9 @@ class BackPackPullback(LayerwisePullback):
         BackPACK sees layers only. Where a hook changes something, every Jacobian would be that of another function.
         """
         if isinstance(x, Mapping):
-            msg = f"backend BackPACK: a batch that is a mapping; the host's layers take one tensor. {ADVICE}"
-            raise UnsupportedError(msg)
+            raise UnsupportedError(
+                f"backend BackPACK: a batch that is a mapping; the host's layers take one tensor. {ADVICE}"
+            )
         # Outputs that are not finite are refused by the code that takes them.
         if self._agrees or not z.numel() or not bool(z.isfinite().all()):
             return
@@ -128,11 +130,10 @@ class BackPackPullback(LayerwisePullback):
         self._width = run.width
         # The same operations in the same order: tighter than for products, of which BackPACK computes some otherwise.
         if run.z.shape != z[:_POINTS].shape or not _close(run.z.detach(), z[:_POINTS], 0.1):
-            msg = (
+            raise UnsupportedError(
                 "backend BackPACK: a copy of the encoder gives other outputs than itself (something that works in "
                 f"place, or that a copy does not share?). {ADVICE}"
             )
-            raise UnsupportedError(msg)
         with torch.inference_mode(False):
             # Without the hooks of a model that its user extended, which would overwrite or delete what it keeps.
             autograd = ModulePullback(self._running)
@@ -150,11 +151,10 @@ class BackPackPullback(LayerwisePullback):
                 entry.copy_(found.flatten())
         # Diagonals go by other rules.
         if not (_close(sums, wanted, 1.0) and _close(diagonal, squares, 1.0)):
-            msg = (
+            raise UnsupportedError(
                 "backend BackPACK: the host's rules give other gradients than autograd through the encoder (a hook "
                 f"that changes an output?). {ADVICE}"
             )
-            raise UnsupportedError(msg)
         self._agrees = True
 
 
@@ -166,8 +166,7 @@ def _attempt(what: str, compute: Callable[[], _T]) -> _T:
         raise
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        msg = f"backend BackPACK: {what} fails ({reason}). {ADVICE}"
-        raise UnsupportedError(msg) from error
+        raise UnsupportedError(f"backend BackPACK: {what} fails ({reason}). {ADVICE}") from error
 
 
 def _close(found: Tensor, wanted: Tensor, factor: float) -> bool:

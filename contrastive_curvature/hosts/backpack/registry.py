@@ -112,19 +112,19 @@ class _DiagHessianLoss(DiagHLoss):
 class _HBPL2Norm(HBPBaseModule):
     def backpropagate_batch_average(self, ext: Any, module: Any, g_inp: Any, g_out: Any, H: Tensor) -> Tensor:
         if ext.get_curv_type() != Curvature.GGN:
-            msg = (
+            raise UnsupportedError(
                 f"L2Norm: {type(ext).__name__} averages the second derivatives of element-wise layers only. Use KFRA, "
                 "KFLR or KFAC, which leave them out."
             )
-            raise UnsupportedError(msg)
         return self.derivatives.ea_jac_t_mat_jac_prod(module, g_inp, g_out, H)
 
 
 class _DiagHessianL2Norm(DiagHBaseModule):
     def backpropagate(self, ext: Any, module: Any, g_inp: Any, g_out: Any, backproped: Any) -> dict[str, list[Any]]:
         if module.input0.ndim != 2:
-            msg = "L2Norm: DiagHessian goes through it for inputs of shape (N, D) only. Flatten them first."
-            raise UnsupportedError(msg)
+            raise UnsupportedError(
+                "L2Norm: DiagHessian goes through it for inputs of shape (N, D) only. Flatten them first."
+            )
         own = _split(self.derivatives.residual_blocks(module, g_out).signed_factor())
         pulled = [self.derivatives.jac_t_mat_prod(module, g_inp, g_out, mat) for mat in backproped["matrices"]]
         return {"matrices": pulled + own["matrices"], "signs": backproped["signs"] + own["signs"]}

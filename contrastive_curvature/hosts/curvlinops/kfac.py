@@ -186,19 +186,19 @@ def _build(
     default = {} if options.get("loss") is not None else {"pd_fix": PDFix.PSD}
     loss = choose_loss(**{**default, **options})
     if loss.coupled:
-        msg = (
+        raise UnsupportedError(
             f"pd_fix={str(loss.pd_fix)!r}: it couples points, and curvlinops' K-FAC is one of sums over points. Use "
             "pd_fix='psd', or contrastive_curvature.ggn(..., structure='diag' or 'full'), which are exact."
         )
-        raise UnsupportedError(msg)
     with evaluation_mode(model), torch.no_grad():
         encoder = Encoder(model, slice_inputs(x, slice(0, 8)))
         check_encoder(encoder, loss)
         check_trainable(encoder)
         reason = _why_unknown(encoder, _layer_positions(encoder, x))
         if reason is not None:
-            msg = f"model: {reason}. Freeze the layer, or use contrastive_curvature.ggn(..., structure='kron')."
-            raise UnsupportedError(msg)
+            raise UnsupportedError(
+                f"model: {reason}. Freeze the layer, or use contrastive_curvature.ggn(..., structure='kron')."
+            )
         z = encoder(x)
         blocks = loss.output_hessian(z, labels, pairs=pairs).blocks
         network = _Factored(copy.deepcopy(encoder), blocks).eval()

@@ -74,14 +74,14 @@ class HessianCalculator:
         except InputError as error:
             raise type(error)(str(error).replace("pd_fix:", "method:", 1)) from None
         if speed == "fast" and shape == "full":
-            msg = "speed='fast', shape='full': diagonals between layers have no cross-layer blocks. Use speed='half'."
-            raise UnsupportedError(msg)
+            raise UnsupportedError(
+                "speed='fast', shape='full': diagonals between layers have no cross-layer blocks. Use speed='half'."
+            )
         if speed == "fast" and wrt == "weight" and self.loss.pd_fix.coupled:
-            msg = (
+            raise UnsupportedError(
                 f"speed='fast', method={method!r}: the approximation of cross terms needs a backward sweep for every "
                 "pair. Use speed='half', which is exact and needs one for every point."
             )
-            raise UnsupportedError(msg)
         self.wrt = wrt
         self.shape = shape
         self.speed = speed
@@ -150,12 +150,11 @@ class HessianCalculator:
         if end is not None:
             return network[:end]
         if self.distance is Distance.EUCLIDEAN:
-            msg = (
+            raise UnsupportedError(
                 "ContrastiveHessianCalculator: the network does not end in L2Norm, and this library knows only the "
                 "curvature of embeddings on the unit sphere. Append contrastive_curvature.L2Norm(), or use "
                 "ArccosHessianCalculator, which normalises inside the loss."
             )
-            raise UnsupportedError(msg)
         return network
 
     def _loss(self, z: Tensor, tuple_indices: tuple[Tensor, ...]) -> Tensor:
@@ -204,11 +203,10 @@ def _weight_hessian(
     """Return ``J^T H J`` for the trainable parameters; see :meth:`HessianCalculator.compute_hessian`."""
     wanted = [k for k, layer in enumerate(network) if any(p.requires_grad for p in layer.parameters())]
     if (shape == "block" or speed == "fast") and not set(wanted) <= set(owners(network)):
-        msg = (
+        raise UnsupportedError(
             f"speed={speed!r}, shape={shape!r}: a parameter is shared between layers, and belongs to "
             "the block of none. Use speed='half' with shape='diagonal' or 'full'."
         )
-        raise UnsupportedError(msg)
     if not len(x) or not wanted:
         total = sum(p.numel() for p in network.parameters() if p.requires_grad)
         sizes = [sum(p.numel() for p in network[k].parameters() if p.requires_grad) for k in wanted]
@@ -265,8 +263,7 @@ def _sweep(
     try:
         sweep = Sweep(list(network), x, wanted, shape=shape, approximate=True, diagonal=diagonal)
     except RefusedError as error:
-        msg = f"speed='fast': {error}. Use speed='half', which takes any layer."
-        raise UnsupportedError(msg) from None
+        raise UnsupportedError(f"speed='fast': {error}. Use speed='half', which takes any layer.") from None
     return sweep.run(x, lambda rows: blocks[rows].diagonal() if diagonal else blocks[rows].dense())
 
 

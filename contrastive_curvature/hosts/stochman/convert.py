@@ -52,8 +52,7 @@ def leaves(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]
 
 def refuse(name: str, module: nn.Module, why: str) -> NoReturn:
     """Raise an error that names a layer, says why it is refused, and names another backend."""
-    msg = f"StochMan: the layer {name or 'model'!r} ({type(module).__name__}) {why}. {_INSTEAD}"
-    raise UnsupportedError(msg)
+    raise UnsupportedError(f"StochMan: the layer {name or 'model'!r} ({type(module).__name__}) {why}. {_INSTEAD}")
 
 
 def counterpart(module: Any, name: str) -> nn.Module:

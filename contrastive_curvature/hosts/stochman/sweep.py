@@ -76,8 +76,7 @@ class Sweep:
                     self._plan(k, maps[k], maps[k + 1], diagonal, cut)
                 except RefusedError as error:
                     name = str(k) if names is None else names[k]
-                    msg = f"layer {name!r} ({type(layers[k]).__name__}): {error}"
-                    raise RefusedError(msg) from None
+                    raise RefusedError(f"layer {name!r} ({type(layers[k]).__name__}): {error}") from None
                 diagonal = cut
 
     def _plan(self, k: int, x: Tensor, out: Tensor, diagonal: bool, cut: bool) -> None:
@@ -95,8 +94,7 @@ class Sweep:
 
     def _hold(self, numbers: int) -> None:
         if numbers > self._most:
-            msg = f"StochMan would hold {numbers} numbers for every point, more than {self._most}"
-            raise RefusedError(msg)
+            raise RefusedError(f"StochMan would hold {numbers} numbers for every point, more than {self._most}")
         self._held = max(self._held, numbers)
 
     def run(self, x: Tensor, m: Callable[[slice], Tensor]) -> dict[int, Tensor]:
@@ -169,8 +167,9 @@ class StochManPullback(LayerwisePullback):
             found, wanted = feature_maps(layers, x[:_POINTS])[-1], self.encoder(x[:_POINTS])
         tolerance = 1e-8 if wanted.dtype == torch.float64 else 1e-3
         if found.shape != wanted.shape or not bool((found - wanted).abs().max() <= tolerance * wanted.abs().max()):
-            msg = "StochMan: its layers give other outputs than the encoder. Use backend=ContrastiveGGN (torch.func)."
-            raise UnsupportedError(msg)
+            raise UnsupportedError(
+                "StochMan: its layers give other outputs than the encoder. Use backend=ContrastiveGGN (torch.func)."
+            )
         trainable = [k for k, layer in enumerate(layers) if any(p.requires_grad for p in layer.parameters())]
         shared = [k for k in trainable if k not in owners(layers)]
         if shared:

@@ -60,8 +60,7 @@ class FeatureFolder:
         self._storage.check(self._header)
         if seed is not None and self._header.format == "parquet":
             # A random order would read whole parts for single points.
-            msg = "seed: Parquet files are read in their order. Use format='memmap', or seed=None."
-            raise UnsupportedError(msg)
+            raise UnsupportedError("seed: Parquet files are read in their order. Use format='memmap', or seed=None.")
         self._rows = range(self._header.points or 0)
         self.dtype: torch.dtype = getattr(torch, self._header.dtype)
         self.class_names = self._header.class_names
@@ -123,11 +122,10 @@ class FeatureFolder:
             UnsupportedError: The folder has Parquet files.
         """
         if self._header.format == "parquet":
-            msg = (
+            raise UnsupportedError(
                 "features: Parquet files have no one array in memory. Iterate over the folder, or take some rows with "
                 "folder.numpy(start, stop); format='memmap' has one array."
             )
-            raise UnsupportedError(msg)
         # A mapping of its own, so that what is written to it changes no batch either.
         return storage_of(self.path, self._header).read("features", self._slice())
 

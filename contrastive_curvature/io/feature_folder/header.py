@@ -63,8 +63,7 @@ class FeatureHeader(Header):
         try:
             _ = self.columns
         except (ValueError, OverflowError):
-            msg = "source and target_shape: no array has so many columns"
-            raise ValueError(msg) from None
+            raise ValueError("source and target_shape: no array has so many columns") from None
         return self
 
     @property

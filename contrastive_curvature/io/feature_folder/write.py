@@ -98,8 +98,7 @@ def features(
     kind = f"S{numbers.itemsize}" if numbers is not None and numbers.dtype.kind == "S" else "int64"
     check_loader(loader, "loader", once=True)
     if getattr(loader, "drop_last", False) is True:
-        msg = "loader: drop_last=True leaves out the last points of the data. Use drop_last=False."
-        raise UnsupportedError(msg)
+        raise UnsupportedError("loader: drop_last=True leaves out the last points of the data. Use drop_last=False.")
     loader = in_fixed_order(loader)
     n = _length(loader)
     if numbers is not None and n is not None:
@@ -184,11 +183,10 @@ def _batches(encoder: nn.Module, loader: Iterable[Any], label_key: str) -> Itera
     for raw in loader:
         batch = tokenized_batch(encoder, raw, "loader")
         if has_views(batch):
-            msg = (
+            raise UnsupportedError(
                 "loader: batches of two views. A folder keeps one view of every input: yield (x, targets), or fit with "
                 "the loader itself."
             )
-            raise UnsupportedError(msg)
         x, y = read_batch(batch, device, label_key, "loader")
         n, shape = input_length(x), f"shape {tuple(y.shape)}"
         if y.ndim == 0 or len(y) != n:

@@ -236,13 +236,12 @@ class _Processes:
             error.cause.add_note(f"{name} of part {part}, in a process of Ray")
             raise error.cause from error
         except self.ray.exceptions.RayError as error:
-            msg = (
+            raise ProcessError(
                 f"{name} of part {part}: its process has died (max_retries={self.max_retries}), or its error cannot be "
                 f"pickled: {error}\nWhat is done is kept: call this again with the same arguments, and only the rest "
                 "is computed. A process that needs too much memory wants smaller batches, or more num_cpus, so that "
                 "fewer run at once."
-            )
-            raise ProcessError(msg) from error
+            ) from error
 
     def _start(self) -> int:
         """Start Ray if it does not run, and return how many processes there may be."""

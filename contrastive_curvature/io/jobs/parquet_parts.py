@@ -113,8 +113,7 @@ class ParquetParts:
         """The loader of a part, by its index from 0."""
         if not 0 <= part < len(self):
             # An IndexError ends a loop over the parts.
-            msg = f"part: expected an index from 0 to {len(self) - 1}, got {part}."
-            raise IndexError(msg)
+            raise IndexError(f"part: expected an index from 0 to {len(self) - 1}, got {part}.")
         return ParquetPart(self, self._bounds[part], self._bounds[part + 1])
 
     def __repr__(self) -> str:

@@ -216,11 +216,10 @@ def flattened(value: Any, table: TensorTable, name: str) -> Any:
         if isinstance(value, plain):
             return plain(value)
     if value is not None:
-        msg = (
+        raise UnsupportedError(
             f"{name}: a {type(value).__name__} cannot be saved. Only tensors, numbers, strings, and dictionaries, "
             "lists and tuples of them can be read back without executing code."
         )
-        raise UnsupportedError(msg)
     return None
 
 

@@ -62,11 +62,10 @@ def saved_posterior(la: Any, name: str, table: TensorTable, prefix: str, example
         InputError: The encoder does not take the example.
     """
     if type(la) is not _CLASSES.get(type(la).__name__):
-        msg = (
+        raise UnsupportedError(
             f"save_pretrained: {type(la).__name__} is a class of your own, which load_pretrained cannot construct. Use "
             "torch.save(la.state_dict(), path)."
         )
-        raise UnsupportedError(msg)
     state = la.state_dict()
     outputs = None
     if "data" in state:

@@ -108,8 +108,9 @@ def _match_arrays(match: Any, dim: int) -> dict[str, Tensor]:
     state = match.state_dict()
     dims = [value for name, value in state.items() if name.endswith(".dim")]
     if not dims:
-        msg = "match: expected a fitted MatchProbability. Call match.fit_pairs(...) or match.fit_retrieval(...) first."
-        raise NotFittedError(msg)
+        raise NotFittedError(
+            "match: expected a fitted MatchProbability. Call match.fit_pairs(...) or match.fit_retrieval(...) first."
+        )
     for fitted in dims:
         if fitted != dim:
             raise InputError("match", f"a fit to predictions of la, D = {dim}", f"one of D = {fitted}")
@@ -132,11 +133,10 @@ def _check_onnx(la: Any) -> None:
     for package in ("onnx", "onnxscript"):
         validate.package("format='onnx'", package, "onnx")
     if any(p.dtype == torch.bfloat16 for p in la.model.parameters()):
-        msg = (
+        raise UnsupportedError(
             "export: onnxruntime has no linear layer in bfloat16, and would not load the file. Use a path that ends in "
             "'.pt2', or fit the posterior to encoder.float() or encoder.half() and export that."
         )
-        raise UnsupportedError(msg)
 
 
 def _batch(la: Any, example: Any) -> Example:
@@ -214,11 +214,10 @@ def _check_same(program: Any, module: ServedEncoder, batch: Any, mu: Tensor) -> 
     for name, new, old in pairs:
         apart = (new - old).abs() > _AGREE * old.abs().clamp(min=1 if name == "mu" else 0)
         if bool(apart.any()):
-            msg = (
+            raise UnsupportedError(
                 f"export: {name} of the graph is not that of la(example). The encoder gives other outputs when it runs "
                 "again, as with random numbers or a state that it keeps; a graph has neither."
             )
-            raise UnsupportedError(msg)
 
 
 def _pt2_file(program: Any, module: ServedEncoder) -> Callable[[BinaryIO], object]:
@@ -245,7 +244,8 @@ def _onnx_file(program: Any, module: ServedEncoder, example: Example) -> Callabl
         )
     model: Any = None if exported is None else exported.model_proto
     if model is None or model.ByteSize() > _MOST_BYTES:
-        msg = "export: the encoder is larger than 2 GiB, which an ONNX file cannot be. Use a path that ends in '.pt2'."
-        raise UnsupportedError(msg)
+        raise UnsupportedError(
+            "export: the encoder is larger than 2 GiB, which an ONNX file cannot be. Use a path that ends in '.pt2'."
+        )
     model.metadata_props.add(key=METADATA, value=json.dumps(module.metadata))
     return lambda file: file.write(model.SerializeToString())

@@ -68,15 +68,14 @@ class Scorer:
 
     def __init__(self, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> None:
         if metadata.get("format") != FORMAT:
-            msg = f"expected format {FORMAT}, got {metadata.get('format')!r}."
-            raise ValueError(msg)
+            raise ValueError(f"expected format {FORMAT}, got {metadata.get('format')!r}.")
         version = metadata.get("version")
         if version != VERSION:
-            msg = f"expected version {VERSION}, got {version!r}. Use the numpy_scorer.py of the library that wrote it."
-            raise ValueError(msg)
+            raise ValueError(
+                f"expected version {VERSION}, got {version!r}. Use the numpy_scorer.py of the library that wrote it."
+            )
         if metadata.get("checksum") != checksum(arrays, metadata):
-            msg = "expected the arrays that la.export wrote, got changed ones. Export again."
-            raise ValueError(msg)
+            raise ValueError("expected the arrays that la.export wrote, got changed ones. Export again.")
         self.form, self.structure, self.score = (metadata[name] for name in ("form", "structure", "score"))
         self._arrays = dict(arrays)
         self.n = len(arrays["statistics"]) if "statistics" in arrays else 0
@@ -103,13 +102,13 @@ class Scorer:
         except OSError:
             raise
         except Exception as error:
-            msg = f"{path}: expected a file of la.export, got a damaged one or another format ({error})."
-            raise ValueError(msg) from error
+            raise ValueError(
+                f"{path}: expected a file of la.export, got a damaged one or another format ({error})."
+            ) from error
         try:
             return cls(arrays, metadata)
         except ValueError as error:
-            msg = f"{path}: {error}"
-            raise ValueError(msg) from error
+            raise ValueError(f"{path}: {error}") from error
 
     def __call__(self, features: Array) -> tuple[Array, ...]:
         """Score N inputs.
@@ -164,12 +163,12 @@ class Scorer:
         start = f"match.{question}."
         fitted = {name.removeprefix(start): a for name, a in self._arrays.items() if name.startswith(start)}
         if not fitted:
-            msg = f"expected a file with a match fitted by {fit}, got one without. Use la.export(path, match=...)."
-            raise ValueError(msg)
+            raise ValueError(
+                f"expected a file with a match fitted by {fit}, got one without. Use la.export(path, match=...)."
+            )
         ((mu, _, angle, *_), raw), ((other, _, other_angle, *_), other_raw) = map(self._score, (features_a, features_b))
         if len(mu) != len(other):
-            msg = f"features: expected as many rows on both sides, got {len(mu)} and {len(other)}."
-            raise ValueError(msg)
+            raise ValueError(f"features: expected as many rows on both sides, got {len(mu)} and {len(other)}.")
         with np.errstate(all="ignore"):
             columns = (mu.astype(np.float64) * other).sum(1)[:, None]
             if len(fitted["shift"]) > 1:
@@ -186,8 +185,9 @@ class Scorer:
         weight = a["weight"]
         phi = np.asarray(features)
         if phi.dtype.kind not in "fiu" or phi.ndim != 2 or phi.shape[1] != weight.shape[1]:
-            msg = f"features: expected numbers of shape (N, {weight.shape[1]}), got {phi.dtype} of shape {phi.shape}."
-            raise ValueError(msg)
+            raise ValueError(
+                f"features: expected numbers of shape (N, {weight.shape[1]}), got {phi.dtype} of shape {phi.shape}."
+            )
         phi = phi.astype(weight.dtype)
         with np.errstate(all="ignore"):
             z = phi @ weight.T + a.get("bias", weight.dtype.type(0))

@@ -62,12 +62,11 @@ def check_exportable(la: Any) -> None:
         raise InputTypeError("la", "a contrastive last-layer posterior", f"a {type(la).__name__}", hint)
     if not la.keeps_features:
         weights, structure = la.subset_of_weights, la.hessian_structure
-        msg = (
+        raise UnsupportedError(
             f"export: subset_of_weights={weights!r}, hessian_structure={structure!r} needs Jacobians or training "
             "inputs for every prediction, which no exported graph has. Fit subset_of_weights='last_layer' with "
             "hessian_structure='kron_lowrank' (the default), 'diag', 'kron' or 'full'."
         )
-        raise UnsupportedError(msg)
     la.check_fitted()
 
 
@@ -86,19 +85,17 @@ def parts_of(la: Any, p_value: bool | None = None) -> Parts:
         found["centres"] = la.class_centres.centres.to(weight)
         found["typical_ratio"] = torch.tensor(la.class_centres.typical, dtype=torch.float64, device=weight.device)
     if p_value and la.known.calibration is None:
-        msg = (
+        raise NotFittedError(
             "p_value=True: la is not calibrated. Call la.calibrate(loader) with known inputs first, or leave p_value "
             "out to export mu, kappa and uncertainty alone."
         )
-        raise NotFittedError(msg)
     calibration, score = None if p_value is False else present_calibration(la), NOVELTY
     if calibration is not None:
         if calibration.score.probe is not None:
-            msg = (
+            raise UnsupportedError(
                 f"p_value: la is calibrated for the function {calibration.score.name!r}, which no file holds. Export "
                 "with p_value=False, or calibrate for 'novelty' or 'uncertainty'."
             )
-            raise UnsupportedError(msg)
         calibration.score.check(example(la))
         reference, score = calibration.reference, calibration.score.name
         found |= {name: getattr(reference, name) for name in ("location", "scale", "statistics", "counts")}

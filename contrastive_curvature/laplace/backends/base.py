@@ -192,8 +192,9 @@ class ContrastiveBackend(GGNInterface, ABC):
     def jacobians(self, x: Inputs, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
         """Return Jacobians (B, D, P) of the raw outputs in this backend's parameters, and the outputs (B, D)."""
         if enable_backprop and not self.keeps_graph:
-            msg = f"enable_backprop=True: {type(self).__name__} keeps no graph. Use backend=ContrastiveGGN."
-            raise UnsupportedError(msg)
+            raise UnsupportedError(
+                f"enable_backprop=True: {type(self).__name__} keeps no graph. Use backend=ContrastiveGGN."
+            )
         with evaluation_mode(self.model), torch.set_grad_enabled(enable_backprop):
             encoder, pullback = self.encoder(x), self.pullback(x)
             context: Any = x
@@ -214,8 +215,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         Raises:
             UnsupportedError: Always.
         """
-        msg = "gradients: a loss of pairs has no gradient per point. Use diag, full or kron."
-        raise UnsupportedError(msg)
+        raise UnsupportedError("gradients: a loss of pairs has no gradient per point. Use diag, full or kron.")
 
     def read(self, batch: Any) -> tuple[Inputs, Tensor]:
         """Take apart a batch ``(x, labels)`` or a mapping, and bring it to the model's device."""
@@ -223,14 +223,12 @@ class ContrastiveBackend(GGNInterface, ABC):
         related = self.options.relation is not None
         if has_views(batch) and not related:
             if self.loss.compares != "pairs":
-                msg = "loader: batches of two views. This needs labelled points: yield (x, labels)."
-                raise UnsupportedError(msg)
-            msg = (
+                raise UnsupportedError("loader: batches of two views. This needs labelled points: yield (x, labels).")
+            raise UnsupportedError(
                 f"train_loader: batches of two views, and {type(self.loss).__name__} is a loss of labelled points. Use "
                 "backend_kwargs=dict(loss=contrastive_curvature.InfoNCELoss()) for views without labels, or yield "
                 "(x, labels)."
             )
-            raise UnsupportedError(msg)
         x, y = read_batch(batch, next(self.model.parameters()).device, self.dict_key_y)
         if not related:
             self.labels_seen.note(y)
@@ -371,11 +369,10 @@ class ContrastiveBackend(GGNInterface, ABC):
             InputError: The backend has no rank.
         """
         if self.options.pairs == "batch":
-            msg = (
+            raise UnsupportedError(
                 "pairs='batch': the low-rank structure has no batch estimate, since eigenpairs of batches do not add "
                 "up. Use pairs='dataset', or the structure 'diag'."
             )
-            raise UnsupportedError(msg)
         if self.options.rank is None:
             raise InputError("rank", "a positive whole number", None)
         shown = Progress(progress)
@@ -422,8 +419,9 @@ class ContrastiveBackend(GGNInterface, ABC):
             UnsupportedError: ``pairs="batch"``, or the Hessian is not positive semidefinite.
         """
         if self.options.pairs == "batch":
-            msg = "pairs='batch': a subset of the points takes the pairs of the data set. Use pairs='dataset'."
-            raise UnsupportedError(msg)
+            raise UnsupportedError(
+                "pairs='batch': a subset of the points takes the pairs of the data set. Use pairs='dataset'."
+            )
         check_loader(loader)
         with self._ready(loader) as (encoder, pullback):
             reader, shown = self._reader(loader), Progress(progress)
