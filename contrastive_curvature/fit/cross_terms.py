@@ -38,7 +38,7 @@ BY_CLASS = "cross/classes"
 
 def class_coupling(f: Fit, pairs: AllPairs) -> ClassWeights | None:
     """Return the weights of pairs that depend on classes only; ``None`` where all cross terms have to be streamed."""
-    coupling = pairs.hessian.derivatives.class_weights()
+    coupling = pairs.class_weights
     if coupling is not None:
         n_params = f.pullbacks[0].n_params
         numbers = coupling.classes.numel() * pairs.dim * n_params

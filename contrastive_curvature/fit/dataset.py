@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, cast
 
 from torch import Tensor
 
@@ -34,7 +35,7 @@ from contrastive_curvature.fit.passes import Passes, PassRecord
 from contrastive_curvature.fit.standard_error import error_terms, relative_error
 from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.hessian.dataset import DatasetHessian
-from contrastive_curvature.hessian.derivatives import Totals
+from contrastive_curvature.hessian.derivatives import ClassWeights, Totals
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.dataset import dataset_hessian
 from contrastive_curvature.losses.weighting import class_pairs
@@ -59,7 +60,8 @@ FEATURES_KEPT = 2**26
 """Numbers that the first pass of a last layer keeps: with as many the encoder runs once a point, with more twice."""
 
 
-class AllPairs(NamedTuple):
+@dataclass(frozen=True)
+class AllPairs:
     """The pairs of all points of a data set.
 
     Args:
@@ -77,6 +79,11 @@ class AllPairs(NamedTuple):
     points: Rows | None
     centres: ClassCentres | None
     sampled: Rows | None
+
+    @cached_property
+    def class_weights(self) -> ClassWeights | None:
+        """See :meth:`.DatasetDerivatives.class_weights`: C^2 numbers, asked for before and after the second pass."""
+        return self.hessian.derivatives.class_weights()
 
     def sampled_inputs(self) -> tuple[Inputs, Tensor]:
         """Return inputs and targets of the points that stand for all negatives, which were kept for cross terms."""
