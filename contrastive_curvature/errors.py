@@ -56,6 +56,9 @@ class DivergenceError(ContrastiveCurvatureError, ArithmeticError):
         super().__init__(f"training step {step}: {reason}")
         self.reason, self.step = reason, step
 
+    def __reduce__(self) -> tuple[type[DivergenceError], tuple[str, int]]:
+        return type(self), (self.reason, self.step)
+
 
 def to_install(extra: str) -> str:
     """Say what to type for the packages of an extra of this library, whose own name no package index has."""

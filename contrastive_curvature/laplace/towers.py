@@ -26,8 +26,7 @@ from contrastive_curvature.network.loader import check_loader
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.network.two_towers import TwoTowers
 from contrastive_curvature.progress import Progress
-
-_STRUCTURES = ("diag", "kron", "kron_lowrank", "full")
+from contrastive_curvature.structures import STRUCTURES
 
 
 class TwoTowerLaplace:
@@ -311,10 +310,11 @@ def _check_towers(model: object, likelihood: object, weights: object, structure:
         raise InputTypeError("model", "a TwoTowers(encoder_a, encoder_b)", f"a {type(model).__name__}")
     if likelihood != CONTRASTIVE:
         raise InputError("likelihood", repr(CONTRASTIVE), likelihood)
-    if weights == "subnetwork" or structure not in _STRUCTURES:
+    adding = [name for name, kind in STRUCTURES.items() if kind.adds]
+    if weights == "subnetwork" or structure not in adding:
         raise UnsupportedError(
             f"subset_of_weights={weights!r}, hessian_structure={structure!r}: two towers have posteriors of the last "
-            f"layers or of all weights, of the structures {', '.join(_STRUCTURES)}."
+            f"layers or of all weights, of the structures {', '.join(adding)}."
         )
     places = [
         f"{p.dtype} on {p.device}" for one in (model.encoder_a, model.encoder_b) for p in list(one.parameters())[:1]

@@ -56,10 +56,10 @@ class DiscountedCurvature(nn.Module):
 
     def check_state(self, state: Mapping[str, Any], prefix: str) -> None:
         """Refuse a saved state with sums of another shape, or that are not finite; torch reports missing ones."""
-        for name, mine in self.named_buffers():
+        for name, buffer in self.named_buffers():
             key = f"{prefix}{name}"
-            if mine.is_floating_point() and key in state:
-                validate.tensor(f"state_dict[{key!r}]", state[key], tuple(mine.shape))
+            if buffer.is_floating_point() and key in state:
+                validate.tensor(f"state_dict[{key!r}]", state[key], tuple(buffer.shape))
 
     def add(self, terms: list[DatasetCurvature]) -> None:
         """Add the curvature of one step; with several processes (``torch.distributed``), the sum over all of them.
@@ -70,7 +70,7 @@ class DiscountedCurvature(nn.Module):
         # For the usual single network, the mean would only copy the tensors at every step.
         batch = [
             parts[0] if len(parts) == 1 else torch.stack(parts).mean(0)
-            for parts in zip(*map(_clamped, terms), strict=True)
+            for parts in zip(*map(_numbers, terms), strict=True)
         ]
         *curvature, norms, cost, value = batch
         scalars = torch.stack([self.points.new_tensor(float(terms[0].n)), norms, cost, value])
@@ -108,7 +108,7 @@ class DiscountedCurvature(nn.Module):
         return self._empty.with_tensors(getattr(self, f"curvature_{k}") for k in range(len(self._empty.tensors())))
 
 
-def _clamped(term: DatasetCurvature) -> list[Tensor]:
+def _numbers(term: DatasetCurvature) -> list[Tensor]:
     """Return clamped curvature tensors, sum of output norms, non-negative loss and loss of one sampled network.
 
     Each step is clamped separately, because each enters the moving average separately (docs/online.md).

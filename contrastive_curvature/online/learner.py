@@ -135,22 +135,19 @@ class OnlineLaplace(nn.Module):
             {"backend": backend, "backend_kwargs": batch_options(backend_kwargs)},
             **numbers,
         )
-        backend_object = self._posterior.backend
-        relation = backend_object.options.relation
+        la = self._posterior.sampling
+        relation = la.backend.options.relation
         if relation is not None and curvature_miner is not None:
             raise InputError("curvature_miner, backend_kwargs: relation", "one of them", "both")
         self._loss, self._miner, self._curvature_miner = loss, miner, curvature_miner
         # The loss is a mean over pairs of each type, as usual in metric learning.
-        own_loss = backend_object.loss
-        self._own_loss: CosineLoss = (
-            own_loss.replaced(normalization=Normalization.TYPE, negative_weight=0.5)
-            if own_loss.compares == "pairs"
-            else own_loss
-        )
+        self._own_loss: CosineLoss = la.backend.loss
+        if self._own_loss.compares == "pairs":
+            self._own_loss = self._own_loss.replaced(normalization=Normalization.TYPE, negative_weight=0.5)
         kind = LastLayer if subset_of_weights == "last_layer" else AllParameters
-        self._sampled: SampledEncoder = kind(backend_object, self._posterior.probe, n_data, self._posterior.structure)
+        self._sampled: SampledEncoder = kind(la.backend, self._posterior.probe, n_data, la.structure)
         self.discounted = DiscountedCurvature(self._sampled.empty(self._posterior.probe), memory_factor)
-        options = self._posterior.plain_options()
+        options = la.plain_options()
         # The loss of the curvature may be another one than that of the training.
         options["curvature_loss"] = options.pop("loss", None)
         options |= {name: described(function) for name, function in {**functions, "relation": relation}.items()}
@@ -172,15 +169,11 @@ class OnlineLaplace(nn.Module):
         Raises:
             InputError: The batch is malformed.
         """
-        backend = self._posterior.backend
-        device, related = next(self.encoder.parameters()).device, backend.options.relation is not None
-        given = as_batch(
-            read_views(tokenized_batch(self.encoder, batch), device, dict_key_y, related=related),
-            backend.loss,
-            backend.options.relation,
-            backend.options.positives,
-        )
-        return given.x, given.labels, None if callable(given.pairs) else given.pairs
+        loss, options = self._posterior.sampling.backend.loss, self._posterior.sampling.backend.options
+        device, related = next(self.encoder.parameters()).device, options.relation is not None
+        views = read_views(tokenized_batch(self.encoder, batch), device, dict_key_y, related=related)
+        joined = as_batch(views, loss, options.relation, options.positives)
+        return joined.x, joined.labels, None if callable(joined.pairs) else joined.pairs
 
     def forward(self, x: Inputs, labels: Tensor | None = None, *, pairs: Pairs | None = None) -> Tensor:
         """Compute the expected loss of a batch, with its graph; in training mode also update the posterior.
@@ -254,12 +247,12 @@ class OnlineLaplace(nn.Module):
         was, now = json.loads(bytes(state.tolist())), self.options
         differ = sorted(name for name in was | now if was.get(name) != now.get(name))
         if differ:
-            wanted, received = (", ".join(f"{name}={given.get(name)}" for name in differ) for given in (now, was))
+            wanted, received = (", ".join(f"{name}={options.get(name)}" for name in differ) for options in (now, was))
             raise InputError("state_dict", f"one of an OnlineLaplace with {wanted}", received)
 
     def _loss_of(self, z: Tensor, raw: Tensor, labels: Tensor | None, pairs: Any) -> Tensor:
         """Return the loss of a batch; ``raw`` are its outputs ``z`` without a graph, checked."""
-        own, relation = self._own_loss, self._posterior.backend.options.relation
+        own, relation = self._own_loss, self._posterior.sampling.backend.options.relation
         pairs = _mined(self._miner, raw, labels, pairs)
         if self._loss is not None:
             # The user's loss gets the outputs of the whole encoder, including a normalisation at its end.

@@ -12,6 +12,7 @@ from torch import nn
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.laplace.options import given_options
+from contrastive_curvature.structures import STRUCTURES
 
 
 def check_options(
@@ -29,15 +30,18 @@ def check_options(
     validate.count("n_samples", n_samples)
     if validate.count("n_data", n_data) < 2:
         raise InputError("n_data", "a whole number of at least 2", n_data)
-    if subset_of_weights == "subnetwork" or hessian_structure in ("lowrank", "gp"):
+    adding = {name: kind.weights for name, kind in STRUCTURES.items() if kind.adds}
+    if subset_of_weights == "subnetwork" or (
+        hessian_structure in ("gp", *STRUCTURES) and hessian_structure not in adding
+    ):
         raise UnsupportedError(
             f"subset_of_weights={subset_of_weights!r}, hessian_structure={hessian_structure!r}: curvatures of batches "
             "cannot be added up in this form. Use 'last_layer' or 'all' with 'diag', 'full' or 'kron'; after "
             "training, Laplace(online.encoder, likelihood='contrastive', ...) fits any structure post hoc."
         )
     validate.choice("subset_of_weights", subset_of_weights, ("last_layer", "all"))
-    lowrank = ("kron_lowrank",) if subset_of_weights == "last_layer" else ()
-    validate.choice("hessian_structure", hessian_structure, ("diag", "full", "kron", *lowrank))
+    known = tuple(name for name, weights in adding.items() if subset_of_weights in weights)
+    validate.choice("hessian_structure", hessian_structure, known)
 
 
 def batch_options(backend_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -10,12 +10,10 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import DivergenceError, InputError
 from contrastive_curvature.laplace import ContrastiveLaplace
-from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.prior import average_information
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.online.discount import DiscountedCurvature
-from contrastive_curvature.structures import Structure
 
 
 class OnlinePosterior:
@@ -32,6 +30,9 @@ class OnlinePosterior:
         temperature: A positive number, or ``None`` for the rules of :class:`~contrastive_curvature.OnlineLaplace`.
         sampling_temperature: Temperature of ``q_t`` divided by ``temperature``, or by the mean loss of a point;
             ``None`` for the rule of :class:`~contrastive_curvature.OnlineLaplace`.
+
+    Attributes:
+        sampling: The posterior ``q_t``, which gets the present curvature at every draw.
     """
 
     def __init__(
@@ -52,33 +53,19 @@ class OnlinePosterior:
         self._kind = {"subset_of_weights": subset_of_weights, "hessian_structure": hessian_structure}
         self.prior_precision, self.temperature = prior_precision, temperature
         self.sampling_temperature = sampling_temperature
-        given = {"prior_precision": prior_precision, "temperature": temperature}
-        self._arguments = {**arguments, **{name: value for name, value in given.items() if value is not None}}
+        numbers = {"prior_precision": prior_precision, "temperature": temperature}
+        self._arguments = {**arguments, **{name: value for name, value in numbers.items() if value is not None}}
         # Copied, because a view would keep the whole tensor behind it in memory and in saved files.
         self._given_probe = _map_tensors(slice_inputs(probe, slice(0, 8)), lambda t: t.detach().clone())
-        self._sampling_posterior = self._new()
+        self.sampling = self._new()
         # The choice of a backend runs the encoder; once is enough.
-        self._arguments["backend"] = type(self._sampling_posterior.backend)
+        self._arguments["backend"] = type(self.sampling.backend)
 
     @property
     def probe(self) -> Inputs:
         """The probe, on the present device and in the present dtype of the encoder."""
         like = next(self.encoder.parameters())
         return _map_tensors(self._given_probe, lambda t: t.to(like if t.is_floating_point() else like.device))
-
-    @property
-    def backend(self) -> ContrastiveBackend:
-        """The curvature backend."""
-        return self._sampling_posterior.backend
-
-    @property
-    def structure(self) -> type[Structure]:
-        """The Hessian structure."""
-        return self._sampling_posterior.structure
-
-    def plain_options(self) -> dict[str, Any]:
-        """Return the options of the curvature as strings and numbers."""
-        return self._sampling_posterior.plain_options()
 
     def fitted(self, discounted: DiscountedCurvature) -> ContrastiveLaplace:
         """Return a posterior for the user: the curvature rescaled to the data set, with its prior and temperature."""
@@ -120,7 +107,7 @@ class OnlinePosterior:
         elif self.prior_precision is not None:
             # Without any curvature, q_0 has the variance of the prior, around the initial weights.
             like = next(self.encoder.parameters())
-            drawn = like.new_empty(n_samples, self._sampling_posterior.n_params).normal_() / self.prior_precision**0.5
+            drawn = like.new_empty(n_samples, self.sampling.n_params).normal_() / self.prior_precision**0.5
         else:
             return [None]
         if not bool(drawn.isfinite().all()):
@@ -129,9 +116,13 @@ class OnlinePosterior:
         return list(drawn.unbind())
 
     def _draw_from_curvature(self, discounted: DiscountedCurvature, n_samples: int) -> Tensor:
-        posterior = self._sampling_posterior
+        posterior = self.sampling
         posterior.set_curvature(discounted.at_scale(self.n_data))
-        posterior.temperature = self._mean_loss(posterior) / self._cooling(discounted)
+        # The cooling: q_t is that of all steps that are remembered, unless the user says otherwise.
+        cooling = 1.0 if self.temperature is not None else float(discounted.remembered)
+        if self.sampling_temperature is not None:
+            cooling = 1 / self.sampling_temperature
+        posterior.temperature = self._mean_loss(posterior) / cooling
         if self.prior_precision is None:
             diagonal = posterior.curvature_diagonal()
             information = average_information(diagonal, posterior.parameter_sizes(), "scalar")
@@ -139,12 +130,6 @@ class OnlinePosterior:
             posterior.prior_precision = posterior._H_factor * information
         posterior.mean = torch.zeros_like(posterior.mean)
         return posterior.sample(n_samples)
-
-    def _cooling(self, discounted: DiscountedCurvature) -> float:
-        """Return what the temperature of ``q_t`` is divided by."""
-        if self.sampling_temperature is not None:
-            return 1 / self.sampling_temperature
-        return 1.0 if self.temperature is not None else float(discounted.remembered)
 
     def _mean_loss(self, posterior: ContrastiveLaplace) -> float:
         """Return the temperature that the user gave, else the mean loss of a point, or one where there is no loss."""

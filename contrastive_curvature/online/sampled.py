@@ -82,8 +82,8 @@ class SampledEncoder(ABC):
 
     def _term(self, pullback: Pullback, z: Tensor, context: Any, targets: Any, pairs: Any) -> DatasetCurvature:
         loss, options = self.backend.loss, self.backend.options
-        given = (targets, options.relation) if pairs is None else (None, pairs)
-        hessian = loss.data_hessian(z, loss.relate(z, *given), self.n_data)
+        relation = loss.relate(z, targets, options.relation) if pairs is None else loss.relate(z, None, pairs)
+        hessian = loss.data_hessian(z, relation, self.n_data)
         value = term_of(self.structure, pullback, context, hessian)
         # Scaled as the part of a data set of N points that the B points of this batch contribute.
         scaled = self.backend.at_data_scale(DatasetCurvature(value, *hessian.loss_and_cost(), self.n_data))
