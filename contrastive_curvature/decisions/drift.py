@@ -30,13 +30,13 @@ def sequential_p_values(pool: list[float], scores: _Numbers, uniform: _Numbers) 
     ``(#{s > s_t} + U (#{s = s_t} + 1)) / (t + 1)``, with ``U`` uniform on (0, 1] (B,), which breaks ties at random:
     independent and uniform on (0, 1] while the scores are exchangeable (Vovk, Nouretdinov and Gammerman, 2003).
     """
-    found = np.empty(len(scores))
+    p_values = np.empty(len(scores))
     for t, (score, u) in enumerate(zip(scores.tolist(), uniform.tolist(), strict=True)):
         upto = bisect.bisect_right(pool, score)
         ties = upto - bisect.bisect_left(pool, score)
-        found[t] = (len(pool) - upto + u * (ties + 1)) / (len(pool) + 1)
+        p_values[t] = (len(pool) - upto + u * (ties + 1)) / (len(pool) + 1)
         pool.insert(upto, score)
-    return found
+    return p_values
 
 
 def grow(capital: _Numbers, n_before: int, p_values: _Numbers) -> tuple[_Numbers, _Numbers]:
@@ -169,11 +169,12 @@ class DriftMonitor:
     def __repr__(self) -> str:
         """What was seen, and what it means."""
         at = self.drifted_at
-        found = "no drift" if at is None else f"drift, found at input {at:,}"
+        verdict = "no drift" if at is None else f"drift, found at input {at:,}"
         known = (
             f"at most {percent(self.delta)} of streams without one would give an alarm, at evidence {1 / self.delta:g}"
         )
-        return f"{found} in {len(self._scores):,} inputs (largest evidence {_power(self._log10_evidence):.3g}); {known}"
+        seen, most = f"{len(self._scores):,} inputs", f"{_power(self._log10_evidence):.3g}"
+        return f"{verdict} in {seen} (largest evidence {most}); {known}"
 
     def _begin(self) -> None:
         reference = self._known

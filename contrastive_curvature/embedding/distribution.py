@@ -67,10 +67,10 @@ def _of_valid_rows(
         if not self._has_invalid:
             return answer(self, *args, **options)
         valid = ~self.raw_mean.isnan().any(1)
-        found = answer(self[valid], *args, **options)
-        missing = False if found.dtype == torch.bool else torch.nan
-        out = found.new_full((len(valid), *found.shape[1:]), missing)
-        out[valid] = found
+        answers = answer(self[valid], *args, **options)
+        missing = False if answers.dtype == torch.bool else torch.nan
+        out = answers.new_full((len(valid), *answers.shape[1:]), missing)
+        out[valid] = answers
         return out
 
     return run
@@ -133,9 +133,9 @@ class EmbeddingDistribution:
         typical_norm: float | None = None,
     ) -> None:
         spreads = {"variance": variance, "covariance": covariance, "joint_covariance": joint_covariance}
-        given = [name for name, value in spreads.items() if value is not None]
-        if len(given) != 1:
-            raise InputError("variance, covariance, joint_covariance", "exactly one", str(given or "none"))
+        names = [name for name, value in spreads.items() if value is not None]
+        if len(names) != 1:
+            raise InputError(", ".join(spreads), "exactly one", str(names or "none"))
         n, dim = validate.tensor("raw_mean", raw_mean, ("B", "D")).shape
         if dim < 2:
             raise InputError("raw_mean", "shape (B, D) with D >= 2", f"shape {tuple(raw_mean.shape)}")
@@ -143,11 +143,11 @@ class EmbeddingDistribution:
         if zero:
             hint = "Zero has no direction."
             raise InputError("raw_mean", "rows that are not zero", f"zero rows {zero}", hint)
-        shape = {"variance": (n, dim), "covariance": (n, dim, dim), "joint_covariance": (n * dim, n * dim)}[given[0]]
-        checked = validate.tensor(given[0], spreads[given[0]], shape, raw_mean)
+        shape = {"variance": (n, dim), "covariance": (n, dim, dim), "joint_covariance": (n * dim, n * dim)}[names[0]]
+        checked = validate.tensor(names[0], spreads[names[0]], shape, raw_mean)
         spread: Spread = Diagonal(checked)
         if variance is None:
-            _check_semidefinite(given[0], checked)
+            _check_semidefinite(names[0], checked)
             spread = Joint(checked.view(n, dim, n, dim)) if covariance is None else Dense(checked)
         elif bool((variance < 0).any()):
             raise InputError("variance", "variances >= 0", f"a smallest variance of {float(variance.min())}")
@@ -435,10 +435,6 @@ class EmbeddingDistribution:
         wide = {name: c.detach().cpu().to(torch.promote_types(c.dtype, torch.float32)) for name, c in columns.items()}
         return pd.DataFrame({name: column.numpy() for name, column in wide.items()})
 
-    def compared_with_none(self) -> Self:
-        """Return the same distribution, which cannot be asked about known inputs."""
-        return self._changed(self.raw_mean, self.spread, None)
-
     def _asked(self, question: str) -> Known:
         if self._known is None:
             raise UnsupportedError(
@@ -484,16 +480,16 @@ class EmbeddingDistribution:
         every = torch.arange(len(self), device=self.raw_mean.device)
         if isinstance(rows, slice):
             return self._select(every[list(range(len(self)))[rows]])
-        given = torch.as_tensor(rows, device=every.device)
-        if not given.numel():
-            given = given.long()
-        is_mask = given.dtype == torch.bool
-        if isinstance(rows, tuple) or given.ndim > 1 or not torch.can_cast(given.dtype, torch.int64):
+        index = torch.as_tensor(rows, device=every.device)
+        if not index.numel():
+            index = index.long()
+        is_mask = index.dtype == torch.bool
+        if isinstance(rows, tuple) or index.ndim > 1 or not torch.can_cast(index.dtype, torch.int64):
             wanted = "an integer, a slice, or a list or tensor of integers or booleans"
             raise InputTypeError("index", wanted, repr(rows))
-        if is_mask and given.shape != every.shape:
-            raise InputError("index", f"{len(every)} booleans, one an embedding", tuple(given.shape))
-        return self._select(every[given if is_mask else given.long()].reshape(-1))
+        if is_mask and index.shape != every.shape:
+            raise InputError("index", f"{len(every)} booleans, one an embedding", tuple(index.shape))
+        return self._select(every[index if is_mask else index.long()].reshape(-1))
 
     def _select(self, rows: Tensor) -> Self:
         """Return the embeddings with these numbers, int64, shape (N,); -1 is a row of NaN."""

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -199,8 +200,8 @@ class TrainingGaussians:
         wide = outputs.double()
         centre = wide.mean(0)
         spread = _Precision.of(wide - centre, float(wide.square().sum(1).mean().sqrt()))
-        found = cls(centre, spread.basis, spread.weights, wide.new_tensor(spread.rest))
-        return found if classes is None else found._with_classes(features, classes)
+        of_outputs = cls(centre, spread.basis, spread.weights, wide.new_tensor(spread.rest))
+        return of_outputs if classes is None else of_outputs._with_classes(features, classes)
 
     def _with_classes(self, features: Tensor, classes: Tensor) -> TrainingGaussians:
         """Return the same with the classes, if two of them have two inputs each.
@@ -235,12 +236,12 @@ class TrainingGaussians:
         """Return the distances (B, 1) or (B, 2) of features (B, F) and outputs (B, D), float64."""
         apart = outputs.to(self.centre) - self.centre
         squared = (apart @ self.axes).square() @ self.inside + self.outside * apart.square().sum(1)
-        found = [squared.clamp(min=_TINY, max=_HUGE).log()]
+        distances = [squared.clamp(min=_TINY, max=_HUGE).log()]
         if self.basis is not None:
             u = _units(features.to(self.basis.device))
             nearest = (u @ self.slopes.T + self.offsets).amin(1)  # type: ignore[union-attr, operator]
-            found.append((u @ self.basis).square() @ self.weights + nearest)  # type: ignore[operator]
-        return torch.stack(found, dim=1).to(features.device)
+            distances.append((u @ self.basis).square() @ self.weights + nearest)  # type: ignore[operator]
+        return torch.stack(distances, dim=1).to(features.device)
 
 
 def held_out_distances(features: Tensor, outputs: Tensor, classes: Tensor | None = None) -> Tensor:
@@ -249,15 +250,15 @@ def held_out_distances(features: Tensor, outputs: Tensor, classes: Tensor | None
     Inputs lie nearer to Gaussians that were fitted to them than other inputs of the same kind. Where the others have
     too few inputs of each class, the second distance is that under the Gaussians of all.
     """
-    found = TrainingGaussians.of(features, outputs, classes)(features, outputs)
+    distances = TrainingGaussians.of(features, outputs, classes)(features, outputs)
     # By what the inputs are, so that their order does not count. The sample itself was drawn with the first seed.
     order = point_keys(content_numbers(outputs), seed=1).argsort(stable=True).to(features.device)
     folds = order.chunk(_FOLDS)
     for number, fold in enumerate(folds):
         rest = torch.cat([*folds[:number], *folds[number + 1 :]])
         gaussians = TrainingGaussians.of(features[rest], outputs[rest], None if classes is None else classes[rest])
-        found[fold, : gaussians.n_distances] = gaussians(features[fold], outputs[fold])
-    return found
+        distances[fold, : gaussians.n_distances] = gaussians(features[fold], outputs[fold])
+    return distances
 
 
 @dataclass(frozen=True)
@@ -381,15 +382,19 @@ class Reference:
         """
         least = scores.to(self.statistics.device) - self.rounding
         if self.counts is None or classes is None:
-            n: int | Tensor = len(self.statistics)
-            below = torch.searchsorted(self.statistics, least)
-        else:
-            classes = classes.to(self.statistics.device)
-            n, below = self.counts[classes], torch.zeros_like(classes)
-            of_class = self.statistics.split(self.counts.tolist())
-            for one in classes.unique().tolist():
-                below[classes == one] = torch.searchsorted(of_class[one], least[classes == one])
-        return ((n + 1 - below).double() / (n + 1)).to(scores.device)
+            return conformal(self.statistics, least).to(scores.device)
+        classes = classes.to(self.statistics.device)
+        values, of_class = torch.empty_like(least, dtype=torch.float64), self.statistics.split(self.counts.tolist())
+        for one in classes.unique().tolist():
+            values[classes == one] = conformal(of_class[one], least[classes == one])
+        return values.to(scores.device)
+
+
+def conformal(known: Tensor, least: Tensor) -> Tensor:
+    """Return ``(1 + #{known >= least}) / (n + 1)`` of known scores, ascending, (n,); float64, shape (B,)."""
+    n = len(known)
+    below = torch.searchsorted(known, least)
+    return (n + 1 - below).double() / (n + 1)
 
 
 def split(known: Tensor) -> tuple[Tensor, Tensor]:
@@ -412,21 +417,16 @@ def check_alpha(alpha: object, n: int | None = None, splits: bool = False, by_cl
     if n is not None and share < 1 / (n + 1):
         of_class = " of the class with the fewest" if by_class else ""
         wanted = f"at least {1 / (n + 1):.2g}, the smallest p-value that {n} known inputs{of_class} give"
-        given = f"{points_needed(share, splits):,} inputs{' of each predicted class' if by_class else ''}"
-        hint = f"Call la.calibrate with at least {given}, or use a larger alpha."
+        needed = f"{points_needed(share, splits):,} inputs{' of each predicted class' if by_class else ''}"
+        hint = f"Call la.calibrate with at least {needed}, or use a larger alpha."
         raise InputError("alpha", wanted, alpha, hint)
     return share
 
 
 def points_needed(alpha: float, splits: bool = False) -> int:
     """Return how many known inputs give a p-value of at most ``alpha``: ``1 / (n + 1)`` of n to compare with."""
-    n = max(1, math.ceil(1 / alpha) - 2)
-    while 1 / (n + 1) > alpha:
-        n += 1
-    given = n
-    while splits and given - _for_scale(given) < n:
-        given += 1
-    return given
+    first = max(1, math.ceil(1 / alpha) - 2)
+    return next(n for n in itertools.count(first) if 1 / (n - splits * _for_scale(n) + 1) <= alpha)
 
 
 def _for_scale(n: int) -> int:
@@ -461,14 +461,14 @@ class TrainingSample:
     @cached_property
     def gaussians(self) -> TrainingGaussians:
         """Their Gaussians; made when first asked for."""
-        return TrainingGaussians.of(*self._given())
+        return TrainingGaussians.of(*self._numbers())
 
     @cached_property
     def held_out(self) -> Tensor:
         """Their distances under Gaussians of others, shape (m, 1) or (m, 2); made when first asked for."""
-        return held_out_distances(*self._given())
+        return held_out_distances(*self._numbers())
 
-    def _given(self) -> tuple[Tensor, Tensor, Tensor | None]:
+    def _numbers(self) -> tuple[Tensor, Tensor, Tensor | None]:
         columns = self.features.columns
         return columns["features"], self.outputs, columns.get("classes")
 

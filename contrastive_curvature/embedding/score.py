@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -68,9 +68,9 @@ class Score:
         if self.probe is None or name != self.name:
             wanted = f"the function {self.name!r}" if self.probe is not None else "none: the score needs no function"
             raise InputError("score", f"{wanted}, as la was calibrated", repr(name or function))
-        found = Score(self.name, self.by_class, self.marks, self.probe, function)
-        found._check_function(example)
-        return found
+        score = replace(self, function=function)
+        score._check_function(example)
+        return score
 
     def check(self, embedding: EmbeddingDistribution) -> None:
         """Refuse where the score would no longer be that of the calibration."""
@@ -121,13 +121,13 @@ def called(name: str, function: Callable[[EmbeddingDistribution], Any], embeddin
     It cannot ask about known inputs, as it decides what they are compared by.
     """
     with torch.no_grad():
-        found = function(embedding.compared_with_none())
-    found = torch.as_tensor(found).detach().double()
-    if found.shape != (len(embedding),) or not bool(found.isfinite().all()):
-        shown = "NaN or infinity" if found.shape == (len(embedding),) else f"shape {tuple(found.shape)}"
+        scores = function(embedding._changed(embedding.raw_mean, embedding.spread, None))
+    scores = torch.as_tensor(scores).detach().double()
+    if scores.shape != (len(embedding),) or not bool(scores.isfinite().all()):
+        shown = "NaN or infinity" if scores.shape == (len(embedding),) else f"shape {tuple(scores.shape)}"
         wanted = f"{len(embedding)} finite numbers, one an embedding"
         raise InputError(f"score: {name}(embedding)", wanted, shown)
-    return found.to(embedding.raw_mean.device)
+    return scores.to(embedding.raw_mean.device)
 
 
 def made_up(like: Tensor, typical_norm: float | None, centres: ClassCentres | None) -> EmbeddingDistribution:
@@ -135,8 +135,8 @@ def made_up(like: Tensor, typical_norm: float | None, centres: ClassCentres | No
     dim, size = like.shape[1], typical_norm or 1.0
     wave = (1.7 * torch.arange(1, _PROBES * dim + 1, dtype=torch.float64)).sin().view(_PROBES, dim)
     mean = (wave * size * (2 / dim) ** 0.5).to(like)
-    found = EmbeddingDistribution(mean, variance=torch.full_like(mean, 0.01 * size**2 / dim))
-    return found.relative_to(typical_norm, centres)
+    variance = torch.full_like(mean, 0.01 * size**2 / dim)
+    return EmbeddingDistribution(mean, variance=variance).relative_to(typical_norm, centres)
 
 
 def _marks(embedding: EmbeddingDistribution) -> Tensor:

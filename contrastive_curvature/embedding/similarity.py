@@ -155,7 +155,10 @@ def cosine_distribution(a: Directions, b: Directions, *, pairwise: bool) -> Cosi
     width = dim if _is_thin(a, b) else dim * dim
     if not pairwise:
         step = max(1, _IN_CACHE // width)
-        parts = [_row_moments(a[i : i + step], b[i : i + step]) for i in range(0, n, step)]
+        parts = [
+            _bounded(_complement(x.mean, x.lost, y.mean, y.lost), _variance(x, y, lambda s, t: (s * t).sum(-1)))
+            for x, y in ((a[i : i + step], b[i : i + step]) for i in range(0, n, step))
+        ]
         return CosineDistribution(*(torch.cat(part) for part in zip(*parts, strict=True)))
     columns = max(1, min(m, _ENTRIES // width))
     rows = max(1, min(n, _ENTRIES // max(width, columns)))
@@ -167,11 +170,6 @@ def cosine_distribution(a: Directions, b: Directions, *, pairwise: bool) -> Cosi
     )
 
 
-def _row_moments(a: Directions, b: Directions) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, variance and complement of row i with row i, shape (N,)."""
-    return _bounded(_complement(a.mean, a.lost, b.mean, b.lost), _variance(a, b, lambda x, y: (x * y).sum(-1)))
-
-
 def _pair_moments(a: Directions, b: Directions) -> tuple[Tensor, Tensor, Tensor]:
     """Return mean, variance and complement of all pairs, shape (N, M)."""
     complement = 1 - a.mean @ b.mean.mT
@@ -179,6 +177,10 @@ def _pair_moments(a: Directions, b: Directions) -> tuple[Tensor, Tensor, Tensor]
         i, j = few.unbind(1)
         complement = complement.index_put((i, j), _complement(a.mean[i], a.lost[i], b.mean[j], b.lost[j]))
     return _bounded(complement, _variance(a, b, lambda x, y: x @ y.mT))
+
+
+def _is_thin(a: Directions, b: Directions) -> bool:
+    return isinstance(a.spread, Diagonal) and isinstance(b.spread, Diagonal)
 
 
 def _complement(a: Tensor, lost_a: Tensor, b: Tensor, lost_b: Tensor) -> Tensor:
@@ -196,21 +198,11 @@ def _bounded(complement: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tens
 
 def _variance(a: Directions, b: Directions, dot: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
     """Return variances; ``dot`` multiplies rows with rows, (N, K) and (M, K), to (N,) or (N, M)."""
-    return (_thin_variance if _is_thin(a, b) else _dense_variance)(a, b, dot)
-
-
-def _is_thin(a: Directions, b: Directions) -> bool:
-    return isinstance(a.spread, Diagonal) and isinstance(b.spread, Diagonal)
-
-
-def _dense_variance(a: Directions, b: Directions, dot: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
-    spread_a, spread_b = a.dense(), b.dense()
-    outer_a, outer_b = (x.mean.unsqueeze(2) * x.mean.unsqueeze(1) for x in (a, b))
-    turned = dot(spread_a.flatten(1), (spread_b + outer_b).flatten(1))
-    return turned + dot(outer_a.flatten(1), spread_b.flatten(1))
-
-
-def _thin_variance(a: Directions, b: Directions, dot: Callable[[Tensor, Tensor], Tensor]) -> Tensor:
+    if not _is_thin(a, b):
+        spread_a, spread_b = a.dense(), b.dense()
+        outer_a, outer_b = (x.mean.unsqueeze(2) * x.mean.unsqueeze(1) for x in (a, b))
+        turned = dot(spread_a.flatten(1), (spread_b + outer_b).flatten(1))
+        return turned + dot(outer_a.flatten(1), spread_b.flatten(1))
     own_a, own_b = a.axis * a.tilt, b.axis * b.tilt
     # m_b^T C_a m_b and m_a^T C_b m_a
     out = dot(a.diagonal, b.mean**2) + 2 * dot(a.axis, b.mean) * dot(a.tilt, b.mean)

@@ -90,20 +90,20 @@ class ZeroShotClassifier:
             raise InputError("labels", "prompts of two classes or more", f"{len(self.classes)} class")
         self.temperature = 1.0
         self._dtype = torch.promote_types(mean.dtype, torch.float32)
-        found = directions("prompts", prompts)
+        of_prompts = directions("prompts", prompts)
         counts = torch.bincount(index, minlength=len(self.classes)).double().unsqueeze(1)
         certain = self._summed(normalize(mean.double())[0], index) / counts
         length = certain.norm(dim=1, keepdim=True)
         if bool((length < _CANCELS).any()):
             which = self.classes[(length[:, 0] < _CANCELS)][:5].tolist()
             raise InputError("prompts", "prompts of a class in one direction", f"opposite ones in {which}")
-        centres = self._summed(found.mean, index) / counts / length
+        centres = self._summed(of_prompts.mean, index) / counts / length
         self._centred = centres - centres.mean(0)
         # Of the prompts only their spread: the means are in the classes.
         self._spread = (
             None
             if isinstance(prompts, Tensor)
-            else replace(found, mean=torch.zeros_like(found.mean), lost=torch.ones_like(found.lost))
+            else replace(of_prompts, mean=torch.zeros_like(of_prompts.mean), lost=torch.ones_like(of_prompts.lost))
         )
         self._index, self._share = index, (1 / (counts * length).square())[index, 0]
 
@@ -165,9 +165,9 @@ class ZeroShotClassifier:
             return float((scaled.logsumexp(1) - scaled.gather(1, place.unsqueeze(1))[:, 0]).mean())
 
         most = math.log(_MOST_TEMPERATURE)
-        found = minimize_scalar(cost, bounds=(-most, most), method="bounded", options={"xatol": 1e-6})
+        best = minimize_scalar(cost, bounds=(-most, most), method="bounded", options={"xatol": 1e-6})
         # The method never tries the ends.
-        self.temperature = math.exp(min((float(found.x), -most, most), key=cost))
+        self.temperature = math.exp(min((float(best.x), -most, most), key=cost))
         return self.temperature
 
     def _logits(self, images: EmbeddingDistribution | Tensor) -> Tensor:
@@ -176,9 +176,9 @@ class ZeroShotClassifier:
         if (mean.device, mean.shape[1]) != (self._centred.device, self._centred.shape[1]):
             wanted = f"D = {self._centred.shape[1]} on {self._centred.device}, as of the prompts"
             raise InputError("images", wanted, f"D = {mean.shape[1]} on {mean.device}")
-        found = directions("images", images)
+        of_images = directions("images", images)
         step = max(1, _ENTRIES // len(self._index))
-        return torch.cat([self._logits_of(found[i : i + step]) for i in range(0, len(mean), step)])
+        return torch.cat([self._logits_of(of_images[i : i + step]) for i in range(0, len(mean), step)])
 
     def _logits_of(self, images: Directions) -> Tensor:
         many = len(self.classes)

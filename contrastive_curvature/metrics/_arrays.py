@@ -32,9 +32,9 @@ def truths(argument: str, value: object, length: int) -> NDArray[np.bool_]:
     return read.astype(bool)
 
 
-def like(given: Array, result: NDArray[Any]) -> Array:
+def like(original: Array, result: NDArray[Any]) -> Array:
     """Return ``result`` as a tensor on the device of ``given``, or as an array, as ``given`` is."""
-    return torch.from_numpy(result).to(given.device) if isinstance(given, Tensor) else result
+    return torch.from_numpy(result).to(original.device) if isinstance(original, Tensor) else result
 
 
 def _numpy(argument: str, value: object, what: str) -> NDArray[Any]:

@@ -53,15 +53,15 @@ def _search(queries: Tensor, gallery: Tensor, k: int, backend: str) -> Tensor:
         return torch.from_numpy(search.kneighbors(queries.numpy(), return_distance=False)).long()
     index = importlib.import_module("faiss").IndexFlatL2(gallery.shape[1])
     index.add(gallery.float().contiguous().numpy())
-    far, found = index.search(queries.float().contiguous().numpy(), min(k + MORE, len(gallery)))
-    candidates = torch.from_numpy(found).long()
+    far, rows = index.search(queries.float().contiguous().numpy(), min(k + MORE, len(gallery)))
+    candidates = torch.from_numpy(rows).long()
     apart, order = squared_distances(queries, gallery, candidates).sort(dim=1, stable=True)
     neighbors = candidates.gather(1, order[:, :k])
     # What faiss has left out is as far as its last candidate, up to rounding in float32: of |x|^2 + |y|^2 - 2 <x, y>.
     size = queries.square().sum(1) + gallery.square().sum(1).max()
     rounding = (2 + gallery.shape[1] ** 0.5) * 2**-22 * size
     unsure = apart[:, k - 1] > torch.from_numpy(far[:, -1]) - rounding
-    if found.shape[1] < len(gallery) and bool(unsure.any()):
+    if rows.shape[1] < len(gallery) and bool(unsure.any()):
         neighbors[unsure] = _search(queries[unsure], gallery, k, "sklearn")
     return neighbors
 
@@ -127,8 +127,8 @@ def nearest_neighbors(
     available = len(searched_gallery) - leave_one_out
     check_k(k, available, f"There are {available} gallery points per query.")
     chosen_backend = _choose_backend(backend, points.dtype == torch.float64)
-    given = [e.detach().to("cpu", torch.float64) for e in ((points,) if leave_one_out else (points, searched_gallery))]
+    wide = [e.detach().to("cpu", torch.float64) for e in ((points,) if leave_one_out else (points, searched_gallery))]
     # For unit vectors the Euclidean order is the cosine order.
-    prepared = _centred(_unit(given) if metric == "cosine" else given)
+    prepared = _centred(_unit(wide) if metric == "cosine" else wide)
     neighbors = _search(prepared[0], prepared[-1], k + leave_one_out, chosen_backend)
     return (_drop_self(neighbors) if leave_one_out else neighbors).to(points.device)

@@ -90,8 +90,8 @@ class BackendContract:
         drawn = self._draw(data)
         truth, size, scale = self._truth(drawn)
         for weights, part in parts_of(drawn[0], truth, data):
-            made, x, y = self._make(drawn, device, weights)
-            check_batch(made, x, y, scale * truth[part][:, part], scale * size)
+            backend, x, y = self._make(drawn, device, weights)
+            check_batch(backend, x, y, scale * truth[part][:, part], scale * size)
 
     @_shared
     @given(data=st.data())
@@ -103,8 +103,8 @@ class BackendContract:
         truth, size, scale = self._truth(drawn)
         step = data.draw(st.integers(1, len(drawn[1])))
         for weights, part in parts_of(drawn[0], truth, data):
-            made, x, y = self._make(drawn, device, weights)
-            check_data(made, batches(x, y, step), scale * truth[part][:, part], scale * size)
+            backend, x, y = self._make(drawn, device, weights)
+            check_data(backend, batches(x, y, step), scale * truth[part][:, part], scale * size)
 
     @_shared
     @given(data=st.data())
@@ -114,8 +114,8 @@ class BackendContract:
         if not fittable(drawn[2]):
             return
         truth, size, scale = self._truth(drawn)
-        made, x, y = self._make(drawn, device, "all", rank=len(truth))
-        check_low_rank(made, [(x, y)], scale * truth, scale * size)
+        backend, x, y = self._make(drawn, device, "all", rank=len(truth))
+        check_low_rank(backend, [(x, y)], scale * truth, scale * size)
 
     @_shared
     @given(data=st.data())
@@ -124,8 +124,8 @@ class BackendContract:
         drawn = self._draw(data, without=self.refused_kron)
         truth, size, scale = self._truth(drawn)
         model, points, case = drawn
-        made, x, y = self._make(drawn, device)
-        factors = made.kron(x, y, N=len(x))[1].kfacs
+        backend, x, y = self._make(drawn, device)
+        factors = backend.kron(x, y, N=len(x))[1].kfacs
         reference = make_backend(ContrastiveGGN, model, x, **self._options(case)).kron(x, y, N=len(x))[1].kfacs
         _check_factors(factors, reference, scale * size)
         if case.options["pd_fix"] in ("positive", "full"):
@@ -146,8 +146,8 @@ class BackendContract:
         drawn = self._draw(data)
         truth = dense_jacobian(drawn[0], drawn[1])
         for weights, part in parts_of(drawn[0], truth.T, data):
-            made, x, _ = self._make(drawn, device, weights)
-            jacobians, outputs = made.jacobians(x)
+            backend, x, _ = self._make(drawn, device, weights)
+            jacobians, outputs = backend.jacobians(x)
             assert near(jacobians.flatten(0, 1), truth[:, part], float(truth.abs().max()))
             assert close(outputs.cpu(), drawn[2].z, tolerance=1e-13)
 
@@ -175,12 +175,12 @@ class BackendContract:
         safe = data.draw(st.sampled_from(({"pd_fix": "psd"}, {"pd_fix": "positive", "distance": "euclidean"})))
         drawn[2].options.update(safe)
         _, size, scale = self._truth(drawn)
-        made, x, y = self._make(drawn, device)
-        full = made.full(x, y, N=len(x))[1]
+        backend, x, y = self._make(drawn, device)
+        full = backend.full(x, y, N=len(x))[1]
         floor = -1e-12 * max(scale * size, float(full.abs().max()))
         assert float(torch.linalg.eigvalsh((full + full.T) / 2).min()) >= floor
-        assert float(made.diag(x, y, N=len(x))[1].min()) >= floor
-        factors = _factors(made, x, y) if drawn[2].options["pd_fix"] == "psd" else None
+        assert float(backend.diag(x, y, N=len(x))[1].min()) >= floor
+        factors = _factors(backend, x, y) if drawn[2].options["pd_fix"] == "psd" else None
         for factor in (f for group in factors or [] for f in group):
             lowest = torch.linalg.eigvalsh((factor + factor.mT) / 2).min()
             assert float(lowest) >= -1e-12 * max(scale * size, float(factor.abs().max()))
@@ -235,16 +235,16 @@ class BackendContract:
         single, y, step = _single(x, device), targets.to(device), data.draw(st.integers(1, len(x)))
         model.to(device, torch.float32)
         for weights, part in parts:
-            made = make_backend(self.backend, model, single, weights, **self._options(case))
+            backend = make_backend(self.backend, model, single, weights, **self._options(case))
             want = scale * truth[part][:, part]
-            check_batch(made, single, y, want, reach, torch.float32)
-            check_data(made, batches(single, y, step), want, reach, torch.float32)
-            jacobians, outputs = made.jacobians(single)
+            check_batch(backend, single, y, want, reach, torch.float32)
+            check_data(backend, batches(single, y, step), want, reach, torch.float32)
+            jacobians, outputs = backend.jacobians(single)
             assert near(jacobians.flatten(0, 1), jacobian[:, part], float(jacobian.abs().max()), torch.float32)
             assert near(outputs, case.z, float(case.z.abs().max()), torch.float32)
         if own is not None and reference is not None:
-            made = make_backend(self.backend, model, single, **self._options(case))
-            _check_factors(made.kron(single, y, N=len(x))[1].kfacs, reference, reach, torch.float32)
+            backend = make_backend(self.backend, model, single, **self._options(case))
+            _check_factors(backend.kron(single, y, N=len(x))[1].kfacs, reference, reach, torch.float32)
 
     @pytest.mark.parametrize("name", sorted(LOSSES))
     @_few
@@ -267,8 +267,8 @@ class BackendContract:
         parts, single, y = parts_of(model, truth, data), _single(x, device), labels.to(device)
         model.to(device, torch.float32)
         for weights, part in parts:
-            made = make_backend(self.backend, model, single, weights, loss=loss, **self.options)
-            check_batch(made, single, y, truth[part][:, part], reach, torch.float32)
+            backend = make_backend(self.backend, model, single, weights, loss=loss, **self.options)
+            check_batch(backend, single, y, truth[part][:, part], reach, torch.float32)
 
     def test_float32_in_float32_out(self, device: str) -> None:
         """Single precision is kept, and as accurate as it can be."""
@@ -278,12 +278,12 @@ class BackendContract:
             model, x = build_network(kind, 2).to(device), make_inputs(kind, 5).to(device)
             exact = make_backend(self.backend, model, x, **self.options).diag(x, y, N=5)[1]
             single = _single(x, device)
-            made = make_backend(self.backend, model.float(), single, **self.options)
-            found = made.diag(single, y, N=5)[1]
-            others = [made.full(single, y, N=5)[1], *made.jacobians(single)]
-            others.append(made.matvec([(single, y)], torch.ones_like(found)))
+            backend = make_backend(self.backend, model.float(), single, **self.options)
+            found = backend.diag(single, y, N=5)[1]
+            others = [backend.full(single, y, N=5)[1], *backend.jacobians(single)]
+            others.append(backend.matvec([(single, y)], torch.ones_like(found)))
             if kind not in self.refused_kron:
-                others += [factor for group in made.kron(single, y, N=5)[1].kfacs for factor in group]
+                others += [factor for group in backend.kron(single, y, N=5)[1].kfacs for factor in group]
             assert all(other.dtype == torch.float32 for other in (found, *others)), kind
             assert close(found.double(), exact, tolerance=1e-4), kind
 
@@ -301,9 +301,9 @@ class BackendContract:
                 for distance in ("arccos", "euclidean"):
                     truth, jacobian = dense_ggn(raw, points, labels, distance=distance), dense_jacobian(raw, points)
                     whole = nn.Sequential(raw, norm).to(device)
-                    made = make_backend(self.backend, whole, x, distance=distance, **self.options)
-                    check_batch(made, x, y, truth, float(truth.abs().max()))
-                    assert near(made.jacobians(x)[0].flatten(0, 1), jacobian, float(jacobian.abs().max())), kind
+                    backend = make_backend(self.backend, whole, x, distance=distance, **self.options)
+                    check_batch(backend, x, y, truth, float(truth.abs().max()))
+                    assert near(backend.jacobians(x)[0].flatten(0, 1), jacobian, float(jacobian.abs().max())), kind
                     raw.cpu()
 
     def test_modules_of_two_names(self, device: str) -> None:
@@ -324,9 +324,9 @@ class BackendContract:
         truth = dense_ggn(model, x, y)
         model, x, y = model.to(device), x.to(device), y.to(device)
         before = _snapshot(model)
-        made = make_backend(self.backend, model, x, **self.options)
+        backend = make_backend(self.backend, model, x, **self.options)
         try:
-            found = made.full(x, y, N=6)[1]
+            found = backend.full(x, y, N=6)[1]
         except UnsupportedError as error:
             assert "ContrastiveGGN" in str(error)  # noqa: PT017  a host may know no modules of the user's
         else:
@@ -343,8 +343,8 @@ class BackendContract:
             blocks = torch.stack([truth[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] for i in range(6)])
             moved = x.to(device), y.to(device)
             chosen = {"pd_fix": "psd", "normalization": normalization, **self.options}
-            made = make_backend(self.backend, model.to(device), moved[0], **chosen)
-            subset = made.fit_subset([moved], 6)[0]
+            backend = make_backend(self.backend, model.to(device), moved[0], **chosen)
+            subset = backend.fit_subset([moved], 6)[0]
             model.cpu()
             scale = 3.0 if normalization == "type" else 1.0
             assert near(subset.factor @ subset.factor.mT, scale * blocks)
@@ -356,26 +356,26 @@ class BackendContract:
         model, x = build_network("tanh", 2).to(device), make_inputs("tanh", 6).to(device)
         for normalization in ("sum", "type", "anchor"):
             chosen = {"normalization": normalization, **self.options}
-            made, other = (make_backend(kind, model, x, **chosen) for kind in (self.backend, ContrastiveGGN))
+            backend, other = (make_backend(kind, model, x, **chosen) for kind in (self.backend, ContrastiveGGN))
             for name in ("diag", "full", "kron"):
-                (loss, found), (want_loss, want) = (getattr(b, name)(x, y, N=11) for b in (made, other))
+                (loss, found), (want_loss, want) = (getattr(b, name)(x, y, N=11) for b in (backend, other))
                 assert close(loss, want_loss)
                 found, want = (h.to_matrix() if name == "kron" else h for h in (found, want))
                 assert close(found, want), name
             value = ContrastiveLoss(normalization=normalization)(model(x).detach(), y)
-            assert close(made.diag(x, y, N=6)[0], (3.0 if normalization == "type" else 1.0) * value)
+            assert close(backend.diag(x, y, N=6)[0], (3.0 if normalization == "type" else 1.0) * value)
             loader = batches(x, y, 4)
             for structure in (Diagonal, Dense, Kron):
-                fit, want_fit = (b.fit(loader, structure) for b in (made, other))
+                fit, want_fit = (b.fit(loader, structure) for b in (backend, other))
                 assert fit.n == want_fit.n == 6
                 assert close(fit.loss, want_fit.loss)
                 assert close(fit.cost, want_fit.cost)
-            factors, wanted = (b.fit(loader, Kron).curvature.plain() for b in (made, other))
+            factors, wanted = (b.fit(loader, Kron).curvature.plain() for b in (backend, other))
             assert all(close(f, g) for a, b in zip(factors, wanted, strict=True) for f, g in zip(a, b, strict=True))
-            whole = made.full(x, y, N=6)[1]
+            whole = backend.full(x, y, N=6)[1]
             with pytest.MonkeyPatch.context() as patch:
                 patch.setattr(pullback, "JACOBIAN_ELEMENTS", 60)
-                check_batch(made, x, y, whole)
+                check_batch(backend, x, y, whole)
 
     def test_leaves_the_encoder_as_it_was(self, device: str) -> None:
         """Parameters, buffers, gradients, modes, hooks and attributes."""
@@ -384,17 +384,17 @@ class BackendContract:
         for kind in self._accepted():
             model, x = build_network(kind, 2).to(device).train(), make_inputs(kind, 5).to(device)
             before = _snapshot(model)
-            made = make_backend(self.backend, model, x, **self.options)
-            found = [made.diag(x, y, N=5)[1], made.full(x, y, N=5)[1], made.jacobians(x)[0]]
+            backend = make_backend(self.backend, model, x, **self.options)
+            found = [backend.diag(x, y, N=5)[1], backend.full(x, y, N=5)[1], backend.jacobians(x)[0]]
             if kind not in self.refused_kron:
-                found += [factor for group in made.kron(x, y, N=5)[1].kfacs for factor in group]
+                found += [factor for group in backend.kron(x, y, N=5)[1].kfacs for factor in group]
             assert not any(tensor.requires_grad for tensor in found)
             assert _same(_snapshot(model), before), kind
             # The backend follows the parameters.
             with torch.no_grad():
                 next(p for p in model.parameters() if p.requires_grad).mul_(1.5)
             fresh = make_backend(self.backend, model, x, **self.options)
-            assert torch.equal(made.diag(x, y, N=5)[1], fresh.diag(x, y, N=5)[1])
+            assert torch.equal(backend.diag(x, y, N=5)[1], fresh.diag(x, y, N=5)[1])
 
     def test_refusals_name_the_backend_that_can(self, device: str) -> None:
         """What a host cannot differentiate is refused before anything is computed."""
@@ -449,10 +449,10 @@ def _check_factors(found: Any, want: Any, reach: float, dtype: torch.dtype = tor
             assert near(f, g, None if k else reach, dtype)
 
 
-def _factors(made: ContrastiveBackend, x: Tensor, y: Tensor) -> list[list[Tensor]] | None:
+def _factors(backend: ContrastiveBackend, x: Tensor, y: Tensor) -> list[list[Tensor]] | None:
     """Return the factors of a backend; ``None`` where it refuses, of which the test of refusals knows."""
     try:
-        return [list(group) for group in made.kron(x, y, N=len(x))[1].kfacs]
+        return [list(group) for group in backend.kron(x, y, N=len(x))[1].kfacs]
     except UnsupportedError:
         return None
 

@@ -102,7 +102,7 @@ def batches(x: Tensor, y: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def check_batch(
-    made: ContrastiveBackend,
+    backend: ContrastiveBackend,
     x: Tensor,
     y: Tensor,
     want: Tensor,
@@ -110,23 +110,23 @@ def check_batch(
     dtype: torch.dtype = torch.float64,
 ) -> None:
     """Compare what a backend gives for a batch with a dense curvature."""
-    assert near(made.diag(x, y, N=len(x))[1], want.diagonal(), reach, dtype)
-    assert near(made.full(x, y, N=len(x))[1], want, reach, dtype)
+    assert near(backend.diag(x, y, N=len(x))[1], want.diagonal(), reach, dtype)
+    assert near(backend.full(x, y, N=len(x))[1], want, reach, dtype)
 
 
 def check_data(
-    made: ContrastiveBackend, loader: Any, want: Tensor, reach: float, dtype: torch.dtype = torch.float64
+    backend: ContrastiveBackend, loader: Any, want: Tensor, reach: float, dtype: torch.dtype = torch.float64
 ) -> None:
     """Compare what a backend gives for a data set, and its products, with a dense curvature."""
-    assert near(made.fit(loader, STRUCTURES["diag"]).curvature.plain(), want.diagonal(), reach, dtype)
-    assert near(made.fit(loader, STRUCTURES["full"]).curvature.plain(), want, reach, dtype)
+    assert near(backend.fit(loader, STRUCTURES["diag"]).curvature.plain(), want.diagonal(), reach, dtype)
+    assert near(backend.fit(loader, STRUCTURES["full"]).curvature.plain(), want, reach, dtype)
     v = torch.linspace(-1, 1, len(want), dtype=torch.float64)
-    assert near(made.matvec(loader, v.to(loader[0][1].device, dtype)), want @ v, reach * len(want), dtype)
+    assert near(backend.matvec(loader, v.to(loader[0][1].device, dtype)), want @ v, reach * len(want), dtype)
 
 
-def check_low_rank(made: ContrastiveBackend, loader: Any, want: Tensor, reach: float) -> None:
+def check_low_rank(backend: ContrastiveBackend, loader: Any, want: Tensor, reach: float) -> None:
     """Compare the eigenpairs that a backend fits with a dense curvature."""
-    vectors, values = made.fit_lowrank(loader).curvature.plain()
+    vectors, values = backend.fit_lowrank(loader).curvature.plain()
     assert close(((vectors * values) @ vectors.T).cpu(), clamped_matrix(want).cpu(), reach, 1e-8)
 
 
@@ -154,8 +154,8 @@ def is_exact(
     if not (fittable(Case(z, labels)) if of_pairs else hessian.derivatives.anchors):
         return
     if loss.pd_fix == "full" and loss.distance == "arccos":
-        found = torch.autograd.functional.hessian(lambda raw: loss(raw, labels), z)
-        output = torch.as_tensor(found).reshape(z.numel(), -1)
+        second = torch.autograd.functional.hessian(lambda raw: loss(raw, labels), z)
+        output = torch.as_tensor(second).reshape(z.numel(), -1)
     else:
         # The parts that a fix leaves have their own oracle: tests/losses.
         output = hessian.dense()
@@ -166,19 +166,19 @@ def is_exact(
     step, x, y = data.draw(st.integers(2, len(z))), points.to(device), labels.to(device)
     loader = batches(x, y, step)
     for weights, part in parts_of(model, truth, data):
-        made = make_backend(backend, model.to(device), x, weights, loss=loss, **more)
+        instance = make_backend(backend, model.to(device), x, weights, loss=loss, **more)
         want = truth[part][:, part]
-        check_batch(made, x, y, want, reach)
+        check_batch(instance, x, y, want, reach)
         if not of_pairs:
             # Pairs are those of the whole data set, candidates those of a batch.
             counted = [(a, b) for a, b in loader if loss.output_hessian(model(a).detach(), b).derivatives.anchors]
-            want = sum((made.full(a, b, N=len(x))[1].cpu() for a, b in counted), start=torch.zeros_like(want))
+            want = sum((instance.full(a, b, N=len(x))[1].cpu() for a, b in counted), start=torch.zeros_like(want))
         if not want.any():
             continue
-        check_data(made, loader, want, reach)
+        check_data(instance, loader, want, reach)
         if isinstance(weights, str) and weights == "all":
-            made = make_backend(backend, model, x, weights, loss=loss, rank=len(want), **more)
-            check_low_rank(made, loader, want, reach)
+            instance = make_backend(backend, model, x, weights, loss=loss, rank=len(want), **more)
+            check_low_rank(instance, loader, want, reach)
     model.cpu()
 
 
@@ -202,7 +202,7 @@ def check_loss(loss: PairLoss | RowLoss, device: str = "cpu") -> None:
     name = type(loss).__name__
     lost = [key for key in loss.arguments() if not hasattr(loss, key)]
     assert not lost, f"{name}.__init__: keep {', '.join(lost)} as attributes of the same names."
-    variants = [made for fix in PDFix for distance in Distance for made in _with(loss, fix, distance)]
+    variants = [variant for fix in PDFix for distance in Distance for variant in _with(loss, fix, distance)]
     draw = torch.Generator().manual_seed(0)
     for _ in range(5):
         _check_terms(loss, draw, device)
@@ -240,8 +240,8 @@ def _check_terms(loss: Any, random: torch.Generator, device: str) -> None:
     roots: tuple[Tensor, ...] = ()
 
     def value(s: Tensor) -> Tensor:
-        made: Tensor = loss._value(s, *masks).sum()
-        return made
+        total: Tensor = loss._value(s, *masks).sum()
+        return total
 
     slope = torch.autograd.functional.jacobian(value, cosine)
     bend = torch.as_tensor(torch.autograd.functional.hessian(value, cosine)).reshape(28, 28)
@@ -258,27 +258,27 @@ def _check_terms(loss: Any, random: torch.Generator, device: str) -> None:
         same = close(some.first, first[:, ::2], 1.0)
         assert same, f"{name}._terms: other derivatives where it is called with some of the columns only."
         slope, bend = slope * kept.unsqueeze(1), bend * kept.repeat_interleave(7).unsqueeze(1)
-    made = torch.zeros_like(bend) if second is None else torch.diag(second.flatten())
+    matrix = torch.zeros_like(bend) if second is None else torch.diag(second.flatten())
     for sign, root in zip(signs, roots, strict=True):
-        made = made + sign * torch.block_diag(*(row[:, None] * row for row in root))
+        matrix = matrix + sign * torch.block_diag(*(row[:, None] * row for row in root))
     size = 1 + float(slope.abs().max()) + float(bend.abs().max())
     assert close(first, slope, size), f"{name}._terms: the first derivatives are not those of _value."
-    assert close(made, bend, size), f"{name}._terms: the second derivatives are not those of _value."
+    assert close(matrix, bend, size), f"{name}._terms: the second derivatives are not those of _value."
     moved = value(cosine + 0.05) if not of_pairs and loss.shift_invariant else value(cosine)
     assert close(moved, value(cosine), size), f"{name}: shift_invariant = True, but another number changes _value."
 
 
-def _check_hessian(loss: Any, z: Tensor, given: dict[str, Any]) -> None:
+def _check_hessian(loss: Any, z: Tensor, source: dict[str, Any]) -> None:
     """Compare the output Hessian with the oracle, which believes the value rule alone."""
     fix, distance = str(loss.pd_fix), str(loss.distance)
     if loss.compares == "anchors":
-        case = AnchorCase(loss, *(mask.to(z) for mask in masks_of(len(z), given.get("labels"), given.get("pairs"))))
+        case = AnchorCase(loss, *(mask.to(z) for mask in masks_of(len(z), source.get("labels"), source.get("pairs"))))
         truth = anchor_hessian(case, z, distance, fix)
     else:
-        truth = dense_output_hessian(z, **given, loss=loss)
-    found = loss.output_hessian(z, given.get("labels"), pairs=given.get("pairs")).dense()
+        truth = dense_output_hessian(z, **source, loss=loss)
+    hessian = loss.output_hessian(z, source.get("labels"), pairs=source.get("pairs")).dense()
     says = f"{type(loss).__name__}: the Hessian with pd_fix={fix!r}, distance={distance!r} is not that of autograd."
-    assert close(found, truth, size_of_terms(loss, z, **given)), says
+    assert close(hessian, truth, size_of_terms(loss, z, **source)), says
 
 
 def size_of_terms(loss: CosineLoss, z: Tensor, labels: Tensor | None = None, pairs: Any = None) -> float:

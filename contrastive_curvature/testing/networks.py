@@ -107,12 +107,12 @@ def build_network(kind: str, dim: int) -> nn.Module:
     Returns:
         The encoder, in float64 and evaluation mode.
     """
-    made = _BUILDERS[kind](dim)
-    for module in made.modules():
+    network = _BUILDERS[kind](dim)
+    for module in network.modules():
         if isinstance(module, nn.BatchNorm1d) and module.running_mean is not None and module.running_var is not None:
             module.running_mean.uniform_(-0.5, 0.5)
             module.running_var.uniform_(0.5, 2)
-    return made.double().eval()
+    return network.double().eval()
 
 
 def make_inputs(kind: str, n: int, generator: torch.Generator | None = None) -> Tensor:

@@ -71,9 +71,9 @@ class BackPackPullback(LayerwisePullback):
         if n and many:
             factor = SignedFactor(cotangents.transpose(0, 1), cotangents.new_ones(many, n))
             (products,) = self._propagate(self._pass(context), factor, CurvatureFactor())
-            for piece, found in zip(self._pieces(out), products, strict=True):
-                if found is not None:
-                    piece.copy_(found.columns.reshape(many, n, -1).transpose(0, 1))
+            for piece, factors in zip(self._pieces(out), products, strict=True):
+                if factors is not None:
+                    piece.copy_(factors.columns.reshape(many, n, -1).transpose(0, 1))
         return out
 
     def diag(self, context: Any, blocks: Blocks) -> Tensor:
@@ -83,18 +83,18 @@ class BackPackPullback(LayerwisePullback):
         for rows in self._host_chunks(*blocks.u.shape):
             run = self._pass(self.slice_context(context, rows))
             (diagonals,) = self._propagate(run, blocks[rows].signed_factor(), DiagCurvature())
-            for piece, found in zip(pieces, diagonals, strict=True):
-                if found is not None:
-                    piece.add_(found.flatten())
+            for piece, diagonal in zip(pieces, diagonals, strict=True):
+                if diagonal is not None:
+                    piece.add_(diagonal.flatten())
         return out
 
     def _pass(self, x: Any) -> Pass:
         if not self._agrees:
             with torch.no_grad():
                 self._compare(x, self.encoder(x))
-        made = _attempt("the network", lambda: Pass(self.hosted, x))
-        self._width = max(self._width, made.width)
-        return made
+        run = _attempt("the network", lambda: Pass(self.hosted, x))
+        self._width = max(self._width, run.width)
+        return run
 
     def _propagate(self, run: Pass, factor: SignedFactor, extension: SignedExtension) -> list[list[Any]]:
         return _attempt(type(extension).__name__, lambda: run.pull(factor, extension))
@@ -142,13 +142,13 @@ class BackPackPullback(LayerwisePullback):
         factor = SignedFactor(v.unsqueeze(0), v.new_ones(1, len(v)))
         products, diagonals = _attempt("a backward pass", lambda: run.pull(factor, CurvatureFactor(), DiagCurvature()))
         sums, squares, diagonal = (torch.zeros_like(wanted) for _ in range(3))
-        for part, square, entry, product, found in zip(
+        for part, square, entry, product, squared in zip(
             self._pieces(sums), self._pieces(squares), self._pieces(diagonal), products, diagonals, strict=True
         ):
-            if product is not None and found is not None:
+            if product is not None and squared is not None:
                 part.copy_(product.columns.sum(0).flatten())
                 square.copy_(product.columns.square().sum(0).flatten())
-                entry.copy_(found.flatten())
+                entry.copy_(squared.flatten())
         # Diagonals go by other rules.
         if not (_close(sums, wanted, 1.0) and _close(diagonal, squares, 1.0)):
             raise UnsupportedError(
@@ -169,10 +169,10 @@ def _attempt(what: str, compute: Callable[[], _T]) -> _T:
         raise UnsupportedError(f"backend BackPACK: {what} fails ({reason}). {ADVICE}") from error
 
 
-def _close(found: Tensor, wanted: Tensor, factor: float) -> bool:
+def _close(computed: Tensor, wanted: Tensor, factor: float) -> bool:
     """Return whether two tensors agree up to a part of the largest entry; not, where there is a NaN."""
     if not wanted.numel():
         return True
     # On a GPU, convolutions and products may be rounded to the ten bits of TF32.
     tolerance = 1e-8 if wanted.dtype == torch.float64 else factor * (1e-2 if wanted.is_cuda else 1e-3)
-    return float((found - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
+    return float((computed - wanted).abs().max()) <= tolerance * float(wanted.abs().max())

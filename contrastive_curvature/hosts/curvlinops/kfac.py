@@ -95,21 +95,21 @@ class CurvlinopsPullback(LayerwisePullback):
     def _all_used(self, context: Any) -> bool:
         with torch.enable_grad():
             z = self._running(context)
-            found = torch.autograd.grad(z.sum(), self.trainable, allow_unused=True)
-        return all(g is not None for g in found)
+            gradients = torch.autograd.grad(z.sum(), self.trainable, allow_unused=True)
+        return all(g is not None for g in gradients)
 
 
 def _layer_positions(encoder: Encoder, x: Inputs) -> dict[str, list[int]]:
     """Return how many positions a point has in each run of a linear or convolutional layer, by the layers' names."""
     named = {m: name for name, m in encoder.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
-    found: dict[str, list[int]] = {name: [] for name in named.values()}
+    positions: dict[str, list[int]] = {name: [] for name in named.values()}
 
     def note(module: Any, _: tuple[Any, ...], out: Tensor) -> None:
-        found[named[module]].append(out[0].numel() // len(module.weight))
+        positions[named[module]].append(out[0].numel() // len(module.weight))
 
     with torch.no_grad(), watched(named, after=note):
         encoder(slice_inputs(x, slice(0, 1)))
-    return found
+    return positions
 
 
 def _why_unknown(encoder: Encoder, positions: dict[str, list[int]]) -> str | None:
@@ -158,14 +158,14 @@ def _own_copy(encoder: Encoder, x: Inputs) -> Encoder | None:
     ``None`` where it cannot be made, or does not run the layers that the encoder runs.
     """
     try:
-        made = private_copy(encoder, backward_hooks=False)
+        copied = private_copy(encoder, backward_hooks=False)
     except Exception:
         return None
-    own = {module for module in made.modules() if any(p.requires_grad for p in module.parameters(recurse=False))}
+    own = {module for module in copied.modules() if any(p.requires_grad for p in module.parameters(recurse=False))}
     ran: set[nn.Module] = set()
     with torch.no_grad(), watched(own, before=lambda module, *_: ran.add(module)):
-        made(x)
-    return made if ran == own else None
+        copied(x)
+    return copied if ran == own else None
 
 
 class _Factored(nn.Module):

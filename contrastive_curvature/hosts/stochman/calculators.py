@@ -118,10 +118,10 @@ class HessianCalculator:
             loss = self._loss(network(x), tuple_indices)
             variables = [x] if self.wrt == "input" else [p for p in network.parameters() if p.requires_grad]
             if not loss.requires_grad or not variables:
-                found: list[Tensor | None] = [None for _ in variables]
+                gradients: list[Tensor | None] = [None for _ in variables]
             else:
-                found = list(torch.autograd.grad(loss, variables, allow_unused=True))
-        filled = [torch.zeros_like(v) if g is None else g for v, g in zip(variables, found, strict=True)]
+                gradients = list(torch.autograd.grad(loss, variables, allow_unused=True))
+        filled = [torch.zeros_like(v) if g is None else g for v, g in zip(variables, gradients, strict=True)]
         return filled[0] if self.wrt == "input" else torch.cat([x.new_zeros(0), *(g.flatten() for g in filled)])
 
     @torch.no_grad()
@@ -187,14 +187,14 @@ def _normalized_from(network: nnj.Sequential, x: Tensor) -> int | None:
     """Return where the layers begin that only normalise or pass on their input, up to the end; ``None`` without any."""
     with torch.no_grad():
         shapes = [value.shape for value in feature_maps(list(network), x[:1])]
-    found = None
+    first = None
     for k in reversed(range(len(network))):
         # Reshaping to the shape that it has already is no work either.
         if shapes[k] != shapes[k + 1] or not isinstance(network[k], (L2Norm, *_NO_OPS)):
             break
         if isinstance(network[k], L2Norm):
-            found = k
-    return found
+            first = k
+    return first
 
 
 def _weight_hessian(
@@ -221,8 +221,8 @@ def _weight_hessian(
         coupled = pullback.coupled_diag if shape == "diagonal" else pullback.coupled_full
         return coupled(context, hessian)
     if speed == "fast":
-        found = _sweep(network, x, hessian, shape, wanted)
-        parts = [found[k] for k in wanted]
+        by_layer = _sweep(network, x, hessian, shape, wanted)
+        parts = [by_layer[k] for k in wanted]
     else:
         parts = [_block(network, k, x, hessian) for k in wanted]
     return torch.cat(parts) if shape == "diagonal" else parts
@@ -230,8 +230,8 @@ def _weight_hessian(
 
 def _block(network: nn.Sequential, k: int, x: Tensor, hessian: OutputHessian) -> Tensor:
     """Return the matrix of the trainable parameters of one layer, by the code for any network."""
-    encoder, mine = Encoder(network, x[:8]), {id(p) for p in network[k].parameters()}
-    names = {name for name, p in encoder.named_parameters() if id(p) in mine and p.requires_grad}
+    encoder, own = Encoder(network, x[:8]), {id(p) for p in network[k].parameters()}
+    names = {name for name, p in encoder.named_parameters() if id(p) in own and p.requires_grad}
     return ModulePullback(encoder, only=names).coupled_full(x, hessian)
 
 
@@ -246,8 +246,8 @@ def _input_hessian(network: nn.Sequential, x: Tensor, hessian: OutputHessian, sh
         curved = torch.einsum("iajb,jbl->iajl", hessian.dense().view(n, dim, n, dim), j)
         return torch.einsum("iak,iajl->ikjl", j, curved).reshape(n * size, n * size)
     if speed == "fast" and len(x) and len(network):
-        found = _sweep(network, x, hessian, shape, [-1])[-1]
-        return found.view_as(x) if shape == "diagonal" else found
+        blocks = _sweep(network, x, hessian, shape, [-1])[-1]
+        return blocks.view_as(x) if shape == "diagonal" else blocks
     j = _input_jacobian(network, x)
     curved = hessian.blocks.matmul(j)
     return (j * curved).sum(1).view_as(x) if shape == "diagonal" else j.mT @ curved

@@ -85,10 +85,10 @@ def find_rule(of: str, layer: nn.Module, x: Tensor, *, diag_inp: bool, diag_out:
     probes = torch.cat([x[:1], drawn])
     reasons = []
     for rule in rules:
-        made = _in_type(rule)
-        reason = _compare(made, layer, probes, of, diag_inp, diag_out)
+        typed = _in_type(rule)
+        reason = _compare(typed, layer, probes, of, diag_inp, diag_out)
         if reason is None:
-            return made
+            return typed
         reasons.append(reason)
     raise RefusedError([*reasons, f"StochMan has no sandwich of its {'parameters' if of == 'weight' else 'inputs'}"][0])
 
@@ -133,18 +133,18 @@ def _compare(rule: Rule, layer: nn.Module, x: Tensor, of: str, diag_inp: bool, d
     truth = (rows * factors * rows).sum(1) if diag_out else rows.mT @ (factors * rows)
     try:
         # Run once more: pooling layers keep the indices of their last run.
-        found = rule(layer, x, layer(x), m)
+        sandwich = rule(layer, x, layer(x), m)
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
         return f"StochMan's rule raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    if not isinstance(found, Tensor) or found.shape != truth.shape:
-        came = tuple(found.shape) if isinstance(found, Tensor) else found
+    if not isinstance(sandwich, Tensor) or sandwich.shape != truth.shape:
+        came = tuple(sandwich.shape) if isinstance(sandwich, Tensor) else sandwich
         return f"StochMan's rule gives {came} where there is {tuple(truth.shape)}"
     tolerance = 1e-8 if val.dtype == torch.float64 else 1e-2 if val.is_cuda else 1e-3
-    if not truth.numel() or bool((found - truth).abs().max() <= tolerance * truth.abs().max()):
+    if not truth.numel() or bool((sandwich - truth).abs().max() <= tolerance * truth.abs().max()):
         return None
-    return f"StochMan's rule is off by {float((found - truth).abs().max() / truth.abs().max()):.0%}"
+    return f"StochMan's rule is off by {float((sandwich - truth).abs().max() / truth.abs().max()):.0%}"
 
 
 def _products(layer: nn.Module, point: Tensor, axes: Tensor, of: str) -> Tensor:
@@ -155,6 +155,6 @@ def _products(layer: nn.Module, point: Tensor, axes: Tensor, of: str) -> Tensor:
         out = torch.func.functional_call(layer, params, (point,))
         wanted = [point] if of == "input" else list(params.values())
         cotangents = axes.clone().reshape(len(axes), *out.shape)
-        found = torch.autograd.grad(out, wanted, cotangents, is_grads_batched=True, allow_unused=True)
+        gradients = torch.autograd.grad(out, wanted, cotangents, is_grads_batched=True, allow_unused=True)
     zeros = [axes.new_zeros(len(axes), v.numel()) for v in wanted]
-    return torch.cat([z if g is None else g.flatten(1) for g, z in zip(found, zeros, strict=True)], 1)
+    return torch.cat([z if g is None else g.flatten(1) for g, z in zip(gradients, zeros, strict=True)], 1)

@@ -113,8 +113,8 @@ class Sweep:
                 maps, here = feature_maps(self.layers, x[rows]), m(rows)
                 for k, layer in reversed(list(enumerate(self.layers))):
                     if k in self._weights:
-                        found = self._weights[k](layer, maps[k], maps[k + 1], here).sum(0)
-                        total[k] = total[k] + found if k in total else found
+                        curvature = self._weights[k](layer, maps[k], maps[k + 1], here).sum(0)
+                        total[k] = total[k] + curvature if k in total else curvature
                     if k in self._inputs:
                         here = self._inputs[k](layer, maps[k], maps[k + 1], here)
                 ends.append(here)
@@ -157,8 +157,8 @@ class StochManPullback(LayerwisePullback):
             if self._sweep is None and not self.reasons:
                 self._plan(context)
             if self._sweep is not None:
-                found = self._sweep.run(context, lambda rows: blocks[rows].dense())
-                return torch.cat([found[k] for k in sorted(found)])
+                by_layer = self._sweep.run(context, lambda rows: blocks[rows].dense())
+                return torch.cat([by_layer[k] for k in sorted(by_layer)])
         return super().diag(context, blocks)
 
     def _plan(self, x: Tensor) -> None:
@@ -190,10 +190,10 @@ def owners(layers: Iterable[nn.Module]) -> list[int]:
 
 def _raw_leaves(encoder: Encoder) -> list[tuple[str, nn.Module]]:
     """Return the layers up to the raw outputs, without the normalisation that the encoder looks through."""
-    found = list(leaves(encoder.model))
+    every = list(leaves(encoder.model))
     if encoder.normalization is None:
-        return found
-    runs = [k for k, (_, leaf) in enumerate(found) if leaf is encoder.normalization]
+        return every
+    runs = [k for k, (_, leaf) in enumerate(every) if leaf is encoder.normalization]
     if len(runs) <= encoder.place.run:
         refuse("", encoder.normalization, "normalises the outputs in the midst of another layer")
-    return found[: runs[encoder.place.run]]
+    return every[: runs[encoder.place.run]]
