@@ -13,7 +13,7 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.decisions.fitted import Fitted, clopper_pearson, percent, refuse_reversed
 from contrastive_curvature.errors import InputError, InputTypeError
-from contrastive_curvature.metrics._arrays import Array, like, numbers, truths
+from contrastive_curvature.metrics._checks import Array, like, numbers, truths
 
 
 class MatchThreshold(Fitted):
@@ -100,11 +100,11 @@ class MatchThreshold(Fitted):
         refuse_reversed("scores", impostor, genuine, "higher for pairs of one class")
         apart = None
         if persons is not None:
-            apart, found = _apart(impostor, persons[~so])
+            apart, people = _apart(impostor, persons[~so])
             few = math.ceil(2 / rate - 1e-9)
-            if found < few:
+            if people < few:
                 msg = (
-                    f"groups: {found:,} pairs of persons are few for a false match rate of {rate:g}, which may be "
+                    f"groups: {people:,} pairs of persons are few for a false match rate of {rate:g}, which may be "
                     f"exceeded; the intervals may be too narrow. Take at least {few:,} (all pairs among "
                     f"{math.ceil(0.5 + math.sqrt(0.25 + 2 * few)):,} persons), or a larger rate."
                 )

@@ -12,7 +12,7 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.decisions.fitted import Fitted, percent, refuse_reversed
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.metrics._arrays import Array, like, numbers, truths
+from contrastive_curvature.metrics._checks import Array, like, numbers, truths
 
 _TWO_STARTS = 4
 """With so many times the queries that a first test accepts, a second one starts at half (docs/decisions.md)."""

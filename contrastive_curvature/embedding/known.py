@@ -124,10 +124,8 @@ def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = N
 def feature_norms(phi: Tensor) -> Tensor:
     """Return the norms (B,) of features, float64."""
     # In chunks that stay in the cache; the conversion within vector_norm is several times slower.
-    step = max(1, _CACHED // max(1, phi.shape[1]))
-    if len(phi) <= step:
-        return torch.linalg.vector_norm(phi.double(), dim=1)
-    return torch.cat([feature_norms(rows) for rows in phi.split(step)])
+    chunks = phi.split(max(1, _CACHED // max(1, phi.shape[1])))
+    return torch.cat([torch.linalg.vector_norm(rows.double(), dim=1) for rows in chunks])
 
 
 def measure(embedding: EmbeddingDistribution, phi: Tensor | None, gaussians: TrainingGaussians | None) -> Tensor:

@@ -19,6 +19,7 @@ from contrastive_curvature.hedged.match import (
     stratified_samples,
 )
 from contrastive_curvature.triplet.divergence import excess
+from contrastive_curvature.triplet.loss import reduced
 from contrastive_curvature.triplet.moments import check_pair
 from contrastive_curvature.vmf.checks import broadcast_batch, same_dim
 
@@ -52,7 +53,7 @@ def soft_contrastive_loss(
     """
     logits = match_logits(z1, z2, a, b)
     so = _check_matches(matches, logits.shape)
-    return _reduced(-logsigmoid(torch.where(so, logits, -logits)), reduction)
+    return reduced(-logsigmoid(torch.where(so, logits, -logits)), reduction, "pairs", "pair")
 
 
 def hard_contrastive_loss(
@@ -88,7 +89,7 @@ def hard_contrastive_loss(
     between = first - second
     so = _check_matches(matches, between.shape[:-1])
     far = (margin - torch.linalg.vector_norm(between, dim=-1)).clamp(min=0)
-    return _reduced(torch.where(so, between.square().sum(-1), far.square()), reduction)
+    return reduced(torch.where(so, between.square().sum(-1), far.square()), reduction, "pairs", "pair")
 
 
 def kl_bound(mean: Tensor, variance: Tensor) -> Tensor:
@@ -170,10 +171,10 @@ def match_loss(
     so = _check_matches(matches, logits.shape[:-2])
     log_probabilities = logsigmoid(torch.where(so[..., None, None], logits, -logits))
     if average == "log":
-        return _reduced(-log_probabilities.mean((-2, -1)), reduction)
+        return reduced(-log_probabilities.mean((-2, -1)), reduction, "pairs", "pair")
     # The mean of the probabilities may underflow.
     pairs = logits.shape[-1] * logits.shape[-2]
-    return _reduced(math.log(pairs) - torch.logsumexp(log_probabilities, (-2, -1)), reduction)
+    return reduced(math.log(pairs) - torch.logsumexp(log_probabilities, (-2, -1)), reduction, "pairs", "pair")
 
 
 def vib_objective(
@@ -223,7 +224,7 @@ def vib_objective(
         both = kl_bound(mean1, variance1) + kl_bound(mean2, variance2)
     else:
         both = kl_estimate(samples1, mean1, variance1) + kl_estimate(samples2, mean2, variance2)
-    return _reduced(losses + kl_weight * both, reduction)
+    return reduced(losses + kl_weight * both, reduction, "pairs", "pair")
 
 
 def _mixture(name: str, value: object) -> tuple[Tensor, Tensor]:
@@ -243,13 +244,3 @@ def _check_matches(matches: object, batch: torch.Size) -> Tensor:
     if not fits:
         raise InputError("matches", f"a shape that broadcasts to {tuple(batch)}", tuple(matches.shape))
     return matches.expand(batch)
-
-
-def _reduced(losses: Tensor, reduction: str) -> Tensor:
-    """Return the mean or the sum of the losses, or the losses themselves."""
-    validate.choice("reduction", reduction, ("mean", "sum", "none"))
-    if reduction == "none":
-        return losses
-    if reduction == "mean" and not losses.numel():
-        raise InputError("pairs", "at least one pair", "none", 'Or reduction="sum".')
-    return losses.mean() if reduction == "mean" else losses.sum()

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.metrics._arrays import Array, like, numbers, truths
+from contrastive_curvature.metrics._checks import Array, like, numbers, truths
 
 
 class DetCurve(NamedTuple):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any, cast
 
@@ -10,23 +12,24 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError
+from contrastive_curvature.errors import DivergenceError, InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.fit.readers import as_batch
 from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
+from contrastive_curvature.laplace.options import given_options
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, tokenized, tokenized_batch
 from contrastive_curvature.network.loader import read_views
 from contrastive_curvature.online.discount import DiscountedCurvature
-from contrastive_curvature.online.options import batch_options, check_options, described
 from contrastive_curvature.online.posterior import OnlinePosterior
 from contrastive_curvature.online.sampled import AllParameters, LastLayer, SampledEncoder
 from contrastive_curvature.options import Normalization
 from contrastive_curvature.pairs import Pairs
+from contrastive_curvature.structures import STRUCTURES
 from contrastive_curvature.structures.finite import all_finite
 
 Miner = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
@@ -109,7 +112,7 @@ class OnlineLaplace(nn.Module):
         super().__init__()
         if not isinstance(encoder, nn.Module):
             raise InputTypeError("encoder", "a torch.nn.Module", f"a {type(encoder).__name__}")
-        check_options(memory_factor, n_samples, n_data, subset_of_weights, hessian_structure)
+        _check_options(memory_factor, n_samples, n_data, subset_of_weights, hessian_structure)
         numbers = {
             "prior_precision": prior_precision,
             "temperature": temperature,
@@ -132,7 +135,7 @@ class OnlineLaplace(nn.Module):
             n_data,
             subset_of_weights,
             hessian_structure,
-            {"backend": backend, "backend_kwargs": batch_options(backend_kwargs)},
+            {"backend": backend, "backend_kwargs": _batch_options(backend_kwargs)},
             **numbers,
         )
         la = self._posterior.sampling
@@ -284,3 +287,64 @@ class OnlineLaplace(nn.Module):
 def _mined(miner: Miner | None, raw: Tensor, labels: Any, pairs: Any) -> Any:
     """Return the pairs that a miner selects; without one, those that were given."""
     return pairs if miner is None else miner(normalize(raw)[0], labels)
+
+
+def _check_options(
+    memory_factor: float, n_samples: object, n_data: int, subset_of_weights: object, hessian_structure: object
+) -> None:
+    """Check the options of the posterior and of its discounted sum.
+
+    Raises:
+        InputError: An option is unknown or out of range.
+        UnsupportedError: The structure has no discounted sum.
+    """
+    if validate.number("memory_factor", memory_factor) >= 1:
+        hint = "It is the fraction that a step forgets; hessian_memory_factor=0.999 of the released code is 0.001 here."
+        raise InputError("memory_factor", "a number in [0, 1)", memory_factor, hint)
+    validate.count("n_samples", n_samples)
+    if validate.count("n_data", n_data) < 2:
+        raise InputError("n_data", "a whole number of at least 2", n_data)
+    without_sums = ("gp", *(name for name, kind in STRUCTURES.items() if not kind.adds))
+    if subset_of_weights == "subnetwork" or hessian_structure in without_sums:
+        raise UnsupportedError(
+            f"subset_of_weights={subset_of_weights!r}, hessian_structure={hessian_structure!r}: curvatures of batches "
+            "cannot be added up in this form. Use 'last_layer' or 'all' with 'diag', 'full' or 'kron'; after "
+            "training, Laplace(online.encoder, likelihood='contrastive', ...) fits any structure post hoc."
+        )
+    validate.choice("subset_of_weights", subset_of_weights, ("last_layer", "all"))
+    known = tuple(name for name, kind in STRUCTURES.items() if kind.adds and subset_of_weights in kind.weights)
+    validate.choice("hessian_structure", hessian_structure, known)
+
+
+def _batch_options(backend_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the options of the curvature of a batch, the only pairs and points that a training step sees.
+
+    Raises:
+        InputError: An option asks for others.
+    """
+    options = given_options(backend_kwargs)
+    if getattr(options.get("loss"), "compares", "pairs") == "pairs":
+        options = {"pairs": "batch", **options}
+    later = "A training step sees no others; la.fit(loader) after training takes those of the data set."
+    samples = "A step has few points, and an interrupted training could not go on with the same samples."
+    for name, only, hint in (("pairs", "batch", later), ("mc_samples", None, samples)):
+        if options.get(name) not in (None, only):
+            wanted = "nothing in training" if only is None else f"{only!r} or nothing"
+            raise InputError(f"backend_kwargs: {name}", wanted, repr(options[name]), hint)
+    return options
+
+
+def described(value: object) -> str:
+    """Describe a setting in one line, to recognise it in a saved state.
+
+    A function is described by its name, without global variables and closures. An object or a module is described by
+    its type and by those constructor arguments that it stores under the same name.
+    """
+    # Without addresses in memory, which the next run of a program does not have.
+    text = " ".join(re.sub(r" at 0x[0-9a-fA-F]+", "", repr(value)).split())
+    kind = type(value)
+    if kind.__repr__ not in (object.__repr__, nn.Module.__repr__):
+        return text
+    arguments = {name: getattr(value, name, None) for name in inspect.signature(kind.__init__).parameters}
+    stored = {name: found for name, found in arguments.items() if isinstance(found, (str, bool, int, float))}
+    return f"{text} with {stored}"

@@ -29,8 +29,8 @@ from contrastive_curvature.structures.finite import clamped_matrix
 from contrastive_curvature.testing.cases import Case, close
 from contrastive_curvature.testing.networks import build_network, make_inputs
 from contrastive_curvature.testing.oracle import (
-    AnchorCase,
     anchor_hessian,
+    anchor_value,
     dense_jacobian,
     dense_output_hessian,
     masks_of,
@@ -272,8 +272,8 @@ def _check_hessian(loss: Any, z: Tensor, source: dict[str, Any]) -> None:
     """Compare the output Hessian with the oracle, which believes the value rule alone."""
     fix, distance = str(loss.pd_fix), str(loss.distance)
     if loss.compares == "anchors":
-        case = AnchorCase(loss, *(mask.to(z) for mask in masks_of(len(z), source.get("labels"), source.get("pairs"))))
-        truth = anchor_hessian(case, z, distance, fix)
+        masks = (mask.to(z) for mask in masks_of(len(z), source.get("labels"), source.get("pairs")))
+        truth = anchor_hessian(anchor_value(loss, *masks), z, distance, fix)
     else:
         truth = dense_output_hessian(z, **source, loss=loss)
     hessian = loss.output_hessian(z, source.get("labels"), pairs=source.get("pairs")).dense()

@@ -276,8 +276,8 @@ def dense_ggn(model: nn.Module, x: Any, labels: Tensor | None = None, **options:
     return jacobian.T @ h @ jacobian
 
 
-class AnchorCase:
-    """A loss of anchors at N points, as a function of their (N, N) cosines.
+def anchor_value(loss: Any, positive: Tensor, negative: Tensor) -> Callable[[Tensor], Tensor]:
+    """Return a loss of anchors as a function of (N, N) cosines, which are taken for independent of each other.
 
     Args:
         loss: The loss; its value rule is believed, its derivatives are not.
@@ -285,29 +285,20 @@ class AnchorCase:
         negative: Which are negatives.
     """
 
-    def __init__(self, loss: Any, positive: Tensor, negative: Tensor) -> None:
-        self.loss, self.positive, self.negative = loss, positive, negative
+    def value(cosine: Tensor) -> Tensor:
+        total, terms = cosine.sum() * 0, 0.0
+        for s, p, n in zip(cosine, positive, negative, strict=True):
+            row = s[None], p[None], n[None]
+            count = float(loss._counts_at(s[None].detach(), *row[1:]))
+            if count > 0:
+                total, terms = total + loss._value(*row).sum(), terms + count
+        return total / terms if loss.averages and terms else total
 
-    def __call__(self, cosine: Tensor) -> Tensor:
-        """The loss at cosines (N, N) that are taken for independent of each other."""
-        return _cosine_value(self.loss, cosine, self.positive, self.negative)
-
-
-def _cosine_value(loss: Any, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-    """Return the loss, anchor by anchor."""
-    total, terms = cosine.sum() * 0, 0.0
-    for s, p, n in zip(cosine, positive, negative, strict=True):
-        row = s[None], p[None], n[None]
-        count = float(loss._counts_at(s[None].detach(), *row[1:]))
-        if count > 0:
-            total, terms = total + loss._value(*row).sum(), terms + count
-    if not loss.averages:
-        return total
-    return total / terms if terms else total
+    return value
 
 
-def anchor_hessian(case: AnchorCase, z: Tensor, distance: str, pd_fix: str) -> Tensor:
-    """Hessian (N D, N D) with respect to raw outputs, by autograd.
+def anchor_hessian(value: Callable[[Tensor], Tensor], z: Tensor, distance: str, pd_fix: str) -> Tensor:
+    """Hessian (N D, N D) of an :func:`anchor_value` with respect to raw outputs (N, D), by autograd.
 
     ``full`` is the Hessian of the loss. ``euclidean`` writes the cosine as ``1 - |u - v|^2 / 2`` of free vectors and
     leaves the second derivative of the normalisation out. ``ggn`` is the second derivative in the cosines between the
@@ -325,24 +316,24 @@ def anchor_hessian(case: AnchorCase, z: Tensor, distance: str, pd_fix: str) -> T
             return u @ u.T
         return 1 - (u.unsqueeze(1) - u.unsqueeze(0)).square().sum(2) / 2
 
-    def of_outputs(value: Callable[[Tensor], Tensor]) -> Tensor:
+    def of_outputs(curve: Callable[[Tensor], Tensor]) -> Tensor:
         if distance == "arccos":
-            return torch.as_tensor(hessian(lambda raw: value(cosines(unit(raw))), z)).reshape(n * dim, n * dim)
+            return torch.as_tensor(hessian(lambda raw: curve(cosines(unit(raw))), z)).reshape(n * dim, n * dim)
         jacobian = torch.autograd.functional.jacobian(unit, z).reshape(n * dim, n * dim)
-        inner = torch.as_tensor(hessian(lambda u: value(cosines(u)), unit(z))).reshape(n * dim, n * dim)
+        inner = torch.as_tensor(hessian(lambda u: curve(cosines(u)), unit(z))).reshape(n * dim, n * dim)
         return jacobian.T @ inner @ jacobian
 
     at = (unit(z) @ unit(z).T).detach()
     spread = torch.autograd.functional.jacobian(lambda raw: unit(raw) @ unit(raw).T, z).reshape(n * n, n * dim)
-    second = spread.T @ torch.as_tensor(hessian(case, at)).reshape(n * n, n * n) @ spread
+    second = spread.T @ torch.as_tensor(hessian(value, at)).reshape(n * n, n * n) @ spread
     if pd_fix in ("ggn", "ggn_fixed"):
         out = second
     elif pd_fix == "positive":
-        slope = torch.autograd.functional.jacobian(case, at)
+        slope = torch.autograd.functional.jacobian(value, at)
         attracting = (-(slope + slope.T)).clamp(min=0)
         out = of_outputs(lambda s: -(attracting * s).sum() / 2) + second
     else:
-        out = of_outputs(case)
+        out = of_outputs(value)
     if pd_fix == "psd_parts":
         return diagonal_blocks(out - second, dim, projected=True) + diagonal_blocks(second, dim)
     if pd_fix in ("fixed", "psd", "ggn_fixed"):

@@ -105,8 +105,14 @@ def bayesian_triplet_loss(
             directed = (Directed(one.mean, spread_of(kappa, one.mean.shape[-1])) for one, kappa in (a, p, n))
             of_tau = moments_of_vmf(*directed)
     losses = kl_weight * (divergences[0] + divergences[1] + divergences[2]) - log_probability_with(of_tau, margin)
+    return reduced(losses, reduction, "anchor, positive, negative", "triplet").to(dtype)
+
+
+def reduced(losses: Tensor, reduction: str, argument: str, what: str) -> Tensor:
+    """Return the mean or the sum of the losses, or the losses themselves."""
+    validate.choice("reduction", reduction, ("mean", "sum", "none"))
+    if reduction == "none":
+        return losses
     if reduction == "mean" and not losses.numel():
-        raise InputError("anchor, positive, negative", "at least one triplet", "none", 'Or reduction="sum".')
-    if reduction != "none":
-        losses = losses.mean() if reduction == "mean" else losses.sum()
-    return losses.to(dtype)
+        raise InputError(argument, f"at least one {what}", "none", 'Or reduction="sum".')
+    return losses.mean() if reduction == "mean" else losses.sum()

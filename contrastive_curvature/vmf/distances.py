@@ -54,17 +54,12 @@ def common_dtype(**tensors: Tensor) -> torch.dtype:
     return functools.reduce(torch.promote_types, (t.dtype for t in tensors.values()))
 
 
-def _within(value: Tensor, low: float, high: float) -> Tensor:
-    """Clamp the value and not the gradient.
-
-    A cosine that rounds above 1 belongs to two directions that are close, whose gradient is small and not zero.
-    """
-    return value + (value.clamp(low, high) - value).detach()
-
-
 def versine(cosine: Tensor) -> Tensor:
     """Return ``1 - cosine`` in [0, 2]."""
-    return _within(1 - cosine, 0.0, 2.0)
+    value = 1 - cosine
+    # The value is clamped and not the gradient: a cosine that rounds above 1 is one of two directions that are close,
+    # whose gradient is small and not zero.
+    return value + (value.clamp(0.0, 2.0) - value).detach()
 
 
 def row_kappas(name: str, value: object, directions: Tensor) -> Tensor:

@@ -105,8 +105,8 @@ def _checked_spread(mean: Tensor, variance: Tensor | None, covariance: Tensor | 
     if (variance is None) == (covariance is None):
         received = "neither" if variance is None else "both"
         raise InputError("variance, covariance", "exactly one of the two", received)
-    name, given = ("variance", variance) if covariance is None else ("covariance", covariance)
-    checked = validate.real(name, given)
+    name, value = ("variance", variance) if covariance is None else ("covariance", covariance)
+    checked = validate.real(name, value)
     wanted = tuple(mean.shape) if covariance is None else (*mean.shape, mean.shape[-1])
     if tuple(checked.shape) != wanted:
         raise InputError(name, f"shape {wanted} to fit mean {tuple(mean.shape)}", tuple(checked.shape))

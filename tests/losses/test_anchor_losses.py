@@ -25,7 +25,7 @@ from contrastive_curvature.losses import row_derivatives, triplet_hinge
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.losses.sides import joined_towers
 from contrastive_curvature.pairs import relation
-from contrastive_curvature.testing.oracle import AnchorCase, anchor_hessian, masks_of
+from contrastive_curvature.testing.oracle import anchor_hessian, anchor_value, masks_of
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -169,7 +169,7 @@ def test_value_is_that_of_a_loop_over_anchors(name: str, case: Case, data: st.Da
 def test_output_hessian_equals_autograd(name: str, case: Case, data: st.DataObject, device: str) -> None:
     loss = draw_loss(data, name)
     case = as_pairs(loss, case)
-    moved, value = case.to(device), AnchorCase(loss, *masks_of(len(case.z), case.labels, case.pairs))
+    moved, value = case.to(device), anchor_value(loss, *masks_of(len(case.z), case.labels, case.pairs))
     truth = anchor_hessian(value, case.z, str(loss.distance), str(loss.pd_fix))
     want, floor = float(value(unit(case.z) @ unit(case.z).T)), 1e-3 * size_of(loss, case.z, **case.given)
     for small in (False, True):
@@ -242,7 +242,7 @@ def test_partners_and_targets(n: int, seed: int, soft: bool, data: st.DataObject
     else:
         pairs = (torch.arange(n) + 1 + torch.randint(0, n - 1, (n,), generator=generator)) % n
         positive = F.one_hot(pairs, n).double()
-    value = AnchorCase(loss, positive, (positive == 0) * others)
+    value = anchor_value(loss, positive, (positive == 0) * others)
     found = loss.output_hessian(z.to(device), pairs=pairs.to(device))
     check_hessian(found, anchor_hessian(value, z, str(loss.distance), str(loss.pd_fix)), size_of(loss, z, pairs=pairs))
     want = float(value(unit(z) @ unit(z).T))

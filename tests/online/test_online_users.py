@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from benchmarks.experiments.data.places import WithinMetres
-from contrastive_curvature.online.options import described
+from contrastive_curvature.online.learner import described
 
 
 def data(device: str) -> tuple[Tensor, Tensor]:

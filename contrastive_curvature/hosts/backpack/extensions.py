@@ -111,11 +111,11 @@ class _SignedModule(ModuleExtension):
 
     def _parameter(self, name: str, rule: _Rule) -> Callable[..., Any]:
         def compute(_: Any, module: Any, *arguments: Any) -> Any:
-            found = [rule(self.derivatives, module, name, factor) for factor in arguments[-1].values()]
-            if isinstance(found[0], SignedFactor):
-                columns = torch.cat([each.columns for each in found])
-                return SignedFactor(columns.detach(), torch.cat([each.signs for each in found]))
-            return sum(found[1:], start=found[0]).detach()
+            of_losses = [rule(self.derivatives, module, name, factor) for factor in arguments[-1].values()]
+            if isinstance(of_losses[0], SignedFactor):
+                columns = torch.cat([each.columns for each in of_losses])
+                return SignedFactor(columns.detach(), torch.cat([each.signs for each in of_losses]))
+            return sum(of_losses[1:], start=of_losses[0]).detach()
 
         return compute
 
@@ -138,8 +138,8 @@ def _parameter_products(derivatives: Any, module: Any, name: str, columns: Tenso
     if isinstance(module, (nn.Conv1d, nn.Conv2d)) and name == "weight" and module.groups == 1:
         # BackPACK's own rule convolves with one group a column, point and channel, which is slow.
         x = derivatives.get_unfolded_input(module)
-        found = torch.einsum(f"cnot,nkt->c{'' if sum_batch else 'n'}ok", columns.flatten(3), x)
-        return found.reshape(*found.shape[:-2], *module.weight.shape)
+        products = torch.einsum(f"cnot,nkt->c{'' if sum_batch else 'n'}ok", columns.flatten(3), x)
+        return products.reshape(*products.shape[:-2], *module.weight.shape)
     return derivatives.param_mjp(name, module, None, None, columns, sum_batch=sum_batch)
 
 

@@ -151,12 +151,13 @@ class Pass:
             setattr(twin, f"input{k}", a)
         twin.output = out
         self._made[id(out)] = out, out._version
-        out.register_hook(lambda gradient: self._extend(twin, gradient))
 
-    def _extend(self, twin: nn.Module, gradient: Tensor) -> None:
-        with torch.no_grad():
+        @torch.no_grad()
+        def extend(gradient: Tensor) -> None:
             for extension in self._extensions:
                 extension(twin, None, (gradient,))
+
+        out.register_hook(extend)
 
     def _check_other(self, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         changed = not isinstance(out, Tensor) or (out.requires_grad and id(out) not in self._made)
@@ -181,14 +182,14 @@ class Pass:
 def _copied(encoder: Encoder) -> Encoder:
     """Return a copy without the hooks of BackPACK, which would store and compute for the user."""
     try:
-        made = private_copy(encoder, backward_hooks=False)
+        copied = private_copy(encoder, backward_hooks=False)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnsupportedError(
             f"backend BackPACK: {type(encoder.model).__name__} cannot be copied ({reason}). {ADVICE}"
         ) from error
-    for module in made.modules():
+    for module in copied.modules():
         # As it was written: a compiled module calls no layers.
         if type(module).__name__ == "OptimizedModule":
             vars(module)["forward"] = module.get_submodule("_orig_mod").__call__
-    return made
+    return copied

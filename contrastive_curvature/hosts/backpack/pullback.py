@@ -80,7 +80,12 @@ class BackPackPullback(LayerwisePullback):
         """See :meth:`Pullback.diag`; without a Jacobian of any point."""
         out = blocks.u.new_zeros(self.n_params)
         pieces = self._pieces(out)
-        for rows in self._host_chunks(*blocks.u.shape):
+        # A layer that is not linear makes a gradient of every point and column: chunks keep these within bounds.
+        owners = [m for m in self.hosted.layers if not isinstance(m, nn.Linear)]
+        gradients = [p.numel() for m in owners for p in m.parameters(recurse=False) if p.requires_grad]
+        n, dim = blocks.u.shape
+        step = max(1, pullback.JACOBIAN_ELEMENTS // max(1, dim * max(self._width, 1, *gradients)))
+        for rows in (slice(start, min(start + step, n)) for start in range(0, n, step)):
             run = self._pass(self.slice_context(context, rows))
             (diagonals,) = self._propagate(run, blocks[rows].signed_factor(), DiagCurvature())
             for piece, diagonal in zip(pieces, diagonals, strict=True):
@@ -102,14 +107,6 @@ class BackPackPullback(LayerwisePullback):
     def _pieces(self, flat: Tensor) -> list[Tensor]:
         """Return views of the last axis, one a parameter."""
         return list(flat.split([p.numel() for p in self.hosted.params], dim=-1))
-
-    def _host_chunks(self, n: int, dim: int) -> list[slice]:
-        """Return chunks of points whose columns at a layer stay within bounds."""
-        # Other layers than linear ones make a gradient of every point and column.
-        owners = [m for m in self.hosted.layers if not isinstance(m, nn.Linear)]
-        gradients = [p.numel() for m in owners for p in m.parameters(recurse=False) if p.requires_grad]
-        size = max(1, pullback.JACOBIAN_ELEMENTS // max(1, dim * max(self._width, 1, *gradients)))
-        return [slice(k, min(k + size, n)) for k in range(0, n, size)]
 
     def _compare(self, x: Inputs, z: Tensor) -> None:
         """Compare outputs and products with autograd's on the first batch.

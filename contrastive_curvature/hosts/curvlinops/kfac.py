@@ -85,18 +85,16 @@ class CurvlinopsPullback(LayerwisePullback):
         if blocks.is_psd():
             few = self.slice_context(context, slice(0, 1))
             positions = _layer_positions(self.encoder, few)
-            # An unused layer has no gradient, which the host's backward pass trips over.
-            if _why_unknown(self.encoder, positions) is None and self._all_used(few):
-                own = _own_copy(self.encoder, few)
+            if _why_unknown(self.encoder, positions) is None:
+                with torch.enable_grad():
+                    z = self._running(few)
+                    gradients = torch.autograd.grad(z.sum(), self.trainable, allow_unused=True)
+                # An unused layer has no gradient, which the host's backward pass trips over.
+                used = all(gradient is not None for gradient in gradients)
+                own = _own_copy(self.encoder, few) if used else None
                 if own is not None:
                     return _host_factors(own, context, blocks, positions)
         return super().kron(context, blocks)
-
-    def _all_used(self, context: Any) -> bool:
-        with torch.enable_grad():
-            z = self._running(context)
-            gradients = torch.autograd.grad(z.sum(), self.trainable, allow_unused=True)
-        return all(g is not None for g in gradients)
 
 
 def _layer_positions(encoder: Encoder, x: Inputs) -> dict[str, list[int]]:

@@ -100,8 +100,13 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         shapes = [tuple(p.shape) for p in self._pullback.params.values()]
         chosen = [shapes[k] for k in self._order]
         super().__init__(chosen, chosen)
-        if check_deterministic:
-            self._check_deterministic()
+        if not check_deterministic:
+            return
+        v = torch.randn(self.shape[1], generator=torch.Generator().manual_seed(0), dtype=self._dtype).to(self._device)
+        first_time, second_time = self @ v, self @ v
+        if not torch.allclose(first_time, second_time, rtol=5e-5, atol=1e-6 * float(first_time.abs().max())):
+            hint = "Turn off what is random in the data, or pass check_deterministic=False."
+            raise InputError("data", "the same product twice", "two different ones", hint)
 
     @property
     def device(self) -> torch.device:
@@ -177,14 +182,6 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         first, second = batch[0] if isinstance(batch[0], (tuple, list)) else batch[:2]
         return first, second
 
-    def _check_deterministic(self) -> None:
-        generator = torch.Generator().manual_seed(0)
-        v = torch.randn(self.shape[1], generator=generator, dtype=self._dtype).to(self._device)
-        first, second = self @ v, self @ v
-        if not torch.allclose(first, second, rtol=5e-5, atol=1e-6 * float(first.abs().max())):
-            hint = "Turn off what is random in the data, or pass check_deterministic=False."
-            raise InputError("data", "the same product twice", "two different ones", hint)
-
 
 def _take(encoder: Encoder, params: Sequence[nn.Parameter] | None) -> tuple[ModulePullback, list[int]]:
     """The pullback to some parameters, and the place of each of them in it."""
@@ -198,9 +195,8 @@ def _take(encoder: Encoder, params: Sequence[nn.Parameter] | None) -> tuple[Modu
         hint = "Set requires_grad for those that should count."
         raise InputError("params", "parameters of the model that require gradients", "others", hint)
     pullback = ModulePullback(encoder, only={trainable[id(p)] for p in wanted})
-    places: Iterator[tuple[int, str]] = enumerate(pullback.params)
-    place = {name: k for k, name in places}
-    return pullback, [place[trainable[id(p)]] for p in wanted]
+    order = list(pullback.params)
+    return pullback, [order.index(trainable[id(p)]) for p in wanted]
 
 
 def _only(values: set[Any], wanted: str) -> Any:

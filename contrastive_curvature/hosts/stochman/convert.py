@@ -81,18 +81,18 @@ def _share(module: Any, kind: Any) -> nn.Module:
     """Return the same settings, parameters and buffers under another class, in dictionaries of its own."""
     if kind is nnj.Identity:
         return nnj.Identity()
-    made: nn.Module = kind.__new__(kind)
+    shared: nn.Module = kind.__new__(kind)
     for key, value in vars(module).items():
-        made.__dict__[key] = value.copy() if isinstance(value, dict) else value
+        shared.__dict__[key] = value.copy() if isinstance(value, dict) else value
     # In-place work would overwrite inputs that are still needed.
-    if hasattr(made, "inplace"):
-        made.__dict__["inplace"] = False
+    if hasattr(shared, "inplace"):
+        shared.__dict__["inplace"] = False
     if kind is nnj.Conv2d and not isinstance(module.padding, str):
         # What StochMan's constructor notes beside torch's.
         pairs = zip(module.padding, module.kernel_size, strict=True)
-        made.__dict__["dw_padding"] = tuple(nnj.compute_reversed_padding(p, kernel_size=k) for p, k in pairs)
-    made.training = False
-    return made
+        shared.__dict__["dw_padding"] = tuple(nnj.compute_reversed_padding(p, kernel_size=k) for p, k in pairs)
+    shared.training = False
+    return shared
 
 
 def _check_hooks(module: nn.Module, name: str) -> None:
