@@ -85,37 +85,19 @@ class BackendContract:
 
     @_shared
     @given(data=st.data())
-    def test_diag_and_full_of_a_batch_are_exact(self, data: st.DataObject, device: str) -> None:
-        """All parameters, the last layer, and a subnetwork."""
+    def test_numbers_are_exact(self, data: st.DataObject, device: str) -> None:
+        """Of all parameters, the last layer and a subnetwork; and eigenpairs of all parameters."""
         drawn = self._draw(data)
         truth, size, scale = self._truth(drawn)
+        jacobian, coupled = dense_jacobian(*drawn[:2]), fittable(drawn[2])
+        step = data.draw(st.integers(1, len(drawn[1]))) if coupled else None
         for weights, part in parts_of(drawn[0], truth, data):
             backend, x, y = self._make(drawn, device, weights)
-            check_batch(backend, x, y, scale * truth[part][:, part], scale * size)
-
-    @_shared
-    @given(data=st.data())
-    def test_data_sets_couple_acrossbatches(self, data: st.DataObject, device: str) -> None:
-        """A loader of small batches gives what all its points at once give; products with it too."""
-        drawn = self._draw(data, min_points=2)
-        if not fittable(drawn[2]):
-            return
-        truth, size, scale = self._truth(drawn)
-        step = data.draw(st.integers(1, len(drawn[1])))
-        for weights, part in parts_of(drawn[0], truth, data):
-            backend, x, y = self._make(drawn, device, weights)
-            check_data(backend, batches(x, y, step), scale * truth[part][:, part], scale * size)
-
-    @_shared
-    @given(data=st.data())
-    def test_low_rank_of_full_rank_is_the_clamped_matrix(self, data: st.DataObject, device: str) -> None:
-        """Eigenpairs of all parameters, for every fix."""
-        drawn = self._draw(data, min_points=2)
-        if not fittable(drawn[2]):
-            return
-        truth, size, scale = self._truth(drawn)
-        backend, x, y = self._make(drawn, device, "all", rank=len(truth))
-        check_low_rank(backend, [(x, y)], scale * truth, scale * size)
+            want = scale * truth[part][:, part]
+            _check_numbers(backend, x, y, step, want, scale * size, jacobian[:, part], drawn[2].z)
+        if coupled:
+            backend, x, y = self._make(drawn, device, "all", rank=len(truth))
+            check_low_rank(backend, [(x, y)], scale * truth, scale * size)
 
     @_shared
     @given(data=st.data())
@@ -138,18 +120,6 @@ class BackendContract:
                 assert near(group[0], block, scale * size)
             elif len(points) == 1 and p.ndim == 2 and not repeats_weights(model):
                 assert near(torch.kron(*group), block, scale * size)
-
-    @_shared
-    @given(data=st.data())
-    def test_jacobians_are_those_of_the_raw_outputs(self, data: st.DataObject, device: str) -> None:
-        """Shape (N, D, P), and the outputs beside them."""
-        drawn = self._draw(data)
-        truth = dense_jacobian(drawn[0], drawn[1])
-        for weights, part in parts_of(drawn[0], truth.T, data):
-            backend, x, _ = self._make(drawn, device, weights)
-            jacobians, outputs = backend.jacobians(x)
-            assert near(jacobians.flatten(0, 1), truth[:, part], float(truth.abs().max()))
-            assert close(outputs.cpu(), drawn[2].z, tolerance=1e-13)
 
     @_shared
     @given(data=st.data())
@@ -237,11 +207,7 @@ class BackendContract:
         for weights, part in parts:
             backend = make_backend(self.backend, model, single, weights, **self._options(case))
             want = scale * truth[part][:, part]
-            check_batch(backend, single, y, want, reach, torch.float32)
-            check_data(backend, batches(single, y, step), want, reach, torch.float32)
-            jacobians, outputs = backend.jacobians(single)
-            assert near(jacobians.flatten(0, 1), jacobian[:, part], float(jacobian.abs().max()), torch.float32)
-            assert near(outputs, case.z, float(case.z.abs().max()), torch.float32)
+            _check_numbers(backend, single, y, step, want, reach, jacobian[:, part], case.z, torch.float32)
         if own is not None and reference is not None:
             backend = make_backend(self.backend, model, single, **self._options(case))
             _check_factors(backend.kron(single, y, N=len(x))[1].kfacs, reference, reach, torch.float32)
@@ -441,6 +407,26 @@ class BackendContract:
         drawn[0].to("cpu")
         scale = len(drawn[1]) / 2 if drawn[2].options["normalization"] == "type" else 1.0
         return *truth_and_size(*drawn), scale
+
+
+def _check_numbers(
+    backend: ContrastiveBackend,
+    x: Tensor,
+    y: Tensor,
+    step: int | None,
+    want: Tensor,
+    reach: float,
+    jacobian: Tensor,
+    z: Tensor,
+    dtype: torch.dtype = torch.float64,
+) -> None:
+    """Compare a batch and its Jacobians with the truth, and the same points in batches of ``step``, which couple."""
+    check_batch(backend, x, y, want, reach, dtype)
+    if step is not None:
+        check_data(backend, batches(x, y, step), want, reach, dtype)
+    jacobians, outputs = backend.jacobians(x)
+    assert near(jacobians.flatten(0, 1), jacobian, float(jacobian.abs().max()), dtype)
+    assert near(outputs, z, float(z.abs().max()), dtype)
 
 
 def _check_factors(found: Any, want: Any, reach: float, dtype: torch.dtype = torch.float64) -> None:
