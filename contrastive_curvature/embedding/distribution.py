@@ -17,7 +17,7 @@ from contrastive_curvature.errors import InputError, InputTypeError, Unsupported
 from contrastive_curvature.fit.class_centres import ClassCentres, between_classes, same_centres
 from contrastive_curvature.hessian.sphere import normalize, norms
 from contrastive_curvature.vmf.checks import unit
-from contrastive_curvature.vmf.estimation import concentration_of_variance
+from contrastive_curvature.vmf.estimation import check_semidefinite, concentration_of_variance
 
 _Arguments = ParamSpec("_Arguments")
 
@@ -268,9 +268,7 @@ class EmbeddingDistribution:
         _, norm, total, radial, *_ = self._directed()
         if not self.spread.semidefinite:
             rounding = 64 * self.raw_mean.shape[1] * torch.finfo(self.raw_mean.dtype).eps * total.detach()
-            if bool(((total - radial < -rounding) | (radial < -rounding)).any()):
-                received = f"u^T V u = {float(radial.min()):.3g}, tr V - u^T V u = {float((total - radial).min()):.3g}"
-                raise InputError("covariance", "a positive semidefinite matrix", received)
+            check_semidefinite(total - radial, radial, rounding)
         # Divided twice, because squares of norms underflow or overflow.
         return ((total - radial) / norm / norm).clamp(0, torch.finfo(torch.float64).max)
 

@@ -142,11 +142,15 @@ def tangential_variance(mean: Tensor, *, variance: Tensor | None = None, covaria
         total = blocks.diagonal(dim1=-2, dim2=-1).sum(-1)
         radial = torch.einsum("...i,...ij,...j->...", u, blocks, u)
     across = total - radial
-    rounding = 64 * u.shape[-1] * torch.finfo(u.dtype).eps * total.detach()
+    check_semidefinite(across, radial, 64 * u.shape[-1] * torch.finfo(u.dtype).eps * total.detach())
+    return across.clamp(min=0.0)
+
+
+def check_semidefinite(across: Tensor, radial: Tensor, rounding: Tensor) -> None:
+    """Refuse a covariance whose variance across or along the mean, (...) each, is negative beyond rounding."""
     if bool((across < -rounding).any() | (radial < -rounding).any()):
         received = f"u^T V u = {float(radial.min()):.3g}, tr V - u^T V u = {float(across.min()):.3g}"
         raise InputError("covariance", "a positive semidefinite matrix", received)
-    return across.clamp(min=0.0)
 
 
 def concentration_from_gaussian(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any
 
 import pytest
@@ -78,7 +79,8 @@ def test_a_step_that_is_no_number_is_named_and_changes_nothing(subset: str, caus
     wanted = "the loss is" if cause == "loss" else "the outputs of the encoder are"
     with pytest.raises(DivergenceError, match=f"training step 2: {wanted} not finite") as caught:
         online(x, labels)
-    assert caught.value.step == 2
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (again.step, again.reason, str(again)) == (2, caught.value.reason, str(caught.value))
     assert all(torch.equal(before[name], value) for name, value in online.discounted.state_dict().items())
     spoilt.copy_(kept)
     assert bool(online(good, labels).isfinite()), "a bad batch can be skipped"
