@@ -11,6 +11,7 @@ A third party tests an adapter by inheriting :class:`BackendContract` (needs pyt
         backend = MyBackend
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 from contrastive_curvature.testing.networks import NETWORKS, build_network, make_inputs
@@ -44,12 +45,7 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     # The oracle needs neither pytest nor Hypothesis.
-    if name == "BackendContract":
-        from contrastive_curvature.testing.contract import BackendContract
-
-        return BackendContract
-    if name == "check_loss":
-        from contrastive_curvature.testing.losses import check_loss
-
-        return check_loss
+    modules = {"BackendContract": "contract", "check_loss": "losses"}
+    if name in modules:
+        return getattr(importlib.import_module(f"{__name__}.{modules[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
