@@ -263,7 +263,7 @@ MUTANTS = [
     M("curvlinops' squared error is not halved", "|S^T f / sqrt(2)|^2", "hosts/curvlinops/kfac.py",
       "blocks.factor() / math.sqrt(2)", "blocks.factor()", "hosts/test_curvlinops.py"),
     M("StochMan's calculators have half of the curvature", "w_n = 1/2 halves both kinds: times 2",
-      "hosts/stochman/calculators.py", "else 2 * found", "else found", "hosts/test_stochman_calculators.py"),
+      "hosts/stochman/calculators.py", "else 2 * curvature", "else curvature", "hosts/test_stochman_calculators.py"),
 
     # the retriever: its evidence and its limits
     M("a query without its class keeps it", "cosines of the own class count nothing", "retriever/evidence.py",

@@ -262,8 +262,8 @@ class MatchProbability:
         Raises:
             InputError: It is not such a state, or was saved with other options. Then nothing is changed.
         """
-        mine = {"version": _VERSION, "use_uncertainty": self.use_uncertainty, "curve": self.curve}
-        for name, value in mine.items():
+        own = {"version": _VERSION, "use_uncertainty": self.use_uncertainty, "curve": self.curve}
+        for name, value in own.items():
             saved = state.get(name) if isinstance(state, Mapping) else state
             if type(saved) is not type(value) or saved != value:
                 hint = "Make the object with the options with which it was saved; of another version, fit it again."

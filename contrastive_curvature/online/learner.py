@@ -346,5 +346,5 @@ def described(value: object) -> str:
     if kind.__repr__ not in (object.__repr__, nn.Module.__repr__):
         return text
     arguments = {name: getattr(value, name, None) for name in inspect.signature(kind.__init__).parameters}
-    stored = {name: found for name, found in arguments.items() if isinstance(found, (str, bool, int, float))}
+    stored = {name: argument for name, argument in arguments.items() if isinstance(argument, (str, bool, int, float))}
     return f"{text} with {stored}"

@@ -134,8 +134,8 @@ class BackendContract:
             case.options["normalization"] = normalization
             kinds = (self.backend, ContrastiveGGN)
             both = [make_backend(kind, model.to(device), x, **self._options(case), pairs="batch") for kind in kinds]
-            found, want = (b.fit(loader, Dense).curvature.plain() for b in both)
-            assert close(found, want, float(want.abs().max()) + float(want.norm()))
+            curvature, want = (b.fit(loader, Dense).curvature.plain() for b in both)
+            assert close(curvature, want, float(want.abs().max()) + float(want.norm()))
 
     @_shared
     @given(data=st.data())
@@ -181,10 +181,10 @@ class BackendContract:
             y = (torch.arange(6) % 2).to(device)
             pair = [make_backend(k, model, x, loss=loss, **self.options) for k in (self.backend, ContrastiveGGN)]
             try:
-                found, want = (b.fit([(x, y)], Kron).curvature.plain() for b in pair)
+                factors, want = (b.fit([(x, y)], Kron).curvature.plain() for b in pair)
             except UnsupportedError:
                 continue
-            for group, other in zip(found, want, strict=True):
+            for group, other in zip(factors, want, strict=True):
                 assert all(close(f, g, tolerance=1e-8) for f, g in zip(group, other, strict=True))
 
     # Single precision: the exact numbers again, to what float32 can hold.
@@ -245,13 +245,13 @@ class BackendContract:
             exact = make_backend(self.backend, model, x, **self.options).diag(x, y, N=5)[1]
             single = _single(x, device)
             backend = make_backend(self.backend, model.float(), single, **self.options)
-            found = backend.diag(single, y, N=5)[1]
+            diagonal = backend.diag(single, y, N=5)[1]
             others = [backend.full(single, y, N=5)[1], *backend.jacobians(single)]
-            others.append(backend.matvec([(single, y)], torch.ones_like(found)))
+            others.append(backend.matvec([(single, y)], torch.ones_like(diagonal)))
             if kind not in self.refused_kron:
                 others += [factor for group in backend.kron(single, y, N=5)[1].kfacs for factor in group]
-            assert all(other.dtype == torch.float32 for other in (found, *others)), kind
-            assert close(found.double(), exact, tolerance=1e-4), kind
+            assert all(other.dtype == torch.float32 for other in (diagonal, *others)), kind
+            assert close(diagonal.double(), exact, tolerance=1e-4), kind
 
     # Conduct: what a user relies on besides the numbers of one batch.
 
@@ -292,11 +292,11 @@ class BackendContract:
         before = _snapshot(model)
         backend = make_backend(self.backend, model, x, **self.options)
         try:
-            found = backend.full(x, y, N=6)[1]
+            matrix = backend.full(x, y, N=6)[1]
         except UnsupportedError as error:
             assert "ContrastiveGGN" in str(error)  # noqa: PT017  a host may know no modules of the user's
         else:
-            assert near(found, truth)
+            assert near(matrix, truth)
         assert _same(_snapshot(model), before)
 
     def test_a_subset_of_all_points_has_the_hessian_of_the_data(self, device: str) -> None:
@@ -324,10 +324,10 @@ class BackendContract:
             chosen = {"normalization": normalization, **self.options}
             backend, other = (make_backend(kind, model, x, **chosen) for kind in (self.backend, ContrastiveGGN))
             for name in ("diag", "full", "kron"):
-                (loss, found), (want_loss, want) = (getattr(b, name)(x, y, N=11) for b in (backend, other))
+                (loss, curvature), (want_loss, want) = (getattr(b, name)(x, y, N=11) for b in (backend, other))
                 assert close(loss, want_loss)
-                found, want = (h.to_matrix() if name == "kron" else h for h in (found, want))
-                assert close(found, want), name
+                curvature, want = (h.to_matrix() if name == "kron" else h for h in (curvature, want))
+                assert close(curvature, want), name
             value = ContrastiveLoss(normalization=normalization)(model(x).detach(), y)
             assert close(backend.diag(x, y, N=6)[0], (3.0 if normalization == "type" else 1.0) * value)
             loader = batches(x, y, 4)
@@ -351,10 +351,10 @@ class BackendContract:
             model, x = build_network(kind, 2).to(device).train(), make_inputs(kind, 5).to(device)
             before = _snapshot(model)
             backend = make_backend(self.backend, model, x, **self.options)
-            found = [backend.diag(x, y, N=5)[1], backend.full(x, y, N=5)[1], backend.jacobians(x)[0]]
+            tensors = [backend.diag(x, y, N=5)[1], backend.full(x, y, N=5)[1], backend.jacobians(x)[0]]
             if kind not in self.refused_kron:
-                found += [factor for group in backend.kron(x, y, N=5)[1].kfacs for factor in group]
-            assert not any(tensor.requires_grad for tensor in found)
+                tensors += [factor for group in backend.kron(x, y, N=5)[1].kfacs for factor in group]
+            assert not any(tensor.requires_grad for tensor in tensors)
             assert _same(_snapshot(model), before), kind
             # The backend follows the parameters.
             with torch.no_grad():
@@ -429,8 +429,8 @@ def _check_numbers(
     assert near(outputs, z, float(z.abs().max()), dtype)
 
 
-def _check_factors(found: Any, want: Any, reach: float, dtype: torch.dtype = torch.float64) -> None:
-    for group, other in zip(found, want, strict=True):
+def _check_factors(factors: Any, want: Any, reach: float, dtype: torch.dtype = torch.float64) -> None:
+    for group, other in zip(factors, want, strict=True):
         for k, (f, g) in enumerate(zip(group, other, strict=True)):
             assert near(f, g, None if k else reach, dtype)
 

@@ -90,10 +90,10 @@ def fittable(case: Case) -> bool:
     return bool(positive.fill_diagonal_(False).any())
 
 
-def near(found: Any, want: Tensor, scale: float | None = None, dtype: torch.dtype = torch.float64) -> bool:
+def near(result: Any, want: Tensor, scale: float | None = None, dtype: torch.dtype = torch.float64) -> bool:
     """Return whether a result of a dtype is the truth: to 1e-10, or to a thousand roundings of float32."""
-    assert found.dtype == dtype
-    return close(found.cpu().double(), want.cpu(), scale, 1e-10 if dtype == torch.float64 else 1e-4)
+    assert result.dtype == dtype
+    return close(result.cpu().double(), want.cpu(), scale, 1e-10 if dtype == torch.float64 else 1e-4)
 
 
 def batches(x: Tensor, y: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:

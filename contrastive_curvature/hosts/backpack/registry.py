@@ -74,7 +74,7 @@ def _rules_for(extension: type) -> tuple[Any, Any]:
         (PCHMP,): (_PCHMPLoss(loss), None),
         (DiagHessian, BatchDiagHessian): (_DiagHessianLoss(loss), _DiagHessianL2Norm(norm)),
     }
-    return next((found for kinds, found in rules.items() if issubclass(extension, kinds)), (None, None))
+    return next((both for kinds, both in rules.items() if issubclass(extension, kinds)), (None, None))
 
 
 def _keeps_residual(extension: Any) -> bool:

@@ -138,10 +138,10 @@ class HessianCalculator:
         """
         network = self._raw(nnj_module, x)
         hessian = self.loss.output_hessian(check_outputs(network(x), "nnj_module(x)"), pairs=tuple_indices)
-        found = (_input_hessian if self.wrt == "input" else _weight_hessian)(
+        curvature = (_input_hessian if self.wrt == "input" else _weight_hessian)(
             network, x, hessian, self.shape, self.speed
         )
-        return [2 * block for block in found] if isinstance(found, list) else 2 * found
+        return [2 * block for block in curvature] if isinstance(curvature, list) else 2 * curvature
 
     def _raw(self, nnj_module: nn.Module, x: Tensor) -> nnj.Sequential:
         """Return the network without the normalisation at its end, which the output Hessian accounts for."""

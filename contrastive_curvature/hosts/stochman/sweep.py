@@ -164,9 +164,11 @@ class StochManPullback(LayerwisePullback):
     def _plan(self, x: Tensor) -> None:
         layers = self._host_layers
         with torch.no_grad():
-            found, wanted = feature_maps(layers, x[:_POINTS])[-1], self.encoder(x[:_POINTS])
+            computed, wanted = feature_maps(layers, x[:_POINTS])[-1], self.encoder(x[:_POINTS])
         tolerance = 1e-8 if wanted.dtype == torch.float64 else 1e-3
-        if found.shape != wanted.shape or not bool((found - wanted).abs().max() <= tolerance * wanted.abs().max()):
+        if computed.shape != wanted.shape or not bool(
+            (computed - wanted).abs().max() <= tolerance * wanted.abs().max()
+        ):
             raise UnsupportedError(
                 "StochMan: its layers give other outputs than the encoder. Use backend=ContrastiveGGN (torch.func)."
             )
