@@ -56,7 +56,7 @@ class OnlinePosterior:
         numbers = {"prior_precision": prior_precision, "temperature": temperature}
         self._arguments = {**arguments, **{name: value for name, value in numbers.items() if value is not None}}
         # Copied, because a view would keep the whole tensor behind it in memory and in saved files.
-        self._given_probe = _map_tensors(slice_inputs(probe, slice(0, 8)), lambda t: t.detach().clone())
+        self._probe = _map_tensors(slice_inputs(probe, slice(0, 8)), lambda t: t.detach().clone())
         self.sampling = self._new()
         # The choice of a backend runs the encoder; once is enough.
         self._arguments["backend"] = type(self.sampling.backend)
@@ -65,7 +65,7 @@ class OnlinePosterior:
     def probe(self) -> Inputs:
         """The probe, on the present device and in the present dtype of the encoder."""
         like = next(self.encoder.parameters())
-        return _map_tensors(self._given_probe, lambda t: t.to(like if t.is_floating_point() else like.device))
+        return _map_tensors(self._probe, lambda t: t.to(like if t.is_floating_point() else like.device))
 
     def fitted(self, discounted: DiscountedCurvature) -> ContrastiveLaplace:
         """Return a posterior for the user: the curvature rescaled to the data set, with its prior and temperature."""
