@@ -21,7 +21,8 @@ help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
 	@echo "benchmarks: $(BENCHES)"
 
-demo: $(DEMO) ## the demonstration on digits; options go into ARGS="..." (ARGS=--help lists them)
+demo: $(DEMO) ## the demonstration on digits: decisions, then every score; options of the second go into ARGS="..." (ARGS=--help lists them)
+	$(PY) -m benchmarks.decisions
 	$(PY) -m benchmarks.experiments --table demo $(ARGS)
 
 test: $(STAMP) lint typecheck ## lint, types and all tests that are not marked slow; pytest options go into ARGS="..."

@@ -97,8 +97,8 @@ class WholeHessian:
 
     def loss_and_cost(self) -> tuple[Tensor, Tensor]:
         """Return the value of the loss over the data set, without a graph, and its non-negative version."""
-        found = [part.loss_and_cost() for part in self.parts]
-        value, cost = (torch.stack([pair[k].double() for pair in found]).sum().to(self.z.dtype) for k in (0, 1))
+        values = [part.loss_and_cost() for part in self.parts]
+        value, cost = (torch.stack([pair[k].double() for pair in values]).sum().to(self.z.dtype) for k in (0, 1))
         return value, cost
 
     def _placed(self) -> Iterator[tuple[slice, OutputHessian]]:

@@ -111,9 +111,9 @@ def ggn(
         relation = chosen.relate(like.new_zeros(input_length(x), encoder.dim), labels, pairs)
         z, context = pullback.forward(x)
         hessian = chosen.hessian_at(check_outputs(z, "model(x)"), relation)
-        found = term_of(kind, pullback, context, hessian, sampler)
-        check_finite(found.plain(), pullback, "this batch")
-        plain: Tensor | KronFactors = (found.positive() if clamp else found).plain()
+        curvature = term_of(kind, pullback, context, hessian, sampler)
+        check_finite(curvature.plain(), pullback, "this batch")
+        plain: Tensor | KronFactors = (curvature.positive() if clamp else curvature).plain()
     return plain
 
 

@@ -96,10 +96,10 @@ class Contributions:
             fraction, places, layer = max(large)
             _warn_of_inputs(fraction, places, layer)
             return
-        found = {name: factor.fewest_dominating(1) for name, factor in self.factors.items()}
-        name = max(found, key=lambda name: found[name][0], default="")
-        if found and found[name][0] > MOST:
-            fraction, (place,) = found[name]
+        dominating = {name: factor.fewest_dominating(1) for name, factor in self.factors.items()}
+        name = max(dominating, key=lambda name: dominating[name][0], default="")
+        if dominating and dominating[name][0] > MOST:
+            fraction, (place,) = dominating[name]
             of = "" if place.part < 0 else f" of part {place.part}"
             where = f"point {place.point}{of} of the pass over the data (row {place.row} of batch {place.batch})"
             warn_of_point(fraction, where, name)

@@ -82,8 +82,8 @@ class Dominance:
             term = Diagonal.term(self._pullback, context, blocks)
         start = Place(self._batches, 0, self._count, self._part)
         if self._factored:
-            found = {layer: _largest(sizes, start) for layer, sizes in self._pullback.input_sizes(context).items()}
-            self._inputs = united(self._inputs, found, _Inputs.merged)
+            largest = {layer: _largest(sizes, start) for layer, sizes in self._pullback.input_sizes(context).items()}
+            self._inputs = united(self._inputs, largest, _Inputs.merged)
         batch = _Batch(start, context, blocks, term.traces())
         self._total = self._total + batch.sizes
         self._count, self._batches = self._count + len(blocks), self._batches + 1

@@ -50,11 +50,11 @@ class ProcessGroup:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self._inside = self._over = self._lost = False
 
-    def gather(self, mine: T) -> list[T]:
+    def gather(self, own: T) -> list[T]:
         """Return what every process has, in the order of the ranks. For a few numbers or inputs on the CPU."""
-        return self._gathered(mine)
+        return self._gathered(own)
 
-    def merge(self, mine: T, merge: Callable[[T, T], T]) -> T:
+    def merge(self, own: T, merge: Callable[[T, T], T]) -> T:
         """Return what all processes have, merged in the order of the ranks; two of them are in memory at a time."""
         total: Any = None
         failure: BaseException | None = None
@@ -62,7 +62,7 @@ class ProcessGroup:
             # That all are still there: one that fails from here on takes its part in the exchange first.
             self._gathered(None)
             for source in range(self.count):
-                box: list[Any] = [mine if source == self.rank else None]
+                box: list[Any] = [own if source == self.rank else None]
                 self._wait(dist.broadcast_object_list, box, source)
                 try:
                     if failure is None:
@@ -98,10 +98,10 @@ class ProcessGroup:
             self._inside = False
             _running.reset(token)
 
-    def _gathered(self, mine: Any, *, failed: str = "") -> list[Any]:
+    def _gathered(self, own: Any, *, failed: str = "") -> list[Any]:
         every: list[Any] = [None] * self.count
         with _interrupts_later():
-            self._wait(dist.all_gather_object, every, (failed, mine))
+            self._wait(dist.all_gather_object, every, (failed, own))
         others = [rank for rank, (reason, _) in enumerate(every) if reason]
         if others:
             self._over = True
@@ -109,7 +109,7 @@ class ProcessGroup:
             raise ProcessError(
                 f"the fit failed in {which} of {self.count}; its own error says why: {every[others[0]][0]}"
             )
-        return [found for _, found in every]
+        return [answer for _, answer in every]
 
     def _wait(self, operation: Callable[..., Any], *arguments: Any) -> None:
         """Do an operation of all processes."""
@@ -152,7 +152,7 @@ def check_agreed(
     every = exchange.gather(dict(facts))
     for rank, other in enumerate(every):
         for name in dict.fromkeys([*every[0], *other]):
-            first, found = every[0].get(name), other.get(name)
-            if first != found:
+            first, here = every[0].get(name), other.get(name)
+            if first != here:
                 wanted = f"the same in all {exchange.count} processes"
-                raise InputError(name, wanted, f"{first} in process 0, {found} in process {rank}", hint)
+                raise InputError(name, wanted, f"{first} in process 0, {here} in process {rank}", hint)

@@ -155,9 +155,9 @@ def _observers(f: Fit, pullback: Pullback) -> list[Observer]:
     return observers
 
 
-def nothing(f: Fit, given: Any) -> Total:
+def nothing(f: Fit, passes: Any) -> Total:
     """Return that batches have to know nothing of each other."""
-    del f, given
+    del f, passes
     return Total()
 
 

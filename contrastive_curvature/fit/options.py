@@ -142,19 +142,19 @@ class CurvatureOptions:
             validate.choice("positives", self.positives, ("labels", "views"))
 
     def _check_negative_samples(self) -> None:
-        given = self.negative_samples
-        if given is None or (isinstance(given, str) and given == "auto"):
+        number = self.negative_samples
+        if number is None or (isinstance(number, str) and number == "auto"):
             return
-        if isinstance(given, bool) or not isinstance(given, int) or given < 2:
-            raise InputError("negative_samples", "None, 'auto' or a whole number from 2 on", given)
+        if isinstance(number, bool) or not isinstance(number, int) or number < 2:
+            raise InputError("negative_samples", "None, 'auto' or a whole number from 2 on", number)
         if self.loss.compares != "pairs":
             hint = "It compares points within their batch. Leave it out."
-            raise InputError("negative_samples", f"nothing with {type(self.loss).__name__}", given, hint)
+            raise InputError("negative_samples", f"nothing with {type(self.loss).__name__}", number, hint)
         if self.pairs == "batch":
             hint = "A batch has few negatives. Use pairs='dataset', or leave it out."
-            raise InputError("negative_samples", "nothing with pairs='batch'", given, hint)
+            raise InputError("negative_samples", "nothing with pairs='batch'", number, hint)
         if self.relation is not None:
             hint = (
                 "Which points are positives shows only when all pairs are looked at. Use class labels, or leave it out."
             )
-            raise InputError("negative_samples", "nothing with relation", given, hint)
+            raise InputError("negative_samples", "nothing with relation", number, hint)

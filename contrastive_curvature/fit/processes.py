@@ -133,9 +133,9 @@ def check_shares(heads: list[Head]) -> None:
     points = next(iter(sizes))
     if len(sizes) > 1 or points is None:
         raise InputError("train_loader", wanted, "data sets of different sizes", hint)
-    given = sum(claim.n for claim in claims)
-    if given != points:
-        raise InputError("train_loader", wanted, f"{given} of {points} points", hint)
+    claimed = sum(claim.n for claim in claims)
+    if claimed != points:
+        raise InputError("train_loader", wanted, f"{claimed} of {points} points", hint)
     if sum_of_keys(torch.arange(points)) != _wrapped(sum(claim.keys for claim in claims)):
         raise InputError("train_loader", wanted, "some points twice and others not at all", hint)
 

@@ -55,9 +55,9 @@ class Share:
         self.loader, self.start = loader, index * _FAR
         self._numbers: Tensor | None = None
         self._points: int | None = None
-        given = getattr(loader, "numbers", None)
-        if given is not None:
-            self._numbers = _whole_numbers(given)
+        numbers = getattr(loader, "numbers", None)
+        if numbers is not None:
+            self._numbers = _whole_numbers(numbers)
             self._real = torch.ones(len(self._numbers), dtype=torch.bool)
         parts = loader_parts(loader)
         sampler = next((part for part in parts if isinstance(part, DistributedSampler)), None)
@@ -89,8 +89,8 @@ class Share:
         """What the loader says about its points, if anything."""
         if self._numbers is None:
             return None
-        mine = self._numbers[self._real]
-        return Claim(len(mine), sum_of_keys(mine), self._points)
+        own = self._numbers[self._real]
+        return Claim(len(own), sum_of_keys(own), self._points)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -116,9 +116,9 @@ class Share:
                 yield _selected(batch, real), numbers[real]
 
 
-def _whole_numbers(given: Any) -> Tensor:
+def _whole_numbers(source: Any) -> Tensor:
     """Return the numbers of points that a loader has as an attribute, int64, shape (N,)."""
-    numbers = torch.as_tensor(given if isinstance(given, Tensor) else list(given))
+    numbers = torch.as_tensor(source if isinstance(source, Tensor) else list(source))
     if numbers.ndim != 1 or (numbers.is_floating_point() and len(numbers)):
         wanted = "whole numbers, one for each point in its order"
         raise InputError("loader.numbers", wanted, f"{numbers.dtype} of shape {tuple(numbers.shape)}")

@@ -154,19 +154,19 @@ def merged(states: Iterable[State]) -> State:
     if isinstance(states, State) or not isinstance(states, Iterable):
         came = "one of them" if isinstance(states, State) else f"a {type(states).__name__}"
         raise InputTypeError("states", "several states, as a list", came)
-    found = list(states)
-    for state in found:
+    remaining = list(states)
+    for state in remaining:
         if not isinstance(state, State):
             raise InputTypeError("states", "states of parts of a data set", f"a {type(state).__name__}")
-    if not found:
+    if not remaining:
         raise InputError("states", "at least one", "none")
     # By their parts, so that the order in which files are listed does not change the rounding.
-    found.sort(key=lambda state: min(state.origins, default=0))
-    while len(found) > 1:
+    remaining.sort(key=lambda state: min(state.origins, default=0))
+    while len(remaining) > 1:
         # In pairs, so that what is kept is not copied again for each of many parts.
-        joined = [one.merge(other) for one, other in zip(found[::2], found[1::2], strict=False)]
-        found = joined + found[2 * len(joined) :]
-    return found[0]
+        joined = [one.merge(other) for one, other in zip(remaining[::2], remaining[1::2], strict=False)]
+        remaining = joined + remaining[2 * len(joined) :]
+    return remaining[0]
 
 
 def check_fit_together(first: State, second: State) -> None:
@@ -182,11 +182,11 @@ def check_fit_together(first: State, second: State) -> None:
     twice = sorted(set(first.origins) & set(second.origins))
     if twice:
         raise InputError("states", "every part once", f"part {twice[0]} twice")
-    for a, mine in first.origins.items():
+    for a, origin in first.origins.items():
         for b, theirs in second.origins.items():
-            if min(mine.n, theirs.n) >= _TELLING and mine.same_points(theirs):
+            if min(origin.n, theirs.n) >= _TELLING and origin.same_points(theirs):
                 hint = "Every part has its own share of the data: a slice, a shard, or a DistributedSampler."
-                came = f"the same {mine.n} points in parts {a} and {b}"
+                came = f"the same {origin.n} points in parts {a} and {b}"
                 raise InputError("states", "other points in every part", came, hint)
 
 

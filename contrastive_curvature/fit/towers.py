@@ -180,13 +180,13 @@ def towers_product(
     of_a, of_b = 0, len(pullbacks) - 1
     number = -1
     for number, raw in enumerate(reader.loader):
-        given = reader.read(raw)
-        z_a, moved_a = pullbacks[of_a].jvp(given.a, vectors[of_a])
-        z_b, moved_b = pullbacks[of_b].jvp(given.b, vectors[of_b])
-        z, first, whole = _derivatives(loss, z_a, z_b, given)
+        batch = reader.read(raw)
+        z_a, moved_a = pullbacks[of_a].jvp(batch.a, vectors[of_a])
+        z_b, moved_b = pullbacks[of_b].jvp(batch.b, vectors[of_b])
+        z, first, whole = _derivatives(loss, z_a, z_b, batch)
         curved = loss.hessian_of(z, whole).matvec(torch.cat([moved_a, moved_b]))
-        out[of_a] += pullbacks[of_a].vjp_sum(given.a, curved[:first])
-        out[of_b] += pullbacks[of_b].vjp_sum(given.b, curved[first:])
+        out[of_a] += pullbacks[of_a].vjp_sum(batch.a, curved[:first])
+        out[of_b] += pullbacks[of_b].vjp_sum(batch.b, curved[first:])
         for pullback, part in zip(pullbacks, out, strict=True):
             check_finite(part, pullback, f"batch {number} (counted from 0)")
     if number < 0:
@@ -194,27 +194,27 @@ def towers_product(
     return out
 
 
-def _outputs(pullbacks: Sequence[Pullback], given: TowerBatch) -> tuple[Tensor, Tensor, list[Any]]:
+def _outputs(pullbacks: Sequence[Pullback], batch: TowerBatch) -> tuple[Tensor, Tensor, list[Any]]:
     """Return raw outputs of both towers, and the contexts of the pullbacks."""
     if len(pullbacks) == 2 or isinstance(pullbacks[0], LastLayerPullback):
-        z_a, context_a = pullbacks[0].forward(given.a)
-        z_b, context_b = pullbacks[-1].forward(given.b)
+        z_a, context_a = pullbacks[0].forward(batch.a)
+        z_b, context_b = pullbacks[-1].forward(batch.b)
         contexts = [context_a, context_b] if len(pullbacks) == 2 else [torch.cat([context_a, context_b])]
         return z_a, z_b, contexts
-    x = joined_inputs(given.a, given.b)
+    x = joined_inputs(batch.a, batch.b)
     z, context = pullbacks[0].forward(x)
-    first = input_length(given.a)
+    first = input_length(batch.a)
     return z[:first], z[first:], [context]
 
 
 def _derivatives(
-    loss: CosineLoss, z_a: Tensor, z_b: Tensor, given: TowerBatch
+    loss: CosineLoss, z_a: Tensor, z_b: Tensor, batch: TowerBatch
 ) -> tuple[Tensor, int, CosineDerivatives]:
     """Return outputs of both towers, how many are of the first, and the derivatives in their cosines."""
     z_a, z_b = check_outputs(z_a, "encoder_a(a)"), check_outputs(z_b, "encoder_b(b)")
-    z, relation, first = joined_towers(z_a, z_b, given.labels)
+    z, relation, first = joined_towers(z_a, z_b, batch.labels)
     u = normalize(z)[0]
     if loss.compares == "anchors":
         return z, first, cast("RowLoss", loss).between_towers(relation, u, first, as_data=True)
-    index, grades = torch.arange(len(z), device=z.device), cast("Tensor", given.grades)
+    index, grades = torch.arange(len(z), device=z.device), cast("Tensor", batch.grades)
     return z, first, loss.derivatives(loss.relate(z, None, (index[:first], index[first:], grades)), u)

@@ -99,5 +99,5 @@ def norm_correlation(phi: Tensor, weight: Tensor, bias: Tensor | None, diagonal:
     with warnings.catch_warnings():
         # Of constant numbers, which SciPy warns of.
         warnings.simplefilter("ignore")
-        found = spearmanr(across.double().cpu().numpy(), phi.double().norm(dim=1).cpu().numpy())
-    return float(found.statistic)
+        correlation = spearmanr(across.double().cpu().numpy(), phi.double().norm(dim=1).cpu().numpy())
+    return float(correlation.statistic)

@@ -46,11 +46,11 @@ def predictions(
     number = -1
     for number, item in enumerate(Progress(progress_bar).over(items, "[predict]")):
         try:
-            found = la(inputs_of(item), on_invalid=on_invalid)
+            embedding = la(inputs_of(item), on_invalid=on_invalid)
         except InputError as error:
             kind = InputTypeError if isinstance(error, InputTypeError) else InputError
             raise kind(f"{argument}: batch {number} (counted from 0): {error}") from error
-        yield found
+        yield embedding
     if number < 0:
         raise InputError(argument, "at least one input", "none")
 

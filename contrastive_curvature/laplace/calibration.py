@@ -167,26 +167,26 @@ def _training_inputs(la: ContrastiveLaplace, encoder: Tensor) -> TrainingInputs 
 
 
 def attach_known(
-    la: ContrastiveLaplace, found: EmbeddingDistribution, features: Tensor | None
+    la: ContrastiveLaplace, prediction: EmbeddingDistribution, features: Tensor | None
 ) -> EmbeddingDistribution:
     """Return a prediction with what is known at its features (B, F), if any."""
     nothing = la.known.sample is None and la.known.calibration is None
     known = _NOTHING if nothing else take_snapshot(la).known
     # A copy: they may be the inputs themselves, and the user's to change.
     kept = None if features is None or known.empty else features.detach().clone()
-    found._known = known if kept is None else replace(known, features=kept)
-    return found
+    prediction._known = known if kept is None else replace(known, features=kept)
+    return prediction
 
 
 def rivals(la: ContrastiveLaplace, embedding: EmbeddingDistribution) -> dict[str, Tensor]:
     """Return other scores of whether inputs are known, as far as there are training inputs for them, shape (B,)."""
     known, training = embedding._asked("rivals").measured(embedding), take_snapshot(la).training
-    found = dict(zip(RIVALS, known.values[:, 3:].unbind(1), strict=False))  # type: ignore[index]
+    scores = dict(zip(RIVALS, known.values[:, 3:].unbind(1), strict=False))  # type: ignore[index]
     if training is not None and known.features is not None:
         stored = normalize(training.sample.features.columns["features"].to(known.features))
         near = (normalize(known.features) @ stored.T).topk(min(_NEAREST, len(stored))).values
-        found[RIVALS[-1]] = (2 - 2 * near).clamp(min=0).sqrt().mean(1)
-    return found
+        scores[RIVALS[-1]] = (2 - 2 * near).clamp(min=0).sqrt().mean(1)
+    return scores
 
 
 def _same_posterior(first: Tensor, second: Tensor) -> bool:
@@ -215,11 +215,11 @@ def calibrate(
     chosen = Score.chosen(example(la), score, by_class)
     now = take_snapshot(la)
     gaussians = _training_gaussians(la, now)
-    found = [
+    batches = [
         _measured(la, batch, number, chosen, gaussians)
         for number, batch in enumerate(Progress(progress_bar).over(loader, "[calibration]"))
     ]
-    measured, sketches = map(torch.cat, zip(*found, strict=True)) if found else (torch.empty(0), torch.empty(0))
+    measured, sketches = map(torch.cat, zip(*batches, strict=True)) if batches else (torch.empty(0), torch.empty(0))
     if len(measured) < 2:
         hint = "A p-value of 1 / (n + 1) needs n of them."
         raise InputError("loader", "at least two known inputs", f"{len(measured)}", hint)
@@ -271,24 +271,24 @@ def _sketch(phi: Tensor) -> Tensor:
     return torch.cat([phi.double() / norm @ axes.to(phi.device), norm.log()], dim=1)
 
 
-def _share_fitted(given: Tensor, sample: Tensor, n_data: int) -> float:
+def _share_fitted(sketches: Tensor, sample: Tensor, n_data: int) -> float:
     """Estimate which share of inputs, by their sketches (n, K), is among the ``n_data`` inputs of a fit.
 
     Of these, m are kept, with sketches (m, K): a match with one of them stands for ``n_data / m``; one with several
     does not, as such an input would be kept most likely. Subtracted is what chance explains: as many matches as there
     are misses by one to two times the tolerance, and three standard errors of the difference.
     """
-    found = []
-    for rows in given.split(_AT_ONCE):
+    several_matches = []
+    for rows in sketches.split(_AT_ONCE):
         # Of most pairs the first number tells them apart.
         row, other = ((rows[:, :1] - sample[:, 0]).abs() < 2 * _SAME).nonzero().unbind(1)
         apart = (rows[row] - sample[other]).abs().amax(1)
         same, close = (row[apart < size].bincount(minlength=len(rows)) for size in (_SAME, 2 * _SAME))
-        told = torch.stack([same == 1, same > 1, close > same], dim=1).double()
-        found.append(told[same <= max(2, _ALIKE * len(sample))])
-    told = torch.cat(found)
-    once, several, chance = told.mean(0).nan_to_num().tolist()
-    return several + max(1, n_data / len(sample)) * (once - chance - 3 * (2 * chance / max(1, len(told))) ** 0.5)
+        matches = torch.stack([same == 1, same > 1, close > same], dim=1).double()
+        several_matches.append(matches[same <= max(2, _ALIKE * len(sample))])
+    matches = torch.cat(several_matches)
+    once, several, chance = matches.mean(0).nan_to_num().tolist()
+    return several + max(1, n_data / len(sample)) * (once - chance - 3 * (2 * chance / max(1, len(matches))) ** 0.5)
 
 
 def _measured(
@@ -305,14 +305,14 @@ def _measured(
         with torch.no_grad(), naming_the_input(x):
             out, phi = la.observe(x)
             check_outputs(x, out.raw_mean, la.n_outputs)
-            found = measure(out, phi, gaussians)
+            components = measure(out, phi, gaussians)
             out.relative_to(la.typical_norm, la.class_centres)
-            scores = found.new_zeros(len(found)) if score.name == NOVELTY else score.of(out)
+            scores = components.new_zeros(len(components)) if score.name == NOVELTY else score.of(out)
             classes = score.classes(out)
             if classes is None:
                 classes = torch.zeros_like(scores)
-            found = torch.cat([found, torch.stack([scores, classes], dim=1)], dim=1)
-            return found, found.new_empty(len(found), 0) if phi is None else _sketch(phi)
+            components = torch.cat([components, torch.stack([scores, classes], dim=1)], dim=1)
+            return components, components.new_empty(len(components), 0) if phi is None else _sketch(phi)
     except InputError as error:
         raise InputError(f"loader: batch {number} (counted from 0): {error}") from error
 

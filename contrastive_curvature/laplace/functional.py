@@ -321,15 +321,15 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
             return variances if diagonal else torch.diag_embed(variances), self._kernel(points, held)
         own, cross = [], []
         for _, some in self._jacobian_chunks(points):
-            mine = some.double()
-            own.append(mine.square().sum(2) if diagonal else mine @ mine.mT)
-            cross.append(self._times(mine, held))
+            jacobians = some.double()
+            own.append(jacobians.square().sum(2) if diagonal else jacobians @ jacobians.mT)
+            cross.append(self._times(jacobians, held))
         return torch.cat(own), torch.cat(cross)
 
-    def _times(self, mine: Tensor, right: Any) -> Tensor:
+    def _times(self, left: Tensor, right: Any) -> Tensor:
         """Return products of Jacobians (A, D, P) with those of B points, shape (A, D, B, D)."""
         others = (other.double() for _, other in self._jacobian_chunks(right))
-        return torch.cat([torch.einsum("adp,bep->adbe", mine, other) for other in others], dim=2)
+        return torch.cat([torch.einsum("adp,bep->adbe", left, other) for other in others], dim=2)
 
     def _context_chunks(self, context: Any, n: int, dim: int) -> Iterator[Any]:
         """Parts of a context whose Jacobians fit a chunk."""

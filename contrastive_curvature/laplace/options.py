@@ -75,28 +75,28 @@ def check_options(
             raise InputTypeError("ContrastiveLaplace", wanted, f"{name}={value!r}")
         if name in _NOT_OF_EMBEDDINGS and value not in (None, False, 1):
             raise UnsupportedError(f"{name}: {_NOT_OF_EMBEDDINGS[name]}")
-    given = given_options(backend_kwargs)
+    chosen = given_options(backend_kwargs)
     known = known_options(backend or ContrastiveBackend)
-    unknown = sorted(set(given) - set(known), key=str)
+    unknown = sorted(set(chosen) - set(known), key=str)
     if unknown:
         raise InputError("backend_kwargs", f"keys among {sorted(known)}", str(unknown))
     chooses_rank = issubclass(structure, KronLowRank)
-    if "rank" in given and not (chooses_rank or issubclass(structure, Eigenpairs)):
+    if "rank" in chosen and not (chooses_rank or issubclass(structure, Eigenpairs)):
         hint = "It is for hessian_structure='lowrank' and 'kron_lowrank'; leave it out."
-        raise InputError("backend_kwargs: rank", "nothing for this structure", given["rank"], hint)
+        raise InputError("backend_kwargs: rank", "nothing for this structure", chosen["rank"], hint)
     if chooses_rank:
         # None chooses the rank from the spectrum.
-        given.setdefault("rank", None)
-    elif "rank" in given and given["rank"] is None:
+        chosen.setdefault("rank", None)
+    elif "rank" in chosen and chosen["rank"] is None:
         raise InputError("backend_kwargs: rank", "a positive whole number", None, "Leave it out for 64.")
     ours = CurvatureOptions.defaults()
     # A backend of the user's own may have other defaults.
     changed = {name: value for name, value in known.items() if name in ours and value != ours[name]}
-    options = CurvatureOptions.parse({**changed, **{name: given[name] for name in given if name in ours}})
+    options = CurvatureOptions.parse({**changed, **{name: chosen[name] for name in chosen if name in ours}})
     options.check_structure(structure)
     if options.loss.coupled and not structure.couples:
         _warn_of_dropped_terms(structure.name, options.loss.pd_fix)
-    return options, {name: given.get(name, known[name]) for name in known if name not in ours}
+    return options, {name: chosen.get(name, known[name]) for name in known if name not in ours}
 
 
 _NOT_OF_EMBEDDINGS = {

@@ -22,16 +22,16 @@ _SHARED = "shared/"
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 
-def shared_inputs(exchange: ProcessGroup, mine: Inputs | None, device: torch.device) -> Inputs | None:
+def shared_inputs(exchange: ProcessGroup, inputs: Inputs | None, device: torch.device) -> Inputs | None:
     """Return the inputs of this process, or of the first one that has any."""
     # Copied, or a few rows would go with their whole batch.
-    few = None if mine is None else move_inputs(mine, torch.device("cpu"))
+    few = None if inputs is None else move_inputs(inputs, torch.device("cpu"))
     if isinstance(few, Tensor):
         few = few.clone()
     elif few is not None:
         few = {name: part.clone() if isinstance(part, Tensor) else part for name, part in few.items()}
     first = next((x for x in exchange.gather(few) if x is not None), None)
-    return mine if mine is not None or first is None else move_inputs(first, device)
+    return inputs if inputs is not None or first is None else move_inputs(first, device)
 
 
 def check_unwrapped(model: nn.Module) -> None:
@@ -89,8 +89,8 @@ def probe_of(state: State) -> Inputs | None:
     """Return the inputs that a state carries; ``None`` where no part has a point."""
     if state.probe is None:
         return None
-    found = {
+    inputs = {
         name.removeprefix(_SHARED).removeprefix("x/"): part[0] if name.startswith(_SHARED) else part
         for name, part in state.probe.columns.items()
     }
-    return found[""] if set(found) == {""} else found
+    return inputs[""] if set(inputs) == {""} else inputs

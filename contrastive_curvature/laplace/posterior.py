@@ -722,8 +722,8 @@ class ContrastiveLaplace(ParametricLaplace):
 
     def _clamp(self, curvature: Structure) -> Clamped:
         """Return the positive semidefinite part of a curvature, decomposed as the options ask for."""
-        given = {"rank": self.curvature_options.rank}
-        return curvature.clamped(self.parameter_sizes(), **{name: given[name] for name in self.structure.options})
+        options = {"rank": self.curvature_options.rank}
+        return curvature.clamped(self.parameter_sizes(), **{name: options[name] for name in self.structure.options})
 
     def _advise(self, features: Rows | None, diagonal: Tensor) -> None:
         """Warn where the variances of a last layer with independent weights say little more than the features' norm."""
@@ -838,10 +838,10 @@ class ContrastiveLaplace(ParametricLaplace):
         parts.check_kind("curvature", curvature, CURVATURE)
         for state in (statistics, curvature):
             state.check_complete()
-        found = parts.probe_of(statistics)
-        if found is None:
+        saved_probe = parts.probe_of(statistics)
+        if saved_probe is None:
             raise InputError("statistics", "at least one point", "none in any part")
-        probe = prediction.moved_inputs(self.model, found if example is None else example, self._device)
+        probe = prediction.moved_inputs(self.model, saved_probe if example is None else example, self._device)
         with asks_for_example(example):
             self.prepare(probe)
         self.set_curvature(self.backend.fit_of_parts(self.structure, statistics, curvature, probe))
@@ -1053,10 +1053,10 @@ class ContrastiveLaplace(ParametricLaplace):
             hint = "A concentration is estimated from them."
             raise InputError("n_samples for pred_type='nn'", "at least 2 samples", n_samples, hint)
 
-        def finished(found: EmbeddingDistribution, features: Tensor | None) -> EmbeddingDistribution:
+        def finished(embedding: EmbeddingDistribution, features: Tensor | None) -> EmbeddingDistribution:
             if kind is PredType.GLM and not joint and not diagonal_output:
-                found = calibration.attach_known(self, found, features)
-            return found.relative_to(self.typical_norm, self.class_centres)
+                embedding = calibration.attach_known(self, embedding, features)
+            return embedding.relative_to(self.typical_norm, self.class_centres)
 
         def predict(rows: Inputs) -> EmbeddingDistribution:
             if kind is PredType.NN:
@@ -1164,11 +1164,11 @@ class ContrastiveLaplace(ParametricLaplace):
         """Return what gives the spread of the outputs at features (B, F): made once for a prior and a temperature."""
         prior = self.prior_precision
         counted = (self.temperature, versions([prior]))
-        made = self._made_spread
-        if made is None or made[0] is not prior or made[1] != counted or prior.requires_grad:
+        cached = self._made_spread
+        if cached is None or cached[0] is not prior or cached[1] != counted or prior.requires_grad:
             spread = self.require_clamped().at_features(self.n_outputs, prior, self._H_factor)
-            made = self._made_spread = prior, counted, spread
-        return made[2]
+            cached = self._made_spread = prior, counted, spread
+        return cached[2]
 
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
         """Means and variances of the raw outputs of a last layer, shape (B, D) each."""
@@ -1596,13 +1596,13 @@ def _merged_classes(earlier: ClassCentres | None, new: ClassCentres | None) -> C
     """Return the class centres of two fits together; ``None`` where one of them has none."""
     if earlier is None or new is None:
         return None
-    found = earlier.merged(new)
-    if found is None or earlier.sample is None:
+    merged = earlier.merged(new)
+    if merged is None or earlier.sample is None:
         why = (
             "there are too many classes, so uncertainty goes without their centres"
-            if found is None
+            if merged is None
             else "this posterior was loaded, so what is typical for its classes follows from the new inputs alone; "
             "la.measure_classes(loader) over all of them makes it exact"
         )
         warnings.warn(f"override=False: {why}.", UserWarning, stacklevel=4)
-    return found
+    return merged

@@ -128,15 +128,15 @@ def with_nan_rows(
         source = generator or torch.default_generator
         before = source.get_state()
         try:
-            found = predict(x if valid is None else _rows(x, valid.nonzero().flatten()))
-            _refuse_zeros(found.raw_mean)
+            prediction = predict(x if valid is None else _rows(x, valid.nonzero().flatten()))
+            _refuse_zeros(prediction.raw_mean)
         except InvalidRowsError as error:
             source.set_state(before)
             bad = error.rows.cpu()
             valid = torch.ones_like(bad) if valid is None else valid
             valid[valid.nonzero().flatten()[bad]] = False
         else:
-            return found if valid is None else with_invalid_rows(found, valid)
+            return prediction if valid is None else with_invalid_rows(prediction, valid)
     return with_invalid_rows(nothing(), valid)
 
 
@@ -171,11 +171,11 @@ def marginal_spread(
     pieces = axes.split(max(1, JACOBIAN_ELEMENTS // max(1, pullback.width))) if diagonal else (axes,)
     for rows in point_chunks(pullback, len(z), z.shape[1], 1 if of_weights is None else _POINTS_AT_ONCE):
         if of_weights is None:
-            found = [of_jacobians(_jacobians(pullback, context, rows, piece)) for piece in pieces]
+            spreads = [of_jacobians(_jacobians(pullback, context, rows, piece)) for piece in pieces]
         else:
             with torch.no_grad():
-                found = [pullback.output_covariance(pullback.slice_context(context, rows), of_weights)]
-        parts.append(torch.cat([part.diagonal(dim1=1, dim2=2) for part in found], dim=1) if diagonal else found[0])
+                spreads = [pullback.output_covariance(pullback.slice_context(context, rows), of_weights)]
+        parts.append(torch.cat([part.diagonal(dim1=1, dim2=2) for part in spreads], dim=1) if diagonal else spreads[0])
     return torch.cat(parts)
 
 

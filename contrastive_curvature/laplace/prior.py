@@ -235,14 +235,14 @@ def check_prior(
         value = torch.tensor(float(value), dtype=dtype)
     if value.is_complex() or value.dtype == torch.bool:
         raise InputTypeError(argument, "real numbers", f"a tensor of {value.dtype}")
-    given = value.detach().to(dtype)
-    if given.ndim > 1 or not given.numel():
-        raise InputError(argument, "a number or shape (K,), not empty", f"shape {tuple(given.shape)}")
-    if sizes is not None and given.numel() not in {1, *sizes}:
+    values = value.detach().to(dtype)
+    if values.ndim > 1 or not values.numel():
+        raise InputError(argument, "a number or shape (K,), not empty", f"shape {tuple(values.shape)}")
+    if sizes is not None and values.numel() not in {1, *sizes}:
         room = " or ".join(str(size) for size in sorted({1, *sizes}))
-        raise InputError(argument, f"{room} entries", f"{given.numel()}")
-    good = given.isfinite() & (given > 0) if positive else given.isfinite()
+        raise InputError(argument, f"{room} entries", f"{values.numel()}")
+    good = values.isfinite() & (values > 0) if positive else values.isfinite()
     if not bool(good.all()):
         wanted = f"positive numbers, finite in {dtype}" if positive else f"finite numbers in {dtype}"
-        shown = f"{float(given)}" if given.numel() == 1 else f"{int((~good).sum())} others"
+        shown = f"{float(values)}" if values.numel() == 1 else f"{int((~good).sum())} others"
         raise InputError(argument, wanted, shown)

@@ -91,7 +91,7 @@ def check_state(state: object, kind: Mapping[str, str], options: Mapping[str, An
     was = state["contrastive"]
     differ = [name for name in sorted({*options, *was}, key=str) if name not in was or was[name] != options.get(name)]
     if differ:
-        wanted, saved = (", ".join(f"{name}={given.get(name)!r}" for name in differ) for given in (options, was))
+        wanted, saved = (", ".join(f"{name}={side.get(name)!r}" for name in differ) for side in (options, was))
         hint = "Give this object the same backend_kwargs."
         raise InputError("state_dict", f"this object's options {wanted}", saved, hint)
     if state["checksum"] != _checksum(state):
@@ -186,7 +186,7 @@ def saved_calibration(calibration: Calibration | None, with_features: bool) -> d
     if calibration is None:
         return None
     reference, score, gaussians = calibration.reference, calibration.score, calibration.gaussians
-    found = {
+    saved = {
         "statistic": statistic_name(with_features, score.name, 0 if gaussians is None else gaussians.n_distances),
         **{name: getattr(reference, name) for name in ("location", "scale", "statistics")},
         "fingerprint": calibration.fingerprint,
@@ -196,8 +196,8 @@ def saved_calibration(calibration: Calibration | None, with_features: bool) -> d
     if gaussians is not None:
         optional["gaussians"] = {name: value for name, value in vars(gaussians).items() if value is not None}
     if score.marks is not None:
-        found["score"] = score.name
-    return found | {name: value for name, value in optional.items() if value is not None}
+        saved["score"] = score.name
+    return saved | {name: value for name, value in optional.items() if value is not None}
 
 
 def loaded_calibration(

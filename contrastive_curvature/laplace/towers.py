@@ -76,14 +76,16 @@ class TwoTowerLaplace:
         both = names if isinstance(names, (tuple, list)) else (names, names)
         if len(both) != 2:
             raise InputError("last_layer_name", "one name, or one for each tower", f"{len(both)} names")
-        made: list[ContrastiveLaplace] = []
+        posteriors: list[ContrastiveLaplace] = []
         for tower, encoder, name in zip("ab", (model.encoder_a, model.encoder_b), both, strict=True):
-            if made and model.shared:
+            if posteriors and model.shared:
                 break
             named = kwargs if name is None else {**kwargs, "last_layer_name": name}
             with _naming(tower):
-                made.append(laplace.Laplace(encoder, likelihood, subset_of_weights, hessian_structure, *args, **named))
-        self.a, self.b = made[0], made[-1]
+                posteriors.append(
+                    laplace.Laplace(encoder, likelihood, subset_of_weights, hessian_structure, *args, **named)
+                )
+        self.a, self.b = posteriors[0], posteriors[-1]
         self.loss_of_towers = _loss_of(self.a)
 
     @property

@@ -174,20 +174,20 @@ class ContrastiveBackend(GGNInterface, ABC):
 
     def diag(self, x: Inputs, y: Tensor, N: int | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return loss and unclamped diagonal (P,) that a batch adds to the estimate for N points."""
-        loss, found = self._batch(x, y, N, Diagonal)
-        return loss, found.plain()
+        loss, curvature = self._batch(x, y, N, Diagonal)
+        return loss, curvature.plain()
 
     def full(self, x: Inputs, y: Tensor, N: int | None = None, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Return loss and unclamped matrix (P, P) that a batch adds to the estimate for N points."""
-        loss, found = self._batch(x, y, N, Dense)
-        return loss, found.plain()
+        loss, curvature = self._batch(x, y, N, Dense)
+        return loss, curvature.plain()
 
     def kron(self, x: Inputs, y: Tensor, N: int | None = None, **kwargs: Any) -> tuple[Tensor, HostKron]:
         """Return loss and Kronecker factors that a batch adds to the estimate for N points."""
-        loss, found = self._batch(x, y, N, Kron)
+        loss, curvature = self._batch(x, y, N, Kron)
         # The host adds up means over all points.
-        whole = found.points.new_tensor(len(y) if N is None else N)
-        return loss, HostKron(replace(found, points=whole).plain())
+        whole = curvature.points.new_tensor(len(y) if N is None else N)
+        return loss, HostKron(replace(curvature, points=whole).plain())
 
     def jacobians(self, x: Inputs, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
         """Return Jacobians (B, D, P) of the raw outputs in this backend's parameters, and the outputs (B, D)."""
@@ -240,9 +240,9 @@ class ContrastiveBackend(GGNInterface, ABC):
             return labelled_batch(*self.read(batch), self.options.relation)
         device, related = next(self.model.parameters()).device, self.options.relation is not None
         views = read_views(tokenized_batch(self.model, batch), device, self.dict_key_y, related=related)
-        found = as_batch(views, self.loss, self.options.relation, self.options.positives)
-        self.labels_seen.note(found.classes)
-        return found
+        points = as_batch(views, self.loss, self.options.relation, self.options.positives)
+        self.labels_seen.note(points.classes)
+        return points
 
     def identity(self, structure: type[Structure]) -> dict[str, str]:
         """Return what parts of one fit have in common: the encoder and all options."""
@@ -381,8 +381,8 @@ class ContrastiveBackend(GGNInterface, ABC):
         n, norm = len(hessian.z), mean_norm(hessian.z)
         loss, cost = hessian.loss_and_cost()
         scale = self.loss.data_scale(n)
-        found = Eigenpairs(vectors, scale * values)
-        return DatasetCurvature(found, scale * loss, scale * cost, n, None, norm, hessian.classes)
+        eigenpairs = Eigenpairs(vectors, scale * values)
+        return DatasetCurvature(eigenpairs, scale * loss, scale * cost, n, None, norm, hessian.classes)
 
     def matvec(self, loader: Iterable[Any], v: Tensor) -> Tensor:
         """Return ``J^T H J v`` over all pairs of a data set, unclamped, times its scale; no matrix is formed.
@@ -448,14 +448,14 @@ class ContrastiveBackend(GGNInterface, ABC):
             n_data = y.shape[0] if n_data is None else n_data
             z, context = pullback.forward(x)
             z = check_outputs(z, "model(x)")
-            given = as_batch(Views(x, None, y), loss, options.relation, options.positives)
-            hessian = loss.data_hessian(z, loss.relate(z, given.labels, given.pairs), n_data)
+            batch = as_batch(Views(x, None, y), loss, options.relation, options.positives)
+            hessian = loss.data_hessian(z, loss.relate(z, batch.labels, batch.pairs), n_data)
             self.options.check_structure(structure)
-            found = term_of(structure, pullback, context, hessian, make_sampler(self.options.mc_samples))
-            check_finite(found.plain(), pullback, "this batch")
-            scaled = self.at_data_scale(DatasetCurvature(found, *hessian.loss_and_cost(), n_data))
-        found = cast("_S", scaled.curvature)
-        return scaled.loss, found
+            curvature = term_of(structure, pullback, context, hessian, make_sampler(self.options.mc_samples))
+            check_finite(curvature.plain(), pullback, "this batch")
+            scaled = self.at_data_scale(DatasetCurvature(curvature, *hessian.loss_and_cost(), n_data))
+        curvature = cast("_S", scaled.curvature)
+        return scaled.loss, curvature
 
     def _fit(
         self, pullback: Pullback, structure: type[Structure], progress: Progress, part: tuple[int, int] = (0, 1)
