@@ -115,12 +115,12 @@ def _ablation() -> list[Row]:
 
 _METHODS = (
     Row(BASE, "Deterministic", BASE),
-    Row("deep_ensemble", "Deep ensemble", "deep_ensemble", {"members": MEMBERS}),
+    Row("deep_ensemble", "Deep ensemble", "deep_ensemble"),
     Row(
         "deep_ensemble_aligned",
         "Deep ensemble, aligned",
         "deep_ensemble",
-        {"members": MEMBERS, "alignment": "procrustes"},
+        {"alignment": "procrustes"},
     ),
     Row("pfe", "PFE", "pfe"),
     Row("mc_dropout", "MC dropout", "mc_dropout"),
