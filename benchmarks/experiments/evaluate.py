@@ -134,8 +134,9 @@ def evaluate(method: Method, data: RetrievalData, *, n_votes: int, seed: int) ->
         p_values = Scores(inside.p_value, None if outside is None else outside.p_value)
     kinds = {"inside": inside, "outside": outside}
     found |= _flagged(data, p_values)
-    place = unit if inside.metric == "cosine" else torch.Tensor.clone
-    embeddings = {name: None if part is None else place(part.mean[:DOTS]) for name, part in kinds.items()}
+    embeddings = {name: None if part is None else part.mean[:DOTS] for name, part in kinds.items()}
+    if inside.metric == "cosine":
+        embeddings = {name: None if z is None else unit(z) for name, z in embeddings.items()}
     return Evaluation(
         found | {name: own[name] for name in ("auroc", "auprc", "ausc", "r_auroc") if name in own} | voted,
         variants,

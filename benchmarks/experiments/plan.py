@@ -64,7 +64,7 @@ class Row:
     Args:
         key: As on the command line and in file names.
         title: As in the table.
-        method: Name for :func:`benchmarks.experiments.methods.make_method`.
+        method: Name in :data:`benchmarks.experiments.methods.METHODS`.
         options: For it.
         default: Whether it runs when ``--methods`` says nothing.
     """
