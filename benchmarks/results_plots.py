@@ -90,8 +90,8 @@ def plot_methods() -> Figure:
     titles = {"auroc": "Unknown inputs: AUROC", "ausc": "Retrievals: AUSC"}
     for axes, figure_name in zip(figure.subplots(1, 2, sharey=True), titles, strict=True):
         for (dim, found), colour, marker in zip(rows.items(), _COLOURS, _MARKERS, strict=False):
-            shown = {title: _figure(found, name, figure_name) for name, title in _METHODS.items()}
-            values = [math.nan if value is None else value for value in shown.values()]
+            figures = [found.get(name, {}).get("figures", {}).get(figure_name) for name in _METHODS]
+            values = [math.nan if one is None or one["mean"] is None else one["mean"] for one in figures]
             axes.plot(values, range(len(values)), marker, color=colour, label=f"D = {dim}")
         axes.set_yticks(range(len(_METHODS)), list(_METHODS.values()))
         axes.set_title(f"{titles[figure_name]}, means over seeds", fontsize=10)
@@ -146,11 +146,6 @@ PLOTS: Mapping[str, Callable[[], Figure]] = {
 
 def _read(name: str) -> Any:
     return json.loads((RESULTS / name).read_text(encoding="utf-8"))
-
-
-def _figure(rows: Mapping[str, Any], method: str, name: str) -> float | None:
-    found = rows.get(method, {}).get("figures", {}).get(name)
-    return None if found is None else found["mean"]
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,9 @@ def judge(content: FeatureFile, splits: int = SPLITS, seed: int = 0) -> dict[str
         references = [_predict(la, content.calibration_features)[0]]
         validation = flagged(p_values(references[0], test))
     others = {}
-    for name, features in _others(content).items():
+    worst = {kind: max(level for other, level in content.corrupted if other == kind) for kind, _ in content.corrupted}
+    corrupted = {f"{kind} {level}": content.corrupted[kind, level] for kind, level in worst.items()}
+    for name, features in (content.unknown | corrupted).items():
         novelty, _ = _predict(la, features)
         found = torch.tensor([flagged(p_values(reference, novelty)) for reference in references])
         others[name] = found.mean(0).tolist()
@@ -92,12 +95,6 @@ def judge(content: FeatureFile, splits: int = SPLITS, seed: int = 0) -> dict[str
         "unseen_classes": not set(content.test_labels.tolist()) & set(content.train_labels.tolist()),
         "others": others,
     }
-
-
-def _others(content: FeatureFile) -> dict[str, Floats]:
-    worst = {kind: max(level for other, level in content.corrupted if other == kind) for kind, _ in content.corrupted}
-    corrupted = {f"{kind} {level}": content.corrupted[kind, level] for kind, level in worst.items()}
-    return content.unknown | corrupted
 
 
 def _predict(la: Any, features: Floats, *, p_value: bool = False) -> tuple[Tensor, Tensor]:
@@ -155,9 +152,25 @@ def render(results: Case) -> str:
     )
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Judge every feature file of a folder, and write what there is after each of them."""
-    parser = options(__doc__)
+def judge_files(
+    name: str,
+    description: str | None,
+    judge: Callable[[FeatureFile], Case],
+    render: Callable[[Case], str],
+    about: Case,
+    arguments: Sequence[str] | None,
+) -> None:
+    """Judge every feature file of a folder, and write what there is after each of them.
+
+    Args:
+        name: Of the result files.
+        description: Of the command line.
+        judge: What is said of one feature file.
+        render: The results as Markdown.
+        about: What stands in the results beside the machine and the encoders.
+        arguments: Of the command line.
+    """
+    parser = options(description)
     parser.add_argument("--cache", type=Path, default=Path("runs/transfer"), help="folder with the feature files")
     parser.add_argument(
         "--only", nargs="+", metavar="NAME", help="feature files (default: all); other results are kept"
@@ -168,14 +181,18 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"--cache: no feature file in {given.cache}; python -m benchmarks.transfer makes them")
     if missing := [name for name in given.only or () if name not in there]:
         parser.error(f"--only: no {', '.join(missing)} in {given.cache}; there are {', '.join(there)}")
-    before = given.out / "threshold.json"
+    before = given.out / f"{name}.json"
     found = json.loads(before.read_text(encoding="utf-8"))["encoders"] if given.only and before.exists() else {}
-    results = {"machine": describe(), "alphas": ALPHAS, "splits": SPLITS}
-    for name in given.only or there:
-        found[name] = judge(load_features(given.cache / f"{name}.npz"))
+    results = {"machine": describe(), **about}
+    for encoder in given.only or there:
+        found[encoder] = judge(load_features(given.cache / f"{encoder}.npz"))
         results["encoders"] = dict(sorted(found.items()))
-        write_results(given.out, "threshold", results, render(results), show=False)
+        write_results(given.out, name, results, render(results), show=False)
     print(render(results))
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    judge_files("threshold", __doc__, judge, render, {"alphas": ALPHAS, "splits": SPLITS}, arguments)
 
 
 if __name__ == "__main__":

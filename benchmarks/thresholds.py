@@ -10,12 +10,10 @@ A further decision is one function in :data:`DECISIONS`.
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -25,8 +23,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 import contrastive_curvature as cc
-from benchmarks.machine import Case, describe, machine_line, options, table, write_results
-from benchmarks.transfer.feature_file import FeatureFile, Pairs, load_features
+from benchmarks.machine import Case, machine_line, table
+from benchmarks.threshold import judge_files
+from benchmarks.transfer.feature_file import FeatureFile, Pairs
 from benchmarks.transfer.figures import retrieve
 from benchmarks.transfer.fitted import DEFAULT, Fitted, Points
 from contrastive_curvature.decisions.drift import EXPONENTS, grow, sequential_p_values
@@ -351,25 +350,8 @@ def _cell(found: Case) -> str:
     return f"{asked:.2g} / {observed:.2g} ({above:.0%}); {use:.1%}{note}"
 
 
-def main(arguments: list[str] | None = None) -> None:
-    """Judge every feature file of a folder, and write what there is after each of them."""
-    parser = options(__doc__)
-    parser.add_argument("--cache", type=Path, default=Path("runs/transfer"), help="folder with the feature files")
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="feature files (default: all); other results are kept"
-    )
-    given = parser.parse_args(arguments)
-    names = given.only or sorted(path.stem for path in given.cache.glob("*.npz"))
-    if not names:
-        parser.error(f"--cache: no feature file in {given.cache}; python -m benchmarks.transfer makes them")
-    before = given.out / "thresholds.json"
-    found = json.loads(before.read_text(encoding="utf-8"))["encoders"] if given.only and before.exists() else {}
-    results = {"machine": describe(), "splits": SPLITS}
-    for name in names:
-        found[name] = judge(load_features(given.cache / f"{name}.npz"))
-        results["encoders"] = dict(sorted(found.items()))
-        write_results(given.out, "thresholds", results, render(results), show=False)
-    print(render(results))
+def main(arguments: Sequence[str] | None = None) -> None:
+    judge_files("thresholds", __doc__, judge, render, {"splits": SPLITS}, arguments)
 
 
 if __name__ == "__main__":

@@ -21,7 +21,6 @@ from benchmarks.experiments.plan import DEMO, Table, known_rows, plan_cells, tab
 from contrastive_curvature import Distance, PDFix
 from contrastive_curvature.errors import ContrastiveCurvatureError
 
-_UNSET = object()
 _SMALL = {"digits", "fashionmnist", "mnist", SHUFFLED, NONE, None}
 """A few megabytes each: the demonstration fetches them unasked."""
 
@@ -43,13 +42,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if config.threads is not None:
             torch.set_num_threads(config.threads)
         rows = table_rows(config.table, config.methods)
-        from benchmarks.experiments.run import Runner
-        from benchmarks.experiments.store import load_results, open_run
+        from benchmarks.experiments.run import Runner, load_results, open_run
 
         data = read_data(config)
-        runner = Runner(config, data)
-        runner.check(rows)
-        runner.warm_up()
+        runner = Runner(config, data, rows)
         open_run(config, data)
         # Before a training of hours, not after it: what was saved earlier goes into the report.
         load_results(config.out)
@@ -82,12 +78,10 @@ def parse(argv: Sequence[str] | None = None) -> Config:
     Returns:
         The configuration, unchecked but for types and names.
     """
-    given = vars(_parser().parse_args(argv))
-    table, name = given["table"], given["data"]
-    name = given["data"] = TABLE_DATA[table][0] if name is None else name
-    for option, value in vars(defaults_of(table, name)).items():
-        if given[option] is _UNSET:
-            given[option] = value
+    options = vars(_parser().parse_args(argv))
+    table = options["table"]
+    name = options["data"] = options["data"] or TABLE_DATA[table][0]
+    given = vars(defaults_of(table, name)) | options
     if given["ece_samples"] is None:
         given["ece_samples"] = given["n_samples"]
     if given["out"] is None:
@@ -178,7 +172,8 @@ def _add_training(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument_group("training, the same for all methods").add_argument
 
     def add_default(option: str, what: str, **more: Any) -> None:
-        add(f"--{option.replace('_', '-')}", default=_UNSET, help=f"{what} (default: {_defaults(option)})", **more)
+        shown = f"{what} (default: {_defaults(option)})"
+        add(f"--{option.replace('_', '-')}", default=argparse.SUPPRESS, help=shown, **more)
 
     add_default("network", "encoder", choices=sorted(NETWORKS))
     add_default("dim", "latent dimension", type=int, metavar="D")

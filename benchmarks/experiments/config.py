@@ -15,12 +15,14 @@ from benchmarks.experiments.data.ood import check_ood
 from benchmarks.experiments.defaults import TABLE_DATA
 from benchmarks.experiments.methods import Setting
 from benchmarks.experiments.methods.scores import NEIGHBORS
+from benchmarks.experiments.methods.training import check_training
 from benchmarks.experiments.networks import NETWORKS
 from benchmarks.experiments.plan import DEMO, MEMBERS, Table
 from contrastive_curvature import output_hessian
 from contrastive_curvature.errors import InputError, UnsupportedError
 
-_LEAST_IMAGES = 20
+_LEAST = {"dim": 2, "epochs": 1, "batch_size": 2, "per_class": 2, "train_size": 20, "test_size": 20, "n_samples": 2}
+_LEAST |= {"ece_samples": 2, "dropout_passes": 2, "baseline_features": NEIGHBORS, "workers": 0, "threads": 1}
 _HELD_OUT = 5
 """One in so many training images is held out for the demonstration's threshold."""
 _MOST_HELD_OUT = 2_000
@@ -87,22 +89,10 @@ def check_config(config: Config) -> None:
     if config.data not in known:
         raise InputError("--data", f"for table {config.table} one of {', '.join(known)}", config.data)
     check_ood(config.data, config.ood)
-    for name, value, least in (
-        ("--dim", config.dim, 2),
-        ("--epochs", config.epochs, 1),
-        ("--batch-size", config.batch_size, 2),
-        ("--per-class", config.per_class, 2),
-        ("--train-size", config.train_size, _LEAST_IMAGES),
-        ("--test-size", config.test_size, _LEAST_IMAGES),
-        ("--n-samples", config.n_samples, 2),
-        ("--ece-samples", config.ece_samples, 2),
-        ("--dropout-passes", config.dropout_passes, 2),
-        ("--baseline-features", config.baseline_features, NEIGHBORS),
-        ("--workers", config.workers, 0),
-        ("--threads", config.threads, 1),
-    ):
+    for name, least in _LEAST.items():
+        value = getattr(config, name)
         if value is not None and value < least:
-            raise InputError(name, f"a whole number, at least {least}", value)
+            raise InputError(f"--{name.replace('_', '-')}", f"a whole number, at least {least}", value)
     # Written so that NaN fails too.
     if not 0 < config.lr < math.inf:
         raise InputError("--lr", "a positive number", config.lr)
@@ -111,8 +101,14 @@ def check_config(config: Config) -> None:
     if config.margin is not None and not 0 < config.margin <= 2:
         raise InputError("--margin", "a distance of unit vectors, above 0 and up to 2", config.margin)
     _check_curvature(config)
-    _check_seeds(config.seeds)
-    check_device(config.device)
+    most = 2**32 - MEMBERS
+    if len(set(config.seeds)) < len(config.seeds) or not all(0 <= seed < most for seed in config.seeds):
+        raise InputError("--seeds", f"different whole numbers in [0, {most})", " ".join(map(str, config.seeds)))
+    try:
+        torch.empty(1, device=torch.device(config.device)).add(1).cpu()
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        reason = f"torch says: {str(error).splitlines()[0]}"
+        raise InputError("--device", "a device of this machine, as cpu or cuda", config.device, reason) from None
 
 
 def read_data(config: Config) -> RetrievalData:
@@ -173,14 +169,11 @@ def check_data(config: Config, data: RetrievalData) -> None:
     Raises:
         InputError: The network takes other images, or the batches do not suit the classes.
     """
-    from benchmarks.experiments.methods.checks import check_training
-
-    wanted = NETWORKS[config.network]
-    came = tuple(data.test.images([0]).shape[1:])
-    fits = came[0] == wanted[0] and min(came[1:]) >= 32 if config.network.startswith("resnet") else came == wanted
-    if not fits:
+    wanted, shape = NETWORKS[config.network], tuple(data.test.images([0]).shape[1:])
+    any_size = config.network.startswith("resnet")
+    if not (shape[0] == wanted[0] and min(shape[1:]) >= 32 if any_size else shape == wanted):
         hint = "Choose another --network or --image-size."
-        raise InputError(f"--network {config.network}", f"images {wanted}", f"{came}", hint)
+        raise InputError(f"--network {config.network}", f"images {wanted}", f"{shape}", hint)
     for name, split in (("test images", data.test), ("gallery images", data.gallery)):
         if split is not None and len(split) <= NEIGHBORS:
             raise InputError(name, f"more than {NEIGHBORS}", len(split))
@@ -213,22 +206,3 @@ def _check_curvature(config: Config) -> None:
             "--margin none with --distance euclidean has zero curvature from --negative-weight 0.5 upwards: the "
             "repulsion of all negatives outweighs the attraction. Use a margin, --pd-fix positive, or a smaller weight."
         )
-
-
-def _check_seeds(seeds: tuple[int, ...]) -> None:
-    most = 2**32 - MEMBERS
-    if not seeds or len(set(seeds)) < len(seeds) or not all(0 <= seed < most for seed in seeds):
-        raise InputError("--seeds", f"different whole numbers in [0, {most})", " ".join(map(str, seeds)))
-
-
-def check_device(name: str) -> None:
-    """Refuse a device that is not there.
-
-    Raises:
-        InputError: torch cannot compute on it.
-    """
-    try:
-        torch.empty(1, device=torch.device(name)).add(1).cpu()
-    except (RuntimeError, AssertionError, NotImplementedError) as error:
-        reason = f"torch says: {str(error).splitlines()[0]}"
-        raise InputError("--device", "a device of this machine, as cpu or cuda", name, reason) from None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from benchmarks.experiments.methods.embed import unit
 from benchmarks.experiments.methods.scores import NEIGHBORS
 from benchmarks.experiments.plan import ALPHAS, NOVELTY, OWN, UNCERTAINTY
 from contrastive_curvature import metrics
-from contrastive_curvature.errors import InputError
 from contrastive_curvature.metrics import CalibrationBins, Ranking
 from contrastive_curvature.metrics.neighbors import Metric
 
@@ -38,14 +38,11 @@ class Scores:
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """What one cell gave.
+class Curves:
+    """What the plots show of a cell.
 
     Args:
-        figures: Figure -> value; what the method or the data cannot give is not there, what is undefined ``None``.
-        variants: Score -> figure -> value; the method's own score under :data:`~benchmarks.experiments.plan.OWN`. A
-            score with embeddings of its own has the figures of their retrieval too.
-        scores: The uncertainties behind them; of a method with two scores, that of the retrievals under
+        scores: The uncertainties; of a method with two scores, that of the retrievals under
             :data:`~benchmarks.experiments.plan.UNCERTAINTY` and under
             :data:`~benchmarks.experiments.plan.OWN`, the other under :data:`~benchmarks.experiments.plan.NOVELTY`.
         precision_at_1: Of every query, NaN without a positive, shape (N,).
@@ -54,19 +51,45 @@ class Evaluation:
             they are compared by cosine.
         p_values: Of "this image is of a known kind", where there are.
         calibration: Of the votes, where there are.
-        seconds: ``"predict"``: mean and uncertainty of all test images, in and out of distribution; ``"predict_NAME"``:
-            the same for a variant, where it is known. ``"votes"``.
     """
 
-    figures: dict[str, float | None]
-    variants: dict[str, dict[str, float | None]]
     scores: dict[str, Scores]
     precision_at_1: Tensor
     nearest: Tensor
     embeddings: dict[str, Tensor | None]
     p_values: Scores | None
     calibration: CalibrationBins | None
+
+    @classmethod
+    def of(cls, content: dict[str, Any]) -> Curves:
+        """Make what ``dataclasses.asdict`` took apart."""
+        scores = {name: Scores(**parts) for name, parts in content["scores"].items()}
+        p_values, bins = content["p_values"], content["calibration"]
+        made = {
+            "scores": scores,
+            "p_values": None if p_values is None else Scores(**p_values),
+            "calibration": None if bins is None else CalibrationBins(**bins),
+        }
+        return cls(**content | made)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What one cell gave.
+
+    Args:
+        figures: Figure -> value; what the method or the data cannot give is not there, what is undefined ``None``.
+        variants: Score -> figure -> value; the method's own score under :data:`~benchmarks.experiments.plan.OWN`. A
+            score with embeddings of its own has the figures of their retrieval too.
+        seconds: ``"predict"``: mean and uncertainty of all test images, in and out of distribution; ``"predict_NAME"``:
+            the same for a variant, where it is known. ``"votes"``.
+        curves: The arrays behind them.
+    """
+
+    figures: dict[str, float | None]
+    variants: dict[str, dict[str, float | None]]
     seconds: dict[str, float]
+    curves: Curves
 
 
 def evaluate(method: Method, data: RetrievalData, *, n_votes: int, seed: int) -> Evaluation:
@@ -106,18 +129,19 @@ def evaluate(method: Method, data: RetrievalData, *, n_votes: int, seed: int) ->
         variants[name] |= _map(retrieve(data, mean, held_mean, inside.metric))
     calibration, voted, vote_seconds = _votes(method, data, n_votes, seed, inside.metric)
     own = variants.get(OWN, {})
-    p_values = _p_values(inside, outside)
+    p_values = None
+    if inside.p_value is not None:
+        p_values = Scores(inside.p_value, None if outside is None else outside.p_value)
+    kinds = {"inside": inside, "outside": outside}
     found |= _flagged(data, p_values)
+    embeddings = {name: None if part is None else part.mean[:DOTS] for name, part in kinds.items()}
+    if inside.metric == "cosine":
+        embeddings = {name: None if z is None else unit(z) for name, z in embeddings.items()}
     return Evaluation(
         found | {name: own[name] for name in ("auroc", "auprc", "ausc", "r_auroc") if name in own} | voted,
         variants,
-        all_scores,
-        precision,
-        retrieval.nearest,
-        {name: None if part is None else _placed(part) for name, part in (("inside", inside), ("outside", outside))},
-        p_values,
-        calibration,
         seconds | ({"votes": vote_seconds} if voted else {}),
+        Curves(all_scores, precision, retrieval.nearest, embeddings, p_values, calibration),
     )
 
 
@@ -149,12 +173,7 @@ def retrieve(data: RetrievalData, queries: Tensor, gallery: Tensor | None, metri
 
     Returns:
         The neighbours.
-
-    Raises:
-        InputError: One of gallery embeddings and gallery images is missing.
     """
-    if (gallery is None) != (data.gallery is None):
-        raise InputError("gallery", "embeddings of the data's gallery, if it has one", "one without the other")
     found = metrics.nearest_neighbors(queries, gallery, k=NEIGHBORS, metric=metric)
     same = data.relevance or data.relation
     if same is None:
@@ -185,11 +204,6 @@ def _predict(method: Method, split: Split) -> tuple[Prediction, dict[str, float]
         if taken > 1:
             break
     return prediction, best
-
-
-def _placed(prediction: Prediction) -> Tensor:
-    first = prediction.mean[:DOTS]
-    return unit(first) if prediction.metric == "cosine" else first
 
 
 def _map(retrieval: Retrieval) -> dict[str, float]:
@@ -225,12 +239,6 @@ def _detection_figures(scores: Scores) -> dict[str, float | None]:
         "auprc": metrics.auprc(scores.inside, scores.outside),
         "auprc_released": figures.auprc_released(scores.inside, scores.outside),
     }
-
-
-def _p_values(inside: Prediction, outside: Prediction | None) -> Scores | None:
-    if inside.p_value is None:
-        return None
-    return Scores(inside.p_value, None if outside is None else outside.p_value)
 
 
 def _flagged(data: RetrievalData, p_values: Scores | None) -> dict[str, float | None]:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import metrics
-from contrastive_curvature.errors import InputError
 from contrastive_curvature.metrics import Ranking
 
 
@@ -24,11 +23,7 @@ def r_auroc(uncertainty: Tensor, precision_at_1: Tensor) -> float | None:
 
     Returns:
         A number in [0, 1], chance 0.5; ``None`` where all are right or all wrong, as there is nothing to tell.
-
-    Raises:
-        InputError: The shapes disagree, or an uncertainty is not finite.
     """
-    _check_lengths(uncertainty, precision_at_1)
     right, wrong = uncertainty[precision_at_1 == 1], uncertainty[precision_at_1 == 0]
     return metrics.auroc(right, wrong) if len(right) and len(wrong) else None
 
@@ -85,13 +80,8 @@ def ausc_released(uncertainty: Tensor, correct: Tensor, neighbor_uncertainty: Te
     Returns:
         A number in [0, 98/99].
 
-    Raises:
-        InputError: The shapes disagree.
-
     Source: ``src/evaluate/ausc.py`` of the released code.
     """
-    _check_lengths(uncertainty, correct)
-    _check_lengths(uncertainty, neighbor_uncertainty)
     total = uncertainty.double() + neighbor_uncertainty.double()
     order = total.argsort(descending=True, stable=True)
     remaining = correct.double()[order]
@@ -127,9 +117,3 @@ def ece_released(votes: Tensor, labels: Tensor, n_bins: int = 10) -> float | Non
     gap = (mode == labels).double() - agree.double() / n_samples
     sums = torch.zeros(n_bins, dtype=torch.float64).index_add_(0, position[kept], gap[kept])
     return float(sums.abs().sum() / kept.sum())
-
-
-def _check_lengths(uncertainty: Tensor, other: Tensor) -> None:
-    if uncertainty.ndim != 1 or uncertainty.shape != other.shape:
-        came = f"{tuple(uncertainty.shape)} and {tuple(other.shape)}"
-        raise InputError("uncertainty and what it is held against", "the same shape (N,)", came)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
@@ -85,7 +84,10 @@ def make_network(name: str, dim: int, dropout: float = 0.0) -> nn.Sequential:
         features = _TRUNK_FEATURES
     else:
         parts, features = _convolutions(name)
-    return nn.Sequential(OrderedDict(_with_dropout([*parts, ("head", nn.Linear(features, dim))], dropout)))
+    if dropout > 0:
+        parts = [(name, nn.Dropout(dropout) if part is None else part) for name, part in parts]
+    kept = [(name, part) for name, part in parts if part is not None]
+    return nn.Sequential(OrderedDict([*kept, ("head", nn.Linear(features, dim))]))
 
 
 def _convolutions(name: str) -> tuple[list[tuple[str, nn.Module | None]], int]:
@@ -105,14 +107,6 @@ def _convolutions(name: str) -> tuple[list[tuple[str, nn.Module | None]], int]:
     if name == "cifar10":
         parts += [("drop2", None), ("conv3", nn.Conv2d(64, 64, 3)), ("relu3", nn.ReLU(inplace=True))]
     return [*parts, ("flatten", nn.Flatten()), ("head_drop", None)], 1024 if name == "digits" else 9216
-
-
-def _with_dropout(parts: Iterable[tuple[str, nn.Module | None]], dropout: float) -> Iterable[tuple[str, nn.Module]]:
-    for name, part in parts:
-        if part is not None:
-            yield name, part
-        elif dropout > 0:
-            yield name, nn.Dropout(dropout)
 
 
 def _trunk(pretrained: bool) -> nn.Sequential:

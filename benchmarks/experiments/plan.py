@@ -64,7 +64,7 @@ class Row:
     Args:
         key: As on the command line and in file names.
         title: As in the table.
-        method: Name for :func:`benchmarks.experiments.methods.make_method`.
+        method: Name in :data:`benchmarks.experiments.methods.METHODS`.
         options: For it.
         default: Whether it runs when ``--methods`` says nothing.
     """
@@ -115,12 +115,12 @@ def _ablation() -> list[Row]:
 
 _METHODS = (
     Row(BASE, "Deterministic", BASE),
-    Row("deep_ensemble", "Deep ensemble", "deep_ensemble", {"members": MEMBERS}),
+    Row("deep_ensemble", "Deep ensemble", "deep_ensemble"),
     Row(
         "deep_ensemble_aligned",
         "Deep ensemble, aligned",
         "deep_ensemble",
-        {"members": MEMBERS, "alignment": "procrustes"},
+        {"alignment": "procrustes"},
     ),
     Row("pfe", "PFE", "pfe"),
     Row("mc_dropout", "MC dropout", "mc_dropout"),

@@ -22,9 +22,9 @@ from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormat
 from torch import Tensor
 
 from benchmarks.experiments.data import RetrievalData, Split
-from benchmarks.experiments.evaluate import Scores
+from benchmarks.experiments.evaluate import Curves, Scores
 from benchmarks.experiments.plan import ALPHAS, NOVELTY, OWN, Row, Table, known_rows, score_titles
-from benchmarks.experiments.store import Curves, load_curves
+from benchmarks.experiments.run import load_curves
 from contrastive_curvature import metrics
 
 _WITH_IMAGES = ("laplace_posthoc", "laplace_online", "pfe")

@@ -50,7 +50,8 @@ def run_parts(
         Exit status: 0 when all parts are finished, 1 when one failed, 3 when time was over before all were done.
     """
     logs.mkdir(parents=True, exist_ok=True)
-    account = _read_account(results / "gpu.json")
+    earlier = results / "gpu.json"
+    account: Account = json.loads(earlier.read_text(encoding="utf-8"))["parts"] if earlier.is_file() else {}
     end = time.monotonic() + seconds
     for part in parts:
         if part.name not in again and account.get(part.name, {}).get("status") == FINISHED:
@@ -68,14 +69,6 @@ def run_parts(
     if UNFINISHED in states:
         print("unfinished; the same command goes on")
     return 1 if FAILED in states else 3 if UNFINISHED in states else 0
-
-
-def _read_account(path: Path) -> Account:
-    """What earlier calls have done."""
-    if not path.is_file():
-        return {}
-    account: Account = json.loads(path.read_text(encoding="utf-8"))["parts"]
-    return account
 
 
 def _run(part: Part, left: float, log: Path) -> dict[str, Any]:

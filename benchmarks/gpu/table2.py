@@ -23,7 +23,7 @@ from benchmarks.experiments.cli import parse
 from benchmarks.experiments.config import read_data
 from benchmarks.experiments.plan import BASE, Row, table_rows
 from benchmarks.experiments.report import write_report
-from benchmarks.experiments.store import open_run
+from benchmarks.experiments.run import open_run
 from benchmarks.machine import write_results
 
 _TRAINED_ALONE = 2

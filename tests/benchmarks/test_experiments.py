@@ -1,19 +1,19 @@
-"""The command line from end to end: a whole run, a run that is interrupted, and what is refused."""
+"""``benchmarks.experiments`` from end to end: every row, the demonstration, a run that is interrupted, refusals."""
 
 import json
 import math
 
 import pytest
+from devices import DEVICES
 from tables import each
 
-from benchmarks.experiments import cli, plan, plots
-from benchmarks.experiments.methods import training
+from benchmarks.experiments import cli, demo, plan, plots, run
+from benchmarks.experiments.methods import triplet
 from contrastive_curvature.errors import DivergenceError
-from tests.devices import DEVICES
 
-ROWS = ["deterministic", "deep_ensemble", "pfe", "laplace_posthoc", "laplace_online", "norm"]
-TINY = ["--data", "digits", "--train-size", "200", "--test-size", "100", "--n-samples", "3", "--quiet"]
-CLOSED = ["--table", "2", *TINY, "--epochs", "1", "--methods", *ROWS]
+TINY = ["--data", "digits", "--train-size", "100", "--test-size", "50", "--n-samples", "3", "--epochs", "1", "--quiet"]
+PLOTS = {"roc", "sparsification", "calibration", "histograms", "embeddings_laplace_posthoc", "images_laplace_posthoc"}
+PLOTS |= {"p_values_laplace_posthoc"}
 
 
 def results_of(folder):
@@ -31,148 +31,98 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(plots, "draw_all", lambda *_: None)  # half of the time
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("retrieval") / "run"
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(plots, "draw_all", lambda *_: None)
-        assert cli.main([*CLOSED, "--seeds", "0", "1", "--out", str(folder)]) == 0
-    return folder
-
-
-def test_a_run_leaves_figures_of_every_cell(whole):
-    results = results_of(whole)
-    assert set(results["rows"]) == set(ROWS)
-    assert len(results["cells"]) == 5 * 2 + 1
-    for cell in results["cells"]:
+@pytest.mark.parametrize("device", DEVICES)
+def test_every_row_of_table_2_runs(device, tmp_path, undrawn, monkeypatch):
+    monkeypatch.setattr(triplet, "TEMPERATURES", (1.0,))
+    keys = [row.key for row in plan.known_rows(2)]
+    options = ["--table", "2", *TINY, "--device", device, "--out", str(tmp_path)]
+    assert cli.main([*options, "--methods", *keys]) == 0
+    cells = {cell["row"]: cell for cell in results_of(tmp_path)["cells"]}
+    assert set(cells) == set(keys)
+    unscored, without_votes = ("deterministic", "triplet", "cosine_proxies", "hib_point"), ("norm", "vmf_density")
+    for key, cell in cells.items():
         figures = cell["figures"]
-        assert all(0 <= figures[key] <= 1 for key in plan.COLUMNS[2] if key in figures)
-        assert ("auroc" in figures) == (cell["row"] != "deterministic")
-        assert ("ece" in figures) == (cell["row"] not in ("deterministic", "norm"))
-        assert cell["seconds"]["fit"] > 0
-        assert cell["seconds"]["predict_over_forward"] > 0
-        if "auroc" in figures:
-            assert {key: cell["variants"]["own"][key] for key in ("auroc", "ausc")} == {
-                key: figures[key] for key in ("auroc", "ausc")
-            }
-    ensemble = next(cell for cell in results["cells"] if cell["row"] == "deep_ensemble")
-    assert ensemble["members"] == [0, 1, 2, 3, 4]
-    assert "sum_std" in ensemble["variants"]
-    # scores on top of an encoder retrieve as it does
-    by_row = {cell["row"]: cell["figures"] for cell in results["cells"] if cell["seed"] == 1}
-    assert all(by_row[row]["map_at_5"] == by_row["deterministic"]["map_at_5"] for row in ("pfe", "norm"))
-
-
-def test_means_and_deviations_stand_in_the_table(whole):
-    results, text = results_of(whole), (whole / "results.md").read_text()
-    both = [cell["figures"]["auroc"] for cell in results["cells"] if cell["row"] == "laplace_online"]
-    summary = results["rows"]["laplace_online"]["figures"]["auroc"]
-    assert summary["mean"] == pytest.approx(sum(both) / 2)
-    assert summary["std"] == pytest.approx(abs(both[0] - both[1]) / math.sqrt(2))
-    line = next(line for line in text.splitlines() if line.startswith("| LAM (online)"))
-    assert f"{summary['mean']:.3f} ± {summary['std']:.3f}" in line
-    plain = next(line for line in text.splitlines() if line.startswith("| Deterministic"))
-    assert plain.count(" – |") == 6  # AUROC, AUPRC, AUSC, ECE, R-AUROC, Brier
-    assert "±" not in next(line for line in text.splitlines() if line.startswith("| Deep ensemble"))
+        assert all(0 <= figures[name] <= 1 for name in plan.COLUMNS[2] if name in figures)
+        assert key in unscored or "auroc" in figures
+        assert ("ece" in figures) != (key in (*unscored[:2], *without_votes)) or "ece" not in figures
+        assert cell["seconds"]["fit"] >= 0
+    assert cells["deep_ensemble"]["members"] == [0, 1, 2, 3, 4]
+    # Scores on top of an encoder retrieve as it does.
+    assert len({cells[row]["figures"]["map_at_5"] for row in ("deterministic", "pfe", "norm", "knn_gated")}) == 1
+    text = (tmp_path / "results.md").read_text()
+    assert all(f"| {row.title} |" in text for row in plan.known_rows(2))
     assert "paper" not in text.split("## Notes")[0]  # the paper has no digits
 
 
-def test_finished_cells_are_not_computed_again(whole, undrawn, monkeypatch):
-    def never(*_, **__):
-        raise RuntimeError("computed again")
-
-    before = figures_of(whole)
-    monkeypatch.setattr("benchmarks.experiments.run.evaluate", never)
-    assert cli.main([*CLOSED, "--seeds", "1", "0", "--out", str(whole)]) == 0
-    assert figures_of(whole) == before
-    with pytest.raises(RuntimeError, match="computed again"):
-        cli.main([*CLOSED, "--seeds", "2", "--out", str(whole)])
-
-
-def test_an_interrupted_run_ends_as_an_uninterrupted_one(tmp_path, undrawn, monkeypatch):
-    options = ["--table", "2", *TINY, "--epochs", "2", "--methods", "deterministic", "laplace_online", "norm"]
-    assert cli.main([*options, "--out", str(tmp_path / "whole")]) == 0
-    steps, stop_at = [], [6]
-
-    def stops(batches, *_, **__):
-        for batch in batches:
-            steps.append(batch)
-            if len(steps) == stop_at[0]:
-                raise KeyboardInterrupt
-            yield batch
-
+def test_the_demonstration(tmp_path, monkeypatch):
+    options = ["--table", "demo", *TINY, "--out", str(tmp_path)]
     with monkeypatch.context() as patch:
-        patch.setattr(training, "tqdm", stops)
-        assert cli.main([*options, "--out", str(tmp_path / "parts")]) == 130
-        steps.clear()
-        stop_at[0] = 100
-        assert cli.main([*options, "--out", str(tmp_path / "parts")]) == 0
-    # A checkpoint is written after every epoch, of four steps; what lies before the last one is not done again.
-    assert len(steps) == 12
+        patch.setattr(plots, "draw_all", lambda *_: None)
+        assert cli.main(options) == 0
+    assert cli.main([*options, "--seeds", "0", "1"]) == 0
+    assert {path.stem for path in (tmp_path / "plots").iterdir()} == PLOTS
+    results = results_of(tmp_path)
+    assert results["data"]["train"] == 80  # a fifth is held out for the threshold
+    posterior = results["rows"]["laplace_posthoc"]["variants"]
+    assert posterior["own"]["auroc"] == posterior["novelty"]["auroc"]
+    assert posterior["own"]["r_auroc"] == posterior["uncertainty"]["r_auroc"]
+    both = [cell["figures"]["auroc"] for cell in results["cells"] if cell["row"] == "laplace_posthoc"]
+    summary = results["rows"]["laplace_posthoc"]["figures"]["auroc"]
+    assert summary["std"] == pytest.approx(abs(both[0] - both[1]) / math.sqrt(2))
+    text = (tmp_path / "results.md").read_text()
+    titles = [title for row in plan.table_rows("demo")[1:] for title in plan.score_titles("demo", row).values()]
+    assert all(text.count(f"| {title} |") == 3 for title in titles)  # two seeds and their mean
+    assert f"{summary['mean']:.3f} ± {summary['std']:.3f}" in text
+    assert "| flagged as unknown at | α = 0.05 |" in text  # 20 images cannot say a hundredth
+    results["config"]["data"] = "fashionmnist"
+    theirs = "0.78 | 0.74 | 0.72 | 0.96 | 0.96 | 0.86 | 0.03"
+    assert f"| Warburg et al. 2023: LAM post-hoc | {theirs} | – | – |" in demo.demo_markdown(results)
+
+
+def test_an_interrupted_run_goes_on(tmp_path, undrawn, monkeypatch):
+    options = ["--table", "2", *TINY, "--methods", "deterministic", "deep_ensemble", "laplace_online", "norm"]
+    assert cli.main([*options, "--out", str(tmp_path / "whole")]) == 0
+    left, evaluate = [2], run.evaluate
+
+    def stops(*arguments, **more):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        return evaluate(*arguments, **more)
+
+    monkeypatch.setattr(run, "evaluate", stops)
+    assert cli.main([*options, "--out", str(tmp_path / "parts")]) == 130
+    # The encoder and two cells are there; two are left.
+    left[0] = 2
+    assert cli.main([*options, "--out", str(tmp_path / "parts")]) == 0
     assert figures_of(tmp_path / "parts") == figures_of(tmp_path / "whole")
 
 
 def test_a_method_that_diverges_is_reported_and_tried_again(tmp_path, undrawn, monkeypatch, capsys):
-    options = ["--table", "1", *TINY, "--epochs", "1", "--methods", "posthoc_arccos_fixed", "online_arccos_psd"]
+    options = ["--table", "1", *TINY, "--methods", "posthoc_arccos_fixed", "online_arccos_psd", "--out", str(tmp_path)]
 
     def diverges(*_):
         raise DivergenceError("the loss is nan.", 7)
 
     with monkeypatch.context() as patch:
         patch.setattr("contrastive_curvature.online.OnlineLaplace.forward", diverges)
-        assert cli.main([*options, "--out", str(tmp_path)]) == 1
+        assert cli.main(options) == 1
     assert "online_arccos_psd failed" in capsys.readouterr().err
     assert "**Failed**: online_arccos_psd, seed 0: DivergenceError" in (tmp_path / "results.md").read_text()
     assert set(results_of(tmp_path)["rows"]) == {"posthoc_arccos_fixed"}
-    assert cli.main([*options, "--out", str(tmp_path)]) == 0
+    assert cli.main(options) == 0
     text = (tmp_path / "results.md").read_text()
     assert "Failed" not in text
     assert "| *paper, LFW* | *0.69 ± 0.00* | *0.53 ± 0.20* | *0.46 ± 0.02* |" in text
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_every_row_of_the_tables_runs(device, tmp_path, undrawn):
-    keys = [row.key for row in plan.known_rows(2) if row.key not in ROWS]
-    options = ["--table", "2", *TINY, "--epochs", "1", "--device", device, "--out", str(tmp_path)]
-    assert cli.main([*options, "--methods", *keys]) == 0
-    assert set(results_of(tmp_path)["rows"]) == set(keys)
-
-
-def test_other_options_are_refused_by_the_folder(tmp_path, undrawn, capsys):
-    options = ["--table", "2", *TINY, "--epochs", "1", "--methods", "deterministic", "--out", str(tmp_path)]
-    assert cli.main(options) == 0
-    before = (tmp_path / "results.json").read_bytes()
     assert cli.main([*options, "--dim", "4"]) == 2
     assert "dim = 3, got dim = 4" in capsys.readouterr().err
-    assert (tmp_path / "results.json").read_bytes() == before
-    # Augmentations draw other random numbers in other processes.
-    assert cli.main([*options, "--workers", "1"]) == 2
-    assert "workers = 0, got workers = 1" in capsys.readouterr().err
-    assert cli.main([*options, "--threads", "1"]) == 0
-
-
-def test_ensembles_know_their_members(tmp_path, undrawn):
-    options = ["--table", "2", *TINY, "--epochs", "1", "--methods", "deterministic", "deep_ensemble"]
-    options += ["--out", str(tmp_path), "--seeds"]
-    assert cli.main([*options, "0"]) == 0
-    # other members, under the same first seed: not the old ensemble under a new name
-    assert cli.main([*options, "0", "2", "3", "4", "5"]) == 0
-    cell = json.loads((tmp_path / "seed0" / "deep_ensemble.json").read_text())
-    assert cell["members"] == [0, 2, 3, 4, 5]
-    assert {path.name for path in (tmp_path / "seed0").glob("deep_ensemble-*")} == {
-        "deep_ensemble-0-1-2-3-4",
-        "deep_ensemble-0-2-3-4-5",
-    }
-    # another process's ensemble shares encoders with it, so it is no second run
-    assert cli.main([*options, "1"]) == 0
-    assert results_of(tmp_path)["rows"]["deep_ensemble"]["figures"]["map_at_1"]["n"] == 1
+    assert (tmp_path / "results.md").read_text() == text
 
 
 @each(
     "options, says",
     [
         (["--dim", "1"], "--dim"),
-        (["--epochs", "0"], "--epochs"),
         (["--margin", "2.5"], "--margin"),
         (["--per-class", "3"], "multiple of per_class=3"),
         (["--seeds", "1", "1"], "--seeds"),

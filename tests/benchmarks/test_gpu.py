@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import json
-import math
 import subprocess
 import time
 from pathlib import Path
 
 import pytest
-import torch
-from devices import DEVICES
 
-from benchmarks import machine
 from benchmarks.experiments.plan import table_rows
-from benchmarks.gpu import driver, fractions, rates, table2
+from benchmarks.gpu import driver, table2
 from benchmarks.gpu.__main__ import main
 from benchmarks.gpu.parts import Part, Places, real_parts, rehearsed_parts
 
@@ -99,25 +95,6 @@ def test_parts_are_there_and_the_suite_is_run_whole(tmp_path: Path, capsys: pyte
     assert left_out <= chosen, f"in no piece of the suite: {left_out - chosen}"
     assert main(["--rehearse", "--parts", "nothing", "--work", str(tmp_path)]) == 2
     assert "--parts: expected some of rates, contract" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_rates_and_fractions(device: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rates.main(["--device", device, "--quick", "--out", str(tmp_path)])
-    found = json.loads((tmp_path / "rates.json").read_text())
-    assert all(rate > 0 and math.isfinite(rate) for rate in found["rates"].values())
-    assert [row["dtype"] for row in found["kernels"]] == 3 * ["float32"] + 3 * ["float64"]
-    rows = [{"structure": "diag", "samples": samples, "n": 10, "seconds": 2.0} for samples in (5, None)]
-    (tmp_path / "scale.json").write_text(json.dumps({"rows": rows}))
-    fractions.main([str(tmp_path)])
-    made = json.loads((tmp_path / "fractions.json").read_text())
-    # Three products of 10 points with 512 features and 128 dimensions, and the pair sums.
-    assert [row["flop"] for row in made["rows"]] == [2 * 10 * (3 * 512 * 128 + m * 257) for m in (5, 10)]
-    assert (tmp_path / "fractions.md").read_text() in capsys.readouterr().out
-    shares = rates.fractions_of(10.0, 4.0, 8.0, {"float32": 5.0, "bandwidth": 1.0})
-    assert (shares["of_flops"], shares["of_bandwidth"], shares["of_floor"]) == (10 / 8 / 5, 4 / 8, 4 / 8)
-    layer, x = torch.nn.Linear(3, 5, bias=False, device=device), torch.randn(7, 3, device=device)
-    assert machine.count_flop(lambda: layer(x)) == 2 * 7 * 3 * 5
 
 
 def test_table_2_is_shared_out_whole() -> None:

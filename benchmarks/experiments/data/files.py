@@ -13,9 +13,6 @@ from typing import IO
 
 from contrastive_curvature.errors import InputError
 
-_LEAST_SIZE = 8
-"""Side in pixels below which no encoder of the benchmarks has anything to convolve."""
-
 
 @dataclass(frozen=True)
 class LoadOptions:
@@ -28,12 +25,6 @@ class LoadOptions:
 
     download: bool = False
     image_size: int | None = None
-
-    def check(self) -> None:
-        """Raise InputError if a value is out of range."""
-        size = self.image_size
-        if size is not None and size < _LEAST_SIZE:
-            raise InputError("image_size", f"a whole number of pixels, at least {_LEAST_SIZE}", size)
 
 
 def open_file(path: Path) -> IO[bytes]:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import gzip
 import math
-import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,11 +21,6 @@ _BYTES = 8
 """Type code of unsigned bytes, the only one that these data sets use."""
 
 
-def find_idx(folder: Path, stem: str) -> Path | None:
-    """The file of that name in a folder, unpacked or gzipped; ``None`` where there is neither."""
-    return next((path for path in (folder / stem, folder / f"{stem}.gz") if path.is_file()), None)
-
-
 def read_idx(path: Path) -> Tensor:
     """Read an IDX file of unsigned bytes, gzipped if its name ends in ``.gz``.
 
@@ -39,18 +33,12 @@ def read_idx(path: Path) -> Tensor:
     Raises:
         InputError: It is not such a file, or shorter or longer than it states.
     """
-    hint = "Remove the file and fetch it again."
-    try:
-        content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise InputError(str(path), "a gzip file", f"a damaged one ({error})", hint) from None
-    if len(content) < 4 or content[:2] != b"\0\0" or content[2] != _BYTES:
-        raise InputError(str(path), "an IDX file of unsigned bytes", f"one that starts {content[:4]!r}", hint)
+    content = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
     start = 4 + 4 * content[3]
     shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, start, 4)]
-    if len(content) != start + math.prod(shape):
-        wanted = f"{math.prod(shape)} values for shape {tuple(shape)}"
-        raise InputError(str(path), wanted, f"{max(0, len(content) - start)}", hint)
+    if content[:3] != bytes([0, 0, _BYTES]) or len(content) != start + math.prod(shape):
+        hint = "Remove the file and fetch it again."
+        raise InputError(str(path), "an IDX file of unsigned bytes, whole", f"one that starts {content[:30]!r}", hint)
     # bytearray: torch wants memory that it may write to.
     return torch.frombuffer(bytearray(content[start:]), dtype=torch.uint8).reshape(shape)
 
@@ -90,7 +78,7 @@ CLOTHES = ("T-shirt", "trouser", "pullover", "dress", "coat", "sandal", "shirt",
 """Names of the ten classes."""
 
 _SIDE = 28
-_PREFIXES = {"train": "train", "test": "t10k"}
+_PREFIXES = ("train", "t10k")
 
 
 def load_fashionmnist(root: Path, options: LoadOptions) -> RetrievalData:
@@ -119,57 +107,34 @@ def load_mnist(root: Path, options: LoadOptions) -> RetrievalData:
     return _load(root, options, "MNIST", tuple("0123456789"))
 
 
-def idx_test(name: str, root: Path, options: LoadOptions) -> TensorSplit:
-    """The test images of ``"MNIST"`` or ``"FashionMNIST"`` alone; the training files need not be there."""
-    return _split(root, options, name, "test")
-
-
 def _load(root: Path, options: LoadOptions, name: str, classes: tuple[str, ...]) -> RetrievalData:
-    _ensure(root, name, ("train", "test"), options.download)
-    train, test = (_split(root, options, name, part) for part in ("train", "test"))
+    train, test = (_read(root, options, name, prefix) for prefix in _PREFIXES)
     return RetrievalData(name.lower(), name, "", train, test, classes=classes)
 
 
-def _split(root: Path, options: LoadOptions, name: str, part: str) -> TensorSplit:
-    _ensure(root, name, (part,), options.download)
-    return TensorSplit(*_read(root, name, part))
+def idx_test(name: str, root: Path, options: LoadOptions) -> TensorSplit:
+    """The test images of ``"MNIST"`` or ``"FashionMNIST"`` alone; the training files need not be there."""
+    return _read(root, options, name, _PREFIXES[1])
 
 
-def _folder(root: Path, name: str) -> Path:
-    return root / name / "raw"
-
-
-def _stems(part: str) -> tuple[str, str]:
-    return f"{_PREFIXES[part]}-images-idx3-ubyte", f"{_PREFIXES[part]}-labels-idx1-ubyte"
-
-
-def _ensure(root: Path, name: str, parts: Sequence[str], download: bool) -> None:
-    folder = _folder(root, name)
-    missing = [stem for part in parts for stem in _stems(part) if find_idx(folder, stem) is None]
-    if not missing:
-        return
+def _read(root: Path, options: LoadOptions, name: str, prefix: str) -> TensorSplit:
+    folder = root / name / "raw"
+    stems = [f"{prefix}-images-idx3-ubyte", f"{prefix}-labels-idx1-ubyte"]
     command = f'python -c "from torchvision.datasets import {name}; {name}({str(root)!r}, download=True)"'
-    how = f"To fetch them: {command}, or put the official files there, gzipped or not."
-    there = [stem for part in _PREFIXES for stem in _stems(part) if find_idx(folder, stem) is not None]
-    if download and not there:
+    # torchvision would fetch all four, over files that are the user's.
+    if options.download and not any(folder.glob("*-idx*-ubyte*")):
         import torchvision
 
-        fetch(lambda: getattr(torchvision.datasets, name)(root, download=True), name, how)
-        return
-    if there:
-        # torchvision would fetch all four, over files that are the user's
-        how += f" The command replaces what is there ({', '.join(there)}), so nothing is downloaded unasked."
-    raise InputError(f"data root: {folder}", "the IDX files", f"no {', '.join(missing)}", how)
-
-
-def _read(root: Path, name: str, part: str) -> tuple[Tensor, Tensor]:
-    folder = _folder(root, name)
-    images, labels = (read_idx(found) for stem in _stems(part) if (found := find_idx(folder, stem)) is not None)
-    if images.ndim != 3 or images.shape[1:] != (_SIDE, _SIDE) or labels.shape != images.shape[:1]:
-        came = f"{tuple(images.shape)} and {tuple(labels.shape)}"
-        wanted = f"{part} images (N, {_SIDE}, {_SIDE}) and labels (N,)"
-        raise InputError(str(folder), wanted, came, "Fetch the files again.")
-    return images.unsqueeze(1), labels.long()
+        fetch(lambda: getattr(torchvision.datasets, name)(root, download=True), name, f"Or: {command}")
+    paths = [path for stem in stems for path in (folder / stem, folder / f"{stem}.gz") if path.is_file()]
+    if {path.name.removesuffix(".gz") for path in paths} != set(stems):
+        how = f"To fetch all four: {command}, or put the official files there, gzipped or not."
+        raise InputError(f"data root: {folder}", f"the IDX files {', '.join(stems)}", "not both", how)
+    images, labels = (read_idx(next(path for path in paths if path.name.startswith(stem))) for stem in stems)
+    if images.shape[1:] != (_SIDE, _SIDE) or labels.shape != images.shape[:1]:
+        got = f"{tuple(images.shape)} and {tuple(labels.shape)}"
+        raise InputError(str(folder), f"images (N, {_SIDE}, {_SIDE}) and labels (N,)", got, "Fetch the files again.")
+    return TensorSplit(images.unsqueeze(1), labels.long())
 
 
 def load_cifar10(root: Path, options: LoadOptions) -> RetrievalData:
@@ -186,11 +151,8 @@ def load_cifar10(root: Path, options: LoadOptions) -> RetrievalData:
         InputError: Files are missing, damaged or others than the published ones.
     """
     train, test = _cifar10(root, options, train=True), _cifar10(root, options, train=False)
-    images = {
-        part: _split_cifar10(np.moveaxis(made.data, 3, 1), made.targets)
-        for part, made in (("train", train), ("test", test))
-    }
-    return RetrievalData("cifar10", "CIFAR10", "", **images, classes=tuple(test.classes))
+    parts = [_split_cifar10(np.moveaxis(part.data, 3, 1), part.targets) for part in (train, test)]
+    return RetrievalData("cifar10", "CIFAR10", "", *parts, classes=tuple(test.classes))
 
 
 def svhn_test(root: Path, options: LoadOptions) -> TensorSplit:

@@ -178,14 +178,17 @@ def car_images(root: Path) -> tuple[list[Path], Tensor]:
     Raises:
         InputError: Files are missing or damaged.
     """
+    from scipy.io import loadmat
+
     folder = root / _FOLDER_CARS196
     require(folder, [name for part in _PARTS for name in part], _HOW)
     paths, labels = [], []
     for table, images in _PARTS:
-        for name, label in _annotations(folder / table):
-            if label > _LAST_TRAINING_CLASS_CARS196:
-                paths.append(folder / images / name)
-                labels.append(label - 1)
+        for row in loadmat(folder / table, squeeze_me=True)["annotations"].reshape(-1):
+            # Classes are counted from 1.
+            if row["class"] > _LAST_TRAINING_CLASS_CARS196:
+                paths.append(folder / images / str(row["fname"]))
+                labels.append(int(row["class"]) - 1)
     check_images(paths, _HOW)
     return paths, torch.tensor(labels)
 
@@ -193,14 +196,6 @@ def car_images(root: Path) -> tuple[list[Path], Tensor]:
 def car_split(root: Path, options: LoadOptions) -> FileSplit:
     """The same as photographs of ``options.image_size``."""
     return FileSplit(*car_images(root), cropped(photo_size(options)))
-
-
-def _annotations(path: Path) -> list[tuple[str, int]]:
-    """File names and classes, counted from 1."""
-    from scipy.io import loadmat
-
-    rows = loadmat(path, squeeze_me=True)["annotations"].reshape(-1)
-    return [(str(row["fname"]), int(row["class"])) for row in rows]
 
 
 _FOLDER_LFW = "lfw-py"

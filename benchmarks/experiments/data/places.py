@@ -31,19 +31,10 @@ class WithinMetres:
     Args:
         positive: Up to so many metres apart, two images show the same place.
         negative: Beyond so many, they do not. In between they are neither.
-
-    Raises:
-        InputError: ``negative`` is smaller than ``positive``.
     """
 
     positive: float
     negative: float
-
-    def __post_init__(self) -> None:
-        # written so that NaN fails too
-        if not 0 < self.positive <= self.negative:
-            wanted = "above 0, and the negative one no smaller than the positive one"
-            raise InputError("radii in metres", wanted, f"{self.positive} and {self.negative}")
 
     def __call__(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Relate positions.
@@ -56,14 +47,11 @@ class WithinMetres:
             Positive and negative pairs, bool, each of shape (A, B).
 
         Raises:
-            InputError: They are no positions in double precision.
+            InputTypeError: They are not in double precision.
         """
-        for name, positions in (("a", a), ("b", b)):
-            if positions.ndim != 2 or positions.shape[1] != 2:
-                raise InputError(name, "positions of shape (N, 2)", tuple(positions.shape))
-            if positions.dtype != torch.float64:
-                hint = "In single precision UTM coordinates are off by metres."
-                raise InputTypeError(name, "float64", str(positions.dtype), hint)
+        if not a.dtype == b.dtype == torch.float64:
+            hint = "In single precision UTM coordinates are off by metres."
+            raise InputTypeError("positions", "float64", f"{a.dtype} and {b.dtype}", hint)
         # From differences: the product form, faster for many points, loses all digits this far from the origin.
         metres = torch.cdist(a, b, compute_mode="donot_use_mm_for_euclid_dist")
         return metres <= self.positive, metres > self.negative
@@ -84,12 +72,10 @@ class PlaceSampler(Sampler[int]):
         generator: Source of the order.
 
     Raises:
-        InputError: No two images are that near, or ``per_place`` is out of range.
+        InputError: No two images are that near.
     """
 
     def __init__(self, positions: Tensor, radius: float, per_place: int, generator: torch.Generator) -> None:
-        if not 2 <= per_place <= len(positions):
-            raise InputError("per_place", f"at least 2 and at most {len(positions)} images", per_place)
         self.per_place, self.radius, self.generator = per_place, radius, generator
         self._points = positions.numpy()
         self._tree = cKDTree(self._points)

@@ -1,8 +1,8 @@
-"""What every method offers: it is trained, evaluated, saved and loaded in one and the same way.
+"""What every method offers: it is trained and evaluated in one and the same way.
 
-A method is made from a :class:`Setting`, fitted on training images (or loaded), and then gives for any images mean
-embeddings, one uncertainty per input, and, where it has them, samples. Those that build on a trained deterministic
-encoder (``needs_base``) are given it.
+A method is made from a :class:`Setting`, fitted on training images, and then gives for any images mean embeddings, one
+uncertainty per input, and, where it has them, samples. Those that build on a trained deterministic encoder
+(``needs_base``) are given it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,13 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.networks import make_network
-from contrastive_curvature.artifact import write_whole
-from contrastive_curvature.errors import InputError
 from contrastive_curvature.metrics.neighbors import Metric
 from contrastive_curvature.pairs import RelationFunction
 
@@ -135,13 +132,12 @@ class Method(ABC):
         self.setting = setting
 
     @abstractmethod
-    def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
-        """Train; where training was interrupted, continue from its last checkpoint with the same result.
+    def fit(self, data: RetrievalData, seed: int, base: Method | None = None) -> None:
+        """Train.
 
         Args:
             data: The training images are ``data.train``; nothing else of it may be used.
             seed: Of weights, order of images and noise.
-            folder: Exists; holds this method's checkpoints and nothing else.
             base: The fitted deterministic method of the same seed, where ``needs_base``. It is not changed.
         """
 
@@ -162,32 +158,3 @@ class Method(ABC):
             cosine; or fewer where the method has no more (an ensemble's members), or ``None`` where it has none.
         """
         return None
-
-    @abstractmethod
-    def state_dict(self) -> dict[str, Any]:
-        """All that was fitted: tensors, numbers, strings, and lists and dictionaries of them."""
-
-    @abstractmethod
-    def load_state_dict(self, state: dict[str, Any], data: RetrievalData) -> None:
-        """Take over what :meth:`state_dict` gave, in an object made with the same setting and options.
-
-        Args:
-            state: That.
-            data: The same data, for methods that search the training images.
-        """
-
-    def save(self, path: Path) -> None:
-        """Write what was fitted, atomically."""
-        content = {"method": self.name, "state": self.state_dict()}
-        write_whole(path, lambda file: torch.save(content, file))
-
-    def load(self, path: Path, data: RetrievalData) -> None:
-        """Read what :meth:`save` wrote, without executing anything in it.
-
-        Raises:
-            InputError: It is another method's.
-        """
-        content = torch.load(path, map_location=self.setting.device, weights_only=True)
-        if content.get("method") != self.name:
-            raise InputError(str(path), f"what method {self.name!r} saved", f"{content.get('method')!r}")
-        self.load_state_dict(content["state"], data)

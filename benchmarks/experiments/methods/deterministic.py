@@ -2,37 +2,20 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from pathlib import Path
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from benchmarks.experiments.data.split import RetrievalData, Split
-from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.checks import fitted
+from benchmarks.experiments.methods.base import Method, Prediction
 from benchmarks.experiments.methods.embed import image_batches, map_batches, unit
 from benchmarks.experiments.methods.training import train
-from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.network.encoder import Encoder
 
 
 class EncoderMethod(Method):
-    """What methods share that train an encoder of their own."""
+    """A method that trains an encoder of its own; :attr:`encoder` is there after the fit, in evaluation mode."""
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._encoder: nn.Module | None = None
-
-    @property
-    def encoder(self) -> nn.Module:
-        """The trained encoder, in evaluation mode.
-
-        Raises:
-            InputError: It was neither trained nor loaded.
-        """
-        return fitted(self._encoder, self.name)
+    encoder: nn.Module
 
     def outputs(self, split: Split) -> Tensor:
         """Raw outputs of images, shape (N, ...), on the CPU."""
@@ -40,21 +23,14 @@ class EncoderMethod(Method):
 
 
 class Deterministic(EncoderMethod):
-    """See the module. Other methods build on its encoder.
-
-    Args:
-        setting: How the encoder is made and trained.
-    """
+    """See the module. Other methods build on its encoder."""
 
     name = "deterministic"
+    _analysed: Encoder | None = None
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._analysed: Encoder | None = None
-
-    def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
+    def fit(self, data: RetrievalData, seed: int, base: Method | None = None) -> None:
         """See :meth:`Method.fit`; without ``base``."""
-        self._take(train(self.setting, data, seed, folder / "training.pt").get_submodule("encoder"))
+        self.encoder = train(self.setting, data, seed).get_submodule("encoder")
 
     def predict(self, split: Split) -> Prediction:
         """Unit embeddings, without uncertainty."""
@@ -72,91 +48,18 @@ class Deterministic(EncoderMethod):
                 self._analysed = Encoder(self.encoder, x[:2])
             return self._analysed.features(x)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The weights."""
-        return {"encoder": dict(self.encoder.state_dict())}
-
-    def load_state_dict(self, state: dict[str, Any], data: RetrievalData) -> None:
-        """See :meth:`Method.load_state_dict`."""
-        encoder = self.setting.make_encoder()
-        encoder.load_state_dict(state["encoder"])
-        self._take(encoder.eval())
-
-    def _take(self, encoder: nn.Module) -> None:
-        self._encoder, self._analysed = encoder, None
-
 
 class OnBase(Method):
-    """A score on top of a deterministic encoder, which it leaves as it is.
-
-    Args:
-        setting: That of the encoder.
-    """
+    """A score on top of a deterministic encoder, which it leaves as it is."""
 
     needs_base = True
+    base: Deterministic
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._base: Deterministic | None = None
+    def fit(self, data: RetrievalData, seed: int, base: Method | None = None) -> None:
+        """See :meth:`Method.fit`."""
+        assert isinstance(base, Deterministic)
+        self.base = base
+        self.fit_on_base(data, seed)
 
-    @property
-    def base(self) -> Deterministic:
-        """The deterministic method.
-
-        Raises:
-            InputError: There was no fit.
-        """
-        return fitted(self._base, self.name)
-
-    def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
-        """See :meth:`Method.fit`.
-
-        Raises:
-            InputTypeError: ``base`` is no deterministic method.
-            InputError: It is not fitted, or has another network than the setting's.
-        """
-        if not isinstance(base, Deterministic):
-            hint = "Fit one with the same seed first."
-            raise InputTypeError("base", "a fitted Deterministic", f"a {type(base).__name__}", hint)
-        check_member(base, self.setting, "base")
-        self.check_data(data)
-        self._base = base
-        self.fit_on_base(data, seed, folder)
-
-    def check_data(self, data: RetrievalData) -> None:
-        """Refuse data that the score cannot be fitted on."""
-
-    @abstractmethod
-    def fit_on_base(self, data: RetrievalData, seed: int, folder: Path) -> None:
+    def fit_on_base(self, data: RetrievalData, seed: int) -> None:
         """Fit what the score needs beyond the encoder."""
-
-    def own_state(self) -> dict[str, Any]:
-        """What :meth:`fit_on_base` fitted."""
-        return {}
-
-    @abstractmethod
-    def load_own_state(self, state: dict[str, Any], data: RetrievalData) -> None:
-        """Take over what :meth:`own_state` gave; :attr:`base` is there already."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Encoder and score."""
-        return {"base": self.base.state_dict(), "own": self.own_state()}
-
-    def load_state_dict(self, state: dict[str, Any], data: RetrievalData) -> None:
-        """See :meth:`Method.load_state_dict`."""
-        base = Deterministic(self.setting)
-        base.load_state_dict(state["base"], data)
-        self._base = base
-        self.load_own_state(state["own"], data)
-
-
-def check_member(method: Deterministic, setting: Setting, name: str) -> None:
-    """Whether an encoder that was trained before is the one that a setting describes.
-
-    Raises:
-        InputError: It is not fitted, or has another network or latent dimension.
-    """
-    fitted(method._encoder, name)
-    wanted, came = ((s.network, s.dim) for s in (setting, method.setting))
-    if wanted != came:
-        raise InputError(name, f"network and dimension {wanted}", f"{came}")

@@ -10,7 +10,6 @@ from tqdm import tqdm
 
 from benchmarks.experiments.data.split import Split, loader
 from benchmarks.experiments.methods.base import Prediction, Setting
-from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.vmf.estimation import sra
 
@@ -82,13 +81,9 @@ class SphereSpread:
         Args:
             u: Unit embeddings, shape (N, D).
 
-        Raises:
-            InputError: Its shape is not that of the samples before.
         """
         if not self.count:
             self._first, self._mean, self._squares = u, torch.zeros_like(u), torch.zeros_like(u)
-        if u.shape != self._mean.shape:
-            raise InputError("u", f"shape {tuple(self._mean.shape)}", tuple(u.shape))
         self.count += 1
         change = u - self._mean
         self._mean += change / self.count
@@ -101,12 +96,7 @@ class SphereSpread:
             Mean directions (N, D); uncertainty ``1 / kappa`` (N,) of the von Mises-Fisher distribution fitted to the
             samples (paper, Eq. 42-43); variant ``"sum_std"`` (N,), the sum over dimensions of the (unbiased) standard
             deviation, which the code released with the paper scores by.
-
-        Raises:
-            InputError: Fewer than two samples came.
         """
-        if self.count < 2:
-            raise InputError("samples", "at least 2", self.count, "One says nothing of the spread.")
         length = self._mean.norm(dim=1)
         # Samples that cancel have no mean direction; the first stands in, as in vmf.fit.
         cancelled = (length <= torch.finfo(length.dtype).eps).unsqueeze(1)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from pathlib import Path
-from typing import Any
 
 import torch
 from scipy.linalg import orthogonal_procrustes
@@ -17,8 +15,7 @@ from tqdm import tqdm
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.methods import embed
 from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.checks import check_saved, fitted
-from benchmarks.experiments.methods.deterministic import Deterministic, EncoderMethod, check_member
+from benchmarks.experiments.methods.deterministic import Deterministic, EncoderMethod
 from benchmarks.experiments.methods.embed import SphereSpread
 from benchmarks.experiments.methods.training import train
 
@@ -39,12 +36,10 @@ class MCDropout(EncoderMethod):
     def __init__(self, setting: Setting, rate: float = 0.2) -> None:
         super().__init__(setting)
         self.rate = rate
-        self._seed = 0
 
-    def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
+    def fit(self, data: RetrievalData, seed: int, base: Method | None = None) -> None:
         """See :meth:`Method.fit`; without ``base``."""
-        step = train(self.setting, data, seed, folder / "training.pt", dropout=self.rate)
-        self._encoder = step.get_submodule("encoder")
+        self.encoder = train(self.setting, data, seed, dropout=self.rate).get_submodule("encoder")
         self._seed = seed
 
     def predict(self, split: Split) -> Prediction:
@@ -61,22 +56,20 @@ class MCDropout(EncoderMethod):
 
     def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
         """One pass after the other, ``setting.dropout_passes`` at most."""
-        return self._passes(self.encoder, split, self._limited(n_samples), seed)
-
-    def _limited(self, n_samples: int) -> int:
-        most = self.setting.dropout_passes
-        return n_samples if most is None else min(n_samples, most)
-
-    def _passes(self, encoder: nn.Module, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
-        stem, rest = _split_at_dropout(encoder)
+        stem, rest = _split_at_dropout(self.encoder)
         read = self._stem_reader(stem, split)
         devices = [torch.device(self.setting.device)] if torch.device(self.setting.device).type == "cuda" else []
-        for one in torch.randint(2**62, (n_samples,), generator=torch.Generator().manual_seed(seed)).tolist():
+        draws = torch.randint(2**62, (self._limited(n_samples),), generator=torch.Generator().manual_seed(seed))
+        for one in draws.tolist():
             # The caller's random numbers go on as if nothing had been drawn here.
             with torch.random.fork_rng(devices), torch.no_grad(), _dropout_on(rest):
                 torch.manual_seed(one)
                 z = torch.cat([rest(h).cpu() for h in read()])
             yield embed.unit(z)
+
+    def _limited(self, n_samples: int) -> int:
+        most = self.setting.dropout_passes
+        return n_samples if most is None else min(n_samples, most)
 
     def _stem_reader(self, stem: nn.Module, split: Split) -> Callable[[], Iterable[Tensor]]:
         """Reads what comes out before the first dropout, the same in all passes: kept if it fits in memory."""
@@ -94,21 +87,6 @@ class MCDropout(EncoderMethod):
             if h.numel() * h.element_size() / len(h) * len(split) > embed.CACHE_BYTES:
                 return read
         return lambda: kept
-
-    def state_dict(self) -> dict[str, Any]:
-        """The weights, and the seed of the passes."""
-        return {"encoder": dict(self.encoder.state_dict()), "seed": self._seed, "rate": self.rate}
-
-    def load_state_dict(self, state: dict[str, Any], data: RetrievalData) -> None:
-        """See :meth:`Method.load_state_dict`.
-
-        Raises:
-            InputError: It was trained with another rate.
-        """
-        check_saved(state, {"rate": self.rate})
-        encoder = self.setting.make_encoder(self.rate)
-        encoder.load_state_dict(state["encoder"])
-        self._encoder, self._seed = encoder.eval(), state["seed"]
 
 
 def _split_at_dropout(encoder: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -139,39 +117,26 @@ class DeepEnsemble(Method):
 
     Args:
         setting: Of each member.
-        members: Number of encoders, at least 2; the paper's by default.
         alignment: ``"none"``, or ``"procrustes"``: each member is rotated onto the first one, so that their embeddings
             of the training images lie as close as they can.
-        trained: From a seed, a fitted deterministic method with that seed and this setting, which then is not trained
-            again; or ``None`` if there is none.
+
+    Attributes:
+        members: Fitted deterministic methods, to be given before the fit.
     """
 
     name = "deep_ensemble"
 
-    def __init__(
-        self,
-        setting: Setting,
-        members: int = 5,
-        alignment: str = "none",
-        trained: Callable[[int], Deterministic | None] | None = None,
-    ) -> None:
+    def __init__(self, setting: Setting, alignment: str = "none") -> None:
         super().__init__(setting)
-        self.members = members
         self.alignment = alignment
-        self.trained = trained
-        self._members: list[Deterministic] | None = None
-        self._rotations: list[Tensor] = []
+        self.members: Sequence[Deterministic] = ()
 
-    def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
-        """See :meth:`Method.fit`; member k has seed ``seed + k``, and its checkpoints in a folder of its own."""
-        found = [self._member(data, seed + k, folder / f"seed{seed + k}") for k in range(self.members)]
-        self._members = found
-        self._rotations = []
+    def fit(self, data: RetrievalData, seed: int, base: Method | None = None) -> None:
+        """Align the members."""
+        self._rotations = [torch.eye(self.setting.dim) for _ in self.members]
         if self.alignment == "procrustes":
-            plain = data.plain
-            reference = found[0].predict(plain).mean
-            self._rotations = [torch.eye(self.setting.dim)]
-            self._rotations += [rotation_onto(member.predict(plain).mean, reference) for member in found[1:]]
+            first, *others = (member.predict(data.plain).mean for member in self.members)
+            self._rotations[1:] = [rotation_onto(other, first) for other in others]
 
     def predict(self, split: Split) -> Prediction:
         """Mean direction, ``1 / kappa`` and ``"sum_std"`` of the members."""
@@ -181,46 +146,13 @@ class DeepEnsemble(Method):
         return spread.prediction()
 
     def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
-        """Each member is one sample, and there are no others: at most ``members``, whatever the seed."""
+        """Each member is one sample, and there are no others, whatever the seed."""
         return islice(self._embeddings(split), n_samples)
 
     def _embeddings(self, split: Split) -> Iterator[Tensor]:
-        found = fitted(self._members, self.name)
-        for k, member in enumerate(found):
+        for member, rotation in zip(self.members, self._rotations, strict=True):
             u = member.predict(split).mean
-            yield u @ self._rotations[k] if self._rotations else u
-
-    def _member(self, data: RetrievalData, seed: int, folder: Path) -> Deterministic:
-        member = None if self.trained is None else self.trained(seed)
-        if member is not None:
-            check_member(member, self.setting, f"trained({seed})")
-            return member
-        member = Deterministic(self.setting)
-        folder.mkdir(exist_ok=True)
-        member.fit(data, seed, folder)
-        return member
-
-    def state_dict(self) -> dict[str, Any]:
-        """All members, and their rotations."""
-        found = fitted(self._members, self.name)
-        return {
-            "members": [member.state_dict() for member in found],
-            "rotations": self._rotations,
-            "alignment": self.alignment,
-        }
-
-    def load_state_dict(self, state: dict[str, Any], data: RetrievalData) -> None:
-        """See :meth:`Method.load_state_dict`.
-
-        Raises:
-            InputError: It was fitted with another number of members or another alignment.
-        """
-        saved = {"members": len(state["members"]), "alignment": state["alignment"]}
-        check_saved(saved, {"members": self.members, "alignment": self.alignment})
-        found = [Deterministic(self.setting) for _ in state["members"]]
-        for member, one in zip(found, state["members"], strict=True):
-            member.load_state_dict(one, data)
-        self._members, self._rotations = found, [rotation.cpu() for rotation in state["rotations"]]
+            yield u if self.alignment == "none" else u @ rotation
 
 
 def rotation_onto(moving: Tensor, reference: Tensor) -> Tensor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,7 +13,6 @@ from torch.utils.data import DataLoader, Sampler
 
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.checks import check_classes, check_saved, fitted
 from benchmarks.experiments.methods.deterministic import EncoderMethod
 from benchmarks.experiments.methods.training import train
 from contrastive_curvature.errors import InputError, UnsupportedError
@@ -188,47 +186,21 @@ class PairMethod(EncoderMethod):
             hint = "Half of the pairs match. Or leave the rows hib, hib_mixture and hib_point out of --methods."
             raise InputError("setting.batch_size", "a multiple of 4", setting.batch_size, hint)
         self.components = components
-        self._step: PairStep | None = None
 
-    @property
-    def match(self) -> tuple[float, float]:
-        """The learned slope ``a`` and intercept ``b`` of the match probability."""
-        a, b = (number.item() for number in fitted(self._step, self.name).match())
-        return a, b
-
-    def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
+    def fit(self, data: RetrievalData, seed: int, base: Method | None = None) -> None:
         """See :meth:`Method.fit`; without ``base``."""
-        check_classes(self.setting, data.train, positives=True)
         step = train(
             self.setting,
             data,
             seed,
-            folder / "training.pt",
             make_step=lambda encoder, _: PairStep(encoder, self.components).to(self.setting.device),
-            outputs=self._outputs(),
+            outputs=self.setting.dim * max(1, 2 * self.components),
             batches=_pairs,
         )
         assert isinstance(step, PairStep)
-        self._step, self._encoder = step, step.encoder
-
-    def state_dict(self) -> dict[str, Any]:
-        """The weights, the numbers of the match probability, and what outputs mean."""
-        return {"step": dict(fitted(self._step, self.name).state_dict()), "components": self.components}
-
-    def load_state_dict(self, state: dict[str, Any], data: RetrievalData) -> None:
-        """See :meth:`Method.load_state_dict`.
-
-        Raises:
-            InputError: It was trained with another number of components.
-        """
-        check_saved(state, {"components": self.components})
-        encoder = self.setting.make_encoder(outputs=self._outputs())
-        step = PairStep(encoder, self.components).to(self.setting.device)
-        step.load_state_dict(state["step"])
-        self._step, self._encoder = step.eval(), encoder
-
-    def _outputs(self) -> int:
-        return self.setting.dim * max(1, 2 * self.components)
+        self.encoder = step.encoder
+        # The learned slope a and intercept b of the match probability.
+        self.match = tuple(number.item() for number in step.match())
 
 
 class HedgedPoint(PairMethod):

@@ -6,7 +6,6 @@ import inspect
 import time
 import warnings
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,12 +16,10 @@ from tqdm import tqdm
 
 from benchmarks.experiments.data.split import RetrievalData, Split, loader
 from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.checks import fitted
 from benchmarks.experiments.methods.deterministic import OnBase
 from benchmarks.experiments.methods.embed import SphereSpread, image_batches, unit
 from benchmarks.experiments.methods.training import train
 from contrastive_curvature.embedding.known import OptimisticPValueWarning
-from contrastive_curvature.errors import InputError
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.online import OnlineLaplace
 from contrastive_curvature.options import Distance, PDFix
@@ -94,7 +91,7 @@ def closed_form(la: ContrastiveLaplace, setting: Setting, split: Split, p_values
             spread.add(u.double())
         sampled = spread.prediction()
         taken[_SAMPLED] = time.perf_counter() - started
-        variants |= {_SAMPLED: fitted(sampled.uncertainty, _SAMPLED), **sampled.variants}
+        variants |= {_SAMPLED: sampled.uncertainty, **sampled.variants}
         means = {_SAMPLED: sampled.mean.float()}
     calibrated = p_value[0] if p_value else None
     return Prediction(mean, score, variants, means, seconds, taken, novelty, calibrated)
@@ -171,40 +168,23 @@ class PosteriorMethod(Method):
         super().__init__(setting)
         self._options = options
         self._structure = default_structure(options) if structure is None else structure
-        self._la: ContrastiveLaplace | None = None
-        self._held_out = False
-
-    @property
-    def posterior(self) -> ContrastiveLaplace:
-        """The fitted laplace object.
-
-        Raises:
-            InputError: There was no fit.
-        """
-        return fitted(self._la, self.name)
 
     def fit_post_hoc(self, encoder: nn.Module, data: RetrievalData) -> None:
         """Fit the curvature of trained weights over all pairs of the training set, and the library's prior."""
-        la = self.make_posterior(encoder)
+        chosen = {} if self._structure is None else {"hessian_structure": self._structure}
+        la: ContrastiveLaplace = Laplace(encoder, "contrastive", backend_kwargs=self._options, **chosen)
         batches = loader(data.plain, self.setting.eval_batch, generator=torch.Generator(), workers=self.setting.workers)
         la.fit(batches, progress_bar=self.setting.progress)
         la.optimize_prior_precision()
-        self._la = la
-        self.calibrate(data)
+        self.calibrate(la, data)
 
-    def make_posterior(self, encoder: nn.Module) -> ContrastiveLaplace:
-        """An unfitted posterior over the last layer."""
-        chosen = {} if self._structure is None else {"hessian_structure": self._structure}
-        la: ContrastiveLaplace = Laplace(encoder, "contrastive", backend_kwargs=self._options, **chosen)
-        return la
-
-    def calibrate(self, data: RetrievalData) -> None:
+    def calibrate(self, la: ContrastiveLaplace, data: RetrievalData) -> None:
         """Give the posterior known images to compare others with: those held out for it, else training images.
 
-        A posterior that was loaded, or learned with its encoder, has none. Relative to training images p-values would
-        be optimistic, so predictions have them only with images that were held out.
+        Relative to training images p-values would be optimistic, so predictions have them only with images that were
+        held out.
         """
-        self._held_out = data.calibration is not None
+        self.posterior, self._held_out = la, data.calibration is not None
         split = data.plain if data.calibration is None else data.calibration
         rows = torch.randperm(len(split), generator=torch.Generator().manual_seed(1))[:CALIBRATION]
         batches = loader(
@@ -213,7 +193,7 @@ class PosteriorMethod(Method):
         with warnings.catch_warnings():
             if not self._held_out:
                 warnings.simplefilter("ignore", OptimisticPValueWarning)
-            self.posterior.calibrate(batches, progress_bar=None if self.setting.progress else False)
+            la.calibrate(batches, progress_bar=None if self.setting.progress else False)
 
     def predict(self, split: Split) -> Prediction:
         """See :func:`closed_form`."""
@@ -222,30 +202,6 @@ class PosteriorMethod(Method):
     def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
         """See :meth:`Method.samples`; each from one network for all images."""
         return sampled_embeddings(self.posterior, self.setting, split, n_samples, seed)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Encoder and posterior with its calibration."""
-        return {
-            "encoder": dict(self.posterior.model.model.state_dict()),
-            "posterior": self.posterior.state_dict(),
-            "held_out": self._held_out,
-        }
-
-    def load_state_dict(self, state: dict[str, Any], data: RetrievalData) -> None:
-        """See :meth:`Method.load_state_dict`.
-
-        Raises:
-            InputError: It was calibrated with held-out images, and the data has none, or the other way round.
-        """
-        if state["held_out"] != (data.calibration is not None):
-            came = "none" if data.calibration is None else "some"
-            wanted = "as in the fit, " + ("some" if state["held_out"] else "none")
-            raise InputError("data.calibration", wanted, came)
-        encoder = self.setting.make_encoder()
-        encoder.load_state_dict(state["encoder"])
-        la = self.make_posterior(encoder.eval())
-        la.load_state_dict(state["posterior"])
-        self._la, self._held_out = la, state["held_out"]
 
 
 class LaplacePosthoc(PosteriorMethod, OnBase):
@@ -272,12 +228,9 @@ class LaplacePosthoc(PosteriorMethod, OnBase):
     ) -> None:
         super().__init__(setting, curvature_options(setting, distance, pd_fix), structure)
 
-    def fit_on_base(self, data: RetrievalData, seed: int, folder: Path) -> None:
+    def fit_on_base(self, data: RetrievalData, seed: int) -> None:
         """See :meth:`OnBase.fit_on_base`; nothing is trained, and nothing is random."""
         self.fit_post_hoc(self.base.encoder, data)
-
-    def load_own_state(self, state: dict[str, Any], data: RetrievalData) -> None:
-        """Nothing: the posterior holds the encoder."""
 
 
 class LaplaceOnline(PosteriorMethod):
@@ -317,7 +270,7 @@ class LaplaceOnline(PosteriorMethod):
             "sampling_temperature": sampling_temperature,
         }
 
-    def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
+    def fit(self, data: RetrievalData, seed: int, base: Method | None = None) -> None:
         """See :meth:`Method.fit`; without ``base``."""
 
         def make_step(encoder: nn.Module, probe: Tensor) -> nn.Module:
@@ -330,9 +283,8 @@ class LaplaceOnline(PosteriorMethod):
                 backend_kwargs=self._online,
             )
 
-        online = train(self.setting, data, seed, folder / "training.pt", make_step=make_step)
+        online = train(self.setting, data, seed, make_step=make_step)
         if self._refit:
             self.fit_post_hoc(online.encoder, data)
         else:
-            self._la = online.laplace()
-            self.calibrate(data)
+            self.calibrate(online.laplace(), data)

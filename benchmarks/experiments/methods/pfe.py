@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,8 +11,7 @@ from torch.utils.data import Dataset
 
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.methods import embed
-from benchmarks.experiments.methods.base import Prediction, Setting
-from benchmarks.experiments.methods.checks import check_training, fitted
+from benchmarks.experiments.methods.base import Prediction
 from benchmarks.experiments.methods.deterministic import OnBase
 from benchmarks.experiments.methods.training import run_training, seed_everything, training_loader
 from contrastive_curvature import ContrastiveLoss
@@ -127,18 +124,11 @@ class PFE(OnBase):
 
     name = "pfe"
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._head: VarianceHead | None = None
-
-    def check_data(self, data: RetrievalData) -> None:
-        """See :meth:`OnBase.check_data`."""
-        check_training(self.setting, data.train)
-
-    def fit_on_base(self, data: RetrievalData, seed: int, folder: Path) -> None:
+    def fit_on_base(self, data: RetrievalData, seed: int) -> None:
         """Train the head."""
         seed_everything(seed)
-        self._head = self._make_head()
+        width = self.base.encoder.get_submodule("head").in_features
+        self._head = VarianceHead(width, self.setting.dim).to(self.setting.device)
         train = data.plain
         width = self._head.features + self.setting.dim
         rows: Split | _Rows = train
@@ -148,7 +138,7 @@ class PFE(OnBase):
             rows, encode = _Rows(torch.cat([embed.unit(z), phi], 1), train.targets), self._parts
         step = MutualLikelihoodStep(self._head, encode, self.setting.relation)
         batches = training_loader(self.setting, rows, seed)
-        run_training(self.setting, step, batches, self.setting.epochs, _RATE, folder / "head.pt")
+        run_training(self.setting, step, batches, self.setting.epochs, _RATE)
         self._head.eval()
 
     def predict(self, split: Split) -> Prediction:
@@ -164,38 +154,18 @@ class PFE(OnBase):
 
     def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
         """Draws from each image's own Gaussian, put on the sphere."""
-        fitted(self._head, self.name)
-        return self._draw(split, n_samples, seed)
-
-    def _draw(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
         u, variance = self._gaussians(split)
         std = variance.sqrt()
         generator = torch.Generator().manual_seed(seed)
         for _ in range(n_samples):
             yield embed.unit(u + std * torch.randn(u.shape, generator=generator))
 
-    def own_state(self) -> dict[str, Any]:
-        """The head."""
-        return dict(fitted(self._head, self.name).state_dict())
-
-    def load_own_state(self, state: dict[str, Any], data: RetrievalData) -> None:
-        """See :meth:`OnBase.load_own_state`."""
-        head = self._make_head()
-        head.load_state_dict(state)
-        self._head = head.eval()
-
-    def _make_head(self) -> VarianceHead:
-        """A new head on the device."""
-        layer: Any = self.base.encoder.get_submodule("head")
-        return VarianceHead(layer.in_features, self.setting.dim).to(self.setting.device)
-
     def _gaussians(self, split: Split) -> tuple[Tensor, Tensor]:
         """Unit means and variances, each (N, D)."""
-        head = fitted(self._head, self.name)
 
         def encode(x: Tensor) -> Tensor:
             u, phi = self._encode(x)
-            return torch.cat([u, head(phi)], 1)
+            return torch.cat([u, self._head(phi)], 1)
 
         both = embed.map_batches(encode, split, self.setting, "PFE")
         return both[:, : self.setting.dim], both[:, self.setting.dim :]

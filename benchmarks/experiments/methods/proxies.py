@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,6 @@ from torch.nn.functional import cross_entropy
 
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.checks import check_classes, check_saved, fitted
 from benchmarks.experiments.methods.deterministic import EncoderMethod
 from benchmarks.experiments.methods.embed import unit
 from benchmarks.experiments.methods.training import train
@@ -178,25 +176,8 @@ class Proxies(EncoderMethod):
     def __init__(self, setting: Setting, distance: str = SAMPLED) -> None:
         super().__init__(setting)
         self.distance = distance
-        self._scale = 1.0
-        self._proxies: dict[str, Tensor] = {}
 
-    @property
-    def proxies(self) -> dict[str, Tensor]:
-        """What was learned beside the encoder, on the CPU.
-
-        Returns:
-            ``"directions"`` (C, D), not of unit length; ``"log_kappa"`` (C,) or (C, D), not there for the cosine;
-            ``"log_embedding_kappa"`` (), where the distance depends on it; ``"log_temperature"`` (); ``"mean_length"``
-            (), of raw outputs; ``"classes"``, the training labels, (C,).
-
-        Raises:
-            InputError: It was neither trained nor loaded.
-        """
-        fitted(self._encoder, self.name)
-        return self._proxies
-
-    def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
+    def fit(self, data: RetrievalData, seed: int, base: Method | None = None) -> None:
         """See :meth:`Method.fit`; without ``base``.
 
         Raises:
@@ -208,20 +189,12 @@ class Proxies(EncoderMethod):
                 "proxies: the training images have positions and no classes for proxies. Take 'deterministic'."
             )
 
-        check_classes(self.setting, data.train, positives=False)
-
         def make_step(encoder: nn.Module, probe: Tensor) -> nn.Module:
             return ProxyStep(encoder, probe, targets, self.distance)
 
-        step = train(self.setting, data, seed, folder / "training.pt", make_step=make_step)
-        learned = {name: value for name, value in step.state_dict().items() if not name.startswith("encoder.")}
+        step = train(self.setting, data, seed, make_step=make_step)
         assert isinstance(step, ProxyStep)
-        learned["scale"] = step.scale().detach()
-        self._take(step.get_submodule("encoder"), {name: value.cpu().clone() for name, value in learned.items()})
-
-    def _take(self, encoder: nn.Module, learned: dict[str, Tensor]) -> None:
-        self._scale = float(learned["scale"])
-        self._encoder, self._proxies = encoder, {k: v for k, v in learned.items() if k != "scale"}
+        self.encoder, self._scale = step.encoder, float(step.scale().detach())
 
     def outputs(self, split: Split) -> Tensor:
         """Embeddings in units of their concentration, shape (N, D), on the CPU: raw outputs times the scale."""
@@ -234,7 +207,6 @@ class Proxies(EncoderMethod):
 
     def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor] | None:
         """Draws from each image's own distribution; ``None`` where the distance takes it for none."""
-        fitted(self._encoder, self.name)
         return self._draw(split, n_samples, seed) if self.distance in DISTRIBUTION else None
 
     def _draw(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
@@ -242,19 +214,3 @@ class Proxies(EncoderMethod):
         generator = torch.Generator().manual_seed(seed)
         for _ in range(n_samples):
             yield vmf.sample(mu, kappa, 1, generator)[0]
-
-    def state_dict(self) -> dict[str, Any]:
-        """The weights, what was learned beside them, and the distance."""
-        own = {**self.proxies, "scale": torch.tensor(self._scale)}
-        return {"encoder": dict(self.encoder.state_dict()), "proxies": own, "distance": self.distance}
-
-    def load_state_dict(self, state: dict[str, Any], data: RetrievalData) -> None:
-        """See :meth:`Method.load_state_dict`.
-
-        Raises:
-            InputError: It was trained with another distance.
-        """
-        check_saved(state, {"distance": self.distance})
-        encoder = self.setting.make_encoder()
-        encoder.load_state_dict(state["encoder"])
-        self._take(encoder.eval(), {name: value.cpu() for name, value in state["proxies"].items()})

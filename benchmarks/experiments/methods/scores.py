@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from benchmarks.experiments.data.split import RetrievalData, Split
-from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.checks import check_saved, fitted
+from benchmarks.experiments.methods.base import Prediction, Setting
 from benchmarks.experiments.methods.deterministic import OnBase
 from benchmarks.experiments.methods.embed import unit
 from benchmarks.experiments.methods.laplace import LaplacePosthoc
@@ -35,12 +32,6 @@ class NormScore(OnBase):
     """
 
     name = "norm"
-
-    def fit_on_base(self, data: RetrievalData, seed: int, folder: Path) -> None:
-        """Nothing is fitted."""
-
-    def load_own_state(self, state: dict[str, Any], data: RetrievalData) -> None:
-        """Nothing was fitted."""
 
     def predict(self, split: Split) -> Prediction:
         """The encoder's unit embeddings; minus the norm, in units of the raw outputs."""
@@ -119,39 +110,23 @@ class VMFDensity(OnBase):
 
     name = "vmf_density"
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._mixture: VMFMixture | None = None
-
-    def check_data(self, data: RetrievalData) -> None:
-        """See :meth:`OnBase.check_data`.
+    def fit_on_base(self, data: RetrievalData, seed: int) -> None:
+        """Estimate the classes.
 
         Raises:
             UnsupportedError: The training images have positions instead of classes.
         """
-        if data.train.targets.is_floating_point() or data.train.targets.ndim != 1:
+        plain = data.plain
+        if plain.targets.is_floating_point():
             raise UnsupportedError(
                 "vmf_density: the training images have positions and no classes. Take 'knn_embedding' instead."
             )
-
-    def fit_on_base(self, data: RetrievalData, seed: int, folder: Path) -> None:
-        """Estimate the classes."""
-        plain = data.plain
         self._mixture = VMFMixture.fit(unit(self.base.outputs(plain)), plain.targets)
-
-    def own_state(self) -> dict[str, Any]:
-        """The mixture."""
-        mixture = fitted(self._mixture, self.name)
-        return {"mu": mixture.mu, "kappa": mixture.kappa, "log_weight": mixture.log_weight}
-
-    def load_own_state(self, state: dict[str, Any], data: RetrievalData) -> None:
-        """See :meth:`OnBase.load_own_state`."""
-        self._mixture = VMFMixture(**{name: value.cpu() for name, value in state.items()})
 
     def predict(self, split: Split) -> Prediction:
         """The encoder's unit embeddings; minus the log-density in nats."""
         u = unit(self.base.outputs(split))
-        return Prediction(u, -fitted(self._mixture, self.name).log_prob(u).float())
+        return Prediction(u, -self._mixture.log_prob(u).float())
 
 
 NEIGHBORS = 10
@@ -170,32 +145,13 @@ class KNNEmbedding(OnBase):
 
     name = "knn_embedding"
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._gallery: Tensor | None = None
-
-    def check_data(self, data: RetrievalData) -> None:
-        """See :meth:`OnBase.check_data`.
-
-        Raises:
-            InputError: There are fewer than ten training images.
-        """
-        if len(data.train) < NEIGHBORS:
-            raise InputError("data.train", f"at least {NEIGHBORS} images", len(data.train))
-
-    def fit_on_base(self, data: RetrievalData, seed: int, folder: Path) -> None:
+    def fit_on_base(self, data: RetrievalData, seed: int) -> None:
         """Embed the training images."""
         self._gallery = self._read_gallery(data.plain)
 
-    def load_own_state(self, state: dict[str, Any], data: RetrievalData) -> None:
-        """Embed the training images again: the encoder and ``data`` determine the embeddings, so no file has them."""
-        self.check_data(data)
-        self.fit_on_base(data, 0, Path())
-
     def predict(self, split: Split) -> Prediction:
         """The encoder's unit embeddings; the distance, in [0, 2]."""
-        gallery = fitted(self._gallery, self.name)
-        parts = [self._scores(split.take(rows), gallery) for rows in torch.arange(len(split)).split(_BLOCK_KNN)]
+        parts = [self._scores(split.take(rows), self._gallery) for rows in torch.arange(len(split)).split(_BLOCK_KNN)]
         return Prediction(torch.cat([u for u, _ in parts]), torch.cat([distance for _, distance in parts]))
 
     def _read_gallery(self, plain: Split) -> Tensor:
@@ -221,19 +177,6 @@ class KNNFeatures(KNNEmbedding):
     def __init__(self, setting: Setting, gallery_size: int | None = None) -> None:
         super().__init__(setting)
         self.gallery_size = setting.baseline_features if gallery_size is None else gallery_size
-
-    def own_state(self) -> dict[str, Any]:
-        """The size that the scores belong to."""
-        return {"gallery_size": self.gallery_size}
-
-    def load_own_state(self, state: dict[str, Any], data: RetrievalData) -> None:
-        """See :meth:`KNNEmbedding.load_own_state`.
-
-        Raises:
-            InputError: The scores were fitted with another gallery size.
-        """
-        check_saved(state, {"gallery_size": self.gallery_size})
-        super().load_own_state(state, data)
 
     def _read_gallery(self, plain: Split) -> Tensor:
         rows = torch.randperm(len(plain), generator=torch.Generator().manual_seed(0))[: self.gallery_size]
@@ -285,11 +228,6 @@ class LaplaceGated(OnBase):
 
     name = "laplace_gated"
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
-        self._detector: Method | None = None
-        self._score: RetrievalUncertainty | None = None
-
     def make_detector(self, plain: Split) -> OnBase:
         """The unfitted method whose score tells who is unknown, for these training images."""
         # Without sampled variants, which nobody asks for here.
@@ -300,56 +238,41 @@ class LaplaceGated(OnBase):
         rows = torch.randperm(len(plain), generator=torch.Generator().manual_seed(1))[:_CALIBRATION]
         return plain.take(rows)
 
-    def fit_on_base(self, data: RetrievalData, seed: int, folder: Path) -> None:
+    def fit_on_base(self, data: RetrievalData, seed: int) -> None:
         """Fit the detector, embed the gallery, calibrate."""
-        detector = self.make_detector(data.plain)
-        detector.fit(data, seed, folder, self.base)
-        self._calibrate(detector, data)
+        plain = data.plain
+        self._detector = self.make_detector(plain)
+        self._detector.fit(data, seed, self.base)
+        known = _novelty(self._detector.predict(self.calibration(plain)))
+        self._score = RetrievalUncertainty(self.base.outputs(plain), known, share=_SHARE)
 
     def predict(self, split: Split) -> Prediction:
         """The encoder's embeddings; the gated score."""
-        found = fitted(self._detector, self.name).predict(split)
-        score = fitted(self._score, self.name)(found.mean, self._novelty(found))
-        return Prediction(found.mean, score, seconds=None)
+        detected = self._detector.predict(split)
+        return Prediction(detected.mean, self._score(detected.mean, _novelty(detected)))
 
-    def own_state(self) -> dict[str, Any]:
-        """The detector's state."""
-        return {"detector": fitted(self._detector, self.name).state_dict()}
 
-    def load_own_state(self, state: dict[str, Any], data: RetrievalData) -> None:
-        """See :meth:`OnBase.load_own_state`."""
-        detector = self.make_detector(data.plain)
-        detector.load_state_dict(state["detector"], data)
-        self._calibrate(detector, data)
-
-    def _calibrate(self, detector: OnBase, data: RetrievalData) -> None:
-        plain = data.plain
-        known = self._novelty(detector.predict(self.calibration(plain)))
-        self._detector = detector
-        self._score = RetrievalUncertainty(self.base.outputs(plain), known, share=_SHARE)
-
-    def _novelty(self, prediction: Prediction) -> Tensor:
-        found = prediction.uncertainty if prediction.novelty is None else prediction.novelty
-        return fitted(found, "a detector with a score")
+def _novelty(prediction: Prediction) -> Tensor:
+    return prediction.uncertainty if prediction.novelty is None else prediction.novelty
 
 
 class KNNGated(LaplaceGated):
     """The same with the distance in feature space as the novelty.
 
-    Args:
-        setting: That of the encoder.
-        gallery_size: Of the search in feature space at most, ``None`` for the setting's ``baseline_features``; a
-            quarter of the training images is left out of it.
+    A quarter of the training images is left out of the search.
     """
 
     name = "knn_gated"
 
-    def __init__(self, setting: Setting, gallery_size: int | None = None) -> None:
-        super().__init__(setting)
-        self.gallery_size = setting.baseline_features if gallery_size is None else gallery_size
-
     def make_detector(self, plain: Split) -> OnBase:
-        """See :meth:`LaplaceGated.make_detector`."""
+        """See :meth:`LaplaceGated.make_detector`.
+
+        Raises:
+            InputError: There are too few training images to leave some out.
+        """
+        needed, left = math.ceil(1 / _SHARE) - 1, len(plain) - self._searched(plain)
+        if left < needed:
+            raise InputError("data.train", f"{needed} images that are not searched", left, "Use more images.")
         return KNNFeatures(self.setting, self._searched(plain))
 
     def calibration(self, plain: Split) -> Split:
@@ -358,19 +281,5 @@ class KNNGated(LaplaceGated):
         order = torch.randperm(len(plain), generator=torch.Generator().manual_seed(0))
         return plain.take(order[self._searched(plain) :][:_CALIBRATION])
 
-    def check_data(self, data: RetrievalData) -> None:
-        """See :meth:`OnBase.check_data`.
-
-        Raises:
-            InputError: There are too few training images to leave some out.
-        """
-        least = -(-4 * NEIGHBORS // 3)
-        if len(data.train) < least:
-            raise InputError("data.train", f"at least {least} images", len(data.train))
-        needed, left = math.ceil(1 / _SHARE) - 1, len(data.plain) - self._searched(data.plain)
-        if left < needed:
-            wanted = f"{needed} images that are not searched"
-            raise InputError("data.train", wanted, left, "Use more images, or a smaller gallery_size.")
-
     def _searched(self, plain: Split) -> int:
-        return min(self.gallery_size, 3 * len(plain) // 4)
+        return min(self.setting.baseline_features, 3 * len(plain) // 4)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,12 +14,11 @@ from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, Sampler
 from tqdm import tqdm
 
-from benchmarks.experiments.data.places import PlaceSampler
-from benchmarks.experiments.data.split import RetrievalData, loader
+from benchmarks.experiments.data.places import PlaceSampler, WithinMetres
+from benchmarks.experiments.data.split import RetrievalData, Split, loader
 from benchmarks.experiments.methods.base import Setting
-from benchmarks.experiments.methods.checks import check_training, positive_radius
 from contrastive_curvature import ContrastiveLoss, DivergenceError, validate
-from contrastive_curvature.artifact import write_whole
+from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.pairs import RelationFunction
 
 DECAY = math.exp(-0.1)
@@ -61,20 +58,18 @@ def train(
     setting: Setting,
     data: RetrievalData,
     seed: int,
-    checkpoint: Path,
     *,
     dropout: float = 0.0,
     make_step: Callable[[nn.Module, Tensor], nn.Module] | None = None,
     outputs: int | None = None,
     batches: Callable[[Setting, Any, int], Iterable[tuple[Tensor, Tensor]]] | None = None,
 ) -> nn.Module:
-    """Train a new encoder, or go on with one from its checkpoint.
+    """Train a new encoder.
 
     Args:
         setting: Network and training.
         data: The training images are ``data.train``.
         seed: Of the initial weights, the order of the images, augmentations and dropout.
-        checkpoint: File in a folder that exists; a finished training's gives its encoder at once.
         dropout: Rate of the dropout between all trainable layers.
         make_step: From the encoder and a few images on its device, the module whose call with a batch returns the loss;
             ``None`` for :class:`ContrastiveStep`.
@@ -99,7 +94,7 @@ def train(
         step = make_step(encoder, probe.contiguous(memory_format=torch.channels_last).to(setting.device))
     read = training_loader if batches is None else batches
     with _precision(encoder, setting):
-        run_training(setting, step, read(setting, data.train, seed), setting.epochs, setting.lr, checkpoint)
+        run_training(setting, step, read(setting, data.train, seed), setting.epochs, setting.lr)
     return step.eval()
 
 
@@ -130,9 +125,8 @@ def run_training(
     batches: Iterable[tuple[Tensor, Tensor]],
     epochs: int,
     lr: float,
-    checkpoint: Path,
 ) -> None:
-    """Train the parameters of a step with the paper's optimiser, on from the last epoch that was finished.
+    """Train the parameters of a step with the paper's optimiser.
 
     Args:
         setting: Whether to show progress.
@@ -141,7 +135,6 @@ def run_training(
         batches: Iterated once an epoch.
         epochs: Passes.
         lr: Learning rate of the first epoch.
-        checkpoint: File that is written after every epoch, and to go on from.
 
     Raises:
         DivergenceError: The loss or a parameter is not finite.
@@ -149,61 +142,50 @@ def run_training(
     grouped = getattr(step, "parameter_groups", None)
     made: type[torch.optim.Optimizer] = getattr(step, "optimizer", torch.optim.RMSprop)
     optimizer = made(step.parameters() if grouped is None else grouped(lr), **{"lr": lr})
-    trained: dict[str, Any] = {"step": step, "optimizer": optimizer, "scheduler": ExponentialLR(optimizer, DECAY)}
-    done = steps = 0
-    if checkpoint.is_file():
-        saved = torch.load(checkpoint, map_location="cpu", weights_only=True)
-        done, steps = saved["epochs"], saved["steps"]
-        for name, part in trained.items():
-            part.load_state_dict(saved[name])
-        _set_random_states(batches, saved["random"])
+    scheduler = ExponentialLR(optimizer, DECAY)
+    steps = 0
     step.train()
     device = next(step.parameters()).device
-    for epoch in range(done + 1, epochs + 1):
+    for epoch in range(1, epochs + 1):
         for x, targets in tqdm(batches, f"[epoch {epoch}/{epochs}]", unit="step", disable=not setting.progress):
             steps += 1
             loss = step(x.to(device), targets.to(device))
             if not bool(loss.isfinite()):
-                msg = f"the loss is {float(loss)}."
-                raise DivergenceError(msg, steps)
+                raise DivergenceError(f"the loss is {float(loss)}.", steps)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
         if not all(bool(parameter.isfinite().all()) for parameter in step.parameters()):
-            msg = "a parameter is not finite."
-            raise DivergenceError(msg, steps)
-        trained["scheduler"].step()
-        content = {name: part.state_dict() for name, part in trained.items()}
-        content |= {"epochs": epoch, "steps": steps, "random": _random_states(batches)}
-        write_whole(checkpoint, functools.partial(torch.save, content))
+            raise DivergenceError("a parameter is not finite.", steps)
+        scheduler.step()
 
 
-def _generators(batches: Any) -> list[torch.Generator]:
-    """Those of a loader and its samplers."""
-    parts = (batches, getattr(batches, "sampler", None), getattr(batches, "batch_sampler", None))
-    found = [getattr(part, "generator", None) for part in parts]
-    return [one for one in found if isinstance(one, torch.Generator)]
+def check_training(setting: Setting, images: Split) -> None:
+    """Whether an encoder can be trained on these images in this setting.
 
+    Args:
+        setting: Its relation and batches are looked at.
+        images: Training images; only their targets are read.
 
-def _random_states(batches: Any) -> dict[str, Any]:
-    """The states of all random generators that a training draws from: torch's, NumPy's and the loader's."""
-    numpy: Any = np.random.get_state(legacy=False)  # noqa: NPY002  samplers of pytorch-metric-learning draw from it
-    numpy["state"]["key"] = numpy["state"]["key"].tolist()
-    return {
-        "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
-        "numpy": numpy,
-        "loader": [generator.get_state() for generator in _generators(batches)],
-    }
-
-
-def _set_random_states(batches: Any, states: dict[str, Any]) -> None:
-    torch.set_rng_state(states["torch"])
-    if states["cuda"]:
-        torch.cuda.set_rng_state_all(states["cuda"])
-    np.random.set_state(states["numpy"])  # noqa: NPY002
-    for generator, state in zip(_generators(batches), states["loader"], strict=True):
-        generator.set_state(state)
+    Raises:
+        InputError: Classes and batches do not go together, or no two images show the same.
+        UnsupportedError: Images of each place are asked for, where the relation is none of distances.
+    """
+    size, per_class = setting.batch_size, setting.per_class
+    if per_class is not None and size % per_class:
+        raise InputError("setting.batch_size", f"a multiple of per_class={per_class}", size)
+    if setting.relation is not None:
+        if per_class is not None and not isinstance(setting.relation, WithinMetres):
+            raise UnsupportedError("setting.per_class with a relation: it has to be one of distances, WithinMetres.")
+        return
+    sizes = images.targets.unique(return_counts=True)[1]
+    if len(sizes) < 2 or int(sizes.max()) < 2:
+        got = f"{len(images)} images of {len(sizes)} classes"
+        raise InputError("data.train", "two classes, and two images of one of them", got)
+    most = min(per_class * len(sizes), len(images)) if per_class is not None else size
+    if size > most:
+        got = f"{size} for {len(images)} images of {len(sizes)} classes"
+        raise InputError("setting.batch_size", f"at most {most} with per_class={per_class}", got)
 
 
 def training_loader(setting: Setting, images: Any, seed: int) -> DataLoader[tuple[Tensor, Tensor]]:
@@ -227,7 +209,7 @@ def training_loader(setting: Setting, images: Any, seed: int) -> DataLoader[tupl
     if own:
         sampler = _Permutation(len(images), generator)
     if setting.per_class is not None and setting.relation is not None:
-        sampler = PlaceSampler(images.targets, positive_radius(setting.relation), setting.per_class, generator)
+        sampler = PlaceSampler(images.targets, setting.relation.positive, setting.per_class, generator)
     elif setting.per_class is not None:
         sampler = _class_sampler(setting, images)
     return loader(
@@ -258,10 +240,7 @@ def _class_sampler(setting: Setting, images: Any) -> Sampler[int]:
     from pytorch_metric_learning.samplers import MPerClassSampler
 
     class Restartable(MPerClassSampler):
-        """Shuffles its classes anew from the same order, so that an epoch depends on the random state alone.
-
-        The parent shuffles on from where its last epoch ended, which a resumed training has not seen.
-        """
+        """Shuffles its classes anew from the same order, so that an epoch depends on the random state alone."""
 
         def __iter__(self) -> Iterator[int]:
             self.labels.sort()

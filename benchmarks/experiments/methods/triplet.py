@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +15,6 @@ from torch.nn.functional import softplus
 
 from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.checks import check_classes, check_saved, fitted
 from benchmarks.experiments.methods.deterministic import Deterministic, EncoderMethod
 from benchmarks.experiments.methods.training import train
 from contrastive_curvature import metrics, vmf
@@ -187,17 +185,11 @@ class TripletDeterministic(Deterministic):
 
     name = "triplet"
 
-    def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
-        """See :meth:`Method.fit`; without ``base``.
-
-        Raises:
-            InputError: There is one class, or no class with two images.
-        """
-        check_classes(self.setting, data.train, positives=True)
+    def fit(self, data: RetrievalData, seed: int, base: Method | None = None) -> None:
+        """See :meth:`Method.fit`; without ``base``."""
         relation = self.setting.relation
-        checkpoint = folder / "training.pt"
-        step = train(self.setting, data, seed, checkpoint, make_step=lambda encoder, _: TripletStep(encoder, relation))
-        self._take(step.get_submodule("encoder"))
+        step = train(self.setting, data, seed, make_step=lambda encoder, _: TripletStep(encoder, relation))
+        self.encoder = step.get_submodule("encoder")
 
 
 class BayesianTriplet(EncoderMethod):
@@ -212,36 +204,21 @@ class BayesianTriplet(EncoderMethod):
 
     def __init__(self, setting: Setting, distribution: Literal["gaussian", "vmf"] = "gaussian") -> None:
         super().__init__(setting)
-        self.distribution, self.form = distribution, FORMS[distribution]
-        self._temperature: float | None = None
+        self.form = FORMS[distribution]
+        self.metric: Metric = "cosine" if self.form.on_sphere else "euclidean"
 
-    @property
-    def temperature(self) -> float:
-        """Factor on the variances of samples."""
-        return fitted(self._temperature, self.name)
-
-    @property
-    def metric(self) -> Metric:
-        """How means and samples are compared."""
-        return "cosine" if self.form.on_sphere else "euclidean"
-
-    def fit(self, data: RetrievalData, seed: int, folder: Path, base: Method | None = None) -> None:
-        """See :meth:`Method.fit`; without ``base``.
-
-        Raises:
-            InputError: There is one class, or no class with two images.
-        """
-        check_classes(self.setting, data.train, positives=True)
+    def fit(self, data: RetrievalData, seed: int, base: Method | None = None) -> None:
+        """See :meth:`Method.fit`; without ``base``."""
         step = train(
             self.setting,
             data,
             seed,
-            folder / "training.pt",
             make_step=lambda encoder, _: BayesianStep(encoder, self.form, self.setting.relation),
             outputs=self.setting.dim + 1,
         )
-        self._encoder = step.get_submodule("encoder")
-        self._temperature = self._calibrated(data.plain, seed)
+        self.encoder = step.get_submodule("encoder")
+        # Factor on the variances of samples.
+        self.temperature = self._calibrated(data.plain, seed)
 
     def _calibrated(self, images: Split, seed: int) -> float:
         """The temperature whose votes are best on some training images; 1 for positions, which have no votes."""
@@ -288,23 +265,6 @@ class BayesianTriplet(EncoderMethod):
                 yield vmf.sample(mean, 1 / variance.squeeze(1), 1, generator)[0]
             else:
                 yield mean + variance.sqrt() * torch.randn(mean.shape, generator=generator)
-
-    def state_dict(self) -> dict[str, Any]:
-        """The weights, what their outputs mean, and the temperature."""
-        encoder = dict(self.encoder.state_dict())
-        return {"encoder": encoder, "distribution": self.distribution, "temperature": self.temperature}
-
-    def load_state_dict(self, state: dict[str, Any], data: RetrievalData) -> None:
-        """See :meth:`Method.load_state_dict`.
-
-        Raises:
-            InputError: It was trained with another distribution.
-        """
-        check_saved(state, {"distribution": self.distribution})
-        encoder = self.setting.make_encoder(outputs=self.setting.dim + 1)
-        encoder.load_state_dict(state["encoder"])
-        self._encoder = encoder.eval()
-        self._temperature = state["temperature"]
 
 
 def calibrated_temperature(draw: Callable[[float], Iterable[Tensor]], labels: Tensor, metric: Metric) -> float:
