@@ -9,6 +9,7 @@ import hashlib
 import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, reduce
 from itertools import groupby
@@ -526,10 +527,11 @@ def fit_on_ray(
     def second_pass(la: Any, part: int) -> None:
         states.save(la.part_curvature(data[part], (part, count), statistics, progress_bar=False))
 
-    _run(posterior, first_pass, states.missing(STATISTICS, identity), STATISTICS, **options)
-    statistics = states.merged(STATISTICS)
-    identity["statistics"] = digest_of(statistics)
-    _run(posterior, second_pass, states.missing(CURVATURE, identity), CURVATURE, **options)
+    with _stopped_at_the_end():
+        _run(posterior, first_pass, states.missing(STATISTICS, identity), STATISTICS, **options)
+        statistics = states.merged(STATISTICS)
+        identity["statistics"] = digest_of(statistics)
+        _run(posterior, second_pass, states.missing(CURVATURE, identity), CURVATURE, **options)
     la.fit_parts(statistics, states.merged(CURVATURE))
     return la
 
@@ -571,7 +573,8 @@ def embed_on_ray(
     """
     options = _processes(**processes)
     folder = EmbeddingFolder(destination, _made(posterior), _parts_of(source, parts), keep)
-    _run(posterior, folder.write, folder.missing(), "embeddings", **options)
+    with _stopped_at_the_end():
+        _run(posterior, folder.write, folder.missing(), "embeddings", **options)
     return folder
 
 
@@ -618,8 +621,8 @@ def _run(
         ray.init()
     running: dict[Any, int] = {}
     try:
+        # A cluster may grow, this machine does not: a task without room would wait for ever.
         if started and "RAY_ADDRESS" not in os.environ:
-            # A cluster may grow, this machine does not: a task without room would wait for ever.
             there = ray.cluster_resources()
             if resources["num_cpus"] > there.get("CPU", 0) or resources["num_gpus"] > there.get("GPU", 0):
                 wanted = f"at most what Ray has, {there.get('CPU', 0):g} cores and {there.get('GPU', 0):g} GPUs"
@@ -651,7 +654,17 @@ def _run(
     finally:
         for task_of_part in running:
             ray.cancel(task_of_part, force=True)
-        if started:
+
+
+@contextmanager
+def _stopped_at_the_end() -> Iterator[None]:
+    """Stop Ray at the end, unless it ran before."""
+    ray = validate.package("jobs", "ray", "ray")
+    ran = ray.is_initialized()
+    try:
+        yield
+    finally:
+        if not ran:
             ray.shutdown()
 
 
