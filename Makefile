@@ -43,7 +43,7 @@ test-oldest: $(OLDEST)/.installed ## the same tests with the oldest versions tha
 # Not there: the extras docs, ray and recipes, whose packages move too fast for bounds that would hold for long, and onnx, which
 # needs a later torch. Their tests are left out or skipped, as are those of the benchmarks, which are no part of the package.
 OLDEST_EXTRAS := benchmarks,faiss,lance,miners,parquet,test
-OLDEST_WITHOUT := $(addprefix --ignore=tests/,docs benchmarks jobs/test_on_ray.py jobs/test_ray_runtime.py)
+OLDEST_WITHOUT := $(addprefix --ignore=tests/,docs benchmarks jobs/test_on_ray.py)
 
 fuzz: $(STAMP) ## the tests of any input with new examples, 500 each; pytest options go into ARGS="..."
 	$(ONE_THREAD) $(PY) -m pytest -n 2 tests/test_fuzz.py --hypothesis-profile=fuzz $(ARGS)

@@ -19,7 +19,8 @@ from strategies import DISTANCES, FIXES, NETWORKS, NORMALIZATIONS, build_network
 from torch import Tensor
 
 import contrastive_curvature as cc
-from contrastive_curvature.laplace.state import sealed
+from contrastive_curvature.codec import sealed
+from contrastive_curvature.laplace.state import SEALED
 
 ERRORS = (cc.ContrastiveCurvatureError, TypeError, ValueError, RuntimeError, IndexError)
 """Of options and shapes by name, which the tests of bad input hold; beyond them Python's and torch's own."""
@@ -141,7 +142,7 @@ def test_any_state_of_a_posterior(weights: str, structure: str, more: dict[str, 
     value = drawn.draw(anything(), label=key)
 
     def loaded() -> Any:
-        la.load_state_dict(sealed({**state, key: value}))
+        la.load_state_dict(sealed({**state, key: value}, SEALED))
         out = la(data()[0])
         return out.mu, out.kappa, la.sample(2)
 

@@ -15,7 +15,7 @@ PACKAGE = "contrastive_curvature"
 FLOW = ["pairs", "hessian", "network", "structures", "losses", "fit", "vmf", "metrics", "embedding", "hosts", "laplace"]
 """Folders of the flow, in its order: each imports those before it alone, and none of those around it."""
 
-PLAIN = {"artifact", "errors", "validate", "options", "progress"}
+PLAIN = {"artifact", "codec", "errors", "validate", "options", "progress"}
 """Modules that everything may import."""
 
 

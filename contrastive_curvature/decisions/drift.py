@@ -12,6 +12,7 @@ import torch
 from numpy.typing import NDArray
 
 from contrastive_curvature import validate
+from contrastive_curvature.codec import check_seal, sealed
 from contrastive_curvature.decisions.fitted import percent
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError
@@ -148,7 +149,7 @@ class DriftMonitor:
     def state_dict(self) -> dict[str, Any]:
         """Everything that the monitor needs to go on: numbers and tensors, for ``torch.save``."""
         state = {"delta": self.delta, "seed": self.seed, "known": self._known.statistics.cpu()}
-        return {**state, "scores": torch.tensor(self._scores, dtype=torch.float64)}
+        return sealed({**state, "scores": torch.tensor(self._scores, dtype=torch.float64)})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave, in place of what was seen.
@@ -157,8 +158,9 @@ class DriftMonitor:
             state: Of a monitor of the same calibrated posterior, which may have been saved and loaded.
 
         Raises:
-            InputError: It is of another calibration. Then nothing is changed.
+            InputError: It is of another calibration, or damaged. Then nothing is changed.
         """
+        check_seal(state)
         if not torch.equal(state["known"], self._known.statistics.cpu()):
             hint = "Make a new DriftMonitor(la)."
             raise InputError("state_dict", "the state of a monitor of this calibration", "another", hint)

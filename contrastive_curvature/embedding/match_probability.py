@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import metrics, validate
+from contrastive_curvature.codec import check_seal, sealed
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.match_regression import Regression
 from contrastive_curvature.embedding.similarity import angle_variance
@@ -20,7 +21,7 @@ from contrastive_curvature.metrics._checks import check_embeddings, check_labels
 
 _Embeddings = EmbeddingDistribution | Tensor
 
-_VERSION = 2
+_VERSION = 3
 """Of the features, in saved states."""
 
 
@@ -251,7 +252,7 @@ class MatchProbability:
             out[f"{question}.dim"] = dim
         if "retrieval" in self._fitted:
             out["retrieval.gallery_size"] = self._gallery_size
-        return out
+        return sealed(out)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave, in place of what was fitted.
@@ -260,7 +261,7 @@ class MatchProbability:
             state: The state of an object with the same options.
 
         Raises:
-            InputError: It is not such a state, or was saved with other options. Then nothing is changed.
+            InputError: It is not such a state, is damaged, or was saved with other options. Then nothing is changed.
         """
         own = {"version": _VERSION, "use_uncertainty": self.use_uncertainty, "curve": self.curve}
         for name, value in own.items():
@@ -268,6 +269,7 @@ class MatchProbability:
             if type(saved) is not type(value) or saved != value:
                 hint = "Make the object with the options with which it was saved; of another version, fit it again."
                 raise InputError(f"state_dict[{name!r}]", repr(value), repr(saved), hint)
+        check_seal(state)
         fitted = {}
         for question in ("pairs", "retrieval"):
             if f"{question}.dim" in state:

@@ -32,7 +32,7 @@ class Regression:
         bias: Shape ().
         knots: Logits at which the isotonic curve bends, increasing, shape (K,); empty for the logistic curve.
         levels: Probabilities there, shape (K,).
-        prevalence: Share of positive outcomes in the fit, shape (); NaN in states saved by version 0.2.0.
+        prevalence: Share of positive outcomes in the fit, shape ().
     """
 
     shift: Tensor
@@ -105,9 +105,6 @@ class Regression:
         """Return probabilities (N,), float64, of features (N, F), where positive outcomes have another prevalence."""
         if prevalence is None:
             return self._fitted(features)
-        if bool(self.prevalence.isnan()):
-            wanted = "a fit that knows its own prevalence"
-            raise InputError("prevalence", wanted, "one saved by version 0.2.0", "Fit it again.")
         moved = torch.tensor(prevalence, dtype=torch.float64).logit() - self.prevalence.logit()
         return (self._fitted(features).logit() + moved.to(features.device)).sigmoid()
 
@@ -135,13 +132,11 @@ class Regression:
         curve = (len(knots),) if isinstance(knots, Tensor) and knots.ndim else ()
         shapes = {"bias": (), "prevalence": (), "knots": curve, "levels": curve}
         shapes["weight"] = (n_features + (n_features > 1),)
-        unknown = torch.tensor(torch.nan, dtype=torch.float64)
-        state = {f"{prefix}prevalence": unknown, **state}
         parts = {}
         for field in fields(cls):
             value, shape = state.get(prefix + field.name), shapes.get(field.name, (n_features,))
             kind = (value.dtype, tuple(value.shape)) if isinstance(value, Tensor) else type(value).__name__
-            missing = isinstance(value, Tensor) and field.name != "prevalence" and bool(value.isnan().any())
+            missing = isinstance(value, Tensor) and bool(value.isnan().any())
             if not isinstance(value, Tensor) or kind != (torch.float64, shape) or missing:
                 wanted = f"a float64 tensor of shape {shape} without NaN"
                 raise InputError(f"state_dict[{prefix + field.name!r}]", wanted, str(kind))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from contrastive_curvature import validate
+from contrastive_curvature.codec import NOT_SAVED
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.known import NOVELTY, UNCERTAINTY
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError
@@ -39,7 +40,7 @@ class Score:
     by_class: bool = False
     marks: Tensor | None = None
     probe: Tensor | None = None
-    function: Callable[[EmbeddingDistribution], Any] | None = None
+    function: Callable[[EmbeddingDistribution], Any] | None = field(default=None, metadata=NOT_SAVED)
 
     def __str__(self) -> str:
         """Name of the score, and whether it is by class."""

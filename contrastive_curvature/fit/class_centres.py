@@ -8,6 +8,7 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
+from contrastive_curvature.codec import NOT_SAVED
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.class_table import ClassTable, ClassTableCollector
@@ -59,7 +60,7 @@ class ClassCentres:
     sums: Tensor
     typical: float
     n: int
-    sample: Rows | None = field(default=None, compare=False, repr=False)
+    sample: Rows | None = field(default=None, compare=False, repr=False, metadata=NOT_SAVED)
 
     @classmethod
     def of(cls, outputs: Tensor, labels: Tensor) -> ClassCentres | None:

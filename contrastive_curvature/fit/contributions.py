@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from contrastive_curvature.pairs.rows import united
 
@@ -22,7 +21,8 @@ _FEW_FRACTION = 0.1
 """Largest fraction of the points that counts as a few points."""
 
 
-class Place(NamedTuple):
+@dataclass(frozen=True, order=True)
+class Place:
     """Where a point came: its batch, its row in it, its number in the pass, and the part of the data (or -1)."""
 
     batch: int

@@ -78,7 +78,7 @@ class Kernel(Structure):
 
     def plain(self) -> dict[str, Any]:
         """Return all fields by name."""
-        return {name: value for name, value in self.tree().items() if name != "structure"}
+        return dict(vars(self))
 
 
 class ClampedKernel(Clamped):

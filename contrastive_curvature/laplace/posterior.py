@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from contrastive_curvature import validate
+from contrastive_curvature.codec import from_tree, sealed, to_tree
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.known import TrainingSample
 from contrastive_curvature.embedding.match_probability import MatchProbability
@@ -54,17 +55,15 @@ from contrastive_curvature.laplace.prior import (
 )
 from contrastive_curvature.laplace.state import (
     KNOWN_BACKENDS,
+    SEALED,
     check_settings,
     check_shapes,
     check_state,
     kind_of,
     loaded_calibration,
     loaded_classes,
-    owned,
     refuse,
     saved_calibration,
-    saved_classes,
-    sealed,
 )
 from contrastive_curvature.network.call import refuse_compiled, uncompiled
 from contrastive_curvature.network.digest import Watch, same_encoder, versions, weight_norms
@@ -1466,23 +1465,23 @@ class ContrastiveLaplace(ParametricLaplace):
         """
         self.check_fitted()
         assert self.curvature is not None
-        state: dict[str, Any] = owned(
+        state: dict[str, Any] = to_tree(
             {
                 **{name: getattr(self, name) for name in _AS_SAVED},
                 **{name: getattr(self, name) for name in _SETTINGS},
                 "subset_of_weights": self.subset_of_weights,
                 "contrastive": self.plain_options(),
-                "curvature": self.curvature.tree(),
+                "curvature": self.curvature,
                 **({"data": self.data, "_last_layer_name": self._last_layer_name} if self.on_last_layer else {}),
                 "temperature_given": self._temperature_given,
                 "backend": type(self.backend).__name__,
                 "encoder_norms": weight_norms(self.model),
                 "calibration": saved_calibration(self.known.calibration, self.keeps_features),
-                "class_centres": saved_classes(self._classes),
+                "class_centres": self._classes,
                 "prior_chosen": self._prior_chosen,
             }
         )
-        return sealed(state)
+        return sealed(state, SEALED)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` gave, into an object constructed with the same options.
@@ -1535,10 +1534,8 @@ class ContrastiveLaplace(ParametricLaplace):
 
     def _loaded_curvature(self, saved: Mapping[str, Any], like: Tensor) -> Structure:
         """Return the curvature of a state, whose tensors have the shapes that these weights ask for."""
-        if saved.get("structure") != self.hessian_structure:
-            refuse("curvature", f"the structure {self.hessian_structure!r}", kind_of(saved.get("structure")))
+        raw: Structure = from_tree("state_dict['curvature']", saved, [self.structure])
         try:
-            raw = self.structure.from_tree(saved)
             shapes = raw.shapes(Room(self.posterior_parameters(), self.curvature_options.rank))
         except (TypeError, AttributeError, IndexError) as error:
             refuse("curvature", f"the fields of {self.hessian_structure!r}", f"others ({error})")

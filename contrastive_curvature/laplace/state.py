@@ -6,22 +6,21 @@ changes before everything here has passed.
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
 import warnings
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Never
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature.embedding.known import NOVELTY, Calibration, Reference, TrainingGaussians, statistic_name
+from contrastive_curvature.codec import check_seal, from_tree
+from contrastive_curvature.embedding.known import Calibration, Reference, TrainingGaussians, statistic_name
 from contrastive_curvature.embedding.score import Score
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.laplace.prior import check_prior
-from contrastive_curvature.network.digest import tensor_bytes
 
 _KEYS: dict[str, Any] = {
     "mean": Tensor,
@@ -49,15 +48,10 @@ _KEYS: dict[str, Any] = {
 }
 """Keys of a state, and types of their values."""
 
-_OF_CALIBRATION = ("statistic", "statistics", "location", "scale", "fingerprint")
+SEALED = tuple(key for key in _KEYS if key != "checksum")
+"""Entries that the checksum is of: all but ``"data"``, inputs that a user may replace."""
 
-_OF_SCORE = ("score", "counts", "marks", "probe", "gaussians")
-"""Further keys of a calibration with another score, by class, or with distances to training inputs."""
-
-_OF_OUTPUTS, _OF_FEATURES = ("centre", "axes", "inside", "outside"), ("basis", "weights", "slopes", "offsets")
-"""Keys of Gaussians of training inputs; the second only where classes are known."""
-
-_OF_CLASSES = ("labels", "n", "sums", "typical")
+_CALIBRATION = (Calibration, Reference, Score, TrainingGaussians)
 
 KNOWN_BACKENDS = (
     "ContrastiveGGN",
@@ -94,30 +88,7 @@ def check_state(state: object, kind: Mapping[str, str], options: Mapping[str, An
         wanted, saved = (", ".join(f"{name}={side.get(name)!r}" for name in differ) for side in (options, was))
         hint = "Give this object the same backend_kwargs."
         raise InputError("state_dict", f"this object's options {wanted}", saved, hint)
-    if state["checksum"] != _checksum(state):
-        hint = "Copy the file again from where it came. To change a setting, load the state and set it on la."
-        refuse("checksum", "that of the other entries", "another: the state is damaged, or was changed by hand", hint)
-
-
-def sealed(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a state with its checksum, which :func:`check_state` compares."""
-    return {**state, "checksum": _checksum(state)}
-
-
-def _checksum(state: Mapping[str, Any]) -> str:
-    """Return a text that any change of a state changes, but of ``"data"``: inputs that a user may replace."""
-
-    def plain(value: object) -> str:
-        if not isinstance(value, Tensor):
-            return repr(value)
-        # A number in a shape of its own, () or (1,), is the same; other shapes are checked.
-        digest = hashlib.sha256(f"{value.dtype} {value.numel()}".encode())
-        for content in tensor_bytes(value):
-            digest.update(content)
-        return digest.hexdigest()
-
-    content = [state.get(key) for key in _KEYS if key != "checksum"]
-    return hashlib.sha256(json.dumps(content, default=plain, skipkeys=True).encode()).hexdigest()
+    check_seal(state, SEALED)
 
 
 def check_settings(
@@ -178,26 +149,16 @@ def _check_tensor(
 
 
 def saved_calibration(calibration: Calibration | None, with_features: bool) -> dict[str, Any] | None:
-    """Return a calibration as tensors and strings.
+    """Return a calibration with the name of its statistic.
 
     The sample of training inputs is not saved: a file of a posterior should not hold features of training data. It does
     hold the mean of the sample's outputs, and means of features of two or more inputs of a class, transformed.
     """
     if calibration is None:
         return None
-    reference, score, gaussians = calibration.reference, calibration.score, calibration.gaussians
-    saved = {
-        "statistic": statistic_name(with_features, score.name, 0 if gaussians is None else gaussians.n_distances),
-        **{name: getattr(reference, name) for name in ("location", "scale", "statistics")},
-        "fingerprint": calibration.fingerprint,
-    }
-    # A plain calibration has the keys of earlier releases.
-    optional: dict[str, Any] = {"counts": reference.counts, "marks": score.marks, "probe": score.probe}
-    if gaussians is not None:
-        optional["gaussians"] = {name: value for name, value in vars(gaussians).items() if value is not None}
-    if score.marks is not None:
-        saved["score"] = score.name
-    return saved | {name: value for name, value in optional.items() if value is not None}
+    gaussians = calibration.gaussians
+    distances = 0 if gaussians is None else gaussians.n_distances
+    return {"statistic": statistic_name(with_features, calibration.score.name, distances), "calibration": calibration}
 
 
 def loaded_calibration(
@@ -206,12 +167,21 @@ def loaded_calibration(
     """Return the calibration of a state; ``width`` is that of the features, ``None`` where there are none."""
     if saved is None:
         return None
-    if set(saved) - set(_OF_SCORE) != set(_OF_CALIBRATION):
-        refuse("calibration", f"None, or a dictionary of {', '.join(_OF_CALIBRATION)}", f"the keys {sorted(saved)}")
-    name = saved.get("score", NOVELTY)
-    of_training = saved.get("gaussians")
-    distances = 0 if of_training is None else 1 + ("basis" in of_training)
-    if saved["statistic"] != statistic_name(width is not None, name, distances):
+    if set(saved) != {"statistic", "calibration"}:
+        refuse("calibration", "None, or a dictionary of statistic, calibration", f"the keys {sorted(saved)}")
+    calibration = from_tree("state_dict['calibration']", saved["calibration"], _CALIBRATION)
+    if not isinstance(calibration, Calibration):
+        refuse("calibration", "a Calibration", kind_of(calibration))
+    reference, score, gaussians = calibration.reference, calibration.score, calibration.gaussians
+    known = (
+        isinstance(reference, Reference),
+        isinstance(score, Score),
+        isinstance(gaussians, TrainingGaussians | None),
+    )
+    if not all(known):
+        refuse("calibration", "a Reference, a Score and TrainingGaussians", "others")
+    distances = 0 if gaussians is None else gaussians.n_distances
+    if saved["statistic"] != statistic_name(width is not None, score.name, distances):
         msg = (
             f"state_dict['calibration']: it is of another statistic ({saved['statistic']!r}), which another version of "
             "this library used, so it is left out. Call la.calibrate(loader) again."
@@ -220,70 +190,52 @@ def loaded_calibration(
         return None
     size = (3 + distances,)
     shapes = {"statistics": (None,), "location": size, "scale": size}
-    check_shapes("calibration", saved, like, shapes, torch.float64)
-    if not len(saved["statistics"]) or bool((saved["scale"] <= 0).any()):
+    check_shapes("calibration", vars(reference), like, shapes, torch.float64)
+    if not len(reference.statistics) or bool((reference.scale <= 0).any()):
         refuse("calibration", "statistics, and positive scales", "none, or others")
-    marks = saved["fingerprint"]
-    marks = _check_tensor("calibration", marks, marks, (9,), torch.float64).cpu()
-    counts, own, probe = (saved.get(key) for key in ("counts", "marks", "probe"))
-    if counts is not None:
-        counts = _check_tensor("calibration", counts, like, (None,), torch.int64)
-        if bool((counts < 0).any()) or int(counts.sum()) != len(saved["statistics"]):
+    if reference.counts is not None:
+        counts = _check_tensor("calibration", reference.counts, like, (None,), torch.int64)
+        if bool((counts < 0).any()) or int(counts.sum()) != len(reference.statistics):
             refuse("calibration", "counts of all statistics", "others")
-    if own is not None:
-        own = _check_tensor("calibration", own, own, (6,), torch.float64).cpu()
-    if probe is not None:
-        probe = _check_tensor("calibration", probe, probe, (8,), torch.float64).cpu()
-    reference = Reference(saved["location"], saved["scale"], saved["statistics"], counts, name)
-    gaussians = None if of_training is None else _loaded_gaussians(of_training, width, n_outputs, like)
-    return Calibration(reference, marks, Score(name, counts is not None, own, probe), gaussians)
+    numbers = ((calibration.fingerprint, 9), (score.marks, 6), (score.probe, 8))
+    fingerprint, marks, probe = (
+        None if value is None else _check_tensor("calibration", value, value, (length,), torch.float64).cpu()
+        for value, length in numbers
+    )
+    if fingerprint is None:
+        refuse("calibration", "a fingerprint", "None")
+    if gaussians is not None:
+        _check_gaussians(gaussians, width, n_outputs, like)
+    return Calibration(reference, fingerprint, replace(score, marks=marks, probe=probe), gaussians)
 
 
-def _loaded_gaussians(saved: object, width: int | None, n_outputs: int, like: Tensor) -> TrainingGaussians:
-    known = (set(_OF_OUTPUTS), {*_OF_OUTPUTS, *_OF_FEATURES})
-    if width is None or not isinstance(saved, Mapping) or set(saved) not in known:
-        names = ", ".join((*_OF_OUTPUTS, *_OF_FEATURES))
-        refuse("calibration", f"gaussians with {names}, of a last layer", kind_of(saved))
-    check_shapes("calibration", saved, like, {"inside": (None,)}, torch.float64)
-    shapes: dict[str, tuple[int | None, ...]] = {
-        "centre": (n_outputs,),
-        "axes": (n_outputs, len(saved["inside"])),
-        "outside": (),
-    }
-    if "basis" in saved:
-        check_shapes("calibration", saved, like, {"weights": (None,), "offsets": (None,)}, torch.float64)
-        shapes |= {"basis": (width, len(saved["weights"])), "slopes": (len(saved["offsets"]), width)}
-        if not len(saved["offsets"]):
+def _check_gaussians(gaussians: TrainingGaussians, width: int | None, n_outputs: int, like: Tensor) -> None:
+    if width is None:
+        refuse("calibration", "no gaussians but of a last layer", "some")
+    tensors = {name: value for name, value in vars(gaussians).items() if value is not None}
+    classes = {"basis", "weights", "slopes", "offsets"} & set(tensors)
+    if len(classes) not in (0, 4):
+        refuse("calibration", "gaussians with all of basis, weights, slopes and offsets, or none", f"{sorted(classes)}")
+    lengths = {name: (None,) for name in ("inside", "weights", "offsets") if name in tensors}
+    check_shapes("calibration", tensors, like, lengths, torch.float64)
+    shapes = {"centre": (n_outputs,), "axes": (n_outputs, len(tensors["inside"])), "outside": ()}
+    if classes:
+        shapes |= {"basis": (width, len(tensors["weights"])), "slopes": (len(tensors["offsets"]), width)}
+        if not len(tensors["offsets"]):
             refuse("calibration", "gaussians of classes", "none")
-    check_shapes("calibration", saved, like, shapes, torch.float64)
-    return TrainingGaussians(**saved)
-
-
-def saved_classes(centres: ClassCentres | None) -> dict[str, Any] | None:
-    """Return class centres as tensors and numbers."""
-    return None if centres is None else {key: getattr(centres, key) for key in _OF_CLASSES}
+    check_shapes("calibration", tensors, like, shapes, torch.float64)
 
 
 def loaded_classes(saved: Mapping[str, Any] | None, dim: int, like: Tensor) -> ClassCentres | None:
     """Return the class centres of a state."""
     if saved is None:
         return None
-    if set(saved) != set(_OF_CLASSES):
-        refuse("class_centres", f"None, or a dictionary of {', '.join(_OF_CLASSES)}", f"the keys {sorted(saved)}")
-    labels = _check_tensor("class_centres", saved["labels"], like, (None,), torch.int64)
-    sums = _check_tensor("class_centres", saved["sums"], like, (len(labels), dim), torch.float64)
-    if saved["n"] < 1 or not math.isfinite(saved["typical"]):
-        refuse("class_centres", "a number of points, and a finite angle", f"{saved['n']}, {saved['typical']}")
-    return ClassCentres(labels, sums, saved["typical"], saved["n"])
-
-
-def owned(value: Any) -> Any:
-    """Copy the views in a value, so that no file of it holds the rest of the memory that they look into."""
-    if isinstance(value, Tensor):
-        return value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
-    if isinstance(value, Mapping):
-        return {key: owned(part) for key, part in value.items()}
-    return type(value)(map(owned, value)) if type(value) in (list, tuple) else value
+    centres = from_tree("state_dict['class_centres']", saved, [ClassCentres])
+    labels = _check_tensor("class_centres", centres.labels, like, (None,), torch.int64)
+    _check_tensor("class_centres", centres.sums, like, (len(labels), dim), torch.float64)
+    if centres.n < 1 or not math.isfinite(centres.typical):
+        refuse("class_centres", "a number of points, and a finite angle", f"{centres.n}, {centres.typical}")
+    return centres
 
 
 def kind_of(value: object) -> str:

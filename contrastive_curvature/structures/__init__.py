@@ -1,8 +1,5 @@
 """Which part of the curvature is kept: how it adds up over points, and how its posterior is used."""
 
-from collections.abc import Mapping
-from typing import Any
-
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.structures.base import Clamped, Structure
 from contrastive_curvature.structures.dense import Dense
@@ -32,19 +29,6 @@ def structure_of(name: object, argument: str = "structure", known: tuple[str, ..
     return STRUCTURES[str(name)]
 
 
-def structure_from(tree: Mapping[str, Any]) -> Structure:
-    """Return the curvature that :meth:`Structure.tree` gave; only structures that are known are made.
-
-    Raises:
-        InputError: It is none.
-    """
-    kind = structure_of(tree.get("structure"), "curvature: structure")
-    try:
-        return kind.from_tree(tree)
-    except TypeError as error:
-        raise InputError("curvature", f"the fields of {kind.name!r}", f"others ({error})") from None
-
-
 __all__ = [
     "STRUCTURES",
     "Clamped",
@@ -54,6 +38,5 @@ __all__ = [
     "Kron",
     "KronLowRank",
     "Structure",
-    "structure_from",
     "structure_of",
 ]

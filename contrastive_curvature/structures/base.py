@@ -9,7 +9,7 @@ clamped and decomposed they are a :class:`Clamped`, which answers every question
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
@@ -108,15 +108,6 @@ class Structure(ABC):
     def tensors(self) -> list[Tensor]:
         """Return all tensors, in order."""
         return [tensor for field in fields(self) for tensor in _flat(getattr(self, field.name))]
-
-    def tree(self) -> dict[str, Any]:
-        """Return the name and the fields, for a file of tensors and plain values."""
-        return {"structure": self.name, **{field.name: getattr(self, field.name) for field in fields(self)}}
-
-    @classmethod
-    def from_tree(cls, tree: Mapping[str, Any]) -> Self:
-        """Return the curvature that :meth:`tree` gave; other fields are a ``TypeError``."""
-        return cls(**{name: value for name, value in tree.items() if name != "structure"})
 
     def shapes(self, room: Room) -> dict[str, Any]:
         """Return the shapes that the fields of a curvature from a file must have, by name.

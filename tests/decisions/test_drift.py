@@ -158,6 +158,7 @@ def test_what_is_refused() -> None:
         (lambda: monitor.update(la(x).mu), cc.InputTypeError, "embedding"),
         (lambda: monitor.update(other(x)), cc.InputError, "the posterior and the calibration that the monitor began"),
         (lambda: monitor.update(holes), cc.InputError, "1 rows of NaN"),
+        (lambda: monitor.load_state_dict({**state, "delta": 0.5}), cc.InputError, "checksum.*damaged"),
     ]
     for call, kind, words in cases:
         with pytest.raises(kind, match=words):

@@ -68,7 +68,7 @@ def started(place: Path) -> list[int]:
 
 
 def source(folder: Path, read: Any = None) -> cc.jobs.ParquetParts:
-    """Parts of about 25 rows: 0, 25, 50, 85, 110, 135 are the first ones; batches of 10."""
+    """Parts of a row group, the last one of two: 0, 25, 50, 60, 85, 110 are their first rows; batches of 10."""
     if not folder.exists():
         write(folder, *data())
     return cc.jobs.ParquetParts(folder, PARTS, batch_size=10, read=read)
@@ -122,7 +122,7 @@ def test_a_bad_part_ends_the_job_with_its_own_error(cluster: Any, device: str, t
     bad = cc.jobs.ParquetParts(write(tmp_path / "bad", x, y), PARTS, batch_size=10)
     with pytest.raises(cc.InputError, match="finite") as raised:
         cc.jobs.fit_on_ray(posterior(), bad, folder=tmp_path / "s")
-    assert raised.value.__notes__ == ["statistics of part 2, in a process of Ray"]
+    assert raised.value.__notes__ == ["statistics of part 3, in a process of Ray"]
     assert "part_statistics" in str(raised.value.__cause__)
     # What was running has ended: no further state appears.
     there = sorted((tmp_path / "s").iterdir())
@@ -132,7 +132,7 @@ def test_a_bad_part_ends_the_job_with_its_own_error(cluster: Any, device: str, t
 
 def test_a_process_that_always_dies_ends_the_job(cluster: Any, device: str, tmp_path: Path) -> None:
     place, la = tmp_path, posterior()
-    with pytest.raises(ProcessError, match=r"statistics of part 2: its process has died \(max_retries=1\)"):
+    with pytest.raises(ProcessError, match=r"statistics of part 3: its process has died \(max_retries=1\)"):
         cc.jobs.fit_on_ray(la, source(place / "d", reader(place, {60: 9})), folder=place / "s", max_retries=1)
     # Once the reason is gone, the same call goes on.
     found = cc.jobs.fit_on_ray(la, source(place / "d", reader(place, {})), folder=place / "s")

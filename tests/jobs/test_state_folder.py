@@ -77,10 +77,21 @@ def test_states_of_other_options_or_encoders_are_refused(device: str, tmp_path: 
 
 
 def test_another_source_or_number_of_parts_is_refused(device: str, tmp_path: Path) -> None:
-    del device
     parts = parts_in(tmp_path)
-    cc.jobs.StateFolder(tmp_path / "states", PARTS, parts.fingerprint)
-    with pytest.raises(cc.InputError, match=r"folder: expected one of a job with the same parts \(3\), got 4"):
+    states = cc.jobs.StateFolder(tmp_path / "states", PARTS, parts.fingerprint)
+    states.save(posterior(device).part_statistics(parts[0], (0, PARTS)))
+    with pytest.raises(cc.InputError, match=r"folder: .* of this job in 6 files, got .* 'statistics-00000-of-00004"):
         cc.jobs.StateFolder(tmp_path / "states", 3, parts.fingerprint)
-    with pytest.raises(cc.InputError, match="with the same source"):
-        cc.jobs.StateFolder(tmp_path / "states", PARTS, "other")
+    other = cc.jobs.StateFolder(tmp_path / "states", PARTS, "other")
+    with pytest.raises(cc.InputError, match="folder: expected states of the source 'other'"):
+        other.missing("statistics")
+    assert other.file("statistics", 0).is_file()
+
+
+def test_a_link_in_the_folder_is_replaced(device: str, tmp_path: Path) -> None:
+    states = cc.jobs.StateFolder(tmp_path / "states", PARTS)
+    (tmp_path / "precious").write_text("precious")
+    states.file("statistics", 0).symlink_to(tmp_path / "precious")
+    states.save(posterior(device).part_statistics([data()], (0, PARTS)))
+    assert (tmp_path / "precious").read_text() == "precious"
+    assert states.missing("statistics") == [1, 2, 3]

@@ -18,10 +18,11 @@ from tables import covering, each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
+from contrastive_curvature.codec import sealed
 from contrastive_curvature.embedding.known import TrainingGaussians, held_out_distances
 from contrastive_curvature.fit.state import State
 from contrastive_curvature.laplace import calibration
-from contrastive_curvature.laplace.state import sealed
+from contrastive_curvature.laplace.state import SEALED
 from contrastive_curvature.network import digest
 
 on_every_device = pytest.mark.parametrize("device", DEVICES)
@@ -492,7 +493,7 @@ SPOILT: list[tuple[str, Callable[[Tensor], Any], str]] = [
     ("scale", lambda v: 0 * v, "positive"),
     ("gaussians", lambda v: {**v, "basis": v["basis"][:2]}, "shape"),
     ("gaussians", lambda v: {**v, "axes": v["axes"][:1]}, "shape"),
-    ("gaussians", lambda v: {"basis": v["basis"]}, "slopes"),
+    ("gaussians", lambda v: {**v, "slopes": None}, "slopes"),
     ("more", lambda _: 1, "more"),
 ]
 
@@ -501,11 +502,14 @@ def test_a_spoilt_calibration_is_refused_without_a_trace() -> None:
     la, x = fitted(), inputs(9, 8)
     la.calibrate(given())
     p, state = la(x).p_value, la.state_dict()
-    part = state["calibration"]
+    part = state["calibration"]["calibration"]
     for key, change, words in SPOILT:
-        wrong = {**state, "calibration": {**part, key: change(part.get(key))}}
+        place = part["reference"] if key in part["reference"] else part
+        spoilt = {**place, key: change(place.get(key))}
+        whole = spoilt if place is part else {**part, "reference": spoilt}
+        wrong = {**state, "calibration": {**state["calibration"], "calibration": whole}}
         with pytest.raises(cc.InputError, match=rf"state_dict.*calibration.*{words}"):
-            la.load_state_dict(sealed(wrong))
+            la.load_state_dict(sealed(wrong, SEALED))
         assert torch.equal(la(x).p_value, p), words
 
 

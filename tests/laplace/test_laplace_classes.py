@@ -14,8 +14,9 @@ from test_laplace import COMBINATIONS, batches, body, data, fitted, make
 from torch import Tensor
 
 import contrastive_curvature as cc
+from contrastive_curvature.codec import sealed
 from contrastive_curvature.fit.class_centres import ClassCentres
-from contrastive_curvature.laplace.state import sealed
+from contrastive_curvature.laplace.state import SEALED
 
 for_every_combination = pytest.mark.parametrize(("weights", "structure"), COMBINATIONS)
 
@@ -120,7 +121,7 @@ def test_a_malformed_state_is_refused_and_nothing_changes(key: str, value: Any, 
     state = copy.deepcopy(la.state_dict())
     state["class_centres"][key] = value
     with pytest.raises(cc.InputError, match=rf"class_centres.*{message}"):
-        la.load_state_dict(sealed(state))
+        la.load_state_dict(sealed(state, SEALED))
     assert same(la.class_centres, truth())
 
 

@@ -19,7 +19,8 @@ from tables import each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.laplace.state import sealed
+from contrastive_curvature.codec import sealed
+from contrastive_curvature.laplace.state import SEALED
 
 
 def picture(la: Any, x: Tensor) -> list[Any]:
@@ -141,7 +142,7 @@ def test_a_spoilt_state_is_refused_without_a_trace(weights: str, structure: str,
             return
         changed = put(state, path, new)
     # With the checksum of what stands in it, as no damage has it: the other checks see it.
-    if not loads_or_refuses(la, sealed(changed), data()[0]):
+    if not loads_or_refuses(la, sealed(changed, SEALED), data()[0]):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             la.load_state_dict(state)
@@ -212,9 +213,9 @@ ATTACKS: list[tuple[str, str, str, Callable[[Any], Any], str]] = [
     ("all", "full", "curvature", lambda h: {**h, "matrix": h["matrix"].diagonal()}, "shape"),
     ("last_layer", "kron", "curvature", lambda h: {**h, "factors": h["factors"][:1]}, "parts|factors"),
     ("last_layer", "kron", "curvature", lambda h: {**h, "points": h["points"].float()}, "float64"),
-    ("last_layer", "kron", "curvature", lambda h: {"structure": h["structure"], "points": h["points"]}, "fields"),
+    ("last_layer", "kron", "curvature", lambda h: {"$class": h["$class"], "points": h["points"]}, "fields"),
     ("all", "kron", "curvature", lambda h: {**h, "factors": [[f * INF for f in g] for g in h["factors"]]}, "NaN"),
-    ("all", "lowrank", "curvature", lambda h: {**h, "structure": "diag"}, "the structure 'lowrank'"),
+    ("all", "lowrank", "curvature", lambda h: {**h, "$class": "Diagonal"}, "one of Eigenpairs"),
     ("last_layer", "diag", "mean", lambda m: m.float(), "float64"),
     ("last_layer", "diag", "data", lambda _: None, "data"),
     ("last_layer", "diag", "n_data", lambda _: -12, "whole number"),
@@ -237,7 +238,7 @@ def test_numbers_that_cannot_be_right(
     fresh = make(weights, structure)
     attributes = dict(fresh.__dict__)
     with pytest.raises(cc.InputError, match=words):
-        fresh.load_state_dict(sealed({**state, key: change(state[key])}))
+        fresh.load_state_dict(sealed({**state, key: change(state[key])}, SEALED))
     assert fresh.__dict__.keys() == attributes.keys()
     assert all(fresh.__dict__[name] is value for name, value in attributes.items())
     # And it takes the true one.

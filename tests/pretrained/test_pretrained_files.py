@@ -202,7 +202,7 @@ def test_foreign_damaged_and_later_files(la: Any, saved: Path) -> None:
         (b"", "no whole JSON"),
         (path.read_bytes()[:200], "no whole JSON"),
         (b'{"model_type": "bert"}', "something else"),
-        (json.dumps(later).encode(), r"of version 2, got version 99\. contrastive_curvature 7\.1 wrote it"),
+        (json.dumps(later).encode(), r"of version 3, got version 99\. contrastive_curvature 7\.1 wrote it"),
     ]:
         path.write_bytes(content)
         for call in (loaded, cc.pretrained.read_info):

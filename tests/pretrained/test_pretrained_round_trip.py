@@ -20,7 +20,7 @@ from tables import each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.io.pretrained.folder import TensorTable, flattened, restored
+from contrastive_curvature.codec import TensorTable, packed, unpacked
 from contrastive_curvature.io.pretrained.posterior import KNOWN_LOSSES, _loss_options
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -106,8 +106,8 @@ def test_a_prior_of_many_precisions(device: str, tmp_path: Path) -> None:
 @each("loss", LOSSES)
 def test_losses_are_rebuilt(loss: Any, device: str) -> None:
     table = TensorTable()
-    plain = json.loads(json.dumps(flattened(_loss_options(loss), table, "loss")))
-    made = KNOWN_LOSSES[type(loss).__name__](**restored(plain, table.tensors))
+    plain = json.loads(json.dumps(packed(_loss_options(loss), table, "loss")))
+    made = KNOWN_LOSSES[type(loss).__name__](**unpacked(plain, table.tensors))
     assert repr(made) == repr(loss)
     z = inputs(5, 9, device)[:, :3]
     target: dict[str, Any] = {"labels": torch.arange(9, device=device) % 3}
@@ -282,9 +282,9 @@ FINITE = st.floats(allow_nan=False, allow_infinity=False)
 )
 def test_any_state_comes_back(device: str, value: Any) -> None:
     table = TensorTable()
-    plain = json.loads(json.dumps(flattened(value, table, "state"), allow_nan=False))
+    plain = json.loads(json.dumps(packed(value, table, "state"), allow_nan=False))
     # repr tells types and signed zeros apart.
-    assert repr(restored(plain, table.tensors)) == repr(value)
+    assert repr(unpacked(plain, table.tensors)) == repr(value)
 
 
 def test_every_exported_loss_is_known(device: str) -> None:

@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 import contrastive_curvature as cc
+from contrastive_curvature.codec import from_tree, to_tree
 from contrastive_curvature.fit.state import State
 from contrastive_curvature.io.serving import numpy_scorer
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.options import PDFix
-from contrastive_curvature.structures import STRUCTURES, Clamped, Structure, structure_from
+from contrastive_curvature.structures import STRUCTURES, Clamped, Structure
 from contrastive_curvature.testing.losses import LOSSES
 
 pytestmark = [
@@ -145,7 +146,7 @@ def test_two_data_sets_add_up_and_a_tree_comes_back(name: str, device: str) -> N
     both = one + other
     for mine, first, second in zip(both.tensors(), one.tensors(), other.tensors(), strict=True):
         assert torch.equal(mine, first + second)
-    again = structure_from(both.tree())
+    again = from_tree("curvature", to_tree(both), STRUCTURES.values())
     assert type(again) is STRUCTURES[name]
     assert all(torch.equal(a, b) for a, b in zip(again.tensors(), both.tensors(), strict=True))
     twice = both.scaled(2.0).clamped([15, 3])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from contrastive_curvature.artifact import VERSION, ArtifactFolder, Header, sha256_of, write_whole
 from contrastive_curvature.embedding.known import NOVELTY
-from contrastive_curvature.errors import InputError, UnsupportedError
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.io.pretrained.options import About
 
 CONFIG, CARD, NUMBERS = "config.json", "README.md", "posterior-*.safetensors"
@@ -23,8 +23,6 @@ _NUMBERS = re.compile(r"posterior-[0-9a-f]{16}\.safetensors")
 """The name has the checksum of the content, so that new numbers never replace those of the present ``config.json``."""
 
 _UNFINISHED = re.compile(rf"\.({CONFIG}|{CARD}|{_NUMBERS.pattern})\.[0-9a-f]{{12}}\.tmp")
-
-_TENSOR, _TUPLE = "$tensor", "$tuple"
 
 
 class _Model(BaseModel):
@@ -118,7 +116,7 @@ class PretrainedInfo(_Model):
 
 
 class SavedPosterior(_Model):
-    """One posterior: what is said of it, and what it is made from; states are as :func:`flattened` gives them."""
+    """One posterior: what is said of it, and what it is made from; states are as :func:`.packed` gives them."""
 
     info: PosteriorInfo
     arguments: Any
@@ -173,67 +171,6 @@ class Saved(Header):
             about=about,
             size=self.numbers.size,
         )
-
-
-class TensorTable:
-    """Tensors by name, each kept once also where it stands in several places of a state."""
-
-    def __init__(self) -> None:
-        self.tensors: dict[str, Tensor] = {}
-        # The given tensors are kept, because the address of one that is gone may come back.
-        self._names: dict[Any, tuple[str, Tensor]] = {}
-
-    def add(self, name: str, tensor: Tensor) -> str:
-        """Keep a tensor; return the name under which it is kept."""
-        place = (tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride())
-        if tensor.numel() and place in self._names:
-            return self._names[place][0]
-        self._names[place] = (name, tensor)
-        self.tensors[name] = tensor.detach().cpu().contiguous().clone()
-        return name
-
-
-def flattened(value: Any, table: TensorTable, name: str) -> Any:
-    """Return tensors, numbers, texts, None, and dictionaries, lists and tuples of them as JSON writes them.
-
-    Args:
-        value: The value.
-        table: Takes the tensors.
-        name: Of the value, for the names of tensors and for messages.
-
-    Raises:
-        UnsupportedError: Something else stands in it.
-    """
-    if isinstance(value, Tensor):
-        return {_TENSOR: table.add(name, value)}
-    if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-        return {key: flattened(part, table, f"{name}.{key}") for key, part in value.items()}
-    if type(value) in (list, tuple):
-        parts = [flattened(part, table, f"{name}.{number}") for number, part in enumerate(value)]
-        return parts if type(value) is list else {_TUPLE: parts}
-    # A text or a number may be of a class of its own, as an enumeration.
-    for plain in (bool, int, float, str):
-        if isinstance(value, plain):
-            return plain(value)
-    if value is not None:
-        raise UnsupportedError(
-            f"{name}: a {type(value).__name__} cannot be saved. Only tensors, numbers, strings, and dictionaries, "
-            "lists and tuples of them can be read back without executing code."
-        )
-    return None
-
-
-def restored(plain: Any, tensors: dict[str, Tensor]) -> Any:
-    """Return what :func:`flattened` was given."""
-    if isinstance(plain, list):
-        return [restored(part, tensors) for part in plain]
-    if not isinstance(plain, dict):
-        return plain
-    if _TENSOR in plain:
-        return tensors[plain[_TENSOR]]
-    if _TUPLE in plain:
-        return tuple(restored(plain[_TUPLE], tensors))
-    return {key: restored(part, tensors) for key, part in plain.items()}
 
 
 def place_of(folder: object, argument: str = "folder") -> ArtifactFolder[Saved]:

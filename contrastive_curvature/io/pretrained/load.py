@@ -9,9 +9,10 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from contrastive_curvature.codec import unpacked
 from contrastive_curvature.embedding.match_probability import MatchProbability
 from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, InputTypeError
-from contrastive_curvature.io.pretrained.folder import CONFIG, PretrainedInfo, Saved, place_of, read, restored
+from contrastive_curvature.io.pretrained.folder import CONFIG, PretrainedInfo, Saved, place_of, read
 from contrastive_curvature.io.pretrained.hub import local_folder
 from contrastive_curvature.io.pretrained.posterior import constructor, fill
 from contrastive_curvature.laplace import TwoTowerLaplace
@@ -103,7 +104,7 @@ def load_match(
         hint = "Save one with la.save_pretrained(folder, match=...)."
         raise InputError(str(folder), "a posterior with a MatchProbability", "one without", hint)
     with _well_formed(folder):
-        state = restored(saved.match, tensors)
+        state = unpacked(saved.match, tensors)
         match = MatchProbability(use_uncertainty=state["use_uncertainty"], curve=state["curve"])
         match.load_state_dict(state)
     return match

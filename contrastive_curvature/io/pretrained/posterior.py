@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from contrastive_curvature import losses
+from contrastive_curvature.codec import TensorTable, packed, to_tree, unpacked
 from contrastive_curvature.embedding.known import NOVELTY
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.io.pretrained.encoders import (
@@ -18,11 +19,11 @@ from contrastive_curvature.io.pretrained.encoders import (
     encoder_tensors,
     raw_outputs,
 )
-from contrastive_curvature.io.pretrained.folder import PosteriorInfo, SavedPosterior, TensorTable, flattened, restored
+from contrastive_curvature.io.pretrained.folder import PosteriorInfo, SavedPosterior
 from contrastive_curvature.laplace import ContrastiveLaplace, FunctionSpaceLaplace
 from contrastive_curvature.laplace.options import known_options
 from contrastive_curvature.laplace.prediction import moved_inputs
-from contrastive_curvature.laplace.state import KNOWN_BACKENDS, owned
+from contrastive_curvature.laplace.state import KNOWN_BACKENDS
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.digest import encoder_digest
 from contrastive_curvature.network.inputs import Inputs, asks_for_example, check_inputs, slice_inputs, tokenized
@@ -98,7 +99,7 @@ def saved_posterior(la: Any, name: str, table: TensorTable, prefix: str, example
         typical_norm=la.typical_norm,
         n_classes=None if classes is None else len(classes["labels"]),
         calibrated=calibration is not None,
-        n_calibration=None if calibration is None else len(calibration["statistics"]),
+        n_calibration=None if calibration is None else len(calibration["calibration"]["reference"]["statistics"]),
         score=NOVELTY if la.known.calibration is None else str(la.known.calibration.score),
         curvature_error=la.curvature_error,
         encoder=encoder_digest(encoder_of(la)),
@@ -106,14 +107,14 @@ def saved_posterior(la: Any, name: str, table: TensorTable, prefix: str, example
     )
     return SavedPosterior(
         info=info,
-        arguments=flattened(_arguments(la), table, f"{prefix}arguments"),
-        options=flattened(_given_options(la), table, f"{prefix}options"),
+        arguments=packed(_arguments(la), table, f"{prefix}arguments"),
+        options=packed(_given_options(la), table, f"{prefix}options"),
         loss_name=type(loss).__qualname__,
-        loss_options=flattened(loss_options, table, f"{prefix}loss"),
+        loss_options=packed(loss_options, table, f"{prefix}loss"),
         backend=None if la.chooses_backend else type(la.backend).__name__,
         encoder=encoder,
-        example_outputs=flattened(outputs, table, f"{prefix}example_outputs"),
-        state=flattened(state, table, f"{prefix}state"),
+        example_outputs=packed(outputs, table, f"{prefix}example_outputs"),
+        state=packed(state, table, f"{prefix}state"),
     )
 
 
@@ -140,10 +141,9 @@ def constructor(
         InputError: Something that has to be given is missing or another one.
     """
     if saved.info.kind not in _CLASSES:
-        hint = "Posteriors of version 0.2 are not read: fit again, or install the version that saved it."
-        raise InputError("folder", f"a posterior of {' or '.join(_CLASSES)}", saved.info.kind, hint)
-    arguments: dict[str, Any] = restored(saved.arguments, tensors)
-    options = restored(saved.options, tensors)
+        raise InputError("folder", f"a posterior of {' or '.join(_CLASSES)}", saved.info.kind)
+    arguments: dict[str, Any] = unpacked(saved.arguments, tensors)
+    options = unpacked(saved.options, tensors)
     _check_relation(saved.info.relation, relation)
     if relation is not None:
         options["relation"] = relation
@@ -178,9 +178,9 @@ def fill(la: Any, saved: SavedPosterior, tensors: dict[str, Tensor], argument: s
     check_encoder(encoder_of(la), saved.info.encoder, saved.encoder, argument)
     device = next(la.model.parameters()).device
     here = {name: tensor.to(device) for name, tensor in tensors.items()}
-    state = restored(saved.state, here)
+    state = unpacked(saved.state, here)
     la.load_state_dict(state)
-    outputs = restored(saved.example_outputs, here)
+    outputs = unpacked(saved.example_outputs, here)
     if outputs is not None:
         check_outputs(la, moved_inputs(la.model, state["data"], la._device), outputs, argument)
 
@@ -203,7 +203,7 @@ def _example(la: Any, example: Any) -> tuple[Inputs, Tensor]:
         if outputs.shape[1:] != (la.n_outputs,) or not bool(outputs.isfinite().all()):
             wanted = f"inputs with finite outputs of shape (N, {la.n_outputs})"
             raise InputError("example", wanted, f"outputs of shape {tuple(outputs.shape)}")
-    return owned(few), outputs
+    return to_tree(few), outputs
 
 
 def _arguments(la: Any) -> dict[str, Any]:
@@ -247,7 +247,7 @@ def _loss(saved: SavedPosterior, given: object, tensors: dict[str, Tensor]) -> C
     if isinstance(given, CosineLoss) and (type(given).__qualname__, _text_of(given)) == (name, text):
         return given
     if given is None and name in KNOWN_LOSSES and not saved.info.needs_loss:
-        return KNOWN_LOSSES[name](**restored(saved.loss_options, tensors))
+        return KNOWN_LOSSES[name](**unpacked(saved.loss_options, tensors))
     received = _text_of(given) if isinstance(given, CosineLoss) else "None" if given is None else _name_of(given)
     hint = f"Its code is not in the folder. Pass loss={name}(...) to load_pretrained, with its options: {text}."
     if not saved.info.needs_loss:

@@ -11,14 +11,13 @@ import torch
 
 import contrastive_curvature
 from contrastive_curvature import validate
+from contrastive_curvature.codec import TensorTable, packed
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.io.pretrained.folder import (
     PretrainedInfo,
     Saved,
     SavedPosterior,
-    TensorTable,
     check_target,
-    flattened,
     numbers_file,
     place_of,
     write,
@@ -68,7 +67,7 @@ def save_pretrained(la: Any, folder: Path | str, *, overwrite: bool = False, **o
     table = TensorTable()
     posteriors = _posteriors(la, table, given.example)
     match = None if given.match is None else _match_state(given.match)
-    plain_match = flattened(match, table, "match")
+    plain_match = packed(match, table, "match")
     numbers = save(table.tensors)
     saved = Saved(
         versions={

@@ -1,0 +1,171 @@
+"""One codec for everything that is saved: dataclasses of tensors and plain values as a tree, and back.
+
+A tree has tensors, numbers, texts, None, and dictionaries, lists and tuples of them. ``torch.load`` reads it with
+``weights_only=True``; :func:`packed` makes JSON and named tensors of it, for safetensors. Nothing that is read is
+executed: :func:`from_tree` makes objects of the classes that it is given, and of no others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, UnsupportedError
+
+NOT_SAVED: Mapping[str, Any] = {"saved": False}
+"""Metadata of a field of a dataclass that goes into no file: the user's data or code."""
+
+_CLASS, _TENSOR, _TUPLE, _ITEMS = "$class", "$tensor", "$tuple", "$items"
+
+
+def to_tree(value: Any) -> Any:
+    """Return a value as a tree; a dataclass becomes a dictionary with the name of its class.
+
+    Views are copied, so that no file of the tree holds the rest of the memory that they look into.
+    """
+    if isinstance(value, Tensor):
+        return value.detach() if value.untyped_storage().nbytes() == value.nbytes else value.detach().clone()
+    if is_dataclass(value):
+        saved = (field.name for field in fields(value) if field.metadata.get("saved", True))
+        return {_CLASS: type(value).__name__, **{name: to_tree(getattr(value, name)) for name in saved}}
+    if isinstance(value, Mapping):
+        return {key: to_tree(part) for key, part in value.items()}
+    return type(value)(map(to_tree, value)) if type(value) in (list, tuple) else value
+
+
+def from_tree(argument: str, tree: Any, classes: Iterable[type]) -> Any:
+    """Return what :func:`to_tree` was given.
+
+    Args:
+        argument: Name of the tree, for messages.
+        tree: The tree.
+        classes: Dataclasses that may be in it.
+
+    Raises:
+        InputError: There is another class in it, or one with other fields.
+    """
+    known = {kind.__name__: kind for kind in classes}
+
+    def made(tree: Any) -> Any:
+        if isinstance(tree, Mapping):
+            parts = {key: made(part) for key, part in tree.items() if key != _CLASS}
+            if _CLASS not in tree:
+                return parts
+            kind = known.get(tree[_CLASS]) if isinstance(tree[_CLASS], str) else None
+            if kind is None:
+                raise InputError(argument, f"one of {', '.join(known)}", tree[_CLASS])
+            try:
+                return kind(**parts)
+            except TypeError as error:
+                raise InputError(argument, f"the fields of {kind.__name__}", f"others ({error})") from None
+        return type(tree)(map(made, tree)) if type(tree) in (list, tuple) else tree
+
+    return made(tree)
+
+
+def sealed(state: Mapping[str, Any], keys: Iterable[str] | None = None) -> dict[str, Any]:
+    """Return a state with a checksum of the entries of these names, by default of all."""
+    return {**state, "checksum": _checksum(state, keys)}
+
+
+def check_seal(state: object, keys: Iterable[str] | None = None) -> None:
+    """Refuse a state that is damaged, or that :func:`sealed` never saw.
+
+    Raises:
+        InputError: It is no dictionary, or its checksum is missing or another one.
+    """
+    if not isinstance(state, Mapping):
+        raise InputError("state_dict", "what state_dict() gave", f"a {type(state).__name__}")
+    if state.get("checksum") != _checksum(state, keys):
+        received = "another: the state is damaged, or was changed by hand"
+        hint = "Copy the file again from where it came. To change a setting, load the state and set it on the object."
+        if "checksum" not in state:
+            received, hint = "none: an earlier version wrote it", "Fit again, or load it with that version."
+        raise InputError("state_dict['checksum']", "that of the other entries", received, hint)
+
+
+def _checksum(state: Mapping[str, Any], keys: Iterable[str] | None) -> str:
+    """Return a text that any change of these entries changes."""
+
+    def plain(value: object) -> str:
+        if not isinstance(value, Tensor):
+            return repr(value)
+        # A number in a shape of its own, () or (1,), is the same; other shapes are checked.
+        digest = hashlib.sha256(f"{value.dtype} {value.numel()}".encode())
+        digest.update(value.detach().cpu().to_dense().contiguous().flatten().view(torch.uint8).numpy().data)
+        return digest.hexdigest()
+
+    names = sorted(map(str, state)) if keys is None else keys
+    content = [[name, state.get(name)] for name in names if name != "checksum"]
+    return hashlib.sha256(json.dumps(content, default=plain, skipkeys=True).encode()).hexdigest()
+
+
+class TensorTable:
+    """Tensors by name, each kept once also where it stands in several places of a tree."""
+
+    def __init__(self) -> None:
+        self.tensors: dict[str, Tensor] = {}
+        # The given tensors are kept, because the address of one that is gone may come back.
+        self._names: dict[Any, tuple[str, Tensor]] = {}
+
+    def add(self, name: str, tensor: Tensor) -> str:
+        """Keep a tensor; return the name under which it is kept."""
+        place = (tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride())
+        if tensor.numel() and place in self._names:
+            return self._names[place][0]
+        self._names[place] = (name, tensor)
+        self.tensors[name] = tensor.detach().cpu().contiguous().clone()
+        return name
+
+
+def packed(tree: Any, table: TensorTable, name: str) -> Any:
+    """Return a tree as JSON writes it, with names in the place of tensors.
+
+    Args:
+        tree: The tree.
+        table: Takes the tensors.
+        name: Of the tree, for the names of tensors and for messages.
+
+    Raises:
+        UnsupportedError: Something else stands in it.
+    """
+    if isinstance(tree, Tensor):
+        return {_TENSOR: table.add(name, tree)}
+    if isinstance(tree, dict):
+        parts = {key: packed(part, table, f"{name}.{key}") for key, part in tree.items()}
+        # JSON has no keys but texts.
+        return parts if all(isinstance(key, str) for key in tree) else {_ITEMS: [list(item) for item in parts.items()]}
+    if type(tree) in (list, tuple):
+        several = [packed(part, table, f"{name}.{number}") for number, part in enumerate(tree)]
+        return several if type(tree) is list else {_TUPLE: several}
+    # A text or a number may be of a class of its own, as an enumeration.
+    for plain in (bool, int, float, str):
+        if isinstance(tree, plain):
+            return plain(tree)
+    if tree is not None:
+        raise UnsupportedError(
+            f"{name}: a {type(tree).__name__} cannot be saved. Only tensors, numbers, strings, and dictionaries, "
+            "lists and tuples of them can be read back without executing code."
+        )
+    return None
+
+
+def unpacked(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """Return the tree that :func:`packed` was given."""
+    if isinstance(plain, list):
+        return [unpacked(part, tensors) for part in plain]
+    if not isinstance(plain, dict):
+        return plain
+    if _TENSOR in plain:
+        return tensors[plain[_TENSOR]]
+    if _TUPLE in plain:
+        return tuple(unpacked(plain[_TUPLE], tensors))
+    if _ITEMS in plain:
+        return {key: unpacked(part, tensors) for key, part in plain[_ITEMS]}
+    return {key: unpacked(part, tensors) for key, part in plain.items()}
