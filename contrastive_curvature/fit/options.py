@@ -102,7 +102,7 @@ class CurvatureOptions:
         plain = {name: str(value) if isinstance(value, str) else value for name, value in plain.items()}
         if self.given_loss:
             # On one line, as the states of OnlineLaplace keep one option a line.
-            plain["loss"] = " ".join(repr(self.loss).split())
+            plain["loss"] = self.loss.description
         # Left out where they are the defaults, so that states stay comparable when an option is added.
         for name in ("mc_samples", "positives"):
             if plain[name] is None:

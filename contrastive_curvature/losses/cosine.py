@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import inspect
 import weakref
 from abc import ABC, abstractmethod
@@ -258,16 +259,62 @@ class CosineLoss(_Loss, ABC):
                 break
         return found
 
-    def extra_repr(self) -> str:
-        """Return the options: every argument of the constructor that the loss keeps under the same name.
+    def config(self) -> dict[str, Any]:
+        """Return the options of this loss, which :meth:`from_config` takes.
 
-        Saved posteriors contain this text, and load into an object whose loss has the same.
+        Returns:
+            Every argument of the constructors of its class and of its base classes that the loss keeps under the same
+            name: numbers, strings, and tensors without a graph.
         """
+        kept = {**vars(self), **self._buffers, **self._parameters}
         kinds = [kind for kind in type(self).__mro__ if issubclass(kind, CosineLoss)]
         names = dict.fromkeys(name for kind in kinds for name in inspect.signature(kind.__init__).parameters)
-        given = {name: vars(self)[name] for name in names if name in vars(self)}
-        plain = {name: str(value) if isinstance(value, str) else value for name, value in given.items()}
-        return ", ".join(f"{name}={value!r}" for name, value in plain.items())
+        return {name: _plain(kept[name]) for name in names if name in kept}
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Self:
+        """Make the loss of a :meth:`config`.
+
+        Args:
+            config: Options by name. Those that the constructor does not take, since the class decides them, are only
+                compared.
+
+        Raises:
+            InputError: The constructor makes a loss with other options.
+        """
+        loss = cls(**{name: config[name] for name in cls.arguments() if name in config})
+        if _text_of(loss.config()) != _text_of(config):
+            came = f"one with {_text_of(loss.config())}"
+            hint = "Its constructor has to keep its arguments as attributes of the same names."
+            raise InputError("config", f"options that make a {cls.__name__} with {_text_of(config)}", came, hint)
+        return loss
+
+    @property
+    def description(self) -> str:
+        """Return the class and the options on one line, the same for losses that are the same."""
+        return " ".join(repr(self).split())
+
+    def extra_repr(self) -> str:
+        """Return the options of :meth:`config`, with a checksum in place of a tensor."""
+        return _text_of(self.config())
+
+
+def _plain(value: Any) -> Any:
+    """Return an option as saved posteriors have it: a tensor without a graph, a string of no other class."""
+    if isinstance(value, Tensor):
+        return value.detach()
+    return str(value) if isinstance(value, str) else value
+
+
+def _text_of(config: Mapping[str, Any]) -> str:
+    texts = {}
+    for name, value in config.items():
+        texts[name] = repr(value)
+        if isinstance(value, Tensor):
+            data = value.cpu().contiguous().view(torch.uint8)
+            checksum = hashlib.sha256(data.numpy().tobytes()).hexdigest()[:12]
+            texts[name] = f"{tuple(value.shape)} sha256:{checksum}"
+    return ", ".join(f"{name}={text}" for name, text in texts.items())
 
 
 def _check_block(name: str, value: object, cosine: Tensor) -> Tensor:

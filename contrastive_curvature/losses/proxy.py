@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -177,16 +177,9 @@ class ProxyLoss(CosineLoss):
         rise, turn = math.sin(self.margin), math.cos(self.margin)
         return torch.where(cosine >= -turn, turn * cosine - rise * _sine(u, own), cosine - self.margin * rise)
 
-    def extra_repr(self) -> str:
-        """Return the options, and of the proxies their shape and a checksum: others make another loss."""
-        data = self.proxies.detach().cpu().contiguous().view(torch.uint8)
-        checksum = hashlib.sha256(data.numpy().tobytes()).hexdigest()[:12]
-        reduction = "mean" if self.averages else "sum"
-        return (
-            f"proxies={tuple(self.proxies.shape)} sha256:{checksum}, scale={self.scale!r}, margin={self.margin!r}, "
-            f"kind={self.kind!r}, reduction={reduction!r}, distance={str(self.distance)!r}, "
-            f"pd_fix={str(self.pd_fix)!r}"
-        )
+    def config(self) -> dict[str, Any]:
+        """Return the options, with the reduction of this loss and not the one that torch's losses have."""
+        return {**super().config(), "reduction": "mean" if self.averages else "sum"}
 
 
 def _sine(u: Tensor, own: Tensor) -> Tensor:

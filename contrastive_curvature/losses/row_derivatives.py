@@ -54,7 +54,7 @@ class RowDerivatives(CosineDerivatives):
         degree, neighbors = self.u.new_zeros(self.n), torch.zeros_like(self.u)
         shifted = self.loss.shift_invariant and not self.loss.linear
         signs = torch.cat([self.signs, self.u.new_tensor([1.0, -1.0])]) if shifted else self.signs
-        vectors = self.u.new_zeros(len(signs), *self.u.shape)
+        vectors, bound = self.u.new_zeros(len(signs), *self.u.shape), self.u.new_zeros(self.n)
         # Which pairs attract shows only once both directions of a pair are together.
         summed = not (self.fix.second_only or self.fix.attracting_only)
         for known in self._sides:
@@ -70,13 +70,16 @@ class RowDerivatives(CosineDerivatives):
                 if terms.second is not None:
                     for out, vector in zip(vectors, known.vectors(here, terms), strict=True):
                         out[here] += vector
+                    own = self._own_second(terms)
+                    bound[here] += torch.linalg.vector_norm(known.without_top(here, terms), ord=1, dim=1)
+                    bound[theirs] += torch.linalg.vector_norm(own, ord=1, dim=0)
         if self.fix.attracting_only:
             for rows, y, _ in self.row_blocks(3):
                 degree[rows], neighbors[rows] = y.sum(1), y @ self.u
         moments = None
         if not self.loss.linear:
             self._moment_parts = list(self._parts())
-            moments = PairMoments(self._moment_parts, signs, vectors)
+            moments = PairMoments(self._moment_parts, signs, vectors, bound + vectors.square().sum((0, 2)))
         value = degree.new_zeros((), dtype=torch.float64)
         return NodeSums(degree, neighbors, moments, value).checked(type(self.loss).__name__)
 
@@ -104,28 +107,46 @@ class RowDerivatives(CosineDerivatives):
 
     def matmul(self, x: Tensor) -> Tensor:
         """See :meth:`CosineDerivatives.matmul`."""
-        return torch.zeros_like(x) if self.fix.second_only else super().matmul(x)
+        if self.fix.attracting_only:
+            # Which pairs attract shows only once both directions of a pair are together.
+            return super().matmul(x)
+        out = torch.zeros_like(x)
+        for known in () if self.fix.second_only else self._sides:
+            theirs = known.side.candidates
+            for here in known.side.row_blocks(3):
+                first = known.at(here).first
+                out[here] -= first @ x[theirs]
+                out[theirs] -= first.T @ x[here]
+        return out
 
     def second_matmul(self, t: Tensor) -> Tensor | None:
         """See :meth:`CosineDerivatives.second_matmul`."""
         if self.loss.linear:
             return None
-        out, moments = torch.zeros_like(t), torch.zeros_like(t)
+        out = torch.zeros_like(t)
         for known in self._sides:
             theirs = known.side.candidates
-            candidates, moved = self.u[theirs], t[theirs]
+            candidates, changes = self.u[theirs], t[theirs]
             for here in known.side.row_blocks(3):
-                terms = known.at(here)
-                own = self._own_second(terms)
+                terms, anchors = known.at(here), self.u[here]
+                second = cast("Tensor", terms.second)
+                squares = torch.zeros_like(second)
+                for sign, root in zip(self.signs, terms.roots, strict=True):
+                    squares.addcmul_(root, root, value=float(sign))
+                # What the change of a point itself does to its own row, and to its own column, is left out.
                 for k in range(t.shape[2]):
-                    of_anchor, of_candidate = t[here, :, k] @ candidates.T, self.u[here] @ moved[..., k].T
-                    curved = self._curved(terms, of_anchor + of_candidate)
-                    out[here, :, k] += curved @ candidates
-                    out[theirs, :, k] += curved.T @ self.u[here]
-                    # Less what is between a point and itself: both ends of a pair alone, and the roots of one end.
-                    moments[here, :, k] += self._curved(terms, of_anchor) @ candidates
-                    moments[theirs, :, k] += (own * of_candidate).T @ self.u[here]
-        return out - moments
+                    of_anchor, of_candidate = t[here, :, k] @ candidates.T, anchors @ changes[..., k].T
+                    out[here, :, k] += (second * of_candidate) @ candidates
+                    at_candidates = of_anchor.mul_(second).addcmul_(squares, of_candidate, value=-1)
+                    out[theirs, :, k] += at_candidates.T @ anchors
+                for sign, root in zip(self.signs, terms.roots, strict=True):
+                    own = root @ candidates
+                    along_anchor = torch.einsum("bd,bdk->bk", own, t[here])
+                    along_candidates = torch.einsum("bd,bdk->bk", anchors, (root @ changes.flatten(1)).view_as(t[here]))
+                    out[here] += sign * torch.einsum("bk,bd->bdk", along_candidates, own)
+                    outer = torch.einsum("bk,bd->bdk", sign * (along_anchor + along_candidates), anchors)
+                    out[theirs] += (root.T @ outer.flatten(1)).view_as(changes)
+        return out
 
     def roots(self, rows: slice, columns: slice) -> CrossRoots | None:
         """See :meth:`CosineDerivatives.roots`."""
@@ -176,11 +197,7 @@ class RowDerivatives(CosineDerivatives):
         found: list[Tensor] = []
         for known in self._sides:
             if known.side.anchors == points:
-                second = cast("Tensor", known.at(here).second)
-                if self.loss.shift_invariant:
-                    # The candidate of the largest weight is the origin of the others.
-                    second = second.scatter(1, known.top[known.local(here), None], 0.0)
-                found.append(second)
+                found.append(known.without_top(here, known.at(here)))
                 cosine = None if known.cosines is None else known.cosines[known.local(here)]
             if known.side.candidates == points:
                 found.append(self._as_candidates(known, here))
@@ -206,13 +223,6 @@ class RowDerivatives(CosineDerivatives):
         out = cast("Tensor", terms.second)
         for sign, root in zip(self.signs, terms.roots, strict=True):
             out = torch.addcmul(out, root, root, value=float(sign))
-        return out
-
-    def _curved(self, terms: RowTerms, change: Tensor) -> Tensor:
-        """Return the second derivatives of rows times changes of their cosines, each (B, M)."""
-        out = change * cast("Tensor", terms.second)
-        for sign, root in zip(self.signs, terms.roots, strict=True):
-            out = out + sign * root * (root * change).sum(1, keepdim=True)
         return out
 
     def _root_side(self, points: slice) -> RootSide:
@@ -302,6 +312,11 @@ class _Anchors:
         """Multiply the loss by a number."""
         self.scale, self.held = scale, None if self.held is None else _scaled(self.held, scale)
 
+    def without_top(self, anchors: slice, terms: RowTerms) -> Tensor:
+        """Return the weights ``c`` (B, M) of the candidates, but for one that is the origin of the others."""
+        second = cast("Tensor", terms.second)
+        return second.scatter(1, self.top[self.local(anchors), None], 0.0) if self.loss.shift_invariant else second
+
     def vectors(self, anchors: slice, terms: RowTerms) -> list[Tensor]:
         """Return the vectors of the moments of anchors, (B, D) each: their roots, and those of another origin.
 
@@ -316,7 +331,7 @@ class _Anchors:
         place, origin = top.unsqueeze(1), candidates[top]
         few = [root.scatter(1, place, 0.0) for root in terms.roots]
         out = [root @ candidates - root.sum(1, keepdim=True) * origin for root in few]
-        others = cast("Tensor", terms.second).scatter(1, place, 0.0)
+        others = self.without_top(anchors, terms)
         size, mean = others.sum(1, keepdim=True).clamp(min=0).sqrt(), others @ candidates
         safe = torch.where(size > 0, size, torch.ones_like(size))
         return [*out, torch.where(size > 0, size * origin - mean / safe, 0.0), torch.where(size > 0, mean / safe, 0.0)]

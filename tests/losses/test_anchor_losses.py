@@ -172,6 +172,10 @@ def test_output_hessian_equals_autograd(name: str, case: Case, data: st.DataObje
     moved, value = case.to(device), anchor_value(loss, *masks_of(len(case.z), case.labels, case.pairs))
     truth = anchor_hessian(value, case.z, str(loss.distance), str(loss.pd_fix))
     want, floor = float(value(unit(case.z) @ unit(case.z).T)), 1e-3 * size_of(loss, case.z, **case.given)
+    if name == "siglip":
+        # Torch's second derivative of logsigmoid is zero where the sigmoid rounds to one: two negatives at a right
+        # angle have the curvature exp(-50), and autograd none.
+        floor += 1e-5 * loss.scale**2 / float(case.z.norm(dim=1).min()) ** 2
     for small in (False, True):
         with pieces(small):
             found = loss.output_hessian(moved.z, **moved.given)

@@ -102,3 +102,39 @@ def test_split_options_win_over_those_of_the_loss() -> None:
     other = cc.output_hessian(x, y, loss=loss, pd_fix="full", distance="arccos")
     assert (other.pd_fix, other.distance) == ("full", "arccos")
     assert (loss.pd_fix, loss.distance) == ("psd", "euclidean")
+
+
+class Fixed(cc.PairLoss):
+    """A loss of one's own whose class decides the normalisation, and that may forget its argument."""
+
+    def __init__(self, power: float, keep: bool = True) -> None:
+        super().__init__(normalization="sum")
+        self.keep, self.power = keep, power if keep else 1.0
+
+    def _value(self, cosine: torch.Tensor, attract: torch.Tensor, repel: torch.Tensor) -> torch.Tensor:
+        raise NotImplementedError
+
+    _terms = _value  # type: ignore[assignment]
+
+
+@each(
+    "loss",
+    [
+        *(cc.ContrastiveLoss(None, 0.25), cc.InfoNCELoss(scale=20.0, directions="a"), cc.TripletLoss(reduction="sum")),
+        *(cc.CoSENTLoss(5.0), cc.ProxyLoss(nn.Parameter(EYE), 4.0, reduction="sum")),
+    ],
+)
+def test_a_config_makes_the_same_loss(loss: Any) -> None:
+    config = loss.config()
+    assert not any(value.requires_grad for value in config.values() if isinstance(value, torch.Tensor))
+    made = type(loss).from_config(config)
+    assert made.description == loss.description == str(loss)
+    assert type(loss).from_config({**config, "distance": "euclidean"}).distance == "euclidean"
+
+
+def test_a_config_that_the_class_does_not_make_is_refused() -> None:
+    assert Fixed.from_config(Fixed(2.0).config()).description == Fixed(2.0).description
+    with pytest.raises(cc.InputError, match=r"config: .*power=3\.0.*got one with power=1\.0.*attributes"):
+        Fixed.from_config({**Fixed(3.0).config(), "keep": False})
+    with pytest.raises(cc.InputError, match=r"config: .*normalization='type'.*normalization='sum'"):
+        Fixed.from_config({**Fixed(3.0).config(), "normalization": "type"})

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.codec import TensorTable, packed, unpacked
-from contrastive_curvature.io.pretrained.posterior import KNOWN_LOSSES, _loss_options
+from contrastive_curvature.io.pretrained.posterior import KNOWN_LOSSES, _loss_config
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 
@@ -106,8 +106,8 @@ def test_a_prior_of_many_precisions(device: str, tmp_path: Path) -> None:
 @each("loss", LOSSES)
 def test_losses_are_rebuilt(loss: Any, device: str) -> None:
     table = TensorTable()
-    plain = json.loads(json.dumps(packed(_loss_options(loss), table, "loss")))
-    made = KNOWN_LOSSES[type(loss).__name__](**unpacked(plain, table.tensors))
+    plain = json.loads(json.dumps(packed(_loss_config(loss), table, "loss")))
+    made = KNOWN_LOSSES[type(loss).__name__].from_config(unpacked(plain, table.tensors))
     assert repr(made) == repr(loss)
     z = inputs(5, 9, device)[:, :3]
     target: dict[str, Any] = {"labels": torch.arange(9, device=device) % 3}

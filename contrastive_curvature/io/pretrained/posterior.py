@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 from torch import Tensor, nn
@@ -75,7 +76,7 @@ def saved_posterior(la: Any, name: str, table: TensorTable, prefix: str, example
         hint = "Only a posterior of a last layer keeps inputs; leave it out."
         raise InputError("example", "None for this posterior", "inputs", hint)
     loss = la.backend.loss
-    loss_options = _loss_options(loss)
+    loss_options = _loss_config(loss)
     relation = la.curvature_options.relation
     prior = la.prior_precision.detach().double().cpu()
     calibration, classes = state["calibration"], state["class_centres"]
@@ -89,7 +90,7 @@ def saved_posterior(la: Any, name: str, table: TensorTable, prefix: str, example
         n_outputs=la.n_outputs,
         n_params=la.n_params,
         n_data=la.n_data,
-        loss=_text_of(loss),
+        loss=loss.description,
         needs_loss=loss_options is None,
         relation=None if relation is None else _name_of(relation),
         options={key: value for key, value in state["contrastive"].items() if key != "loss"},
@@ -227,28 +228,22 @@ def _given_options(la: Any) -> dict[str, Any]:
     return {name: v for name, v in named.items() if v != known.get(name) or type(v) is not type(known.get(name))}
 
 
-def _loss_options(loss: CosineLoss) -> dict[str, Any] | None:
-    """Return the arguments that make this loss; None where it takes code of the user's own."""
-    if type(loss) is not KNOWN_LOSSES.get(type(loss).__name__):
-        return None
-    found: dict[str, Any] = {**vars(loss), **loss._buffers, **loss._parameters}
-    if hasattr(loss, "averages"):
-        # The attribute of this name is torch's, and may be another one.
-        found["reduction"] = "mean" if loss.averages else "sum"
-    options = {name: found[name] for name in loss.arguments() if name in found}
-    options = {name: value.detach() if isinstance(value, Tensor) else value for name, value in options.items()}
-    # A loss whose attributes were changed by hand is no longer the one that its options make.
-    return options if _text_of(type(loss)(**options)) == _text_of(loss) else None
+def _loss_config(loss: CosineLoss) -> dict[str, Any] | None:
+    """Return the options that make this loss; None where it takes code of the user's own, or was changed by hand."""
+    if type(loss) is KNOWN_LOSSES.get(type(loss).__name__):
+        with suppress(InputError):
+            return type(loss).from_config(loss.config()).config()
+    return None
 
 
 def _loss(saved: SavedPosterior, given: object, tensors: dict[str, Tensor]) -> CosineLoss:
     """Return the loss of a saved posterior: the given one, if it is the same, or the rebuilt one."""
     name, text = saved.loss_name, saved.info.loss
-    if isinstance(given, CosineLoss) and (type(given).__qualname__, _text_of(given)) == (name, text):
+    if isinstance(given, CosineLoss) and (type(given).__qualname__, given.description) == (name, text):
         return given
     if given is None and name in KNOWN_LOSSES and not saved.info.needs_loss:
-        return KNOWN_LOSSES[name](**unpacked(saved.loss_options, tensors))
-    received = _text_of(given) if isinstance(given, CosineLoss) else "None" if given is None else _name_of(given)
+        return KNOWN_LOSSES[name].from_config(unpacked(saved.loss_options, tensors))
+    received = given.description if isinstance(given, CosineLoss) else "None" if given is None else _name_of(given)
     hint = f"Its code is not in the folder. Pass loss={name}(...) to load_pretrained, with its options: {text}."
     if not saved.info.needs_loss:
         hint = "Leave it out."
@@ -265,11 +260,6 @@ def _check_relation(name: str | None, relation: object) -> None:
     hint = "Its code is not in the folder. Pass relation=... as in backend_kwargs of the fit, under that name."
     wanted = f"the function {name} that the posterior was fitted with"
     raise InputError("relation", wanted, received, hint)
-
-
-def _text_of(loss: CosineLoss) -> str:
-    """Return a loss with its options on one line, as states of posteriors have it."""
-    return " ".join(repr(loss).split())
 
 
 def _name_of(value: object) -> str:

@@ -260,7 +260,7 @@ class ContrastiveBackend(GGNInterface, ABC):
             "encoder": encoder_digest(self.model),
             "weights": weights,
             "structure": structure.name,
-            "loss": " ".join(repr(self.loss).split()),
+            "loss": self.loss.description,
             "options": str({name: str(value) for name, value in options.items()}),
         }
 
