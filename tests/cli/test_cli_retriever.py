@@ -71,6 +71,7 @@ def test_points_are_added_by_the_names_of_their_classes(run: Run, named: None) -
 
 
 def test_folders_and_options_that_do_not_fit(run: Run, named: None) -> None:
+    np.savez("bare.npz", features=points(9, 8)["features"])
     run(*FIT, "r")
     for words, wanted in (
         ((*FIT, "r"), "--overwrite"),
@@ -79,6 +80,8 @@ def test_folders_and_options_that_do_not_fit(run: Run, named: None) -> None:
         (("answer", "posterior", "new.npz", "--out", "a.csv"), "a saved retriever"),
         (("fit", "train.npz", "--gallery", "new.npz", "--out", "x"), "--held-out"),
         (("evaluate", "posterior", "--test", "new.npz"), "--out"),
+        (("fit", "train.npz", "--held-out", "bare.npz", "--out", "x"), "--held-out bare.npz"),
+        (("evaluate", "r", "--test", "bare.npz"), "--test bare.npz"),
         ((*FIT, "x", "--wrong-answers", 0), "'--wrong-answers'"),
         (("fit", "train.npz", "--held-out", "validation.npz", "--gallery", "named.npz", "--out", "x"), "of one kind"),
     ):

@@ -65,12 +65,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _json_object(_: click.Context, option: click.Parameter, text: str | None) -> dict[str, Any]:
     try:
-        found = json.loads(text or "{}", parse_constant=_refuse_constant)
+        options = json.loads(text or "{}", parse_constant=_refuse_constant)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        options = None
+    if not isinstance(options, dict):
         raise BadInputError(option.opts[0], """a JSON object, as '{"num_classes": 128}'""", f"{text!r}")
-    return found
+    return options
 
 
 def _json(_: click.Context, option: click.Parameter, text: str | None) -> Any:

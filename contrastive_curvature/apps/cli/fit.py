@@ -46,8 +46,10 @@ def fit(
     check_target(out, overwrite=overwrite, retriever=held_out is not None)
     check_device(device)
     options["made_loss"] = _made_loss(options)
-    compared = [sources[name] for name in ("source", "held_out", "gallery") if name in sources]
-    (labels, *_), names = shared_labels(*compared)
+    labelled = {name: sources[name] for name in ("held_out", "gallery") if name in sources}
+    for name, source in labelled.items():
+        source.check_classes(f"--{name.replace('_', '-')}")
+    (labels, *_), names = shared_labels(train, *labelled.values())
     rows, kept = _split(len(train), options["calibration_share"], options["seed"])
     made = _encoder_for(console, train, encoder, encoder_options, last_layer)
     made.module.to(device).eval()

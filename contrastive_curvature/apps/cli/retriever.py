@@ -67,6 +67,7 @@ def evaluate(
     console: Console, *, sources: Mapping[str, Source], folder: Path, batch_size: int, **encoder: Any
 ) -> Result:
     """Compare rates as asked for with those of test queries; ``encoder`` has the options of :func:`.open_posterior`."""
+    sources["test"].check_classes("--test")
     retriever, made = _opened(console, sources, folder, encoder)
     progress, unknown = Progress(console.progress), sources.get("unknown")
     rates = retriever.evaluate(
@@ -88,7 +89,6 @@ def evaluate(
 
 def named(source: Source, encoder: Encoder, batch_size: int) -> Loader:
     """Return batches with classes as the retriever has them: the numbers of the fit, or texts where it had texts."""
-    source.check_classes("with labels:")
     assert source.classes is not None
     if encoder.classes is not None:
         return Loader(source, batch_size, labels=source.classes.astype(str))
