@@ -90,7 +90,7 @@ def test_a_function_of_the_user_is_recorded_and_used_again(run: Run, images: Pat
     from PIL import Image
 
     pixels = torch.from_numpy(np.asarray(Image.open("train/cat/0.png"), dtype=np.float32).transpose(2, 0, 1) / 255)
-    _, encoder = open_posterior(Path("p"), f"{images}:encoder")
+    _, encoder = open_posterior(Path("p"), encoder=f"{images}:encoder")
     mu = nn.functional.normalize(encoder.module(pixels.unsqueeze(0)), dim=1)
     np.testing.assert_allclose([float(rows[0][f"mu_{k}"]) for k in range(3)], mu[0].detach().numpy(), atol=1e-6)
     # Recorded, and overridden by other weights, another width.

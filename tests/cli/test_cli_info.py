@@ -34,6 +34,7 @@ def test_every_command_has_help_with_an_example_that_it_understands(place: Path,
     shutil.copy("new.npz", "test.npz")
     shutil.copy("new.npz", "other.npz")
     shutil.copy("new.npz", "site.npz")
+    Path("retriever").mkdir(exist_ok=True)
     result = CliRunner().invoke(cli, [name, "--help"])
     assert result.exit_code == 0
     assert f"Example: contrastive-curvature {name}" in result.stdout

@@ -38,6 +38,13 @@ def write(found, tmp_path, **options):
     return (tmp_path / "report.html").read_text(encoding="utf-8")
 
 
+@pytest.fixture(scope="module")
+def whole():
+    """An evaluation with every part, and the known test inputs."""
+    x, labels = inputs(150, seed=3)
+    return evaluate(fitted(), loader(x, labels), unknown=loader(inputs(40, 4, unknown=True)[0]), n_samples=5), x
+
+
 def test_text_of_users_is_escaped(tmp_path):
     x, labels = inputs(30, seed=3)
     found = evaluate(
@@ -57,9 +64,8 @@ def test_text_of_users_is_escaped(tmp_path):
     assert f"Title {ATTACK}" in texts
 
 
-def test_nothing_is_loaded(tmp_path):
-    x, labels = inputs(60, seed=3)
-    page = write(evaluate(fitted(), loader(x, labels), unknown=loader(inputs(40, 4, unknown=True)[0])), tmp_path)
+def test_nothing_is_loaded(tmp_path, whole):
+    page = write(whole[0], tmp_path)
     read = Read(page)
     addresses = [a[name] for _, a in read.tags for name in ("src", "href") if name in a]
     assert addresses
@@ -87,10 +93,8 @@ def test_what_is_missing_is_said(tmp_path):
     assert set(embedded) == {"thresholds", "slider"}
 
 
-def test_numbers_of_the_page_are_those_of_the_evaluation(tmp_path):
-    x, labels = inputs(150, seed=3)
-    la = fitted()
-    found = evaluate(la, loader(x, labels), unknown=loader(inputs(40, 4, unknown=True)[0]), n_samples=5)
+def test_numbers_of_the_page_are_those_of_the_evaluation(tmp_path, whole):
+    la, (found, x) = fitted(), whole
     page = write(found, tmp_path)
     embedded = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])
     for name, curve in json.loads(found.to_json())["curves"].items():

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from contrastive_curvature.apps.cli.console import Console, readable
+from contrastive_curvature.apps.cli.console import Console, Result, readable
 from contrastive_curvature.apps.cli.saved import check_target, open_posterior, write_posterior
 from contrastive_curvature.apps.cli.sources import Loader, Source
 from contrastive_curvature.io.pretrained import load_match, read_info
@@ -13,8 +14,8 @@ from contrastive_curvature.io.pretrained import load_match, read_info
 
 def calibrate(
     console: Console,
-    known: Source,
     *,
+    sources: Mapping[str, Source],
     folder: Path,
     out: Path | None,
     overwrite: bool,
@@ -22,13 +23,13 @@ def calibrate(
     by_class: bool,
     batch_size: int,
     **encoder: Any,
-) -> None:
+) -> Result:
     """Calibrate, and write the posterior; ``encoder`` has the options of :func:`.open_posterior`."""
     target = folder if out is None else out
     overwrite = overwrite or out is None
     check_target(target, overwrite=overwrite)
-    la, made = open_posterior(folder, **encoder, note=console.note)
-    known.prepare(made)
+    la, made = open_posterior(folder, sources, **encoder, note=console.note)
+    known = sources["source"]
     la.calibrate(Loader(known, batch_size), progress_bar=console.progress, score=score, by_class=by_class)
     info = read_info(folder)
     # Shares that were flagged with the earlier calibration say nothing of this one.
@@ -37,12 +38,7 @@ def calibrate(
     write_posterior(la, made, target, overwrite=overwrite, about={**info.about, "metrics": metrics, "match": match})
     fewest = la.known.calibration.reference.fewest
     least = 1 / (fewest + 1)
-    values = {
-        "folder": str(target),
-        "inputs": len(known),
-        "score": score,
-        "by_class": by_class,
-        "smallest_alpha": least,
-    }
+    about = {"score": score, "by_class": by_class, "smallest_alpha": least}
+    values = {"folder": str(target), "inputs": len(known), **about}
     line = f"{readable(str(target))}: calibrated with {len(known):,} inputs, score {la.known.calibration.score}"
-    console.result(values, f"{line}; smallest alpha {least:.4g}")
+    return values, f"{line}; smallest alpha {least:.4g}"

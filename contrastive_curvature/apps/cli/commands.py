@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import click
 from click.shell_completion import get_completion_class
@@ -14,15 +16,13 @@ from click.shell_completion import get_completion_class
 import contrastive_curvature
 from contrastive_curvature.apps.cli.console import BadInputError, Console, console_options, report
 
-if TYPE_CHECKING:
-    from contrastive_curvature.apps.cli.sources import Source
-
 _NAME = "contrastive-curvature"
 
 _PATH = click.Path(path_type=Path)
-_SOURCE = click.Path(exists=True, path_type=Path)
+_SOURCE = click.Path(exists=True, allow_dash=True, path_type=Path)
 _FOLDER = click.Path(exists=True, file_okay=False, path_type=Path)
 _SHARE = click.FloatRange(0, 1, min_open=True, max_open=True)
+_LIMIT = click.FloatRange(0, 1, min_open=True)
 _POSITIVE = click.FloatRange(0, min_open=True)
 
 
@@ -65,12 +65,12 @@ def main(argv: Sequence[str] | None = None) -> NoReturn:
 
 def _json_object(_: click.Context, option: click.Parameter, text: str | None) -> dict[str, Any]:
     try:
-        found = json.loads(text or "{}", parse_constant=_refuse_constant)
+        options = json.loads(text or "{}", parse_constant=_refuse_constant)
     except ValueError:
-        found = None
-    if not isinstance(found, dict):
+        options = None
+    if not isinstance(options, dict):
         raise BadInputError(option.opts[0], """a JSON object, as '{"num_classes": 128}'""", f"{text!r}")
-    return found
+    return options
 
 
 def _json(_: click.Context, option: click.Parameter, text: str | None) -> Any:
@@ -112,13 +112,14 @@ def _table_name(_: click.Context, option: click.Parameter, path: Path) -> Path:
     return path
 
 
-def _check_searched(options: dict[str, Any], index: Path | None) -> None:
+def _check_searched(options: dict[str, Any]) -> None:
     """Refuse a search in nothing, or in an index that is there and yet to be written."""
+    index = options["index"]
     if index is None:
         if options["gallery"] is None:
             raise BadInputError("--gallery, --index", "one of them", "neither")
         return
-    if options.pop("validation") is not None:
+    if options["validation"] is not None:
         hint = "P(match) of an index comes from the MatchProbability that is saved in the folder."
         raise BadInputError("--validation", "it without --index", "both", hint)
     if options["gallery"] is not None and index.exists():
@@ -146,7 +147,7 @@ _table_option = click.option(
 _prior_strength_option = click.option(
     "--prior-strength",
     type=_POSITIVE,
-    help="Prior precision as a multiple of the mean curvature (default: 0.01, see docs/defaults.md).",
+    help="Prior precision as a multiple of the mean curvature (default: 0.01).",
 )
 _prior_precision_option = click.option(
     "--prior-precision", type=_POSITIVE, help="Prior precision itself, in place of --prior-strength."
@@ -158,6 +159,9 @@ def _data_options(command: Callable[..., None]) -> Callable[..., None]:
     for option in (
         click.option("--device", default="cpu", help="As torch names it: cpu, cuda, cuda:1."),
         click.option("--batch-size", type=click.IntRange(min=1), default=256, help="Inputs at once."),
+        click.option(
+            "--skip-unreadable", is_flag=True, help="Leave out broken images, and name them; reads every image twice."
+        ),
         click.option("--id-column", metavar="NAME", help="Identifiers in a .csv or .jsonl (default: row numbers)."),
         click.option("--label-column", metavar="NAME", help="Classes in a table (default: label)."),
         click.option("--text-column", metavar="NAME", help="Texts in a table (default: text)."),
@@ -178,13 +182,46 @@ def _data_options(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _opened(options: dict[str, Any], *names: str) -> dict[str, Source]:
-    """Open the sources that these options name; a missing or malformed one is refused before torch is imported."""
-    from contrastive_curvature.apps.cli.readers import Columns
-    from contrastive_curvature.apps.cli.sources import open_sources
+def _command(
+    module: str, *sources: str, labelled: bool = False, short_help: str, example: str
+) -> Callable[[Callable[..., None]], click.Command]:
+    """Make a command of a function that has its help and refuses options that do not go together.
 
-    columns = Columns(*(options.pop(f"{name}_column") for name in Columns._fields))
-    return open_sources({name: options.pop(name) for name in names}, columns)
+    A command opens its sources, which refuses missing and malformed ones before torch is imported; calls the function
+    of its name in a module of this folder, which computes and writes; and prints the result that this returns.
+
+    Args:
+        module: In ``contrastive_curvature.apps.cli``.
+        *sources: Options that name sources.
+        labelled: Whether SOURCE must have classes.
+        short_help: A line of the list of commands.
+        example: Words that follow the name of the command.
+    """
+
+    def decorate(check: Callable[..., None]) -> click.Command:
+        name = check.__name__
+
+        @functools.wraps(check)
+        def run(as_json: bool, quiet: bool, **options: Any) -> None:
+            console = Console(as_json=as_json, quiet=quiet)
+            with console.showing_warnings():
+                check(options)
+                if sources:
+                    from contrastive_curvature.apps.cli.readers import Columns
+                    from contrastive_curvature.apps.cli.sources import open_sources
+
+                    columns = Columns(*(options.pop(f"{each}_column") for each in Columns._fields))
+                    paths, skip = {each: options.pop(each) for each in sources}, options.pop("skip_unreadable")
+                    options["sources"] = open_sources(paths, columns, skip_unreadable=skip)
+                    if labelled:
+                        options["sources"]["source"].check_classes("SOURCE")
+                work = getattr(importlib.import_module(f"contrastive_curvature.apps.cli.{module}"), name)
+                console.result(*work(console, **options))
+
+        epilog = f"Example: {_NAME} {name} {example}"
+        return cli.command(name, short_help=short_help, epilog=epilog)(run)
+
+    return decorate
 
 
 @click.group(
@@ -203,9 +240,15 @@ def cli() -> None:
     """  # noqa: D301
 
 
-@cli.command(
+@_command(
+    "fit",
+    "source",
+    "calibrate",
+    "held_out",
+    "gallery",
+    labelled=True,
     short_help="Fit a posterior to a trained encoder, and save it.",
-    epilog="Example: contrastive-curvature fit train.npz --out posterior --calibrate validation.npz --loss supcon",
+    example="train.npz --out posterior --calibrate validation.npz --loss supcon",
 )
 @click.argument("source", type=_SOURCE)
 @click.option("--out", type=_PATH, required=True, help="Folder of the posterior; it is made.")
@@ -248,9 +291,17 @@ def cli() -> None:
     help="Another entry of backend_kwargs.",
 )
 @click.option("--seed", type=click.IntRange(0, 2**63 - 1), default=0, help="Of every random choice.")
+@click.option("--held-out", type=_SOURCE, help="Queries with classes that did not train the encoder: a retriever.")
+@click.option("--gallery", type=_SOURCE, help="What the retriever searches (default: SOURCE).")
+@click.option("--wrong-answers", type=_LIMIT, default=0.02, help="At most this share of its answers; 1: any.")
+@click.option(
+    "--false-matches", type=_LIMIT, default=0.05, help="At most this share of queries whose class is not there; 1: any."
+)
+@click.option("--false-alarms", type=_LIMIT, default=0.01, help="At most this share of known queries; 1: any.")
+@click.option("--confidence", type=_SHARE, default=0.9, help="With which --wrong-answers holds.")
 @_data_options
 @console_options
-def fit(console: Console, **options: Any) -> None:
+def fit(options: dict[str, Any]) -> None:
     """Fit a posterior to a trained encoder with its training data SOURCE, and save it.
 
     SOURCE is one of:
@@ -262,28 +313,34 @@ def fit(console: Console, **options: Any) -> None:
     feature folder what contrastive_curvature.features wrote, with --last-layer or --encoder
     image folder   one folder of images for each class, with --encoder
     .csv, .jsonl   columns text and label, with --encoder
+    -              the lines of a .jsonl from stdin
 
     The features are what the last linear layer takes in; the embedding is features @ weight.T + bias. Give them where
-    you can: this is what docs/results.md evaluates. Embeddings alone are taken as the features of a last layer that is
+    you can: the library's results are of these. Embeddings alone are taken as the features of a last layer that is
     the identity. That was not evaluated there: compare it on your own data before you rely on it.
 
     The losses infonce, supcon, siglip, multi-similarity and triplet compare an input with those of its batch, in a
     random order: give the --batch-size of the encoder's training. All others count all pairs of the data.
 
+    With --held-out the folder is a retriever for the commands answer, add and evaluate: it answers a query with its
+    nearest point of the gallery, is unsure, or calls the query unknown, each at the rates that you choose. Its
+    posterior, for the commands score and search, is the folder posterior inside it.
+
     --encoder module:function runs your own code, and only that. Give it again to score, search and evaluate.
     """  # noqa: D301
     _refuse_both(options, "calibrate", "calibration_share")
+    if options["gallery"] is not None and options["held_out"] is None:
+        raise BadInputError("--gallery", "it with --held-out", "it alone")
     _refuse_both(options, "prior_strength", "prior_precision")
-    sources = _opened(options, "source", "calibrate")
-    sources["source"].check_classes("SOURCE")
-    from contrastive_curvature.apps.cli import fit
-
-    fit.fit(console, sources["source"], sources.get("calibrate"), **options)
 
 
-@cli.command(
+@_command(
+    "fit",
+    "source",
+    "calibrate",
+    labelled=True,
     short_help="Add training data to a saved posterior.",
-    epilog="Example: contrastive-curvature update posterior new.npz --out newer --calibrate validation.npz",
+    example="posterior new.npz --out newer --calibrate validation.npz",
 )
 @click.argument("folder", type=_FOLDER)
 @click.argument("source", type=_SOURCE)
@@ -294,7 +351,7 @@ def fit(console: Console, **options: Any) -> None:
 @_prior_precision_option
 @_data_options
 @console_options
-def update(console: Console, **options: Any) -> None:
+def update(options: dict[str, Any]) -> None:
     """Add the training data SOURCE to the posterior in FOLDER, choose its prior and calibrate it again, and save it.
 
     The encoder stays as it is. Pairs of the earlier data with the new are not formed. A class has the name that it had
@@ -302,16 +359,13 @@ def update(console: Console, **options: Any) -> None:
     What a SOURCE may be: contrastive-curvature fit --help.
     """
     _refuse_both(options, "prior_strength", "prior_precision")
-    sources = _opened(options, "source", "calibrate")
-    sources["source"].check_classes("SOURCE")
-    from contrastive_curvature.apps.cli import fit
-
-    fit.update(console, sources["source"], sources.get("calibrate"), **options)
 
 
-@cli.command(
+@_command(
+    "calibrate",
+    "source",
     short_help="Calibrate a saved posterior with other known inputs.",
-    epilog="Example: contrastive-curvature calibrate posterior site.npz --out posterior-site --score uncertainty",
+    example="posterior site.npz --out posterior-site --score uncertainty",
 )
 @click.argument("folder", type=_FOLDER)
 @click.argument("source", type=_SOURCE)
@@ -330,22 +384,20 @@ def update(console: Console, **options: Any) -> None:
 )
 @_data_options
 @console_options
-def calibrate(console: Console, **options: Any) -> None:
+def calibrate(options: dict[str, Any]) -> None:
     """Calibrate the posterior in FOLDER with the known inputs SOURCE, of a new site for example, without a fit.
 
     Afterwards at most a share alpha of inputs like those of SOURCE has a p-value of at most alpha. SOURCE needs no
     classes; it has inputs that the encoder was not trained on, 1 / alpha of them or more for the smallest alpha that
     you will use. With --by-class, that many of each predicted class.
     """
-    sources = _opened(options, "source")
-    from contrastive_curvature.apps.cli import calibrate
-
-    calibrate.calibrate(console, sources["source"], **options)
 
 
-@cli.command(
+@_command(
+    "score",
+    "source",
     short_help="Write mu, kappa, uncertainty and p-value of inputs to CSV or Parquet.",
-    epilog="Example: contrastive-curvature score posterior new.npz --out scores.csv --alpha 0.05",
+    example="posterior new.npz --out scores.csv --alpha 0.05",
 )
 @click.argument("folder", type=_FOLDER)
 @click.argument("source", type=_SOURCE)
@@ -358,7 +410,7 @@ def calibrate(console: Console, **options: Any) -> None:
 )
 @_data_options
 @console_options
-def score(console: Console, **options: Any) -> None:
+def score(options: dict[str, Any]) -> None:
     """Write what the posterior in FOLDER says of the inputs SOURCE.
 
     \b
@@ -374,19 +426,15 @@ def score(console: Console, **options: Any) -> None:
     calibration inputs. Inputs are read and written in
     batches. SOURCE needs no classes; what it may be: contrastive-curvature fit --help.
     """  # noqa: D301
-    sources = _opened(options, "source")
-    from contrastive_curvature.apps.cli.outputs import check_output
-
-    check_output(options["out"], sources.values())
-    from contrastive_curvature.apps.cli import score
-
-    score.score(console, sources["source"], **options)
 
 
-@cli.command(
+@_command(
+    "search",
+    "gallery",
+    "queries",
+    "validation",
     short_help="Search a gallery: neighbours, P(match), no match.",
-    epilog="Example: contrastive-curvature search posterior --gallery train.npz --queries new.npz "
-    "--validation validation.npz -k 5 --out hits.csv",
+    example="posterior --gallery train.npz --queries new.npz --validation validation.npz -k 5 --out hits.csv",
 )
 @click.argument("folder", type=_FOLDER)
 @click.option("--gallery", type=_SOURCE, help="Inputs that are searched.")
@@ -397,7 +445,7 @@ def score(console: Console, **options: Any) -> None:
 @_table_option
 @_data_options
 @console_options
-def search(console: Console, **options: Any) -> None:
+def search(options: dict[str, Any]) -> None:
     """Search a gallery with the posterior in FOLDER, and write the hits, k rows a query.
 
     \b
@@ -411,37 +459,67 @@ def search(console: Console, **options: Any) -> None:
 
     match_probability and no_match are learned from --validation: labelled inputs that are like the queries, those
     without a match in the gallery among them, against the gallery's classes. Without it they are left out, unless the
-    folder has a saved MatchProbability. See docs/matching.md.
+    folder has a saved MatchProbability.
 
     --gallery with --index FILE embeds the gallery once, and writes it; --index FILE alone searches that. Then there are
     no labels, and P(match) comes from the folder alone.
     """  # noqa: D301
-    index = options.pop("index")
-    _check_searched(options, index)
-    sources = _opened(options, "gallery", "queries", *(["validation"] if index is None else []))
-    from contrastive_curvature.apps.cli.outputs import check_output
-
-    check_output(options["out"], sources.values())
-    if index is not None:
-        from contrastive_curvature.apps.cli import search
-
-        search.search_index(console, sources.get("gallery"), sources["queries"], index=index, **options)
-        return
-    if options["k"] > len(sources["gallery"]):
-        wanted = f"at most {len(sources['gallery'])}, the number of points in {sources['gallery'].path}"
-        raise BadInputError("-k", wanted, f"{options['k']}")
-    if "validation" in sources:
-        sources["validation"].check_classes("--validation")
-        sources["gallery"].check_classes("--gallery")
-    from contrastive_curvature.apps.cli import search
-
-    search.search(console, sources["gallery"], sources["queries"], sources.get("validation"), **options)
+    _check_searched(options)
 
 
-@cli.command(
+@_command(
+    "retriever",
+    "source",
+    short_help="Answer queries, or say which are unsure or unknown, to CSV or Parquet.",
+    example="retriever new.npz --out answers.csv",
+)
+@click.argument("folder", type=_FOLDER)
+@click.argument("source", type=_SOURCE)
+@_table_option
+@_data_options
+@console_options
+def answer(options: dict[str, Any]) -> None:
+    """Answer the queries SOURCE by the gallery of the retriever in FOLDER, which fit --held-out wrote.
+
+    \b
+    id          name of the image in its folder, number of the row, or the identifiers that SOURCE has
+    decision    answer, unsure or unknown
+    label       class of the nearest point of the gallery
+    neighbour   its position in the gallery of the fit, or the identifier that add printed
+    confidence  probability that it is right
+    p_value     share of the held-out queries that are at least as unlike the known inputs
+
+    The last line says what is promised. SOURCE needs no classes; what it may be: contrastive-curvature fit --help.
+    """  # noqa: D301
+
+
+@_command(
+    "retriever",
+    "source",
+    labelled=True,
+    short_help="Add points to the gallery of a retriever.",
+    example="retriever new.npz --out larger",
+)
+@click.argument("folder", type=_FOLDER)
+@click.argument("source", type=_SOURCE)
+@click.option("--out", type=_PATH, help="Folder that is written (default: FOLDER itself, which is replaced).")
+@click.option("--overwrite", is_flag=True, help="Replace a saved retriever in --out.")
+@_data_options
+@console_options
+def add(options: dict[str, Any]) -> None:
+    """Add SOURCE with its classes to the gallery of the retriever in FOLDER, and find its limits again.
+
+    The last line says what is promised, and of which classes nothing is: those without a held-out query.
+    """
+
+
+@_command(
+    "evaluate",
+    "test",
+    "unknown",
+    "gallery",
     short_help="Measure a posterior: a report of all metrics, plots, one HTML page.",
-    epilog="Example: contrastive-curvature evaluate posterior --test test.npz --unknown other.npz --gallery train.npz "
-    "--out report",
+    example="posterior --test test.npz --unknown other.npz --gallery train.npz --out report",
 )
 @click.argument("folder", type=_FOLDER)
 @click.option(
@@ -449,7 +527,7 @@ def search(console: Console, **options: Any) -> None:
 )
 @click.option("--unknown", type=_SOURCE, help="Inputs of kinds that the encoder does not know.")
 @click.option("--gallery", type=_SOURCE, help="Inputs with classes that are searched (default: the other test inputs).")
-@click.option("--out", type=_PATH, required=True, help="Folder of its own for the report; an earlier one is replaced.")
+@click.option("--out", type=_PATH, help="Folder of its own for the report of a posterior; an earlier one is replaced.")
 @click.option("-k", "ks", type=click.IntRange(min=1), multiple=True, default=(1, 5, 10), help="Ranks.")
 @click.option(
     "--alpha", "alphas", type=_SHARE, multiple=True, default=(0.01, 0.02, 0.05, 0.1), help="Thresholds of the p-value."
@@ -459,7 +537,7 @@ def search(console: Console, **options: Any) -> None:
 @click.option("--title", default="How sure is this encoder?", help="Heading of the page.")
 @_data_options
 @console_options
-def evaluate(console: Console, **options: Any) -> None:
+def evaluate(options: dict[str, Any]) -> None:
     """Measure the posterior in FOLDER, and write a report (the command report is the same).
 
     \b
@@ -467,19 +545,19 @@ def evaluate(console: Console, **options: Any) -> None:
     metrics.json      every number, and why a number is missing
     novelty, sparsification, reliability, det    the plots, each as .png and .svg
 
+    Of a saved retriever, print how often it answers and errs on --test, without --out.
+
     Repeat -k and --alpha for several values. Without classes, unknown inputs or a calibration, the parts that need them
-    say so, and the others are there. What each number means: docs/metrics.md; what a SOURCE may be:
+    say so, and the others are there. The page explains each number. What a SOURCE may be:
     contrastive-curvature fit --help.
     """  # noqa: D301
-    sources = _opened(options, "test", "unknown", "gallery")
-    from contrastive_curvature.apps.cli import evaluate
-
-    evaluate.evaluate(console, sources, **options)
 
 
-@cli.command(
+@_command(
+    "files",
+    "example",
     short_help="Write a posterior as ONNX, as a torch graph, or as arrays for numpy.",
-    epilog="Example: contrastive-curvature export posterior --out scorer.npz",
+    example="posterior --out scorer.npz",
 )
 @click.argument("folder", type=_FOLDER)
 @click.option("--out", type=_PATH, required=True, help="File: .pt2, .onnx, .npz or .safetensors.")
@@ -493,25 +571,22 @@ def evaluate(console: Console, **options: Any) -> None:
 )
 @_data_options
 @console_options
-def export(console: Console, **options: Any) -> None:
+def export(options: dict[str, Any]) -> None:
     """Write the posterior in FOLDER so that it needs neither this library nor laplace-torch.
 
     \b
     .pt2                a graph of encoder and posterior for torch.export.load
     .onnx               the same for onnxruntime
     .npz, .safetensors  arrays for a scorer that needs numpy alone, and takes the features of the last layer
-
-    See docs/serving.md.
     """  # noqa: D301
-    sources = _opened(options, "example")
-    from contrastive_curvature.apps.cli import files
-
-    files.export(console, sources.get("example"), **options)
 
 
-@cli.command(
+@_command(
+    "files",
+    "source",
+    labelled=True,
     short_help="Write what the last layer takes in, once for many fits.",
-    epilog="Example: contrastive-curvature features train.npz --encoder my_encoder:encoder --out train_features",
+    example="train.npz --encoder my_encoder:encoder --out train_features",
 )
 @click.argument("source", type=_SOURCE)
 @click.option("--out", type=_PATH, required=True, help="The feature folder; it is made.")
@@ -520,32 +595,26 @@ def export(console: Console, **options: Any) -> None:
 )
 @_data_options
 @console_options
-def features(console: Console, **options: Any) -> None:
+def features(options: dict[str, Any]) -> None:
     """Run --encoder once over SOURCE, and write what its last layer takes in, with classes and identifiers.
 
-    The folder is a SOURCE of all commands, with the same --encoder, and of the library (docs/large_data.md). A run that
+    The folder is a SOURCE of all commands, with the same --encoder, and of the library. A run that
     was interrupted goes on when it is called again.
     """
-    sources = _opened(options, "source")
-    sources["source"].check_classes("SOURCE")
-    from contrastive_curvature.apps.cli import files
-
-    files.features(console, sources["source"], **options)
 
 
-@cli.command(
-    short_help="Show what is in a saved posterior.", epilog="Example: contrastive-curvature info posterior --json"
+@_command(
+    "info",
+    short_help="Show what is in a saved posterior.",
+    example="posterior --json",
 )
 @click.argument("folder", type=_FOLDER)
 @console_options
-def info(console: Console, folder: Path) -> None:
+def info(options: dict[str, Any]) -> None:
     """Show what is in the saved posterior FOLDER, without loading its encoder.
 
     Loss, structure, prior, calibration, dimensions, versions, and how score and search make the encoder.
     """
-    from contrastive_curvature.apps.cli.info import info
-
-    info(console, folder)
 
 
 @cli.command(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import importlib
 import json
 import re
@@ -42,6 +41,10 @@ _FULL = {
 _BAD_PATHS = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
 # C0 and C1, line ends of Unicode, and the characters that turn the direction of writing.
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
+
+
+Result = tuple[Mapping[str, Any], *tuple[str, ...]]
+"""What a command returns: values for JSON, and lines for people that say the same."""
 
 
 class BadInputError(click.ClickException):
@@ -85,7 +88,7 @@ class Console:
                 click.echo(f"warning: {text}", err=True)
 
     def result(self, values: Mapping[str, Any], *lines: str) -> None:
-        """Print the result of the command: values for JSON, or the same as lines for people."""
+        """Print what a command returned: values for JSON, and the same as lines for people."""
         on_stderr = values.get("file") == "-"  # the table has stdout for itself
         if self.as_json:
             click.echo(json.dumps({**values, "warnings": self.warnings}, allow_nan=False, default=str), err=on_stderr)
@@ -109,18 +112,14 @@ class Console:
 
 
 def console_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add ``--json``, ``--quiet`` and ``--traceback``; the command is called with a :class:`Console` first."""
-
-    @click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; errors as JSON on stderr.")
-    @click.option("-q", "--quiet", is_flag=True, help="No progress bars and no lines; errors and warnings stay.")
-    @click.option("--traceback", is_flag=True, expose_value=False, help="Show Python's traceback of an error.")
-    @functools.wraps(command)
-    def run(as_json: bool, quiet: bool, **options: Any) -> None:
-        console = Console(as_json=as_json, quiet=quiet)
-        with console.showing_warnings():
-            command(console, **options)
-
-    return run
+    """Add ``--json`` and ``--quiet``, the arguments of a :class:`Console`, and ``--traceback``."""
+    for option in (
+        click.option("--traceback", is_flag=True, expose_value=False, help="Show Python's traceback of an error."),
+        click.option("-q", "--quiet", is_flag=True, help="No progress bars and no lines; errors and warnings stay."),
+        click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; errors as JSON on stderr."),
+    ):
+        command = option(command)
+    return command
 
 
 def report(error: BaseException, *, as_json: bool, with_traceback: bool) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import contrastive_curvature as cc
-from contrastive_curvature.apps.cli.console import BadInputError, Console, readable
+from contrastive_curvature.apps.cli.console import BadInputError, Console, Result, readable
 from contrastive_curvature.apps.cli.encoders import check_device, encoder_of
 from contrastive_curvature.apps.cli.saved import open_posterior
 from contrastive_curvature.apps.cli.sources import Loader, Source, shared_labels
@@ -15,16 +15,17 @@ from contrastive_curvature.apps.cli.sources import Loader, Source, shared_labels
 
 def features(
     console: Console,
-    source: Source,
     *,
+    sources: Mapping[str, Source],
     out: Path,
     dtype: str,
     encoder: str | None,
     encoder_options: Mapping[str, Any],
     device: str,
     batch_size: int,
-) -> None:
+) -> Result:
     """Write a feature folder of a source."""
+    source = sources["source"]
     if source.kind == "features":
         raise BadInputError(f"{source.path}", "inputs of an encoder", "features that are there already")
     if encoder is None:
@@ -39,26 +40,25 @@ def features(
     options: dict[str, Any] = {"identifiers": source.ids, "class_names": names, "dtype": dtype}
     folder = cc.features(made.module, loader, out, **options, progress_bar=console.progress)
     values = {"folder": str(out), "inputs": len(source), "width": folder.width, "dtype": dtype}
-    console.result(values, f"{readable(str(out))}: {len(source):,} x {folder.width} features in {dtype}")
+    return values, f"{readable(str(out))}: {len(source):,} x {folder.width} features in {dtype}"
 
 
 def export(
     console: Console,
-    example: Source | None,
     *,
+    sources: Mapping[str, Source],
     folder: Path,
     out: Path,
     p_value: bool | None,
     dynamic_axes: Any,
     batch_size: int,
     **encoder: Any,
-) -> None:
+) -> Result:
     """Write a posterior as a graph or a scorer; ``encoder`` has the options of :func:`.open_posterior`."""
-    la, made = open_posterior(folder, **encoder, note=console.note)
+    la, _ = open_posterior(folder, sources, **encoder, note=console.note)
     few = None
-    if example is not None:
-        example.prepare(made)
-        few, *_ = next(iter(Loader(example, min(2, batch_size))))
+    if "example" in sources:
+        few, *_ = next(iter(Loader(sources["example"], min(2, batch_size))))
     outputs = la.export(out, few, p_value=p_value, dynamic_axes=dynamic_axes)
     values = {"file": str(out), "outputs": outputs, "bytes": out.stat().st_size}
-    console.result(values, f"{readable(str(out))}: {', '.join(outputs)}; {values['bytes']:,} bytes")
+    return values, f"{readable(str(out))}: {', '.join(outputs)}; {values['bytes']:,} bytes"

@@ -12,14 +12,18 @@ import torch
 from laplace import Laplace
 from numpy.typing import NDArray
 
-from contrastive_curvature.apps.cli.console import BadInputError, Console, printable
+from contrastive_curvature.apps.cli.console import BadInputError, Console, Result, printable
 from contrastive_curvature.apps.cli.encoders import Encoder, check_device, encoder_of, last_layer_encoder
 from contrastive_curvature.apps.cli.readers import read_arrays
+from contrastive_curvature.apps.cli.retriever import named, printed
 from contrastive_curvature.apps.cli.saved import check_target, open_posterior, write_posterior
 from contrastive_curvature.apps.cli.sources import ArraySource, FeatureFolderSource, Loader, Source, shared_labels
 from contrastive_curvature.io.pretrained import read_info
 from contrastive_curvature.io.pretrained.posterior import KNOWN_LOSSES
 from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.retriever.retriever import Retriever
+
+_RATES = ("wrong_answers", "false_matches", "false_alarms")
 
 _UNIT = 1e-3
 """How far norms are from 1 that were rounded to half precision."""
@@ -27,9 +31,8 @@ _UNIT = 1e-3
 
 def fit(
     console: Console,
-    train: Source,
-    known: Source | None,
     *,
+    sources: Mapping[str, Source],
     out: Path,
     overwrite: bool,
     encoder: str | None,
@@ -37,29 +40,51 @@ def fit(
     last_layer: Path | None,
     device: str,
     **options: Any,
-) -> None:
-    """Fit a posterior and write it; the other options are those of :func:`_posterior`."""
-    check_target(out, overwrite=overwrite)
+) -> Result:
+    """Fit a posterior or a retriever and write it; the other options are those of :func:`_posterior`."""
+    train, known, held_out = sources["source"], sources.get("calibrate"), sources.get("held_out")
+    check_target(out, overwrite=overwrite, retriever=held_out is not None)
     check_device(device)
     options["made_loss"] = _made_loss(options)
-    rows, held_out = _split(len(train), options["calibration_share"], options["seed"])
+    labelled = {name: sources[name] for name in ("held_out", "gallery") if name in sources}
+    for name, source in labelled.items():
+        source.check_classes(f"--{name.replace('_', '-')}")
+    (labels, *_), names = shared_labels(train, *labelled.values())
+    rows, kept = _split(len(train), options["calibration_share"], options["seed"])
     made = _encoder_for(console, train, encoder, encoder_options, last_layer)
     made.module.to(device).eval()
-    train.prepare(made)
-    calibration = None if held_out is None else Loader(train, options["batch_size"], held_out)
+    for source in sources.values():
+        source.prepare(made)
+    calibration = None if kept is None else Loader(train, options["batch_size"], kept)
     if known is not None:
-        known.prepare(made)
         calibration = Loader(known, options["batch_size"])
-    la = _posterior(console, made, train, rows, calibration, options)
-    (labels,), names = shared_labels(train)
+    la = _posterior(console, made, Loader(train, options["batch_size"], rows, labels), options)
+    if calibration is not None or held_out is None:
+        _calibrate(console, la, calibration)
     made.classes = None if names is None else [_digest(name) for name in names]
     classes, count = len(np.unique(labels[rows])), 0 if calibration is None else len(calibration.dataset)
-    usage = f"contrastive-curvature score {_name(out)} SOURCE --out scores.csv"
+    words = (
+        f"score {_name(out)} SOURCE --out scores.csv"
+        if held_out is None
+        else f"answer {_name(out)} SOURCE --out answers.csv"
+    )
+    usage = f"contrastive-curvature {words}"
     about = {
         "fitted_on": f"`{_name(train.path)}`: {len(rows)} inputs of {classes} classes",
         "notes": f"Fitted by the command line. `{usage}` uses it.",
     }
-    write_posterior(la, made, out, overwrite=overwrite, about=about)
+    fitted = la
+    if held_out is not None:
+        searched = sources.get("gallery", train)
+        fitted = Retriever(
+            la, **{n: None if options[n] == 1 else options[n] for n in _RATES}, confidence=options["confidence"]
+        )
+        fitted.fit(
+            gallery=named(searched, made, options["batch_size"]),
+            held_out=named(held_out, made, options["batch_size"]),
+            progress_bar=console.progress,
+        )
+    write_posterior(fitted, made, out, overwrite=overwrite, about=about)
     values = {
         "folder": str(out),
         "encoder": made.name,
@@ -73,16 +98,18 @@ def fit(
         "temperature": float(la.temperature),
         "loss": float(la.loss),
     }
-    calibrated = f"calibrated with {count} inputs" if count else "not calibrated"
     first = f"{out}: posterior of {values['weights']:,} weights from {len(rows):,} inputs of {classes:,} classes"
-    console.result(values, f"{first}, {calibrated}")
+    if held_out is not None:
+        values |= {"gallery": len(searched), "held_out": len(held_out), "promise": repr(fitted)}
+        return values, f"{first}; a gallery of {len(searched):,} points", printed(fitted)
+    calibrated = f"calibrated with {count} inputs" if count else "not calibrated"
+    return values, f"{first}, {calibrated}"
 
 
 def update(
     console: Console,
-    more: Source,
-    known: Source | None,
     *,
+    sources: Mapping[str, Source],
     folder: Path,
     out: Path,
     overwrite: bool,
@@ -90,13 +117,11 @@ def update(
     prior_precision: float | None,
     batch_size: int,
     **encoder: Any,
-) -> None:
+) -> Result:
     """Add inputs to a saved posterior and write it; ``encoder`` has the options of :func:`.open_posterior`."""
     check_target(out, overwrite=overwrite)
-    la, made = open_posterior(folder, **encoder, note=console.note)
-    for source in (more, known):
-        if source is not None:
-            source.prepare(made)
+    la, made = open_posterior(folder, sources, **encoder, note=console.note)
+    more, known = sources["source"], sources.get("calibrate")
     labels = _continued(more, made)
     earlier, info = la.n_data, read_info(folder)
     score = {} if known is None else _score_of(console, la)
@@ -115,7 +140,7 @@ def update(
     count = 0 if known is None else len(known)
     values = {"folder": str(out), "added": len(more), "inputs": int(la.n_data), "calibration_inputs": count}
     calibrated = f"calibrated with {count} inputs" if count else "not calibrated"
-    console.result(values, f"{out}: posterior from {la.n_data:,} inputs, {len(more):,} of them new, {calibrated}")
+    return values, f"{out}: posterior from {la.n_data:,} inputs, {len(more):,} of them new, {calibrated}"
 
 
 def _score_of(console: Console, la: Any) -> dict[str, Any]:
@@ -238,12 +263,10 @@ def _last_layer_of_arrays(console: Console, train: ArraySource) -> Encoder:
 def _posterior(
     console: Console,
     encoder: Encoder,
-    train: Source,
-    rows: NDArray[np.int64],
-    calibration: Loader | None,
+    train: Loader,
     options: Mapping[str, Any],
 ) -> Any:
-    """Fit, choose the prior, calibrate."""
+    """Fit, and choose the prior."""
     torch.manual_seed(options["seed"])
     structure, precision, strength = (options[name] for name in ("structure", "prior_precision", "prior_strength"))
     la: Any = Laplace(
@@ -253,13 +276,11 @@ def _posterior(
         backend_kwargs={"loss": options["made_loss"], **options["curvature"]},
         **({} if structure is None else {"hessian_structure": structure}),
     )
-    console.note(f"fitting on {len(rows):,} inputs")
-    (labels,), _ = shared_labels(train)
+    console.note(f"fitting on {len(train.dataset):,} inputs")
     # Candidates from the batch: sources that are sorted by class would give batches of one class.
-    seed = None if la.curvature_options.over_dataset else options["seed"]
-    la.fit(Loader(train, options["batch_size"], rows, labels, seed), progress_bar=console.progress)
+    train.seed = None if la.curvature_options.over_dataset else options["seed"]
+    la.fit(train, progress_bar=console.progress)
     _choose_prior(la, precision, strength)
-    _calibrate(console, la, calibration)
     return la
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from contrastive_curvature.apps.cli.console import Console
+from contrastive_curvature.apps.cli.console import Console, Result
 from contrastive_curvature.apps.cli.saved import read_encoder
 from contrastive_curvature.io.pretrained import read_info
 
 
-def info(console: Console, folder: Path) -> None:
-    """Print what is in a saved posterior."""
+def info(_: Console, *, folder: Path) -> Result:
+    """Return what is in a saved posterior."""
     found, spec = read_info(folder), read_encoder(folder)[0]
     encoder = _encoder(spec)
     values = {**found.to_plain(), "encoder": encoder}
@@ -32,7 +32,7 @@ def info(console: Console, folder: Path) -> None:
     lines += [f"  encoder       {encoder or 'not named: give --encoder to score and search'}"]
     versions = ", ".join(f"{name} {version}" for name, version in found.versions.items())
     lines += [f"  written by    {versions}; format {found.format_version}, {found.size:,} bytes"]
-    console.result(values, *lines)
+    return values, *lines
 
 
 def _encoder(spec: dict[str, Any] | None) -> str | None:

@@ -7,6 +7,7 @@ import io
 import itertools
 import secrets
 import sys
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
@@ -26,19 +27,30 @@ Rows = Mapping[str, Any]
 def check_output(path: Path, sources: Iterable[Source]) -> None:
     """Refuse a file that cannot be written, and one of the inputs, before anything is computed."""
     target = final_target(path)
-    if any(target.exists() and source.path.samefile(target) for source in sources):
+    if target.exists() and any(source.path.exists() and source.path.samefile(target) for source in sources):
         raise BadInputError(f"--out {path}", "another file than the inputs", "one of them")
     if path.suffix.lower() == ".parquet":
         needed("pyarrow", f"--out {path}", "pip install pyarrow; or name a .csv")
 
 
-def write_table(path: Path, parts: Iterator[Rows]) -> None:
-    """Write a table whose rows come in parts; an error leaves what was there under that name. ``-`` is stdout."""
-    if path == Path("-"):
-        _write_csv(sys.stdout.buffer, parts)
-        return
+def write_table(path: Path, parts: Iterable[Rows]) -> Counter[str]:
+    """Write a table whose rows come in parts, and return how many rows are true in each column of booleans.
+
+    An error leaves what was there under that name. ``-`` is stdout.
+    """
+    true: Counter[str] = Counter()
+
+    def counted() -> Iterator[Rows]:
+        for part in parts:
+            true.update({name: int(column.sum()) for name, column in part.items() if _is_bool(column)})
+            yield part
+
     writer = _write_parquet if path.suffix.lower() == ".parquet" else _write_csv
-    write_whole(path, lambda file: writer(file, parts))
+    if path == Path("-"):
+        writer(sys.stdout.buffer, counted())
+    else:
+        write_whole(path, lambda file: writer(file, counted()))
+    return true
 
 
 def _write_csv(file: BinaryIO, parts: Iterator[Rows]) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import csv
+import io
 import json
 import os
+import sys
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
@@ -12,15 +16,25 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 import numpy as np
 from numpy.typing import NDArray
 
-from contrastive_curvature.apps.cli.console import BadInputError, needed, their_code
+from contrastive_curvature.apps.cli.console import BadInputError, needed, readable, their_code
 
 if TYPE_CHECKING:
     from contrastive_curvature.apps.cli.encoders import Encoder
 
 _AXES = {"features": 2, "embeddings": 2, "inputs": None, "weight": 2, "bias": 1}
+STDIN = Path("-")
+"""Where a source is read from stdin."""
+
+_NAMED = 10
+"""Broken images that a warning names."""
+
 _IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
 
 csv.field_size_limit(2**31 - 1)  # a text may be longer than Python's own limit of 131,072 characters
+
+
+class UnreadableError(BadInputError):
+    """A file of an image that is damaged, or is none."""
 
 
 class Columns(NamedTuple):
@@ -80,7 +94,7 @@ def read_table(path: Path, columns: Columns) -> tuple[list[str], NDArray[Any] | 
     classes: list[Any] = []
     ids: list[str] = []
     try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
+        with _text_file(path) as file:
             for number, row in enumerate(_csv_rows(path, file) if is_csv else _json_rows(path, file)):
                 text = row.get(name)
                 if not isinstance(text, str) or not text.strip():
@@ -98,6 +112,12 @@ def read_table(path: Path, columns: Columns) -> tuple[list[str], NDArray[Any] | 
     if not texts:
         raise BadInputError(f"{path}", "at least one row", "none")
     return texts, _classes(path, classes, columns.label or "label"), ids
+
+
+def _text_file(path: Path) -> contextlib.AbstractContextManager[TextIO]:
+    if path == STDIN:
+        return contextlib.nullcontext(io.TextIOWrapper(sys.stdin.buffer, encoding="utf-8-sig", newline=""))
+    return path.open(encoding="utf-8-sig", newline="")
 
 
 def _csv_rows(path: Path, file: TextIO) -> Iterator[dict[str, Any]]:
@@ -155,17 +175,40 @@ def find_images(folder: Path) -> list[Path]:
     return sorted(found)
 
 
+def readable_images(folder: Path, files: list[Path]) -> list[Path]:
+    """Return the images that can be read, and warn of the others."""
+    whole = []
+    for file in files:
+        with contextlib.suppress(UnreadableError):
+            _picture(file)
+            whole.append(file)
+    broken = sorted(set(files) - set(whole))
+    if not whole:
+        raise BadInputError(f"{folder}", "images", f"{len(broken):,} files, none of which can be read")
+    if broken:
+        named = ", ".join(readable(str(file.relative_to(folder))) for file in broken[:_NAMED])
+        rest = f" and {len(broken) - _NAMED:,} more" if len(broken) > _NAMED else ""
+        msg = f"{folder}: {len(broken):,} of {len(files):,} images cannot be read and are left out: {named}{rest}"
+        warnings.warn(msg, UserWarning, stacklevel=2)
+    return whole
+
+
+def _picture(file: Path) -> Any:
+    """Return an image as Pillow has it, in colours."""
+    image = needed("PIL.Image", f"{file}", "pip install pillow")
+    try:
+        with image.open(file) as opened:
+            return opened.convert("RGB")
+    except Exception as error:  # PIL raises many kinds for damaged files
+        received = f"what cannot be read ({str(error) or type(error).__name__})"
+        raise UnreadableError(f"{file}", "an image", received, "--skip-unreadable leaves such files out.") from error
+
+
 def read_image(file: Path, encoder: Encoder) -> Any:
     """Return an image as a tensor that the encoder takes."""
     from torch import Tensor
 
-    image = needed("PIL.Image", f"{file}", "pip install pillow")
-    try:
-        with image.open(file) as opened:
-            picture = opened.convert("RGB")
-    except Exception as error:  # PIL raises many kinds for damaged files
-        received = f"what cannot be read ({str(error) or type(error).__name__})"
-        raise BadInputError(f"{file}", "an image", received) from error
+    picture = _picture(file)
     argument = f"the transform of {encoder.name}"
     assert encoder.transform is not None
     with their_code(argument, f"a tensor for {file}"):

@@ -13,6 +13,7 @@ import json
 import os
 import secrets
 import shutil
+import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
@@ -22,12 +23,14 @@ from numpy.typing import NDArray
 from contrastive_curvature.apps.cli.console import BadInputError
 from contrastive_curvature.apps.cli.encoders import LIBRARIES, Encoder, check_device, encoder_of, last_layer_encoder
 from contrastive_curvature.apps.cli.outputs import check_writable
+from contrastive_curvature.apps.cli.sources import Source
 from contrastive_curvature.artifact import Header, read_tensors, write_tensors
 from contrastive_curvature.errors import ContrastiveCurvatureError
 from contrastive_curvature.io.pretrained import folder as posterior_folder
 from contrastive_curvature.io.pretrained import load_pretrained, read_info
 from contrastive_curvature.network.digest import encoder_digest
 from contrastive_curvature.network.given_features import FeatureSource
+from contrastive_curvature.retriever.retriever import Retriever
 
 
 class EncoderFile(Header):
@@ -44,39 +47,51 @@ class EncoderFile(Header):
     classes: list[str] | None = None
 
 
-def check_target(folder: Path, *, overwrite: bool) -> None:
+def holds_retriever(folder: Path) -> bool:
+    """Return whether a folder holds a saved retriever, whose posterior is in the folder ``posterior`` inside it."""
+    return (folder / "retriever.safetensors").exists()
+
+
+def check_target(folder: Path, *, overwrite: bool, retriever: bool = False) -> None:
     """Refuse a folder that cannot or must not be written, before anything is computed."""
-    if (folder / "config.json").exists() and not overwrite:
+    there = holds_retriever(folder)
+    if (there or (folder / "config.json").exists()) and not overwrite:
         hint = "Give --overwrite to replace it, or another folder."
-        raise BadInputError(f"--out {folder}", "a new folder", "one that holds a saved posterior", hint)
-    place = posterior_folder.place_of(folder)
+        holds = f"one that holds a saved {'retriever' if there else 'posterior'}"
+        raise BadInputError(f"--out {folder}", "a new folder", holds, hint)
+    if there != retriever and folder.is_dir() and os.listdir(folder) and (there or retriever):
+        wanted = f"a new folder, or one with a {'retriever' if retriever else 'posterior'}"
+        raise BadInputError(f"--out {folder}", wanted, "a folder with other files", "Name another folder.")
+    place = posterior_folder.place_of(folder / "posterior" if retriever else folder)
     posterior_folder.check_target(place, overwrite=overwrite)
     check_writable(folder, place.path)
 
 
-def write_posterior(la: Any, encoder: Encoder, folder: Path, *, overwrite: bool, about: Mapping[str, Any]) -> None:
-    """Write a fitted posterior with what is needed to use it without the fit's arguments.
+def write_posterior(fitted: Any, encoder: Encoder, folder: Path, *, overwrite: bool, about: Mapping[str, Any]) -> None:
+    """Write a fitted posterior or retriever with what is needed to use it without the fit's arguments.
 
     A new folder appears whole or not at all. In one that is there, the posterior is replaced in one step, and files
     that are not of a posterior stay.
 
     Args:
-        la: The posterior.
+        fitted: The posterior, or the retriever, whose posterior is in a folder inside its own.
         encoder: What it was fitted around.
         folder: From the user, seen by :func:`check_target`.
         overwrite: Whether a saved posterior may be replaced.
         about: Of the data and the encoder, for the model card.
     """
     target = posterior_folder.place_of(folder).path
+    save, inside = (fitted.save, "posterior") if isinstance(fitted, Retriever) else (fitted.save_pretrained, "")
     if target.exists() and os.listdir(target):
+        place = target / inside
         try:
-            _write_encoder(encoder, target)
-            la.save_pretrained(target, overwrite=overwrite, **about)
+            _write_encoder(encoder, place)
+            save(target, overwrite=overwrite, **about)
         finally:
             # What cannot be tidied up does no harm.
             with contextlib.suppress(OSError, ContrastiveCurvatureError):
-                kept = _encoder_file(target, read_info(target).posteriors[0].encoder)
-                for other in set(target.glob("encoder-*.safetensors")) - {kept}:
+                kept = _encoder_file(place, read_info(place).posteriors[0].encoder)
+                for other in set(place.glob("encoder-*.safetensors")) - {kept}:
                     other.unlink()
         return
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -84,8 +99,8 @@ def write_posterior(la: Any, encoder: Encoder, folder: Path, *, overwrite: bool,
     made.mkdir()
     try:
         inner = made / target.name  # the model card tells the folder's name
-        la.save_pretrained(inner, **about)
-        _write_encoder(encoder, inner)
+        save(inner, **about)
+        _write_encoder(encoder, inner / inside)
         os.rename(inner, target)
     finally:
         shutil.rmtree(made, ignore_errors=True)
@@ -93,21 +108,27 @@ def write_posterior(la: Any, encoder: Encoder, folder: Path, *, overwrite: bool,
 
 def open_posterior(
     folder: Path,
+    sources: Mapping[str, Source] = types.MappingProxyType({}),
     encoder: str | None = None,
     encoder_options: Mapping[str, Any] | None = None,
     device: str = "cpu",
     note: Callable[[str], None] | None = None,
 ) -> tuple[Any, Encoder]:
-    """Return a saved posterior and its encoder.
+    """Return a saved posterior or retriever and its encoder, for which the sources are prepared.
 
     Args:
-        folder: What ``fit`` or ``la.save_pretrained`` wrote.
+        folder: What ``fit``, ``la.save_pretrained`` or ``retriever.save`` wrote.
+        sources: Inputs of the encoder.
         encoder: ``--encoder``, in place of the one that the folder names.
         encoder_options: ``--encoder-options``; for the encoder that the folder names, its own by default.
         device: Of the computation.
         note: Takes a line that names the encoder, before it is made.
     """
     check_device(device)
+    load: Callable[..., Any] = load_pretrained
+    whole = folder
+    if holds_retriever(folder):
+        load, folder = Retriever.load, folder / "posterior"
     if encoder is None and encoder_options:
         raise BadInputError("--encoder-options", "them with --encoder", "no encoder")
     spec, weights = (None, {}) if encoder_options else read_encoder(folder)
@@ -133,7 +154,10 @@ def open_posterior(
     found.module.to(device).eval()
     path = _encoder_file(folder, read_info(folder).posteriors[0].encoder)
     found.classes = read_tensors(path, EncoderFile)[0].classes if path.exists() else None
-    return load_pretrained(folder, encoder=found.module), found
+    fitted = load(whole, encoder=found.module)
+    for inputs in sources.values():
+        inputs.prepare(found)
+    return fitted, found
 
 
 def read_encoder(folder: Path) -> tuple[dict[str, Any] | None, dict[str, NDArray[Any]]]:

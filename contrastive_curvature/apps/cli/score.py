@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from contrastive_curvature.apps.cli.console import BadInputError, Console, readable
-from contrastive_curvature.apps.cli.outputs import Rows, write_table
+from contrastive_curvature.apps.cli.console import BadInputError, Console, Result, readable
+from contrastive_curvature.apps.cli.outputs import check_output, write_table
 from contrastive_curvature.apps.cli.saved import open_posterior
 from contrastive_curvature.apps.cli.sources import Loader, Source
 from contrastive_curvature.progress import Progress
@@ -18,19 +18,19 @@ _ALPHA = 0.01
 
 def score(
     console: Console,
-    source: Source,
     *,
+    sources: Mapping[str, Source],
     folder: Path,
     out: Path,
     mu: bool,
     alpha: float | None,
     batch_size: int,
     **encoder: Any,
-) -> None:
+) -> Result:
     """Write the scores; ``encoder`` has the options of :func:`.open_posterior`."""
-    la, made = open_posterior(folder, **encoder, note=console.note)
-    source.prepare(made)
-    calibration = la.known.calibration
+    check_output(out, sources.values())
+    la, _ = open_posterior(folder, sources, **encoder, note=console.note)
+    source, calibration = sources["source"], la.known.calibration
     if calibration is None:
         alpha = None
         console.warn(
@@ -39,23 +39,19 @@ def score(
         )
     else:
         alpha = _checked_alpha(calibration.reference.fewest, alpha)
-    unknown = 0
-
-    def parts() -> Iterator[Rows]:
-        nonlocal unknown
-        for start, (x,) in enumerate(Progress(console.progress).over(Loader(source, batch_size), "[score]")):
-            ids = source.ids[start * batch_size : (start + 1) * batch_size]
-            part = {"id": ids, **_scores(la(x), mu=mu, calibrated=calibration is not None, alpha=alpha)}
-            unknown += 0 if alpha is None else int((~part["known"]).sum())
-            yield part
-
-    write_table(out, parts())
+    batches = Progress(console.progress).over(Loader(source, batch_size), "[score]")
+    parts = (
+        {"id": source.ids[start : start + batch_size], **_scores(la(x), mu=mu, alpha=alpha)}
+        for start, (x,) in zip(range(0, len(source), batch_size), batches, strict=True)
+    )
+    known = write_table(out, parts)["known"]
     values: dict[str, Any] = {"file": str(out), "inputs": len(source), "calibrated": calibration is not None}
     line = f"{readable(str(out))}: {len(source):,} inputs"
     if alpha is not None:
+        unknown = len(source) - known
         values |= {"alpha": alpha, "unknown": unknown}
         line += f", {unknown:,} of them unknown (p-value at most {alpha:g})"
-    console.result(values, line)
+    return values, line
 
 
 def _checked_alpha(count: int, given: float | None) -> float:
@@ -69,11 +65,12 @@ def _checked_alpha(count: int, given: float | None) -> float:
     raise BadInputError("--alpha", wanted, f"{'the default ' if given is None else ''}{alpha:g}", hint)
 
 
-def _scores(predicted: Any, *, mu: bool, calibrated: bool, alpha: float | None) -> dict[str, Any]:
+def _scores(predicted: Any, *, mu: bool, alpha: float | None) -> dict[str, Any]:
+    """Return the columns of a batch; with ``alpha``, those of a calibrated posterior too."""
     scores: dict[str, Any] = {}
     if mu:
         scores |= {f"mu_{axis}": column for axis, column in enumerate(predicted.mu.detach().cpu().T.numpy())}
-    names = ["kappa", "uncertainty"] + (["novelty", "p_value"] if calibrated else [])
+    names = ["kappa", "uncertainty"] + ([] if alpha is None else ["novelty", "p_value"])
     scores |= {name: getattr(predicted, name).detach().cpu().numpy() for name in names}
     if alpha is not None:
         scores["known"] = predicted.is_known(alpha).cpu().numpy()

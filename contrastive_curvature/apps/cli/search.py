@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -15,8 +15,8 @@ from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature import metrics
-from contrastive_curvature.apps.cli.console import BadInputError, Console, readable
-from contrastive_curvature.apps.cli.outputs import Rows, write_table
+from contrastive_curvature.apps.cli.console import BadInputError, Console, Result, readable
+from contrastive_curvature.apps.cli.outputs import Rows, check_output, write_table
 from contrastive_curvature.apps.cli.saved import open_posterior
 from contrastive_curvature.apps.cli.sources import Loader, Source, shared_labels
 from contrastive_curvature.artifact import Header, read_tensors, write_tensors
@@ -32,33 +32,67 @@ _SAME = 1e-5
 _ROWS = 4096
 """Queries whose hits are written at once."""
 
+_STORED = ("mu", "kappa", "uncertainty")
+"""What an index keeps of a point, besides its identifier."""
+
 
 def search(
     console: Console,
-    gallery: Source,
-    queries: Source,
-    validation: Source | None,
     *,
+    sources: Mapping[str, Source],
     folder: Path,
+    index: Path | None,
     out: Path,
     k: int,
     batch_size: int,
     **encoder: Any,
-) -> None:
-    """Search, and write the hits; ``encoder`` has the options of :func:`.open_posterior`."""
-    labels = None if validation is None else shared_labels(validation, gallery)[0]
-    la, made = open_posterior(folder, **encoder, note=console.note)
-    for source in (gallery, queries, validation):
-        if source is not None:
-            source.prepare(made)
+) -> Result:
+    """Search a gallery, or an index, and write the hits; ``encoder`` has the options of :func:`.open_posterior`."""
+    check_output(out, sources.values())
+    gallery, queries, validation = (sources.get(name) for name in ("gallery", "queries", "validation"))
+    assert queries is not None
+    if index is None and gallery is not None and k > len(gallery):
+        raise BadInputError("-k", f"at most {len(gallery)}, the number of points in {gallery.path}", f"{k}")
+    labels: list[NDArray[np.int64]] = []
+    if validation is not None and gallery is not None:
+        validation.check_classes("--validation")
+        gallery.check_classes("--gallery")
+        labels, _ = shared_labels(validation, gallery)
+    la, _ = open_posterior(folder, sources, **encoder, note=console.note)
     predictions = _Predictions(console, la, batch_size)
+    if index is not None:
+        hits = _in_index(predictions, gallery, queries, folder, index, k)
+    elif gallery is not None:
+        hits = _in_gallery(predictions, gallery, queries, validation, labels, folder, k)
+    write_table(out, hits.rows(queries))
+    size = len(hits.searched)
+    values: dict[str, Any] = {"file": str(out), "queries": len(queries), "gallery": size, "k": k}
+    line = f"{readable(str(out))}: {len(queries):,} queries in {size:,} points"
+    if hits.right is not None:
+        without = int((hits.right < 0.5).sum())
+        values["more_likely_no_match"] = without
+        line += f", {without:,} of them more likely without a match than with one"
+    return values, line
+
+
+def _in_gallery(
+    predictions: _Predictions,
+    gallery: Source,
+    queries: Source,
+    validation: Source | None,
+    labels: list[NDArray[np.int64]],
+    folder: Path,
+    k: int,
+) -> _Hits:
+    """Search the embeddings of a gallery; ``labels`` are those of the validation data and of the gallery."""
+    console = predictions.console
     searched, _ = predictions.directions(gallery, "[gallery]")
     asking, uncertainty = predictions.directions(queries, "[queries]")
     index = metrics.nearest_neighbors(asking, searched, k=k)
     nearest = index[:, 0]
     _warn_of_itself(console, f"--queries {queries.path}", asking, searched[nearest])
     match, gallery_size = None, len(gallery)
-    if validation is not None and labels is not None:
+    if validation is not None:
         match = predictions.fitted_match(searched, gallery, validation, labels)
         # It has seen the gallery's hits only, whose number is no other size.
         gallery_size = match._gallery_size
@@ -74,48 +108,39 @@ def search(
         right = predictions.right(match, gallery, queries, nearest, gallery_size)
     elif match is not None:
         right = match.hits(asking, searched[nearest], gallery_size=gallery_size)
-    written = _Hits(index, asking, searched, uncertainty, right)
-    written.write(console, out, queries, gallery.ids, gallery.classes)
+    return _Hits(index, asking, searched, uncertainty, right, gallery.ids, gallery.classes)
 
 
-def search_index(
-    console: Console,
-    gallery: Source | None,
-    queries: Source,
-    *,
-    folder: Path,
-    index: Path,
-    out: Path,
-    k: int,
-    batch_size: int,
-    **encoder: Any,
-) -> None:
-    """Search an index, which is written first where there is a gallery, and write the hits."""
-    la, made = open_posterior(folder, **encoder, note=console.note)
-    about = read_info(folder)
+def _in_index(
+    predictions: _Predictions, gallery: Source | None, queries: Source, folder: Path, path: Path, k: int
+) -> _Hits:
+    """Search an index, which is written first where there is a gallery."""
+    about, la, size = read_info(folder), predictions.la, predictions.batch_size
     digest = about.posteriors[0].encoder
-    queries.prepare(made)
     if gallery is not None:
-        gallery.prepare(made)
-        _write_index(console, la, gallery, index, batch_size, digest)
-    header, stored = read_tensors(index, _IndexFile)
+        batches = Progress(predictions.console.progress).over(Loader(gallery, size), "[gallery]")
+        parts = [cc.StoredEmbeddings.of(la(x)) for (x,) in batches]
+        tensors = {name: torch.cat([getattr(part, name) for part in parts]).cpu() for name in _STORED}
+        ids = bytearray(json.dumps(list(map(str, gallery.ids))), "utf-8")
+        tensors["ids"] = torch.frombuffer(ids, dtype=torch.uint8)
+        write_tensors(path, _IndexFile(encoder=digest), tensors)
+    header, stored = read_tensors(path, _IndexFile)
     if header.encoder != digest:
         wanted = f"an index of embeddings of the encoder of {folder}"
-        raise BadInputError(f"--index {index}", wanted, "one of another encoder")
-    ids, size = json.loads(stored.pop("ids").numpy().tobytes()), len(stored["mu"])
-    if k > size:
-        raise BadInputError("-k", f"at most {size}, the number of points in {index}", f"{k}")
-    asking, uncertainty = _Predictions(console, la, batch_size).directions(queries, "[queries]")
-    found = metrics.nearest_neighbors(asking, stored["mu"], k=k)
-    right = None
+        raise BadInputError(f"--index {path}", wanted, "one of another encoder")
+    names, searched = json.loads(stored.pop("ids").numpy().tobytes()), stored["mu"]
+    if k > len(searched):
+        raise BadInputError("-k", f"at most {len(searched)}, the number of points in {path}", f"{k}")
+    asking, uncertainty = predictions.directions(queries, "[queries]")
+    index, right = metrics.nearest_neighbors(asking, searched, k=k), None
     if about.match:
-        match, parts = load_match(folder), []
-        for (x,), nearest in zip(Loader(queries, batch_size), found[:, 0].split(batch_size), strict=True):
+        match, shares = load_match(folder), []
+        for (x,), nearest in zip(Loader(queries, size), index[:, 0].split(size), strict=True):
             predicted = la(x)
-            hits = cc.StoredEmbeddings(**{name: part[nearest].to(predicted.mu) for name, part in stored.items()})
-            parts.append(match.hits(predicted, hits, gallery_size=size).cpu())
-        right = torch.cat(parts)
-    _Hits(found, asking, stored["mu"], uncertainty, right).write(console, out, queries, ids, None)
+            points = cc.StoredEmbeddings(**{name: part[nearest].to(predicted.mu) for name, part in stored.items()})
+            shares.append(match.hits(predicted, points, gallery_size=len(searched)).cpu())
+        right = torch.cat(shares)
+    return _Hits(index, asking, searched, uncertainty, right, names, None)
 
 
 class _IndexFile(Header):
@@ -124,15 +149,6 @@ class _IndexFile(Header):
     repaired_by: ClassVar[str] = "Copy it again, or write it anew."
 
     encoder: str
-
-
-def _write_index(console: Console, la: Any, gallery: Source, path: Path, batch_size: int, encoder: str) -> None:
-    """Write the embeddings of a gallery and its identifiers, as UTF-8 of JSON."""
-    batches = Progress(console.progress).over(Loader(gallery, batch_size), "[gallery]")
-    parts = [cc.StoredEmbeddings.of(la(x)) for (x,) in batches]
-    tensors = {name: torch.cat([getattr(part, name) for part in parts]) for name in ("mu", "kappa", "uncertainty")}
-    tensors["ids"] = torch.frombuffer(bytearray(json.dumps(list(map(str, gallery.ids))), "utf-8"), dtype=torch.uint8)
-    write_tensors(path, _IndexFile(encoder=encoder), {name: tensor.cpu() for name, tensor in tensors.items()})
 
 
 @dataclass
@@ -145,6 +161,8 @@ class _Hits:
         searched: Those of the gallery, shape (M, D).
         uncertainty: Of the queries, shape (N,).
         right: Probability that the nearest is of the query's class, shape (N,), or ``None`` without a fit of it.
+        ids: Of the gallery, M of them.
+        classes: Of the gallery, shape (M,), or ``None``.
     """
 
     index: Tensor
@@ -152,20 +170,11 @@ class _Hits:
     searched: Tensor
     uncertainty: Tensor
     right: Tensor | None
+    ids: Sequence[str]
+    classes: NDArray[Any] | None
 
-    def write(self, console: Console, out: Path, queries: Source, ids: Any, classes: Any) -> None:
-        """Write k rows a query; ``ids`` (M,) and ``classes`` (M,) or ``None`` are of the gallery."""
-        write_table(out, self._rows(queries, ids, classes))
-        size, k = len(ids), self.index.shape[1]
-        values: dict[str, Any] = {"file": str(out), "queries": len(queries), "gallery": size, "k": k}
-        line = f"{readable(str(out))}: {len(queries):,} queries in {size:,} points"
-        if self.right is not None:
-            without = int((self.right < 0.5).sum())
-            values["more_likely_no_match"] = without
-            line += f", {without:,} of them more likely without a match than with one"
-        console.result(values, line)
-
-    def _rows(self, queries: Source, ids: Any, classes: Any) -> Iterator[Rows]:
+    def rows(self, queries: Source) -> Iterator[Rows]:
+        """Yield the columns of k rows a query, for some queries at once."""
         k = self.index.shape[1]
         cosine = torch.einsum("nd,nkd->nk", self.asking, self.searched[self.index]).clamp(-1, 1)
         for start in range(0, len(queries), _ROWS):
@@ -174,23 +183,16 @@ class _Hits:
             part: dict[str, Any] = {
                 "query": [query for query in queries.ids[rows] for _ in range(k)],
                 "rank": [rank for _ in queries.ids[rows] for rank in range(1, k + 1)],
-                "neighbour": [ids[hit] for hit in hits],
+                "neighbour": [self.ids[hit] for hit in hits],
             }
-            if classes is not None:
-                part["label"] = [str(classes[hit]) for hit in hits]
+            if self.classes is not None:
+                part["label"] = [str(self.classes[hit]) for hit in hits]
             part["cosine"] = cosine[rows].flatten().numpy()
             if self.right is not None:
-                part |= _of_best_hits(self.right[rows], k)
+                # They are of the first of k hits.
+                for name, values in (("match_probability", self.right[rows]), ("no_match", 1 - self.right[rows])):
+                    part[name] = [value if rank == 0 else None for value in values.numpy() for rank in range(k)]
             yield {**part, "uncertainty": self.uncertainty[rows].repeat_interleave(k).numpy()}
-
-
-def _of_best_hits(right: Tensor, k: int) -> dict[str, list[Any]]:
-    """Return the columns of a probability (N,) that is of the first of k hits."""
-    columns = {"match_probability": right, "no_match": 1 - right}
-    return {
-        name: [value if rank == 0 else None for value in values.numpy() for rank in range(k)]
-        for name, values in columns.items()
-    }
 
 
 def _warn_of_itself(console: Console, name: str, mu: Tensor, nearest: Tensor) -> None:

@@ -13,7 +13,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from contrastive_curvature.apps.cli.console import BadInputError, readable, their_code
-from contrastive_curvature.apps.cli.readers import Columns, find_images, read_arrays, read_image, read_table
+from contrastive_curvature.apps.cli.readers import (
+    STDIN,
+    Columns,
+    find_images,
+    read_arrays,
+    read_image,
+    read_table,
+    readable_images,
+)
 
 if TYPE_CHECKING:
     from contrastive_curvature.apps.cli.encoders import Encoder
@@ -177,8 +185,11 @@ class ImageSource(Source):
     kind = "images"
     classes_are = "An image folder has one folder for each class."
 
-    def __init__(self, path: Path) -> None:
-        self.shown = self.files = find_images(path)
+    def __init__(self, path: Path, *, skip_unreadable: bool = False) -> None:
+        files = find_images(path)
+        if skip_unreadable:
+            files = readable_images(path, files)
+        self.shown = self.files = files
         parts = [file.relative_to(path).parts for file in self.files]
         flat = sum(len(each) == 1 for each in parts)
         if 0 < flat < len(parts):
@@ -224,7 +235,7 @@ class Loader:
         source: Prepared for an encoder.
         batch_size: Inputs of a batch.
         rows: Which inputs, ascending; ``None`` for all.
-        labels: Class of each input of the source.
+        labels: Class of each input of the source, as integers or texts.
         seed: Of a random order; ``None`` for that of the source.
     """
 
@@ -233,7 +244,7 @@ class Loader:
         source: Source,
         batch_size: int,
         rows: NDArray[np.int64] | None = None,
-        labels: NDArray[np.int64] | None = None,
+        labels: NDArray[Any] | None = None,
         seed: int | None = None,
     ) -> None:
         self.source, self.batch_size, self.labels, self.seed = source, batch_size, labels, seed
@@ -247,7 +258,11 @@ class Loader:
         import torch
 
         for x, rows in self.source.batches(self.dataset, self.batch_size, self.seed):
-            yield (x,) if self.labels is None else (x, torch.from_numpy(self.labels[rows]))
+            if self.labels is None:
+                yield (x,)
+            else:
+                labels = self.labels[rows]
+                yield x, torch.from_numpy(labels) if labels.dtype.kind in "iu" else labels.tolist()
 
 
 def shared_labels(*sources: Source) -> tuple[list[NDArray[np.int64]], list[str] | None]:
@@ -270,21 +285,28 @@ def shared_labels(*sources: Source) -> tuple[list[NDArray[np.int64]], list[str] 
     return [np.searchsorted(names, classes) for classes in found], names.tolist()
 
 
-def open_source(path: Path, columns: Columns) -> Source:
+def open_source(path: Path, columns: Columns, *, skip_unreadable: bool = False) -> Source:
     """Open inputs, check their form, and read classes and identifiers; the inputs themselves stay where they are."""
+    if path.is_dir() and (path / _HEADER).exists():
+        return FeatureFolderSource(path)
     if path.is_dir():
-        return FeatureFolderSource(path) if (path / _HEADER).exists() else ImageSource(path)
+        return ImageSource(path, skip_unreadable=skip_unreadable)
     if path.suffix.lower() == ".npz":
         return ArraySource(path)
-    if path.suffix.lower() in (".csv", ".jsonl"):
+    if path == STDIN or path.suffix.lower() in (".csv", ".jsonl"):
         return TextSource(path, columns)
     wanted = "a feature folder, an image folder with one folder for each class, an .npz, a .csv or a .jsonl"
     raise BadInputError(f"{path}", wanted, "a file of another kind")
 
 
-def open_sources(paths: Mapping[str, Path | None], columns: Columns) -> dict[str, Source]:
+def open_sources(
+    paths: Mapping[str, Path | None], columns: Columns, *, skip_unreadable: bool = False
+) -> dict[str, Source]:
     """Open the sources of a command by the names of its options; refuse names of columns that none of them has."""
-    opened = {name: open_source(path, columns) for name, path in paths.items() if path is not None}
+    there = {name: path for name, path in paths.items() if path is not None}
+    if list(there.values()).count(STDIN) > 1:
+        raise BadInputError("-", "one source from stdin", "several")
+    opened = {name: open_source(path, columns, skip_unreadable=skip_unreadable) for name, path in there.items()}
     tables = [source for source in opened.values() if isinstance(source, TextSource)]
     given = [name for name, column in columns._asdict().items() if column is not None]
     if given and not tables:

@@ -10,7 +10,8 @@ import torch
 
 from contrastive_curvature import validate
 from contrastive_curvature.apps.report import measure
-from contrastive_curvature.apps.report.evaluation import Evaluation, Missing
+from contrastive_curvature.apps.report.evaluation import Evaluation
+from contrastive_curvature.apps.report.parts import Missing
 from contrastive_curvature.apps.report.scored import Data, Scored, score
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.laplace.advice import LabelWarning

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature import metrics
-from contrastive_curvature.apps.report.evaluation import (
+from contrastive_curvature.apps.report.parts import (
     Bin,
     Card,
     Compared,

@@ -6,12 +6,15 @@ import base64
 import hashlib
 import math
 from importlib.resources import files
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import contrastive_curvature
-from contrastive_curvature.apps.report.evaluation import Errors, Evaluation, Flagged, Missing
+from contrastive_curvature.apps.report.parts import Errors, Flagged, Missing
 from contrastive_curvature.apps.report.thumbnails import thumbnails
 from contrastive_curvature.errors import InputTypeError
+
+if TYPE_CHECKING:
+    from contrastive_curvature.apps.report.evaluation import Evaluation
 
 _START = 0.05
 

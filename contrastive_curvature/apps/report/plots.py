@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from contrastive_curvature import validate
-from contrastive_curvature.apps.report.evaluation import Errors, Evaluation, Missing, Pairs, Reliability, Thresholds
+from contrastive_curvature.apps.report.parts import Errors, Missing, Pairs, Reliability, Thresholds
+
+if TYPE_CHECKING:
+    from contrastive_curvature.apps.report.evaluation import Evaluation
 
 # Two colours that people with any colour vision tell apart (Okabe and Ito, 2008).
 _KNOWN, _UNKNOWN, _SOFT = "#0072B2", "#D55E00", "#6b7280"

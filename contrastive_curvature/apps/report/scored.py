@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from contrastive_curvature.apps.report.evaluation import Missing
+from contrastive_curvature.apps.report.parts import Missing
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError
 from contrastive_curvature.laplace.calibration import RIVALS, rivals
