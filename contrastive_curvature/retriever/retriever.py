@@ -249,7 +249,7 @@ class Retriever(Fitted):
             InputTypeError: The queries have another type.
             InputError: There is none, or the encoder does not take them.
         """
-        asked, rule = _embedded(self.la, queries, "queries"), self._rule
+        asked, rule = embedded(self.la, queries, "queries"), self._rule
         columns, match = evidence(asked, self._gallery.directions, self._gallery.classes)
         score, p_value = rule.regression(columns), rule.p_value(asked.novelty)
         names, codes = list(self._codes), self._gallery.classes[match].tolist()
@@ -470,7 +470,7 @@ class Retriever(Fitted):
         """Return embeddings, and the numbers of their labels."""
         if labels is not None or _in_memory(inputs):
             names = _checked_labels(argument, inputs, labels)
-            return _embedded(self.la, inputs, argument, progress_bar), self._coded(names)
+            return embedded(self.la, inputs, argument, progress_bar), self._coded(names)
         check_loader(inputs, argument, once=True)
         names = []
 
@@ -482,7 +482,7 @@ class Retriever(Fitted):
                 names.extend(_labels(argument, batch[1]))
                 yield batch[0]
 
-        found = _embedded(self.la, alone(), argument, progress_bar)
+        found = embedded(self.la, alone(), argument, progress_bar)
         if len(names) != len(found):
             raise InputError(argument, f"{len(found)} labels, one an input", f"{len(names)}")
         return found, self._coded(names)
@@ -528,7 +528,8 @@ class Retriever(Fitted):
         )
 
 
-def _embedded(la: ContrastiveLaplace, inputs: Any, argument: str, progress_bar: bool | None = None) -> Embedded:
+def embedded(la: ContrastiveLaplace, inputs: Any, argument: str, progress_bar: bool | None = None) -> Embedded:
+    """Return what the encoder and the posterior say of inputs; arguments as of :func:`.predictions`."""
     parts = []
     with torch.no_grad():
         for found in predictions(la, inputs, argument, _AT_ONCE, progress_bar=progress_bar):
