@@ -25,7 +25,7 @@ from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.network.inputs import is_texts
 from contrastive_curvature.network.loader import check_loader
 from contrastive_curvature.retriever.evidence import Embedded, evidence
-from contrastive_curvature.retriever.head import outputs, with_head
+from contrastive_curvature.retriever.head import Headed, outputs, with_head
 from contrastive_curvature.retriever.rule import Labelled, Rates, Rule, certified
 
 _AT_ONCE = 256
@@ -192,6 +192,7 @@ class Retriever(Fitted):
         self.rates = Rates(**given, confidence=validate.fraction("confidence", confidence))
         self._codes: dict[Hashable, int] = {}
         self._feedback: tuple[Embedded, Tensor] | None = None
+        self._head: Headed | None = None
         self._ceiling = math.inf
 
     def fit(
@@ -484,7 +485,7 @@ class Retriever(Fitted):
         encoder: Any = self.encoder
         if self.head:
             features, classes = self._read("x", x, y, lambda some: outputs(encoder, some, "x", progress_bar))
-            encoder = with_head(encoder, features, classes, progress_bar)
+            self._head = encoder = with_head(encoder, features, classes, progress_bar)
         la: ContrastiveLaplace = ContrastiveLaplace(encoder)
         loader = x
         if _in_memory(x):

@@ -74,8 +74,8 @@ def save(retriever: Retriever, folder: Path | str, *, overwrite: bool, **options
     }
     if retriever._feedback is not None:
         tensors |= _plain("feedback", *retriever._feedback)
-    if retriever.head and la is not None:
-        tensors |= {f"head.{name}": value for name, value in la.model.head.state_dict().items()}
+    if retriever._head is not None:
+        tensors |= {f"head.{name}": value for name, value in retriever._head.head.state_dict().items()}
     if la is None:
         place.mkdir(parents=True, exist_ok=True)
     else:
@@ -114,7 +114,8 @@ def load(kind: type[_R], folder: Path | str, encoder: Any, index: Any, **options
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     held, truth = _restored("held_out", tensors, device)
     retriever = kind(la, **header.rates._asdict(), index=index)
-    retriever.la, retriever._held, retriever._truth, retriever.head = la, held, truth, bool(head)
+    retriever.la, retriever._held, retriever._truth = la, held, truth
+    retriever.head, retriever._head = bool(head), encoder if head else None
     retriever._codes = {name: code for code, name in enumerate(header.labels)}
     retriever._gallery = Points(tensors["gallery"].to(device), tensors["classes"], arrays["identifiers"])
     retriever._feedback = _restored("feedback", tensors, device) if "feedback.truth" in tensors else None
