@@ -59,14 +59,14 @@ def asked(content: FeatureFile) -> Asked:
         order = order[labels[order].argsort(kind="stable")]
         gallery, of, tests, labels = tests[order[::2]], labels[order[::2]], tests[order[1::2]], labels[order[1::2]]
     la = Fitted(content).posterior(DEFAULT)
-    points, queries = (embedded(la, values, name) for values, name in ((gallery, "gallery"), (tests, "queries")))
+    points, queries = (embedded(la, values, name, False) for values, name in ((gallery, "gallery"), (tests, "queries")))
     classes, truth = torch.from_numpy(of), torch.from_numpy(labels)
     columns, match = evidence(queries, points.directions, classes)
     return Asked(
         Labelled(columns, (classes[match] == truth).numpy(), queries.novelty),
         evidence(queries, points.directions, classes, truth)[0],
         {
-            kind: evidence(embedded(la, values, kind), points.directions, classes)[0]
+            kind: evidence(embedded(la, values, kind, False), points.directions, classes)[0]
             for kind, values in content.unknown.items()
         },
     )

