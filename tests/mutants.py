@@ -267,11 +267,14 @@ MUTANTS = [
 
     # the retriever: its evidence and its limits
     M("a query without its class keeps it", "cosines of the own class count nothing", "retriever/evidence.py",
-      "cosine.masked_fill_(classes == without[rows, None].to(classes), -torch.inf)", "pass",
+      "cosine.masked_fill_(of == without[rows, None].to(classes), -torch.inf)", "pass",
       "retriever/test_promises.py::test_evidence_against_a_search_by_hand"),
     M("the gap is to the nearest of any class", "nearest of another class than the match", "retriever/evidence.py",
-      "other = cosine.masked_fill_(classes == of[:, :1], -torch.inf).amax(1)", "other = cosine.amax(1)",
+      "other = cosine.masked_fill(of == voters[:, :1], -torch.inf).amax(1)", "other = cosine.amax(1)",
       "retriever/test_promises.py::test_evidence_against_a_search_by_hand"),
+    M("an index is not asked for more", "ten others, of two classes", "retriever/evidence.py",
+      "k = min(2 * k, m)", "break",
+      "retriever/test_retriever.py::test_an_exact_index_gives_the_answers_of_the_search_of_all"),
     M("a weight may have any sign", "a larger distance never raises P(right)", "retriever/rule.py",
       "bounds = [(0, None) if sign > 0 else (None, 0) for sign in COLUMNS.values()]",
       "bounds = [(None, None) for sign in COLUMNS.values()]",

@@ -23,6 +23,7 @@ FAMILIES = {
     "clinc150-unseen": "sentences (CLINC150), unseen intents",
     "omniglot": "drawings (Omniglot), unseen alphabets",
     "fashionmnist": "Fashion-MNIST, the paper's network",
+    "minilm": "sentences (CLINC150), MiniLM",
     "mnist": "MNIST, the paper's network",
 }
 """Beginning of an encoder's name, and what stands in the table."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -64,7 +64,11 @@ class Embedded:
 
 
 def evidence(
-    queries: Embedded, gallery: Tensor, classes: Tensor, without: Tensor | None = None
+    queries: Embedded,
+    gallery: Tensor,
+    classes: Tensor,
+    without: Tensor | None = None,
+    search: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
     """Search a gallery, and return what speaks for each match.
 
@@ -73,28 +77,40 @@ def evidence(
         gallery: Unit vectors that are searched, shape (M, D).
         classes: Their classes, int64, shape (M,).
         without: One class a query, int64, shape (N,), whose points are taken out of the gallery for this query.
+        search: Called with directions (B, D) and a number k, returns cosines and rows of the gallery, both (B, k), with
+            a cosine of minus infinity for no row. It is asked for more until the others than ``without`` are ten and of
+            two classes, so that an exact search gives the numbers of the default, which compares with all.
 
     Returns:
         The numbers of :data:`COLUMNS`, shape (N, 6), and the rows of the matches in the gallery, shape (N,). Where no
         other class, or no point at all, is left, its distance counts as the largest, 2, and nobody votes.
     """
-    columns, matches, classes = [], [], classes.to(gallery.device)
-    step = max(1, _ENTRIES // len(gallery))
+    columns, matches, classes, m = [], [], classes.to(gallery.device), len(gallery)
+    step = max(1, _ENTRIES // m)
     for start in range(0, len(queries), step):
         rows = slice(start, start + step)
-        cosine = queries.directions[rows].to(gallery) @ gallery.T
-        if without is not None:
-            cosine.masked_fill_(classes == without[rows, None].to(classes), -torch.inf)
-        top, hits = cosine.topk(min(_HITS, len(gallery)), dim=1)
-        there, of = top > -torch.inf, classes[hits]
+        directions, k = queries.directions[rows].to(gallery), m if search is None else min(2 * _HITS, m)
+        while True:
+            if search is None:
+                cosine, at, of = directions @ gallery.T, None, classes.expand(len(directions), m)
+            else:
+                cosine, at = search(directions, k)
+                of = classes[at]
+            if without is not None:
+                cosine.masked_fill_(of == without[rows, None].to(classes), -torch.inf)
+            top, hits = cosine.topk(min(_HITS, k), dim=1)
+            there, voters = top > -torch.inf, of.gather(1, hits)
+            other = cosine.masked_fill(of == voters[:, :1], -torch.inf).amax(1)
+            if k == m or bool((there.all(1) & (other > -torch.inf)).all()):
+                break
+            k = min(2 * k, m)
         n = there.sum(1).clamp(min=1)
-        agree = ((of == of[:, :1]) & there).sum(1) / n
+        agree = ((voters == voters[:, :1]) & there).sum(1) / n
         # Of no hit at all, the mean is that of one hit at the largest distance.
         mean = torch.where(there, top, 0).sum(1) / n - (~there[:, 0]).to(top)
-        other = cosine.masked_fill_(classes == of[:, :1], -torch.inf).amax(1)
         nearest = torch.stack([top[:, 0], mean, other], dim=1).double().clamp(-1, 1)
         distance = torch.log(1 - nearest + _FLOOR)
         columns.append(torch.stack([distance[:, 0], distance[:, 1], agree, distance[:, 0] - distance[:, 2]], dim=1))
-        matches.append(hits[:, 0])
+        matches.append(hits[:, 0] if at is None else at.gather(1, hits[:, :1])[:, 0])
     alone = np.log(np.stack([queries.uncertainty, queries.novelty], axis=1).clip(_FLOOR))
     return np.hstack([torch.cat(columns).cpu().numpy(), alone]), torch.cat(matches).cpu().numpy()

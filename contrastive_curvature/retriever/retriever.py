@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Self
+from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -18,12 +18,14 @@ from contrastive_curvature import validate
 from contrastive_curvature.decisions.fitted import Fitted, clopper_pearson, percent
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError
 from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.io.indexes import Index
 from contrastive_curvature.laplace.batches import batches, predictions
 from contrastive_curvature.laplace.calibration import present_calibration, take_snapshot
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.network.inputs import is_texts
 from contrastive_curvature.network.loader import check_loader
 from contrastive_curvature.retriever.evidence import Embedded, evidence
+from contrastive_curvature.retriever.head import Headed, outputs, with_head
 from contrastive_curvature.retriever.rule import Labelled, Rates, Rule, certified
 
 _AT_ONCE = 256
@@ -31,6 +33,13 @@ _AT_ONCE = 256
 
 _NAMED = 5
 """Classes that are named in a message."""
+
+
+class _Sized(Protocol):
+    def __len__(self) -> int: ...
+
+
+_T = TypeVar("_T", bound=_Sized)
 
 
 @dataclass(frozen=True, eq=False)
@@ -122,26 +131,34 @@ class Retriever(Fitted):
     that of one time.
 
     Args:
-        encoder: A trained encoder, whose posterior ``fit`` fits; or a fitted posterior of ``likelihood="contrastive"``.
+        encoder: A trained encoder, whose posterior ``fit`` fits; or a fitted posterior of ``likelihood="contrastive"``;
+            or ``None`` for inputs that are embeddings (N, D). Without a posterior there is no uncertainty, and an
+            unknown input is one that is far from its ten nearest, whatever their classes.
         wrong_answers: In (0, 1), or ``None``.
         false_matches: In (0, 1), or ``None``.
         false_alarms: In (0, 1), or ``None``.
         confidence: In (0, 1).
+        head: Whether ``fit`` trains a head of two layers on the outputs of the encoder, or on the embeddings, and fits
+            the posterior of that: for an encoder that has not seen ``x`` and ``y``. It takes seconds, and the same
+            inputs give the same head.
+        index: Searched in the place of the gallery, see :class:`.Index`: it holds the embeddings of the gallery, with
+            the identifiers of :class:`Answers`. Points that are added to or removed from one have to be in the other,
+            the index first. Without a posterior, embeddings are the inputs, normalised, else ``la(x).mu``.
 
     Attributes:
-        la: The posterior.
+        la: The posterior; ``None`` where inputs are embeddings and there is no head.
         answered: Share of the held-out queries that are answered.
         reasons: Why a rate lets nothing be answered, or nothing be unknown, by the name of the rate.
         uncovered: Labels of the gallery that no held-out query has, and no rate covers.
 
     Raises:
         InputTypeError: The encoder is none, or a rate no number.
-        InputError: A rate is not in (0, 1).
+        InputError: A rate is not in (0, 1), or ``head`` is for a fitted posterior.
 
     Source: Angelopoulos et al. (2021), arXiv 2110.01052, for the limits; Lowe (2004) for the gap to another class.
     """
 
-    la: ContrastiveLaplace
+    la: ContrastiveLaplace | None
     _gallery: Points
     _held: Embedded
     _truth: Tensor
@@ -152,23 +169,30 @@ class Retriever(Fitted):
 
     def __init__(
         self,
-        encoder: nn.Module | ContrastiveLaplace,
+        encoder: nn.Module | ContrastiveLaplace | None,
         wrong_answers: float | None = 0.02,
         false_matches: float | None = 0.05,
         false_alarms: float | None = 0.01,
         confidence: float = 0.9,
+        *,
+        head: bool = False,
+        index: Index | None = None,
     ) -> None:
-        if not isinstance(encoder, (nn.Module, ContrastiveLaplace)):
-            wanted = "a torch.nn.Module, or a fitted posterior of likelihood='contrastive'"
+        if not isinstance(encoder, (nn.Module, ContrastiveLaplace, type(None))):
+            wanted = "a torch.nn.Module, a fitted posterior of likelihood='contrastive', or None for embeddings"
             raise InputTypeError("encoder", wanted, f"a {type(encoder).__name__}")
         if isinstance(encoder, ContrastiveLaplace):
             encoder.check_fitted()
+            if head:
+                raise InputError("head", "False for a fitted posterior", "True", "Pass the encoder instead.")
         asked = {"wrong_answers": wrong_answers, "false_matches": false_matches, "false_alarms": false_alarms}
         given = {name: None if rate is None else validate.fraction(name, rate) for name, rate in asked.items()}
-        self.encoder = encoder
+        validate.flag("head", head)
+        self.encoder, self.head, self.index = encoder, head, index
         self.rates = Rates(**given, confidence=validate.fraction("confidence", confidence))
         self._codes: dict[Hashable, int] = {}
         self._feedback: tuple[Embedded, Tensor] | None = None
+        self._head: Headed | None = None
         self._ceiling = math.inf
 
     def fit(
@@ -205,7 +229,7 @@ class Retriever(Fitted):
         """
         queries = _pair("held_out", held_out)
         searched = (x, y) if gallery is None else _pair("gallery", gallery)
-        fitted = isinstance(self.encoder, ContrastiveLaplace)
+        fitted = isinstance(self.encoder, ContrastiveLaplace) or (self.encoder is None and not self.head)
         given = {"held_out": queries, "x" if gallery is None else "gallery": searched}
         # Before a fit that may be long.
         for argument, (inputs, labels) in (given if fitted else {"x": (x, y), **given}).items():
@@ -217,9 +241,12 @@ class Retriever(Fitted):
         for name in Retriever.__annotations__:
             vars(self).pop(name, None)
         self._codes = {}
-        la = self.encoder if isinstance(self.encoder, ContrastiveLaplace) else self._posterior(x, y, progress_bar)
-        calibrated = present_calibration(la) is not None
-        if not calibrated and take_snapshot(la).training is None:
+        if isinstance(self.encoder, ContrastiveLaplace):
+            la: ContrastiveLaplace | None = self.encoder
+        else:
+            la = None if fitted else self._posterior(x, y, progress_bar)
+        calibrated = la is None or present_calibration(la) is not None
+        if la is not None and not calibrated and take_snapshot(la).training is None:
             raise NotFittedError(
                 "encoder: this posterior has no training inputs to compare with. Call la.calibrate(loader) with known "
                 "inputs that are not among the held-out ones."
@@ -228,7 +255,7 @@ class Retriever(Fitted):
         held, truth = self._embedded("held_out", *queries, progress_bar)
         if len(held) < 2:
             raise InputError("held_out", "at least two queries", f"{len(held)}")
-        if not calibrated:
+        if la is not None and not calibrated:
             # It freezes what a novelty is, for a file; the p-values here are of all held-out queries, also later ones.
             items, inputs_of = batches(la, queries[0], _AT_ONCE, "held_out")
             la.calibrate((inputs_of(item) for item in items), progress_bar)
@@ -249,9 +276,9 @@ class Retriever(Fitted):
             InputTypeError: The queries have another type.
             InputError: There is none, or the encoder does not take them.
         """
-        asked, rule = _embedded(self.la, queries, "queries"), self._rule
-        columns, match = evidence(asked, self._gallery.directions, self._gallery.classes)
-        score, p_value = rule.regression(columns), rule.p_value(asked.novelty)
+        asked, rule = embedded(self.la, queries, "queries"), self._rule
+        columns, match, novelty = self._search(asked)
+        score, p_value = rule.regression(columns), rule.p_value(novelty)
         names, codes = list(self._codes), self._gallery.classes[match].tolist()
         return Answers(
             rule.decision(score, p_value),
@@ -344,8 +371,8 @@ class Retriever(Fitted):
             self._held, self._truth = Embedded.cat([self._held, more]), torch.cat([self._truth, truth])
             self._certify()
             return self
-        score = rule.regression(evidence(more, self._gallery.directions, self._gallery.classes)[0])
-        kept = np.flatnonzero(rule.decision(score, rule.p_value(more.novelty)) == "answer")
+        columns, _, novelty = self._search(more)
+        kept = np.flatnonzero(rule.decision(rule.regression(columns), rule.p_value(novelty)) == "answer")
         if not len(kept):
             return self
         more, truth = more[kept], truth[kept]
@@ -378,7 +405,7 @@ class Retriever(Fitted):
         asked, truth = self._embedded("test", *_pair("test", test))
         self._codes = known
         seen, absent = self._labelled(asked, truth)
-        p_value = rule.p_value(asked.novelty)
+        p_value = rule.p_value(seen.novelty)
         decision = rule.decision(rule.regression(seen.evidence), p_value)
         found = {
             "answered": Rate.of(None, decision == "answer"),
@@ -438,12 +465,13 @@ class Retriever(Fitted):
         return save(self, folder, overwrite=overwrite, **options)
 
     @classmethod
-    def load(cls, folder: Path | str, encoder: nn.Module, **options: Any) -> Self:
+    def load(cls, folder: Path | str, encoder: nn.Module | None, *, index: Index | None = None, **options: Any) -> Self:
         """Load what :meth:`save` wrote. Nothing in the files is executed.
 
         Args:
             folder: The folder.
-            encoder: The encoder with its weights; another one is refused.
+            encoder: As it was given, with its weights; another one is refused. A head is in the file.
+            index: As of the class.
             **options: Of :func:`contrastive_curvature.load_pretrained`: ``loss``, ``relation``, ``backend``.
 
         Raises:
@@ -451,10 +479,14 @@ class Retriever(Fitted):
         """
         from contrastive_curvature.retriever.saved import load
 
-        return load(cls, folder, encoder, **options)
+        return load(cls, folder, encoder, index, **options)
 
     def _posterior(self, x: Any, y: Any, progress_bar: bool | None) -> ContrastiveLaplace:
-        la: ContrastiveLaplace = ContrastiveLaplace(self.encoder)
+        encoder: Any = self.encoder
+        if self.head:
+            features, classes = self._read("x", x, y, lambda some: outputs(encoder, some, "x", progress_bar))
+            self._head = encoder = with_head(encoder, features, classes, progress_bar)
+        la: ContrastiveLaplace = ContrastiveLaplace(encoder)
         loader = x
         if _in_memory(x):
             items, inputs_of = batches(la, x, _AT_ONCE, "x")
@@ -468,9 +500,13 @@ class Retriever(Fitted):
         self, argument: str, inputs: Any, labels: Any, progress_bar: bool | None = None
     ) -> tuple[Embedded, Tensor]:
         """Return embeddings, and the numbers of their labels."""
+        return self._read(argument, inputs, labels, lambda some: embedded(self.la, some, argument, progress_bar))
+
+    def _read(self, argument: str, inputs: Any, labels: Any, read: Callable[[Any], _T]) -> tuple[_T, Tensor]:
+        """Return what ``read`` makes of inputs without labels, and the numbers of their labels."""
         if labels is not None or _in_memory(inputs):
             names = _checked_labels(argument, inputs, labels)
-            return _embedded(self.la, inputs, argument, progress_bar), self._coded(names)
+            return read(inputs), self._coded(names)
         check_loader(inputs, argument, once=True)
         names = []
 
@@ -482,10 +518,10 @@ class Retriever(Fitted):
                 names.extend(_labels(argument, batch[1]))
                 yield batch[0]
 
-        found = _embedded(self.la, alone(), argument, progress_bar)
-        if len(names) != len(found):
-            raise InputError(argument, f"{len(found)} labels, one an input", f"{len(names)}")
-        return found, self._coded(names)
+        result = read(alone())
+        if len(names) != len(result):
+            raise InputError(argument, f"{len(result)} labels, one an input", f"{len(names)}")
+        return result, self._coded(names)
 
     def _coded(self, names: Sequence[Hashable]) -> Tensor:
         """Return numbers of labels, int64, shape (N,); new labels get new ones."""
@@ -496,13 +532,28 @@ class Retriever(Fitted):
 
     def _labelled(self, queries: Embedded, truth: Tensor) -> tuple[Labelled, NDArray[np.float64]]:
         """Return the evidence of queries in the gallery, and in the gallery without their class."""
-        points = self._gallery
-        columns, match = evidence(queries, points.directions, points.classes)
-        right = (points.classes[match] == truth).numpy()
-        return (
-            Labelled(columns, right, queries.novelty),
-            evidence(queries, points.directions, points.classes, truth)[0],
+        columns, match, novelty = self._search(queries)
+        right = (self._gallery.classes[match] == truth).numpy()
+        return Labelled(columns, right, novelty), self._search(queries, truth)[0]
+
+    def _search(
+        self, queries: Embedded, without: Tensor | None = None
+    ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:
+        """Return evidence and matches, as :func:`.evidence`, and novelties (N,)."""
+        points, index = self._gallery, self.index
+
+        def search(directions: Tensor, k: int) -> tuple[Tensor, Tensor]:
+            distances, ids = index.search(directions, k)  # type: ignore[union-attr]
+            at = np.searchsorted(points.identifiers, ids := np.asarray(torch.as_tensor(ids).cpu()))
+            at = at.clip(max=len(points.identifiers) - 1)
+            gone = torch.from_numpy(points.identifiers[at] != ids).to(directions.device)
+            cosine = (1 - torch.as_tensor(distances).to(directions)).masked_fill(gone, -torch.inf)
+            return cosine, torch.from_numpy(at).to(directions.device)
+
+        columns, match = evidence(
+            queries, points.directions, points.classes, without, None if index is None else search
         )
+        return columns, match, np.exp(columns[:, 1]) if self.la is None else queries.novelty
 
     def _certify(self, ceiling: float = math.inf) -> None:
         """Make the limits for the present gallery and queries; ``ceiling`` is of the present score."""
@@ -528,12 +579,17 @@ class Retriever(Fitted):
         )
 
 
-def _embedded(la: ContrastiveLaplace, inputs: Any, argument: str, progress_bar: bool | None = None) -> Embedded:
+def embedded(la: ContrastiveLaplace | None, inputs: Any, argument: str, progress_bar: bool | None = None) -> Embedded:
+    """Return what the encoder and the posterior say of inputs; arguments as of :func:`.predictions`."""
+    if la is None:
+        directions = normalize(outputs(None, inputs, argument, progress_bar))[0]
+        # What is the same for all says nothing.
+        return Embedded(directions, np.zeros(len(directions)), np.zeros(len(directions)))
     parts = []
     with torch.no_grad():
-        for found in predictions(la, inputs, argument, _AT_ONCE, progress_bar=progress_bar):
-            numbers = (value.double().cpu().numpy() for value in (found.uncertainty, found.novelty))
-            parts.append(Embedded(normalize(found.mu.float())[0], *numbers))
+        for batch in predictions(la, inputs, argument, _AT_ONCE, progress_bar=progress_bar):
+            numbers = (value.double().cpu().numpy() for value in (batch.uncertainty, batch.novelty))
+            parts.append(Embedded(normalize(batch.mu.float())[0], *numbers))
     return Embedded.cat(parts)
 
 

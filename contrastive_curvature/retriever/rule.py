@@ -44,13 +44,16 @@ class Regression:
     weights: _Numbers
 
     @classmethod
-    def fitted(cls, evidence: _Numbers, right: NDArray[np.bool_], absent: _Numbers) -> Regression:
+    def fitted(
+        cls, evidence: _Numbers, right: NDArray[np.bool_], absent: _Numbers, share: float = _ABSENT
+    ) -> Regression:
         """Fit the weights.
 
         Args:
             evidence: Of N held-out queries, shape (N, 6).
             right: Whether their matches are right, shape (N,).
             absent: Their evidence without their class in the gallery, where no match is right, shape (N, 6).
+            share: Weight of each of the latter.
         """
         from scipy.optimize import minimize
 
@@ -60,7 +63,7 @@ class Regression:
         rows = np.vstack([evidence, absent])
         a = np.column_stack([(rows - location) / scale, np.ones(len(rows))])
         so = np.concatenate([right, np.zeros(len(absent))])
-        times = np.repeat([1, _ABSENT], [len(evidence), len(absent)])
+        times = np.repeat([1, share], [len(evidence), len(absent)])
         penalty = np.append(np.full(len(COLUMNS), _RIDGE), 0.0)
 
         def loss(w: _Numbers) -> tuple[float, _Numbers]:

@@ -6,7 +6,6 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,6 +15,7 @@ from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.io.pretrained import load_pretrained
 from contrastive_curvature.io.pretrained.folder import place_of
 from contrastive_curvature.retriever.evidence import Embedded
+from contrastive_curvature.retriever.head import Headed
 from contrastive_curvature.retriever.rule import Rates, Regression, Rule
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ class RetrieverHeader(Header):
     """What stands in the file of a retriever besides arrays.
 
     Args:
-        posterior: Name of the file of numbers of the posterior beside it.
+        posterior: Name of the file of numbers of the posterior beside it; empty without one.
         rates: What is asked for.
         labels: Of the classes 0, 1 and so on.
         answered: Share of the held-out queries that are answered.
@@ -67,15 +67,21 @@ def save(retriever: Retriever, folder: Path | str, *, overwrite: bool, **options
         "gallery": points.directions,
         "classes": points.classes,
         "identifiers": torch.from_numpy(points.identifiers),
+        "novelties": torch.from_numpy(rule.novelties),
         "limits": torch.tensor([rule.limit, retriever._ceiling], dtype=torch.float64),
         **{field.name: torch.from_numpy(getattr(rule.regression, field.name)) for field in fields(Regression)},
         **_plain("held_out", retriever._held, retriever._truth),
     }
     if retriever._feedback is not None:
         tensors |= _plain("feedback", *retriever._feedback)
-    la.save_pretrained(place / _POSTERIOR, overwrite=overwrite, **options)
+    if retriever._head is not None:
+        tensors |= {f"head.{name}": value for name, value in retriever._head.head.state_dict().items()}
+    if la is None:
+        place.mkdir(parents=True, exist_ok=True)
+    else:
+        la.save_pretrained(place / _POSTERIOR, overwrite=overwrite, **options)
     header = RetrieverHeader(
-        posterior=place_of(place / _POSTERIOR).read().numbers.name,
+        posterior="" if la is None else place_of(place / _POSTERIOR).read().numbers.name,
         rates=retriever.rates,
         labels=labels,
         answered=rule.answered,
@@ -85,26 +91,38 @@ def save(retriever: Retriever, folder: Path | str, *, overwrite: bool, **options
     return place
 
 
-def load(kind: type[_R], folder: Path | str, encoder: Any, **options: Any) -> _R:
+def load(kind: type[_R], folder: Path | str, encoder: Any, index: Any, **options: Any) -> _R:
     """Do what :meth:`.Retriever.load` says."""
     from contrastive_curvature.retriever.retriever import Points
 
     place = folder_path("folder", folder)
     header, tensors = read_tensors(place / _ARRAYS, RetrieverHeader)
-    if place_of(place / _POSTERIOR).read().numbers.name != header.posterior:
-        RetrieverHeader.refuse(str(place), "one with the posterior of another", RetrieverHeader.repaired_by)
-    la = load_pretrained(place / _POSTERIOR, encoder, **options)
+    head = {name[5:]: value for name, value in tensors.items() if name.startswith("head.")}
+    if not header.posterior:
+        if encoder is not None:
+            raise InputError("encoder", "None, as this retriever is of embeddings", f"a {type(encoder).__name__}")
+        la, device = None, torch.device("cpu")
+    else:
+        if place_of(place / _POSTERIOR).read().numbers.name != header.posterior:
+            RetrieverHeader.refuse(str(place), "one with the posterior of another", RetrieverHeader.repaired_by)
+        if head:
+            encoder = Headed(torch.nn.Identity() if encoder is None else encoder, head["0.weight"].shape[1])
+            encoder.head.load_state_dict(head)
+            encoder.eval()
+        la = load_pretrained(place / _POSTERIOR, encoder, **options)
+        device = la._device
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-    held, truth = _restored("held_out", tensors, la._device)
-    retriever = kind(la, **header.rates._asdict())
+    held, truth = _restored("held_out", tensors, device)
+    retriever = kind(la, **header.rates._asdict(), index=index)
     retriever.la, retriever._held, retriever._truth = la, held, truth
+    retriever.head, retriever._head = bool(head), encoder if head else None
     retriever._codes = {name: code for code, name in enumerate(header.labels)}
-    retriever._gallery = Points(tensors["gallery"].to(la._device), tensors["classes"], arrays["identifiers"])
-    retriever._feedback = _restored("feedback", tensors, la._device) if "feedback.truth" in tensors else None
+    retriever._gallery = Points(tensors["gallery"].to(device), tensors["classes"], arrays["identifiers"])
+    retriever._feedback = _restored("feedback", tensors, device) if "feedback.truth" in tensors else None
     regression = Regression(**{field.name: arrays[field.name] for field in fields(Regression)})
     limit, ceiling = arrays["limits"].tolist()
-    novelties, alarms = np.sort(held.novelty), header.rates.false_alarms
-    retriever._take(Rule(regression, novelties, alarms, limit, header.answered, header.reasons), ceiling)
+    alarms = header.rates.false_alarms
+    retriever._take(Rule(regression, arrays["novelties"], alarms, limit, header.answered, header.reasons), ceiling)
     return retriever
 
 

@@ -3,63 +3,17 @@
 from __future__ import annotations
 
 import re
-from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from numpy.typing import NDArray
 from scipy.stats import binom
 from sklearn.linear_model import LogisticRegression
-from tables import each
 
+from benchmarks.promises import CASES, World, answered, rows, simulated
 from contrastive_curvature.decisions.retrieval import RetrievalThreshold
-from contrastive_curvature.retriever.evidence import COLUMNS, Embedded, evidence
-from contrastive_curvature.retriever.rule import Labelled, Rates, Regression, Rule, certified
-
-SPLITS = 50
-
-
-def unit(rows: NDArray[np.float64]) -> NDArray[np.float64]:
-    return rows / np.linalg.norm(rows, axis=1, keepdims=True)
-
-
-class World(NamedTuple):
-    """Queries around class centres on a sphere, some noisier than others, and the gallery that they are searched in."""
-
-    queries: Embedded
-    truth: torch.Tensor
-    gallery: torch.Tensor
-    classes: torch.Tensor
-
-    @classmethod
-    def of(cls, classes: int, dim: int, each: int, n: int = 6000, noise: tuple[float, ...] = (0.1, 0.3, 0.5)) -> World:
-        rng = np.random.default_rng(0)
-        centres = unit(rng.normal(size=(classes, dim)))
-        points = unit(np.repeat(centres, each, 0) + 0.25 * rng.normal(size=(classes * each, dim)))
-        truth, spread = rng.integers(0, classes, n), rng.choice(noise, n)
-        found = unit(centres[truth] + spread[:, None] * rng.normal(size=(n, dim)))
-        uncertainty, novelty = spread * np.exp(rng.normal(size=n) / 2), spread + rng.random(n)
-        queries = Embedded(torch.from_numpy(found).float(), uncertainty, novelty)
-        of = torch.arange(classes).repeat_interleave(each)
-        return cls(queries, torch.from_numpy(truth), torch.from_numpy(points).float(), of)
-
-    def searched(self, digits: int | None = None) -> tuple[Labelled, NDArray[np.float64]]:
-        """Evidence with and without the class of each query, rounded so that there are ties."""
-        columns, match = evidence(self.queries, self.gallery, self.classes)
-        absent, _ = evidence(self.queries, self.gallery, self.classes, self.truth)
-        novelty = self.queries.novelty
-        if digits is not None:
-            columns, absent, novelty = (values.round(digits) for values in (columns, absent, novelty))
-        return Labelled(columns, (self.classes[match] == self.truth).numpy(), novelty), absent
-
-
-def rows(every: Labelled, chosen: NDArray[np.int64]) -> Labelled:
-    return Labelled(*(values[chosen] for values in every))
-
-
-def answered(rule: Rule, columns: NDArray[np.float64], novelty: NDArray[np.float64]) -> NDArray[np.bool_]:
-    return rule.decision(rule.regression(columns), rule.p_value(novelty)) == "answer"
+from contrastive_curvature.retriever.evidence import COLUMNS, evidence
+from contrastive_curvature.retriever.rule import Rates, Regression, certified
 
 
 def above(broken: list[bool], wanted: float) -> bool:
@@ -67,35 +21,17 @@ def above(broken: list[bool], wanted: float) -> bool:
     return bool(binom.sf(sum(broken) - 1, len(broken), wanted) < 1e-4)
 
 
-@each(
-    "world, digits, n, false_matches",
-    [
-        (World.of(20, 8, 10), None, 300, 0.1),  # the false matches limit
-        (World.of(20, 8, 10), None, 300, None),  # the wrong answers limit
-        (World.of(20, 8, 10), 1, 120, 0.1),  # ties, few queries
-        (World.of(3, 4, 10), None, 300, 0.4),  # few classes
-    ],
-)
-def test_each_rate_is_kept(world: World, digits: int | None, n: int, false_matches: float | None) -> None:
-    every, absent = world.searched(digits)
-    asked = Rates(0.5 * float(1 - every.right.mean()), false_matches, 0.05, 0.9)
-    rng = np.random.default_rng(1)
-    broken, matched, alarms, share = [], [], [], []
-    for _ in range(SPLITS):
-        drawn, others = np.split(rng.permutation(len(every.right)), [n])
-        rule = certified(asked, rows(every, drawn), absent[drawn])
-        new = rows(every, others)
-        found = answered(rule, new.evidence, new.novelty)
-        share.append(found.mean())
-        broken.append(bool(found.any() and (~new.right[found]).mean() > asked.wrong_answers))
-        matched.append(answered(rule, absent[others], new.novelty).mean())
-        alarms.append((rule.p_value(new.novelty) <= 0.05).mean())
-    assert not above(broken, 0.1)
-    assert np.mean(share) > 0.2
-    for observed, wanted in ((matched, false_matches), (alarms, 0.05)):
-        assert wanted is None or np.mean(observed) < wanted + 4 * np.std(observed) / SPLITS**0.5
-    # Without ties it is tight up to 1 / (n + 1).
-    assert digits is not None or np.mean(alarms) > 0.05 - 1 / (n + 1) - 4 * np.std(alarms) / SPLITS**0.5
+@pytest.mark.parametrize("splits", [50, pytest.param(500, marks=pytest.mark.slow)])
+def test_each_rate_is_kept(splits: int) -> None:
+    for case in CASES if splits > 50 else (CASES[4], CASES[5], CASES[6], CASES[7]):
+        found = simulated(case, splits)
+        assert not above(found.broken.tolist(), 0.1), case.title
+        assert found.answered.mean() > 0.2, case.title
+        for observed, wanted in ((found.matches, case.false_matches), (found.alarms, 0.05)):
+            assert wanted is None or observed.mean() < wanted + 4 * observed.std() / splits**0.5, case.title
+        # Without ties it is tight up to 1 / (n + 1).
+        tight = 0.05 - 1 / (case.held_out + 1) - 4 * found.alarms.std() / splits**0.5
+        assert case.digits is not None or found.alarms.mean() > tight, case.title
 
 
 def test_a_gallery_grown_tenfold_keeps_its_false_matches_with_new_limits_alone() -> None:

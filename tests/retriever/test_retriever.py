@@ -362,6 +362,12 @@ FIT = {"x": TRAIN.x, "y": TRAIN.y, "held_out": (HELD.x, HELD.y)}
     "call, kind, words",
     [
         (lambda _: cc.Retriever("model"), cc.InputTypeError, ("encoder", "torch.nn.Module", "a str")),  # type: ignore[arg-type]
+        (lambda _: cc.Retriever(new().fit(**FIT).la, head=True), cc.InputError, ("head", "Pass the encoder")),
+        (
+            lambda _: cc.Retriever(None).fit(**{**FIT, "held_out": (HELD.x * np.nan, HELD.y)}),
+            cc.InputError,
+            ("held_out",),
+        ),
         (lambda _: cc.Retriever(encoder(), wrong_answers=2), cc.InputError, ("wrong_answers", "(0, 1)", "2")),
         (lambda _: cc.Retriever(encoder(), false_matches=0), cc.InputError, ("false_matches", "(0, 1)")),
         (lambda _: cc.Retriever(encoder(), false_alarms="1 %"), cc.InputTypeError, ("false_alarms", "1 %")),  # type: ignore[arg-type]
@@ -392,3 +398,92 @@ def test_refusals_name_the_argument(call: Any, kind: type[Exception], words: tup
     with pytest.raises(kind) as raised:
         call(made)
     assert all(word in str(raised.value) for word in words), str(raised.value)
+
+
+RATES = {"wrong_answers": 0.2, "false_matches": 0.2, "false_alarms": 0.05}
+FITTED = {"held_out": (HELD.x, HELD.names), "gallery": (TRAIN.x, TRAIN.names)}
+
+
+def test_embeddings_as_they_are(tmp_path: Path) -> None:
+    retriever = cc.Retriever(None, **RATES).fit(**FITTED)
+    answers = retriever(TEST.x)
+    unit = [torch.nn.functional.normalize(torch.from_numpy(points.x), dim=1) for points in (TEST, TRAIN, HELD)]
+    cosine, held = unit[0] @ unit[1].T, (unit[2] @ unit[1].T).topk(10).values.mean(1)
+    np.testing.assert_array_equal(answers.neighbour, cosine.argmax(1))
+    # Unknown is what is far from its ten nearest.
+    far = (held[None] <= cosine.topk(10).values.mean(1)[:, None]).sum(1)
+    np.testing.assert_allclose(answers.p_value, (1 + far) / 301, atol=0.004)
+    assert retriever.la is None
+    assert retriever.answered > 0.2
+    assert (retriever._rule.regression.weights[4:6] == 0).all()
+    loaders = {name: [(torch.from_numpy(x), labels)] for name, (x, labels) in FITTED.items()}
+    assert same(cc.Retriever(None, **RATES).fit(**loaders)([torch.from_numpy(TEST.x)]), answers)
+    loaded = cc.Retriever.load(retriever.save(tmp_path / "saved"), None)
+    loaded.save(tmp_path / "saved", overwrite=True)
+    for changed in (loaded, retriever):
+        changed.remove([0, 7])
+        changed.learn(TEST.x[:100], TEST.names[:100], asked="answered")
+    assert same(loaded(TEST.x), retriever(TEST.x))
+    assert repr(loaded) == repr(retriever)
+    with pytest.raises(cc.InputError, match="encoder: expected None"):
+        cc.Retriever.load(tmp_path / "saved", encoder())
+
+
+@each("model", [None, encoder()])
+def test_a_head_is_trained_saved_and_the_same_again(model: nn.Module | None, tmp_path: Path) -> None:
+    def fitted(**options: Any) -> cc.Retriever:
+        return cc.Retriever(model, **RATES, head=True).fit(
+            TRAIN.x, TRAIN.names, held_out=(HELD.x, HELD.names), **options
+        )
+
+    folder = tmp_path / type(model).__name__
+    before = None if model is None else copy.deepcopy(model.state_dict())
+    retriever = fitted()
+    torch.manual_seed(7)
+    assert same(fitted()(TEST.x), retriever(TEST.x))
+    assert before is None or all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    raw = cc.Retriever(model, **RATES).fit(TRAIN.x, TRAIN.names, held_out=(HELD.x, HELD.names))
+    right = [(found(TEST.x).label == TEST.names).mean() for found in (raw, retriever)]
+    assert right[1] > right[0] - 0.03
+    assert retriever.la.predict(TEST.x[:2]).mu.shape == (2, 64)
+    assert (retriever._rule.regression.weights[4:6] != 0).any()
+    loaded = cc.Retriever.load(retriever.save(folder), model)
+    assert same(loaded(TEST.x), retriever(TEST.x))
+    loaded.save(folder, overwrite=True)
+    assert same(cc.Retriever.load(folder, model)(TEST.x), retriever(TEST.x))
+
+
+def test_a_head_on_texts_and_on_a_loader() -> None:
+    rows = [
+        ("".join("abcdefgh"[(7 * k + j) % 8] if k % 2 else "tuvwxyz"[(5 * k + j) % 7] for j in range(6)), k % 2)
+        for k in range(80)
+    ]
+    texts, labels = [text for text, _ in rows], torch.tensor([label for _, label in rows])
+    loader = [(texts[:60], labels[:60])]
+    retriever = cc.Retriever(Words(), 0.3, None, None, head=True).fit(loader, held_out=(texts[60:], labels[60:]))
+    assert retriever(["abcdef", "tuvwxy"]).label.tolist() == [1, 0]
+
+
+class Exact:
+    """An index of unit vectors under numbers."""
+
+    def __init__(self, vectors: Tensor) -> None:
+        self.vectors, self.ids, self.asked = vectors, torch.arange(len(vectors)), 0
+
+    def search(self, vectors: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        self.asked += 1
+        top = (vectors @ self.vectors.T).topk(k)
+        return 1 - top.values, self.ids[top.indices]
+
+
+def test_an_exact_index_gives_the_answers_of_the_search_of_all() -> None:
+    wanted = cc.Retriever(None, **RATES).fit(**FITTED)
+    index = Exact(torch.nn.functional.normalize(torch.from_numpy(TRAIN.x), dim=1))
+    found = cc.Retriever(None, **RATES, index=index).fit(**FITTED)
+    # What the gallery has no longer counts no more.
+    for gone in (range(0), range(0, 100, 2)):
+        answers, others = found.remove(gone)(TEST.x), wanted.remove(gone)(TEST.x)
+        np.testing.assert_array_equal(answers.neighbour, others.neighbour)
+        np.testing.assert_array_equal(answers.decision, others.decision)
+        np.testing.assert_allclose(answers.confidence, others.confidence, rtol=1e-4)
+    assert index.asked > 4

@@ -1,0 +1,96 @@
+"""Encoders as they come: their outputs without a posterior, and a head that is trained on them in seconds."""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from contrastive_curvature.errors import InputError
+from contrastive_curvature.laplace.batches import batches
+from contrastive_curvature.losses.supcon import SupConLoss
+from contrastive_curvature.network.call import ModelCall
+from contrastive_curvature.network.inputs import move_inputs, tokenized
+from contrastive_curvature.progress import Progress
+
+_AT_ONCE = 256
+_HIDDEN, _DIM = 256, 64
+_BATCH, _PASSES, _LEAST, _RATE, _TEMPERATURE = 500, 10, 60, 2e-3, 0.1
+
+
+class Headed(nn.Module):
+    """An encoder whose weights stay, and a head of two layers on its outputs.
+
+    Args:
+        encoder: Its outputs are (N, F).
+        features: F.
+    """
+
+    def __init__(self, encoder: nn.Module, features: int) -> None:
+        super().__init__()
+        self.encoder, self.call = encoder, ModelCall()
+        self.head = nn.Sequential(nn.Linear(features, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, _DIM))
+
+    def forward(self, x: Any) -> Tensor:
+        """Return raw outputs, shape (N, 64)."""
+        raw: Tensor = self.head(self.call(self.encoder, x).detach().float())
+        return raw
+
+
+def outputs(encoder: nn.Module | None, inputs: Any, argument: str, progress_bar: bool | None = None) -> Tensor:
+    """Return the outputs (N, F) of an encoder, in float32; for ``None``, inputs are embeddings already.
+
+    Raises:
+        InputError: They are no finite vectors other than zero, or there is none.
+    """
+    weight = None if encoder is None else next(encoder.parameters(), None)
+    if isinstance(inputs, np.ndarray) and inputs.dtype.kind not in "OU":
+        inputs = torch.from_numpy(inputs)
+        inputs = inputs.to(torch.float32 if weight is None else weight.dtype) if inputs.is_floating_point() else inputs
+    call, parts = ModelCall(), []
+    # Arrays alone ask for the posterior there.
+    items, inputs_of = batches(cast(Any, None), inputs, _AT_ONCE, argument)
+    with torch.no_grad():
+        for item in Progress(progress_bar).over(items, "[encode]"):
+            x = inputs_of(item)
+            if encoder is not None:
+                x = tokenized(encoder, x, argument)
+                x = call(encoder, x if weight is None else move_inputs(x, weight.device))
+            if not isinstance(x, Tensor) or x.ndim != 2:
+                came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+                raise InputError(argument, "embeddings (N, F)", came)
+            if not bool((x.isfinite().all(1) & (x != 0).any(1)).all()):
+                raise InputError(argument, "finite embeddings with a direction", "NaN, infinity or zeros")
+            parts.append(x.float())
+    if not parts:
+        raise InputError(argument, "at least one input", "none")
+    return torch.cat(parts)
+
+
+def with_head(encoder: nn.Module | None, features: Tensor, classes: Tensor, progress_bar: bool | None = None) -> Headed:
+    """Train a head on the outputs (N, F) of an encoder by SupCon; the same inputs give the same head.
+
+    Ten passes in batches of 500, at least 60 steps, of Adam; more were worse (``docs/retriever.md``).
+
+    Args:
+        encoder: Called before the head from then on; ``None`` for inputs that are embeddings.
+        features: Shape (N, F).
+        classes: int64, shape (N,).
+        progress_bar: As of :meth:`.Retriever.fit`.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        model = Headed(nn.Identity() if encoder is None else encoder, features.shape[1])
+        order = torch.Generator().manual_seed(0)
+    model.head.to(features.device)
+    optimizer, loss = torch.optim.Adam(model.head.parameters(), _RATE), SupConLoss(_TEMPERATURE)
+    steps = max(_LEAST, _PASSES * len(features) // _BATCH)
+    for _ in Progress(progress_bar).over(range(steps), "[head]"):
+        rows = torch.randperm(len(features), generator=order)[:_BATCH]
+        optimizer.zero_grad()
+        with torch.enable_grad():
+            loss(model.head(features[rows]), classes[rows].to(features.device)).backward()
+        optimizer.step()
+    return model.eval()
