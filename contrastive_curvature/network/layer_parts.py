@@ -163,7 +163,7 @@ class MatrixJacobian(BlockJacobian):
                     yield slice(first, first + chunk.shape[2]), chunk
 
     def cross(self, left: Tensor, right_side: BlockJacobian, right: Tensor, blocks: CrossBlocks) -> Tensor:
-        """See :meth:`BlockJacobian.cross`; with one position, ``sum_ij (B_i^T H_ij B_j)_cc a_if a_jf`` over the pairs."""
+        """See :meth:`BlockJacobian.cross`; one position: ``sum_ij (B_i^T H_ij B_j)_cc a_if a_jf`` over pairs."""
         if not (self.is_vector and right_side.is_vector):
             return super().cross(left, right_side, right, blocks)
         of_left, of_right = (b[:, :, 0, 0].transpose(0, 1) for b in (left, right))
