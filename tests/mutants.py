@@ -168,7 +168,7 @@ MUTANTS = [
     M("positions of an entry are averaged", "bias: sum over the positions", "network/layer_parts.py",
       "else terms).sum(2)", "else terms).mean(2)", "network/test_layerwise.py"),
     M("forms count each pair once", "sum over (i, j) and (j, i)", "network/layer_parts.py",
-      "alpha=2 if right_part is self else 1", "alpha=1", "network/test_layerwise.py"),
+      "alpha=2 if right_side is self else 1", "alpha=1", "network/test_layerwise.py"),
     M("tangent axes lose a norm", "w_ii = c n^2 on axes P e / n", "network/layerwise.py",
       "blocks.c * hessian.n.square()", "blocks.c * hessian.n", "network/test_layerwise.py fit/test_ggn.py"),
     M("input factors sum over positions", "A = mean over points and positions", "network/kron.py",

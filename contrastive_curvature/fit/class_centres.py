@@ -12,7 +12,7 @@ from contrastive_curvature.codec import NOT_SAVED
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.class_table import ClassTable, ClassTableCollector
-from contrastive_curvature.network.full_precision import full_precision
+from contrastive_curvature.network.pullback import full_precision
 from contrastive_curvature.pairs.rows import RowCollector, Rows, content_numbers
 
 WEIGHT = 3.0

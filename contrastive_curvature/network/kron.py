@@ -11,7 +11,7 @@ Fixes whose output Hessian couples points have cross terms besides, which are le
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from torch import Tensor
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.network.inputs import Inputs
-from contrastive_curvature.network.layer_tape import Piece
+from contrastive_curvature.network.layer_parts import MatrixJacobian
+from contrastive_curvature.network.layer_tape import ParameterBlock
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.network.pullback import KronFactors, own_name
 from contrastive_curvature.pairs.relation import chunks
@@ -39,7 +40,7 @@ _CHUNK_ELEMENTS = 2**23
 
 def kron_kinds(pullback: LayerwisePullback) -> list[str]:
     """Return what the factors of every parameter are; those of batches add up where it stays the same."""
-    matrices, used = pullback.layouts.matrices - pullback.by_func, _used(pullback)
+    matrices, used = pullback.analysis.matrices - pullback.by_func, pullback.analysis.used | pullback.by_func
 
     def kind(number: int, p: Tensor) -> str:
         if p.ndim > 1 and number in matrices:
@@ -54,7 +55,7 @@ def kron_kinds(pullback: LayerwisePullback) -> list[str]:
 def kron_factors(pullback: LayerwisePullback, x: Inputs, blocks: Blocks) -> KronFactors:
     """Return the factors of a batch, whose ``A`` are sums over points; those of batches add up.
 
-    A matrix that multiplies the inputs of every position has ``[G, A]``; several runs of it count as more positions.
+    A matrix that multiplies the inputs of every position has ``[G, A]``; several calls with it count as more positions.
     A vector has its exact block. Other parameters (tokens and tables that are added, embeddings, grouped convolutions)
     have their exact block up to :data:`BLOCK_ENTRIES` entries, and above that ``[G, A]`` too: their first axis takes
     the place of a layer's outputs, and the other axes that of positions whose inputs are unit vectors.
@@ -75,36 +76,36 @@ def _layer_factors(pullback: LayerwisePullback, x: Inputs, blocks: Blocks) -> Kr
     kinds = kron_kinds(pullback)
     out = [_zeros(pullback, number, kind, blocks.u) for number, kind in enumerate(kinds)]
     for rows, tape in pullback.tapes(x):
-        for piece in tape.pieces:
-            if kinds[piece.number] == "matrix":
-                inputs = _inputs(piece)
+        for block in tape.blocks:
+            if kinds[block.number] == "matrix" and isinstance(block.jacobian, MatrixJacobian):
+                inputs = block.jacobian.inputs[:, 0]  # without groups
                 a = inputs.flatten(0, 1)
-                out[piece.number][1].addmm_(a.mT, a, alpha=1 / inputs.shape[1])
+                out[block.number][1].addmm_(a.mT, a, alpha=1 / inputs.shape[1])
         for number, p in enumerate(pullback.trainable):
             if kinds[number] in ("entries", "none") and number not in pullback.by_func:
                 out[number][1] += _identity(p, len(tape.z)).to(tape.z)
         factor = blocks[rows].signed_factor()
         for group, signs in pullback.backward(tape, factor.columns, factor.signs):
             jacobians: dict[int, Tensor] = {}
-            for piece, b in group:
-                if kinds[piece.number] == "matrix":
+            for block, b in group:
+                if kinds[block.number] == "matrix":
                     flat = b[:, :, 0]
                     signed = flat * signs[:, :, None, None]
-                    out[piece.number][0].addmm_(signed.flatten(0, 2).mT, flat.flatten(0, 2))
+                    out[block.number][0].addmm_(signed.flatten(0, 2).mT, flat.flatten(0, 2))
                 else:
-                    _add_jacobians(jacobians, piece, b, pullback.trainable[piece.number].numel())
+                    _add_jacobians(jacobians, block, b, pullback.trainable[block.number].numel())
             for number, jacobian in jacobians.items():
                 _add_products(out[number][0], jacobian, signs)
     return out
 
 
-def _add_jacobians(out: dict[int, Tensor], piece: Piece, b: Tensor, size: int) -> None:
-    """Add a part to the Jacobians of its parameter, (n, K, size) by its number."""
-    if piece.number not in out:
-        out[piece.number] = b.new_zeros(b.shape[1], b.shape[0], size)
-    for entries, chunk in piece.part.jacobians(b):
-        place = entries if piece.part.entries is None else piece.part.entries[entries]
-        out[piece.number][..., place] += chunk
+def _add_jacobians(out: dict[int, Tensor], block: ParameterBlock, b: Tensor, size: int) -> None:
+    """Add a block to the Jacobians of its parameter, (n, K, size) by its number."""
+    if block.number not in out:
+        out[block.number] = b.new_zeros(b.shape[1], b.shape[0], size)
+    for entries, chunk in block.jacobian.jacobians(b):
+        place = entries if block.jacobian.entries is None else block.jacobian.entries[entries]
+        out[block.number][..., place] += chunk
 
 
 def _add_products(out: Tensor, jacobian: Tensor, signs: Tensor) -> None:
@@ -144,11 +145,6 @@ def _zeros(pullback: LayerwisePullback, number: int, kind: str, like: Tensor) ->
     return [like.new_zeros(size, size) for size in sizes]
 
 
-def _used(pullback: LayerwisePullback) -> frozenset[int]:
-    """Return the numbers of the parameters that some function takes."""
-    return pullback.layouts.used | pullback.by_func
-
-
 def refuse_kron(why: str) -> None:
     """Refuse what has no Kronecker factors.
 
@@ -167,10 +163,3 @@ def _identity(p: Tensor, share: float) -> Tensor:
     """Return the second moment of the unit vectors in the place of the inputs of a parameter outside layers."""
     others = p.numel() // _rows(p)
     return torch.eye(others, dtype=p.dtype, device=p.device) * (share / others)
-
-
-def _inputs(piece: Piece) -> Tensor:
-    """Return the inputs (N, T, F) of a matrix without groups."""
-    part: Any = piece.part
-    inputs: Tensor = part.inputs[:, 0]
-    return inputs

@@ -1,10 +1,16 @@
 """The last linear layer ``z = W phi + b``, in closed form: no autodiff, and no Jacobian is ever formed.
 
 Parameters are ordered as ``[W.flatten(), b]``, the order of ``nn.Linear.parameters()``.
+
+A sketch of the second moments ``A`` (F, F) of its inputs is their product with a fixed test matrix, and their trace.
+Both are linear in ``A``, so sketches of batches, of data sets and of discounted sums add up as the matrices would. No
+(F, F) matrix is formed where the sketch is smaller. The leading eigenvectors are recovered by
+:mod:`contrastive_curvature.structures.nystrom`.
 """
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -13,11 +19,18 @@ from torch import Tensor
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.network.encoder import Encoder
-from contrastive_curvature.network.full_precision import full_precision
 from contrastive_curvature.network.inputs import Inputs
-from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, KronFactors, Pullback
-from contrastive_curvature.network.sketch import sketch_moment
+from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, KronFactors, Pullback, full_precision
 from contrastive_curvature.pairs.relation import chunks
+
+MOST_RANK = 64
+"""Largest rank that is chosen from the spectrum, above :data:`EXACT_WIDTH` (``docs/defaults.md``)."""
+
+EXACT_WIDTH = 2048
+"""Up to so many features all eigenvectors are kept, which takes a few seconds. Small eigenvalues count: on 512 features
+of faces and 256 of sentences, rank 64 ranks worse than all (``docs/defaults.md``)."""
+
+_SPARE = 8
 
 _PAIR_OVERHEAD = 40
 """Making the product phi_i phi_j of a pair costs about as much memory traffic as this many multiply-adds."""
@@ -31,9 +44,8 @@ class LastLayerPullback(Pullback):
 
     Args:
         encoder: The analysed encoder, in evaluation mode.
-        sketch: Number of columns of a sketch (:mod:`contrastive_curvature.network.sketch`) that takes the place of the
-            input factor of Kronecker pairs; ``None`` for the factor itself.
-
+        sketch: Number of columns of a sketch (:func:`sketch_moment`) that takes the place of the input factor of
+            Kronecker pairs; ``None`` for the factor itself.
     """
 
     def __init__(self, encoder: Encoder, sketch: int | None = None) -> None:
@@ -190,3 +202,42 @@ def _cross_by_pairs(cross: CrossBlocks, left: Tensor, right: Tensor, pairs: Tens
     out *= 2
     itself = cross.itself()
     return out if itself is None else out + itself.T @ left.square()
+
+
+def sketch_size(width: int, rank: int | None) -> int:
+    """Return the number of columns of a sketch: twice the rank and a few more, as Tropp et al. (2017) advise.
+
+    It is F, for the matrix itself, where the sketch would have half as many columns or more, and without a rank up to
+    :data:`EXACT_WIDTH`.
+    """
+    if rank is None and width <= EXACT_WIDTH:
+        return width
+    size = 2 * (MOST_RANK if rank is None else rank) + _SPARE
+    return width if 2 * size >= width else size
+
+
+@functools.lru_cache(maxsize=4)
+def sketch_matrix(width: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return the test matrix (F, size) of a sketch: independent Gaussian entries of variance 1 / F, always the same.
+
+    The entries are those of float64 on the CPU, rounded, so that devices agree; they are not to be changed.
+    """
+    # Drawing a million numbers takes longer than a training step's product with them, hence the cache.
+    with torch.inference_mode(mode=False):
+        generator = torch.Generator("cpu").manual_seed(0)
+        drawn = torch.randn(width, size, generator=generator, dtype=torch.float64, device="cpu")
+        return (drawn / width**0.5).to(dtype=dtype, device=device)
+
+
+@full_precision
+def sketch_moment(features: Tensor, size: int) -> list[Tensor]:
+    """Sketch ``features^T features`` (F, F) in ``size`` columns.
+
+    Returns:
+        The product with the test matrix (F, size), or the matrix itself where ``size`` is F; and the trace, shape (1,).
+    """
+    width = features.shape[1]
+    trace = features.square().sum().reshape(1)
+    if size == width:
+        return [features.T @ features, trace]
+    return [features.T @ (features @ sketch_matrix(width, size, features.dtype, features.device)), trace]

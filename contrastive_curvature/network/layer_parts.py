@@ -27,7 +27,7 @@ _CHUNK_ELEMENTS = 2**23
 Entries = slice | Tensor
 
 
-class Part(ABC):
+class BlockJacobian(ABC):
     """Some entries of one parameter, and how they enter the network; n points.
 
     Attributes:
@@ -55,31 +55,36 @@ class Part(ABC):
 
     @abstractmethod
     def jacobians(
-        self, b: Tensor, points: int | None = None, other: Part | None = None
+        self, b: Tensor, points: int | None = None, other: BlockJacobian | None = None
     ) -> Iterator[tuple[Entries, Tensor]]:
         """Yield ``J_i^T v_ki`` in chunks of entries, each with its places: (n, K, entries).
 
         Args:
             b: Gradients of K columns.
             points: How many points the chunks are small enough for; ``None`` takes n.
-            other: Leave out entries that do not enter this part of other points.
+            other: Leave out entries that do not enter the other Jacobian of other points.
         """
 
-    def cross(self, left: Tensor, right_part: Part, right: Tensor, blocks: CrossBlocks) -> Tensor:
+    def cross(self, left: Tensor, right_side: BlockJacobian, right: Tensor, blocks: CrossBlocks) -> Tensor:
         """Return the diagonal of ``sum_ij J_i^T H_ij J_j``, from gradients of the D axes at both sides."""
-        return self._bilinear(left, right_part, right, blocks.matmul)
+        return self._bilinear(left, right_side, right, blocks.matmul)
 
-    def weighted(self, left: Tensor, right_part: Part, right: Tensor, weight: Tensor) -> Tensor:
+    def weighted(self, left: Tensor, right_side: BlockJacobian, right: Tensor, weight: Tensor) -> Tensor:
         """Return ``sum_kij weight_ij (J_i^T v_ki) (J_j^T v_kj)`` (size,), from gradients of K columns at both sides."""
 
         def product(b: Tensor) -> Tensor:
             return (weight @ b.flatten(1)).view(len(weight), *b.shape[1:])
 
         # Small chunks: they are read four times.
-        return self._bilinear(left, right_part, right, product, finer=_CHUNK_ELEMENTS // _CACHE_ELEMENTS)
+        return self._bilinear(left, right_side, right, product, finer=_CHUNK_ELEMENTS // _CACHE_ELEMENTS)
 
     def _bilinear(
-        self, left: Tensor, right_part: Part, right: Tensor, product: Callable[[Tensor], Tensor], finer: int = 1
+        self,
+        left: Tensor,
+        right_side: BlockJacobian,
+        right: Tensor,
+        product: Callable[[Tensor], Tensor],
+        finer: int = 1,
     ) -> Tensor:
         out = left.new_zeros(self.size)
         points = finer * max(left.shape[1], right.shape[1])
@@ -87,7 +92,7 @@ class Part(ABC):
             for entries, a in self.jacobians(left, points):
                 out[entries] += (a * product(a)).sum((0, 1))
             return out
-        sides = self.jacobians(left, points, right_part), right_part.jacobians(right, points, self)
+        sides = self.jacobians(left, points, right_side), right_side.jacobians(right, points, self)
         for (entries, a), (_, b) in zip(*sides, strict=True):
             out[entries] += (a * product(b)).sum((0, 1))
         return out
@@ -100,13 +105,13 @@ class Part(ABC):
         return out
 
 
-class MatrixPart(Part):
+class MatrixJacobian(BlockJacobian):
     """A matrix that multiplies the inputs of every position.
 
     Args:
         inputs: Shape (n, G, T, F): G groups of F inputs at T positions. Gradients have shape (K, n, G, T, C).
         channels: C, the outputs of a group.
-        entries: See :class:`Part`.
+        entries: See :class:`BlockJacobian`.
     """
 
     def __init__(self, inputs: Tensor, channels: int, entries: Tensor | None = None) -> None:
@@ -117,7 +122,7 @@ class MatrixPart(Part):
         self._squares: Tensor | None = None
 
     def diagonal(self, b: Tensor, signs: Tensor) -> Tensor:
-        """See :meth:`Part.diagonal`."""
+        """See :meth:`BlockJacobian.diagonal`."""
         if self.is_vector:
             if self._squares is None:
                 self._squares = self.inputs[:, 0, 0].square()
@@ -135,15 +140,15 @@ class MatrixPart(Part):
         return out
 
     def total(self, b: Tensor, absolute: bool = False) -> Tensor:
-        """See :meth:`Part.total`."""
+        """See :meth:`BlockJacobian.total`."""
         b, a = (b.abs(), self.inputs.abs()) if absolute else (b, self.inputs)
         by_group = b.sum(0).transpose(0, 1).flatten(1, 2).mT
         return torch.matmul(by_group, a.transpose(0, 1).flatten(1, 2)).flatten()
 
     def jacobians(
-        self, b: Tensor, points: int | None = None, other: Part | None = None
+        self, b: Tensor, points: int | None = None, other: BlockJacobian | None = None
     ) -> Iterator[tuple[Entries, Tensor]]:
-        """See :meth:`Part.jacobians`."""
+        """See :meth:`BlockJacobian.jacobians`."""
         many, n = b.shape[:2]
         count = max(1, many * (n if points is None else points))
         step = max(1, _CHUNK_ELEMENTS // (count * self.width))
@@ -157,40 +162,40 @@ class MatrixPart(Part):
                     first = (group * self.channels + channels.start) * self.width + some.start
                     yield slice(first, first + chunk.shape[2]), chunk
 
-    def cross(self, left: Tensor, right_part: Part, right: Tensor, blocks: CrossBlocks) -> Tensor:
-        """See :meth:`Part.cross`; with one position, ``sum_ij (B_i^T H_ij B_j)_cc a_if a_jf`` over the pairs."""
-        if not (self.is_vector and right_part.is_vector):
-            return super().cross(left, right_part, right, blocks)
+    def cross(self, left: Tensor, right_side: BlockJacobian, right: Tensor, blocks: CrossBlocks) -> Tensor:
+        """See :meth:`BlockJacobian.cross`; one position: ``sum_ij (B_i^T H_ij B_j)_cc a_if a_jf`` over pairs."""
+        if not (self.is_vector and right_side.is_vector):
+            return super().cross(left, right_side, right, blocks)
         of_left, of_right = (b[:, :, 0, 0].transpose(0, 1) for b in (left, right))
         out = left.new_zeros(self.channels, self.width)
         pairs = blocks.pairs()
         for channels in chunks(self.channels, _CHUNK_ELEMENTS // max(1, blocks.y.numel())):
             forms = blocks.forms(of_left[..., channels], of_right[..., channels])
-            self._add_pairs(out[channels], forms, right_part, pairs)
+            self._add_pairs(out[channels], forms, right_side, pairs)
         return out.flatten()
 
-    def weighted(self, left: Tensor, right_part: Part, right: Tensor, weight: Tensor) -> Tensor:
-        """See :meth:`Part.weighted`; with one position without a Jacobian."""
+    def weighted(self, left: Tensor, right_side: BlockJacobian, right: Tensor, weight: Tensor) -> Tensor:
+        """See :meth:`BlockJacobian.weighted`; with one position without a Jacobian."""
         if self.groups == 1 and self.positions > 1 and right is left:
             return self._weighted_by_channels(left[:, :, 0], weight)
-        if not (self.is_vector and right_part.is_vector):
-            return super().weighted(left, right_part, right, weight)
+        if not (self.is_vector and right_side.is_vector):
+            return super().weighted(left, right_side, right, weight)
         forms = torch.bmm(left[:, :, 0, 0].permute(2, 1, 0), right[:, :, 0, 0].permute(2, 0, 1)).mul_(weight)
         out = left.new_zeros(self.channels, self.width)
-        pairs = ((weight.triu(1) if right_part is self else weight) != 0).nonzero()
-        self._add_pairs(out, forms, right_part, pairs)
+        pairs = ((weight.triu(1) if right_side is self else weight) != 0).nonzero()
+        self._add_pairs(out, forms, right_side, pairs)
         return out.flatten()
 
-    def _add_pairs(self, out: Tensor, forms: Tensor, right_part: Any, pairs: Tensor) -> None:
+    def _add_pairs(self, out: Tensor, forms: Tensor, right_side: Any, pairs: Tensor) -> None:
         """Add ``sum_ij forms_cij a_if a_jf`` (C, F) over pairs; where both sides are the same, i < j counts twice."""
-        a, b = self.inputs[:, 0, 0], right_part.inputs[:, 0, 0]
-        if right_part is self:
+        a, b = self.inputs[:, 0, 0], right_side.inputs[:, 0, 0]
+        if right_side is self:
             out.addmm_(forms.diagonal(dim1=1, dim2=2), a.square())
         for i, j in (chunk.unbind(1) for chunk in pairs.split(max(1, _CACHE_ELEMENTS // max(1, self.width)))):
-            out.addmm_(forms[:, i, j], a[i] * b[j], alpha=2 if right_part is self else 1)
+            out.addmm_(forms[:, i, j], a[i] * b[j], alpha=2 if right_side is self else 1)
 
     def _weighted_by_channels(self, b: Tensor, weight: Tensor) -> Tensor:
-        """See :meth:`Part.weighted`, for gradients (K, n, T, C) of one side."""
+        """See :meth:`BlockJacobian.weighted`, for gradients (K, n, T, C) of one side."""
         out = b.new_zeros(self.channels, self.width)
         a, n = self.inputs[:, 0], b.shape[1]
         step = max(1, min(self.channels, _CACHE_ELEMENTS // (n * self.width)))
@@ -207,7 +212,7 @@ class MatrixPart(Part):
         return out.flatten()
 
     def covariance(self, b: Tensor, variance: Tensor) -> Tensor:
-        """See :meth:`Part.covariance`."""
+        """See :meth:`BlockJacobian.covariance`."""
         if not self.is_vector:
             return super().covariance(b, variance)
         weight = self.inputs[:, 0, 0].square() @ variance.view(self.channels, self.width).T
@@ -215,14 +220,14 @@ class MatrixPart(Part):
         return (axes * weight.unsqueeze(1)) @ axes.mT
 
 
-class EntryPart(Part):
+class EntrywiseJacobian(BlockJacobian):
     """Entries that are multiplied with one number each at every position, and summed: biases, scales, tokens.
 
     Args:
         factors: ``h``, shape (n, T, M), or ``None`` for ones. Gradients have shape (K, n, T, M).
         size: M, or the number of different entries.
         places: Which entry each of the M is, where several are the same; ``None`` where each is its own.
-        entries: See :class:`Part`.
+        entries: See :class:`BlockJacobian`.
     """
 
     def __init__(
@@ -239,30 +244,30 @@ class EntryPart(Part):
         return summed.new_zeros(*summed.shape[:2], self.size).index_add_(2, self.places, summed)
 
     def diagonal(self, b: Tensor, signs: Tensor) -> Tensor:
-        """See :meth:`Part.diagonal`."""
+        """See :meth:`BlockJacobian.diagonal`."""
         return signs.flatten() @ self.gradients(b).square().flatten(0, 1)
 
     def total(self, b: Tensor, absolute: bool = False) -> Tensor:
-        """See :meth:`Part.total`."""
+        """See :meth:`BlockJacobian.total`."""
         return self.gradients(b, absolute).sum((0, 1))
 
     def jacobians(
-        self, b: Tensor, points: int | None = None, other: Part | None = None
+        self, b: Tensor, points: int | None = None, other: BlockJacobian | None = None
     ) -> Iterator[tuple[Entries, Tensor]]:
-        """See :meth:`Part.jacobians`."""
+        """See :meth:`BlockJacobian.jacobians`."""
         jacobian = self.gradients(b).transpose(0, 1)
         n, many = jacobian.shape[:2]
         for entries in chunks(self.size, _CHUNK_ELEMENTS // max(1, many * (n if points is None else points))):
             yield entries, jacobian[..., entries]
 
 
-class EmbeddingPart(Part):
+class EmbeddingJacobian(BlockJacobian):
     """Rows of a matrix that tokens pick.
 
     Args:
         tokens: Shape (n, T); negative where a position picks none. Gradients have shape (K, n, T, E).
         shape: (V, E).
-        entries: See :class:`Part`.
+        entries: See :class:`BlockJacobian`.
     """
 
     def __init__(self, tokens: Tensor, shape: tuple[int, int], entries: Tensor | None = None) -> None:
@@ -281,21 +286,21 @@ class EmbeddingPart(Part):
         return flat.new_zeros(flat.shape[0], len(self._token), flat.shape[2]).index_add_(1, self._place, flat)
 
     def diagonal(self, b: Tensor, signs: Tensor) -> Tensor:
-        """See :meth:`Part.diagonal`."""
+        """See :meth:`BlockJacobian.diagonal`."""
         rows = torch.einsum("kue,ku->ue", self._rows(b).square(), signs[:, self._point])
         return b.new_zeros(self.shape).index_add_(0, self._token, rows).flatten()
 
     def total(self, b: Tensor, absolute: bool = False) -> Tensor:
-        """See :meth:`Part.total`."""
+        """See :meth:`BlockJacobian.total`."""
         rows = self._rows(b.abs() if absolute else b)
         return b.new_zeros(self.shape).index_add_(0, self._token, rows.sum(0)).flatten()
 
     def jacobians(
-        self, b: Tensor, points: int | None = None, other: Part | None = None
+        self, b: Tensor, points: int | None = None, other: BlockJacobian | None = None
     ) -> Iterator[tuple[Entries, Tensor]]:
-        """See :meth:`Part.jacobians`; of the tokens that occur."""
+        """See :meth:`BlockJacobian.jacobians`; of the tokens that occur."""
         tokens = self._token.unique()
-        if isinstance(other, EmbeddingPart):
+        if isinstance(other, EmbeddingJacobian):
             tokens = tokens[torch.isin(tokens, other._token)]
         rows, width = self._rows(b), self.shape[1]
         step = max(1, _CHUNK_ELEMENTS // max(1, b.shape[0] * (self._points if points is None else points) * width))

@@ -21,10 +21,18 @@ from torch import Tensor, nn
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs
-from contrastive_curvature.network.layer_parts import MatrixPart, Part
-from contrastive_curvature.network.layer_tape import Gradients, Tape, gradients_at, make_pieces
+from contrastive_curvature.network.layer_parts import BlockJacobian, MatrixJacobian
+from contrastive_curvature.network.layer_tape import Gradients, Tape, gradients_at, make_blocks
 from contrastive_curvature.network.pullback import own_name
-from contrastive_curvature.network.recorder import Layout, Recorder, Run, Use, by_point, candidates, separates
+from contrastive_curvature.network.recorder import (
+    BatchAxis,
+    Call,
+    ParameterUse,
+    Recorder,
+    by_point,
+    possible_axes,
+    separates,
+)
 
 _LEVELS = 16
 """Different multiples, powers of two, so that no rounding changes: from 1 to 2^-15. Up to 16 points all differ."""
@@ -40,7 +48,7 @@ _TOLERANCE = 0.1
 
 
 @dataclass(frozen=True)
-class Layouts:
+class LayerAnalysis:
     """What a few points tell about an encoder; by default nothing is known.
 
     Args:
@@ -53,7 +61,7 @@ class Layouts:
         lacking: Numbers of the parameters that have a use without a rule.
     """
 
-    places: Mapping[tuple[int, int], Layout] = field(default_factory=dict)
+    places: Mapping[tuple[int, int], BatchAxis] = field(default_factory=dict)
     lookups: frozenset[int] = frozenset()
     matrices: frozenset[int] = frozenset()
     used: frozenset[int] = frozenset()
@@ -62,7 +70,7 @@ class Layouts:
     lacking: frozenset[int] = frozenset()
 
 
-def find_layouts(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> Layouts:
+def analyse_layers(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> LayerAnalysis:
     """Run a few points, and see where the gradients of one of them arrive.
 
     Args:
@@ -74,46 +82,46 @@ def find_layouts(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> Lay
     while True:
         with Recorder(list(params), lookups) as recorder:
             z = encoder(few)
-        places, without = _places(recorder.uses, z)
-        tables = {use.selection.number for use in without if use.kind == "embedding"} - lookups
+        places, without = _batch_axes(recorder.uses, z)
+        tables = {use.subset.number for use in without if use.kind == "embedding"} - lookups
         if not tables:
             break
         lookups |= tables
-    lacking = recorder.unknown | {use.selection.number for use in without}
+    lacking = recorder.unknown | {use.subset.number for use in without}
     plain = encoder(few).detach()
-    if not _agree(z.detach(), plain, plain, coarsest_dtype([use.run for use in recorder.uses], z.dtype)):
-        # Every run gives other outputs.
+    if not bool(_agree(z.detach(), plain, plain, coarsest_dtype([use.call for use in recorder.uses], z.dtype))):
+        # Every run of the encoder gives other outputs.
         lacking = set(range(len(params)))
-    pieces, wrong = make_pieces(recorder.uses, places, z, lacking)
+    blocks, wrong = make_blocks(recorder.uses, places, z, lacking)
     lacking |= wrong
-    counts = Counter(piece.number for piece in pieces)
-    matrices = {piece.number: piece.part for piece in pieces if isinstance(piece.part, MatrixPart)}
-    runs = {id(run): run for piece in pieces for run in piece.runs}
-    return Layouts(
+    counts = Counter(block.number for block in blocks)
+    matrices = {block.number: block.jacobian for block in blocks if isinstance(block.jacobian, MatrixJacobian)}
+    calls = {id(call): call for block in blocks for call in block.calls}
+    return LayerAnalysis(
         places,
         lookups,
         frozenset(k for k, m in matrices.items() if counts[k] == 1 and m.groups == 1 and m.entries is None),
-        frozenset(use.selection.number for use in recorder.uses) | lacking,
-        max(1, sum(run.shape.numel() for run in runs.values()) // len(z)),
-        sum(p.part.inputs.numel() for p in pieces if isinstance(p.part, MatrixPart)) // len(z),
+        frozenset(use.subset.number for use in recorder.uses) | lacking,
+        max(1, sum(call.shape.numel() for call in calls.values()) // len(z)),
+        sum(p.jacobian.inputs.numel() for p in blocks if isinstance(p.jacobian, MatrixJacobian)) // len(z),
         frozenset(lacking),
     )
 
 
-def _places(uses: Sequence[Use], z: Tensor) -> tuple[dict[tuple[int, int], Layout], list[Use]]:
+def _batch_axes(uses: Sequence[ParameterUse], z: Tensor) -> tuple[dict[tuple[int, int], BatchAxis], list[ParameterUse]]:
     """Return where the points lie at every use, from the gradients that tell it, and the uses without such an axis."""
     n = len(z)
     of_first, of_others = _random_like(z, seed=0).repeat(2, 1, 1)
     of_first[1:], of_others[0] = 0, 0
-    found = gradients_at(z, [use.run for use in uses], torch.stack([of_first, of_others]))
-    places: dict[tuple[int, int], Layout] = {}
+    found = gradients_at(z, [use.call for use in uses], torch.stack([of_first, of_others]))
+    places: dict[tuple[int, int], BatchAxis] = {}
     without = []
     seen: Counter[int] = Counter()
     for use in uses:
-        number, run = use.selection.number, id(use.run)
-        possible = candidates(use.run.shape, use.run.axes, n)
-        if run in found:
-            possible = [c for c in possible if separates(c, n, *found[run])]
+        number, call = use.subset.number, id(use.call)
+        possible = possible_axes(use.call.shape, use.call.axes, n)
+        if call in found:
+            possible = [c for c in possible if separates(c, n, *found[call])]
         if possible:
             places[number, seen[number]] = possible[0]
         else:
@@ -123,7 +131,7 @@ def _places(uses: Sequence[Use], z: Tensor) -> tuple[dict[tuple[int, int], Layou
 
 
 def unproven(tape: Tape, params: Sequence[Tensor], without: Collection[int] = ()) -> tuple[set[int], bool]:
-    """Return the numbers of the parameters whose pieces do not give the Jacobian of every point.
+    """Return the numbers of the parameters whose blocks do not give the Jacobian of every point.
 
     There are none where gradients overflow: such a curvature is refused later. And whether that holds for other values
     of parameters and inputs too: a gradient of zero everywhere agrees with anything.
@@ -137,33 +145,41 @@ def unproven(tape: Tape, params: Sequence[Tensor], without: Collection[int] = ()
     z, n = tape.z, len(tape.z)
     if not z.requires_grad or not tracked or not n:
         return set(), False
-    runs = {id(run): run for piece in tape.pieces for run in piece.runs}
-    coarsest = coarsest_dtype(runs.values(), z.dtype)
+    calls = {id(call): call for block in tape.blocks for call in block.calls}
+    coarsest = coarsest_dtype(calls.values(), z.dtype)
     v = _random_like(z, seed=n)
-    inputs: Any = [*(run.edge for run in runs.values()), *(params[k] for k in tracked)]
+    inputs: Any = [*(call.edge for call in calls.values()), *(params[k] for k in tracked)]
     found = torch.autograd.grad(z, inputs, v, retain_graph=True, allow_unused=True)
-    one: Gradients = {key: g.to(z.dtype).unsqueeze(0) for key, g in zip(runs, found, strict=False) if g is not None}
+    one: Gradients = {key: g.to(z.dtype).unsqueeze(0) for key, g in zip(calls, found, strict=False) if g is not None}
     wanted = {
-        k: torch.zeros_like(params[k]) if g is None else g for k, g in zip(tracked, found[len(runs) :], strict=True)
+        k: torch.zeros_like(params[k]) if g is None else g for k, g in zip(tracked, found[len(calls) :], strict=True)
     }
     del found
     # Those of nn.Embedding(sparse=True) are sparse.
     flat = {k: (g.to_dense() if g.is_sparse else g).to(z.dtype).flatten() for k, g in wanted.items()}
-    if not all(bool(g.isfinite().all()) for g in flat.values()):
+    if not all(_read(g.isfinite().all() for g in flat.values())):
         return set(), False
-    telling = all(bool(g.any()) for g in one.values())
-    terms: dict[int, list[tuple[Part, Tensor]]] = {k: [] for k in tracked}
-    for piece, b in tape.reached(one):
-        terms[piece.number].append((piece.part, b))
-    wrong = {k for k, g in flat.items() if not _is_sum(terms[k], g, coarsest)}
-    if n > 1 and runs:
+    telling = all(_read(g.any() for g in one.values()))
+    terms: dict[int, list[tuple[BlockJacobian, Tensor]]] = {k: [] for k in tracked}
+    for block, b in tape.reached(one):
+        terms[block.number].append((block.jacobian, b))
+    right = _read(_agree(_total(terms[k], g), g, g, coarsest) for k, g in flat.items())
+    apart = [k for k, agrees in zip(flat, right, strict=True) if not agrees]
+    # A gradient that is a cancellation has the rounding error of its terms.
+    sizes = {k: _total(terms[k], flat[k], absolute=True) for k in apart}
+    right = _read(_agree(_total(terms[k], flat[k]), flat[k], sizes[k], coarsest) for k in apart)
+    wrong = {k for k, agrees in zip(apart, right, strict=True) if not agrees}
+    if n > 1 and calls:
         levels = _LEVELS if torch.finfo(coarsest).bits > 16 else _LEVELS_OF_HALF
         order = torch.randperm(-(-n // levels) * levels, generator=torch.Generator().manual_seed(n))[:n]
         multiples = torch.exp2(-(order % levels).double()).to(z)
         other = tape.gradients((v * multiples.unsqueeze(1)).unsqueeze(0))
-        uses = {(id(use.run), use.layout): use for piece in tape.pieces for use in piece.uses if id(use.run) in one}
-        mixed = {key for key, use in uses.items() if not _scales(one[key[0]][0], other[key[0]][0], use, multiples)}
-        wrong |= {p.number for p in tape.pieces if any((id(use.run), use.layout) in mixed for use in p.uses)}
+        uses = {
+            (id(use.call), use.batch_axis): use for block in tape.blocks for use in block.uses if id(use.call) in one
+        }
+        scaled = _read(_scales(one[key][0], other[key][0], use, multiples) for (key, _), use in uses.items())
+        mixed = {key for key, scales in zip(uses, scaled, strict=True) if not scales}
+        wrong |= {p.number for p in tape.blocks if any((id(use.call), use.batch_axis) in mixed for use in p.uses)}
     return wrong, telling
 
 
@@ -199,8 +215,8 @@ def graph_key(tape: Tape, params: Sequence[Tensor]) -> int | None:
                 return None
             options.append(None if tensors else repr(value))
         found.append((name, *options, *((order.get(child), place) for child, place in node.next_functions)))
-    uses = [use for piece in tape.pieces for use in piece.uses]
-    found += [(use.selection.number, use.kind, use.shape, use.layout, order.get(use.run.edge.node)) for use in uses]
+    uses = [use for block in tape.blocks for use in block.uses]
+    found += [(use.subset.number, use.kind, use.shape, use.batch_axis, order.get(use.call.edge.node)) for use in uses]
     return hash((len(tape.z), *found))
 
 
@@ -209,34 +225,34 @@ def _option_names(kind: type) -> list[str]:
     return [name for name in dir(kind) if name.startswith("_saved_")]
 
 
-def _is_sum(terms: Sequence[tuple[Part, Tensor]], wanted: Tensor, coarsest: torch.dtype) -> bool:
-    """Return whether the parts of a parameter add up to its gradient (size,)."""
-
-    def total(absolute: bool) -> Tensor:
-        out = torch.zeros_like(wanted)
-        for part, b in terms:
-            out[part.place] += part.total(b, absolute)
-        return out
-
-    found = total(absolute=False)
-    # A gradient that is a cancellation has the rounding error of its terms.
-    return _agree(found, wanted, wanted, coarsest) or _agree(found, wanted, total(absolute=True), coarsest)
+def _read(checks: Iterable[Tensor]) -> list[bool]:
+    """Read tensors of one boolean, such that a device is waited for once."""
+    several = list(checks)
+    return torch.stack([check.to(several[0].device) for check in several]).tolist() if several else []
 
 
-def _scales(one: Tensor, other: Tensor, use: Use, multiples: Tensor) -> bool:
+def _total(terms: Sequence[tuple[BlockJacobian, Tensor]], like: Tensor, absolute: bool = False) -> Tensor:
+    """Return the sum of the blocks of a parameter (size,), or of their absolute terms."""
+    out = torch.zeros_like(like)
+    for jacobian, b in terms:
+        out[jacobian.place] += jacobian.total(b, absolute)
+    return out
+
+
+def _scales(one: Tensor, other: Tensor, use: ParameterUse, multiples: Tensor) -> Tensor:
     """Return whether the rows of every point in ``other`` are its multiple of those in ``one``."""
-    a, b = (by_point(t, use.layout, len(multiples)).flatten(1) for t in (one, other))
+    a, b = (by_point(t, use.batch_axis, len(multiples)).flatten(1) for t in (one, other))
     if not a.numel():
-        return True
+        return torch.ones((), dtype=torch.bool, device=a.device)
     expected = a * multiples.unsqueeze(1)
     size = expected.abs().amax(1)
     # Rows whose numbers lose digits near the smallest one say nothing.
-    kind = torch.finfo(use.run.dtype)
+    kind = torch.finfo(use.call.dtype)
     ignored = kind.tiny * (16 if kind.bits == 16 else 1 / kind.eps)
-    return bool(((b - expected).abs().amax(1) <= _TOLERANCE * size + ignored).all())
+    return ((b - expected).abs().amax(1) <= _TOLERANCE * size + ignored).all()
 
 
-def _agree(found: Tensor, wanted: Tensor, size: Tensor, dtype: torch.dtype) -> bool:
+def _agree(found: Tensor, wanted: Tensor, size: Tensor, dtype: torch.dtype) -> Tensor:
     """Return whether two tensors are equal up to rounding, relative to the largest entry of ``size``."""
     tolerance = {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 5e-2)
     if wanted.is_cuda and dtype == torch.float32:
@@ -244,12 +260,12 @@ def _agree(found: Tensor, wanted: Tensor, size: Tensor, dtype: torch.dtype) -> b
         tolerance = 1e-2
     if torch.is_autocast_enabled(wanted.device.type):
         tolerance = max(tolerance, 5e-2)
-    return float((found - wanted).abs().amax()) <= tolerance * float(size.abs().amax())
+    return (found - wanted).abs().amax() <= tolerance * size.abs().amax()
 
 
-def coarsest_dtype(runs: Iterable[Run], dtype: torch.dtype) -> torch.dtype:
+def coarsest_dtype(calls: Iterable[Call], dtype: torch.dtype) -> torch.dtype:
     """Return the type of the outputs, or of a layer that autocast computes in fewer digits."""
-    return max((dtype, *(run.dtype for run in runs)), key=lambda kind: torch.finfo(kind).eps)
+    return max((dtype, *(call.dtype for call in calls)), key=lambda kind: torch.finfo(kind).eps)
 
 
 def _random_like(z: Tensor, seed: int) -> Tensor:

@@ -33,14 +33,14 @@ from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, few_points, input_length
 from contrastive_curvature.network.kron import kron_factors, kron_kinds, refuse_kron
 from contrastive_curvature.network.layer_proof import (
-    Layouts,
+    LayerAnalysis,
+    analyse_layers,
     check_fast_path,
-    find_layouts,
     graph_key,
     refuse_gradients,
     unproven,
 )
-from contrastive_curvature.network.layer_tape import Piece, Tape, make_pieces
+from contrastive_curvature.network.layer_tape import ParameterBlock, Tape, make_blocks
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.network.pullback import KronFactors, own_name
 from contrastive_curvature.network.recorder import Recorder
@@ -49,7 +49,7 @@ from contrastive_curvature.pairs.relation import chunks
 
 _T = TypeVar("_T")
 
-_UNKNOWN = Layouts()
+_UNKNOWN = LayerAnalysis()
 
 _CHUNK_ELEMENTS = 2**25
 """Numbers that the inputs of the layers and one or more gradients of a chunk of points may hold: 128 MiB in float32."""
@@ -66,8 +66,8 @@ _TILE_POINTS = 2048
 _disproven: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Parameters of encoders that a later batch of a fit used in another way than the first, for the next fit."""
 
-_proven: WeakKeyDictionary[nn.Module, dict[int, Layouts]] = WeakKeyDictionary()
-"""Layouts of encoders by the keys of graphs where they agreed with autograd, for the next call with the encoder."""
+_proven: WeakKeyDictionary[nn.Module, dict[int, LayerAnalysis]] = WeakKeyDictionary()
+"""Analyses of layers by the keys of graphs where they agreed with autograd, for the next call with the encoder."""
 
 
 class NotVerifiedError(Exception):
@@ -93,7 +93,7 @@ class LayerwisePullback(ModulePullback):
 
     Attributes:
         by_func: Numbers of the parameters that go through ``torch.func``.
-        layouts: What a few points of the first batch told about the layers.
+        analysis: What a few points of the first batch told about the layers.
 
     Raises:
         UnsupportedError: Gradients of a parameter are no derivatives.
@@ -104,7 +104,7 @@ class LayerwisePullback(ModulePullback):
         refuse_gradients(encoder)
         self.names = list(self.params)
         self.trainable = [p for name, p in encoder.named_parameters() if name in self.params]
-        self.layouts = _UNKNOWN
+        self.analysis = _UNKNOWN
         self._example: Inputs | None = None
         self.by_func: set[int] = set()
         self.general: ModulePullback | None = None
@@ -112,21 +112,21 @@ class LayerwisePullback(ModulePullback):
         self._running = _without_backward_hooks(encoder)
         self._random = random.Random(0)
         self._runs, self._next_proof, self._trusted = 0, 1, False
-        # Graphs of earlier calls, whose layouts are taken unless the graph of this one turns out to be another.
-        self._borrowed: dict[int, Layouts] | None = None
+        # Graphs of earlier calls, whose analysis is taken unless the graph of this one turns out to be another.
+        self._borrowed: dict[int, LayerAnalysis] | None = None
 
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
         """See :meth:`Pullback.forward`."""
-        if self.layouts is _UNKNOWN and input_length(x):
+        if self.analysis is _UNKNOWN and input_length(x):
             self._example = few_points(x)
         return super().forward(x)
 
     def diag(self, context: Any, blocks: Blocks) -> Tensor:
         """See :meth:`Pullback.diag`; without a Jacobian of the network."""
 
-        def add(pieces: Sequence[Tensor]) -> None:
+        def add(vectors: Sequence[Tensor]) -> None:
             for rows, tape in self.tapes(context):
-                self._add_squares(pieces, tape, blocks[rows].signed_factor())
+                self._add_squares(vectors, tape, blocks[rows].signed_factor())
 
         return self._diagonal(blocks.u, context, add, lambda general: general.diag(context, blocks))
 
@@ -138,12 +138,12 @@ class LayerwisePullback(ModulePullback):
             return super().coupled_diag(context, hessian)
         columns, weight, rest = shared
 
-        def add(pieces: Sequence[Tensor]) -> None:
+        def add(vectors: Sequence[Tensor]) -> None:
             tape = self.tape(context)
             for group, _ in self.backward(tape, columns, columns[..., 0]):
-                for piece, b in group:
-                    pieces[piece.number][piece.part.place] += piece.part.weighted(b, piece.part, b, weight)
-            self._add_squares(pieces, tape, rest)
+                for block, b in group:
+                    vectors[block.number][block.jacobian.place] += block.jacobian.weighted(b, block.jacobian, b, weight)
+            self._add_squares(vectors, tape, rest)
 
         return self._diagonal(hessian.z, context, add, lambda general: general.coupled_diag(context, hessian))
 
@@ -152,11 +152,11 @@ class LayerwisePullback(ModulePullback):
         if not all(cross.shape):
             return cross.u_rows.new_zeros(self.n_params)
 
-        def add(pieces: Sequence[Tensor]) -> None:
+        def add(vectors: Sequence[Tensor]) -> None:
             left = self.tape(rows)
             right = left if cross.symmetric else self.tape(columns)
-            for piece, found in _cross_diagonals(left, right, cross):
-                pieces[piece.number][piece.part.place] += found
+            for block, found in _cross_diagonals(left, right, cross):
+                vectors[block.number][block.jacobian.place] += found
 
         return self._diagonal(cross.u_rows, rows, add, lambda general: general.cross_diag(rows, columns, cross))
 
@@ -193,8 +193,8 @@ class LayerwisePullback(ModulePullback):
             out = []
             for _, tape in self.tapes(context, columns=dim, prove=True):
                 covariance = tape.z.new_zeros(len(tape.z), dim, dim)
-                for piece, b in tape.by_piece(tape.axes):
-                    covariance += piece.part.covariance(b, own[piece.number][piece.part.place])
+                for block, b in tape.by_block(tape.axes):
+                    covariance += block.jacobian.covariance(b, own[block.number][block.jacobian.place])
                 out.append(covariance)
             return torch.cat(out) if out else variance.new_zeros(0, dim, dim)
 
@@ -207,18 +207,18 @@ class LayerwisePullback(ModulePullback):
 
     def tile_diag(self, dim: int) -> int:
         """See :meth:`Pullback.tile_diag`; as many points as one graph may have."""
-        if self.layouts is _UNKNOWN and self._example is None:
+        if self.analysis is _UNKNOWN and self._example is None:
             return super().tile_diag(dim)
         self.run_layers(self._example, lambda: None)
         if self.general is not None:
             return min(_TILE_POINTS, self.general.tile_diag(dim))
-        size = self.layouts.inputs + 2 * self.layouts.gradients
+        size = self.analysis.inputs + 2 * self.analysis.gradients
         return max(1, min(_TILE_POINTS, 4 * _CHUNK_ELEMENTS // size))
 
     def run_layers(self, context: Any, compute: Callable[[], _T]) -> _T:
         """Compute something from the layers; again, where a batch turns out to use parameters in another way."""
         with torch.inference_mode(False), torch.enable_grad():
-            if self.layouts is _UNKNOWN and input_length(context):
+            if self.analysis is _UNKNOWN and input_length(context):
                 self._analyse(context)
             while True:
                 try:
@@ -231,18 +231,18 @@ class LayerwisePullback(ModulePullback):
                         self._analyse(context, anew=True)
 
     def tapes(self, context: Any, columns: int = 1, prove: bool = False) -> Iterator[tuple[slice, Tape]]:
-        """Yield runs of chunks of points, of bounded memory, for gradients of some columns at once."""
-        size = self.layouts.inputs + (1 + columns) * self.layouts.gradients
+        """Run chunks of points, of bounded memory, for gradients of some columns at once."""
+        size = self.analysis.inputs + (1 + columns) * self.analysis.gradients
         for rows in chunks(input_length(context), _CHUNK_ELEMENTS * (1 if columns == 1 else 2) // size):
             yield rows, self.tape(self.slice_context(context, rows), prove)
 
     def backward(
         self, tape: Tape, columns: Tensor, signs: Tensor
-    ) -> Iterator[tuple[Iterator[tuple[Piece, Tensor]], Tensor]]:
-        """Yield the gradients of all pieces for columns (K, n, D) and the signs (K, n), several columns at a time."""
-        step = max(1, _COLUMN_ELEMENTS // max(1, len(tape.z) * self.layouts.gradients))
+    ) -> Iterator[tuple[Iterator[tuple[ParameterBlock, Tensor]], Tensor]]:
+        """Yield the gradients of all blocks for columns (K, n, D) and the signs (K, n), several columns at a time."""
+        step = max(1, _COLUMN_ELEMENTS // max(1, len(tape.z) * self.analysis.gradients))
         for v, s in zip(columns.split(step), signs.split(step), strict=True):
-            yield tape.by_piece(v), s
+            yield tape.by_block(v), s
 
     def tape(self, context: Any, prove: bool = False) -> Tape:
         """Run the encoder once, and compare with autograd where that is asked for or due.
@@ -260,7 +260,7 @@ class LayerwisePullback(ModulePullback):
         self._next_proof = self._random.randrange(2 * self._runs, 4 * self._runs)
         graph = None if self.by_func else graph_key(tape, self.trainable)
         if self._borrowed is not None:
-            if graph is None or self._borrowed.get(graph) != self.layouts:
+            if graph is None or self._borrowed.get(graph) != self.analysis:
                 raise NotVerifiedError(set())
             self._borrowed = None
             if not prove:
@@ -272,7 +272,7 @@ class LayerwisePullback(ModulePullback):
         if wrong:
             raise NotVerifiedError(wrong)
         if telling and graph is not None:
-            _proven.setdefault(self.encoder.model, {})[graph] = self.layouts
+            _proven.setdefault(self.encoder.model, {})[graph] = self.analysis
         return tape
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
@@ -281,14 +281,14 @@ class LayerwisePullback(ModulePullback):
 
     def _record(self, context: Any) -> Tape:
         x = _plain(context)
-        with torch.enable_grad(), Recorder(list(self.trainable), self.layouts.lookups) as recorder:
+        with torch.enable_grad(), Recorder(list(self.trainable), self.analysis.lookups) as recorder:
             z = self._running(x)
         check_fast_path(self._running, x, z)
-        pieces, wrong = make_pieces(recorder.uses, self.layouts.places, z, self.by_func | recorder.unknown)
+        blocks, wrong = make_blocks(recorder.uses, self.analysis.places, z, self.by_func | recorder.unknown)
         wrong |= recorder.unknown - self.by_func
         if wrong:
             raise NotVerifiedError(wrong)
-        return Tape(z, pieces)
+        return Tape(z, blocks)
 
     def _refuse_sum(self, numbers: set[int]) -> None:
         """Refuse sums over batches that may be wrong, and remember the parameters for the next fit.
@@ -316,8 +316,8 @@ class LayerwisePullback(ModulePullback):
         Args:
             like: The other tensor.
             context: Of some points.
-            add: Adds what the layers give to the pieces of the vector, one a parameter.
-            general: Computes the pieces of the parameters that go through ``torch.func``.
+            add: Adds what the layers give to views of the vector, one a parameter.
+            general: Computes what belongs to the parameters that go through ``torch.func``.
         """
 
         def compute() -> Tensor:
@@ -329,28 +329,28 @@ class LayerwisePullback(ModulePullback):
         if self.general is not None:
             with torch.no_grad():
                 found = self.general._split(general(self.general))
-            for name, piece in zip(self.names, self.split(out), strict=True):
+            for name, block in zip(self.names, self.split(out), strict=True):
                 if name in found:
-                    piece.copy_(found[name].flatten())
+                    block.copy_(found[name].flatten())
         return out
 
-    def _add_squares(self, pieces: Sequence[Tensor], tape: Tape, factor: SignedFactor) -> None:
-        """Add ``sum_ki sign_ki (J_i^T v_ki)^2`` of columns (K, n, D) to the pieces of a vector."""
+    def _add_squares(self, vectors: Sequence[Tensor], tape: Tape, factor: SignedFactor) -> None:
+        """Add ``sum_ki sign_ki (J_i^T v_ki)^2`` of columns (K, n, D) to views of a vector, one a parameter."""
         for group, signs in self.backward(tape, factor.columns, factor.signs):
-            for piece, b in group:
-                pieces[piece.number][piece.part.place] += piece.part.diagonal(b, signs)
+            for block, b in group:
+                vectors[block.number][block.jacobian.place] += block.jacobian.diagonal(b, signs)
 
     def _analyse(self, context: Any, anew: bool = False) -> None:
         """Analyse the layers with a few points of the first batch, or take what an earlier call found."""
         self._runs, self._next_proof, self._borrowed = 0, 1, None
         if not anew and self.encoder.model in _proven:
             self._borrowed = _proven[self.encoder.model]
-            self.layouts = next(reversed(self._borrowed.values()))
+            self.analysis = next(reversed(self._borrowed.values()))
             return
         few = _plain(few_points(context))
-        self.layouts = find_layouts(self._running, self.trainable, few)
+        self.analysis = analyse_layers(self._running, self.trainable, few)
         known = _disproven.get(self.encoder.model, set())
-        lacking = {*self.layouts.lacking, *(k for k, name in enumerate(self.names) if name in known)}
+        lacking = {*self.analysis.lacking, *(k for k, name in enumerate(self.names) if name in known)}
         if lacking:
             self._give_up(lacking)
 
@@ -414,33 +414,33 @@ def _shared_columns(hessian: OutputHessian) -> tuple[Tensor, Tensor, SignedFacto
     return tangent_axes(hessian.u, hessian.n).transpose(0, 1), weight, rest
 
 
-def _cross_diagonals(left: Tape, right: Tape, cross: CrossBlocks) -> Iterator[tuple[Piece, Tensor]]:
-    """Yield diagonals of ``sum_ij J_i^T H_ij J_j`` in parts, of points i and j; both sides may be the same object.
+def _cross_diagonals(left: Tape, right: Tape, cross: CrossBlocks) -> Iterator[tuple[ParameterBlock, Tensor]]:
+    """Yield the diagonal of ``sum_ij J_i^T H_ij J_j`` by block, of points i and j; both sides may be the same object.
 
     Raises:
         NotVerifiedError: The two sides use the parameters in different ways.
     """
-    numbers = [[piece.number for piece in tape.pieces] for tape in (left, right)]
+    numbers = [[block.number for block in tape.blocks] for tape in (left, right)]
     if numbers[0] != numbers[1]:
         raise NotVerifiedError({*numbers[0], *numbers[1]})
-    pairs = list(zip(left.pieces, right.pieces, strict=True))
+    pairs = list(zip(left.blocks, right.blocks, strict=True))
     if cross.c is None and cross.roots is None:
         of_rows, of_columns = tangent_axes(cross.u_rows, cross.n_rows), tangent_axes(cross.u_columns, cross.n_columns)
         # One axis at a time; the gradients of all axes at all layers are never held.
         for a, b in zip(of_rows.transpose(0, 1).split(1), of_columns.transpose(0, 1).split(1), strict=True):
             for one, rows, other, columns in _at_both(left, right, pairs, a, b):
-                yield one, one.part.weighted(rows, other.part, columns, -cross.y)
+                yield one, one.jacobian.weighted(rows, other.jacobian, columns, -cross.y)
         return
     points = len(left.z) + (0 if right is left else len(right.z))
     for group in _groups(pairs, left.z.shape[1] * points // max(1, len(left.z))):
         for one, rows, other, columns in _at_both(left, right, group, left.axes, right.axes):
-            yield one, one.part.cross(rows, other.part, columns, cross)
+            yield one, one.jacobian.cross(rows, other.jacobian, columns, cross)
 
 
 def _at_both(
-    left: Tape, right: Tape, pairs: list[tuple[Piece, Piece]], of_left: Tensor, of_right: Tensor
-) -> Iterator[tuple[Piece, Tensor, Piece, Tensor]]:
-    """Yield pairs of pieces, each with its gradients of columns (K, n, D) at its side, where both are reached."""
+    left: Tape, right: Tape, pairs: list[tuple[ParameterBlock, ParameterBlock]], of_left: Tensor, of_right: Tensor
+) -> Iterator[tuple[ParameterBlock, Tensor, ParameterBlock, Tensor]]:
+    """Yield pairs of blocks, each with its gradients of columns (K, n, D) at its side, where both are reached."""
     at_left = left.gradients(of_left, [one for one, _ in pairs])
     at_right = at_left if right is left else right.gradients(of_right, [other for _, other in pairs])
     for one, other in pairs:
@@ -450,12 +450,14 @@ def _at_both(
             yield one, rows, other, columns
 
 
-def _groups(pairs: list[tuple[Piece, Piece]], copies: int) -> Iterator[list[tuple[Piece, Piece]]]:
-    """Yield pieces whose gradients fit into memory together, from the last layers, whose passes are short, on."""
-    group: list[tuple[Piece, Piece]] = []
+def _groups(
+    pairs: list[tuple[ParameterBlock, ParameterBlock]], copies: int
+) -> Iterator[list[tuple[ParameterBlock, ParameterBlock]]]:
+    """Yield blocks whose gradients fit into memory together, from the last layers, whose passes are short, on."""
+    group: list[tuple[ParameterBlock, ParameterBlock]] = []
     for pair in reversed(pairs):
-        runs = {id(run): run for piece, _ in [*group, pair] for run in piece.runs}
-        if group and copies * sum(run.shape.numel() for run in runs.values()) > _HELD_ELEMENTS:
+        calls = {id(call): call for block, _ in [*group, pair] for call in block.calls}
+        if group and copies * sum(call.shape.numel() for call in calls.values()) > _HELD_ELEMENTS:
             yield group
             group = []
         group.append(pair)

@@ -8,9 +8,10 @@ of any point (:mod:`contrastive_curvature.network.layerwise`).
 
 from __future__ import annotations
 
+import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +25,29 @@ from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.threads import watched
 from contrastive_curvature.pairs.relation import chunks
 
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
 JACOBIAN_ELEMENTS = 2**25
 """Numbers that a chunk of Jacobians may hold: 128 MiB in float32."""
+
+
+def full_precision(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Run a function without autocast, on the device of its first tensor.
+
+    Autocast would take products in bfloat16, whose differences are all rounding.
+    """
+
+    @functools.wraps(function)
+    def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+        # Entering the context takes longer than a small product.
+        if not torch.is_autocast_enabled(device.type):
+            return function(*args, **kwargs)
+        with torch.autocast(device.type, enabled=False):
+            return function(*args, **kwargs)
+
+    return run
 
 
 def own_name(name: str) -> str:

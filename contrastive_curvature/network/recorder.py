@@ -31,7 +31,7 @@ class Fold(Enum):
     MINOR = "(positions, points), flattened"
 
 
-class Layout(NamedTuple):
+class BatchAxis(NamedTuple):
     """Where the points lie.
 
     Attributes:
@@ -43,12 +43,12 @@ class Layout(NamedTuple):
     fold: Fold = Fold.NONE
 
 
-_IN_FRONT = Layout(0)
+_IN_FRONT = BatchAxis(0)
 
 
-def by_point(t: Tensor, layout: Layout, n: int) -> Tensor:
+def by_point(t: Tensor, batch_axis: BatchAxis, n: int) -> Tensor:
     """Reshape a tensor to (n, positions of a folded axis or 1, *the other axes)."""
-    axis, fold = layout
+    axis, fold = batch_axis
     if fold is Fold.NONE:
         return (t.movedim(axis, 0) if axis else t).unsqueeze(1)
     if fold is Fold.MAJOR:
@@ -56,30 +56,30 @@ def by_point(t: Tensor, layout: Layout, n: int) -> Tensor:
     return t.unflatten(axis, (-1, n)).movedim((axis + 1, axis), (0, 1))
 
 
-def candidates(shape: torch.Size, axes: tuple[int, ...], n: int) -> list[Layout]:
-    """Return the layouts that a tensor of this shape may have, the likely ones first."""
+def possible_axes(shape: torch.Size, axes: tuple[int, ...], n: int) -> list[BatchAxis]:
+    """Return where points may lie in a tensor of this shape, the likely axes first."""
     folded = [j for j in axes if shape[j] > n and shape[j] % n == 0]
-    found = [Layout(j) for j in axes if shape[j] == n]
-    return found + [Layout(j, fold) for fold in (Fold.MAJOR, Fold.MINOR) for j in folded]
+    found = [BatchAxis(j) for j in axes if shape[j] == n]
+    return found + [BatchAxis(j, fold) for fold in (Fold.MAJOR, Fold.MINOR) for j in folded]
 
 
-def fits(shape: torch.Size, layout: Layout, n: int) -> bool:
-    """Return whether a tensor of another batch can have this layout."""
-    if layout.axis >= len(shape):
+def fits(shape: torch.Size, batch_axis: BatchAxis, n: int) -> bool:
+    """Return whether the points of another batch can lie along this axis of a tensor."""
+    if batch_axis.axis >= len(shape):
         return False
-    size = shape[layout.axis]
-    return size == n if layout.fold is Fold.NONE else size % n == 0
+    size = shape[batch_axis.axis]
+    return size == n if batch_axis.fold is Fold.NONE else size % n == 0
 
 
-def separates(layout: Layout, n: int, of_first: Tensor, of_others: Tensor) -> bool:
-    """Return whether gradients of the first point's output alone, and of all others', lie in the rows of the layout."""
-    first, others = by_point(of_first, layout, n), by_point(of_others, layout, n)
+def separates(batch_axis: BatchAxis, n: int, of_first: Tensor, of_others: Tensor) -> bool:
+    """Return whether gradients of the first point's output alone, and of all others', lie in its rows."""
+    first, others = by_point(of_first, batch_axis, n), by_point(of_others, batch_axis, n)
     return not bool(first[1:].any()) and not bool(others[0].any())
 
 
 @dataclass(frozen=True)
-class Selection:
-    """Entries of a parameter, in the shape of a tensor that has them: of the parameter itself, or of a part of it.
+class ParameterSubset:
+    """Entries of a parameter, in the shape of a tensor that has them: of the whole parameter, or of a view of it.
 
     Args:
         number: Which parameter.
@@ -95,7 +95,7 @@ class Selection:
 
 
 @dataclass
-class Run:
+class Call:
     """One call of a function that applies parameters.
 
     Args:
@@ -114,33 +114,29 @@ class Run:
 
 
 @dataclass
-class Use:
-    """How one parameter takes part in a run.
+class ParameterUse:
+    """How one parameter enters a call.
 
     Args:
-        run: The run.
-        selection: Its entries.
+        call: The call.
+        subset: Its entries.
         kind: ``"linear"``, ``"convolution"``, ``"embedding"`` or ``"entrywise"``.
         shape: Of the tensor with the entries, as the function takes it; of ``entrywise`` ones aligned with the output.
         source: What the entries are multiplied with: the input of a linear layer or a convolution, the tokens of an
             embedding, the other factor of an ``entrywise`` product (``None``: a sum).
         options: Of the function.
         version: Of the source, when the function ran.
-        layout: Where the points lie, once that is known.
+        batch_axis: Where the points lie, once that is known.
     """
 
-    run: Run
-    selection: Selection
+    call: Call
+    subset: ParameterSubset
     kind: str
     shape: torch.Size
     source: Any = None
     options: dict[str, Any] = field(default_factory=dict)
     version: int = 0
-    layout: Layout = _IN_FRONT
-
-    def intact(self) -> bool:
-        """Return whether nothing has overwritten the source since."""
-        return self.source is None or bool(self.source._version == self.version)
+    batch_axis: BatchAxis = _IN_FRONT
 
 
 class Recorder(TorchFunctionMode):
@@ -157,11 +153,13 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self, parameters: list[Tensor], lookups: frozenset[int] = frozenset()) -> None:
         super().__init__()
-        self._tracked: dict[int, Selection] = {id(p): Selection(k) for k, p in enumerate(parameters) if p.numel()}
+        self._tracked: dict[int, ParameterSubset] = {
+            id(p): ParameterSubset(k) for k, p in enumerate(parameters) if p.numel()
+        }
         # The identity of a tensor that is gone may be another one's.
         self._kept: list[Tensor] = list(parameters)
         self._lookups = lookups
-        self.uses: list[Use] = []
+        self.uses: list[ParameterUse] = []
         self.unknown: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
@@ -171,12 +169,12 @@ class Recorder(TorchFunctionMode):
             with self:
                 return _ATTENTION(*args, **kwargs)
         out = func(*args, **kwargs)
-        found = [s for s in map(self._selection, _flat((*args, *kwargs.values()))) if s is not None]
+        found = [s for s in map(self._subset, _flat((*args, *kwargs.values()))) if s is not None]
         if not found or not any(isinstance(part, Tensor) and part.requires_grad for part in _flat((out,))):
             return out
         return self._note(func, args, kwargs, out, found)
 
-    def _note(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, found: list[Selection]) -> Any:
+    def _note(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, found: list[ParameterSubset]) -> Any:
         if func in _SELECTING and self._select(func, args, kwargs, out, found):
             return out
         before = len(self.uses)
@@ -190,9 +188,9 @@ class Recorder(TorchFunctionMode):
         # An operation in place on a view goes back to what the view is of, past the noted edge.
         return out.clone() if out._is_view() else out
 
-    def _select(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, found: list[Selection]) -> bool:
+    def _select(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, found: list[ParameterSubset]) -> bool:
         """Follow a function that only picks and moves entries of one parameter."""
-        first = self._selection(args[0]) if args else None
+        first = self._subset(args[0]) if args else None
         parts = [out] if isinstance(out, Tensor) else list(out)
         if first is None or len(found) != 1 or not all(isinstance(part, Tensor) for part in parts):
             return False
@@ -206,7 +204,7 @@ class Recorder(TorchFunctionMode):
             # A view that needs the parameter's own order of memory.
             return False
         for part, entries in zip(parts, [moved] if isinstance(moved, Tensor) else moved, strict=True):
-            self._track(part, Selection(first.number, entries))
+            self._track(part, ParameterSubset(first.number, entries))
         return True
 
     def _apply(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Tensor) -> int:
@@ -219,49 +217,49 @@ class Recorder(TorchFunctionMode):
             return 0
         if kind == "entrywise":
             return self._entrywise(func, given, out)
-        run = _run(out, _point_axes(kind, given, out))
+        call = _call(out, _point_axes(kind, given, out))
         noted = 0
         for name in ("weight", "bias"):
-            selection = self._selection(given.get(name))
-            if selection is None:
+            subset = self._subset(given.get(name))
+            if subset is None:
                 continue
-            if name == "weight" and kind == "embedding" and selection.number in self._lookups:
-                indices = selection.indices(given["weight"].shape)
+            if name == "weight" and kind == "embedding" and subset.number in self._lookups:
+                indices = subset.indices(given["weight"].shape)
                 moved = F.embedding(given["input"].cpu(), indices.double()).long()
-                self._track(out, Selection(selection.number, moved))
+                self._track(out, ParameterSubset(subset.number, moved))
             elif name == "weight" and kind in ("linear", "convolution", "embedding"):
-                self._add(run, selection, kind, given[name].shape, given["input"], given)
+                self._add(call, subset, kind, given[name].shape, given["input"], given)
             else:
                 source = _normalized(func, given) if name == "weight" else None
-                self._add(run, selection, "entrywise", _aligned(kind, given[name], out), source)
+                self._add(call, subset, "entrywise", _aligned(kind, given[name], out), source)
             noted += 1
         return noted
 
     def _entrywise(self, func: Any, given: dict[str, Any], out: Tensor) -> int:
         """Note a sum or a product with a parameter, or a parameter that is repeated for every point."""
         if func in _REPEATING:
-            selection, value, other = self._selection(given["input"]), given["input"], None
+            subset, value, other = self._subset(given["input"]), given["input"], None
         else:
             a, b = given.get("input"), given.get("other")
             if not isinstance(a, Tensor) or not isinstance(b, Tensor) or given.get("alpha", 1) != 1:
                 return 0
-            first = self._selection(a)
-            selection, value, other = (first, a, b) if first is not None else (self._selection(b), b, a)
-            if value is a and self._selection(b) is not None:
+            first = self._subset(a)
+            subset, value, other = (first, a, b) if first is not None else (self._subset(b), b, a)
+            if value is a and self._subset(b) is not None:
                 return 0
-        if selection is None or (func in _IN_PLACE and (value is given["input"] or out._is_view())):
+        if subset is None or (func in _IN_PLACE and (value is given["input"] or out._is_view())):
             return 0
         aligned = torch.Size((1,) * (out.ndim - value.ndim) + tuple(value.shape))
         if any(size not in (1, whole) for size, whole in zip(aligned, out.shape, strict=True)):
             return 0
         axes = tuple(j for j, size in enumerate(aligned) if size == 1)
-        self._add(_run(out, axes), selection, "entrywise", aligned, other if func in _PRODUCTS else None)
+        self._add(_call(out, axes), subset, "entrywise", aligned, other if func in _PRODUCTS else None)
         return 1
 
     def _add(
         self,
-        run: Run,
-        selection: Selection,
+        call: Call,
+        subset: ParameterSubset,
         kind: str,
         shape: torch.Size,
         source: Tensor | None = None,
@@ -269,13 +267,13 @@ class Recorder(TorchFunctionMode):
     ) -> None:
         source = None if source is None else source.detach()
         version = 0 if source is None else source._version
-        self.uses.append(Use(run, selection, kind, shape, source, options or {}, version))
+        self.uses.append(ParameterUse(call, subset, kind, shape, source, options or {}, version))
 
-    def _track(self, t: Tensor, selection: Selection) -> None:
-        self._tracked[id(t)] = selection
+    def _track(self, t: Tensor, subset: ParameterSubset) -> None:
+        self._tracked[id(t)] = subset
         self._kept.append(t)
 
-    def _selection(self, value: Any) -> Selection | None:
+    def _subset(self, value: Any) -> ParameterSubset | None:
         return self._tracked.get(id(value)) if isinstance(value, Tensor) else None
 
 
@@ -328,8 +326,8 @@ def _flat(values: Any) -> Iterator[Any]:
             yield value
 
 
-def _run(out: Tensor, axes: tuple[int, ...]) -> Run:
-    return Run(get_gradient_edge(out), out.shape, axes, out.device, out.dtype)
+def _call(out: Tensor, axes: tuple[int, ...]) -> Call:
+    return Call(get_gradient_edge(out), out.shape, axes, out.device, out.dtype)
 
 
 def _point_axes(kind: str, given: dict[str, Any], out: Tensor) -> tuple[int, ...]:

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.network.full_precision import full_precision
 from contrastive_curvature.network.last_layer import diag_last_layer_variance
+from contrastive_curvature.network.pullback import full_precision
 
 AtFeatures = Callable[[Tensor], tuple[Any, ...]]
 """From features (B, F) to the parts of a spread."""

@@ -19,8 +19,7 @@ from torch import Tensor
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.network.full_precision import full_precision
-from contrastive_curvature.network.pullback import Pullback
+from contrastive_curvature.network.pullback import Pullback, full_precision
 from contrastive_curvature.structures.at_features import AtFeatures, DenseAtFeatures
 
 _S = TypeVar("_S", bound="Structure")

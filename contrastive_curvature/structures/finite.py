@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.network.full_precision import full_precision
+from contrastive_curvature.network.pullback import full_precision
 
 if TYPE_CHECKING:
     from contrastive_curvature.network.pullback import Pullback

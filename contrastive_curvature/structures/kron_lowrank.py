@@ -4,7 +4,7 @@ In the eigenbasis ``u_j (x) q_k`` of the factors ``G`` and ``A = Q diag(l) Q^T +
 eigenvalues ``g_j l_k + prior``, and ``g_j rho + prior`` on all of the orthogonal complement of the ``q_k``. No matrix
 of the size of the features squared is formed. ``Q`` and ``l`` are leading eigenvectors and eigenvalues of the mean
 ``phi phi^T`` of the features, ``rho`` is the mean of its other eigenvalues, as in probabilistic principal component
-analysis (Tipping and Bishop, 1999). They come from a sketch of ``A`` (:mod:`contrastive_curvature.network.sketch`).
+analysis (Tipping and Bishop, 1999). They come from a sketch of ``A`` (:mod:`contrastive_curvature.network.last_layer`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from contrastive_curvature.network.sketch import sketch_size
+from contrastive_curvature.network.last_layer import sketch_size
 from contrastive_curvature.structures.at_features import AtFeatures, AxesAtFeatures
 from contrastive_curvature.structures.base import Against, Clamped, Room
 from contrastive_curvature.structures.finite import eigenpairs

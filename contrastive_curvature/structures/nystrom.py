@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.network.sketch import EXACT_WIDTH, MOST_RANK, sketch_matrix
+from contrastive_curvature.network.last_layer import EXACT_WIDTH, MOST_RANK, sketch_matrix
 from contrastive_curvature.structures.finite import eigenpairs
 
 LEFT_OVER = 0.01

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.embedding.spread import Axes
-from contrastive_curvature.network.sketch import sketch_moment, sketch_size
+from contrastive_curvature.network.last_layer import sketch_moment, sketch_size
 from contrastive_curvature.structures.nystrom import LowRankMoment, choose_rank, low_rank_moment
 
 Array = np.ndarray[Any, Any]

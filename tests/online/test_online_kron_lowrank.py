@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from laplace import Laplace
 from torch import Tensor, nn
 
-from contrastive_curvature.network.sketch import sketch_matrix
+from contrastive_curvature.network.last_layer import sketch_matrix
 from contrastive_curvature.online import OnlineLaplace
 
 WIDTH, RANK, SIZE = 60, 2, 12

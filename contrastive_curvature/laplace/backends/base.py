@@ -44,7 +44,7 @@ from contrastive_curvature.laplace.advice import LabelRange
 from contrastive_curvature.network.digest import encoder_digest
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, slice_inputs, tokenized_batch
-from contrastive_curvature.network.last_layer import LastLayerPullback
+from contrastive_curvature.network.last_layer import LastLayerPullback, sketch_size
 from contrastive_curvature.network.loader import (
     Views,
     check_loader,
@@ -56,7 +56,6 @@ from contrastive_curvature.network.loader import (
 )
 from contrastive_curvature.network.module import SubnetworkPullback
 from contrastive_curvature.network.pullback import Pullback
-from contrastive_curvature.network.sketch import sketch_size
 from contrastive_curvature.progress import Progress
 from contrastive_curvature.structures import Dense, Diagonal, Eigenpairs, Kron, Structure
 from contrastive_curvature.structures.finite import check_finite
