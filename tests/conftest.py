@@ -17,8 +17,6 @@ settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25
 settings.register_profile("dev", deadline=None, max_examples=20)
 # For work at the desk: says that something fails, at once, and leaves the smallest example to the others.
 settings.register_profile("quick", deadline=None, max_examples=15, phases=(Phase.explicit, Phase.generate))
-# For `make fuzz`: other examples every time, and many of them.
-settings.register_profile("fuzz", deadline=None, max_examples=500, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
