@@ -1,7 +1,5 @@
 """A tiny retrieval task, and methods fitted on it, for the tests of the benchmarks' methods."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

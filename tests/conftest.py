@@ -10,6 +10,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")  # plots go to files, display or not
 import numpy as np
 import pytest
 import torch
+from devices import DEVICES
 from hypothesis import Phase, settings
 
 # Timings on shared cores say nothing: no deadline. `ci`, which `make test` asks for, always tries the same examples.
@@ -21,6 +22,13 @@ settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each test that takes a ``device`` on all that there are."""
+    given = [name for mark in metafunc.definition.iter_markers("parametrize") for name in mark.args[:1]]
+    if "device" in metafunc.fixturenames and "device" not in given:
+        metafunc.parametrize("device", DEVICES)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

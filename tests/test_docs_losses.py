@@ -2,23 +2,18 @@
 test_house, and the formulas of docs/theory.md in test_docs_theory.
 """
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from docs_rows import close, numbers
 from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.losses.cosine import CosineLoss
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 

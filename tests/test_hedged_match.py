@@ -1,7 +1,5 @@
 """Match probabilities and contrastive losses, against loops, quadrature and finite differences."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Sampling, divergences and the objective of hedged embeddings, against loops and torch.distributions."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

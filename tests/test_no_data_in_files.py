@@ -1,7 +1,5 @@
 """No file that the package writes has a row of the user's data in it, but for those that docs/sharing.md names."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import zipfile
@@ -11,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.fit.state import State
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 N, WIDTH = 160, 9
 OPTIONS = {"pd_fix": "psd", "negative_samples": None}

@@ -1,7 +1,5 @@
 """Divergences to the prior: Gaussian to Gaussian, von Mises-Fisher to uniform."""
 
-from __future__ import annotations
-
 import math
 
 import mpmath

@@ -1,7 +1,5 @@
 """The logarithm of the normal distribution function, and the log-probability of a triplet."""
 
-from __future__ import annotations
-
 import math
 
 import mpmath

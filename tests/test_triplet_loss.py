@@ -1,13 +1,10 @@
 """The Bayesian triplet loss: its parts, its options, and why it is no bound."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import each
@@ -129,7 +126,6 @@ def test_bad_embeddings(three: list[tuple[Tensor, Tensor]], distribution: Any, s
         bayesian_triplet_loss(*three, distribution=distribution)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("distribution", ["gaussian", "vmf"])
 def test_every_device_gives_the_same_loss(device: str, distribution: Any) -> None:
     three = draw(0, 4, (3,), width=1)

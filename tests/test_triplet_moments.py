@@ -1,7 +1,5 @@
 """Moments of tau: against the exact quadratic form, against samples, and what the documents print."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,7 +1,5 @@
 """Moments of tau of von Mises-Fisher embeddings: against samples, matrices, quadrature and limits."""
 
-from __future__ import annotations
-
 import math
 
 import mpmath

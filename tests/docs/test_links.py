@@ -1,7 +1,5 @@
 """Links between the pages of the repository lead somewhere: files exist, and so do the headings that are named."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 from urllib.parse import unquote, urlsplit

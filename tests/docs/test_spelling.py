@@ -1,7 +1,5 @@
 """The spelling of pages, code and comments, by codespell's list of usual mistakes (``[tool.codespell]``)."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

@@ -1,14 +1,11 @@
 """Distributions of embeddings and what reads them: what cannot be right is refused, extreme norms are right."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from tables import covering, each
 from torch import Tensor
 
@@ -16,7 +13,6 @@ import contrastive_curvature as cc
 from contrastive_curvature import metrics
 from contrastive_curvature.embedding.spread import Dense, Joint
 
-on_every_device = pytest.mark.parametrize("device", DEVICES)
 NAN, INF = math.nan, math.inf
 B, D = 4, 3
 
@@ -97,7 +93,6 @@ def test_numbers_of_samples(bad: Any) -> None:
         refused(lambda found=found: found.sample(2, generator=3), "generator", kind=cc.InputTypeError)
 
 
-@on_every_device
 def test_there_is_no_mean(device: str) -> None:
     """It could be the encoder's output, or the direction."""
     found = cc.EmbeddingDistribution(3 * mean(device), covariance=matrices(device))
@@ -106,7 +101,6 @@ def test_there_is_no_mean(device: str) -> None:
     assert torch.allclose(found.raw_mean, found.raw_mean.norm(dim=1, keepdim=True) * found.mu)
 
 
-@on_every_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 def test_what_is_right_up_to_rounding_is_taken(size: float, dtype: torch.dtype, device: str) -> None:
@@ -125,7 +119,6 @@ def test_what_is_right_up_to_rounding_is_taken(size: float, dtype: torch.dtype, 
     assert cc.EmbeddingDistribution(z[:0], variance=z[:0]).raw_mean.shape == (0, D)
 
 
-@on_every_device
 @covering(
     1, size=[1e-30, 1e-20, 1e-10, 1.0, 1e10, 1e20, 1e30], kind=["variance", "covariance", "joint_covariance", "samples"]
 )

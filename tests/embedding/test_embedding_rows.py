@@ -1,14 +1,11 @@
 """Distributions of embeddings as containers: rows, concatenation, dtype. What they answer is what the whole answers."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
@@ -20,7 +17,6 @@ from contrastive_curvature.embedding.spread import Axes, Dense
 from contrastive_curvature.fit.class_centres import ClassCentres
 
 pytestmark = [
-    pytest.mark.parametrize("device", DEVICES),
     pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning"),
 ]
 

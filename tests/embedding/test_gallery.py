@@ -1,10 +1,7 @@
 """Retrieval uncertainty: novelty gates, distance ranks."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import each
@@ -34,7 +31,6 @@ def test_blocks_of_queries_are_put_together_in_their_order(entries, monkeypatch)
     assert torch.equal(neighbor_distance(queries, gallery, 3), whole)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @given(n=st.integers(2, 30), share=st.floats(0.05, 0.95), seed=st.integers(0, 99))
 def test_known_by_distance_unknown_last_by_novelty(device, n, share, seed):
     gallery, queries = draw(12, 4, seed).to(device), draw(n, 4, seed + 1).to(device)
@@ -90,7 +86,6 @@ def test_an_input_is_no_neighbour_of_itself(m, seed, data):
     assert torch.equal(none, score(gallery, torch.zeros(m)))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_equal_calibration_novelties_still_separate(device):
     score = RetrievalUncertainty(torch.eye(5, device=device), torch.ones(7, device=device), k=2, share=0.2)
     out = score(torch.eye(5, device=device), torch.tensor([0.0, 1.0, 1.5, 2.0, 9.0], device=device))

@@ -1,12 +1,9 @@
 """Retrieval uncertainty with the labels of the gallery, against a loop over single points."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
@@ -53,7 +50,6 @@ def test_close_points_are_told_apart() -> None:
     assert found.tolist() == pytest.approx(wanted, rel=0.02)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-5)])
 @given(m=st.integers(1, 12), classes=st.integers(1, 4), dim=st.integers(2, 5), seed=st.integers(0, 99), data=st.data())
 def test_score_is_that_of_a_loop_over_points(device, dtype, tolerance, m, classes, dim, seed, data):

@@ -1,7 +1,5 @@
 """Match probabilities: against known truths, against scikit-learn, and what is refused."""
 
-from __future__ import annotations
-
 import io
 import math
 import warnings
@@ -10,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.isotonic import IsotonicRegression
@@ -424,7 +421,6 @@ def test_malformed_states_are_refused_and_change_nothing(key, value):
     assert torch.equal(match.same(test.a, test.b), p)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @each("dtype", [torch.float16, torch.float32, DOUBLE])
 def test_dtypes_and_kinds_of_distributions(dtype, device):
     train, test = noisy_pairs(300, 0), noisy_pairs(20, 1)

@@ -1,18 +1,13 @@
 """Embeddings of which a concentration and an uncertainty are kept."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import each
 
 import contrastive_curvature as cc
 from contrastive_curvature.embedding.stored import tangential_variance_of
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 @given(dim=st.integers(2, 40), log_kappa=st.floats(-5, 15), seed=st.integers(0, 99))

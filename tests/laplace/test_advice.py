@@ -1,7 +1,5 @@
 """Warnings of labels of one class, of a label of -1, and of a prior that nobody chose: once each, and only then."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from laplace import Laplace
 from tables import each
 from torch import Tensor, nn
@@ -17,7 +14,6 @@ from torch import Tensor, nn
 import contrastive_curvature as cc
 
 pytestmark = [
-    pytest.mark.parametrize("device", DEVICES),
     # The configuration of pytest leaves these out, for all other tests.
     pytest.mark.filterwarnings("error::contrastive_curvature.DefaultPriorWarning"),
     pytest.mark.filterwarnings("error::contrastive_curvature.LabelWarning"),

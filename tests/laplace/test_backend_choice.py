@@ -1,7 +1,5 @@
 """The default backend is exact for every encoder, and says which it is."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """``la.calibrate``: p-values by hand for every posterior, the guarantee over splits, and what outdates them."""
 
-from __future__ import annotations
-
 import copy
 import pickle
 import warnings
@@ -11,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from laplace import Laplace
 from laplace_combinations import for_every_combination
 from tables import covering, each
@@ -24,7 +21,6 @@ from contrastive_curvature.laplace import calibration
 from contrastive_curvature.laplace.state import sealed
 from contrastive_curvature.network import digest
 
-on_every_device = pytest.mark.parametrize("device", DEVICES)
 INPUTS, HIDDEN, DIM, TRAINED, GIVEN = 4, 6, 3, 20, 30
 
 
@@ -116,7 +112,6 @@ def truth_p_values(for_scale: Tensor, known: Tensor, new: Tensor) -> Tensor:
     return (1 + (s >= t.unsqueeze(1) - 3e-5 / scale.min()).sum(1)).double() / (len(s) + 1)
 
 
-@on_every_device
 @for_every_combination
 def test_p_values_by_hand(weights: str, structure: str, device: str) -> None:
     host = {"enable_backprop": True} if weights == "all" else {}

@@ -1,14 +1,11 @@
 """Inputs without a finite output: refused with their rows, or rows of NaN that change nothing else."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
@@ -18,7 +15,6 @@ from torch import Tensor, nn
 import contrastive_curvature as cc
 
 pytestmark = [
-    pytest.mark.parametrize("device", DEVICES),
     pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning"),
 ]
 

@@ -1,7 +1,5 @@
 """Arguments of the Laplace classes that cannot be right, and use before fitting: our errors, and nothing changed."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections.abc import Callable

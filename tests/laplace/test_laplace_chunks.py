@@ -1,12 +1,9 @@
 """Predictions with all parameters: Jacobians in chunks, variances alone; no pass over all of them at once."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from strategies import close
 from tables import covering
 from test_laplace import body, data, fitted
@@ -17,8 +14,6 @@ from torch import Tensor, nn
 import contrastive_curvature as cc
 from contrastive_curvature.laplace import prediction
 from contrastive_curvature.network import pullback
-
-on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 CHUNKED = [
     ("all", "diag"),
@@ -45,7 +40,6 @@ def posterior(weights: str, structure: str, device: str = "cpu") -> tuple[Any, T
 MODULES = (prediction, pullback)
 
 
-@on_every_device
 @covering(1, elements=[1, 200, 400], weights__structure=CHUNKED)
 def test_bounded_chunks_change_nothing(
     weights: str, structure: str, elements: int, device: str, monkeypatch: pytest.MonkeyPatch

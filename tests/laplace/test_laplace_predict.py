@@ -1,7 +1,5 @@
 """What a fitted contrastive posterior says: marginal likelihood, priors, predictions, samples, files."""
 
-from __future__ import annotations
-
 import io
 import math
 import warnings
@@ -9,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from laplace import Laplace
 from strategies import close
 from tables import covering, each
@@ -36,7 +33,6 @@ import contrastive_curvature as cc
 from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.testing import dense_jacobian
 
-on_every_device = pytest.mark.parametrize("device", DEVICES)
 for_every_combination = pytest.mark.parametrize(("weights", "structure"), COMBINATIONS)
 
 PRIOR, TEMPERATURE = 3.0, 0.4
@@ -61,7 +57,6 @@ def jacobian_of(x: Tensor, weights: str) -> Tensor:
     return dense.view(len(x), DIM, -1)
 
 
-@on_every_device
 @for_every_combination
 def test_log_marginal_likelihood_by_hand(weights: str, structure: str, device: str) -> None:
     la, precision, x = posterior(weights, structure, device)
@@ -74,7 +69,6 @@ def test_log_marginal_likelihood_by_hand(weights: str, structure: str, device: s
     assert float(la.log_marginal_likelihood()) == pytest.approx(expected, rel=1e-10)
 
 
-@on_every_device
 @for_every_combination
 def test_weights_are_sampled_from_the_posterior(weights: str, structure: str, device: str) -> None:
     la, precision, _ = posterior(weights, structure, device)
@@ -93,7 +87,6 @@ def test_weights_are_sampled_from_the_posterior(weights: str, structure: str, de
     assert float(white.mean(0).abs().max()) < 6 / math.sqrt(count)
 
 
-@on_every_device
 @for_every_combination
 def test_predictions_have_the_linearised_covariance(weights: str, structure: str, device: str) -> None:
     la, precision, x = posterior(weights, structure, device)
@@ -128,7 +121,6 @@ def test_predictions_have_the_linearised_covariance(weights: str, structure: str
     assert close(diagonal.covariance, torch.diag_embed(truth.diagonal(dim1=1, dim2=2)))
 
 
-@on_every_device
 @for_every_combination
 def test_joint_samples_are_networks(weights: str, structure: str, device: str) -> None:
     la, _, x = posterior(weights, structure, device)
@@ -162,7 +154,6 @@ def test_joint_samples_are_networks(weights: str, structure: str, device: str) -
     assert torch.equal(left, full), "sampling leaves the weights alone"
 
 
-@on_every_device
 @for_every_combination
 def test_marginal_samples_have_the_predicted_distribution(weights: str, structure: str, device: str) -> None:
     la, _, x = posterior(weights, structure, device)
@@ -188,7 +179,6 @@ def test_a_covariance_has_its_graph_wherever_it_is_asked_for_first(structure: st
     assert x.grad is not None
 
 
-@on_every_device
 def test_sampled_networks_are_summarised(device: str) -> None:
     la, _, x = posterior("all", "diag", device)
     seeds = [torch.Generator(device).manual_seed(2) for _ in range(2)]
@@ -355,7 +345,6 @@ def roundtrip(la: Any) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:override=False. this posterior was loaded")
-@on_every_device
 @for_every_combination
 def test_a_posterior_survives_a_file(weights: str, structure: str, device: str) -> None:
     la, _, x = posterior(weights, structure, device)
@@ -419,7 +408,6 @@ def test_a_temperature_and_a_prior_count_when_they_are_set_later(weights: str, s
     assert close(la(x).covariance, before / 2)
 
 
-@on_every_device
 @pytest.mark.parametrize(("weights", "structure"), [*LAST, *ALL, *LOWRANK])
 def test_predictions_can_be_differentiated(weights: str, structure: str, device: str) -> None:
     x, y = data(device)
@@ -460,7 +448,6 @@ def test_gradients_through_a_module_that_cannot_be_vectorised() -> None:
     assert close(gradients[1], gradients[0])
 
 
-@on_every_device
 @pytest.mark.parametrize("structure", ["diag", "full"])
 def test_samples_of_a_subnetwork_move_its_weights_alone(structure: str, device: str) -> None:
     indices = torch.tensor([0, 3, 26], device=device)

@@ -1,7 +1,5 @@
 """The tables of what each backend can do are those that the contract gives now."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

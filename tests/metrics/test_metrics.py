@@ -1,13 +1,10 @@
 """Neighbours, recall, mean average precision, and the metrics of one uncertainty per query."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.neighbors import NearestNeighbors
@@ -33,7 +30,6 @@ def naive_neighbors(queries: torch.Tensor, gallery: torch.Tensor | None, k: int)
     return similarity.topk(k, dim=1).indices
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @covering(2, backend=BACKENDS, dtype=[torch.float16, torch.float32, torch.float64])
 def test_neighbors_agree_with_the_full_similarity_matrix(backend: str, dtype: torch.dtype, device: str) -> None:
     # float16 inputs are compared as what they are, so no neighbour changes; gaps between random cosines exceed 1e-6
@@ -119,7 +115,6 @@ def test_average_precision_agrees_with_torchmetrics(seed: int, k: int, missed: i
             assert value.item() == pytest.approx(theirs * retrieved / min(k, total.item()), rel=1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_ranking_by_labels_counts_positives(device: str) -> None:
     labels = torch.tensor([7, 7, 7, -1, 2], device=device)
     own = metrics.rank_by_labels(torch.tensor([[1], [0], [3], [0], [1]], device=device), labels)
@@ -142,7 +137,6 @@ def test_auroc_is_the_chance_to_rank_right(inside: list[float], outside: list[fl
     assert metrics.auroc(b, a) == pytest.approx(1 - direct, abs=1e-12)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_auroc_and_auprc_agree_with_torchmetrics(device: str) -> None:
     # in [0, 1], where torchmetrics leaves scores as they are
     a, b = torch.rand(50, generator=generator(4)).to(device), torch.rand(30, generator=generator(5)).to(device) ** 0.5
@@ -157,7 +151,6 @@ def test_large_uncertainties_do_not_tie() -> None:
     assert metrics.auprc(torch.tensor([100.0, 99.0]), torch.tensor([101.0])) == 1
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_sparsification_agrees_with_removing_one_by_one(device: str) -> None:
     uncertainty = torch.rand(20, generator=generator(6)).to(device)
     performance = torch.rand(20, generator=generator(7)).to(device)

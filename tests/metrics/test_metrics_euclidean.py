@@ -1,12 +1,9 @@
 """Neighbours and votes by Euclidean distance."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -26,7 +23,6 @@ def distances(queries: torch.Tensor, gallery: torch.Tensor | None) -> torch.Tens
     return found.fill_diagonal_(torch.inf) if gallery is None else found
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @given(
     st.sampled_from(BACKENDS),
     st.integers(0, 10**6),

@@ -1,7 +1,5 @@
 """The online Laplace as a module of torch: modes, moves, copies, saved states, and the encoders that users have."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from collections.abc import Mapping
@@ -9,15 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from devices import DEVICES
 from strategies import build_network, close
 from tables import covering
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.online import OnlineLaplace
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 STRUCTURES = ("diag", "full", "kron")
 SUBSETS = ("last_layer", "all")

@@ -1,7 +1,5 @@
 """The typical norm of an online posterior: of the outputs as they are, whatever the curvature remembers."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,21 +1,16 @@
 """What the online Laplace refuses, before anything is computed, and how it says that training has diverged."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from tables import covering, each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.errors import DivergenceError, InputTypeError
 from contrastive_curvature.online import OnlineLaplace
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def encoder(device: str = "cpu") -> nn.Sequential:

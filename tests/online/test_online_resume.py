@@ -1,12 +1,8 @@
 """A training that goes on from what torch.save kept ends with the same bits as one that was not interrupted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
-import pytest
 import torch
-from devices import DEVICES
 from tables import each
 from torch import Tensor, nn
 
@@ -15,7 +11,6 @@ from contrastive_curvature.online import OnlineLaplace
 HOW = [("last_layer", structure) for structure in ("diag", "full", "kron", "kron_lowrank")] + [("all", "diag")]
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @each("how", HOW)
 def test_a_state_goes_on_with_the_same_bits(how: tuple[str, str], device: str, tmp_path: Path) -> None:
     x, labels = torch.randn(24, 4, generator=torch.Generator().manual_seed(0)).to(device), torch.arange(24) % 4

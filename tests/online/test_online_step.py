@@ -1,13 +1,10 @@
 """A step of the online Laplace against Eq. 79-80, written out by hand."""
 
-from __future__ import annotations
-
 import copy
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import DISTANCES, FIXES, NORMALIZATIONS, build_network, close, make_inputs, relate_by_remainder
@@ -17,8 +14,6 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import contrastive_curvature as cc
 from contrastive_curvature.online import OnlineLaplace
 from contrastive_curvature.structures.finite import clamped_matrix
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 N_DATA = 40
 

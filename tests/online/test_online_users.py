@@ -1,12 +1,9 @@
 """What a first user of online training stumbled over."""
 
-from __future__ import annotations
-
 import functools
 
 import pytest
 import torch
-from devices import DEVICES
 from laplace import Laplace
 from tables import each
 from torch import Tensor, nn
@@ -28,7 +25,6 @@ def encoder(device: str, *tail: nn.Module) -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), *tail).double().to(device)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_refitting_takes_all_pairs_of_the_data_set(device: str) -> None:
     x, labels = data(device)
     batches = [(x[:10], labels[:10]), (x[10:], labels[10:])]
@@ -55,7 +51,6 @@ def test_functions_are_known_again_by_what_they_were_given() -> None:
     assert described(WithinMetres(10, 25)) != described(WithinMetres(40, 41))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @each("n_samples", [1, 3])
 def test_all_but_the_last_layer_runs_once(device: str, n_samples: int) -> None:
     x, labels = data(device)

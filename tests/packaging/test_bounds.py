@@ -1,7 +1,5 @@
 """Bounds of versions: the lower ones are those of the run with the oldest, the newest tested set is allowed."""
 
-from __future__ import annotations
-
 import re
 import tomllib
 from pathlib import Path

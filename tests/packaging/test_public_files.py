@@ -1,7 +1,5 @@
 """Files that a public home of the project reads: workflows, forms for issues, the citation, the changelog."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

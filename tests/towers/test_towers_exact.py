@@ -1,21 +1,16 @@
 """The curvature of each tower is the exact block of the joint one, against autograd in float64."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from strategies import close
 from tables import covering
 from torch import Tensor
 from tower_cases import FIXES, LOSSES, batches, data_loss, encoders, joint_hessians, numbers, posterior, pulled_back
 
 import contrastive_curvature as cc
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 @covering(2, labelled=[False, True], fix=FIXES, name=LOSSES)

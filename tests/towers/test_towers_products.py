@@ -1,13 +1,10 @@
 """Products with the curvature of both towers together, and one module for both kinds of inputs."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from strategies import close
 from tables import covering
 from torch import Tensor
@@ -25,8 +22,6 @@ from tower_cases import (
 )
 
 import contrastive_curvature as cc
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def fitted(*args: Any, data: Any, **kwargs: Any) -> Any:

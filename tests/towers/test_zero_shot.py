@@ -1,13 +1,10 @@
 """Zero-shot classification: limits in closed form, Monte Carlo over sampled embeddings, and the temperature."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import covering
@@ -17,8 +14,6 @@ from tower_cases import LOSSES, batches, encoders, numbers, posterior
 
 import contrastive_curvature as cc
 from contrastive_curvature.embedding.zero_shot import ZeroShotClassifier
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 SCALES = (1.0, 20.0, 100.0)
 

@@ -1,13 +1,10 @@
 """The distribution itself: density and sampling; divergences are in test_vmf_distances.py."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from tables import covering, each
 from vmf_points import f64, random
 
@@ -24,7 +21,6 @@ def test_log_prob_does_not_cancel_for_huge_kappa() -> None:
     assert vmf.log_prob(z, mu, f64(kappa)).item() == pytest.approx(gaussian, rel=1e-12)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_log_prob_broadcasts_and_has_right_gradients(device: str) -> None:
     z, mu = random(2, 3, 4, device=device).requires_grad_(), random(3, 4, seed=1, device=device).requires_grad_()
     kappa = f64([0.5, 2.0, 9.0], device).requires_grad_()
@@ -33,7 +29,6 @@ def test_log_prob_broadcasts_and_has_right_gradients(device: str) -> None:
     assert torch.autograd.gradgradcheck(vmf.log_prob, (z, mu, kappa))
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @covering(1, kappa=[0.0, 1.0, 50.0, 1e4, 1e8], dim=[2, 3, 10, 512])
 def test_samples_have_the_right_moments(dim: int, kappa: float, device: str) -> None:
     n = 20_000 if dim < 100 else 4_000
@@ -67,7 +62,6 @@ def test_cosines_follow_the_exact_distribution(dim: int, kappa: float) -> None:
     assert torch.maximum((at - ranks).abs(), (at - ranks + 1 / n).abs()).max().item() < 2.2 / math.sqrt(n)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sampling_is_batched_repeatable_and_on_the_sphere(dtype: torch.dtype, device: str) -> None:
     mu = random(3, 2, 5, device=device).to(dtype)

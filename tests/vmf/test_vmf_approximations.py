@@ -1,7 +1,5 @@
 """How far the document's quadratic fits of the log-normaliser are off."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """EL-nivMF by Monte Carlo, against the closed form of isotropic proxies and integrals on the sphere; its gradients."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

@@ -1,13 +1,10 @@
 """The functions of kappa alone, against mpmath, and their derivatives."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import mpmath
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import vonmises_fisher
@@ -44,7 +41,6 @@ def error(value: float, truth: mpmath.mpf, floor: float = 0.0) -> float:
         return float(abs(mpmath.mpf(value) - truth) / scale) if scale else abs(value)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dim", DIMS)
 def test_agrees_with_mpmath(dim: int, device: str) -> None:
     kappa = torch.tensor(KAPPAS, dtype=torch.float64, device=device)
@@ -72,7 +68,6 @@ def test_agrees_with_mpmath_off_the_grid(dim: int, log_kappa: float) -> None:
     assert error(vmf.mean_resultant_length(kappa, dim).item(), truth["ratio"]) < 1e-14
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dim", [3, 40])
 def test_gradients(dim: int, device: str) -> None:
     # kappa starts away from 0 only because a numerical difference would step below it
@@ -115,7 +110,6 @@ def test_fourth_derivative_is_refused() -> None:
         torch.autograd.grad(value, k)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_low_precision_is_the_rounded_float64(dtype: torch.dtype, device: str) -> None:
     kappa = torch.tensor([0.0, 1e-3, 1.0, 100.0, 1e4], device=device).to(dtype)

@@ -1,12 +1,9 @@
 """Pathwise gradients of von Mises-Fisher samples: against quantiles, moments and closed forms."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.integrate import quad
@@ -55,7 +52,6 @@ def test_slope_moves_the_mean_cosine_by_its_derivative(dim: int, log_kappa: floa
     assert found.item() == pytest.approx(bessel_derivatives(kappa, dim).slope.item(), rel=2e-3 if dim < 4 else 1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_draws_are_those_of_sample(dtype: torch.dtype, device: str) -> None:
     mu = random(3, 2, 5, device=device).to(dtype).requires_grad_()
