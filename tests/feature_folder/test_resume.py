@@ -12,7 +12,6 @@ from tables import covering
 
 import contrastive_curvature as cc
 
-for_every_format = pytest.mark.parametrize("format", ["memmap", "parquet"])
 ROWS = 12
 """Of a part: batches of 8 points lie across parts."""
 

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from laplace import Laplace
 from strategies import close
 from tables import covering, each
 from test_laplace import (
@@ -446,13 +445,3 @@ def test_gradients_through_a_module_that_cannot_be_vectorised() -> None:
         point = x[:2].clone().requires_grad_()
         gradients.append(torch.autograd.grad(la(point).kappa.sum(), point)[0])
     assert close(gradients[1], gradients[0])
-
-
-@pytest.mark.parametrize("structure", ["diag", "full"])
-def test_samples_of_a_subnetwork_move_its_weights_alone(structure: str, device: str) -> None:
-    indices = torch.tensor([0, 3, 26], device=device)
-    model = body(cc.L2Norm(), device=device)
-    la = Laplace(model, "contrastive", "subnetwork", structure, subnetwork_indices=indices)
-    la.fit([data(device)])
-    moved = (la.sample(50) - la.mean).abs().amax(0) > 0
-    assert moved.nonzero().flatten().tolist() == indices.tolist()
