@@ -25,19 +25,19 @@ demo: $(DEMO) ## the demonstration on digits; options go into ARGS="..." (ARGS=-
 	$(PY) -m benchmarks.experiments --table demo $(ARGS)
 
 test: $(STAMP) lint typecheck ## lint, types and all tests that are not marked slow; pytest options go into ARGS="..."
-	$(ONE_THREAD) $(PY) -m pytest -n 2 -m "not slow" --hypothesis-profile=ci $(ARGS)
+	$(ONE_THREAD) $(PY) -m pytest -n 2 --dist worksteal -m "not slow" --hypothesis-profile=ci $(ARGS)
 
 # The oracle, the contract of the default backend, every structure with every loss and fix, and bad input at the public entry points.
 QUICK := tests/laplace/test_contract.py::TestTorchFunc tests/losses/test_derivatives.py tests/fit/test_ggn.py tests/structures tests/test_bad_input.py
 
 quick: $(STAMP) ## what one runs while working, under a minute; pytest options go into ARGS="..."
-	$(ONE_THREAD) $(PY) -m pytest -n 2 -q --hypothesis-profile=quick $(QUICK) $(ARGS)
+	$(ONE_THREAD) $(PY) -m pytest -n 2 --dist worksteal -q --hypothesis-profile=quick $(QUICK) $(ARGS)
 
 mutants: $(STAMP) ## wrong signs, factors and terms in the core, each of which a test has to notice; half an hour; ARGS="--only fit/"
 	$(PY) tests/mutants.py --jobs 2 $(ARGS)
 
 test-oldest: $(OLDEST)/.installed ## the same tests with the oldest versions that pyproject.toml allows, on Python 3.11, in an environment of its own
-	$(ONE_THREAD) $(OLDEST)/bin/python -m pytest -n 2 -m "not slow" --hypothesis-profile=ci $(OLDEST_WITHOUT) $(ARGS)
+	$(ONE_THREAD) $(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" --hypothesis-profile=ci $(OLDEST_WITHOUT) $(ARGS)
 
 # Not there: the extras docs, ray and recipes, whose packages move too fast for bounds that would hold for long, and onnx, which
 # needs a later torch. Their tests are left out or skipped, as are those of the benchmarks, which are no part of the package.

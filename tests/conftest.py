@@ -24,6 +24,22 @@ if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
+LONGEST = {
+    "test_process_group",
+    "test_on_ray",
+    "test_site",
+    "test_types_for_users",
+    "test_gallery_pages",
+    "test_recipes",
+}
+"""Files whose tests wait for other processes, or run whole pages."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest tests, so that no process of ``make test`` waits for another's last one."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
+
+
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     """Run each test that takes a ``device`` on all that there are."""
     given = [name for mark in metafunc.definition.iter_markers("parametrize") for name in mark.args[:1]]

@@ -16,9 +16,7 @@ import contrastive_curvature as cc
 from contrastive_curvature.embedding.spread import Axes, Dense
 from contrastive_curvature.fit.class_centres import ClassCentres
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning")
 
 N, D = 5, 3
 KINDS = ("variance", "covariance", "axes", "joint", "samples", "stored")

@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning")
 
 HALF = (torch.bfloat16, torch.float16)
 STRUCTURES = ("diag", "kron", "kron_lowrank", "full")

@@ -14,9 +14,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning")
 
 N, F, D = 8, 4, 3
 NAMES = ("raw_mean", "mu", "kappa", "uncertainty", "tangential_variance", "variance", "covariance")
