@@ -382,36 +382,6 @@ def test_options_of_the_laplace_object() -> None:
         la("subnetwork", "kron")
 
 
-def test_options_of_prediction_and_tuning() -> None:
-    x, y = inputs()
-    la = Laplace(encoder(), "contrastive", "last_layer", "diag")
-    for call in (lambda: la(x), la.optimize_prior_precision, lambda: la.predictive_samples(x), la.state_dict):
-        with pytest.raises(AttributeError, match="fit"):
-            call()
-    la.fit(DataLoader(TensorDataset(x, y), batch_size=5))
-    refused(lambda: la(x, pred_type="probit"), cc.InputError, "pred_type", "'glm' or 'nn'", "probit")
-    refused(lambda: la(x, link_approx="mc"), cc.UnsupportedError, "link_approx", "mc")
-    refused(lambda: la(x, pred_type="nn", n_samples=1), cc.InputError, "samples", "2")
-    refused(lambda: la(x).joint_covariance, cc.UnsupportedError, "joint=True")
-    for kwargs in ({"joint": True}, {"pred_type": "nn"}, {}):
-        refused(lambda k=kwargs: la.predictive_samples(x, n_samples=0, **k), cc.InputError, "n_samples", "0")
-    refused(lambda: la.optimize_prior_precision(method="cv"), cc.InputError, "method", "'marglik'", "cv")
-    refused(lambda: la.optimize_prior_precision(method="gridsearch"), cc.InputError, "val_loader")
-    grid: dict[str, Any] = {"method": "gridsearch", "val_loader": []}
-    refused(lambda: la.optimize_prior_precision(**grid), cc.InputError, "val_loader", "empty")
-    grid["val_loader"] = [(x, y)]
-    refused(lambda: la.optimize_prior_precision(**grid, grid_size=0), cc.InputError, "grid_size", "0")
-    refused(lambda: la.optimize_prior_precision(**grid, prior_structure="diag"), cc.InputError, "prior_structure")
-    refused(lambda: la.optimize_prior_precision("probit", "marglik"), cc.InputError, "pred_type", "probit")
-
-
-def test_a_prior_of_a_wrong_length_is_refused_at_every_try() -> None:
-    la = Laplace(encoder(), "contrastive", "last_layer", "diag", prior_precision=torch.ones(5))
-    for _ in range(2):
-        with pytest.raises(cc.InputError, match="prior_precision: expected 1 or 2 or 18 entries, got 5"):
-            la.fit(DataLoader(TensorDataset(*inputs()), batch_size=5))
-
-
 def test_no_pair_is_no_curvature_in_the_functions_themselves(device: str) -> None:
     z, y = outputs(device)
     x = inputs()[0].to(device)
