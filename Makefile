@@ -15,7 +15,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test quick mutants test-oldest fuzz lint typecheck docs docs-serve bench tables gpu dist clean
+.PHONY: help demo test quick mutants test-oldest lint typecheck docs docs-serve bench tables gpu dist clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -26,27 +26,24 @@ demo: $(DEMO) ## the demonstration on digits: decisions, then every score; optio
 	$(PY) -m benchmarks.experiments --table demo $(ARGS)
 
 test: $(STAMP) lint typecheck ## lint, types and all tests that are not marked slow; pytest options go into ARGS="..."
-	$(ONE_THREAD) $(PY) -m pytest -n 2 -m "not slow" --hypothesis-profile=ci $(ARGS)
+	$(ONE_THREAD) $(PY) -m pytest -n 2 --dist worksteal -m "not slow" --hypothesis-profile=ci $(ARGS)
 
-# The oracle, the contract of the default backend, and one run of every public entry point.
-QUICK := tests/test_fuzz.py::test_the_calls_work_as_they_stand tests/laplace/test_contract.py::TestTorchFunc tests/losses/test_derivatives.py tests/fit/test_ggn.py
+# The oracle, the contract of the default backend, every structure with every loss and fix, and bad input at the public entry points.
+QUICK := tests/laplace/test_contract.py::TestTorchFunc tests/losses/test_derivatives.py tests/fit/test_ggn.py tests/structures tests/test_bad_input.py
 
 quick: $(STAMP) ## what one runs while working, under a minute; pytest options go into ARGS="..."
-	$(ONE_THREAD) $(PY) -m pytest -n 2 -q --hypothesis-profile=quick $(QUICK) $(ARGS)
+	$(ONE_THREAD) $(PY) -m pytest -n 2 --dist worksteal -q --hypothesis-profile=quick $(QUICK) $(ARGS)
 
 mutants: $(STAMP) ## wrong signs, factors and terms in the core, each of which a test has to notice; half an hour; ARGS="--only fit/"
 	$(PY) tests/mutants.py --jobs 2 $(ARGS)
 
 test-oldest: $(OLDEST)/.installed ## the same tests with the oldest versions that pyproject.toml allows, on Python 3.11, in an environment of its own
-	$(ONE_THREAD) $(OLDEST)/bin/python -m pytest -n 2 -m "not slow" --hypothesis-profile=ci $(OLDEST_WITHOUT) $(ARGS)
+	$(ONE_THREAD) $(OLDEST)/bin/python -m pytest -n 2 --dist worksteal -m "not slow" --hypothesis-profile=ci $(OLDEST_WITHOUT) $(ARGS)
 
 # Not there: the extras docs, ray and recipes, whose packages move too fast for bounds that would hold for long, and onnx, which
 # needs a later torch. Their tests are left out or skipped, as are those of the benchmarks, which are no part of the package.
 OLDEST_EXTRAS := benchmarks,faiss,lance,miners,parquet,test
 OLDEST_WITHOUT := $(addprefix --ignore=tests/,docs benchmarks jobs/test_on_ray.py)
-
-fuzz: $(STAMP) ## the tests of any input with new examples, 500 each; pytest options go into ARGS="..."
-	$(ONE_THREAD) $(PY) -m pytest -n 2 tests/test_fuzz.py --hypothesis-profile=fuzz $(ARGS)
 
 lint: $(STAMP) ## ruff: rules and formatting
 	$(PY) -m ruff check

@@ -6,8 +6,6 @@ runs every combination on small cases in float64, compares it with the oracle, a
 of the pages that are named. A test fails when a page is out of date.
 """
 
-from __future__ import annotations
-
 import functools
 import re
 import sys

@@ -1,7 +1,5 @@
 """Networks whose layers BackPACK knows, and the cases that the tests of it draw."""
 
-from __future__ import annotations
-
 import torch
 from backpack.custom_module.branching import SumModule
 from hypothesis import strategies as st

@@ -10,6 +10,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")  # plots go to files, display or not
 import numpy as np
 import pytest
 import torch
+from devices import DEVICES
 from hypothesis import Phase, settings
 
 # Timings on shared cores say nothing: no deadline. `ci`, which `make test` asks for, always tries the same examples.
@@ -17,12 +18,33 @@ settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25
 settings.register_profile("dev", deadline=None, max_examples=20)
 # For work at the desk: says that something fails, at once, and leaves the smallest example to the others.
 settings.register_profile("quick", deadline=None, max_examples=15, phases=(Phase.explicit, Phase.generate))
-# For `make fuzz`: other examples every time, and many of them.
-settings.register_profile("fuzz", deadline=None, max_examples=500, print_blob=True)
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
+
+
+LONGEST = {
+    "test_process_group",
+    "test_on_ray",
+    "test_site",
+    "test_types_for_users",
+    "test_gallery_pages",
+    "test_recipes",
+}
+"""Files whose tests wait for other processes, or run whole pages."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the longest tests, so that no process of ``make test`` waits for another's last one."""
+    items.sort(key=lambda item: item.path.stem not in LONGEST)
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run each test that takes a ``device`` on all that there are."""
+    given = [name for mark in metafunc.definition.iter_markers("parametrize") for name in mark.args[:1]]
+    if "device" in metafunc.fixturenames and "device" not in given:
+        metafunc.parametrize("device", DEVICES)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -1,7 +1,5 @@
 """What the formulas of "Any loss of cosines" in docs/theory.md are made of, as the page has them."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """What the tests of feature folders share: a small encoder, its data, and loaders of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

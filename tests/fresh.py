@@ -1,7 +1,5 @@
 """Python in a process of its own, where nothing is imported yet."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

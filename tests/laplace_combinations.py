@@ -1,7 +1,5 @@
 """All posteriors there are, for tests that hold for each of them."""
 
-from __future__ import annotations
-
 import pytest
 
 __all__ = ["COMBINATIONS", "for_every_combination"]

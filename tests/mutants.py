@@ -248,7 +248,7 @@ MUTANTS = [
       "embedding/test_gallery.py"),
     M("an input of the gallery could agree with itself", "points of the match's class without the query",
       "embedding/gallery.py", "there = sizes[match] - (", "there = sizes[match] - 0 * (",
-      "embedding/test_gallery_labels.py"),
+      "embedding/test_gallery.py"),
     M("spread where two directions agree is over one axis too many", "mean over D - 1 tangent directions",
       "embedding/similarity.py", "(lost - radial) / (u.shape[1] - 1)", "(lost - radial) / u.shape[1]",
       "embedding/test_matching.py"),

@@ -1,7 +1,5 @@
 """The ``python`` blocks of a page run as a reader copies them, and print what the page says that they print."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Cases as data: tests that go through a table, and products of options of which every pair of values occurs."""
 
-from __future__ import annotations
-
 import functools
 import inspect
 import itertools

@@ -1,7 +1,5 @@
 """Files with a header: they come back as they were, are written whole or not at all, and others are refused by name."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,18 +1,13 @@
 """The formulas of "Any loss of cosines" in docs/theory.md, against the library and autograd in float64."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from devices import DEVICES
 from docs_rows import ROW_LOSSES, D, N, Rows, close, numbers
 from tables import covering
 
 import contrastive_curvature as cc
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 @covering(1, distance=["arccos", "euclidean"], name=ROW_LOSSES)

@@ -1,7 +1,5 @@
 """``cc.ContrastiveEmbedder``: what scikit-learn asks of an estimator, and the numbers of the posterior inside it."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 

@@ -1,7 +1,5 @@
 """What an import of the package does: folders form layers, nothing is printed, nothing extra comes."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from graphlib import TopologicalSorter

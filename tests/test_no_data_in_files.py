@@ -1,7 +1,5 @@
 """No file that the package writes has a row of the user's data in it, but for those that docs/sharing.md names."""
 
-from __future__ import annotations
-
 import io
 import pickle
 import zipfile
@@ -11,14 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.fit.state import State
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 N, WIDTH = 160, 9
 OPTIONS = {"pd_fix": "psd", "negative_samples": None}
@@ -148,8 +143,18 @@ def rows_in(folder: Path, x: Tensor) -> dict[str, int]:
     return found
 
 
+HELD: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
+    "a saved posterior": (("saved posterior and its card", "state", "graph", "numpy scorer"), {}),
+    "the same of structure `gp`": (("gp",), {"inputs": 20}),
+    "`la.part_statistics(...)`": (("statistics",), {"outputs": 100}),
+    "`la.part_curvature(...)`": (("curvature",), {"features": 100}),
+    "a pickle of a whole posterior": (("pickle",), {"features": 100, "outputs": 100}),
+}
+"""Files by their row in docs/sharing.md, and how many of the 100 training points are in them; other inputs are not."""
+
+
 @pytest.mark.filterwarnings("ignore::UserWarning")
-@pytest.mark.parametrize("kind", FILES)
+@pytest.mark.parametrize("kind", [kind for kind in FILES if not any(kind in kinds for kinds, _ in HELD.values())])
 def test_no_row_of_the_data_is_in_a_file(kind: str, device: str, tmp_path: Path) -> None:
     FILES[kind](tmp_path, device)
     x = data()[0]
@@ -180,16 +185,6 @@ def curvature(folder: Path, device: str) -> None:
     new(device).part_curvature([(x[:100], labels[:100])], (0, 1), whole).save(folder / "curvature")
 
 
-HELD: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
-    "a saved posterior": (("saved posterior and its card", "state", "graph", "numpy scorer"), {}),
-    "the same of structure `gp`": (("gp",), {"inputs": 20}),
-    "`la.part_statistics(...)`": (("statistics",), {"outputs": 100}),
-    "`la.part_curvature(...)`": (("curvature",), {"features": 100}),
-    "a pickle of a whole posterior": (("pickle",), {"features": 100, "outputs": 100}),
-}
-"""Files by their row in docs/sharing.md, and of how many of the 100 training points what is in them."""
-
-
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_what_is_in_which_file(device: str, tmp_path: Path) -> None:
     page = (Path(__file__).parent.parent / "docs" / "sharing.md").read_text()
@@ -199,9 +194,9 @@ def test_what_is_in_which_file(device: str, tmp_path: Path) -> None:
         "statistics": statistics,
         "curvature": curvature,
     }
-    x, encoder = data(device)[0][:100], new(device).model.model
+    x, encoder = data(device)[0], new(device).model.model
     with torch.no_grad():
-        rows = {"inputs": x, "outputs": encoder(x), "features": encoder[:2](x)}
+        rows = {"inputs": x, "outputs": encoder(x[:100]), "features": encoder[:2](x[:100])}
     for name, (kinds, held) in HELD.items():
         (line,) = [line for line in table.splitlines() if line.startswith(f"| {name}")]
         for kind in kinds:

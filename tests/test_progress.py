@@ -1,7 +1,5 @@
 """Long computations show bars, and say before very many pairs what would be faster."""
 
-from __future__ import annotations
-
 import warnings
 
 import pytest

@@ -1,7 +1,5 @@
 """``cc.DriftMonitor``: false alarms over many streams, products by hand, streams in parts and from files, refusals."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``select_unknown``: the procedure by its definition, and its guarantee over simulated calibration sets."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Thresholds with a stated error: their promises over many splits, oracles of single numbers, refusals."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,7 +1,5 @@
 """The Markdown files of the repository, as GitHub and editors read them."""
 
-from __future__ import annotations
-
 import re
 from collections import Counter
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The results page, its plots and the README's table say what the committed results say."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """The site builds strictly and without a network, and its pages read as they do in the repository."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """What the build of the site adds to mkdocs: pages from outside docs, links to them, docstrings, the list of names."""
 
-from __future__ import annotations
-
 import importlib.util
 from types import ModuleType
 

@@ -5,8 +5,6 @@ why). The package's own modules are read with the project's settings, so that th
 without it, mypy reads torch anew, which takes more than a minute.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,12 +1,9 @@
 """Covariances kept as their parts: every figure of an embedding against that of the dense matrices."""
 
-from __future__ import annotations
-
 import copy
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -14,8 +11,6 @@ from torch import Tensor
 import contrastive_curvature as cc
 from contrastive_curvature.embedding.known import components
 from contrastive_curvature.embedding.spread import Axes, Dense
-
-on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def parts(n: int, dim: int, common: bool, size: float = 1.0, device: str = "cpu") -> Axes:
@@ -32,7 +27,6 @@ def by_hand(made: Axes) -> Tensor:
     return wide if made.common is None else wide + made.common
 
 
-@on_every_device
 @given(n=st.integers(0, 5), dim=st.integers(2, 7), common=st.booleans(), size=st.sampled_from([1e-3, 1.0, 1e4]))
 def test_every_figure_is_that_of_the_dense_covariances(
     device: str, n: int, dim: int, common: bool, size: float

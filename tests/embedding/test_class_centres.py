@@ -1,14 +1,11 @@
 """Class centres: the ratio of distances against a loop, sums of streams, and the factor of ``uncertainty``."""
 
-from __future__ import annotations
-
 import importlib
 import math
 import pickle
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -16,8 +13,6 @@ from torch import Tensor
 import contrastive_curvature as cc
 from contrastive_curvature.fit import class_centres
 from contrastive_curvature.fit.class_centres import CAP, WEIGHT, CentreCollector, ClassCentres
-
-on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def unit(v: Tensor) -> Tensor:
@@ -70,7 +65,6 @@ def test_ratio_is_nearest_over_second_distance(case: tuple[Tensor, Tensor, Tenso
     assert torch.equal(made.factor(outputs.to(dtype)), (WEIGHT * (found.clamp(max=CAP) - made.typical)).exp())
 
 
-@on_every_device
 def test_at_a_centre_between_two_and_on_the_other_side(device: str) -> None:
     made = ClassCentres.of(torch.eye(3, device=device), torch.arange(3, device=device))
     assert made is not None
@@ -192,7 +186,6 @@ def test_a_stream_of_nothing_of_one_class_or_of_too_many_classes(monkeypatch: py
     assert many.centres() is None
 
 
-@on_every_device
 def test_blocks_do_not_change_a_ratio(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     made = ClassCentres.of(torch.randn(9, 4, device=device), torch.arange(9, device=device))
     assert made is not None

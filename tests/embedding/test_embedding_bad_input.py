@@ -1,23 +1,24 @@
 """Distributions of embeddings and what reads them: what cannot be right is refused, extreme norms are right."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
+from hypothesis import given
+from hypothesis import strategies as st
 from tables import covering, each
 from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature import metrics
 from contrastive_curvature.embedding.spread import Dense, Joint
+from contrastive_curvature.embedding.stored import tangential_variance_of
 
-on_every_device = pytest.mark.parametrize("device", DEVICES)
 NAN, INF = math.nan, math.inf
+
+
 B, D = 4, 3
 
 
@@ -45,6 +46,8 @@ def spoilt(value: Tensor, place: Any, number: float) -> Tensor:
 
 
 V = matrices()
+
+
 Z = torch.randn(5, B, D, generator=torch.Generator().manual_seed(4))
 
 
@@ -97,7 +100,6 @@ def test_numbers_of_samples(bad: Any) -> None:
         refused(lambda found=found: found.sample(2, generator=3), "generator", kind=cc.InputTypeError)
 
 
-@on_every_device
 def test_there_is_no_mean(device: str) -> None:
     """It could be the encoder's output, or the direction."""
     found = cc.EmbeddingDistribution(3 * mean(device), covariance=matrices(device))
@@ -106,7 +108,6 @@ def test_there_is_no_mean(device: str) -> None:
     assert torch.allclose(found.raw_mean, found.raw_mean.norm(dim=1, keepdim=True) * found.mu)
 
 
-@on_every_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1e-30, 1.0, 1e30])
 def test_what_is_right_up_to_rounding_is_taken(size: float, dtype: torch.dtype, device: str) -> None:
@@ -125,7 +126,6 @@ def test_what_is_right_up_to_rounding_is_taken(size: float, dtype: torch.dtype, 
     assert cc.EmbeddingDistribution(z[:0], variance=z[:0]).raw_mean.shape == (0, D)
 
 
-@on_every_device
 @covering(
     1, size=[1e-30, 1e-20, 1e-10, 1.0, 1e10, 1e20, 1e30], kind=["variance", "covariance", "joint_covariance", "samples"]
 )
@@ -222,7 +222,11 @@ def test_a_joint_covariance_names_the_inputs_that_are_not_finite() -> None:
 
 
 LABELS = torch.arange(6) % 2
+
+
 SAMPLES = torch.randn(4, 6, 3, generator=torch.Generator().manual_seed(3))
+
+
 HOW = "la.predictive_samples(x, n_samples=..., joint=True)"
 
 
@@ -246,3 +250,42 @@ def test_samples_of_another_kind(function: Callable[..., Any]) -> None:
         cc.EmbeddingDistribution(SAMPLES[0], variance=torch.ones(6, 3)),
     ):
         refused(lambda bad=bad: function(bad), HOW)
+
+
+@given(dim=st.integers(2, 40), log_kappa=st.floats(-5, 15), seed=st.integers(0, 99))
+def test_they_have_the_concentration_they_were_given(device, dim, log_kappa, seed):
+    g = torch.Generator().manual_seed(seed)
+    mu = torch.randn(3, dim, dtype=torch.float64, generator=g).to(device)
+    kappa = dim * torch.full((3,), 10.0**log_kappa, dtype=torch.float64, device=device)
+    stored = cc.StoredEmbeddings(mu, kappa, torch.ones(3, device=device))
+    # The concentration of the Gaussian itself; the variance along the mean, of its size, does not count.
+    of_gaussian = cc.vmf.concentration_from_gaussian(stored.raw_mean, variance=stored.variance)
+    torch.testing.assert_close(of_gaussian, kappa, rtol=1e-9, atol=0)
+    assert torch.equal(stored.kappa, kappa)
+
+
+def test_the_variance_of_no_concentration_is_finite(device):
+    variance = tangential_variance_of(torch.tensor([0.0, 1e300], dtype=torch.float64, device=device), 3)
+    assert bool(variance.isfinite().all())
+    assert bool((variance > 0).all())
+
+
+@each(
+    "change, error, text",
+    [
+        ({"mu": "text"}, cc.InputTypeError, "mu"),
+        ({"mu": torch.ones(3, 1)}, cc.InputError, r"mu: expected shape \(N, D\) with D >= 2"),
+        ({"mu": torch.zeros(3, 2)}, cc.InputError, "mu: expected non-zero rows"),
+        ({"kappa": torch.ones(2)}, cc.InputError, "kappa"),
+        ({"kappa": -torch.ones(3)}, cc.InputError, "kappa: expected numbers >= 0"),
+        ({"uncertainty": torch.full((3,), torch.inf)}, cc.InputError, "uncertainty"),
+    ],
+)
+def test_what_is_refused(device, change, error, text):
+    given = {"mu": torch.ones(3, 2), "kappa": torch.ones(3), "uncertainty": torch.ones(3)}
+    given = {name: value.to(device) for name, value in given.items()}
+    assert len(cc.StoredEmbeddings(**given)) == 3
+    with pytest.raises(error, match=text):
+        cc.StoredEmbeddings(**{**given, **change})
+    with pytest.raises(cc.InputTypeError, match=r"embeddings: expected an EmbeddingDistribution, such as la\(x\)"):
+        cc.StoredEmbeddings.of(given["mu"])

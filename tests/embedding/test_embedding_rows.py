@@ -1,14 +1,11 @@
 """Distributions of embeddings as containers: rows, concatenation, dtype. What they answer is what the whole answers."""
 
-from __future__ import annotations
-
 import re
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
@@ -19,10 +16,7 @@ import contrastive_curvature as cc
 from contrastive_curvature.embedding.spread import Axes, Dense
 from contrastive_curvature.fit.class_centres import ClassCentres
 
-pytestmark = [
-    pytest.mark.parametrize("device", DEVICES),
-    pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning")
 
 N, D = 5, 3
 KINDS = ("variance", "covariance", "axes", "joint", "samples", "stored")

@@ -1,14 +1,11 @@
 """The statistic of "is this input of a known kind?" by hand, and its conformal p-values against their definition."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.special import log_ndtr
@@ -31,7 +28,6 @@ from contrastive_curvature.embedding.spread import Dense, Diagonal
 from contrastive_curvature.io.serving import numpy_scorer
 from contrastive_curvature.pairs.rows import content_numbers, point_keys
 
-on_every_device = pytest.mark.parametrize("device", DEVICES)
 KINDS = ("variance", "covariance")
 
 
@@ -70,7 +66,6 @@ def test_components_by_hand(n: int, dim: int, kind: str, dtype: torch.dtype, fea
         assert found[i].exp().tolist() == pytest.approx(truth, rel=1e-9 if dtype is torch.float64 else 1e-3)
 
 
-@on_every_device
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("kind", KINDS)
 def test_components_are_finite_at_every_extreme(kind: str, dtype: torch.dtype, device: str) -> None:
@@ -134,7 +129,6 @@ def dense_outputs(z: Tensor, new: Tensor) -> Tensor:
     return ((apart @ precision) * apart).sum(1).log()
 
 
-@on_every_device
 @pytest.mark.parametrize("width", [3, 64])
 def test_class_gaussians_are_the_dense_ones(width: int, device: str) -> None:
     generator = torch.Generator().manual_seed(0)

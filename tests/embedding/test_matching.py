@@ -1,7 +1,5 @@
 """Match probabilities: against known truths, against scikit-learn, and what is refused."""
 
-from __future__ import annotations
-
 import io
 import math
 import warnings
@@ -10,7 +8,6 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.isotonic import IsotonicRegression
@@ -101,67 +98,6 @@ def excess(one: Tensor, other: Tensor) -> tuple[float, float]:
     """Mean of the difference of two lists of scores, and its standard error."""
     gap = one - other
     return float(gap.mean()), float(gap.std() / len(gap) ** 0.5)
-
-
-def calibration_error(p: Tensor, outcome: Tensor) -> tuple[float, float]:
-    """ECE in ten bins, and its expectation for probabilities that are right."""
-    error = noise = 0.0
-    for k in range(10):
-        inside = (p > k / 10) & (p <= (k + 1) / 10)
-        if n := int(inside.sum()):
-            q = p[inside].double()
-            error += abs(float(outcome[inside].double().mean() - q.mean())) * n / len(p)
-            noise += float((2 / math.pi * (q * (1 - q)).sum()).sqrt()) / len(p)
-    return error, noise
-
-
-@pytest.mark.parametrize("curve", ["logistic", "isotonic"])
-def test_the_truth_is_found_where_the_cosine_says_all(curve):
-    a, b, same, _ = plain_pairs(4000, 0)
-    match = MatchProbability(use_uncertainty=False, curve=curve).fit_pairs(a, b, same)
-    a, b, same, truth = plain_pairs(20_000, 1)
-    p = match.same(a, b)
-    # Asymptotically E (p - truth)^2 <= weights / (4 n); an isotonic curve of n points errs by the order of n^(-2/3).
-    bound = 2 / (4 * 4000) if curve == "logistic" else 4000 ** (-2 / 3)
-    assert float((p - truth).square().mean()) < 4 * bound
-    error, noise = calibration_error(p, same)
-    assert error < 2 * noise + 4 * bound**0.5
-
-
-def test_the_truth_is_found_in_a_model_of_its_own_form():
-    """Outcomes drawn from a fitted model: the model fitted to them has its Brier score, up to noise."""
-    make = noisy_pairs(1000, 0)
-    oracle = MatchProbability().fit_pairs(*make)
-    train, test = noisy_pairs(4000, 1), noisy_pairs(10_000, 2)
-    truth = [oracle.same(p.a, p.b) for p in (train, test)]
-    outcome = [torch.rand(len(p), generator=generator(5), dtype=DOUBLE) < p for p in truth]
-    p = MatchProbability().fit_pairs(train.a, train.b, outcome[0]).same(test.a, test.b)
-    # Six weights, asymptotically; four times as much for the luck of one draw.
-    assert float((p - truth[1]).square().mean()) < 4 * 6 / (4 * 4000)
-    error, noise = calibration_error(p, outcome[1])
-    assert error < 2 * noise + 4 * (6 / (4 * 4000)) ** 0.5
-
-
-@pytest.mark.parametrize("curve", ["logistic", "isotonic"])
-def test_uncertainties_help_where_they_matter(curve):
-    train, test = noisy_pairs(3000, 0), noisy_pairs(6000, 1)
-    scores = []
-    for use in (True, False):
-        match = MatchProbability(use_uncertainty=use, curve=curve).fit_pairs(*train)
-        scores.append(brier(match.same(test.a, test.b), test.same))
-    gain, error = excess(scores[1], scores[0])
-    assert gain > 0.01
-    assert gain > 5 * error
-
-
-def test_uncertainties_that_mean_nothing_do_no_harm():
-    train, test = noisy_pairs(3000, 0, known=False), noisy_pairs(6000, 1, known=False)
-    scores = []
-    for use in (True, False):
-        match = MatchProbability(use_uncertainty=use).fit_pairs(*train)
-        scores.append(brier(match.same(test.a, test.b), test.same))
-    loss, error = excess(scores[0], scores[1])
-    assert loss < 3 * error + 6 / (4 * 3000)
 
 
 def spread_along(one: EmbeddingDistribution, other: EmbeddingDistribution) -> Tensor:
@@ -421,7 +357,6 @@ def test_malformed_states_are_refused_and_change_nothing(key, value):
     assert torch.equal(match.same(test.a, test.b), p)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @each("dtype", [torch.float16, torch.float32, DOUBLE])
 def test_dtypes_and_kinds_of_distributions(dtype, device):
     train, test = noisy_pairs(300, 0), noisy_pairs(20, 1)

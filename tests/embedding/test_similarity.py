@@ -1,7 +1,5 @@
 """The distribution of the cosine between two uncertain embeddings, against quadrature, samples and exact limits."""
 
-from __future__ import annotations
-
 import functools
 import math
 import sys
@@ -10,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import covering, each
@@ -129,7 +126,6 @@ def test_probabilities_are_those_of_ten_thousand_samples(dim, angle, kappa):
     assert float(gap) < 0.0223 + 0.03
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @given(
     kinds=st.tuples(st.sampled_from(KINDS), st.sampled_from(KINDS)).filter(lambda k: k != ("point", "point")),
     n=st.integers(1, 5),

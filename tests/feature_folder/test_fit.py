@@ -1,14 +1,11 @@
 """Posteriors from a feature folder are those from the loader of the inputs."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from feature_networks import DIM, WIDTH, data, encoder, loader
 from laplace import Laplace
 from tables import each
@@ -17,7 +14,6 @@ from torch import Tensor, nn
 import contrastive_curvature as cc
 
 pytestmark = [
-    pytest.mark.parametrize("device", DEVICES),
     # Both calibrations use the training inputs, which are at hand.
     pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning"),
 ]

@@ -1,7 +1,5 @@
 """What is written is what is read: content, shards, slices, damaged headers."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from pathlib import Path
@@ -10,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices import DEVICES
 from feature_networks import POINTS, WIDTH, data, encoder, loader
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,8 +16,6 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.io.feature_folder.header import PRECISIONS
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def write(path: Path, device: str, **options: Any) -> cc.FeatureFolder:

@@ -1,14 +1,11 @@
 """What cannot be written is refused by name, and leaves no complete folder behind."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from feature_networks import POINTS, data, encoder, loader
 from tables import each
 from torch import nn
@@ -18,8 +15,6 @@ import contrastive_curvature as cc
 from contrastive_curvature.artifact import VERSION
 from contrastive_curvature.artifact import _checksum as checksum
 from contrastive_curvature.io.feature_folder.header import HEADER, FeatureHeader
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def scaled(device: str) -> nn.Sequential:

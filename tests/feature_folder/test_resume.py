@@ -1,7 +1,5 @@
 """An interrupted run goes on where it stopped, and never over other features."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,15 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from feature_networks import POINTS, Counting, Interrupted, data, encoder, loader
 from tables import covering
 
 import contrastive_curvature as cc
 
-pytestmark = pytest.mark.parametrize("device", DEVICES)
-
-for_every_format = pytest.mark.parametrize("format", ["memmap", "parquet"])
 ROWS = 12
 """Of a part: batches of 8 points lie across parts."""
 

@@ -1,12 +1,9 @@
 """Losses of anchors over data sets: batches, two views, subsets, and what is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from laplace import Laplace
 from tables import covering, each
 from torch import Tensor, nn
@@ -14,8 +11,6 @@ from torch.utils.data import DataLoader, Dataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.testing.cases import close
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 LOSSES: dict[str, Any] = {
     "infonce": lambda **given: cc.InfoNCELoss(0.2, **given),

@@ -1,7 +1,5 @@
 """A data set fitted in batches equals the same data in one batch, exactly, in every structure and for every fix."""
 
-from __future__ import annotations
-
 import warnings
 from collections import Counter
 from typing import Any
@@ -9,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from laplace import Laplace
@@ -26,8 +23,6 @@ from contrastive_curvature.structures import Dense, Diagonal, Kron, Structure
 from contrastive_curvature.testing import dense_jacobian
 
 WITHOUT_FACTORS = (nn.Embedding, nn.MultiheadAttention)
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 @st.composite

@@ -1,13 +1,10 @@
 """A fit that hangs on one point says so, and says which."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laplace import Laplace
@@ -16,7 +13,6 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 
-on_every_device = pytest.mark.parametrize("device", DEVICES)
 N, WIDTH, D = 40, 6, 3
 STRUCTURES = [
     ("last_layer", "diag", {}),
@@ -64,7 +60,6 @@ def short_output(model: nn.Sequential, x: Tensor, row: int) -> Tensor:
     return moved.to(x.dtype)
 
 
-@on_every_device
 @covering(1, size=[7, N], weights__structure__more=STRUCTURES)
 def test_a_point_next_to_zero(weights: str, structure: str, more: dict[str, Any], size: int, device: str) -> None:
     model = encoder(device)
@@ -78,7 +73,6 @@ def test_a_point_next_to_zero(weights: str, structure: str, more: dict[str, Any]
     assert la.n_data == N, "a warning, not an error"
 
 
-@on_every_device
 @covering(1, size=[7, N], weights=["last_layer", "all"], kind=["dataset", "batch"])
 def test_a_huge_input_in_kronecker_factors(kind: str, weights: str, size: int, device: str) -> None:
     """The output Hessian shrinks as the input grows, but the factors of inputs know nothing of it."""
@@ -91,7 +85,6 @@ def test_a_huge_input_in_kronecker_factors(kind: str, weights: str, size: int, d
         la.fit(batches(x, labels, size))
 
 
-@on_every_device
 @covering(1, size=[7, N], backend=[None, *BACKENDS])
 def test_several_huge_inputs(backend: Any, size: int, device: str) -> None:
     """Neither of the points dominates alone."""
@@ -105,7 +98,6 @@ def test_several_huge_inputs(backend: Any, size: int, device: str) -> None:
         la.fit(batches(x, labels, size))
 
 
-@on_every_device
 @covering(1, kind=["dataset", "batch"], pd_fix=["fixed", "positive", "full", "psd"], structure=["diag", "full"])
 def test_every_fix_and_both_kinds_of_fit(structure: str, pd_fix: str, kind: str, device: str) -> None:
     model = encoder(device)
@@ -119,7 +111,6 @@ def test_every_fix_and_both_kinds_of_fit(structure: str, pd_fix: str, kind: str,
         make().fit(batches(x, labels, 20))
 
 
-@on_every_device
 @each("weights, structure, more", STRUCTURES)
 def test_ordinary_data_cause_no_warning(weights: str, structure: str, more: dict[str, Any], device: str) -> None:
     x, labels = data(device)
@@ -127,7 +118,6 @@ def test_ordinary_data_cause_no_warning(weights: str, structure: str, more: dict
     Laplace(encoder(device), "contrastive", weights, structure, **more).fit(batches(x, labels, 7))
 
 
-@on_every_device
 @settings(max_examples=10)
 @given(row=st.integers(0, N - 1), size=st.integers(1, N), shuffle=st.booleans())
 def test_the_point_is_found_wherever_it_is(row: int, size: int, shuffle: bool, device: str) -> None:

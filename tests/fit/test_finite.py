@@ -1,12 +1,9 @@
 """A curvature that is not finite is refused, by its layer and its batch, and never ends the process."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from laplace import Laplace
 from laplace.utils import Kron as HostKron
 from tables import covering, each
@@ -15,8 +12,6 @@ from torch import Tensor, nn
 import contrastive_curvature as cc
 from contrastive_curvature.structures import Kron
 from contrastive_curvature.structures.finite import eigenpairs
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 N, WIDTH, D = 24, 6, 3
 

@@ -1,12 +1,9 @@
 """The parameter curvature against the dense autograd one."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Case, close, network_cases
@@ -16,8 +13,6 @@ import contrastive_curvature as cc
 from contrastive_curvature.network import kron, last_layer, pullback
 from contrastive_curvature.testing import dense_ggn, dense_jacobian
 from contrastive_curvature.testing.losses import parts_of
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 Drawn = tuple[nn.Module, Tensor, Case]
 

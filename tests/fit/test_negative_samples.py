@@ -1,7 +1,5 @@
 """Negatives from a sample: that of all points is exact, the mean over all samples is exact, and the error is told."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import re
@@ -10,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import DISTANCES, FIXES, NORMALIZATIONS, build_network, close, make_inputs
@@ -26,8 +23,6 @@ from contrastive_curvature.losses.dataset import dataset_hessian
 from contrastive_curvature.losses.logistic import LogisticLoss
 from contrastive_curvature.pairs.rows import Rows, point_keys
 from contrastive_curvature.structures import Dense, Diagonal, Kron
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 MARGINS = (None, 0.3, 0.9, 1.4, 2.0)
 WEIGHTS = (0.0, 0.3, 0.5, 1.0)

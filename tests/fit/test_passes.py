@@ -1,14 +1,11 @@
 """A fit takes several passes over the data; they must see the same points with the same targets, and all of them."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
@@ -20,7 +17,6 @@ import contrastive_curvature as cc
 from contrastive_curvature.fit import dataset
 from contrastive_curvature.fit.passes import PassRecord
 
-on_every_device = pytest.mark.parametrize("device", DEVICES)
 N, WIDTH = 40, 5
 
 
@@ -84,7 +80,6 @@ def model(device: str) -> nn.Linear:
 LATER = 2
 
 
-@on_every_device
 @covering(1, change=WRONG, structure=["diag", "kron", "full", "gp"], far=[False, True])
 def test_other_targets_in_the_second_pass_are_refused(structure: str, change: Any, far: bool, device: str) -> None:
     """Also beside a point that is far out, and whose numbers hide those of the others in a sum."""
@@ -97,7 +92,6 @@ def test_other_targets_in_the_second_pass_are_refused(structure: str, change: An
     assert not la.n_data
 
 
-@on_every_device
 def test_an_encoder_in_half_precision_may_round_otherwise(device: str) -> None:
     """Batches of other sizes are computed by other kernels, and round differently."""
 
@@ -118,7 +112,6 @@ def test_an_encoder_in_half_precision_may_round_otherwise(device: str) -> None:
     )
 
 
-@on_every_device
 def test_shuffling_is_fine(device: str) -> None:
     posteriors = []
     for change in (lambda x, y: (x, y), shuffled_together):
@@ -130,7 +123,6 @@ def test_shuffling_is_fine(device: str) -> None:
     assert torch.allclose(*posteriors, rtol=1e-10, atol=1e-10 * float(posteriors[0].abs().max()))
 
 
-@on_every_device
 @covering(1, change=WRONG, later=[LATER + 1, LATER + 2])
 def test_the_passes_of_the_cross_terms_are_checked_too(later: int, change: Any, device: str) -> None:
     options = {"pd_fix": "full", "margin": 0.9}
@@ -139,7 +131,6 @@ def test_the_passes_of_the_cross_terms_are_checked_too(later: int, change: Any, 
         la.fit(Passes(from_pass(later, change), device))
 
 
-@on_every_device
 def test_batches_are_counted_with_the_targets_they_come_with(device: str) -> None:
     def other(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return x, labels // 2
@@ -151,7 +142,6 @@ def test_batches_are_counted_with_the_targets_they_come_with(device: str) -> Non
     la.fit(Passes(from_pass(LATER, shuffled_together), device))
 
 
-@on_every_device
 @given(
     n=st.integers(2, 30),
     dim=st.integers(1, 4),
@@ -273,7 +263,6 @@ class Counting(nn.Linear):
         return super().forward(input)
 
 
-@on_every_device
 @pytest.mark.parametrize(
     ("structure", "options"),
     [("kron", {}), ("diag", {"negative_samples": 10}), ("diag", {"pd_fix": "full"}), ("full", {"pd_fix": "psd"})],

@@ -1,13 +1,10 @@
 """``mc_samples``: the mean of the estimate is the curvature, and what it has no meaning for is refused."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
@@ -17,8 +14,6 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.hessian.blocks import Blocks, SampledBlocks, SignedFactor
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def problem(device: str, dim: int, n: int = 5) -> tuple[nn.Module, Tensor, Tensor]:

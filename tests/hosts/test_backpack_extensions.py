@@ -1,7 +1,5 @@
 """Pair losses in BackPACK's extensions and in ours, against the dense curvature."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
@@ -26,7 +24,6 @@ from backpack.extensions import (
     SqrtGGNMC,
 )
 from backpack_networks import FLAT, SEQUENTIAL, Drawn, backpack_cases, build, truth_and_size
-from devices import DEVICES
 from hypothesis import assume, example, given
 from strategies import INPUTS, Case, close
 from tables import each
@@ -36,8 +33,6 @@ import contrastive_curvature as cc
 from contrastive_curvature import register
 from contrastive_curvature.hosts.backpack import CurvatureFactor, DiagCurvature, derivatives
 from contrastive_curvature.testing import dense_output_hessian
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 KRONECKER = ("linear", "no bias", "relu")
 """Networks of layers that KFAC and KFLR know; GGNMP knows batch normalisation too."""

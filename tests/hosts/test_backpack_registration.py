@@ -1,7 +1,5 @@
 """What registration adds to BackPACK, and that nothing else changes."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +7,6 @@ import torch
 from backpack import backpack, extend
 from backpack import extensions as host
 from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
-from devices import DEVICES
 from strategies import close
 from torch import nn
 
@@ -18,8 +15,6 @@ from contrastive_curvature import register, unregister
 from contrastive_curvature.hosts.backpack import BackPackPullback, DiagCurvature
 from contrastive_curvature.losses import LogisticLoss
 from contrastive_curvature.testing import dense_jacobian
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 EXTENSIONS = [kind for kind in vars(host).values() if isinstance(kind, type)]
 

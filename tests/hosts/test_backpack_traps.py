@@ -1,7 +1,5 @@
 """Encoders that BackPACK would give another curvature of, without a word: each is exact or refused."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 
@@ -11,7 +9,6 @@ from backpack import backpack, extend
 from backpack.context import CTX
 from backpack.custom_module.branching import SumModule
 from backpack_networks import build
-from devices import DEVICES
 from strategies import INPUTS, close
 from tables import each
 from torch import Tensor, nn
@@ -22,8 +19,6 @@ from contrastive_curvature.laplace.backends.backpack import BackPackContrastiveG
 from contrastive_curvature.laplace.backends.curvlinops import CurvlinopsContrastiveGGN
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.testing import dense_ggn
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 LABELS = torch.tensor([0, 0, 1, 1, 1])
 

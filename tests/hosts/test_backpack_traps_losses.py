@@ -1,14 +1,11 @@
 """Losses in our own extensions: their sum, their scale, and whose labels they take."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 from backpack import backpack, disable, extend
-from devices import DEVICES
 from strategies import INPUTS, close
 from tables import each
 from test_backpack_traps import LABELS, data
@@ -18,8 +15,6 @@ import contrastive_curvature as cc
 from contrastive_curvature import register
 from contrastive_curvature.hosts.backpack import CurvatureFactor, DiagCurvature
 from contrastive_curvature.testing import dense_ggn
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 @pytest.fixture(autouse=True)

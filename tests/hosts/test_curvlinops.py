@@ -1,7 +1,5 @@
 """curvlinops: the operator against the dense curvature, every tool of the host on it, and its K-FAC and EK-FAC."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
@@ -10,7 +8,6 @@ import pytest
 import torch
 from curvlinops import CGInverseLinearOperator, SubmatrixLinearOperator, hutchinson_diag
 from curvlinops.examples import IdentityLinearOperator
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.sparse.linalg import eigsh
@@ -28,8 +25,6 @@ from contrastive_curvature.testing import dense_ggn, dense_jacobian
 from contrastive_curvature.testing.cases import truth_and_size
 
 DEFAULTS = {"negative_weight": 0.5, "normalization": "anchor"}
-
-on_every_device = pytest.mark.parametrize("device", DEVICES)
 
 
 def make_operator(
@@ -50,7 +45,6 @@ def fixed_case(pd_fix: str = "full", **options: Any) -> tuple[nn.Module, Tensor,
     return model, x, Case(model(x).detach(), y, None, {**DEFAULTS, "pd_fix": pd_fix, **options})
 
 
-@on_every_device
 @given(drawn=network_cases(), step=st.integers(1, 6), elements=st.sampled_from((1, 10**6)))
 def test_products_are_those_of_all_pairs_of_the_data(drawn: Any, step: int, elements: int, device: str) -> None:
     """Vectors, matrices and lists, coupled across batches, in one chunk of columns or one by one."""

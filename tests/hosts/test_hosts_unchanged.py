@@ -1,7 +1,5 @@
 """BackPACK's and curvlinops' own numbers are bit-identical with, without and after our import. In fresh processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

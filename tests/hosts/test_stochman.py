@@ -1,12 +1,9 @@
 """StochMan as a backend: conversion, and the adapter against the oracle."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from stochman import nnj
@@ -21,8 +18,6 @@ from contrastive_curvature.hosts.stochman import to_nnj
 from contrastive_curvature.laplace.backends.stochman import StochManContrastiveGGN
 from contrastive_curvature.network import pullback as limits
 from contrastive_curvature.testing import dense_ggn, dense_jacobian
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 NETWORKS = {
     "in-place relu": lambda d: nn.Sequential(nn.Linear(4, 5, bias=False), nn.ReLU(inplace=True), nn.Linear(5, d)),

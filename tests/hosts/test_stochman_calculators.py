@@ -1,13 +1,10 @@
 """The paper's Hessian calculators against the oracle: loss, gradient and Hessian, for weights and for inputs."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import close
@@ -23,8 +20,6 @@ from contrastive_curvature.hosts.stochman import sweep as widths
 from contrastive_curvature.hosts.stochman.sweep import feature_maps
 from contrastive_curvature.network import pullback as limits
 from contrastive_curvature.testing import dense_jacobian, dense_output_hessian, list_pairs, pair_loss
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 CALCULATORS = {"euclidean": ContrastiveHessianCalculator, "arccos": ArccosHessianCalculator}
 LONG = {"pos": "positive", "fix": "fixed", "full": "full", "psd": "psd"}

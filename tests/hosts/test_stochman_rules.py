@@ -1,13 +1,10 @@
 """StochMan's rules against autograd: which are exact, which are left out, and the sweep that is made of them."""
 
-from __future__ import annotations
-
 from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from stochman import nnj
@@ -19,8 +16,6 @@ from contrastive_curvature.hosts.stochman import sweep as limits
 from contrastive_curvature.hosts.stochman import to_nnj
 from contrastive_curvature.hosts.stochman.rules import RefusedError, find_rule
 from contrastive_curvature.hosts.stochman.sweep import Sweep
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 IMAGE, SERIES, FLAT, TOKENS = (2, 4, 4), (2, 5), (4,), (3, 4)
 MODES = {"ff": (False, False), "fd": (False, True), "df": (True, False), "dd": (True, True)}

@@ -1,7 +1,5 @@
 """A small encoder, its data, and its posterior of every kind."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

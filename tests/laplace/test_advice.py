@@ -1,7 +1,5 @@
 """Warnings of labels of one class, of a label of -1, and of a prior that nobody chose: once each, and only then."""
 
-from __future__ import annotations
-
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from laplace import Laplace
 from tables import each
 from torch import Tensor, nn
@@ -17,7 +14,6 @@ from torch import Tensor, nn
 import contrastive_curvature as cc
 
 pytestmark = [
-    pytest.mark.parametrize("device", DEVICES),
     # The configuration of pytest leaves these out, for all other tests.
     pytest.mark.filterwarnings("error::contrastive_curvature.DefaultPriorWarning"),
     pytest.mark.filterwarnings("error::contrastive_curvature.LabelWarning"),
@@ -72,16 +68,6 @@ def test_a_chosen_prior_is_quiet(choose: Callable[[Any], Any], device: str) -> N
     for one in (la, again, given):
         one(inputs(device))
         one.predictive_samples(inputs(device), n_samples=2)
-
-
-def test_a_choice_that_failed_is_none(device: str) -> None:
-    la = fitted(device)
-    before = la.prior_precision.clone()
-    with pytest.raises(cc.InputError, match="smaller lr"):
-        la.optimize_prior_precision(method="marglik", n_steps=9, lr=1e30)
-    assert torch.equal(la.prior_precision, before)
-    with pytest.warns(cc.DefaultPriorWarning):
-        la(inputs(device))
 
 
 @each("draw", ["functional_samples", "predictive_samples"])

@@ -1,13 +1,10 @@
 """The pullback and the backend by BackPACK's extensions, against the dense curvature."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
 from backpack_networks import HOSTED, Drawn, backpack_cases, truth_and_size
-from devices import DEVICES
 from hypothesis import given
 from strategies import INPUTS, close
 from tables import each
@@ -20,8 +17,6 @@ from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.structures import STRUCTURES
 from contrastive_curvature.testing import dense_ggn
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def curvature(drawn: Drawn, device: str, structure: str, kind: type = BackPackPullback) -> Any:

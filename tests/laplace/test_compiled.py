@@ -1,21 +1,17 @@
 """Encoders that went through ``torch.compile``, and compiled predictions: as without, or refused with what to type."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
 
 pytestmark = [
-    pytest.mark.parametrize("device", DEVICES),
     # Dynamo's, at its first use: of parts of torch, and of numbers that it computes outside the graph.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

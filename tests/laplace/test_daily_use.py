@@ -1,7 +1,5 @@
 """``la.predict``, ``la.update`` and ``embedding.to_pandas``, against ``la(x)`` and ``la.fit``."""
 
-from __future__ import annotations
-
 import sys
 import warnings
 from typing import Any

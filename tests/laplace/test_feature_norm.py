@@ -1,7 +1,5 @@
 """The warning of a diagonal last layer whose variance is little more than the norm of the features."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,23 +1,17 @@
 """Encoders in half precision: the posterior of their last layer is that of the weights in float32, to few digits."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from laplace import Laplace
 from tables import covering, each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
 
-pytestmark = [
-    pytest.mark.parametrize("device", DEVICES),
-    pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning")
 
 HALF = (torch.bfloat16, torch.float16)
 STRUCTURES = ("diag", "kron", "kron_lowrank", "full")

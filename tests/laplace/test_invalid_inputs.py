@@ -1,14 +1,11 @@
 """Inputs without a finite output: refused with their rows, or rows of NaN that change nothing else."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
@@ -17,10 +14,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 
-pytestmark = [
-    pytest.mark.parametrize("device", DEVICES),
-    pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning"),
-]
+pytestmark = pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning")
 
 N, F, D = 8, 4, 3
 NAMES = ("raw_mean", "mu", "kappa", "uncertainty", "tangential_variance", "variance", "covariance")

@@ -1,7 +1,5 @@
 """``hessian_structure="kron_lowrank"``: against the dense posterior that it stands for, in NumPy and float64."""
 
-from __future__ import annotations
-
 import math
 import warnings
 from dataclasses import replace

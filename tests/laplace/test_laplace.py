@@ -1,13 +1,10 @@
 """Fitting through laplace-torch: every class against the curvature of the whole data set in one batch."""
 
-from __future__ import annotations
-
 import itertools
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from laplace import Laplace
 from strategies import close
 from tables import covering, each
@@ -28,7 +25,6 @@ INDICES = torch.tensor([2, 5, 11, 29, 30, 35, 47, 50])
 OPTIONS = {"margin": 1.2, "negative_weight": 0.3}
 """A margin that some pairs cross, and a curvature with eigenvalues of both signs."""
 
-on_every_device = pytest.mark.parametrize("device", DEVICES)
 for_every_combination = pytest.mark.parametrize(("weights", "structure"), COMBINATIONS)
 
 
@@ -126,7 +122,6 @@ def same_raw(la: Any, truth: Any) -> bool:
     return all(close(a, b) for a, b in pairs)
 
 
-@on_every_device
 @for_every_combination
 def test_fit_is_the_curvature_of_the_whole_set(weights: str, structure: str, device: str) -> None:
     x, y = data(device)
@@ -242,7 +237,6 @@ def test_kron_gives_a_layer_that_never_runs_no_curvature() -> None:
     assert not dense[len(used) :].any()
 
 
-@on_every_device
 @pytest.mark.parametrize(("weights", "structure"), [*LAST, *ALL, *SUBNET])
 def test_a_continued_fit_adds_a_further_data_set(weights: str, structure: str, device: str) -> None:
     x, y = data(device)
@@ -298,7 +292,6 @@ def test_what_stays_of_the_bias_over_all_batches_of_a_small_set(
             assert low - 1e-9 <= mean / float(whole.loss) <= high + 1e-9, (normalization, w)
 
 
-@on_every_device
 @covering(1, pd_fix=["positive", "fixed", "full", "psd"], margin=[None, 0.9])
 def test_loss_is_that_of_the_loss_module_whatever_the_fix(margin: float | None, pd_fix: str, device: str) -> None:
     x, y = data(device)

@@ -1,7 +1,5 @@
 """Arguments of the Laplace classes that cannot be right, and use before fitting: our errors, and nothing changed."""
 
-from __future__ import annotations
-
 import math
 import pickle
 from collections.abc import Callable
@@ -68,10 +66,15 @@ def test_use_before_fitting_is_one_error(weights: str, structure: str) -> None:
         ("joint", lambda la: la.functional_samples(X, joint=1)),
         ("diagonal_output", lambda la: la(X, diagonal_output=1)),
         ("normalized", lambda la: la.log_prob(la.mean, normalized=1)),
+        ("'glm' or 'nn'", lambda la: la(X, pred_type="probit")),
+        ("link_approx", lambda la: la(X, link_approx="mc")),
+        ("samples", lambda la: la(X, pred_type="nn", n_samples=1)),
+        ("n_samples", lambda la: la.predictive_samples(X, n_samples=0, pred_type="nn")),
+        ("joint=True", lambda la: la(X).joint_covariance),
     ],
 )
 def test_options_of_predictions(name: str, call: Callable[[Any], Any], la: Any) -> None:
-    refused(lambda: call(la), name)
+    refused(lambda: call(la), name, kind=cc.ContrastiveCurvatureError)
 
 
 PRIORS = [
@@ -192,6 +195,10 @@ def test_densities_that_the_host_has_not_are_gaussian(
         ({"method": "gridsearch", "val_loader": 3}, "val_loader"),
         ({"method": "gridsearch", "loss": "brier"}, "callable"),
         ({"method": "cv"}, "method"),
+        ({"method": "gridsearch", "val_loader": None}, "val_loader"),
+        ({"method": "gridsearch", "val_loader": []}, "empty"),
+        ({"method": "gridsearch", "prior_structure": "diag"}, "prior_structure"),
+        ({"method": "marglik", "pred_type": "probit"}, "pred_type"),
         ({"prior_structure": "bogus"}, "prior_structure"),
     ],
 )

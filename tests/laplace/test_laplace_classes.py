@@ -1,7 +1,5 @@
 """Class centres of a posterior: from every fit, in its state, measured apart from a fit."""
 
-from __future__ import annotations
-
 import copy
 import io
 from typing import Any

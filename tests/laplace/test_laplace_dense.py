@@ -1,16 +1,12 @@
 """Dense posteriors keep their digits in float32 as far as the curvature does, and say where it does not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from laplace import Laplace
 from torch import Tensor, nn
 
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 WEIGHTS: list[tuple[str, dict[str, Any]]] = [
     ("all", {}),
     ("last_layer", {}),

@@ -1,12 +1,9 @@
 """``hessian_structure="gp"``: with all points kept it is the ``full`` structure, computed through kernels."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from laplace import Laplace
 from strategies import close
 from torch import Tensor, nn
@@ -22,7 +19,6 @@ PSD: list[dict[str, Any]] = [
     {"pd_fix": "fixed", "distance": "euclidean", "negative_weight": 0.1, "margin": None},
 ]
 
-on_every_device = pytest.mark.parametrize("device", DEVICES)
 for_both = pytest.mark.parametrize("weights", ["all", "last_layer"])
 for_every_psd = pytest.mark.parametrize("options", PSD, ids=lambda o: "-".join(map(str, o.values())))
 
@@ -47,7 +43,6 @@ def pair(weights: str, options: dict[str, Any], device: str, **kwargs: Any) -> t
     return gp, full
 
 
-@on_every_device
 @for_both
 @for_every_psd
 def test_equals_full_with_all_points(weights: str, options: dict[str, Any], device: str) -> None:
@@ -68,7 +63,6 @@ def test_equals_full_with_all_points(weights: str, options: dict[str, Any], devi
     assert close(gp.prior_precision.detach(), full.prior_precision.detach())
 
 
-@on_every_device
 @for_both
 @pytest.mark.parametrize("options", PSD[:2], ids=["block-diagonal", "coupled"])
 def test_samples_have_the_posterior_covariance(weights: str, options: dict[str, Any], device: str) -> None:
@@ -86,7 +80,6 @@ def test_samples_have_the_posterior_covariance(weights: str, options: dict[str, 
     assert gp.predictive_samples(x, n_samples=3, joint=True).shape == (3, 2, 3)
 
 
-@on_every_device
 def test_a_subset_stands_for_the_data(device: str) -> None:
     """Block-diagonal curvatures of subsets average to that of the data; loss and cost are those of the data."""
     full = Laplace(body(device), "contrastive", "last_layer", "full", backend_kwargs=PSD[0])

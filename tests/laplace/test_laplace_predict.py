@@ -1,6 +1,4 @@
-"""What a fitted contrastive posterior says: marginal likelihood, priors, predictions, samples, files."""
-
-from __future__ import annotations
+"""What a fitted contrastive posterior says: marginal likelihood, priors, predictions in chunks, samples, files."""
 
 import io
 import math
@@ -9,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
-from laplace import Laplace
 from strategies import close
 from tables import covering, each
 from test_laplace import (
@@ -34,10 +30,12 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.fit.class_centres import ClassCentres
+from contrastive_curvature.laplace import prediction
+from contrastive_curvature.network import pullback
 from contrastive_curvature.testing import dense_jacobian
 
-on_every_device = pytest.mark.parametrize("device", DEVICES)
 for_every_combination = pytest.mark.parametrize(("weights", "structure"), COMBINATIONS)
+
 
 PRIOR, TEMPERATURE = 3.0, 0.4
 
@@ -61,7 +59,6 @@ def jacobian_of(x: Tensor, weights: str) -> Tensor:
     return dense.view(len(x), DIM, -1)
 
 
-@on_every_device
 @for_every_combination
 def test_log_marginal_likelihood_by_hand(weights: str, structure: str, device: str) -> None:
     la, precision, x = posterior(weights, structure, device)
@@ -74,7 +71,6 @@ def test_log_marginal_likelihood_by_hand(weights: str, structure: str, device: s
     assert float(la.log_marginal_likelihood()) == pytest.approx(expected, rel=1e-10)
 
 
-@on_every_device
 @for_every_combination
 def test_weights_are_sampled_from_the_posterior(weights: str, structure: str, device: str) -> None:
     la, precision, _ = posterior(weights, structure, device)
@@ -93,7 +89,6 @@ def test_weights_are_sampled_from_the_posterior(weights: str, structure: str, de
     assert float(white.mean(0).abs().max()) < 6 / math.sqrt(count)
 
 
-@on_every_device
 @for_every_combination
 def test_predictions_have_the_linearised_covariance(weights: str, structure: str, device: str) -> None:
     la, precision, x = posterior(weights, structure, device)
@@ -128,7 +123,6 @@ def test_predictions_have_the_linearised_covariance(weights: str, structure: str
     assert close(diagonal.covariance, torch.diag_embed(truth.diagonal(dim1=1, dim2=2)))
 
 
-@on_every_device
 @for_every_combination
 def test_joint_samples_are_networks(weights: str, structure: str, device: str) -> None:
     la, _, x = posterior(weights, structure, device)
@@ -162,7 +156,6 @@ def test_joint_samples_are_networks(weights: str, structure: str, device: str) -
     assert torch.equal(left, full), "sampling leaves the weights alone"
 
 
-@on_every_device
 @for_every_combination
 def test_marginal_samples_have_the_predicted_distribution(weights: str, structure: str, device: str) -> None:
     la, _, x = posterior(weights, structure, device)
@@ -188,7 +181,6 @@ def test_a_covariance_has_its_graph_wherever_it_is_asked_for_first(structure: st
     assert x.grad is not None
 
 
-@on_every_device
 def test_sampled_networks_are_summarised(device: str) -> None:
     la, _, x = posterior("all", "diag", device)
     seeds = [torch.Generator(device).manual_seed(2) for _ in range(2)]
@@ -294,6 +286,8 @@ def test_structured_priors(weights: str, structure: str, prior: str, method: str
 
 
 REFUSED = [("last_layer", "kron", "diag"), ("last_layer", "kron_lowrank", "diag"), ("all", "kron", "diag")]
+
+
 REFUSED += [(*combination, prior) for combination in SUBNET for prior in ("layerwise", "diag")]
 
 
@@ -355,7 +349,6 @@ def roundtrip(la: Any) -> dict[str, Any]:
 
 
 @pytest.mark.filterwarnings("ignore:override=False. this posterior was loaded")
-@on_every_device
 @for_every_combination
 def test_a_posterior_survives_a_file(weights: str, structure: str, device: str) -> None:
     la, _, x = posterior(weights, structure, device)
@@ -419,7 +412,6 @@ def test_a_temperature_and_a_prior_count_when_they_are_set_later(weights: str, s
     assert close(la(x).covariance, before / 2)
 
 
-@on_every_device
 @pytest.mark.parametrize(("weights", "structure"), [*LAST, *ALL, *LOWRANK])
 def test_predictions_can_be_differentiated(weights: str, structure: str, device: str) -> None:
     x, y = data(device)
@@ -460,12 +452,106 @@ def test_gradients_through_a_module_that_cannot_be_vectorised() -> None:
     assert close(gradients[1], gradients[0])
 
 
-@on_every_device
-@pytest.mark.parametrize("structure", ["diag", "full"])
-def test_samples_of_a_subnetwork_move_its_weights_alone(structure: str, device: str) -> None:
-    indices = torch.tensor([0, 3, 26], device=device)
+CHUNKED = [
+    ("all", "diag"),
+    ("all", "kron"),
+    ("all", "full"),
+    ("all", "lowrank"),
+    ("all", "gp"),
+    ("subnetwork", "diag"),
+    ("subnetwork", "full"),
+]
+
+
+"""Posteriors whose predictions take Jacobians."""
+
+
+def chunked(weights: str, structure: str, device: str = "cpu") -> tuple[Any, Tensor, Tensor]:
+    """A fitted object, its dense precision, and inputs; the Gaussian process stands on all points."""
+    if structure != "gp":
+        return posterior(weights, structure, device)
+    _, precision, x = posterior(weights, "full", device, pd_fix="psd")
+    host = {"prior_precision": PRIOR, "temperature": TEMPERATURE, "n_subset": len(x)}
     model = body(cc.L2Norm(), device=device)
-    la = Laplace(model, "contrastive", "subnetwork", structure, subnetwork_indices=indices)
-    la.fit([data(device)])
-    moved = (la.sample(50) - la.mean).abs().amax(0) > 0
-    assert moved.nonzero().flatten().tolist() == indices.tolist()
+    return fitted(model, weights, "gp", *data(device), host=host, pd_fix="psd"), precision, x
+
+
+MODULES = (prediction, pullback)
+
+
+@covering(1, elements=[1, 200, 400], weights__structure=CHUNKED)
+def test_bounded_chunks_change_nothing(
+    weights: str, structure: str, elements: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One output of a point, a point, or some points at a time: the body has 51 parameters and 3 outputs."""
+    la, precision, x = chunked(weights, structure, device)
+    for module in MODULES:
+        monkeypatch.setattr(module, "JACOBIAN_ELEMENTS", elements)
+    monkeypatch.setattr(prediction, "_POINTS_AT_ONCE", 2)
+    jacobian, covariance = jacobian_of(x, weights), torch.linalg.inv(precision)
+    truth = jacobian @ covariance @ jacobian.mT
+    assert close(la(x).covariance, truth)
+    assert close(la(x, diagonal_output=True).variance, truth.diagonal(dim1=1, dim2=2))
+    flat = jacobian.flatten(0, 1)
+    assert close(la(x, joint=True).joint_covariance, flat @ covariance @ flat.T)
+
+
+class Counting:
+    """A pullback that notes the largest Jacobian it was asked for."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.largest = inner, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def vjp(self, context: Any, cotangents: Tensor) -> Tensor:
+        out: Tensor = self.inner.vjp(context, cotangents)
+        self.largest = max(self.largest, out.numel())
+        return out
+
+
+@pytest.mark.parametrize(("structure", "diagonal", "outputs"), [("kron", False, 6), ("kron", True, 1), ("gp", True, 6)])
+def test_jacobians_stay_within_the_bound(
+    structure: str, diagonal: bool, outputs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two points of three outputs each; of variances alone, one output."""
+    la, _, x = chunked("all", structure)
+    counting = Counting(la.backend.pullback(x))
+    monkeypatch.setattr(la.backend, "pullback", lambda _: counting)
+    for module in MODULES:
+        monkeypatch.setattr(module, "JACOBIAN_ELEMENTS", outputs * counting.width)
+    la(x, diagonal_output=diagonal)
+    assert 0 < counting.largest <= outputs * counting.width
+
+
+def test_a_graph_to_the_prior_precision_is_kept() -> None:
+    la, _, x = chunked("all", "kron")
+    prior = torch.ones(1, dtype=torch.float64, requires_grad=True)
+    la.prior_precision = prior
+    (gradient,) = torch.autograd.grad(la(x).variance.sum(), prior)
+    step = 1e-5
+    ends = []
+    for value in (1 + step, 1 - step):
+        la.prior_precision = value
+        ends.append(float(la(x).variance.sum()))
+    # Central differences have an error of step^2.
+    assert float(gradient) == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-6)
+
+
+@pytest.mark.parametrize("structure", ["diag", "gp"])
+def test_a_joint_covariance_that_does_not_fit_is_refused_before_anything_runs(
+    structure: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    la, _, x = chunked("all", structure)
+    needed = (len(x) * la.n_outputs) ** 2 + (0 if structure == "gp" else len(x) * la.n_outputs * la.mean.numel())
+    monkeypatch.setattr(prediction, "JOINT_ELEMENTS", needed)
+    assert la(x, joint=True).joint_covariance.shape == (len(x) * la.n_outputs,) * 2
+    monkeypatch.setattr(prediction, "JOINT_ELEMENTS", needed - 1)
+
+    def fail(*_: Any) -> None:
+        raise AssertionError
+
+    monkeypatch.setattr(nn.Linear, "forward", fail)
+    with pytest.raises(cc.InputError, match=rf"joint=True: expected .*got {len(x)} inputs, {needed:,} numbers"):
+        la(x, joint=True)

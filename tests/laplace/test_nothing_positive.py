@@ -1,7 +1,5 @@
 """An encoder that learned nothing: no positive curvature is left, and every structure says so and what to do."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 

@@ -1,7 +1,5 @@
 """``likelihood="contrastive"`` in laplace-torch: what it adds, and that nothing else changes. In fresh processes."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

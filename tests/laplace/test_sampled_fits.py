@@ -1,13 +1,10 @@
 """``negative_samples`` of a posterior: what every value does, what is said about it, and what is refused."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from laplace import Laplace
 from strategies import close
 from tables import each
@@ -19,7 +16,6 @@ from contrastive_curvature.fit import dataset
 from contrastive_curvature.losses.logistic import LogisticLoss
 
 pytestmark = [
-    pytest.mark.parametrize("device", DEVICES),
     pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning"),
     pytest.mark.filterwarnings("ignore:.*K-FAC leaves"),
     pytest.mark.filterwarnings("ignore::contrastive_curvature.laplace.advice.FeatureNormWarning"),

@@ -1,13 +1,10 @@
 """Neighbours, recall, mean average precision, and the metrics of one uncertainty per query."""
 
-from __future__ import annotations
-
 import importlib.util
 import math
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.neighbors import NearestNeighbors
@@ -33,7 +30,6 @@ def naive_neighbors(queries: torch.Tensor, gallery: torch.Tensor | None, k: int)
     return similarity.topk(k, dim=1).indices
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @covering(2, backend=BACKENDS, dtype=[torch.float16, torch.float32, torch.float64])
 def test_neighbors_agree_with_the_full_similarity_matrix(backend: str, dtype: torch.dtype, device: str) -> None:
     # float16 inputs are compared as what they are, so no neighbour changes; gaps between random cosines exceed 1e-6
@@ -119,7 +115,6 @@ def test_average_precision_agrees_with_torchmetrics(seed: int, k: int, missed: i
             assert value.item() == pytest.approx(theirs * retrieved / min(k, total.item()), rel=1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_ranking_by_labels_counts_positives(device: str) -> None:
     labels = torch.tensor([7, 7, 7, -1, 2], device=device)
     own = metrics.rank_by_labels(torch.tensor([[1], [0], [3], [0], [1]], device=device), labels)
@@ -142,7 +137,6 @@ def test_auroc_is_the_chance_to_rank_right(inside: list[float], outside: list[fl
     assert metrics.auroc(b, a) == pytest.approx(1 - direct, abs=1e-12)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_auroc_and_auprc_agree_with_torchmetrics(device: str) -> None:
     # in [0, 1], where torchmetrics leaves scores as they are
     a, b = torch.rand(50, generator=generator(4)).to(device), torch.rand(30, generator=generator(5)).to(device) ** 0.5
@@ -157,7 +151,6 @@ def test_large_uncertainties_do_not_tie() -> None:
     assert metrics.auprc(torch.tensor([100.0, 99.0]), torch.tensor([101.0])) == 1
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_sparsification_agrees_with_removing_one_by_one(device: str) -> None:
     uncertainty = torch.rand(20, generator=generator(6)).to(device)
     performance = torch.rand(20, generator=generator(7)).to(device)
@@ -185,8 +178,14 @@ def test_queries_without_positives_leave_the_curve() -> None:
 
 
 ONES = torch.ones(3, 2)
+
+
 LABELS = torch.tensor([0, 0, 1])
+
+
 FIRST, OTHERS = torch.ones(3, 1).long(), torch.tensor([[1], [2], [0]])
+
+
 RANKING = metrics.Ranking(torch.tensor([[True, False]]), torch.tensor([1]))
 
 
@@ -223,3 +222,49 @@ RANKING = metrics.Ranking(torch.tensor([[True, False]]), torch.tensor([1]))
 def test_refusals(call, error_type, message) -> None:
     with pytest.raises(error_type, match=message):
         call()
+
+
+def distances(queries: torch.Tensor, gallery: torch.Tensor | None) -> torch.Tensor:
+    held = queries if gallery is None else gallery
+    found = (queries.double()[:, None] - held.double()).square().sum(2).sqrt()
+    return found.fill_diagonal_(torch.inf) if gallery is None else found
+
+
+@given(
+    st.sampled_from(BACKENDS),
+    st.integers(0, 10**6),
+    st.sampled_from([torch.float16, torch.float32, torch.float64]),
+    st.booleans(),
+    st.integers(1, 6),
+    st.sampled_from([0.0, 3.0]),
+)
+def test_neighbors_are_those_of_all_distances(device, backend, seed, dtype, leave_one_out, dim, shift) -> None:
+    queries = (torch.randn(12, dim, generator=generator(seed)) + shift).to(device, dtype)
+    gallery = None if leave_one_out else (torch.randn(9, dim, generator=generator(seed + 1)) + shift).to(device, dtype)
+    found = metrics.nearest_neighbors(queries, gallery, k=4, backend=backend, metric="euclidean")
+    every = distances(queries.cpu(), None if gallery is None else gallery.cpu())
+    wanted = every.sort(dim=1).values[:, :4]
+    # neighbours may change places where their distances differ by less than float32 tells: squares of norms up to 8
+    torch.testing.assert_close(every.gather(1, found.cpu()).square(), wanted.square(), rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_lengths_decide_and_zero_is_a_point(backend: str) -> None:
+    line = torch.tensor([[0.0, 0.0], [1.0, 0.0], [3.0, 0.0], [7.0, 0.0]])
+    found = metrics.nearest_neighbors(line, k=1, backend=backend, metric="euclidean")
+    assert found.flatten().tolist() == [1, 0, 1, 2]
+    with pytest.raises(InputError, match="zero rows"):
+        metrics.nearest_neighbors(line, k=1, backend=backend)
+
+
+def test_votes_and_calibration_follow_the_metric() -> None:
+    line = torch.tensor([[1.0, 0.1], [1.2, 0.0], [5.0, 0.4], [6.0, 0.1]])
+    labels = torch.tensor([0, 0, 1, 1])
+    samples = line.repeat(3, 1, 1)
+    by_distance = metrics.retrieval_votes(samples, labels, metric="euclidean")
+    assert by_distance.tolist() == [[0, 0, 1, 1]] * 3
+    by_angle = metrics.retrieval_votes(samples, labels)
+    assert by_angle.tolist() != by_distance.tolist()
+    assert metrics.retrieval_ece(samples, labels, metric="euclidean") == 0
+    assert metrics.retrieval_brier(samples, labels, metric="euclidean") == 0
+    assert metrics.retrieval_brier(samples, labels) > 0

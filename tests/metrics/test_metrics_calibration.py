@@ -1,12 +1,9 @@
 """Votes of sampled networks, calibration bins, ECE and Brier score."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import each
@@ -24,7 +21,6 @@ def naive_shares(votes: torch.Tensor, classes: int) -> torch.Tensor:
     return torch.nn.functional.one_hot(votes, classes).double().mean(0)
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_votes_by_hand(device: str) -> None:
     # in the first sample 0 pairs with 1 and 2 with 3, in the second 0 with 2 and 1 with 3
     east, north, near = [1.0, 0.0], [0.0, 1.0], 0.1

@@ -1,7 +1,5 @@
 """Several processes that train one encoder have one posterior."""
 
-from __future__ import annotations
-
 import datetime
 from pathlib import Path
 

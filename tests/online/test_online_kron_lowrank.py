@@ -1,7 +1,5 @@
 """Online Laplace with ``hessian_structure="kron_lowrank"``: discounted sketches, equality with ``kron``."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,14 +1,11 @@
 """What an online Laplace remembers, as a posterior: the same as post hoc where nothing moves, and usable as one."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from laplace import Laplace
@@ -18,8 +15,6 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.online import OnlineLaplace
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 STRUCTURES = ("diag", "full", "kron")
 SUBSETS = ("last_layer", "all")

@@ -1,13 +1,10 @@
-"""A step of the online Laplace against Eq. 79-80, written out by hand."""
-
-from __future__ import annotations
+"""A step of the online Laplace against Eq. 79-80 by hand; sketches, and what norms and priors a posterior has."""
 
 import copy
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from strategies import DISTANCES, FIXES, NORMALIZATIONS, build_network, close, make_inputs, relate_by_remainder
@@ -15,10 +12,11 @@ from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector, vector_to_parameters
 
 import contrastive_curvature as cc
+from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.online import OnlineLaplace
+from contrastive_curvature.online.discount import DiscountedCurvature
+from contrastive_curvature.structures import Diagonal
 from contrastive_curvature.structures.finite import clamped_matrix
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 N_DATA = 40
 
@@ -216,3 +214,27 @@ def test_losses_and_miners_of_metric_learning(device: str) -> None:
     assert torch.allclose(only_mined(x, labels), expected)
     only_loss = make_online(encoder, x, how, loss=loss)
     assert torch.allclose(only_loss(x, labels), loss(z, labels))
+
+
+def term(norm: float, n: int) -> DatasetCurvature:
+    one = torch.tensor(1.0, dtype=torch.float64)
+    return DatasetCurvature(Diagonal(torch.ones(3, dtype=torch.float64)), one, one, n, typical_norm=norm * one)
+
+
+@pytest.mark.parametrize("memory_factor", [0.0, 1e-4, 0.2])
+def test_it_follows_the_outputs(memory_factor: float) -> None:
+    sums = DiscountedCurvature(Diagonal(torch.zeros(3, dtype=torch.float64)), memory_factor)
+    for _ in range(50):
+        sums.add([term(1.0, 10)])
+    assert float(sums.at_scale(100).typical_norm) == pytest.approx(1.0)
+    for _ in range(500):
+        sums.add([term(2.0, 10), term(4.0, 10)])
+    # 500 steps that forget 1 % each leave 0.0066 of the first 50.
+    assert float(sums.at_scale(100).typical_norm) == pytest.approx(3.0, rel=0.005)
+
+
+def test_steps_count_by_their_points() -> None:
+    sums = DiscountedCurvature(Diagonal(torch.zeros(3, dtype=torch.float64)), 0.0)
+    sums.add([term(1.0, 30)])
+    sums.add([term(5.0, 10)])
+    assert float(sums.at_scale(100).typical_norm) == pytest.approx((0.99 * 30 + 50) / (0.99 * 30 + 10))

@@ -1,7 +1,5 @@
 """The wheel and the source archive: what is in them, and that an installed wheel works away from the checkout."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,14 +1,11 @@
 """The contract of structures: what each answers is that of its dense matrix; and a structure of one's own."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import pytest
 import torch
-from devices import DEVICES
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
@@ -22,7 +19,6 @@ from contrastive_curvature.structures import STRUCTURES, Clamped, Structure
 from contrastive_curvature.testing.losses import LOSSES
 
 pytestmark = [
-    pytest.mark.parametrize("device", DEVICES),
     pytest.mark.filterwarnings("ignore:hessian_structure='kron.* with pd_fix"),
     pytest.mark.filterwarnings("ignore:The clamped curvature is zero everywhere"),
     pytest.mark.filterwarnings("ignore::contrastive_curvature.FeatureNormWarning"),
@@ -171,7 +167,7 @@ class OneBlockAnOutput(Structure):
     blocks: Tensor
 
     @classmethod
-    def term(cls, _pullback: Any, context: Any, blocks: Any) -> OneBlockAnOutput:
+    def term(cls, _pullback: Any, context: Any, blocks: Any) -> Self:
         phi = torch.cat([context, torch.ones_like(context[:, :1])], 1)
         return cls(torch.einsum("nd,nf,ng->dfg", blocks.diagonal(), phi, phi))
 
@@ -208,7 +204,7 @@ class ClampedBlocks(Clamped):
         values = self.values.view(self.vectors.shape[:2])
         return torch.einsum("dfk,dk->df", self.vectors.square(), values).flatten()[self._order().argsort()]
 
-    def plain(self) -> ClampedBlocks:
+    def plain(self) -> Self:
         return self
 
 

@@ -1,12 +1,9 @@
 """What two towers refuse, by name."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from laplace import Laplace
 from tables import each
 from torch import nn
@@ -15,8 +12,6 @@ from tower_cases import LOSSES, batches, encoders, numbers, posterior
 import contrastive_curvature as cc
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.network.two_towers import TwoTowers
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def made(device: str, name: str = "infonce", **options: Any) -> Any:

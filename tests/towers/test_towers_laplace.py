@@ -1,12 +1,9 @@
 """Posteriors of two towers: predictions, priors, states, calibration and what a loader may yield."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from laplace import Laplace
 from strategies import close
 from tables import covering
@@ -16,8 +13,6 @@ from tower_cases import LOSSES, batches, encoders, numbers, posterior
 
 import contrastive_curvature as cc
 from contrastive_curvature.network.two_towers import TwoTowers
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 COMBINATIONS = [
     ("all", "diag"),

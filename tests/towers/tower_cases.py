@@ -1,7 +1,5 @@
 """What the tests of two towers share: encoders, data, and the curvature by autograd."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """From samples, or from a Gaussian, to (mu, kappa)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import mpmath

@@ -1,7 +1,5 @@
 """Numbers, random vectors, and quadrature on the circle and the sphere, for the tests of von Mises-Fisher."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
