@@ -76,9 +76,8 @@ def fit(
     fitted = la
     if held_out is not None:
         searched = sources.get("gallery", train)
-        fitted = Retriever(
-            la, **{n: None if options[n] == 1 else options[n] for n in _RATES}, confidence=options["confidence"]
-        )
+        rates: dict[str, Any] = {name: None if options[name] == 1 else options[name] for name in _RATES}
+        fitted = Retriever(la, **rates, confidence=options["confidence"])
         fitted.fit(
             gallery=named(searched, made, options["batch_size"]),
             held_out=named(held_out, made, options["batch_size"]),
