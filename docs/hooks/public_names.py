@@ -45,7 +45,7 @@ NOT_SHOWN = frozenset({f"{NAME}.__version__"})
 
 
 def exported(init: Path) -> list[str]:
-    """The literal ``__all__`` of a package's file, without importing it."""
+    """The literal ``__all__`` of a file, without importing it."""
     for node in ast.parse(init.read_text(encoding="utf-8")).body:
         targets = (
             node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
@@ -59,14 +59,20 @@ def exported(init: Path) -> list[str]:
     raise ValueError(msg)
 
 
+def file_of(package: str, source: Path) -> Path:
+    """Return where a package or module says what is public."""
+    if not package:
+        return source / "__init__.pyi"
+    folder = source.joinpath(*package.split("."))
+    return folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
+
+
 def public_names(source: Path = SOURCE) -> list[str]:
     """Every public name with its full path, such as ``"contrastive_curvature.metrics.auroc"``, but packages."""
     return [
         ".".join(part for part in (NAME, package, name) if part)
         for package in PUBLIC
-        for name in exported(
-            source.joinpath(*package.split("."), "__init__.py") if package else source / "__init__.pyi"
-        )
+        for name in exported(file_of(package, source))
         if name not in {package.rpartition(".")[2] for package in PUBLIC}
     ]
 

@@ -136,7 +136,7 @@ def test_mappings_and_plain_batches(device: str, tmp_path: Path) -> None:
     "damage, message",
     [
         (lambda _: {}, "something else"),
-        (lambda header: header | {"version": 9}, "a feature folder of version 2, got version 9"),
+        (lambda header: header | {"version": 9}, "a feature folder of version 3, got version 9"),
         (lambda header: header | {"content": header["content"] | {"points": 51}}, "its checksum is another"),
     ],
 )

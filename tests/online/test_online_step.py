@@ -82,7 +82,8 @@ def at_mean_loss(la: Any) -> None:
 def posterior_noise(online: OnlineLaplace, how: dict[str, Any]) -> list[Tensor | None]:
     """The draw of the next step, as the generator stands."""
     terms, n = remembered(online), online.n_samples
-    if not any(bool((t > 0).any()) for t in terms[:1]):
+    # Of Kronecker factors the first layer's may be clamped to zero, and the others not.
+    if not bool(online.discounted.positive):
         if online._posterior.prior_precision is None:
             return [None]
         size = sum(p.numel() for p in random_parameters(online.encoder, how["subset_of_weights"]))
