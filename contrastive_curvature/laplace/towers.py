@@ -275,7 +275,7 @@ class TwoTowerLaplace:
             raise InputError("encoder_a, encoder_b", wanted, f"{a} outputs of encoder_a and {b} of encoder_b")
         if self.a.keeps_features:
             # The posteriors hold copies of the encoders, in which nothing is shared.
-            _refuse_shared_parameters(self.model, [str(la.model.encoder.last_layer_name) for la in (self.a, self.b)])
+            _refuse_shared_parameters(self.model, [str(la.model.last_layer_name) for la in (self.a, self.b)])
         return probe
 
     @contextmanager

@@ -210,4 +210,4 @@ def test_a_layer_that_runs_in_another_thread_is_refused() -> None:
     encoder = Encoder(model, inputs(0))
     model.moved = True
     with pytest.raises(cc.UnsupportedError, match="another thread"):
-        encoder.features(inputs(0))
+        encoder.forward_with_features(inputs(0))

@@ -20,7 +20,7 @@ from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
-from contrastive_curvature.network.inputs import Inputs, input_length, move_inputs, slice_inputs, tokenized_batch
+from contrastive_curvature.network.inputs import Inputs, input_length, move_inputs, tokenized_batch
 from contrastive_curvature.network.loader import (
     check_loader,
     check_model,
@@ -92,7 +92,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         if first is None:
             raise InputError("data", "at least one batch", "an empty loader")
         with evaluation_mode(model), torch.no_grad():
-            encoder = Encoder(model, slice_inputs(self._read(first)[0], slice(0, 8)), label_key=dict_key_y)
+            encoder = Encoder(model, self._read(first)[0], label_key=dict_key_y)
             check_encoder(encoder, loss)
             self._pullback, self._order = _take(encoder, params)
             self._pullback.keep_values()

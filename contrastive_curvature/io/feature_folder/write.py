@@ -123,7 +123,7 @@ def features(
         if first is None:
             raise InputError("loader", "at least one batch", "an empty loader")
         x, y = first
-        analysed = Encoder(encoder, slice_inputs(x, slice(0, _PROBE)), last_layer_name, label_key=label_key)
+        analysed = Encoder(encoder, x, last_layer_name, label_key=label_key)
         analysed.require_last_layer()
         if header is None:
             source = FeatureSource.of(encoder, str(analysed.last_layer_name))
@@ -260,7 +260,7 @@ class _Writer:
         self.folder.write(self.header)
 
     def _features(self, x: Inputs) -> Tensor:
-        phi = self.encoder.features(x)[1]
+        phi = self.encoder.forward_with_features(x).features
         wanted = (input_length(x), self.header.source.width)
         if phi.shape != wanted:
             raise InputError("encoder", f"features of shape {wanted}", f"shape {tuple(phi.shape)}")

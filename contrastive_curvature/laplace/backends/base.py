@@ -43,7 +43,7 @@ from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.laplace.advice import LabelRange
 from contrastive_curvature.network.digest import encoder_digest
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
-from contrastive_curvature.network.inputs import Inputs, slice_inputs, tokenized_batch
+from contrastive_curvature.network.inputs import Inputs, tokenized_batch
 from contrastive_curvature.network.last_layer import LastLayerPullback, sketch_size
 from contrastive_curvature.network.loader import (
     Views,
@@ -134,8 +134,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         """Return the encoder, analysed with a batch at the first call."""
         if self._encoder is None:
             model = self.model
-            few = slice_inputs(probe, slice(0, 8))
-            encoder = model.encoder if self.last_layer else Encoder(model, few, label_key=self.dict_key_y)
+            encoder = model if isinstance(model, Encoder) else Encoder(model, probe, label_key=self.dict_key_y)
             check_encoder(encoder, self.loss)
             self._encoder = encoder
         return self._encoder
@@ -198,7 +197,7 @@ class ContrastiveBackend(GGNInterface, ABC):
             encoder, pullback = self.encoder(x), self.pullback(x)
             context: Any = x
             if isinstance(pullback, LastLayerPullback):
-                z, context = encoder.features(x)
+                z, context = encoder.forward_with_features(x)
             else:
                 z = encoder(x)
             axes = torch.eye(z.shape[1], dtype=z.dtype, device=z.device).expand(z.shape[0], -1, -1)
