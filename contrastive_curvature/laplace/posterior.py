@@ -79,7 +79,6 @@ from contrastive_curvature.network.inputs import (
     input_length,
     made_up_inputs,
     slice_inputs,
-    tokenized_batch,
 )
 from contrastive_curvature.network.loader import check_loader, check_model, read_views
 from contrastive_curvature.network.module import ModulePullback
@@ -757,7 +756,7 @@ class ContrastiveLaplace(ParametricLaplace):
         """Return a few inputs of the first batch; ``None`` of an empty loader."""
         for batch in loader:
             # Of two views both are inputs of the encoder.
-            x = read_views(tokenized_batch(self.model, batch), self._device, self.dict_key_y).first
+            x = read_views(self.model, batch, self.dict_key_y).first
             return slice_inputs(x, slice(0, 8))
         return None
 
@@ -921,7 +920,9 @@ class ContrastiveLaplace(ParametricLaplace):
     def _hold(self, encoder: nn.Module) -> None:
         """Use this encoder; only a last layer wraps it, others have it already."""
         if self.on_last_layer:
-            self.model = Encoder(encoder, None, self._last_layer_name, takes_features=True, label_key=self.dict_key_y)
+            self.model: Any = Encoder(
+                encoder, None, self._last_layer_name, takes_features=True, label_key=self.dict_key_y
+            )
 
     def _find_last_layer(self, probe: Inputs) -> None:
         """Find out what must be known of the encoder before the backend exists: where the last layer is."""

@@ -186,7 +186,7 @@ def test_features_are_those_of_ones_own_inputs() -> None:
     encoders: list[Encoder] = []
     encoders.append(Encoder(model, inputs(0)))
     plain = build()
-    z, phi = encoders[0].features(inputs(1))
+    z, phi = encoders[0].forward_with_features(inputs(1))
     assert same((z, phi), (plain(inputs(1)), plain[:4](inputs(1))))
     assert same(encoders[0](inputs(1)), plain(inputs(1)))
 
