@@ -96,7 +96,6 @@ HOST = {
         "laplace.baselaplace.BaseLaplace",
         "laplace.baselaplace.ParametricLaplace",
         "laplace.curvature.curvature.GGNInterface",
-        "laplace.utils.FeatureExtractor",
         "laplace.utils.Kron",
         "laplace.utils.enums.Likelihood",
         "laplace.utils.enums.LinkApprox",

@@ -14,7 +14,7 @@ from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.choice import DISTANCE, MARGIN, NEGATIVE_WEIGHT, NORMALIZATION, PD_FIX, choose_loss
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
-from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, slice_inputs, tokenized
+from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, tokenized
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.layerwise import LayerwisePullback
 from contrastive_curvature.network.loader import check_one_encoder
@@ -103,7 +103,7 @@ def ggn(
     x = check_inputs(tokenized(model, x))
     model, x = _lift_half(model, x)
     with evaluation_mode(model), torch.no_grad():
-        encoder = Encoder(model, slice_inputs(x, slice(0, 8)))
+        encoder = Encoder(model, x)
         check_encoder(encoder, chosen)
         pullback = make_pullback(encoder, subset_of_weights)
         # Before the batch runs: what is wrong with labels or pairs does not depend on the outputs.

@@ -123,7 +123,7 @@ class Passes:
         last_layer = isinstance(self.pullback, LastLayerPullback)
         batches: Iterable[Batch] = progress.over(self.reader, "[embedding]")
         for number, batch in enumerate(batches):
-            z, features = self.encoder.features(batch.x) if last_layer else (self.encoder(batch.x), None)
+            z, features = self.encoder.forward_with_features(batch.x) if last_layer else (self.encoder(batch.x), None)
             yield batch, check_outputs(z, f"model(x) of batch {number} (counted from 0)"), features
 
     def again(self, progress: Progress, title: str) -> Iterator[tuple[Batch, Tensor, Any]]:

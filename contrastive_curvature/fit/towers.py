@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any, NamedTuple, cast
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.fit import loop
@@ -28,7 +28,7 @@ from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.losses.sides import joined_towers
-from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.inputs import Inputs, input_length, is_texts
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.loader import joined_inputs, read_views
 from contrastive_curvature.network.pullback import Pullback
@@ -69,7 +69,9 @@ class TowerBatch(NamedTuple):
         return bool((both != both[0]).any())
 
 
-def read_towers(batch: Any, device: torch.device, loss: CosineLoss, positives: str | None = None) -> TowerBatch:
+def read_towers(
+    encoders: tuple[nn.Module, nn.Module], batch: Any, loss: CosineLoss, positives: str | None = None
+) -> TowerBatch:
     """Take apart what a loader yields, and bring it to a device."""
     if isinstance(batch, Mapping) or not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
         came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
@@ -79,7 +81,7 @@ def read_towers(batch: Any, device: torch.device, loss: CosineLoss, positives: s
         batch = (batch[0], batch[1], _joined_labels(batch))
     if len(batch) == 2 and isinstance(batch[0], (tuple, list)) and len(batch[0]) == 2 and _of_both(batch[1]):
         batch = (*batch[0], _joined_labels((*batch[0], batch[1])))
-    views = read_views(batch, device, argument="train_loader", towers=True)
+    views = read_views(encoders, batch)
     check_usable(views, loss, positives)
     second: Any = views.second
     counts = input_length(views.first), input_length(second)
@@ -120,8 +122,9 @@ def _joined_labels(batch: Any) -> Tensor:
         hint = "One label a pair is a tensor (N,), too."
         raise InputTypeError("train_loader", "(labels of a, labels of b), tensors (N,) and (M,)", came, hint)
     for name, x, part in zip("ab", (a, b), labels, strict=True):
-        if isinstance(x, (Tensor, Mapping)) and len(part) != input_length(x):
-            raise InputError("train_loader", f"{input_length(x)} labels of {name}", len(part))
+        n = len(x) if is_texts(x) else input_length(x) if isinstance(x, (Tensor, Mapping)) else len(part)
+        if len(part) != n:
+            raise InputError("train_loader", f"{n} labels of {name}", len(part))
     return torch.cat([labels[0], labels[1].to(labels[0].device)])
 
 

@@ -41,7 +41,6 @@ from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.laplace import batches, calibration, parts, prediction
 from contrastive_curvature.laplace.advice import DefaultPriorWarning, LabelRange, advise_on_labels, advise_on_norms
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend, ContrastiveGGN
-from contrastive_curvature.laplace.features import Features, RawFeatureExtractor
 from contrastive_curvature.laplace.options import CONTRASTIVE, check_options
 from contrastive_curvature.laplace.prior import (
     NOTHING_POSITIVE,
@@ -65,16 +64,21 @@ from contrastive_curvature.laplace.state import (
     refuse,
     saved_calibration,
 )
-from contrastive_curvature.network.call import refuse_compiled, uncompiled
+from contrastive_curvature.network.call import refuse_compiled
 from contrastive_curvature.network.digest import Watch, same_encoder, versions, weight_norms
-from contrastive_curvature.network.encoder import at_least_float32, evaluation_mode, flatten_parameters
+from contrastive_curvature.network.encoder import (
+    Encoder,
+    Features,
+    at_least_float32,
+    evaluation_mode,
+    flatten_parameters,
+)
 from contrastive_curvature.network.inputs import (
     Inputs,
     asks_for_example,
     input_length,
     made_up_inputs,
     slice_inputs,
-    tokenized_batch,
 )
 from contrastive_curvature.network.loader import check_loader, check_model, read_views
 from contrastive_curvature.network.module import ModulePullback
@@ -540,7 +544,7 @@ class ContrastiveLaplace(ParametricLaplace):
     @property
     def _weights_known(self) -> bool:
         """Whether it is known which weights the posterior is over; of a last layer the first batch shows it."""
-        return self.n_params is not None and (not self.on_last_layer or isinstance(self.model, RawFeatureExtractor))
+        return self.n_params is not None and (not self.on_last_layer or isinstance(self.model, Encoder))
 
     def _prior_sizes(self) -> set[int] | None:
         """Return the numbers of prior precisions that the structure takes, besides one; ``None`` if not yet known."""
@@ -752,7 +756,7 @@ class ContrastiveLaplace(ParametricLaplace):
         """Return a few inputs of the first batch; ``None`` of an empty loader."""
         for batch in loader:
             # Of two views both are inputs of the encoder.
-            x = read_views(tokenized_batch(self.model, batch), self._device, self.dict_key_y).first
+            x = read_views(self.model, batch, self.dict_key_y).first
             return slice_inputs(x, slice(0, 8))
         return None
 
@@ -916,8 +920,8 @@ class ContrastiveLaplace(ParametricLaplace):
     def _hold(self, encoder: nn.Module) -> None:
         """Use this encoder; only a last layer wraps it, others have it already."""
         if self.on_last_layer:
-            self.model = RawFeatureExtractor(
-                uncompiled(encoder), self._last_layer_name, self.enable_backprop, self.dict_key_y
+            self.model: Any = Encoder(
+                encoder, None, self._last_layer_name, takes_features=True, label_key=self.dict_key_y
             )
 
     def _find_last_layer(self, probe: Inputs) -> None:
@@ -927,6 +931,7 @@ class ContrastiveLaplace(ParametricLaplace):
         chosen = self._prior_chosen
         with self.unchanged_on_error():
             self.model.analyse(probe)
+            self.model.require_last_layer()
             # Saved with the posterior, to find the layer again.
             self.data = made_up_inputs(probe)
             self.n_params = sum(self.parameter_sizes())
@@ -1120,8 +1125,8 @@ class ContrastiveLaplace(ParametricLaplace):
         """Return the distribution of B embeddings, and their features (B, F), where they are known."""
         if not self.on_last_layer:
             return self._gaussian(x, False, False), None
-        z, phi = self._features(x)
-        return self._gaussian(Features(z, phi), False, False), phi
+        outputs_and_features = self._features(x)
+        return self._gaussian(outputs_and_features, False, False), outputs_and_features.features
 
     def _gaussian(self, x: Any, joint: bool, diagonal: bool) -> EmbeddingDistribution:
         """Return the Gaussian over raw outputs of the linearised encoder."""
@@ -1175,14 +1180,14 @@ class ContrastiveLaplace(ParametricLaplace):
         out = self._gaussian(X, False, True)
         return out.raw_mean, out.variance
 
-    def _features(self, x: Inputs | Features) -> tuple[Tensor, Tensor]:
+    def _features(self, x: Inputs | Features) -> Features:
         if isinstance(x, Features):
             return x
         x = prediction.moved_inputs(self.model, x, self._device)
         with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
-            z, phi = self.model.forward_with_features(x)
-        prediction.check_outputs(x, z, self.model.last_layer.out_features)
-        return z, phi
+            out: Features = self.model.forward_with_features(x)
+        prediction.check_outputs(x, out.outputs, self.model.last_layer.out_features)
+        return out
 
     def sampling_context(self, x: Inputs) -> Any:
         """What :meth:`outputs_at` needs of a batch, computed once for all samples."""
@@ -1562,8 +1567,8 @@ class ContrastiveLaplace(ParametricLaplace):
             reason = (str(error) or type(error).__name__).splitlines()[0]
             hint = "Where these are made up and the encoder needs real ones, set state_dict['data'] = x[:2] of yours."
             refuse("data", "inputs that the encoder takes", f"{kind_of(state['data'])} ({reason})", hint)
-        if state["n_outputs"] != self.model.encoder.dim:
-            refuse("n_outputs", f"{self.model.encoder.dim}, that of the encoder", kind_of(state["n_outputs"]))
+        if state["n_outputs"] != self.model.dim:
+            refuse("n_outputs", f"{self.model.dim}, that of the encoder", kind_of(state["n_outputs"]))
         self.data = state["data"]
 
     def plain_options(self) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.laplace.prior import PriorMethod
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.encoder import evaluation_mode
-from contrastive_curvature.network.inputs import slice_inputs, tokenized_batch
+from contrastive_curvature.network.inputs import slice_inputs
 from contrastive_curvature.network.loader import check_loader
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.network.two_towers import TwoTowers
@@ -255,8 +255,8 @@ class TwoTowerLaplace:
         return [self.a] if self.shared else [self.a, self.b]
 
     def _read(self, batch: Any) -> TowerBatch:
-        batch = tokenized_batch((self.a.model, self.b.model), batch)
-        return read_towers(batch, self.a._device, self.loss_of_towers, self.a.curvature_options.positives)
+        encoders = self.a.model, self.b.model
+        return read_towers(encoders, batch, self.loss_of_towers, self.a.curvature_options.positives)
 
     def _first(self, loader: Iterable[Any]) -> TowerBatch:
         for batch in loader:
@@ -275,7 +275,7 @@ class TwoTowerLaplace:
             raise InputError("encoder_a, encoder_b", wanted, f"{a} outputs of encoder_a and {b} of encoder_b")
         if self.a.keeps_features:
             # The posteriors hold copies of the encoders, in which nothing is shared.
-            _refuse_shared_parameters(self.model, [str(la.model.encoder.last_layer_name) for la in (self.a, self.b)])
+            _refuse_shared_parameters(self.model, [str(la.model.last_layer_name) for la in (self.a, self.b)])
         return probe
 
     @contextmanager

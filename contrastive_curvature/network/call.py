@@ -36,8 +36,8 @@ _LABELS = "labels"
 _WRAPPED = {"OptimizedModule": "_orig_mod", "DataParallel": "module", "DistributedDataParallel": "module"}
 """Where torch's wrappers keep the user's module, whose arguments count."""
 
-_WRONG_CALL = (AttributeError, RuntimeError, TypeError, LookupError, ValueError, AssertionError)
-"""The errors of a ``forward`` that gets a mapping where it wants a tensor, or the other way round."""
+_RAISED = (RuntimeError, TypeError, LookupError, ValueError, AssertionError)
+"""The errors that torch's modules raise for inputs of a wrong shape or dtype."""
 
 
 class ModelCall:
@@ -64,12 +64,11 @@ class ModelCall:
             return out
         if self.output is None:
             self.output = embedding_name(out)
-        found = entry_of(out, self.output)
-        if not isinstance(found, Tensor):
-            raise InputTypeError(
-                "model", f"a tensor {self.output!r} among its outputs, as before", f"{type(found).__name__}"
-            )
-        return found
+        embeddings = entry_of(out, self.output)
+        if not isinstance(embeddings, Tensor):
+            wanted = f"a tensor {self.output!r} among its outputs, as before"
+            raise InputTypeError("model", wanted, type(embeddings).__name__)
+        return embeddings
 
     def raw(self, model: nn.Module, x: Inputs) -> Any:
         """Return what the model returns."""
@@ -82,7 +81,7 @@ class ModelCall:
             try:
                 # A copy, as some modules write what they compute into their argument.
                 out = model(dict(x))
-            except _WRONG_CALL:
+            except (AttributeError, *_RAISED):  # it wants a tensor
                 if whole:
                     raise
             else:
@@ -155,19 +154,14 @@ def _arguments(model: nn.Module, x: dict[str, Any]) -> tuple[bool | None, dict[s
     return (None if required == given else False), keywords
 
 
-def check_output(out: Any) -> None:
-    """Refuse outputs that are no embeddings: no tensor, or not of shape (N, D)."""
-    if not isinstance(out, Tensor):
-        raise InputTypeError("model", "a module that returns a tensor (N, D)", f"a {type(out).__name__}")
+def check_output(out: Tensor) -> None:
+    """Refuse outputs of another shape than (N, D)."""
     if out.ndim != 2 or out.shape[1] == 0:
         hint = "One row is one embedding: pool or flatten inside the encoder."
         if out.ndim == 3:
             hint = "One row is one embedding: contrastive_curvature.EncoderOutput(model, pooling='mean') pools tokens."
         raise InputError("model", "outputs of shape (N, D)", f"shape {tuple(out.shape)}", hint)
 
-
-_RAISED = (RuntimeError, TypeError, LookupError, ValueError, AssertionError)
-"""The errors that torch's modules raise for inputs of a wrong shape or dtype."""
 
 _HARDWARE_WORDS = ("out of memory", "allocat", "same device", "cuda error", "hip error", "cudnn", "cublas", "nccl")
 
@@ -218,10 +212,19 @@ def uncompiled(model: nn.Module) -> nn.Module:
     return model if inside is None else inside
 
 
+def _compiled(model: nn.Module) -> Iterator[tuple[str, str, str]]:
+    """Yield the name of each compiled part of a model, how a message calls it, and what was called to compile it."""
+    for name, module in model.named_modules():
+        wrapper = "_orig_mod" in module._modules
+        if wrapper or getattr(module, "_compiled_call_impl", None) is not None:
+            which = f"layer {name!r}" if name else "the encoder"
+            yield name, which, "torch.compile(module)" if wrapper else "module.compile()"
+
+
 @contextmanager
 def eager(model: nn.Module) -> Iterator[None]:
     """Run compiled parts of a model without their compiled code, so that hooks on their layers see what they do."""
-    if not any(_how(module) for module in model.modules()):
+    if next(_compiled(model), None) is None:
         yield
         return
     with torch.compiler.set_stance("force_eager"):
@@ -233,32 +236,21 @@ def refuse_compiled(model: nn.Module) -> None:
 
     ``torch.func`` traces them again for every batch and every direction, until torch gives up, and fails in some.
     """
-    for name, module in uncompiled(model).named_modules():
-        if how := _how(module):
-            which = f"layer {name!r}" if name else "the encoder"
-            raise UnsupportedError(
-                f"model: {which} is compiled by {how}, and these weights need Jacobians by torch.func, which a "
-                "compiled module does not give. Compile the whole encoder with torch.compile(encoder), or nothing; or "
-                "use subset_of_weights='last_layer'."
-            )
+    for _, which, how in _compiled(uncompiled(model)):
+        raise UnsupportedError(
+            f"model: {which} is compiled by {how}, and these weights need Jacobians by torch.func, which a compiled "
+            "module does not give. Compile the whole encoder with torch.compile(encoder), or nothing; or use "
+            "subset_of_weights='last_layer'."
+        )
 
 
-def refuse_compiled_layer(model: nn.Module, name: str) -> None:
+def refuse_compiled_layer(model: nn.Module, layer: str) -> None:
     """Refuse a last layer inside a compiled part of an encoder, where nothing can watch it."""
-    for outer, module in model.named_modules():
-        inside = not outer or f"{name}.".startswith(f"{outer}.")
-        if inside and (how := _how(module)):
-            which = f"layer {outer!r}" if outer else "the encoder"
+    for name, which, how in _compiled(model):
+        if not name or f"{layer}.".startswith(f"{name}."):
             raise UnsupportedError(
                 f"model: {which}, which has or is the last linear layer, is compiled by {how}, and compiled code hides "
                 "what goes into that layer. Compile the layers before it alone, as in "
                 "nn.Sequential(torch.compile(body), head); or the whole encoder, torch.compile(encoder), which is then "
                 "run as it was before."
             )
-
-
-def _how(module: nn.Module) -> str:
-    """Return what was called to compile a module, or an empty text."""
-    if "_orig_mod" in module._modules:
-        return "torch.compile(module)"
-    return "module.compile()" if getattr(module, "_compiled_call_impl", None) is not None else ""

@@ -7,9 +7,10 @@ every Jacobian would be that of another function, without any sign of it.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,14 +26,7 @@ from contrastive_curvature.network.call import (
     uncompiled,
 )
 from contrastive_curvature.network.digest import trunk_tensors, versions
-from contrastive_curvature.network.given_features import (
-    FeatureSource,
-    check_source,
-    has_features,
-    read_features,
-    refuse_features,
-    source_of,
-)
+from contrastive_curvature.network.given_features import FEATURES, SOURCE, FeatureSource, difference, has_features
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.raw_outputs import Key, Place, carries, feeds, find_raw, is_same, trace
 from contrastive_curvature.network.threads import evaluation_mode as evaluation_mode
@@ -50,90 +44,89 @@ def at_least_float32(t: Tensor) -> Tensor:
     return t.float() if t.dtype in (torch.float16, torch.bfloat16) else t
 
 
+class Features(NamedTuple):
+    """What the last layer makes of a batch, and what it takes in; a last-layer posterior takes it in place of inputs.
+
+    Attributes:
+        outputs: Raw outputs, shape (B, D).
+        features: Inputs of the last layer, shape (B, F).
+    """
+
+    outputs: Tensor
+    features: Tensor
+
+
 class Encoder(nn.Module):
     """An analysed encoder; calling it gives the raw outputs, before any l2-normalisation.
+
+    It is the feature extractor of a last-layer posterior, too: laplace-torch's own takes the last module that runs for
+    the last layer, and in an encoder that is often a normalisation.
 
     Args:
         model: Any module that maps a batch to (N, D), or to a mapping or an object with the embeddings; parameters are
             shared, not copied.
-        probe: A batch that is run once to record the order of execution. One point is enough; with two or more, common
-            norms and dependence on the batch are detected too.
+        probe: A batch for :meth:`analyse`; ``None`` where that is called later, or by the first inputs.
         last_layer_name: Name of the linear layer that computes the raw outputs; ``None`` detects the layer.
         takes_features: Whether saved features (:mod:`contrastive_curvature.network.given_features`) may take the place
-            of inputs, of the probe too. The analysis of inputs is then made up for as soon as there are any.
+            of inputs, of the probe too.
         label_key: Where batches that are mappings keep the labels, which no ``forward`` gets by keyword.
 
     Attributes:
         model: The wrapped module.
         dim: D; of a ``SentenceTransformer`` with a ``truncate_dim``, that many.
-        last_layer: The linear layer whose output is the raw output, or ``None``.
-        last_layer_name: Its name in ``model.named_modules()``, or ``None``.
+        last_layer_name: Name in ``model.named_modules()`` of the linear layer whose output is the raw output, or
+            ``None``.
         place: Where the raw outputs are.
         normalized: Whether the raw outputs have unit norm, because no earlier output could be reached.
         call: How the model is called, and which of its outputs are the embeddings.
     """
 
+    dim: int
+
     def __init__(
         self,
         model: nn.Module,
-        probe: Inputs,
+        probe: Inputs | None = None,
         last_layer_name: str | None = None,
         *,
         takes_features: bool = False,
         label_key: str = "labels",
     ) -> None:
         super().__init__()
-        self.model = model = uncompiled(model)
+        self.model = uncompiled(model)
         self.call = ModelCall(label_key)
         self.place = Place()
         self.normalized = False
         self.last_layer_name: str | None = None
+        self._wanted_layer, self._takes_features = last_layer_name, takes_features
         self._probe_points: str | None = None
-        self._takes_features = takes_features
         self._checked: tuple[Any, ...] | None = None
-        self._saw_inputs = not has_features(probe)
-        if self._saw_inputs:
-            self._analyse(probe, last_layer_name)
-        else:
-            self._stand_in(probe, last_layer_name)
+        self._saw_inputs = False
+        if probe is not None:
+            self.analyse(probe)
 
-    def _stand_in(self, probe: Any, last_layer_name: str | None) -> None:
-        """Take what the analysis found when the features were written."""
-        source = self._check_source(probe, last_layer_name)
-        self.last_layer_name, self._runs = source.last_layer, 1
-        layer: Any = self.last_layer
-        self.dim = self._kept(layer.out_features)
-        self.require_last_layer()
+    def analyse(self, probe: Inputs) -> None:
+        """Find the raw outputs and the last layer, once: the first points of a batch are run and recorded.
 
-    def _check_source(self, x: Mapping[str, Any], last_layer_name: str | None) -> FeatureSource:
-        """Refuse features of another encoder, or where inputs are needed; return where the features are from."""
-        if not self._takes_features:
-            raise refuse_features()
-        source = source_of(x)
-        name = last_layer_name or source.last_layer
-        # Weights are read again only where one of them may have changed.
-        state = (source, name, versions(trunk_tensors(self.model, name)))
-        if state != self._checked:
-            check_source(self.model, name, source)
-            self._checked = state
-        return source
+        One point is enough; with two or more, common norms and dependence on the batch are detected too. Saved features
+        say what was found when they were written; the analysis is then made up for as soon as there are inputs.
 
-    def _kept(self, outputs: int) -> int:
-        """Return how many outputs are embeddings: sentence-transformers' ``encode`` cuts what ``forward`` returns."""
-        cut = getattr(self.model, "truncate_dim", None)
-        return min(outputs, cut) if isinstance(cut, int) and hasattr(self.model, "encode") else outputs
-
-    def _see_inputs(self, x: Inputs) -> None:
-        """Analyse the encoder with its first inputs, where only features have been there before."""
+        Raises:
+            InputError: Outputs are not finite, the layer that was named is not the last one, or saved features are of
+                another encoder.
+            UnsupportedError: The raw outputs cannot be reached.
+        """
         if self._saw_inputs:
             return
-        self._analyse(slice_inputs(x, slice(0, 8)), self.last_layer_name)
-        self._saw_inputs = True
-
-    def _analyse(self, probe: Inputs, last_layer_name: str | None) -> None:
-        few = slice_inputs(probe, slice(0, 2))
-        makes_out = partial(carries, self.model, lambda: self.call(self.model, few), matches=feeds, direction_only=True)
-        makes_raw = partial(carries, self.model, lambda: self._raw_outputs(few), matches=is_same, direction_only=False)
+        if has_features(probe):
+            self.last_layer_name, self._runs = self._check_source(probe).last_layer, 1
+            layer: Any = self.last_layer
+            self.dim = self._kept(layer.out_features)
+            self.require_last_layer()
+            return
+        probe, few = slice_inputs(probe, slice(0, 8)), slice_inputs(probe, slice(0, 2))
+        makes_out = partial(carries, self.model, lambda: self.call(self.model, few), matches=feeds)
+        makes_raw = partial(carries, self.model, lambda: self._raw_outputs(few), matches=is_same)
         with torch.no_grad(), evaluation_mode(self.model), eager(self.model):
             records, out = trace(self.model, self.call, probe)
             self._probe_points = describe_points(probe)
@@ -147,17 +140,46 @@ class Encoder(nn.Module):
                 for record in records
                 if isinstance(record.module, nn.Linear) and is_same(record.output, raw) and makes_raw(record)
             ]
-        if last_layer_name is not None:
+        wanted_layer = self.last_layer_name or self._wanted_layer
+        if wanted_layer is not None:
             names = [name for name, module in self.model.named_modules() if module in layers]
-            if last_layer_name not in names:
+            if wanted_layer not in names:
                 wanted = f"the layer that computes the raw outputs, one of {names}"
                 hint = "Only an l2-normalisation may follow its output."
-                raise InputError("last_layer_name", wanted, last_layer_name, hint)
-            layers = [self.model.get_submodule(last_layer_name)]
+                raise InputError("last_layer_name", wanted, wanted_layer, hint)
+            layers = [self.model.get_submodule(wanted_layer)]
         if layers:
             self.last_layer_name = _name_of(layers[-1], self.model)
             self._runs = sum(record.module is layers[-1] for record in records)
             refuse_compiled_layer(self.model, self.last_layer_name)
+        self._saw_inputs = True
+
+    def _check_source(self, x: Mapping[str, Any]) -> FeatureSource:
+        """Refuse features of another encoder, or where inputs are needed; return where the features are from."""
+        if not self._takes_features:
+            raise UnsupportedError(
+                "features: this needs the encoder's own inputs. Use subset_of_weights='last_layer' of laplace.Laplace, "
+                "with hessian_structure='diag', 'kron', 'kron_lowrank' or 'full', or pass the loader of the inputs."
+            )
+        source = FeatureSource.of_plain(json.loads(x[SOURCE]))
+        name = self.last_layer_name or self._wanted_layer or source.last_layer
+        # Weights are read again only where one of them may have changed.
+        state = (source, name, versions(trunk_tensors(self.model, name)))
+        if state != self._checked:
+            received = difference(self.model, source, name)
+            if received is not None:
+                hint = (
+                    "Load the weights that the encoder had when they were written, or write those of this encoder with "
+                    "contrastive_curvature.features(encoder, loader, another_path)."
+                )
+                raise InputError("features", "those of this encoder", received, hint)
+            self._checked = state
+        return source
+
+    def _kept(self, outputs: int) -> int:
+        """Return how many outputs are embeddings: sentence-transformers' ``encode`` cuts what ``forward`` returns."""
+        cut = getattr(self.model, "truncate_dim", None)
+        return min(outputs, cut) if isinstance(cut, int) and hasattr(self.model, "encode") else outputs
 
     @property
     def last_layer(self) -> nn.Linear | None:
@@ -191,8 +213,8 @@ class Encoder(nn.Module):
     def forward(self, x: Inputs) -> Tensor:
         """Return raw outputs, shape (N, D)."""
         if has_features(x):
-            return self.features(x)[0]
-        self._see_inputs(x)
+            return self.forward_with_features(x).outputs
+        self.analyse(x)
         return self._raw_outputs(x)
 
     def _raw_outputs(self, x: Inputs) -> Tensor:
@@ -224,17 +246,17 @@ class Encoder(nn.Module):
         out: Any = self.normalization(z if entry is None else {entry: z})
         return out if entry is None else entry_of(out, self.place.key)
 
-    def features(self, x: Inputs) -> tuple[Tensor, Tensor]:
-        """Return raw outputs (N, D), and the inputs of the last layer, (N, F)."""
-        if has_features(x):
-            self._check_source(x, self.last_layer_name)
-            layer = self.require_last_layer()
-            phi = read_features(x, layer)
-            # The outputs are those of the encoder, so a layer in half precision computes them as it does for inputs.
-            return at_least_float32(layer(phi.to(layer.weight.dtype))), phi
-        self._see_inputs(x)
-        phi, z = self.passed(self.require_last_layer(), x)
-        return z, phi
+    def forward_with_features(self, x: Inputs) -> Features:
+        """Return raw outputs (N, D), and the inputs of the last layer, (N, F); saved features come back as they are."""
+        if not has_features(x):
+            self.analyse(x)
+            phi, z = self.passed(self.require_last_layer(), x)
+            return Features(z, phi)
+        self._check_source(x)
+        layer = self.require_last_layer()
+        # A layer in half precision computes its outputs in it, but curvatures are sums of products of features.
+        phi = x[FEATURES].to(layer.weight.device, torch.promote_types(layer.weight.dtype, torch.float32))
+        return Features(at_least_float32(layer(phi.to(layer.weight.dtype))), phi)
 
     def passed(
         self, module: nn.Module, x: Inputs, run: int = 0, entry: Key = None, key: Key = None

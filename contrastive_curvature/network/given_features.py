@@ -7,7 +7,6 @@ slices and saved states.
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -16,7 +15,6 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.network.digest import same_encoder, trunk_fingerprint
 
 FEATURES = "contrastive_curvature.features"
@@ -69,45 +67,13 @@ def has_features(x: Any) -> TypeGuard[Mapping[str, Any]]:
     return isinstance(x, Mapping) and FEATURES in x
 
 
-def source_of(x: Mapping[str, Any]) -> FeatureSource:
-    """Return the source of a batch of saved features."""
-    if SOURCE not in x:
-        wanted = "features with their source, as a FeatureFolder yields them"
-        raise InputTypeError("x", wanted, f"no entry {SOURCE!r}")
-    return _parsed(x[SOURCE])
-
-
-@functools.lru_cache(maxsize=16)
-def _parsed(text: str) -> FeatureSource:
-    return FeatureSource.of_plain(json.loads(text))
-
-
-def read_features(x: Mapping[str, Any], layer: nn.Linear) -> Tensor:
-    """Return the features (B, F) of a batch, for a layer: in its precision, at least float32, and on its device."""
-    phi, wanted = x[FEATURES], f"features of shape (B, {layer.in_features})"
-    if not isinstance(phi, Tensor) or not phi.is_floating_point():
-        received = f"a tensor of {phi.dtype}" if isinstance(phi, Tensor) else f"a {type(phi).__name__}"
-        raise InputTypeError("x", wanted, received)
-    if phi.ndim != 2 or phi.shape[1] != layer.in_features:
-        raise InputError("x", wanted, f"shape {tuple(phi.shape)}")
-    # A layer in half precision computes in it, but curvatures are sums of products of features.
-    return phi.to(layer.weight.device, torch.promote_types(layer.weight.dtype, torch.float32))
-
-
-def refuse_features() -> UnsupportedError:
-    """Return the error where more than the last layer's weights is asked for."""
-    msg = (
-        "features: this needs the encoder's own inputs. Use subset_of_weights='last_layer' of laplace.Laplace, with "
-        "hessian_structure='diag', 'kron', 'kron_lowrank' or 'full', or pass the loader of the inputs."
-    )
-    return UnsupportedError(msg)
-
-
-def difference(model: nn.Module, source: FeatureSource) -> str | None:
+def difference(model: nn.Module, source: FeatureSource, last_layer_name: str | None = None) -> str | None:
     """Say how features of a source are not those of an encoder; ``None`` where they are.
 
-    The last layer alone may have other weights.
+    The last layer alone may have other weights. Its name is that of the source, if none is given.
     """
+    if last_layer_name not in (None, source.last_layer):
+        return f"what layer {source.last_layer!r} takes in, and the last layer is {last_layer_name!r}"
     layer = dict(model.named_modules()).get(source.last_layer)
     if not isinstance(layer, nn.Linear):
         return f"what layer {source.last_layer!r} takes in, and this encoder has no linear layer of that name"
@@ -117,16 +83,3 @@ def difference(model: nn.Module, source: FeatureSource) -> str | None:
     if not same_encoder(trunk_fingerprint(model, source.last_layer), trunk):
         return "those of an encoder with other weights before the last layer"
     return None
-
-
-def check_source(model: nn.Module, last_layer_name: str, source: FeatureSource) -> None:
-    """Refuse features of another encoder; the last layer alone may have other weights."""
-    received = difference(model, source)
-    if last_layer_name != source.last_layer:
-        received = f"what layer {source.last_layer!r} takes in, and the last layer is {last_layer_name!r}"
-    if received is not None:
-        hint = (
-            "Load the weights that the encoder had when they were written, or write those of this encoder with "
-            "contrastive_curvature.features(encoder, loader, another_path)."
-        )
-        raise InputError("features", "those of this encoder", received, hint)

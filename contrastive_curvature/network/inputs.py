@@ -174,38 +174,3 @@ def tokenized(model: Any, x: Any, argument: str = "x") -> Any:
         wanted = f"a mapping of tensors with {len(x)} points from {type(owner).__name__}.{name}"
         raise InputError(argument, wanted, came)
     return dict(out)
-
-
-def tokenized_batch(model: Any, batch: Any, argument: str = "train_loader") -> Any:
-    """Return what a loader yields, with mappings in the place of texts.
-
-    Args:
-        model: The encoder; or those of two views, ``(encoder_a, encoder_b)``.
-        batch: Any form that :func:`~contrastive_curvature.network.loader.read_views` knows.
-        argument: Name of the loader for the error message.
-    """
-    if not isinstance(batch, (tuple, list)) or not batch:
-        return batch
-    if is_texts(batch):
-        hint = "Yield (texts, labels), or two lists (texts, texts) of pairs."
-        raise InputTypeError(argument, "batches (x, labels)", "texts without labels", hint)
-    first = batch[0]
-    if not is_texts(first) and isinstance(first, (tuple, list)):
-        return (_views(model, first, argument), *batch[1:]) if len(first) == 2 else batch
-    # Beside a tensor or a mapping, texts are labels, which is for the reader of the batch to say.
-    if len(batch) > 1 and (isinstance(model, tuple) or (is_texts(first) and is_texts(batch[1]))):
-        return (*_views(model, batch[:2], argument), *batch[2:])
-    return (tokenized(model, first, f"{argument}: inputs of a batch"), *batch[1:])
-
-
-def _views(model: Any, views: Any, argument: str) -> tuple[Any, Any]:
-    """Tokenise two views, together where one encoder sees both, so that they have one length."""
-    first, second = views
-    argument = f"{argument}: inputs of a batch"
-    if isinstance(model, tuple):
-        return tokenized(model[0], first, argument), tokenized(model[1], second, argument)
-    if not is_texts(first) or not is_texts(second):
-        return tokenized(model, first, argument), tokenized(model, second, argument)
-    both = tokenized(model, [*first, *second], argument)
-    cut = len(first)
-    return slice_inputs(both, slice(0, cut)), slice_inputs(both, slice(cut, None))

@@ -68,7 +68,7 @@ class LastLayerPullback(Pullback):
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
         """See :meth:`Pullback.forward`."""
         with torch.no_grad():
-            return self.encoder.features(x)
+            return self.encoder.forward_with_features(x)
 
     def slice_context(self, context: Any, rows: slice) -> Any:
         """See :meth:`Pullback.slice_context`."""

@@ -29,6 +29,8 @@ from contrastive_curvature.network.inputs import (
     is_texts,
     move_inputs,
     same_tokens,
+    slice_inputs,
+    tokenized,
 )
 from contrastive_curvature.network.two_towers import TwoTowers
 
@@ -52,87 +54,105 @@ class Views(NamedTuple):
     unusable: str | None = None
 
 
-def has_views(batch: Any) -> bool:
-    """Return whether a batch holds two views of every input, and not one view and its labels."""
-    if not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
-        return False
-    first, second = batch[:2]
-    if len(batch) == 3:
-        # (x, labels, index) has no second view.
-        return not (isinstance(second, Tensor) and second.ndim < 2)
-    if isinstance(first, (tuple, list)):
-        return len(first) == 2
-    # Labels are whole numbers, one a point; a second view looks like the first.
-    return isinstance(second, Mapping) or _alike(first, second)
-
-
 def read_views(
+    model: nn.Module | tuple[nn.Module, nn.Module],
     batch: Any,
-    device: torch.device,
     label_key: str = "labels",
     argument: str = "train_loader",
-    towers: bool = False,
+    *,
     related: bool = False,
+    labelled: bool = True,
 ) -> Views:
-    """Take apart what a loader yields, and bring it to a device.
+    """Take apart what a loader yields, with texts tokenised, and bring it to the encoder's device.
 
     Args:
+        model: The encoder; or those of two views, ``(encoder_a, encoder_b)``, where a pair is always two views.
         batch: ``(x, labels)``; ``(view, view)``; ``((view, view), labels)``, whose labels may be anything, as they need
             not be used; ``(view, view, labels)``; or a mapping that holds the labels too.
-        device: Where to bring it.
         label_key: Where a mapping keeps the labels.
         argument: Name of the loader for the error message.
-        towers: Whether a pair is always two views, as where two encoders wait for one each.
         related: Whether a pair of tensors is inputs and targets, whatever their shapes.
+        labelled: Whether one view needs labels.
     """
+    encoders = model if isinstance(model, tuple) else (model, model)
+    device, inputs = next(encoders[0].parameters()).device, f"{argument}: inputs of a batch"
+
+    def moved(encoder: nn.Module, x: Any) -> Inputs:
+        return move_inputs(check_inputs(tokenized(encoder, x, inputs), inputs), device)
+
+    def target(y: Any) -> Tensor | None:
+        if y is None and not labelled:
+            return None
+        if not isinstance(y, Tensor):
+            hint = (
+                f"Known are {_FORMS}. Names of classes become numbers, once for the whole data set, by "
+                "torch.as_tensor(numpy.unique(names, return_inverse=True)[1])."
+            )
+            raise InputTypeError(argument, "labels as a tensor", f"a {type(y).__name__}", hint)
+        return y.to(device)
+
     if isinstance(batch, Mapping):
-        if label_key not in batch:
+        if labelled and label_key not in batch:
             wanted, hint = f"mappings with the labels under {label_key!r}", "Name the key with dict_key_y=..."
             raise InputTypeError(argument, wanted, f"the keys {sorted(batch)}", hint)
-        return Views(_moved(batch, device, argument), None, _target(batch[label_key], device, argument))
-    pair = isinstance(batch, (tuple, list)) and len(batch) in (2, 3)
-    plain = pair and len(batch) == 2 and isinstance(batch[1], Tensor) and not isinstance(batch[0], (tuple, list))
-    viewed = pair and (towers or has_views(batch)) and not (related and plain)
-    if not pair or (len(batch) == 3 and not viewed):
-        came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+        return Views(moved(encoders[0], batch), None, target(batch.get(label_key)))
+    if is_texts(batch):
+        hint = "Yield (texts, labels), or two lists (texts, texts) of pairs."
+        raise InputTypeError(argument, "batches (x, labels)", "texts without labels", hint)
+    count = len(batch) if isinstance(batch, (tuple, list)) else 0
+    viewed = count > 1 and (isinstance(model, tuple) or _has_views(batch, related))
+    if count not in (2, 3) or (count == 3 and not viewed):
+        came = f"a {type(batch).__name__}" + (f" of {count}" if isinstance(batch, (tuple, list)) else "")
         hint = "Of three entries, a second one with one number a point is no second view."
         raise InputTypeError(argument, _FORMS, came, hint)
     if not viewed:
         x, y = batch
-        return Views(_moved(x, device, argument), None, _target(y, device, argument))
+        return Views(moved(encoders[0], x), None, target(y))
     unusable: str | None = None
-    if len(batch) == 3:
+    if count == 3:
         first, second, y = batch
         if _alike(first, y):
             hint = "Views are compared two by two: yield two of them, or the third beside other two in a further batch."
             raise InputError(argument, "two views of every input", "three", hint)
-    elif isinstance(batch[0], (tuple, list)):
+    elif _several(batch[0]):
         (first, second), y = batch
         if not (isinstance(y, Tensor) and y.ndim):
             # Data sets of views often carry along something that is no label, and that nobody uses.
             unusable, y = None if y is None else f"a {type(y).__name__}", None
     else:
         (first, second), y = batch, None
-    views = [_moved(view, device, argument) for view in (first, second)]
-    lengths = [input_length(view) for view in views]
+    if not isinstance(model, tuple) and is_texts(first) and is_texts(second):
+        # Together, so that they have one length.
+        both = tokenized(encoders[0], [*first, *second], inputs)
+        first, second = slice_inputs(both, slice(len(first))), slice_inputs(both, slice(len(first), None))
+    first, second = moved(encoders[0], first), moved(encoders[1], second)
+    lengths = input_length(first), input_length(second)
     if lengths[0] != lengths[1] and y is None:
         raise InputError(argument, "as many second views as first ones", f"{lengths[0]} and {lengths[1]}")
-    return Views(views[0], views[1], None if y is None else _target(y, device, argument), unusable)
+    return Views(first, second, None if y is None else target(y), unusable)
 
 
-def read_batch(
-    batch: Any, device: torch.device, label_key: str = "labels", argument: str = "train_loader"
-) -> tuple[Inputs, Tensor]:
-    """Take apart ``(x, labels)``, or a mapping that holds the labels too, and bring both to a device."""
-    views = read_views(batch, device, label_key, argument, related=True)
-    if views.second is not None or views.targets is None:
-        raise InputTypeError(argument, "batches (x, labels) or mappings", "two views of every input")
-    return views.first, views.targets
+def _has_views(batch: Any, related: bool) -> bool:
+    """Return whether two or three entries hold two views of every input, and not one view and its labels."""
+    first, second = batch[:2]
+    if len(batch) == 3:
+        # (x, labels, index) has no second view.
+        return not (isinstance(second, Tensor) and second.ndim < 2)
+    if _several(first):
+        return len(first) == 2
+    # Labels are whole numbers, one a point; a second view looks like the first.
+    pair_of_texts = is_texts(first) and is_texts(second)
+    return pair_of_texts or isinstance(second, Mapping) or (_alike(first, second) and not related)
+
+
+def _several(x: Any) -> bool:
+    """Return whether this holds several things, and is no batch of texts."""
+    return isinstance(x, (tuple, list)) and not is_texts(x)
 
 
 def inputs_alone(batch: Any, argument: str = "loader") -> Any:
     """Return the inputs of a batch ``(x, labels)``, ``(x,)`` or ``x``, whose labels are not looked at."""
-    several = isinstance(batch, (tuple, list)) and not is_texts(batch)
+    several = _several(batch)
     if several and len(batch) in (1, 2):
         return batch[0]
     if several or not isinstance(batch, (Tensor, Mapping, tuple, list)):
@@ -145,20 +165,6 @@ def _alike(first: Any, second: Any) -> bool:
     """Return whether two objects are tensors that look like two views."""
     tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
     return tensors and second.ndim > 1 and second.shape == first.shape and second.dtype == first.dtype
-
-
-def _moved(x: Any, device: torch.device, argument: str) -> Inputs:
-    return move_inputs(check_inputs(x, f"{argument}: inputs of a batch"), device)
-
-
-def _target(y: Any, device: torch.device, argument: str) -> Tensor:
-    if not isinstance(y, Tensor):
-        hint = (
-            f"Known are {_FORMS}. Names of classes become numbers, once for the whole data set, by "
-            "torch.as_tensor(numpy.unique(names, return_inverse=True)[1])."
-        )
-        raise InputTypeError(argument, "labels as a tensor", f"a {type(y).__name__}", hint)
-    return y.to(device)
 
 
 def joined_inputs(first: Inputs, second: Inputs, argument: str = "train_loader") -> Inputs:
@@ -248,13 +254,11 @@ def in_fixed_order(loader: Any) -> Any:
     What a sampler or a loader of the user's own does in the next pass shows in that pass only; callers that need the
     order compare.
     """
-    # Subclasses may be built from other arguments.
-    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset):
+    # Subclasses may be built from other arguments; and with drop_last in a fixed order the same points would be missing
+    # in every pass, and nobody would see it.
+    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or loader.drop_last:
         return loader
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
-        return loader
-    if loader.drop_last:
-        # In a fixed order the same points would be missing in every pass, and nobody would see it.
         return loader
     sampler: Any = loader.sampler
     if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]

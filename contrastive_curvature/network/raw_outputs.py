@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import Any, NamedTuple
 
 import torch
@@ -164,22 +165,20 @@ def trace(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Record
 
 def _recorded(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Record], Tensor]:
     """Return what the innermost modules do in one run, and the outputs."""
-    running: dict[int, dict[Key, Tensor]] = {}
-    entered: dict[int, dict[Key, Tensor]] = {}
+    started: dict[int, tuple[dict[Key, Tensor], dict[Key, Tensor]]] = {}
     runs: Counter[int] = Counter()
     records: list[Record] = []
 
     def start(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        given = (args or tuple(kwargs.values()))[:1]
-        entered[id(module)] = _tensors(given[0]) if given else {}
-        running[id(module)] = {name: t.clone() for name, t in entered[id(module)].items()}
+        inputs = _tensors(next(iter((*args, *kwargs.values())), None))
+        started[id(module)] = inputs, {name: t.clone() for name, t in inputs.items()}
 
     def finish(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
-        inputs, before = running.pop(id(module)), entered.pop(id(module))
+        inputs, copies = started.pop(id(module))
         for key, value in _tensors(output).items():
             # What a mapping only passes on is of the module that made it.
-            if key is None or value is not before.get(key):
-                records.append(Record(module, runs[id(module)], inputs, key, value.clone()))
+            if key is None or value is not inputs.get(key):
+                records.append(Record(module, runs[id(module)], copies, key, value.clone()))
         runs[id(module)] += 1
 
     # Modules in script have no hooks.
@@ -259,12 +258,7 @@ def _tensors(value: Any) -> dict[Key, Tensor]:
 
 
 def carries(
-    model: nn.Module,
-    run: Callable[[], Tensor],
-    record: Record,
-    matches: Callable[[Tensor, Tensor], bool],
-    *,
-    direction_only: bool,
+    model: nn.Module, run: Callable[[], Tensor], record: Record, matches: Callable[[Tensor, Tensor], bool]
 ) -> bool:
     """Return whether the result of a run comes from one output of a module, and from nothing else.
 
@@ -275,8 +269,8 @@ def carries(
         model: The encoder.
         run: Runs it on a few points.
         record: The output.
-        matches: Returns whether the values in its place (N, D) and the result (N, D) belong together.
-        direction_only: Whether other parameters may change the norms of the result, such as a learned temperature.
+        matches: Returns whether the values in its place (N, D) and the result (N, D) belong together. With
+            :func:`feeds`, other parameters may change the norms of the result, such as a learned temperature.
     """
 
     def passes() -> Tensor | None:
@@ -289,10 +283,10 @@ def carries(
     try:
         with torch.set_grad_enabled(not hooked):
             out = passes()
-            found = out is not None and not _has_gradient(model, out, direction_only)
+            carried = out is not None and not _has_gradient(model, out, direction_only=matches is feeds)
         del out
     except UnsupportedError:
-        found = False
+        carried = False
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
@@ -303,18 +297,17 @@ def carries(
     # A module may keep what it computed last: other values, with a graph that cannot be copied.
     with torch.no_grad():
         run()
-    return found
+    return carried
 
 
 @contextmanager
 def _substituted(record: Record) -> Iterator[list[Tensor]]:
     """Put other values in the place of one output of a module, and give a list that will hold them."""
     put: list[Tensor] = []
-    runs, generator = Counter[int](), torch.Generator().manual_seed(0)
+    run, generator = count(), torch.Generator().manual_seed(0)
 
     def replace(_: nn.Module, __: tuple[Any, ...], out: Any) -> Any:
-        runs[0] += 1
-        if runs[0] != record.run + 1:
+        if next(run) != record.run:
             return None
         put.append(other_values(out if record.key is None else entry_of(out, record.key), generator))
         # A copy, because an in-place operation may change what goes on.
@@ -348,11 +341,11 @@ def _has_gradient(model: nn.Module, out: Tensor, direction_only: bool) -> bool:
         unit = nn.functional.normalize(values, dim=1)
         v = nn.functional.normalize(v - (v * unit).sum(1, keepdim=True) * unit, dim=1)
         v = v / values.norm(dim=1, keepdim=True).clamp(min=1e-12)
-    found = torch.autograd.grad(out, parameters, v.to(out.dtype), allow_unused=True)
+    gradients = torch.autograd.grad(out, parameters, v.to(out.dtype), allow_unused=True)
     # The gradient of a temperature is zero but for the rounding of v; that of a weight of a layer has no such excuse.
     rounding = 32 * torch.finfo(out.dtype).eps if direction_only else 0.0
     return any(
         float(g.coalesce().values().norm() if g.is_sparse else g.norm()) > (rounding if g.numel() == 1 else 0.0)
-        for g in found
+        for g in gradients
         if g is not None
     )

@@ -22,7 +22,7 @@ from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.options import given_options
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.cosine import CosineLoss
-from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, tokenized, tokenized_batch
+from contrastive_curvature.network.inputs import Inputs, check_inputs, input_length, tokenized
 from contrastive_curvature.network.loader import read_views
 from contrastive_curvature.online.discount import DiscountedCurvature
 from contrastive_curvature.online.posterior import OnlinePosterior
@@ -173,8 +173,7 @@ class OnlineLaplace(nn.Module):
             InputError: The batch is malformed.
         """
         loss, options = self._posterior.sampling.backend.loss, self._posterior.sampling.backend.options
-        device, related = next(self.encoder.parameters()).device, options.relation is not None
-        views = read_views(tokenized_batch(self.encoder, batch), device, dict_key_y, related=related)
+        views = read_views(self.encoder, batch, dict_key_y, related=options.relation is not None)
         joined = as_batch(views, loss, options.relation, options.positives)
         return joined.x, joined.labels, None if callable(joined.pairs) else joined.pairs
 

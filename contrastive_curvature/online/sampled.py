@@ -96,7 +96,7 @@ class LastLayer(SampledEncoder):
     def outputs(self, x: Inputs, noise: list[Tensor | None]) -> Iterator[tuple[Tensor, Any]]:
         """Run the encoder once, and the last layer for every network; yields raw outputs (B, D) and features (B, F)."""
         layer = self.encoder.require_last_layer()
-        mean, features = self.encoder.features(x)
+        mean, features = self.encoder.forward_with_features(x)
         size = layer.weight.numel()
         for shift in noise:
             if shift is None:

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputTypeError, UnsupportedError
 from contrastive_curvature.laplace.backends import ContrastiveBackend, ContrastiveGGN
-from contrastive_curvature.laplace.features import RawFeatureExtractor
 from contrastive_curvature.losses import (
     CosineLoss,
     InfoNCELoss,
@@ -23,6 +22,7 @@ from contrastive_curvature.losses import (
     SupConLoss,
     TripletLoss,
 )
+from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.options import Distance, PDFix
 from contrastive_curvature.structures import STRUCTURES
 from contrastive_curvature.structures.finite import clamped_matrix
@@ -64,9 +64,7 @@ def make_backend(
         return kind(model, "contrastive", subnetwork_indices=weights, **options)
     if weights == "all":
         return kind(model, "contrastive", **options)
-    extractor = RawFeatureExtractor(model)
-    extractor.analyse(x)
-    return kind(extractor, "contrastive", last_layer=True, **options)
+    return kind(Encoder(model, x), "contrastive", last_layer=True, **options)
 
 
 def parts_of(model: nn.Module, rows: Tensor, data: st.DataObject) -> list[tuple[str | Tensor, Any]]:

@@ -17,8 +17,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.fit import cross_terms, lowrank
-from contrastive_curvature.laplace.features import RawFeatureExtractor
 from contrastive_curvature.losses import contrastive_classes
+from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.structures import Dense, Diagonal, Kron, Structure
 from contrastive_curvature.testing import dense_jacobian
 
@@ -43,9 +43,7 @@ def data(draw: st.DrawFn) -> tuple[nn.Module, Tensor, Tensor, DataLoader, dict[s
 def fit(model: nn.Module, loader: DataLoader, chosen: dict[str, Any], structure: type[Structure], last: bool) -> Any:
     backend_model: Any = model
     if last:
-        backend_model = RawFeatureExtractor(model)
-        probe = next(iter(loader))[0].to(next(model.parameters()).device)
-        backend_model.analyse(probe)
+        backend_model = Encoder(model, next(iter(loader))[0].to(next(model.parameters()).device))
     return cc.ContrastiveGGN(backend_model, last_layer=last, **chosen).fit(loader, structure)
 
 

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import contrastive_curvature as cc
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit import dataset, standard_error
-from contrastive_curvature.laplace.features import RawFeatureExtractor
 from contrastive_curvature.losses.class_table import ClassTable
 from contrastive_curvature.losses.dataset import dataset_hessian
 from contrastive_curvature.losses.logistic import LogisticLoss
+from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.pairs.rows import Rows, point_keys
 from contrastive_curvature.structures import Dense, Diagonal, Kron
 
@@ -53,9 +53,7 @@ def in_batches(x: Tensor, y: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
 def backend(model: nn.Module, x: Tensor, last: bool, **options: Any) -> Any:
     if not last:
         return cc.ContrastiveGGN(model, **options)
-    features = RawFeatureExtractor(model)
-    features.analyse(x[:2])
-    return cc.ContrastiveGGN(features, last_layer=True, **options)
+    return cc.ContrastiveGGN(Encoder(model, x[:2]), last_layer=True, **options)
 
 
 def tensors(curvature: Any) -> list[Tensor]:

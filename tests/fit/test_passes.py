@@ -287,7 +287,7 @@ def test_the_encoder_runs_once_a_point_where_features_are_kept(
         loader = DataLoader(TensorDataset(x, labels), 7)
         la.fit(loader)
         la.optimize_prior_precision()
-        body = la.model.encoder.model[0]
+        body = la.model.model[0]
         points.append(body.points)
         la.calibrate([x + 1])
         assert body.points == points[-1] + N, "a calibration runs the encoder once an input, the prior never"

@@ -189,7 +189,7 @@ def test_a_batch_that_is_not_normalised_is_refused(device: str) -> None:
     with pytest.raises(cc.UnsupportedError, match=r"of this one it is not\. Remove F\.normalize"):
         encoder(x)
     with pytest.raises(cc.UnsupportedError, match="of this one it is not"):
-        encoder.features(x)
+        encoder.forward_with_features(x)
 
 
 def test_equal_inputs_are_no_normalisation(device: str) -> None:

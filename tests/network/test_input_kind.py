@@ -88,7 +88,7 @@ def test_an_error_of_the_users_own_stays_what_it_is() -> None:
     model = nn.Sequential(Moody(), nn.Linear(4, 3))
     encoder = Encoder(model, torch.rand(5, 4))
     model[0].error = ValueError("a mood")
-    for call in (encoder, encoder.features):
+    for call in (encoder, encoder.forward_with_features):
         with pytest.raises(ValueError, match=r"^a mood$"):
             call(torch.rand(6, 4))
     error = refused(lambda: encoder(torch.rand(6, 5)), "shape (4,)", "shape (5,)", "ValueError: a mood.")

@@ -186,7 +186,7 @@ def test_features_are_those_of_ones_own_inputs() -> None:
     encoders: list[Encoder] = []
     encoders.append(Encoder(model, inputs(0)))
     plain = build()
-    z, phi = encoders[0].features(inputs(1))
+    z, phi = encoders[0].forward_with_features(inputs(1))
     assert same((z, phi), (plain(inputs(1)), plain[:4](inputs(1))))
     assert same(encoders[0](inputs(1)), plain(inputs(1)))
 
@@ -210,4 +210,4 @@ def test_a_layer_that_runs_in_another_thread_is_refused() -> None:
     encoder = Encoder(model, inputs(0))
     model.moved = True
     with pytest.raises(cc.UnsupportedError, match="another thread"):
-        encoder.features(inputs(0))
+        encoder.forward_with_features(inputs(0))

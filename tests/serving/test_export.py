@@ -160,7 +160,7 @@ def test_how_close(device: str, dtype: torch.dtype, kind: str, tmp_path: Path) -
     x = inputs(40, 3, dtype, device)
     outputs = la.export(path) if kind == "npz" else la.export(path, x[:2])
     if kind == "npz":
-        features = la.model.forward_with_features(x)[1]
+        features = la.model.forward_with_features(x)[1].detach()
         found: Any = Scorer.load(path)(features.to(torch.promote_types(dtype, torch.float32)).cpu().numpy())
     else:
         found = torch.export.load(path).module()(x) if kind == "pt2" else run_onnx(path, x)

@@ -48,7 +48,7 @@ def test_the_scorer_is_la(
 ) -> None:
     la = fitted(structure, calibrated=calibrated, centres=centres, bias=centres, dtype=dtype, device=device)
     x = inputs(20, 3, dtype, device)
-    features = la.model.forward_with_features(x)[1].cpu().numpy()
+    features = la.model.forward_with_features(x)[1].detach().cpu().numpy()
     for suffix in SUFFIXES:
         outputs = la.export(tmp_path / f"scorer.{suffix}")
         scorer = Scorer.load(tmp_path / f"scorer.{suffix}")
@@ -71,7 +71,7 @@ def test_probabilities_of_a_match(device: str, dtype: torch.dtype, tolerance: fl
         la, path = fitted(structure, calibrated=bias, bias=bias, dtype=dtype, device=device), tmp_path / "scorer.npz"
         # Of an input with itself, the variance is the mean over all directions.
         sides = torch.cat([a[:60], a[:3]]), torch.cat([b[:60], a[:3]])
-        phi = [la.model.forward_with_features(side)[1].cpu().numpy() for side in sides]
+        phi = [la.model.forward_with_features(side)[1].detach().cpu().numpy() for side in sides]
         same = likely((la(a).mu * la(b).mu).sum(1))
         cosine, index = (la(a).mu @ la(few).mu.T).max(1)
         labels = index.where(likely(cosine), torch.full_like(index, 99))
@@ -128,7 +128,7 @@ def test_matches_that_are_not_in_the_file(device: str, tmp_path: Path) -> None:
 def test_p_values_of_another_score_in_every_format(score: str, by_class: bool, device: str, tmp_path: Path) -> None:
     options = {"score": score, "by_class": by_class}
     la, x = fitted(dtype=torch.float32, device=device, calibrate=options), inputs(20, 3, torch.float32, device)
-    features, wanted = la.model.forward_with_features(x)[1].cpu().numpy(), truth(la, x)
+    features, wanted = la.model.forward_with_features(x)[1].detach().cpu().numpy(), truth(la, x)
     for suffix in SUFFIXES:
         la.export(tmp_path / f"scorer.{suffix}")
         assert_same(Scorer.load(tmp_path / f"scorer.{suffix}")(features), wanted, 1e-5)
@@ -141,7 +141,7 @@ def test_the_file_alone_without_torch(device: str, tmp_path: Path) -> None:
     la, x = fitted(device=device, dtype=torch.float32), inputs(5, 3, torch.float32, device)
     for suffix in SUFFIXES:
         la.export(tmp_path / f"scorer.{suffix}")
-    np.save(tmp_path / "features.npy", la.model.forward_with_features(x)[1].cpu().numpy())
+    np.save(tmp_path / "features.npy", la.model.forward_with_features(x)[1].detach().cpu().numpy())
     (tmp_path / "numpy_scorer.py").write_text(Path(numpy_scorer.__file__).read_text(encoding="utf-8"), encoding="utf-8")
     code = (
         "import sys\n"

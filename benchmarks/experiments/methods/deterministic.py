@@ -46,7 +46,7 @@ class Deterministic(EncoderMethod):
         with torch.no_grad():
             if self._analysed is None:
                 self._analysed = Encoder(self.encoder, x[:2])
-            return self._analysed.features(x)
+            return self._analysed.forward_with_features(x)
 
 
 class OnBase(Method):

@@ -6,7 +6,7 @@ for the contrastive loss its time does not depend on the number of pairs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -20,14 +20,8 @@ from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
-from contrastive_curvature.network.inputs import Inputs, input_length, move_inputs, slice_inputs, tokenized_batch
-from contrastive_curvature.network.loader import (
-    check_loader,
-    check_model,
-    has_views,
-    in_fixed_order,
-    joined_inputs,
-)
+from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.loader import check_loader, check_model, in_fixed_order, joined_inputs, read_views
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.pairs import Pairs
 
@@ -92,7 +86,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         if first is None:
             raise InputError("data", "at least one batch", "an empty loader")
         with evaluation_mode(model), torch.no_grad():
-            encoder = Encoder(model, slice_inputs(self._read(first)[0], slice(0, 8)), label_key=dict_key_y)
+            encoder = Encoder(model, self._read(first)[0], label_key=dict_key_y)
             check_encoder(encoder, loss)
             self._pullback, self._order = _take(encoder, params)
             self._pullback.keep_values()
@@ -136,12 +130,10 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         outputs, targets = [], []
         numbered = 0
         for batch in self._data:
-            x, y = self._read(batch)
-            if self._views(batch) is not None:
-                # Numbers of inputs, which go on from batch to batch.
+            x, y, numbers_inputs = self._read(batch)
+            if numbers_inputs:
+                # They go on from batch to batch.
                 y, numbered = y + numbered, numbered + input_length(x) // 2
-            if not input_length(x):
-                raise InputError("data", "batches of at least one point", "an empty batch")
             outputs.append(check_outputs(encoder(x), "model(x)"))
             targets.append(y)
         z = torch.cat(outputs)
@@ -154,33 +146,19 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         for batch in self._data:
             yield self._read(batch)[0]
 
-    def _read(self, batch: Any) -> tuple[Inputs, Any]:
-        def moved(value: Any) -> Any:
-            return value.to(self._device) if isinstance(value, Tensor) else value
-
-        batch = tokenized_batch(self._model, batch, "data")
-        views = self._views(batch)
-        if views is not None:
-            x = joined_inputs(views[0], views[1], "data")
-            ids = torch.arange(input_length(x) // 2, device=self._device).repeat(2)
-            return move_inputs(x, self._device), ids
-        if isinstance(batch, Mapping):
-            return move_inputs(batch, self._device), moved(batch.get(self._label_key))
-        if isinstance(batch, (tuple, list)) and len(batch) == 2 and isinstance(batch[0], (Tensor, Mapping)):
-            x, y = batch
-            return move_inputs(x, self._device), moved(y)
-        raise InputTypeError("data", "batches (x, labels) or mappings", f"a {type(batch).__name__}")
-
-    def _views(self, batch: Any) -> tuple[Inputs, Inputs] | None:
-        """The two views of a batch without labels, for a loss of anchors that needs none."""
-        if self.loss.compares in ("pairs", "proxies") or not has_views(batch):
-            return None
-        labelled = len(batch) == 3 or isinstance(batch[0], (tuple, list))
-        if labelled and self.loss.supervised:
+    def _read(self, batch: Any) -> tuple[Inputs, Any, bool]:
+        """Return the inputs and labels of a batch, and whether these number the inputs of two views."""
+        of_points = self.loss.compares in ("pairs", "proxies")
+        views = read_views(self._model, batch, self._label_key, "data", related=of_points, labelled=False)
+        if views.second is None:
+            return views.first, views.targets, False
+        if of_points:
+            raise InputTypeError("data", "batches (x, labels) or mappings", "two views of every input")
+        if self.loss.supervised and (views.targets is not None or views.unusable is not None):
             hint = "This host takes views without labels, or (x, labels): join the views and repeat the labels."
             raise InputTypeError("data", "(view, view)", "two views and labels", hint)
-        first, second = batch[0] if isinstance(batch[0], (tuple, list)) else batch[:2]
-        return first, second
+        ids = torch.arange(input_length(views.first), device=self._device).repeat(2)
+        return joined_inputs(views.first, views.second, "data"), ids, True
 
 
 def _take(encoder: Encoder, params: Sequence[nn.Parameter] | None) -> tuple[ModulePullback, list[int]]:

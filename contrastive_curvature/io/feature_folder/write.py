@@ -21,8 +21,8 @@ from contrastive_curvature.io.feature_folder.header import FORMATS, PRECISIONS, 
 from contrastive_curvature.io.feature_folder.storage import storage_of, without_damaged
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.given_features import FeatureSource, difference
-from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs, tokenized_batch
-from contrastive_curvature.network.loader import check_loader, check_model, has_views, in_fixed_order, read_batch
+from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs
+from contrastive_curvature.network.loader import check_loader, check_model, in_fixed_order, read_views
 from contrastive_curvature.progress import Progress
 
 _PART_BYTES = 2**26
@@ -123,7 +123,7 @@ def features(
         if first is None:
             raise InputError("loader", "at least one batch", "an empty loader")
         x, y = first
-        analysed = Encoder(encoder, slice_inputs(x, slice(0, _PROBE)), last_layer_name, label_key=label_key)
+        analysed = Encoder(encoder, x, last_layer_name, label_key=label_key)
         analysed.require_last_layer()
         if header is None:
             source = FeatureSource.of(encoder, str(analysed.last_layer_name))
@@ -179,15 +179,14 @@ def _check_same(
 
 def _batches(encoder: nn.Module, loader: Iterable[Any], label_key: str) -> Iterator[tuple[Inputs, Tensor]]:
     """Yield inputs and targets on the encoder's device."""
-    device = next(encoder.parameters()).device
-    for raw in loader:
-        batch = tokenized_batch(encoder, raw, "loader")
-        if has_views(batch):
+    for batch in loader:
+        views = read_views(encoder, batch, label_key, "loader")
+        x, y = views.first, views.targets
+        if views.second is not None or y is None:
             raise UnsupportedError(
                 "loader: batches of two views. A folder keeps one view of every input: yield (x, targets), or fit with "
                 "the loader itself."
             )
-        x, y = read_batch(batch, device, label_key, "loader")
         n, shape = input_length(x), f"shape {tuple(y.shape)}"
         if y.ndim == 0 or len(y) != n:
             raise InputError("loader", f"one target for each of the {n} points of a batch", shape)
@@ -260,7 +259,7 @@ class _Writer:
         self.folder.write(self.header)
 
     def _features(self, x: Inputs) -> Tensor:
-        phi = self.encoder.features(x)[1]
+        phi = self.encoder.forward_with_features(x).features
         wanted = (input_length(x), self.header.source.width)
         if phi.shape != wanted:
             raise InputError("encoder", f"features of shape {wanted}", f"shape {tuple(phi.shape)}")

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.laplace.features import RawFeatureExtractor
 from contrastive_curvature.network.digest import encoder_digest, state_tensors, tensor_bytes
-from contrastive_curvature.network.encoder import evaluation_mode
+from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 
 Record = tuple[str, str, list[int], str]
 """Name, type, shape and checksum of a parameter or buffer."""
@@ -23,7 +22,7 @@ _SAME_OUTPUTS = {torch.float64: 1e-6, torch.float32: 1e-2}
 
 def encoder_of(la: Any) -> nn.Module:
     """Return the encoder inside a posterior."""
-    model: nn.Module = la.model.model if isinstance(la.model, RawFeatureExtractor) else la.model
+    model: nn.Module = la.model.model if isinstance(la.model, Encoder) else la.model
     return model
 
 

@@ -72,7 +72,7 @@ class ServedEncoder(nn.Module):
             "modules."
         ):
             # Its hooks are what finds the inputs of the last layer, also where a normalisation follows.
-            self.encoder = copy.deepcopy(la.model.encoder)
+            self.encoder = copy.deepcopy(la.model)
         self.head = ScoreHead(parts)
         self.eval().requires_grad_(False)
 
@@ -86,7 +86,7 @@ class ServedEncoder(nn.Module):
             ``mu`` (B, D), ``kappa`` (B,), ``uncertainty`` (B,) and, if the posterior was calibrated, ``p_value`` (B,),
             float64.
         """
-        z, phi = self.encoder.features(x)
+        z, phi = self.encoder.forward_with_features(x)
         device = z.device.type
         if torch.is_autocast_enabled(device):
             with torch.autocast(device, enabled=False):

@@ -23,7 +23,7 @@ from laplace.curvature.curvature import GGNInterface
 from laplace.utils import Kron as HostKron
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import InputError, UnsupportedError
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit.anchors import ANCHORS, WholeHessian
 from contrastive_curvature.fit.api import check_encoder, check_trainable, make_pullback
 from contrastive_curvature.fit.batches import BATCHES
@@ -43,15 +43,13 @@ from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.laplace.advice import LabelRange
 from contrastive_curvature.network.digest import encoder_digest
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
-from contrastive_curvature.network.inputs import Inputs, slice_inputs, tokenized_batch
+from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.last_layer import LastLayerPullback, sketch_size
 from contrastive_curvature.network.loader import (
     Views,
     check_loader,
     check_model,
-    has_views,
     in_fixed_order,
-    read_batch,
     read_views,
 )
 from contrastive_curvature.network.module import SubnetworkPullback
@@ -67,7 +65,7 @@ class ContrastiveBackend(GGNInterface, ABC):
     """Generalised Gauss-Newton of the contrastive loss, for laplace-torch.
 
     Args:
-        model: The encoder, or laplace's feature extractor around it.
+        model: The encoder; for a last layer, analysed (:class:`contrastive_curvature.network.encoder.Encoder`).
         likelihood: ``"contrastive"``.
         last_layer: Only the last linear layer.
         subnetwork_indices: Entries of the flattened trainable parameters, or ``None``.
@@ -134,8 +132,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         """Return the encoder, analysed with a batch at the first call."""
         if self._encoder is None:
             model = self.model
-            few = slice_inputs(probe, slice(0, 8))
-            encoder = model.encoder if self.last_layer else Encoder(model, few, label_key=self.dict_key_y)
+            encoder = model if isinstance(model, Encoder) else Encoder(model, probe, label_key=self.dict_key_y)
             check_encoder(encoder, self.loss)
             self._encoder = encoder
         return self._encoder
@@ -198,7 +195,7 @@ class ContrastiveBackend(GGNInterface, ABC):
             encoder, pullback = self.encoder(x), self.pullback(x)
             context: Any = x
             if isinstance(pullback, LastLayerPullback):
-                z, context = encoder.features(x)
+                z, context = encoder.forward_with_features(x)
             else:
                 z = encoder(x)
             axes = torch.eye(z.shape[1], dtype=z.dtype, device=z.device).expand(z.shape[0], -1, -1)
@@ -218,9 +215,11 @@ class ContrastiveBackend(GGNInterface, ABC):
 
     def read(self, batch: Any) -> tuple[Inputs, Tensor]:
         """Take apart a batch ``(x, labels)`` or a mapping, and bring it to the model's device."""
-        batch = tokenized_batch(self.model, batch)
         related = self.options.relation is not None
-        if has_views(batch) and not related:
+        views = read_views(self.model, batch, self.dict_key_y, related=related)
+        if views.second is not None or views.targets is None:
+            if related:
+                raise InputTypeError("train_loader", "batches (x, labels) or mappings", "two views of every input")
             if self.loss.compares != "pairs":
                 raise UnsupportedError("loader: batches of two views. This needs labelled points: yield (x, labels).")
             raise UnsupportedError(
@@ -228,17 +227,15 @@ class ContrastiveBackend(GGNInterface, ABC):
                 "backend_kwargs=dict(loss=contrastive_curvature.InfoNCELoss()) for views without labels, or yield "
                 "(x, labels)."
             )
-        x, y = read_batch(batch, next(self.model.parameters()).device, self.dict_key_y)
         if not related:
-            self.labels_seen.note(y)
-        return x, y
+            self.labels_seen.note(views.targets)
+        return views.first, views.targets
 
     def points_of(self, batch: Any) -> Batch:
         """Take apart what a loader yields, as the loss takes it."""
         if self.loss.compares == "pairs":
             return labelled_batch(*self.read(batch), self.options.relation)
-        device, related = next(self.model.parameters()).device, self.options.relation is not None
-        views = read_views(tokenized_batch(self.model, batch), device, self.dict_key_y, related=related)
+        views = read_views(self.model, batch, self.dict_key_y, related=self.options.relation is not None)
         points = as_batch(views, self.loss, self.options.relation, self.options.positives)
         self.labels_seen.note(points.classes)
         return points
