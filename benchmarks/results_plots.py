@@ -33,7 +33,7 @@ _BELOW: dict[str, Any] = {
 }
 _MARKERS = ("o", "s", "^", "D")
 _RIGHT = {"uncertainty": ["default/uncertainty"], "best other": [*RIVALS_RIGHT]}
-_RIGHT |= {"with a gallery": ["gated_labels"]}
+_RIGHT |= {"with a gallery": ["gated_labels"]}  # of RetrievalUncertainty, which is no more
 _KNOWN = {"novelty": ["default/novelty"], "best other": [*RIVALS_RIGHT]}
 _KNOWN |= {"that stores inputs": [*RIVALS_RIGHT, *RIVALS_KNOWN]}
 _METHODS = {
@@ -58,6 +58,8 @@ def transfer_points(folder: Path = RESULTS / "transfer") -> dict[str, dict[str, 
     points: dict[str, dict[str, dict[str, float]]] = {"right": {}, "known": {}}
     for start, title in FAMILIES.items():
         mine = [result for result in results if result["name"].startswith(start)]
+        if not mine:
+            continue
         for question, scores in (("right", _RIGHT), ("known", _KNOWN)):
             mean = r_auroc if question == "right" else auroc
             for score, names in scores.items():
