@@ -33,7 +33,7 @@ _BELOW: dict[str, Any] = {
 }
 _MARKERS = ("o", "s", "^", "D")
 _RIGHT = {"uncertainty": ["default/uncertainty"], "best other": [*RIVALS_RIGHT]}
-_RIGHT |= {"with a gallery": ["gated_labels"]}
+_RIGHT |= {"with a gallery": ["gated_labels"]}  # of RetrievalUncertainty, which is no more
 _KNOWN = {"novelty": ["default/novelty"], "best other": [*RIVALS_RIGHT]}
 _KNOWN |= {"that stores inputs": [*RIVALS_RIGHT, *RIVALS_KNOWN]}
 _METHODS = {

@@ -7,7 +7,6 @@ from .decisions.false_discoveries import select_unknown
 from .decisions.match import MatchThreshold
 from .decisions.retrieval import RetrievalThreshold
 from .embedding.distribution import EmbeddingDistribution
-from .embedding.gallery import RetrievalUncertainty
 from .embedding.known import OptimisticPValueWarning
 from .embedding.match_probability import MatchProbability
 from .embedding.similarity import CosineDistribution, similarity
@@ -92,7 +91,6 @@ __all__ = [
     "unregister",
     "OnlineLaplace",
     "EmbeddingDistribution",
-    "RetrievalUncertainty",
     # encoders from elsewhere
     "EncoderOutput",
     "with_last_layer",

@@ -268,14 +268,9 @@ def search() -> dict[str, Any]:
     found = {"cosine": cosine.mean, "variance of cosine": cosine.variance, "probability": cosine.probability(0.8)}
     found["row by row"] = cc.similarity(new, gallery[:9]).std
     found["fixed gallery"] = cc.similarity(new, gallery.raw_mean, pairwise=True).variance
-    for name, options in {"alone": {}, "with labels": {"labels": LABELS}}.items():
-        score = cc.RetrievalUncertainty(gallery.raw_mean, known.novelty, **options)
-        found[f"retrieval uncertainty {name}"] = score(new.raw_mean, new.novelty)
     for curve in ("logistic", "isotonic"):
         match = cc.MatchProbability(curve=curve).fit_pairs(known, known[other], labels == labels[other])
         found[f"match of pairs, {curve}"] = match.same(new, gallery[:9])
-        match.fit_retrieval(known, labels, gallery, LABELS)
-        found[f"match of nearest, {curve}"] = match.nearest(new, gallery).right
     return found
 
 

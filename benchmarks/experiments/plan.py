@@ -144,8 +144,6 @@ _METHODS = (
     Row("vmf_density", "Density of von Mises-Fisher classes", "vmf_density"),
     Row("knn_embedding", "10-NN distance, embedding", "knn_embedding"),
     Row("knn_features", "10-NN distance, features", "knn_features"),
-    Row("laplace_gated", "LAM (post-hoc) gates 10-NN distance, embedding", "laplace_gated"),
-    Row("knn_gated", "10-NN distance, features, gates that in embedding", "knn_gated"),
     Row("hib_point", "Point of the hedged embedding", "hedged_point", default=False),
     Row("hib", "Hedged instance embedding (HIB)", "hedged"),
     Row("hib_mixture", "Hedged instance embedding, two components", "hedged", {"components": 2}, default=False),
@@ -182,7 +180,7 @@ _DEMO_SCORES = {
 # Not among the paper's rows (ensembles), or in need of classes: for a density or a proxy of each, or to draw pairs.
 _NOT_ON_POSITIONS = ("deep_ensemble", "vmf_density", "hedged", "hedged_point", "proxies")
 # They hold every training image of a set of a million in memory; asked for, they run.
-_LARGE_ON_POSITIONS = ("knn_embedding", "knn_features", "laplace_gated", "knn_gated")
+_LARGE_ON_POSITIONS = ("knn_embedding", "knn_features")
 
 
 def known_rows(table: Table) -> list[Row]:

@@ -28,7 +28,7 @@ from benchmarks.machine import write_results
 
 _TRAINED_ALONE = 2
 """Of the methods that train an encoder of their own, so many are done one after another by one process."""
-_NEED_ENCODER = ("pfe", "laplace_posthoc", "norm", "vmf_density", "knn", "laplace_gated")
+_NEED_ENCODER = ("pfe", "laplace_posthoc", "norm", "vmf_density", "knn")
 
 Unit = tuple[str, tuple[str, ...]]
 """A seed and the methods one process does for it."""

@@ -7,9 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from benchmarks.experiments.methods.scores import NEIGHBORS, feature_distance
+from benchmarks.experiments.methods.scores import NEIGHBORS, feature_distance, neighbor_distance
 from contrastive_curvature import metrics
-from contrastive_curvature.embedding.gallery import nearest_others, neighbor_distance
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.sphere import normalize
 
@@ -27,7 +26,7 @@ def neighbors(queries: Tensor, gallery: Tensor) -> Tensor:
         InputError: There are fewer than ten.
     """
     _check_enough(gallery)
-    return neighbor_distance(queries, gallery, NEIGHBORS)
+    return neighbor_distance(queries, gallery)
 
 
 class FeatureNeighbors:
@@ -72,8 +71,7 @@ def match_distance(queries: Tensor, gallery: Tensor, rows: Tensor | None) -> Ten
     Returns:
         Shape (N,), in [0, 2].
     """
-    nearest = metrics.nearest_neighbors(queries, gallery, k=1 if rows is None else 2)
-    match = nearest[:, 0] if rows is None else torch.where(nearest[:, 0] == rows, nearest[:, 1], nearest[:, 0])
+    match = _nearest_others(queries, gallery, 1, rows)[:, 0]
     u, v = normalize(queries)[0], normalize(gallery)[0]
     return (u - v[match]).square().sum(1) / 2
 
@@ -93,8 +91,18 @@ def match_votes(queries: Tensor, gallery: Tensor, labels: Tensor, rows: Tensor |
     Raises:
         InputError: There are fewer than ten test inputs to search.
     """
-    classes = labels[nearest_others(queries, gallery, NEIGHBORS, rows)]
+    classes = labels[_nearest_others(queries, gallery, NEIGHBORS, rows)]
     return -(classes == classes[:, :1]).double().mean(1)
+
+
+def _nearest_others(queries: Tensor, gallery: Tensor, k: int, rows: Tensor | None) -> Tensor:
+    """Return the k nearest test inputs, nearest first, shape (N, k), without the query itself."""
+    nearest = metrics.nearest_neighbors(queries, gallery, k=k + (rows is not None))
+    if rows is None:
+        return nearest
+    # A stable sort moves the own row to the end and keeps the order of the others; the last one is dropped.
+    own = nearest == rows.to(nearest).unsqueeze(1)
+    return nearest.gather(1, own.long().argsort(dim=1, stable=True))[:, :k]
 
 
 class ClassGaussians:

@@ -26,8 +26,6 @@ from benchmarks.transfer.baselines import (
     residual,
 )
 from benchmarks.transfer.fitted import DEFAULT, STRUCTURES, Fitted, Points
-from contrastive_curvature import RetrievalUncertainty
-from contrastive_curvature.embedding.gallery import SHARE
 from contrastive_curvature.hessian.sphere import normalize
 
 
@@ -68,7 +66,11 @@ ANSWERS = {
     "unlabelled": "gated",
 }
 """The library's answers to "is the nearest neighbour right?" and "is the input of the known kind?", and to both with a
-gallery, with labels of its points and without: names of rows. The tables show how far each is from the best row."""
+gallery, with labels of its points and without: names of rows. The tables show how far each is from the best row.
+
+The last two were of ``RetrievalUncertainty``, which is no more: committed results have them. The tables of
+``cc.Retriever`` are made by :mod:`benchmarks.transfer.answers`.
+"""
 
 _OF_POSTERIOR = {
     "uncertainty": "uncertainty",
@@ -95,9 +97,7 @@ def all_rows() -> list[Row]:
         Row("knn_embedding", "10-NN, embedding", Needs.GALLERY, _knn_embedding),
         Row("knn_features", "10-NN, features", Needs.GALLERY, _knn_features),
         Row("match", "distance to match", Needs.GALLERY, _match),
-        Row("gated", "RetrievalUncertainty", Needs.GALLERY, _gated),
         Row("knn_votes", "votes of 10-NN", Needs.LABELS, _votes),
-        Row("gated_labels", "RetrievalUncertainty with labels", Needs.LABELS, _gated_labels),
     ]
 
 
@@ -164,25 +164,3 @@ def _match(fitted: Fitted, points: Points) -> Tensor:
 
 def _votes(fitted: Fitted, points: Points) -> Tensor:
     return match_votes(points.outputs, fitted.test.outputs, fitted.gallery_labels, points.rows)
-
-
-def _gated(fitted: Fitted, points: Points) -> Tensor:
-    return _retrieval("gated", fitted, points, None)
-
-
-def _gated_labels(fitted: Fitted, points: Points) -> Tensor:
-    return _retrieval("gated_labels", fitted, points, fitted.gallery_labels)
-
-
-def _retrieval(name: str, fitted: Fitted, points: Points, labels: Tensor | None) -> Tensor:
-    def make() -> RetrievalUncertainty:
-        # The gallery that is searched. The encoder need not have been trained on its classes.
-        known = fitted.answers(DEFAULT, fitted.known)["novelty"]
-        if len(known) + 1 >= 1 / SHARE:
-            return RetrievalUncertainty(fitted.test.outputs, known, labels=labels)
-        # A file of anybody's may have few known inputs: the smallest share that they allow.
-        return RetrievalUncertainty(fitted.test.outputs, known, labels=labels, share=1 / (len(known) + 1))
-
-    score = fitted.once(name, make)
-    novelty = fitted.answers(DEFAULT, points)["novelty"]
-    return score(points.outputs, novelty, points.rows)

@@ -88,10 +88,10 @@ def summary(results: Sequence[Result]) -> str:
         "",
         "What the library says with no option set: `uncertainty` about right matches (R-AUROC), `novelty` about "
         "unknown and corrupted inputs (AUROC, corruption at the worst level), and with a labelled gallery "
-        "`RetrievalUncertainty` about all three; without labels it finds unknown and corrupted inputs by the same "
-        "threshold, and has a line about right matches. Gap: the best figure of the rows named minus that of the "
-        "answer. Where the classes in use are others than in training, as on faces, rows that keep something for each "
-        "training class say little.",
+        "`RetrievalUncertainty` about all three, until `cc.Retriever` took its place; without labels it found unknown "
+        "and corrupted inputs by the same threshold, and has a line about right matches. Gap: the best figure of the "
+        "rows named minus that of the answer. Where the classes in use are others than in training, as on faces, rows "
+        "that keep something for each training class say little.",
         "",
         _target_table(results),
         "",

@@ -46,21 +46,20 @@ class Regression:
     prevalence: Tensor
 
     @classmethod
-    def fit(cls, features: Tensor, positive: Tensor, *, isotonic: bool, argument: str, kinds: str) -> Regression:
-        """Fit features (N, F), float64, and outcomes (N,); error messages name ``argument`` and both ``kinds``.
+    def fit(cls, features: Tensor, same: Tensor, *, isotonic: bool) -> Regression:
+        """Fit features (N, F), float64, to whether each pair is of one class, shape (N,).
 
         A log of zero, minus infinity, counts as the smallest other value. ``isotonic`` replaces the logistic curve by
         an isotonic regression of the outcomes on the logit.
         """
-        n_positive = int(positive.sum())
-        n_negative = len(positive) - n_positive
-        if min(n_positive, n_negative) < _LEAST:
-            wanted = f"at least {_LEAST} {kinds} each"
+        n_same = int(same.sum())
+        if min(n_same, len(same) - n_same) < _LEAST:
+            wanted = f"at least {_LEAST} pairs of one class and of two classes each"
             hint = "A probability cannot be fitted to one kind alone, nor to a few examples."
-            raise InputError(argument, wanted, f"{n_positive} and {n_negative}", hint)
+            raise InputError("same", wanted, f"{n_same} and {len(same) - n_same}", hint)
         from sklearn.linear_model import LogisticRegression  # the import takes a second, so it waits for the first use
 
-        x, y = features.detach().cpu().double(), positive.cpu().numpy()
+        x, y = features.detach().cpu().double(), same.cpu().numpy()
         low = torch.where(x.isfinite(), x, torch.full_like(x, torch.inf)).amin(0)
         low = torch.where(low.isfinite(), low, torch.zeros_like(low))
         x = torch.maximum(x, low)
@@ -75,12 +74,12 @@ class Regression:
         weight = torch.from_numpy(model.coef_[0]).double()
         if not bool(weight[0] > 0):
             hint = "The cosine does not tell the two kinds apart here. Are the labels those of the embeddings?"
-            wanted = f"{kinds}, the first more often at larger cosines"
-            raise InputError(argument, wanted, f"a fitted weight of {float(weight[0]):.2g}", hint)
+            wanted = "pairs of one class and of two classes, the first more often at larger cosines"
+            raise InputError("same", wanted, f"a fitted weight of {float(weight[0]):.2g}", hint)
         low[0], high[0] = -torch.inf, torch.inf
         none = torch.zeros(0, dtype=torch.float64)
         bias = torch.tensor(float(model.intercept_[0]), dtype=torch.float64)
-        prevalence = torch.tensor(n_positive / len(positive), dtype=torch.float64)
+        prevalence = torch.tensor(n_same / len(same), dtype=torch.float64)
         plain = cls(shift, scale, low, high, weight, bias, none, none, prevalence)
         if not isotonic:
             return plain

@@ -1398,7 +1398,7 @@ class ContrastiveLaplace(ParametricLaplace):
             p_value: ``True`` refuses a posterior that is not calibrated, ``False`` leaves p-values out.
             dynamic_axes: Axes besides the first whose sizes may change: ``[2, 3]``, and for a mapping of inputs
                 ``{"input_ids": [1], "attention_mask": [1]}``.
-            match: Fitted to predictions of this posterior, for ``scorer.same`` and ``scorer.right`` of the scorer; a
+            match: Fitted to predictions of this posterior, for ``scorer.same`` of the scorer; a
                 graph, which scores one input, holds none.
 
         Returns:

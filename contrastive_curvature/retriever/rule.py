@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from contrastive_curvature.decisions.fitted import percent
 from contrastive_curvature.decisions.retrieval import RetrievalThreshold
+from contrastive_curvature.embedding.known import points_needed
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.retriever.evidence import COLUMNS
 
@@ -212,4 +213,4 @@ def _times(threshold: RetrievalThreshold, score: _Numbers, right: NDArray[np.boo
 
 
 def _needs(rate: float, n: int) -> str:
-    return f"{percent(rate)} takes at least {math.ceil(1 / rate - 1 - 1e-9):,} held-out queries, and there are {n:,}"
+    return f"{percent(rate)} takes at least {points_needed(rate):,} held-out queries, and there are {n:,}"

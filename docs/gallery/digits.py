@@ -164,10 +164,10 @@ for alpha in (0.01, 0.05, 0.1):
 # %% [markdown]
 # ## The probability that an answer is right
 #
-# `MatchProbability` turns a search into a probability. It learns from labelled validation pictures, among them some
-# whose digit is not in the gallery: here half of the 8s and 9s. It is judged on the other half and the test pictures.
-# Below, pictures are put into groups by their probability; in each, the share of right answers should be that
-# probability.
+# `cc.Retriever` turns a search into answers, each with the probability that it is right. It learns from labelled
+# validation pictures, among them some whose digit is not in the gallery: here half of the 8s and 9s. It is judged on
+# the other half and the test pictures. Below, pictures are put into groups by their probability; in each, the share of
+# right answers should be that probability.
 
 # %%
 half = len(unknown) // 2
@@ -175,37 +175,41 @@ absent = torch.full((half,), -1)  # a label that the gallery does not have
 
 
 def ask(rows, others):
-    return la(torch.cat([known[rows], others])), torch.cat([labels[rows], absent[: len(others)]])
+    return torch.cat([known[rows], others]), torch.cat([labels[rows], absent[: len(others)]])
 
 
-match = cc.MatchProbability().fit_retrieval(*ask(validation, unknown[:half]), gallery, labels[train])
+retriever = cc.Retriever(la, wrong_answers=0.1, false_matches=None, false_alarms=None)
+retriever.fit(gallery=(known[train], labels[train]), held_out=ask(validation, unknown[:half]))
+print(retriever)
 queries, truth = ask(test, unknown[half : 2 * half])
-answers = match.nearest(queries, gallery)
-correct = (labels[train][answers.index] == truth).double()
-edges = torch.linspace(0, 1, 6, dtype=torch.float64)
-group = torch.bucketize(answers.right.double(), edges[1:-1])
+answers = retriever(queries)
+correct = torch.from_numpy(answers.label == truth.numpy()).double()
+confidence = torch.from_numpy(answers.confidence)
+group = torch.bucketize(confidence, torch.linspace(0, 1, 6, dtype=torch.float64)[1:-1])
 fig, axis = plt.subplots(figsize=(4.6, 3.6))
 axis.plot([0, 1], [0, 1], ":", color="gray", label="perfect")
 inside = [group == i for i in range(5) if (group == i).sum() >= 5]
-means = [float(answers.right[rows].mean()) for rows in inside]
+means = [float(confidence[rows].mean()) for rows in inside]
 shares = [float(correct[rows].mean()) for rows in inside]
 errors = [float((correct[rows].mean() * (1 - correct[rows].mean()) / rows.sum()).sqrt()) for rows in inside]
 axis.errorbar(means, shares, errors, fmt="o", capsize=3, label="test pictures, with standard errors")
 for x, y, rows in zip(means, shares, inside, strict=True):
     axis.annotate(f"{int(rows.sum())}", (x, y), textcoords="offset points", xytext=(8, -10), fontsize=8)
-axis.set(xlabel="probability of a right match", ylabel="share of right matches", xlim=(0, 1), ylim=(0, 1.05))
+axis.set(xlabel="confidence", ylabel="share of right answers", xlim=(0, 1), ylim=(0, 1.05))
 axis.legend(frameon=False)
 plt.show()
+answered = torch.from_numpy(answers.decision == "answer")
 print(
-    f"Brier score {((answers.right.double() - correct) ** 2).mean():.3f}; "
-    f"of a constant guess {correct.mean() * (1 - correct.mean()):.3f}"
+    f"Brier score {((confidence - correct) ** 2).mean():.3f}; "
+    f"of a constant guess {correct.mean() * (1 - correct.mean()):.3f}\n"
+    f"answered are {answered.double().mean():.1%} of these pictures, {1 - correct[answered].mean():.1%} of them wrongly"
 )
 
 # %% [markdown]
 # ## Where to go from here
 #
 # The same lines work for your encoder: see the [recipes](../recipes/index.html). [One threshold](../threshold.html)
-# says what the p-value guarantees, [is a match real?](../matching.html) what the probability needs.
+# says what the p-value guarantees, [may I act on this hit?](../retriever.html) what a retriever promises.
 
 
 # %%

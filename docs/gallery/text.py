@@ -166,18 +166,39 @@ show("In scope, called unknown:", test.novelty.argsort(descending=True)[:6], tex
 # %% [markdown]
 # ## Which answers to give?
 #
-# Now both kinds of queries come together, test queries and those out of scope, for which any answer is wrong. Sort them
-# by a score, answer only the most certain share, and count the right answers. `cc.RetrievalUncertainty` puts both
-# questions into one score: is the query known, and is its neighbour close, and alone in being so?
+# Now both kinds of queries come together, test queries and those out of scope, for which any answer is wrong.
+# `cc.Retriever` learns from labelled queries what speaks for an answer: the cosines, whether the neighbours agree, the
+# uncertainty and the novelty. Some of them have to be without an answer: here it is the validation queries and a fifth
+# of the out-of-scope ones, about as many in a hundred as in the rest, on which it is judged. Of its answers, at most a
+# tenth is to be wrong.
+#
+# Below, sort the queries by a score, answer only the most certain share, and count the right answers.
 
 # %%
-ranking = cc.RetrievalUncertainty(gallery.mu, validation.novelty, labels=labels["train"])
-correct = torch.cat([right, torch.zeros(len(beyond), dtype=torch.bool)]).float()
+part = len(beyond) // 5
+absent = torch.full((len(beyond),), -1)
+every = torch.randperm(len(labels["val"]), generator=torch.Generator().manual_seed(0))[: len(labels["test"]) // 4]
+held = torch.cat([inputs["val"][every], inputs["beyond"][:part]])
+held_labels = torch.cat([labels["val"][every], absent[:part]])
+asked = torch.cat([inputs["test"], inputs["beyond"][part:]])
+truth = torch.cat([labels["test"], absent[part:]])
+
+retriever = cc.Retriever(la, wrong_answers=0.1, false_matches=None, false_alarms=None)
+retriever.fit(gallery=(inputs["train"], labels["train"]), held_out=(held, held_labels), progress_bar=False)
+print(retriever)
+answer = retriever(asked)
+correct = torch.from_numpy(answer.label == truth.numpy()).float()
+answered = torch.from_numpy(answer.decision == "answer")
+print(
+    f"answered are {answered.double().mean():.1%} of these queries, {1 - correct[answered].mean():.1%} of them wrongly"
+)
+
+whole = la(asked)
 both = {
-    "RetrievalUncertainty": torch.cat([ranking(test.mu, test.novelty), ranking(strange.mu, strange.novelty)]),
-    "1 - cosine to the nearest": torch.cat(scores["1 - cosine to the nearest"]),
-    "novelty": torch.cat(scores["novelty"]),
-    "uncertainty": torch.cat(scores["uncertainty"]),
+    "1 - confidence": 1 - torch.from_numpy(answer.confidence),
+    "1 - cosine to the nearest": 1 - answers(whole)[1],
+    "novelty": whole.novelty,
+    "uncertainty": whole.uncertainty,
 }
 best = float(correct.mean())
 fig, axis = plt.subplots(figsize=(6.6, 3.8))
@@ -198,39 +219,34 @@ plt.show()
 # %% [markdown]
 # ## How sure is that?
 #
-# `MatchProbability` gives each answer a probability. It has to see some queries without a match: here the validation
-# queries and a fifth of the out-of-scope ones, about as many in a hundred as in the rest, on which it is judged. Beside
-# it the same regression on the cosine alone.
+# The confidence of an answer is the probability that it is right. Beside it that of a retriever without a posterior,
+# which has the cosines alone. Here they are the same: with the gallery at hand, the retriever gives the uncertainty and
+# the novelty of this encoder no weight.
 
 # %%
-part = len(beyond) // 5
-absent = torch.full((len(beyond),), -1)
-every = torch.randperm(len(labels["val"]), generator=torch.Generator().manual_seed(0))[: len(labels["test"]) // 4]
-fitted_on = la(torch.cat([inputs["val"][every], inputs["beyond"][:part]]))
-fitted_labels = torch.cat([labels["val"][every], absent[:part]])
-asked = la(torch.cat([inputs["test"], inputs["beyond"][part:]]))
-truth = torch.cat([labels["test"], absent[part:]])
+plain = cc.Retriever(None, wrong_answers=0.1, false_matches=None, false_alarms=None)
+plain.fit(gallery=(gallery.mu, labels["train"]), held_out=(la(held).mu, held_labels), progress_bar=False)
 fig, axis = plt.subplots(figsize=(4.8, 3.8))
 axis.plot([0, 1], [0, 1], ":", color="gray", label="perfect")
-for shift, (use, name, mark) in enumerate(((True, "with uncertainties", "o"), (False, "cosine alone", "s"))):
-    match = cc.MatchProbability(use_uncertainty=use).fit_retrieval(fitted_on, fitted_labels, gallery, labels["train"])
-    answer = match.nearest(asked, gallery)
-    hit = (labels["train"][answer.index] == truth).double()
-    group = torch.bucketize(answer.right.double(), torch.linspace(0, 1, 11, dtype=torch.float64)[1:-1])
+kinds = ((answer, "with the posterior", "o", "C0"), (plain(whole.mu), "cosines alone", "s", "C1"))
+for each, name, mark, colour in kinds:
+    confidence = torch.from_numpy(each.confidence)
+    hit = torch.from_numpy(each.label == truth.numpy()).double()
+    group = torch.bucketize(confidence, torch.linspace(0, 1, 11, dtype=torch.float64)[1:-1])
     inside = [group == i for i in range(10) if (group == i).sum() >= 10]
-    x, y = ([float(values[rows].mean()) for rows in inside] for values in (answer.right, hit))
+    x, y = ([float(values[rows].mean()) for rows in inside] for values in (confidence, hit))
     error = [float((hit[rows].mean() * (1 - hit[rows].mean()) / rows.sum()).sqrt()) for rows in inside]
-    axis.errorbar(x, y, error, fmt=mark, capsize=3, markersize=5, label=name, color=("C0", "C1")[shift])
+    axis.errorbar(x, y, error, fmt=mark, capsize=3, markersize=5, label=name, color=colour)
     print(
-        f"{name}: Brier score {(answer.right.double() - hit).square().mean():.4f}, "
-        f"wrong decisions at 0.5: {((answer.right > 0.5).double() != hit).double().mean():.2%}"
+        f"{name}: Brier score {(confidence - hit).square().mean():.4f}, "
+        f"wrong decisions at 0.5: {((confidence > 0.5).double() != hit).double().mean():.2%}"
     )
-axis.set(xlabel="probability of a right answer", ylabel="share of right answers", xlim=(0, 1.02), ylim=(0, 1.05))
+axis.set(xlabel="confidence", ylabel="share of right answers", xlim=(0, 1.02), ylim=(0, 1.05))
 axis.legend(frameon=False, fontsize=8)
 plt.show()
 
 # %% [markdown]
-# More: [one threshold](../threshold.html), [is a match real?](../matching.html).
+# More: [one threshold](../threshold.html), [may I act on this hit?](../retriever.html).
 
 
 # %%

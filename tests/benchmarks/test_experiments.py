@@ -48,7 +48,7 @@ def test_every_row_of_table_2_runs(device, tmp_path, undrawn, monkeypatch):
         assert cell["seconds"]["fit"] >= 0
     assert cells["deep_ensemble"]["members"] == [0, 1, 2, 3, 4]
     # Scores on top of an encoder retrieve as it does.
-    assert len({cells[row]["figures"]["map_at_5"] for row in ("deterministic", "pfe", "norm", "knn_gated")}) == 1
+    assert len({cells[row]["figures"]["map_at_5"] for row in ("deterministic", "pfe", "norm", "knn_features")}) == 1
     text = (tmp_path / "results.md").read_text()
     assert all(f"| {row.title} |" in text for row in plan.known_rows(2))
     assert "paper" not in text.split("## Notes")[0]  # the paper has no digits

@@ -68,9 +68,7 @@ def test_every_row_scores_every_set(content: FeatureFile, judged: Judgement) -> 
     names = [row.name for row in all_rows()]
     assert len(set(names)) == len(names)
     assert set(judged.scores) | set(judged.figures["skipped"]) == set(names)
-    assert {"diag/uncertainty", "norm", "vmf", "mahalanobis", "residual", "knn_features", "match", "gated"} <= set(
-        judged.scores
-    )
+    assert {"diag/uncertainty", "norm", "vmf", "mahalanobis", "residual", "knn_features", "match"} <= set(judged.scores)
     for scores in judged.scores.values():
         assert {name: len(score) for name, score in scores.items()} == sizes
     outputs = torch.tensor(content.outputs(content.test_features))

@@ -2,7 +2,6 @@
 
 import io
 import math
-import warnings
 from functools import cache
 from typing import Any, Literal, NamedTuple
 
@@ -21,7 +20,6 @@ from contrastive_curvature import (
     InputError,
     MatchProbability,
     NotFittedError,
-    metrics,
 )
 from contrastive_curvature.codec import sealed
 from contrastive_curvature.embedding.match_probability import Side, pair_features
@@ -53,31 +51,6 @@ def noisy_pairs(n: int, seed: int, dim: int = 8, *, known: bool = True) -> Pairs
         raw, sizes = [normalize(z, dim=1) for z in raw], sizes[:, torch.randperm(n, generator=g)]
     a, b = (EmbeddingDistribution(z, variance=s.square().expand_as(z)) for z, s in zip(raw, sizes, strict=True))
     return Pairs(a, b, same)
-
-
-class Search(NamedTuple):
-    queries: EmbeddingDistribution
-    labels: Tensor
-    gallery: EmbeddingDistribution
-    gallery_labels: Tensor
-
-
-def noisy_search(n: int, seed: int, *, classes: int = 40, dim: int = 8) -> Search:
-    """A gallery of three clean inputs a class, and queries with noise of their own size, a fifth of unknown classes."""
-    centres = normalize(torch.randn(2 * classes, dim, generator=generator(99), dtype=DOUBLE), dim=1)
-    g = generator(seed)
-    gallery_labels = torch.arange(classes).repeat(3)
-    gallery = centres[gallery_labels] + 0.1 * torch.randn(3 * classes, dim, generator=g, dtype=DOUBLE)
-    labels = torch.randint(classes, (n,), generator=g)
-    labels = torch.where(torch.rand(n, generator=g) < 0.2, labels + classes, labels)
-    size = torch.exp(torch.randn(n, 1, generator=g, dtype=DOUBLE) - 1.5)
-    queries = centres[labels] + size * torch.randn(n, dim, generator=g, dtype=DOUBLE)
-    return Search(
-        EmbeddingDistribution(queries, variance=size.square().expand_as(queries)),
-        labels,
-        EmbeddingDistribution(gallery, variance=torch.full_like(gallery, 0.01)),
-        gallery_labels,
-    )
 
 
 def plain_pairs(n: int, seed: int, slope: float = 6.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -140,8 +113,7 @@ def test_scikit_learn_says_the_same(curve):
 
 @cache
 def fitted_match(dim: int, curve: Literal["logistic", "isotonic"], seed: int) -> MatchProbability:
-    search = noisy_search(300, seed, dim=dim, classes=5 * dim)
-    return MatchProbability(curve=curve).fit_pairs(*noisy_pairs(300, seed, dim)).fit_retrieval(*search)
+    return MatchProbability(curve=curve).fit_pairs(*noisy_pairs(300, seed, dim))
 
 
 @given(
@@ -167,9 +139,9 @@ def test_it_never_falls_as_the_cosine_grows(dim, curve, fit, seed, size, shape):
         for turn, spread in zip((turns[-1:].expand_as(turns), turns), spreads, strict=True)
     )
     # At the ends, where the two agree or are opposite, no great circle is the one between them.
-    for p in (match.same(a, b)[1:-1], match.hits(a, b, gallery_size=15 * dim)[1:-1]):
-        assert bool((p.diff() >= -1e-9).all())
-        assert bool(((p >= 0) & (p <= 1)).all())
+    p = match.same(a, b)[1:-1]
+    assert bool((p.diff() >= -1e-9).all())
+    assert bool(((p >= 0) & (p <= 1)).all())
 
 
 @pytest.mark.parametrize("dim", [3, 8])
@@ -179,7 +151,7 @@ def test_where_directions_agree_or_are_opposite_their_mean_spread_counts(dim, en
     for spread in (torch.ones(dim), torch.arange(1.0, dim + 1)):
         a, b = (EmbeddingDistribution(z[None], variance=1e-4 * spread[None]) for z in (way[0], end * way[0]))
         sides = [Side.of("x", x, use_uncertainty=True) for x in (a, b)]
-        found = pair_features(*sides, symmetric=True)[0, 1].exp()
+        found = pair_features(*sides)[0, 1].exp()
         assert float(found) == pytest.approx(2e-4 * float(spread[1:].mean()), rel=1e-2)
 
 
@@ -224,75 +196,18 @@ def test_uncertainties_that_are_all_zero_leave_the_cosine():
     assert torch.allclose(p, plain.same(test.a.raw_mean, test.b.raw_mean), rtol=0, atol=1e-6)
 
 
-def test_nearest_neighbours_are_believed_as_often_as_they_are_right():
-    train, test = noisy_search(3000, 0), noisy_search(6000, 1)
-    scores = []
-    for use in (True, False):
-        match = MatchProbability(use_uncertainty=use).fit_retrieval(*train)
-        found = match.nearest(test.queries, test.gallery)
-        assert torch.equal(found.index, metrics.nearest_neighbors(test.queries.mu, test.gallery.mu, k=1)[:, 0])
-        right = test.gallery_labels[found.index] == test.labels
-        assert 0.3 < float(right.double().mean()) < 0.7
-        assert torch.equal(found.no_match, 1 - found.right)
-        scores.append(brier(found.right, right))
-        # In the large: the mean probability is the share that is right, up to the noise of both samples.
-        gap = float(found.right.mean() - right.double().mean())
-        assert abs(gap) < 3 * 0.5 * (1 / 3000 + 1 / 6000) ** 0.5
-    gain, error = excess(scores[1], scores[0])
-    assert gain > 5 * error
-
-
-def test_queries_that_are_the_gallery_are_left_out_of_their_own_search():
-    train, test = noisy_search(300, 0), noisy_search(200, 1)
-    match = MatchProbability().fit_retrieval(train.queries, train.labels)
-    found = match.nearest(test.queries)
-    assert bool((found.index != torch.arange(200)).all())
-    assert torch.equal(found.index, metrics.nearest_neighbors(test.queries.mu, k=1)[:, 0])
-    pairs = [Side.of("queries", test.queries, use_uncertainty=True)]
-    features = pair_features(pairs[0], pairs[0][found.index], symmetric=False)
-    assert torch.allclose(found.right, match._fitted["retrieval"][0](features))
-
-
-def test_hits_of_another_search_have_the_probability_of_nearest():
-    train, test = noisy_search(300, 0), noisy_search(200, 1)
-    match = MatchProbability().fit_retrieval(*train)
-    found = match.nearest(test.queries, test.gallery)
-    hits = EmbeddingDistribution(test.gallery.raw_mean[found.index], variance=test.gallery.variance[found.index])
-    assert torch.equal(match.hits(test.queries, hits, gallery_size=len(test.gallery.raw_mean)), found.right)
-    with pytest.raises(InputError, match="hits: expected 200 embeddings"):
-        match.hits(test.queries, train.gallery, gallery_size=120)
-    with pytest.warns(UserWarning, match="gallery_size"):
-        match.hits(test.queries, hits, gallery_size=1000)
-
-
-def test_a_gallery_of_another_size_is_pointed_out():
-    train = noisy_search(300, 0)
-    match = MatchProbability().fit_retrieval(*train)
-    small = EmbeddingDistribution(train.gallery.raw_mean[:59], variance=train.gallery.variance[:59])
-    with pytest.warns(UserWarning, match=r"120 points to search, 59 were searched"):
-        match.nearest(train.queries, small)
-    large = EmbeddingDistribution(train.gallery.raw_mean.repeat(3, 1), variance=train.gallery.variance.repeat(3, 1))
-    with pytest.warns(UserWarning, match="gallery"):
-        match.nearest(train.queries, large)
-    half = EmbeddingDistribution(train.gallery.raw_mean[:60], variance=train.gallery.variance[:60])
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        match.nearest(train.queries, half)
-
-
 @pytest.mark.parametrize("curve", ["logistic", "isotonic"])
 @pytest.mark.parametrize("use", [True, False])
 def test_saved_and_loaded(use, curve):
     options: dict[str, Any] = {"use_uncertainty": use, "curve": curve}
-    pairs, search = noisy_pairs(300, 0), noisy_search(300, 0)
-    match = MatchProbability(**options).fit_pairs(*pairs).fit_retrieval(*search)
+    pairs = noisy_pairs(300, 0)
+    match = MatchProbability(**options).fit_pairs(*pairs)
     file = io.BytesIO()
     torch.save(match.state_dict(), file)
     file.seek(0)
     loaded = MatchProbability(**options)
     loaded.load_state_dict(torch.load(file, weights_only=True))
     assert torch.equal(loaded.same(pairs.a, pairs.b), match.same(pairs.a, pairs.b))
-    assert torch.equal(loaded.nearest(*search[::2]).right, match.nearest(*search[::2]).right)
     assert repr(loaded) == repr(match)
     # Not fitted stays not fitted.
     loaded.load_state_dict(MatchProbability(**options).state_dict())
@@ -321,22 +236,12 @@ def test_another_share_of_matches(curve):
     torch.testing.assert_close(unchanged, fitted)
 
 
-def test_the_share_of_right_neighbours():
-    search = noisy_search(400, 0)
-    match = MatchProbability().fit_retrieval(*search)
-    right = match.nearest(*search[::2]).right
-    rare = match.nearest(*search[::2], prevalence=0.1).right
-    assert rare.mean() < right.mean()
-    with pytest.raises(InputError, match="prevalence"):
-        match.nearest(*search[::2], prevalence=1.0)
-
-
 @each(
     "key, value",
     [
         ("curve", "logistic"),
         ("use_uncertainty", 1),
-        ("version", 1),
+        ("version", 3),
         ("pairs.dim", 0),
         ("pairs.shift", [0.0] * 4),
         ("pairs.shift", torch.zeros(4)),
@@ -399,40 +304,17 @@ def test_pairs_refused(change, words):
         MatchProbability().fit_pairs(**({"a": A, "b": B, "same": SAME} | change))
 
 
-@each(
-    "change, words",
-    [
-        ({"gallery": None}, "gallery_labels alone"),
-        ({"gallery_labels": None}, "gallery alone"),
-        ({"labels": torch.zeros(3).long()}, "labels"),
-        ({"labels": torch.zeros(100)}, "labels"),
-        ({"labels": torch.full((100,), 999)}, "labels: expected at least 10 .* got 0 and 100"),
-        ({"gallery_labels": torch.zeros(3).long()}, "gallery_labels"),
-        ({"gallery": EmbeddingDistribution(torch.ones(1, 8), variance=torch.ones(1, 8))}, "at least two"),
-        ({"gallery": SMALL}, "D = 8"),
-        ({"gallery": torch.ones(120, 8)}, "gallery: expected an EmbeddingDistribution"),
-    ],
-)
-def test_searches_refused(change, words):
-    with pytest.raises(InputError, match=words):
-        MatchProbability().fit_retrieval(**(noisy_search(100, 0)._asdict() | change))
-
-
 def test_options_and_use_refused(monkeypatch):
-    match, search = MatchProbability(), noisy_search(100, 0)
+    match = MatchProbability()
     for options in ({"use_uncertainty": 1}, {"curve": "platt"}, {"curve": None}):
         with pytest.raises(InputError, match=next(iter(options))):
             MatchProbability(**options)
     with pytest.raises(NotFittedError, match="fit_pairs"):
         match.same(A, B)
-    with pytest.raises(NotFittedError, match="fit_retrieval"):
-        match.fit_pairs(A, B, SAME).nearest(search.queries, search.gallery)
-    match.fit_retrieval(*search)
-    for use in (lambda: match.same(SMALL, SMALL), lambda: match.nearest(SMALL)):
-        with pytest.raises(InputError, match="D = 8, that of the fit"):
-            use()
-    with pytest.raises(InputError, match="same\\(a, b\\)"):
-        match.nearest(search.queries, A[:1])
+    match.fit_pairs(A, B, SAME)
+    for options in ({}, {"prevalence": 1.0}):
+        with pytest.raises(InputError, match="prevalence" if options else "D = 8, that of the fit"):
+            match.same(*((A, B) if options else (SMALL, SMALL)), **options)
     a, b, same, _ = plain_pairs(100, 0)
     b[3, 0] = math.nan
     with pytest.raises(InputError, match="b: expected finite"):

@@ -103,22 +103,6 @@ def test_a_condition_of_lance_comes_before_the_search(device: str, tmp_path: Pat
         cc.LanceIndex(made, where="id < 3").search(queries, 4)
 
 
-def test_hits_are_asked_what_the_gallery_in_memory_is(device: str) -> None:
-    generator = torch.Generator().manual_seed(2)
-    kappa, uncertainty = 100 * torch.rand(N, generator=generator) + 1, torch.rand(N, generator=generator)
-    stored = cc.StoredEmbeddings(vectors().to(device), kappa.to(device), uncertainty.to(device))
-    labels = torch.arange(N, device=device) % 20
-    near = stored.mu + 0.4 * torch.randn(N, DIM, generator=generator).to(device)
-    queries = cc.StoredEmbeddings(near, stored.kappa, stored.uncertainty)
-    match = cc.MatchProbability().fit_retrieval(queries, labels, stored, labels)
-    index = faiss.IndexFlatIP(DIM)
-    index.add(vectors().numpy())
-    rows = torch.as_tensor(cc.FaissIndex(index).search(queries.mu, 3)[1])
-    wanted = match.nearest(queries, stored)
-    assert torch.equal(rows[:, 0], wanted.index)
-    torch.testing.assert_close(match.hits(queries, stored[rows[:, 0]], gallery_size=N), wanted.right)
-
-
 def test_what_is_refused(device: str, tmp_path: Path) -> None:
     queries, index, made = asked(3, device), faiss.IndexFlatIP(DIM), table(tmp_path)
     index.add(vectors().numpy())

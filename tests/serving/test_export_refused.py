@@ -73,7 +73,7 @@ def test_p_values_without_a_calibration_and_with_one_of_another_posterior(device
         ("a.npz", {"dynamic_axes": [1]}, cc.InputError, "dynamic_axes: expected nothing for format='npz'"),
         ("a.pt2", {"match": cc.MatchProbability()}, cc.InputError, "match: expected nothing.*a match is of two"),
         ("a.npz", {"match": 1}, cc.InputTypeError, "match: expected a fitted MatchProbability, got a int"),
-        ("a.npz", {"match": cc.MatchProbability()}, cc.NotFittedError, "match: expected a fitted.*fit_retrieval"),
+        ("a.npz", {"match": cc.MatchProbability()}, cc.NotFittedError, "match: expected a fitted.*fit_pairs"),
         (
             "a.npz",
             {"match": PLANE},

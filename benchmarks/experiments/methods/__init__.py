@@ -12,8 +12,6 @@ from benchmarks.experiments.methods.proxies import Proxies
 from benchmarks.experiments.methods.scores import (
     KNNEmbedding,
     KNNFeatures,
-    KNNGated,
-    LaplaceGated,
     NormScore,
     VMFDensity,
 )
@@ -34,8 +32,6 @@ METHODS: dict[str, type[Method]] = {
         VMFDensity,
         KNNEmbedding,
         KNNFeatures,
-        LaplaceGated,
-        KNNGated,
         HedgedPoint,
         Hedged,
         TripletDeterministic,

@@ -1,9 +1,6 @@
-"""Scores on top of a trained encoder: its norm, densities of classes, neighbours, and a score of the retrieval."""
+"""Scores on top of a trained encoder: its norm, densities of classes, and neighbours."""
 
 from __future__ import annotations
-
-import math
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,11 +10,10 @@ from benchmarks.experiments.data.split import RetrievalData, Split
 from benchmarks.experiments.methods.base import Prediction, Setting
 from benchmarks.experiments.methods.deterministic import OnBase
 from benchmarks.experiments.methods.embed import unit
-from benchmarks.experiments.methods.laplace import LaplacePosthoc
-from contrastive_curvature import RetrievalUncertainty, vmf
-from contrastive_curvature.embedding.gallery import neighbor_distance
+from contrastive_curvature import metrics, vmf
 from contrastive_curvature.errors import InputError, UnsupportedError
-from contrastive_curvature.hessian.sphere import check_outputs
+from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.metrics.neighbors import squared_distances
 from contrastive_curvature.vmf.estimation import sra
 
 
@@ -160,7 +156,16 @@ class KNNEmbedding(OnBase):
     def _scores(self, split: Split, gallery: Tensor) -> tuple[Tensor, Tensor]:
         """Unit embeddings and distances of some images."""
         z = self.base.outputs(split)
-        return unit(z), neighbor_distance(z, gallery, NEIGHBORS)
+        return unit(z), neighbor_distance(z, gallery)
+
+
+def neighbor_distance(queries: Tensor, gallery: Tensor) -> Tensor:
+    """Mean cosine distance (N,) of queries (N, D) to the ten nearest gallery points (M, D), in [0, 2].
+
+    For unit embeddings it is half the mean squared Euclidean distance, so both give the same order.
+    """
+    nearest = metrics.nearest_neighbors(queries, gallery, k=NEIGHBORS)
+    return squared_distances(normalize(queries)[0], normalize(gallery)[0], nearest).mean(1) / 2
 
 
 class KNNFeatures(KNNEmbedding):
@@ -211,75 +216,3 @@ def feature_distance(queries: Tensor, gallery: Tensor, progress: bool = False) -
             best = torch.cat([best, unit_rows @ block.T / length], dim=1).topk(NEIGHBORS, dim=1).values
         parts.append(1 - best.mean(1))
     return torch.cat(parts)
-
-
-_CALIBRATION = 2000
-"""Training images that say what the uncertainty of a known input is."""
-_SHARE = 0.05
-"""Of the known inputs, how many may be taken for unknown."""
-
-
-class LaplaceGated(OnBase):
-    """:class:`~contrastive_curvature.RetrievalUncertainty` with the novelty of post-hoc LAM.
-
-    Args:
-        setting: That of the encoder.
-    """
-
-    name = "laplace_gated"
-
-    def make_detector(self, plain: Split) -> OnBase:
-        """The unfitted method whose score tells who is unknown, for these training images."""
-        # Without sampled variants, which nobody asks for here.
-        return LaplacePosthoc(replace(self.setting, n_samples=0))
-
-    def calibration(self, plain: Split) -> Split:
-        """Training images whose scores are those of known inputs."""
-        rows = torch.randperm(len(plain), generator=torch.Generator().manual_seed(1))[:_CALIBRATION]
-        return plain.take(rows)
-
-    def fit_on_base(self, data: RetrievalData, seed: int) -> None:
-        """Fit the detector, embed the gallery, calibrate."""
-        plain = data.plain
-        self._detector = self.make_detector(plain)
-        self._detector.fit(data, seed, self.base)
-        known = _novelty(self._detector.predict(self.calibration(plain)))
-        self._score = RetrievalUncertainty(self.base.outputs(plain), known, share=_SHARE)
-
-    def predict(self, split: Split) -> Prediction:
-        """The encoder's embeddings; the gated score."""
-        detected = self._detector.predict(split)
-        return Prediction(detected.mean, self._score(detected.mean, _novelty(detected)))
-
-
-def _novelty(prediction: Prediction) -> Tensor:
-    return prediction.uncertainty if prediction.novelty is None else prediction.novelty
-
-
-class KNNGated(LaplaceGated):
-    """The same with the distance in feature space as the novelty.
-
-    A quarter of the training images is left out of the search.
-    """
-
-    name = "knn_gated"
-
-    def make_detector(self, plain: Split) -> OnBase:
-        """See :meth:`LaplaceGated.make_detector`.
-
-        Raises:
-            InputError: There are too few training images to leave some out.
-        """
-        needed, left = math.ceil(1 / _SHARE) - 1, len(plain) - self._searched(plain)
-        if left < needed:
-            raise InputError("data.train", f"{needed} images that are not searched", left, "Use more images.")
-        return KNNFeatures(self.setting, self._searched(plain))
-
-    def calibration(self, plain: Split) -> Split:
-        """Images that the detector does not search: one of them would be its own nearest neighbour."""
-        # The order in which KNNFeatures draws its gallery.
-        order = torch.randperm(len(plain), generator=torch.Generator().manual_seed(0))
-        return plain.take(order[self._searched(plain) :][:_CALIBRATION])
-
-    def _searched(self, plain: Split) -> int:
-        return min(self.setting.baseline_features, 3 * len(plain) // 4)

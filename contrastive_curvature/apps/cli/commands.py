@@ -119,9 +119,6 @@ def _check_searched(options: dict[str, Any]) -> None:
         if options["gallery"] is None:
             raise BadInputError("--gallery, --index", "one of them", "neither")
         return
-    if options["validation"] is not None:
-        hint = "P(match) of an index comes from the MatchProbability that is saved in the folder."
-        raise BadInputError("--validation", "it without --index", "both", hint)
     if options["gallery"] is not None and index.exists():
         hint = "Leave --gallery out to search it, or name a new file."
         raise BadInputError(f"--index {index}", "a new file, with --gallery", "one that is there", hint)
@@ -432,15 +429,13 @@ def score(options: dict[str, Any]) -> None:
     "search",
     "gallery",
     "queries",
-    "validation",
-    short_help="Search a gallery: neighbours, P(match), no match.",
-    example="posterior --gallery train.npz --queries new.npz --validation validation.npz -k 5 --out hits.csv",
+    short_help="Search a gallery: the neighbours of each query.",
+    example="posterior --gallery train.npz --queries new.npz -k 5 --out hits.csv",
 )
 @click.argument("folder", type=_FOLDER)
 @click.option("--gallery", type=_SOURCE, help="Inputs that are searched.")
 @click.option("--index", type=_PATH, help="A gallery embedded before; with --gallery, a new file.")
 @click.option("--queries", type=_SOURCE, required=True, help="Inputs that are searched for.")
-@click.option("--validation", type=_SOURCE, help="Labelled queries that the encoder was not trained on: for P(match).")
 @click.option("-k", "k", type=click.IntRange(min=1), default=5, help="Neighbours of each query.")
 @_table_option
 @_data_options
@@ -449,20 +444,16 @@ def search(options: dict[str, Any]) -> None:
     """Search a gallery with the posterior in FOLDER, and write the hits, k rows a query.
 
     \b
-    query, rank        identifier of the query; 1 is the nearest
-    neighbour          identifier of the gallery point
-    label              its class, where the gallery has classes
-    cosine             between query and neighbour
-    match_probability  that the nearest neighbour is of the query's class (rank 1 only)
-    no_match           1 - match_probability: nothing in the gallery, or something else is nearer
-    uncertainty        of the query, in radians
+    query, rank  identifier of the query; 1 is the nearest
+    neighbour    identifier of the gallery point
+    label        its class, where the gallery has classes
+    cosine       between query and neighbour
+    uncertainty  of the query, in radians
 
-    match_probability and no_match are learned from --validation: labelled inputs that are like the queries, those
-    without a match in the gallery among them, against the gallery's classes. Without it they are left out, unless the
-    folder has a saved MatchProbability.
+    Whether to act on a hit, at a stated rate of errors, a retriever says: fit --held-out, then answer.
 
     --gallery with --index FILE embeds the gallery once, and writes it; --index FILE alone searches that. Then there are
-    no labels, and P(match) comes from the folder alone.
+    no labels.
     """  # noqa: D301
     _check_searched(options)
 

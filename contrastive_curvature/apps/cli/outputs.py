@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from contrastive_curvature.apps.cli.sources import Source
 
 Rows = Mapping[str, Any]
-"""Columns of some rows, by name: arrays, or lists with ``None`` for a missing number."""
+"""Columns of some rows, by name: arrays or lists."""
 
 
 def check_output(path: Path, sources: Iterable[Source]) -> None:

@@ -66,8 +66,10 @@ def save_pretrained(la: Any, folder: Path | str, *, overwrite: bool = False, **o
     check_target(place, overwrite=overwrite)
     table = TensorTable()
     posteriors = _posteriors(la, table, given.example)
-    match = None if given.match is None else _match_state(given.match)
-    plain_match = packed(match, table, "match")
+    if given.match is not None and given.match._fitted is None:
+        hint = "Call match.fit_pairs(a, b, same) first."
+        raise InputError("match", "a fitted MatchProbability", "one that is not fitted", hint)
+    match = packed(None if given.match is None else given.match.state_dict(), table, "match")
     numbers = save(table.tensors)
     saved = Saved(
         versions={
@@ -79,7 +81,7 @@ def save_pretrained(la: Any, folder: Path | str, *, overwrite: bool = False, **o
         towers=isinstance(la, TwoTowerLaplace),
         shared=isinstance(la, TwoTowerLaplace) and la.shared,
         posteriors=posteriors,
-        match=plain_match,
+        match=match,
         about=About(**{name: getattr(given, name) for name in About.model_fields}),
         numbers=numbers_file(numbers),
     )
@@ -98,13 +100,6 @@ def _posteriors(la: Any, table: TensorTable, example: Any) -> list[SavedPosterio
     of_a, of_b = example or (None, None)
     saved = [saved_posterior(la.a, "a", table, "a.", of_a)]
     return saved if la.shared else [*saved, saved_posterior(la.b, "b", table, "b.", of_b)]
-
-
-def _match_state(match: Any) -> dict[str, Any]:
-    if not match._fitted:
-        hint = "Call match.fit_pairs(...) or match.fit_retrieval(...) first."
-        raise InputError("match", "a fitted MatchProbability", "one that is not fitted", hint)
-    return match.state_dict()
 
 
 def _card(info: PretrainedInfo, repo_id: str | None) -> str:

@@ -105,15 +105,11 @@ def _match_arrays(match: Any, dim: int) -> dict[str, Tensor]:
     """Return what was fitted, by name; an empty curve has no name."""
     if not isinstance(match, MatchProbability):
         raise InputTypeError("match", "a fitted MatchProbability", f"a {type(match).__name__}")
+    if match._fitted is None:
+        raise NotFittedError("match: expected a fitted MatchProbability. Call match.fit_pairs(a, b, same) first.")
+    if match._fitted[1] != dim:
+        raise InputError("match", f"a fit to predictions of la, D = {dim}", f"one of D = {match._fitted[1]}")
     state = match.state_dict()
-    dims = [value for name, value in state.items() if name.endswith(".dim")]
-    if not dims:
-        raise NotFittedError(
-            "match: expected a fitted MatchProbability. Call match.fit_pairs(...) or match.fit_retrieval(...) first."
-        )
-    for fitted in dims:
-        if fitted != dim:
-            raise InputError("match", f"a fit to predictions of la, D = {dim}", f"one of D = {fitted}")
     return {f"match.{name}": v for name, v in state.items() if isinstance(v, Tensor) and v.numel()}
 
 

@@ -9,7 +9,7 @@ to where there is no torch, and import it there::
     mu, kappa, uncertainty, p_value = scorer(features)
 
 ``features`` (N, F) are what the last linear layer of the encoder takes in, however they are computed. After
-``la.export("scorer.npz", match=match)``, ``scorer.same`` and ``scorer.right`` give the probabilities of ``match``.
+``la.export("scorer.npz", match=match)``, ``scorer.same`` gives the probabilities of ``match``.
 """
 
 from __future__ import annotations
@@ -137,35 +137,12 @@ class Scorer:
             zero.
 
         Raises:
-            ValueError: The file has no fit by ``fit_pairs``, or the features are no numbers or of another shape.
+            ValueError: The file has no match, or the features are no numbers or of another shape.
         """
-        return self._match("pairs", "fit_pairs", features_a, features_b)
-
-    def right(self, features_queries: Array, features_hits: Array) -> Array:
-        """Return the probability that the best hit of a search is right; ``no_match = 1 - right``.
-
-        As ``MatchProbability.hits``, for searches among about as many points as in the fit, at most a factor of two
-        fewer or more: the nearest of more points is nearer, whether right or wrong.
-
-        Args:
-            features_queries: Inputs of the last layer, shape (N, F).
-            features_hits: Those of the nearest point of each query, shape (N, F).
-
-        Returns:
-            Probabilities, shape (N,), as from :meth:`same`.
-
-        Raises:
-            ValueError: The file has no fit by ``fit_retrieval``, or the features are no numbers or of another shape.
-        """
-        return self._match("retrieval", "fit_retrieval", features_queries, features_hits)
-
-    def _match(self, question: str, fit: str, features_a: Array, features_b: Array) -> Array:
-        start = f"match.{question}."
+        start = "match.pairs."
         fitted = {name.removeprefix(start): a for name, a in self._arrays.items() if name.startswith(start)}
         if not fitted:
-            raise ValueError(
-                f"expected a file with a match fitted by {fit}, got one without. Use la.export(path, match=...)."
-            )
+            raise ValueError("expected a file with a fitted match, got one without. Use la.export(path, match=...).")
         ((mu, _, angle, *_), raw), ((other, _, other_angle, *_), other_raw) = map(self._score, (features_a, features_b))
         if len(mu) != len(other):
             raise ValueError(f"features: expected as many rows on both sides, got {len(mu)} and {len(other)}.")
@@ -174,9 +151,7 @@ class Scorer:
             if len(fitted["shift"]) > 1:
                 towards = _angle_variance(*raw, other) + _angle_variance(*other_raw, mu)
                 both = np.stack([angle, other_angle], axis=1).astype(np.float64)
-                if question == "pairs":
-                    both = -np.sort(-both, axis=1)
-                columns = np.concatenate([columns, np.log(towards)[:, None], np.log(both)], axis=1)
+                columns = np.concatenate([columns, np.log(towards)[:, None], np.log(-np.sort(-both, axis=1))], axis=1)
             return _regression(columns, fitted).astype(mu.dtype)
 
     def _score(self, features: Array) -> tuple[tuple[Array, ...], _Raw]:
