@@ -15,12 +15,11 @@ from contrastive_curvature.hessian.derivatives import Totals
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.class_table import ClassTable
-from contrastive_curvature.losses.columns import ColumnDerivatives, Columns
 from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.losses.dataset import Columns, DatasetHessian
 from contrastive_curvature.losses.pair_derivatives import PairDerivatives
 from contrastive_curvature.losses.weighting import (
-    ClassShares,
-    PointShares,
+    Related,
     Shares,
     count_shares,
     lone_shares,
@@ -158,10 +157,10 @@ class PairLoss(CosineLoss):
         """See :meth:`CosineLoss.data_scale`; a mean over pairs counts once for every two points."""
         return n / 2 if self.normalization is Normalization.TYPE else 1.0
 
-    def dataset_derivatives(
-        self, related: ClassShares | PointShares, table: ClassTable | None, points: Columns | None, bank: Columns | None
-    ) -> ColumnDerivatives:
-        """Return the derivatives over all pairs of a data set.
+    def hessian_over(
+        self, related: Related, table: ClassTable | None, points: Columns | None, bank: Columns | None = None
+    ) -> DatasetHessian:
+        """Return the Hessian over all pairs of a data set.
 
         Args:
             related: Which points are positives of each other, and their shares.
@@ -169,7 +168,7 @@ class PairLoss(CosineLoss):
             points: All points, where they are known.
             bank: Points that stand for all negatives.
         """
-        return ColumnDerivatives(self, related, points, bank)
+        return DatasetHessian(self, related, points, bank)
 
     def loss_and_cost(self, totals: Totals, attract: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the value of the loss, and its non-negative version.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -78,18 +76,8 @@ class GradedPairs(Relation):
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """See :meth:`Relation.rows`; all of them are positives."""
-        first, last, _ = columns.indices(self.n)
-        listed = torch.zeros(stop - start, max(0, last - first), dtype=torch.int64, device=self.device)
-        for _, place in placed(self.a, self.b, slice(start, stop), slice(first, last)):
-            listed.index_put_(place, torch.ones_like(place[0]), accumulate=True)
+        listed = _times_listed(self.a, self.b, self.n)[start:stop, columns]
         return listed, torch.zeros_like(listed)
-
-
-def placed(i: Tensor, j: Tensor, rows: slice, columns: slice) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
-    """Iterate over both orders of pairs (i, j), each (K,): which lie in a block of pairs, and where they lie."""
-    for here, there in ((i, j), (j, i)):
-        inside = (here >= rows.start) & (here < rows.stop) & (there >= columns.start) & (there < columns.stop)
-        yield inside, (here[inside] - rows.start, there[inside] - columns.start)
 
 
 def _times_listed(a: Tensor, b: Tensor, n: int) -> Tensor:
