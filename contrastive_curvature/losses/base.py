@@ -27,7 +27,6 @@ from contrastive_curvature.losses.weighting import (
     weigh_pairs,
 )
 from contrastive_curvature.options import Distance, Normalization, PDFix, check_negative_weight, parse_option
-from contrastive_curvature.pairs import Pairs, make_relation
 from contrastive_curvature.pairs.relation import Relation, RelationFunction, make_target_relation
 
 
@@ -133,10 +132,6 @@ class PairLoss(CosineLoss):
     def _checked_terms(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Terms:
         """Return what :meth:`_terms` gives, each of the shape of the cosines."""
         return self._check_terms(self._terms(cosine, attract, repel), Terms, cosine)
-
-    def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> Relation:
-        """See :meth:`CosineLoss.relate`."""
-        return make_relation(z.shape[0], z.device, labels, pairs)
 
     def derivatives(self, relation: Relation, u: Tensor, *, shares: Shares | None = None) -> PairDerivatives:
         """Return the derivatives of this loss in the cosines of N points.
