@@ -165,16 +165,16 @@ class CosineDerivatives(ABC):
 class PartOfDerivatives(CosineDerivatives):
     """Derivatives of R of N points that move while the others, still candidates, stand still.
 
-    So ``OutputHessian(z[points], PartOfDerivatives(whole, points), distance, pd_fix)`` is the block of those points in
-    ``OutputHessian(z, whole, distance, pd_fix)``, as the outputs of one of two encoders need it.
+    So ``OutputHessian(z[points], PartOfDerivatives(whole, points, sums), distance, pd_fix)`` is the block of those
+    points in ``OutputHessian(z, whole, distance, pd_fix)``, as the outputs of one of two encoders need it.
 
     Args:
         whole: Of all N points; ``anchors``, ``skipped`` and the value of the loss are theirs.
         points: Some of them, a slice of step one.
-        sums: ``whole.node_sums()``, where the caller has it already.
+        sums: ``whole.node_sums()``.
     """
 
-    def __init__(self, whole: CosineDerivatives, points: slice, sums: NodeSums | None = None) -> None:
+    def __init__(self, whole: CosineDerivatives, points: slice, sums: NodeSums) -> None:
         self.whole = whole
         self._start, self._stop, _ = points.indices(whole.n)
         self._sums = sums
@@ -184,10 +184,9 @@ class PartOfDerivatives(CosineDerivatives):
 
     def node_sums(self) -> NodeSums:
         """See :meth:`CosineDerivatives.node_sums`; the neighbours are among all N points."""
-        sums = self.whole.node_sums() if self._sums is None else self._sums
-        mine = slice(self._start, self._stop)
-        moments = None if sums.moments is None else sums.moments[mine]
-        return NodeSums(sums.degree[mine], sums.neighbors[mine], moments, sums.value)
+        sums, rows = self._sums, slice(self._start, self._stop)
+        moments = None if sums.moments is None else sums.moments[rows]
+        return NodeSums(sums.degree[rows], sums.neighbors[rows], moments, sums.value)
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """See :meth:`CosineDerivatives.rows`."""

@@ -185,7 +185,24 @@ class CallableRelation(TargetRelation):
         return masks[0].clone(), masks[1].clone()
 
 
-class MaskRelation(Relation):
+class HeldRelation(Relation):
+    """How often all pairs of a batch are listed, held as two matrices with a zero diagonal.
+
+    Args:
+        positive: Shape (n, n).
+        negative: Shape (n, n).
+    """
+
+    def __init__(self, positive: Tensor, negative: Tensor) -> None:
+        self.n, self.device = len(positive), positive.device
+        self._positive, self._negative = positive, negative
+
+    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """See :meth:`Relation.rows`."""
+        return self._positive[start:stop, columns], self._negative[start:stop, columns]
+
+
+class MaskRelation(HeldRelation):
     """A relation given as two boolean matrices; the diagonal is ignored.
 
     Args:
@@ -204,13 +221,8 @@ class MaskRelation(Relation):
             if not torch.equal(mask & off_diagonal, mask.T & off_diagonal):
                 wanted, hint = "a symmetric mask, since a pair has no order", "Use mask | mask.T, or index tuples."
                 raise InputError(f"pairs ({name} mask)", wanted, "an asymmetric one", hint)
-        self._positive, self._negative = positive & off_diagonal, negative & off_diagonal
+        super().__init__(positive & off_diagonal, negative & off_diagonal)
         _check_disjoint(self._positive, self._negative)
-        self.n, self.device = n, positive.device
-
-    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """See :meth:`Relation.rows`."""
-        return self._positive[start:stop, columns], self._negative[start:stop, columns]
 
 
 def make_target_relation(
