@@ -58,13 +58,9 @@ class Relation(ABC):
             paired with itself.
         """
 
-    def row_blocks(self, width: int = 1) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Iterate over all rows, ``(rows, positive, negative)``, in blocks of bounded size.
-
-        Args:
-            width: How many numbers the caller stores for every pair.
-        """
-        for rows in row_ranges(self.n, self.n * width):
+    def row_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Iterate over all rows, ``(rows, positive, negative)``, in blocks of bounded size."""
+        for rows in row_ranges(self.n, self.n):
             yield rows, *self.rows(rows.start, rows.stop)
 
     def counts(self) -> tuple[Tensor, Tensor]:
