@@ -226,7 +226,7 @@ class PairEnds(Moments):
         point, order = torch.cat([i, j]).sort(stable=True)
         pair = torch.arange(len(i), device=i.device).repeat(2)[order]
         here = point.unsqueeze(1) == point
-        return cls(len(u), point, pair, u[torch.cat([j, i])[order]], c[pair.unsqueeze(1), pair] * here)
+        return cls(len(u), point, pair, u[torch.cat([j, i])[order]], c[pair][:, pair] * here)
 
     def __getitem__(self, rows: slice) -> PairEnds:
         low, high, _ = rows.indices(self.points)
