@@ -101,10 +101,10 @@ MUTANTS = [
       "losses/contrastive_classes.py", "+ self._weighted - own * mine)", "+ self._weighted)",
       "losses/test_derivatives.py losses/test_pair_losses.py"),
     M("a sampled negative stands for the wrong number", "n / m points of other classes",
-      "losses/columns.py", "there.double() / drawn.clamp(min=1)", "drawn.double() / there.clamp(min=1)",
+      "losses/dataset.py", "there.double() / drawn.clamp(min=1)", "drawn.double() / there.clamp(min=1)",
       "fit/test_negative_samples.py::test_the_mean_over_all_samples_is_the_exact_sum"),
     M("a banked negative stands for itself alone", "n / m points of other classes",
-      "losses/columns.py", "columns.weight.to(x.dtype)[index].unsqueeze(1) * repels", "1.0 * repels",
+      "losses/dataset.py", "columns.weight.to(x.dtype)[index].unsqueeze(1) * repels", "1.0 * repels",
       "fit/test_negative_samples.py::test_the_mean_over_all_samples_is_the_exact_sum"),
 
     # hessian
@@ -136,7 +136,7 @@ MUTANTS = [
     # fit
     M("cross sums count a point with itself", "sum over i != j: add y_cc P / n^2 to the block", "fit/cross_terms.py",
       "part.blocks.add_projector(y[index]", "part.blocks.add_projector(0 * y[index]", "fit/test_dataset.py"),
-    M("a point is told apart by its place in the batch", "no pair of a point with itself", "losses/columns.py",
+    M("a point is told apart by its place in the batch", "no pair of a point with itself", "losses/dataset.py",
       "itself = numbers.unsqueeze(1)", "itself = torch.arange(len(x), device=x.device).unsqueeze(1)",
       "fit/test_dataset.py losses/test_soft_contrastive.py"),
     M("sampled negatives outside the margin repel", "y = 0 where u_i . u_j <= 1 - m^2 / 2",

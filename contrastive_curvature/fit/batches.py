@@ -19,7 +19,7 @@ from contrastive_curvature.fit.passes import Passes, PassRecord
 from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.class_table import ClassTableCollector
-from contrastive_curvature.losses.weighting import ClassShares, Shares, count_shares, pair_totals
+from contrastive_curvature.losses.weighting import Related, Shares, count_shares, pair_totals
 from contrastive_curvature.pairs import make_relation
 from contrastive_curvature.pairs.relation import make_target_relation
 from contrastive_curvature.pairs.rows import RowCollector
@@ -56,7 +56,7 @@ def inside_shares(f: Fit, statistics: Total) -> InsideShares:
     check_fittable(statistics.n, inside[0])
     table, normalization = statistics.classes, cast("PairLoss", f.options.loss).normalization
     if table is not None:
-        every = ClassShares.of_counts(table.labels, table.counts, normalization, torch.float64)
+        every = Related.of_labels(table, normalization, torch.float64)
         return lambda targets: every.shares[every.index(targets)].standing_for(every.totals, inside)
     targets = statistics.kept[_TARGETS].columns["targets"]
     related = make_target_relation(targets, len(targets), targets.device, f.options.relation)

@@ -11,10 +11,10 @@ from torch import Tensor
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.fit.passes import Passes
 from contrastive_curvature.hessian.blocks import Blocks
-from contrastive_curvature.hessian.dataset import HessianPart, HessianPoints
-from contrastive_curvature.hessian.derivatives import ClassWeights
+from contrastive_curvature.hessian.cross import tangent_axes
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.losses.dataset import ClassWeights, HessianPart, HessianPoints
 from contrastive_curvature.network.inputs import slice_inputs
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.pairs.relation import chunks
@@ -46,7 +46,7 @@ def class_coupling(f: Fit, pairs: AllPairs) -> ClassWeights | None:
             return coupling
         if pairs.points is None or pairs.sampled is not None:
             raise UnsupportedError(
-                f"pd_fix={str(pairs.hessian.pd_fix)!r}: sums over {coupling.classes.numel()} classes of "
+                f"pd_fix={str(pairs.hessian.loss.pd_fix)!r}: sums over {coupling.classes.numel()} classes of "
                 f"{pairs.dim} rows of {n_params} parameters have {numbers:.2g} numbers. Use "
                 "pd_fix='psd' or 'fixed', which couple no points, or negative_samples=None."
             )
@@ -70,7 +70,7 @@ def of_classes(pullback: Pullback, coupling: ClassWeights, context: Any, part: H
     The blocks are without the cross terms of a point with itself that :func:`products_of_classes` has.
     """
     index = torch.searchsorted(coupling.classes, part.targets)
-    sums = pullback.class_sums(context, part.tangent_axes(), index, coupling.classes.numel())
+    sums = pullback.class_sums(context, tangent_axes(part.u, part.n), index, coupling.classes.numel())
     y = coupling.y if coupling.y.ndim == 1 else coupling.y.diagonal()
     return part.blocks.add_projector(y[index] / part.n / part.n), sums
 
@@ -85,7 +85,7 @@ def products_of_classes(structure: type[Structure], coupling: ClassWeights, rows
 
 def sampled_columns(f: Fit, pairs: AllPairs) -> list[_Placed]:
     """Run the encoder on the points that stand for all negatives; empty where all pairs or positives alone couple."""
-    if pairs.sampled is None or pairs.hessian.pd_fix.attracting_only:
+    if pairs.sampled is None or pairs.hessian.loss.pd_fix.attracting_only:
         return []
     pullback, columns = f.pullbacks[0], []
     inputs, targets = pairs.sampled_inputs()

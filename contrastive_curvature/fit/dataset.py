@@ -34,10 +34,9 @@ from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import Passes, PassRecord
 from contrastive_curvature.fit.standard_error import error_terms, relative_error
 from contrastive_curvature.fit.total import Part, Total
-from contrastive_curvature.hessian.dataset import DatasetHessian
-from contrastive_curvature.hessian.derivatives import ClassWeights, Totals
+from contrastive_curvature.hessian.derivatives import Totals
 from contrastive_curvature.losses.base import PairLoss
-from contrastive_curvature.losses.dataset import dataset_hessian
+from contrastive_curvature.losses.dataset import ClassWeights, DatasetHessian, dataset_hessian
 from contrastive_curvature.losses.weighting import class_pairs
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.pairs.rows import RowCollector, Rows
@@ -82,8 +81,8 @@ class AllPairs:
 
     @cached_property
     def class_weights(self) -> ClassWeights | None:
-        """See :meth:`.DatasetDerivatives.class_weights`: C^2 numbers, asked for before and after the second pass."""
-        return self.hessian.derivatives.class_weights()
+        """See :meth:`.DatasetHessian.class_weights`: C^2 numbers, asked for before and after the second pass."""
+        return self.hessian.class_weights()
 
     def sampled_inputs(self) -> tuple[Inputs, Tensor]:
         """Return inputs and targets of the points that stand for all negatives, which were kept for cross terms."""
@@ -141,7 +140,7 @@ def all_pairs(f: Fit, statistics: Total, *, for_products: bool = False) -> AllPa
     outputs = (kept[TYPICAL] if points is None else points).columns["outputs"]
     hessian = dataset_hessian(loss, table, relation, points, sampled, outputs.dtype)
     if table is None:
-        check_fittable(n, hessian.derivatives.totals[0])
+        check_fittable(n, hessian.related.totals[0])
     return AllPairs(hessian, n, outputs.shape[1], points, centres_of(table, kept[TYPICAL]), sampled)
 
 

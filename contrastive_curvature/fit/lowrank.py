@@ -42,7 +42,7 @@ def whole_hessian(f: Fit, passes: Passes) -> WholeHessian:
     if pairs.sampled is None:
         whole = f.options.loss.hessian_at(z, make_relation(pairs.n, z.device, targets, f.options.relation))
     else:
-        whole = OutputHessian(z, hessian.derivatives, hessian.distance, hessian.pd_fix)
+        whole = hessian.loss.hessian_of(z, hessian)
     return WholeHessian(z, [whole], pairs.centres)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from contrastive_curvature.hessian.dataset import DatasetHessian
+from contrastive_curvature.losses.dataset import DatasetHessian
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.pairs.rows import point_keys
 
@@ -38,7 +38,7 @@ def error_terms(
             return {}
     rows = slice(0, stop)
     some = context if stop == len(z) else pullback.slice_context(context, rows)
-    halves = hessian.estimates_at(z[rows], targets[rows], numbers[rows])
+    halves = (half.at(z[rows], targets[rows], numbers[rows]).blocks for half in hessian.halves)
     first, second = (pullback.diag(some, blocks) for blocks in halves)
     return {_MEAN: first + second, _DIFFERENCE: first - second}
 

@@ -27,7 +27,7 @@ from contrastive_curvature.hessian.derivatives import CosineDerivatives, PartOfD
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.rows import RowLoss
-from contrastive_curvature.losses.sides import joined_towers
+from contrastive_curvature.losses.sides import joined_towers, two_towers
 from contrastive_curvature.network.inputs import Inputs, input_length, is_texts
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.loader import joined_inputs, read_views
@@ -218,6 +218,7 @@ def _derivatives(
     z, relation, first = joined_towers(z_a, z_b, batch.labels)
     u = normalize(z)[0]
     if loss.compares == "anchors":
-        return z, first, cast("RowLoss", loss).between_towers(relation, u, first, as_data=True)
+        sides = two_towers(first, len(z), cast("RowLoss", loss).directions)
+        return z, first, cast("RowLoss", loss).derivatives(relation, u, sides=sides, as_data=True)
     index, grades = torch.arange(len(z), device=z.device), cast("Tensor", batch.grades)
     return z, first, loss.derivatives(loss.relate(z, None, (index[:first], index[first:], grades)), u)

@@ -55,8 +55,8 @@ class Blocks(ABC):
         return self.u.shape[0]
 
     @abstractmethod
-    def __getitem__(self, rows: slice | Tensor) -> Blocks:
-        """Return the blocks of some of the points."""
+    def __getitem__(self, rows: slice) -> Blocks:
+        """Return the blocks of some of the points, a slice of step one."""
 
     @abstractmethod
     def matmul(self, v: Tensor) -> Tensor:
@@ -134,7 +134,7 @@ class DenseBlocks(Blocks):
     u: Tensor
     matrices: Tensor
 
-    def __getitem__(self, rows: slice | Tensor) -> DenseBlocks:
+    def __getitem__(self, rows: slice) -> DenseBlocks:
         return DenseBlocks(self.u[rows], self.matrices[rows])
 
     def matmul(self, v: Tensor) -> Tensor:
@@ -200,7 +200,7 @@ class SampledBlocks(Blocks):
         self.exact, self.mc_samples, self.generator = exact, mc_samples, generator
         self.u = exact.u
 
-    def __getitem__(self, rows: slice | Tensor) -> SampledBlocks:
+    def __getitem__(self, rows: slice) -> SampledBlocks:
         return SampledBlocks(self.exact[rows], self.mc_samples, self.generator)
 
     def matmul(self, v: Tensor) -> Tensor:

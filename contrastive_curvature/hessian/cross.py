@@ -152,13 +152,7 @@ class CrossBlocks:
 
 
 class PointVectors(ABC):
-    """Entries ``W_ab`` of A vectors at some points (R of them), before the projection and the norm of a point.
-
-    Attributes:
-        weights: Zero where a vector has no entry at a point, shape (A, R).
-    """
-
-    weights: Tensor
+    """Entries ``W_ab`` of A vectors at some points (R of them), before the projection and the norm of a point."""
 
     @abstractmethod
     def along(self, t: Tensor) -> Tensor:

@@ -41,12 +41,8 @@ class CurvedBlocks(Blocks):
         """Return the unit embeddings, shape (N, D)."""
         return self.first.u
 
-    def __getitem__(self, rows: slice | Tensor) -> Blocks:
-        if isinstance(rows, slice):
-            return CurvedBlocks(self.first[rows], self.n[rows], self.moments[rows])
-        chosen = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
-        found = [self[k : k + 1].dense() for k in chosen.tolist()]
-        return DenseBlocks(self.u[chosen], torch.cat(found) if found else self.u.new_zeros(0, *2 * self.u.shape[1:]))
+    def __getitem__(self, rows: slice) -> CurvedBlocks:
+        return CurvedBlocks(self.first[rows], self.n[rows], self.moments[rows])
 
     def matmul(self, v: Tensor) -> Tensor:
         """See :meth:`Blocks.matmul`."""
@@ -106,8 +102,8 @@ class ProjectedBlocks(Blocks):
         """Return the unit embeddings, shape (N, D)."""
         return self.exact.u
 
-    def __getitem__(self, rows: slice | Tensor) -> Blocks:
-        return ProjectedBlocks(self.exact[rows]) if isinstance(rows, slice) else self.exact[rows].project_psd()  # type: ignore[arg-type]
+    def __getitem__(self, rows: slice) -> ProjectedBlocks:
+        return ProjectedBlocks(self.exact[rows])
 
     def matmul(self, v: Tensor) -> Tensor:
         """See :meth:`Blocks.matmul`."""

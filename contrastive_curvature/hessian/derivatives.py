@@ -5,19 +5,15 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar, NamedTuple, NoReturn
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.hessian.cross import CrossRoots
 from contrastive_curvature.hessian.moments import Moments
 from contrastive_curvature.pairs.relation import row_ranges
-
-if TYPE_CHECKING:
-    from contrastive_curvature.hessian.dataset import HessianPart
 
 _CHUNK_ROWS = 2**16
 """Points that are held in float64 at once."""
@@ -111,12 +107,12 @@ class CosineDerivatives(ABC):
     def node_sums(self) -> NodeSums:
         """Return the sums over the neighbours of every point."""
 
+    @abstractmethod
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """Return rows ``start..stop`` of ``y`` and of ``c``, each (stop - start, C); ``None`` where ``c`` is zero.
 
-        ``columns`` is a slice of step one. A loss whose negatives are sampled has no rows.
+        ``columns`` is a slice of step one.
         """
-        _refuse_pairs()
 
     def row_blocks(self, width: int = 1) -> Iterator[tuple[slice, Tensor, Tensor | None]]:
         """Stream all rows, ``(rows, y, c)``, in blocks of pairs for which the caller stores ``width`` numbers each."""
@@ -169,16 +165,16 @@ class CosineDerivatives(ABC):
 class PartOfDerivatives(CosineDerivatives):
     """Derivatives of R of N points that move while the others, still candidates, stand still.
 
-    So ``OutputHessian(z[points], PartOfDerivatives(whole, points), distance, pd_fix)`` is the block of those points in
-    ``OutputHessian(z, whole, distance, pd_fix)``, as the outputs of one of two encoders need it.
+    So ``OutputHessian(z[points], PartOfDerivatives(whole, points, sums), distance, pd_fix)`` is the block of those
+    points in ``OutputHessian(z, whole, distance, pd_fix)``, as the outputs of one of two encoders need it.
 
     Args:
         whole: Of all N points; ``anchors``, ``skipped`` and the value of the loss are theirs.
         points: Some of them, a slice of step one.
-        sums: ``whole.node_sums()``, where the caller has it already.
+        sums: ``whole.node_sums()``.
     """
 
-    def __init__(self, whole: CosineDerivatives, points: slice, sums: NodeSums | None = None) -> None:
+    def __init__(self, whole: CosineDerivatives, points: slice, sums: NodeSums) -> None:
         self.whole = whole
         self._start, self._stop, _ = points.indices(whole.n)
         self._sums = sums
@@ -188,10 +184,9 @@ class PartOfDerivatives(CosineDerivatives):
 
     def node_sums(self) -> NodeSums:
         """See :meth:`CosineDerivatives.node_sums`; the neighbours are among all N points."""
-        sums = self.whole.node_sums() if self._sums is None else self._sums
-        mine = slice(self._start, self._stop)
-        moments = None if sums.moments is None else sums.moments[mine]
-        return NodeSums(sums.degree[mine], sums.neighbors[mine], moments, sums.value)
+        sums, rows = self._sums, slice(self._start, self._stop)
+        moments = None if sums.moments is None else sums.moments[rows]
+        return NodeSums(sums.degree[rows], sums.neighbors[rows], moments, sums.value)
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """See :meth:`CosineDerivatives.rows`."""
@@ -216,62 +211,3 @@ class PartOfDerivatives(CosineDerivatives):
         """Return a range of these points as one of all points."""
         start, stop, _ = part.indices(self.n)
         return slice(start + self._start, stop + self._start)
-
-
-class ClassWeights(NamedTuple):
-    """Weights of pairs that depend on the classes of the two points only.
-
-    Args:
-        classes: Class labels, ascending, shape (C,).
-        y: ``y`` between any two classes, shape (C, C); or (C,), the diagonal, where all others are zero.
-    """
-
-    classes: Tensor
-    y: Tensor
-
-
-class DatasetDerivatives(CosineDerivatives):
-    """The same for points of a data set that arrive again, each with its number, in any order.
-
-    Attributes:
-        totals: Number of positive and of negative pairs.
-    """
-
-    totals: tuple[float, float]
-
-    @abstractmethod
-    def sums_for(self, u: Tensor, targets: Tensor, numbers: Tensor) -> NodeSums:
-        """Return the sums over the neighbours of B points of this set.
-
-        Args:
-            u: Unit embeddings, shape (B, D).
-            targets: Their targets, shape (B, ...).
-            numbers: Of the points, as in the first pass, int64, shape (B,).
-        """
-
-    @abstractmethod
-    def between(self, rows: HessianPart, columns: HessianPart) -> tuple[Tensor, Tensor | None]:
-        """Return ``y`` and ``c``, each (A, B), between points of this set; zero for a point with itself."""
-
-    @abstractmethod
-    def among(self, u: Tensor, targets: Tensor, numbers: Tensor) -> CosineDerivatives:
-        """Return the derivatives of some points of this set among themselves, which stand for the whole set."""
-
-    def class_weights(self) -> ClassWeights | None:
-        """Return the weights of pairs by class; ``None`` where they depend on more than the two classes.
-
-        Where a sample stands for all negatives and a margin decides which of them count, those of the positives.
-        """
-        return None
-
-
-def refuse_sampled(why: str) -> NoReturn:
-    """Refuse to sample negatives, for a reason that is a clause."""
-    raise UnsupportedError(
-        f"negative_samples: {why}. Use pd_fix='psd_parts', 'psd', 'fixed' or 'ggn_fixed', or "
-        "negative_samples=None, which takes all negatives."
-    )
-
-
-def _refuse_pairs() -> NoReturn:
-    refuse_sampled("blocks between two points are asked for, which a sample of the negatives does not give")

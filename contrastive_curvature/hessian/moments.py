@@ -93,7 +93,7 @@ class PairMoments(Moments):
         parts: Points with the same candidates; a point may be in several of them.
         signs: Of the vectors, shape (R,).
         vectors: ``v``, shape (R, N, D).
-        bound: See :meth:`Moments.bound`, where it is known.
+        bound: See :meth:`Moments.bound`, shape (N,).
         dtype: Of the results, where it is another one.
     """
 
@@ -102,7 +102,7 @@ class PairMoments(Moments):
         parts: list[MomentPart],
         signs: Tensor,
         vectors: Tensor,
-        bound: Tensor | None = None,
+        bound: Tensor,
         dtype: torch.dtype | None = None,
     ) -> None:
         self.parts, self.signs, self.vectors, self._bound = parts, signs, vectors, bound
@@ -111,8 +111,7 @@ class PairMoments(Moments):
     def __getitem__(self, rows: slice) -> PairMoments:
         low, high, _ = rows.indices(self.vectors.shape[1])
         parts = [part.between(low, max(low, high)) for part in self.parts]
-        bound = None if self._bound is None else self._bound[rows]
-        return PairMoments(parts, self.signs, self.vectors[:, rows], bound, self.dtype)
+        return PairMoments(parts, self.signs, self.vectors[:, rows], self._bound[rows], self.dtype)
 
     def dense(self) -> Tensor:
         """See :meth:`Moments.dense`."""
@@ -175,10 +174,6 @@ class PairMoments(Moments):
 
     def bound(self) -> Tensor:
         """See :meth:`Moments.bound`."""
-        if self._bound is None:
-            self._bound = self.vectors.square().sum((0, 2))
-            for points, weights, *_ in self._blocks():
-                self._bound.index_add_(0, points, torch.linalg.vector_norm(weights, ord=1, dim=1))
         return self._bound.to(self.dtype)
 
     def _blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:

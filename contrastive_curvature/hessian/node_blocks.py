@@ -84,7 +84,7 @@ class NodeBlocks(Blocks):
             raise UnrepresentableError.at(n, held)
         return self
 
-    def __getitem__(self, rows: slice | Tensor) -> NodeBlocks:
+    def __getitem__(self, rows: slice) -> NodeBlocks:
         return NodeBlocks(self.u[rows], self.t[rows], self.c[rows], self.p[rows], self.q[rows], self.r[rows])
 
     def add_projector(self, weight: Tensor) -> NodeBlocks:

@@ -15,12 +15,11 @@ from contrastive_curvature.hessian.derivatives import Totals
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.class_table import ClassTable
-from contrastive_curvature.losses.columns import ColumnDerivatives, Columns
 from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.losses.dataset import Columns, DatasetHessian
 from contrastive_curvature.losses.pair_derivatives import PairDerivatives
 from contrastive_curvature.losses.weighting import (
-    ClassShares,
-    PointShares,
+    Related,
     Shares,
     count_shares,
     lone_shares,
@@ -28,7 +27,6 @@ from contrastive_curvature.losses.weighting import (
     weigh_pairs,
 )
 from contrastive_curvature.options import Distance, Normalization, PDFix, check_negative_weight, parse_option
-from contrastive_curvature.pairs import Pairs, make_relation
 from contrastive_curvature.pairs.relation import Relation, RelationFunction, make_target_relation
 
 
@@ -135,10 +133,6 @@ class PairLoss(CosineLoss):
         """Return what :meth:`_terms` gives, each of the shape of the cosines."""
         return self._check_terms(self._terms(cosine, attract, repel), Terms, cosine)
 
-    def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> Relation:
-        """See :meth:`CosineLoss.relate`."""
-        return make_relation(z.shape[0], z.device, labels, pairs)
-
     def derivatives(self, relation: Relation, u: Tensor, *, shares: Shares | None = None) -> PairDerivatives:
         """Return the derivatives of this loss in the cosines of N points.
 
@@ -158,10 +152,10 @@ class PairLoss(CosineLoss):
         """See :meth:`CosineLoss.data_scale`; a mean over pairs counts once for every two points."""
         return n / 2 if self.normalization is Normalization.TYPE else 1.0
 
-    def dataset_derivatives(
-        self, related: ClassShares | PointShares, table: ClassTable | None, points: Columns | None, bank: Columns | None
-    ) -> ColumnDerivatives:
-        """Return the derivatives over all pairs of a data set.
+    def hessian_over(
+        self, related: Related, table: ClassTable | None, points: Columns | None, bank: Columns | None = None
+    ) -> DatasetHessian:
+        """Return the Hessian over all pairs of a data set.
 
         Args:
             related: Which points are positives of each other, and their shares.
@@ -169,7 +163,7 @@ class PairLoss(CosineLoss):
             points: All points, where they are known.
             bank: Points that stand for all negatives.
         """
-        return ColumnDerivatives(self, related, points, bank)
+        return DatasetHessian(self, related, points, bank)
 
     def loss_and_cost(self, totals: Totals, attract: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return the value of the loss, and its non-negative version.

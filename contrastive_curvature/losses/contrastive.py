@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -12,10 +12,10 @@ from contrastive_curvature.hessian.derivatives import NodeSums, Totals
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.base import PairLoss, Terms
 from contrastive_curvature.losses.class_table import ClassTable
-from contrastive_curvature.losses.columns import ColumnDerivatives, Columns
 from contrastive_curvature.losses.contrastive_classes import ContrastiveOfClasses
+from contrastive_curvature.losses.dataset import Columns, DatasetHessian
 from contrastive_curvature.losses.pair_derivatives import PairDerivatives
-from contrastive_curvature.losses.weighting import ClassShares, PointShares, Shares
+from contrastive_curvature.losses.weighting import Related, Shares
 from contrastive_curvature.options import LARGEST_DISTANCE, Distance, Normalization, PDFix, check_margin
 from contrastive_curvature.pairs.relation import LabelRelation, Relation, RelationFunction
 
@@ -102,13 +102,13 @@ class ContrastiveLoss(PairLoss):
         """See :meth:`PairLoss.derivatives`."""
         return ContrastiveDerivatives(self, relation, u, shares)
 
-    def dataset_derivatives(
-        self, related: ClassShares | PointShares, table: ClassTable | None, points: Columns | None, bank: Columns | None
-    ) -> ColumnDerivatives:
-        """See :meth:`PairLoss.dataset_derivatives`; of class labels, from sums over classes."""
+    def hessian_over(
+        self, related: Related, table: ClassTable | None, points: Columns | None, bank: Columns | None = None
+    ) -> DatasetHessian:
+        """See :meth:`PairLoss.hessian_over`; of class labels, from sums over classes."""
         if table is None:
-            return super().dataset_derivatives(related, table, points, bank)
-        return ContrastiveOfClasses(self, cast("ClassShares", related), table, points, bank)
+            return super().hessian_over(related, table, points, bank)
+        return ContrastiveOfClasses(self, related, table, points, bank)
 
     def loss_and_cost(self, totals: Totals, attract: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """See :meth:`PairLoss.loss_and_cost`; the cost counts repelling pairs from the margin.
@@ -154,6 +154,6 @@ class ContrastiveDerivatives(PairDerivatives):
         table = ClassTable.of(self.u, labels, unit=True)
         index = torch.searchsorted(table.labels, labels)
         first = torch.zeros_like(table.labels).scatter_(0, index, torch.arange(self.n, device=labels.device))
-        related = ClassShares(table.labels, table.counts, self.shares[first], self.u.dtype)
+        related = Related.of_labels(table, self.loss.normalization, self.u.dtype, self.shares[first])
         points = Columns(self.u, index, torch.arange(self.n, device=labels.device))
         return ContrastiveOfClasses(self.loss, related, table, points).node_sums()

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from contrastive_curvature.hessian.derivatives import ClassWeights, NodeSums
+from contrastive_curvature.hessian.derivatives import NodeSums
 from contrastive_curvature.losses.class_table import ClassTable
-from contrastive_curvature.losses.columns import ColumnDerivatives, Columns
-from contrastive_curvature.losses.weighting import ClassShares, weigh_pairs
+from contrastive_curvature.losses.dataset import ClassWeights, Columns, DatasetHessian, HessianPart
+from contrastive_curvature.losses.weighting import Related, weigh_pairs
 from contrastive_curvature.progress import Progress
 
 if TYPE_CHECKING:
@@ -109,8 +109,8 @@ class InsideColumns:
         return out
 
 
-class ContrastiveOfClasses(ColumnDerivatives):
-    """Derivatives of the contrastive loss with class labels; no point has to know of all others.
+class ContrastiveOfClasses(DatasetHessian):
+    """Output Hessian of the contrastive loss with class labels; no point has to know of all others.
 
     Args:
         loss: The loss.
@@ -122,12 +122,11 @@ class ContrastiveOfClasses(ColumnDerivatives):
     """
 
     loss: ContrastiveLoss
-    related: ClassShares
 
     def __init__(
         self,
         loss: ContrastiveLoss,
-        related: ClassShares,
+        related: Related,
         table: ClassTable,
         points: Columns | None = None,
         bank: Columns | None = None,
@@ -139,14 +138,14 @@ class ContrastiveOfClasses(ColumnDerivatives):
         self._total = self._class_sums.sum(0)
         self._weighted = related.shares.negative @ self._class_sums
 
-    def sums_for(self, u: Tensor, targets: Tensor, numbers: Tensor) -> NodeSums:
-        """See :meth:`DatasetDerivatives.sums_for`; a point is left out by its class, whatever its number."""
-        return self._sums(u, self.related.index(targets), numbers)
+    def sums_for(self, part: HessianPart) -> NodeSums:
+        """See :meth:`DatasetHessian.sums_for`; a point is left out by its class, whatever its number."""
+        return self.sums(part.u, self.related.index(part.targets), part.numbers)
 
     def class_weights(self) -> ClassWeights | None:
-        """See :meth:`DatasetDerivatives.class_weights`."""
-        loss, classes, shares = self.loss, self.related.classes, self.related.shares
-        if not loss.pairs_by_class and self.columns is None:
+        """See :meth:`DatasetHessian.class_weights`."""
+        loss, classes, shares = self.loss, self.related.relation.targets, self.related.shares
+        if not loss.pairs_by_class and self.bank is None:
             return None
         if not loss.pairs_by_class or loss.pd_fix.attracting_only or not loss.negative_weight:
             return ClassWeights(classes, ((1 - loss.negative_weight) * shares.positive).to(self.related.dtype))
@@ -154,7 +153,7 @@ class ContrastiveOfClasses(ColumnDerivatives):
         attract, repel = weigh_pairs(loss.negative_weight, same, ~same, shares, shares)
         return ClassWeights(classes, (attract - repel).to(self.related.dtype))
 
-    def _sums(self, u: Tensor, index: Tensor, numbers: Tensor) -> NodeSums:
+    def sums(self, u: Tensor, index: Tensor, numbers: Tensor) -> NodeSums:
         """Return ``sum_j y_ij [1, u_j]`` for B rows: of positives by class, minus that of negatives."""
         itself = torch.cat([torch.ones_like(u[:, :1]), u], dim=1).double()
         attract = (1 - self.loss.negative_weight) * self.related.shares.positive[index].unsqueeze(1)
@@ -175,11 +174,11 @@ class ContrastiveOfClasses(ColumnDerivatives):
             own, mine = self.related.shares.negative[index].unsqueeze(1), self._class_sums[index]
             return (own * (self._total - mine) + self._weighted - own * mine) / 2
         sums = self._inside.sums(u, index)
-        return sums if self.columns is None else sums * cast("Tensor", self.columns.weight)[index].unsqueeze(1)
+        return sums if self.bank is None else sums * cast("Tensor", self.bank.weight)[index].unsqueeze(1)
 
     @cached_property
     def _inside(self) -> InsideColumns:
         """The points that may lie inside the margin of others."""
-        columns = cast("Columns", self.points if self.columns is None else self.columns)
+        columns = cast("Columns", self.points if self.bank is None else self.bank)
         shares = self.related.shares.negative.to(columns.u.dtype)
         return InsideColumns(columns.u, columns.index, shares, cast("float", self.loss.threshold))

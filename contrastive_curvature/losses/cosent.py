@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -19,8 +18,8 @@ from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.sides import joined_towers
 from contrastive_curvature.options import Distance, PDFix
 from contrastive_curvature.pairs import Pairs
-from contrastive_curvature.pairs.edges import GradedPairs, placed
-from contrastive_curvature.pairs.relation import Relation, row_ranges
+from contrastive_curvature.pairs.edges import GradedPairs
+from contrastive_curvature.pairs.relation import Relation
 
 
 class CoSENTLoss(CosineLoss):
@@ -114,9 +113,9 @@ def _higher(grades: Tensor) -> Tensor:
 
 
 class CoSENTDerivatives(CosineDerivatives):
-    """``y`` and the second derivatives ``C`` (P, P) of a :class:`~contrastive_curvature.losses.cosent.CoSENTLoss`.
+    """``y`` (N, N) and second derivatives ``C`` (P, P) of a :class:`~contrastive_curvature.losses.cosent.CoSENTLoss`.
 
-    The pairs are the P different ones among the K listed.
+    The pairs are the P different ones among the K listed. All is held whole: the pairs are those of a batch.
 
     Args:
         loss: The loss.
@@ -127,48 +126,35 @@ class CoSENTDerivatives(CosineDerivatives):
     def __init__(self, loss: CoSENTLoss, pairs: GradedPairs, u: Tensor) -> None:
         self.u, self.n = u, len(u)
         self.anchors = self.n
-        self.fix = loss.pd_fix
         low, high = torch.minimum(pairs.a, pairs.b), torch.maximum(pairs.a, pairs.b)
         keys, place = (low * self.n + high).unique(return_inverse=True)
-        self.i, self.j = keys // max(1, self.n), keys % max(1, self.n)
+        i, j, count = keys // max(1, self.n), keys % max(1, self.n), len(keys)
         shares, none, self._summed_value = loss.shares((u[low] * u[high]).sum(1), pairs.grades)
         first, second = _moments(shares, none)
-        count = len(keys)
         y = -loss.scale * first.new_zeros(count).index_add_(0, place, first)
-        if self.fix.second_only:
+        if loss.pd_fix.second_only:
             y = torch.zeros_like(y)
-        self.y = y.clamp(min=0) if self.fix.attracting_only else y
+        if loss.pd_fix.attracting_only:
+            y = y.clamp(min=0)
+        self._y = u.new_zeros(self.n, self.n).index_put_((torch.cat([i, j]), torch.cat([j, i])), y.repeat(2))
         rows = second.new_zeros(count, len(place)).index_add_(0, place, second)
-        self.c = loss.scale**2 * second.new_zeros(count, count).index_add_(1, place, rows)
-        self._ends = PairEnds.of(self.i, self.j, u)
+        self._c = loss.scale**2 * second.new_zeros(count, count).index_add_(1, place, rows)
+        self._ends = PairEnds.of(i, j, u, self._c)
 
     def node_sums(self) -> NodeSums:
         """See :meth:`CosineDerivatives.node_sums`."""
-        at_ends = self.y[self._ends.pair]
-        degree = self._ends.gathered(at_ends.unsqueeze(0)).squeeze(0)
-        neighbors = self._ends.spread(at_ends.unsqueeze(1)).squeeze(2)
-        return NodeSums(degree, neighbors, ListedMoments(self._ends, self.c), self._summed_value.double())
+        return NodeSums(self._y.sum(1), self._y @ self.u, self._ends, self._summed_value.double())
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`CosineDerivatives.rows`; ``c`` is zero, since all second derivatives are in :meth:`roots`."""
-        first, last, _ = columns.indices(self.n)
-        y = self.u.new_zeros(stop - start, max(0, last - first))
-        for inside, place in placed(self.i, self.j, slice(start, stop), slice(first, last)):
-            y[place] = self.y[inside]
-        return y, torch.zeros_like(y)
-
-    def matmul(self, x: Tensor) -> Tensor:
-        """See :meth:`CosineDerivatives.matmul`."""
-        out, y = torch.zeros_like(x), self.y.unsqueeze(1)
-        return out.index_add_(0, self.i, y * x[self.j]).index_add_(0, self.j, y * x[self.i])
+        """See :meth:`CosineDerivatives.rows`; all second derivatives are in :meth:`roots`."""
+        return self._y[start:stop, columns], None
 
     def second_matmul(self, t: Tensor) -> Tensor | None:
         """See :meth:`CosineDerivatives.second_matmul`."""
         along = self._ends.along(t)
-        change = along.new_zeros(len(self.y), along.shape[1]).index_add_(0, self._ends.pair, along)
+        change = along.new_zeros(len(self._c), along.shape[1]).index_add_(0, self._ends.pair, along)
         # Less what is between a point and itself.
-        between = (self.c @ change)[self._ends.pair] - self._ends.coupled(self.c, along)
-        return self._ends.spread(between)
+        return self._ends.spread((self._c @ change)[self._ends.pair] - self._ends.c @ along)
 
     def roots(self, rows: slice, columns: slice) -> CrossRoots | None:
         """See :meth:`CosineDerivatives.roots`; all of the second derivatives, as eigenvectors."""
@@ -176,7 +162,7 @@ class CoSENTDerivatives(CosineDerivatives):
         if not len(signs):
             return None
         ends = [slice(*chosen.indices(self.n)[:2]) for chosen in (rows, columns)]
-        sides = [ListedVectors.at(self._ends[chosen], vectors, self.c) for chosen in ends]
+        sides = [ListedVectors(self._ends[chosen], vectors) for chosen in ends]
         low, high = max(ends[0].start, ends[1].start), min(ends[0].stop, ends[1].stop)
         same = torch.arange(low, max(low, high), device=self.u.device)
         return CrossRoots(signs, sides[0], sides[1], same - ends[0].start, same - ends[1].start)
@@ -184,11 +170,11 @@ class CoSENTDerivatives(CosineDerivatives):
     @cached_property
     def _eigenvectors(self) -> tuple[Tensor, Tensor]:
         """Return signs (A,) and vectors (A, P) whose squares add up to ``C``; zero at pairs that nothing moves."""
-        active = (self.c != 0).any(1).nonzero().flatten()
-        values, vectors = torch.linalg.eigh(self.c[active][:, active])
+        active = (self._c != 0).any(1).nonzero().flatten()
+        values, vectors = torch.linalg.eigh(self._c[active][:, active])
         size = values.abs().max() if len(values) else values.sum()
         kept = values.abs() > torch.finfo(values.dtype).eps * size
-        out = values.new_zeros(int(kept.sum()), len(self.y))
+        out = values.new_zeros(int(kept.sum()), len(self._c))
         out[:, active] = (vectors[:, kept] * values[kept].abs().sqrt()).T
         return values[kept].sign(), out
 
@@ -216,117 +202,69 @@ def _moments(shares: Tensor, none: Tensor) -> tuple[Tensor, Tensor]:
     return shares.sum(0) - shares.sum(1), second
 
 
-_ROWS = 256
-"""Ends whose couplings are formed at once."""
-
-
 @dataclass(frozen=True)
-class PairEnds:
-    """E ends of pairs, in the order of their points.
+class PairEnds(Moments):
+    """Both ends of P pairs, in the order of their points, and the moments ``M_i = sum_{k, l at i} C_kl o_ik o_il^T``.
 
     Args:
         points: Number R of points.
         point: Where an end is, shape (E,).
         pair: Which pair it belongs to, shape (E,).
-        other: The unit embedding at the other end, shape (E, D).
+        other: ``o``, the unit embedding at the other end, shape (E, D).
+        c: ``C`` between the pairs of two ends at the same point, zero elsewhere, shape (E, E).
     """
 
     points: int
     point: Tensor
     pair: Tensor
     other: Tensor
+    c: Tensor
 
     @classmethod
-    def of(cls, i: Tensor, j: Tensor, u: Tensor) -> PairEnds:
-        """Make both ends of P pairs of points (i, j), each (P,), with unit embeddings (N, D)."""
-        point, other = torch.cat([i, j]), torch.cat([j, i])
-        order = point.argsort(stable=True)
-        pair = torch.arange(len(i), device=i.device).repeat(2)
-        return cls(len(u), point[order], pair[order], u[other[order]])
+    def of(cls, i: Tensor, j: Tensor, u: Tensor, c: Tensor) -> PairEnds:
+        """Make both ends of pairs of points (i, j), each (P,), with unit embeddings (N, D) and ``C`` (P, P)."""
+        point, order = torch.cat([i, j]).sort(stable=True)
+        pair = torch.arange(len(i), device=i.device).repeat(2)[order]
+        here = point.unsqueeze(1) == point
+        return cls(len(u), point, pair, u[torch.cat([j, i])[order]], c[pair][:, pair] * here)
 
-    def __getitem__(self, points: slice) -> PairEnds:
-        low, high, _ = points.indices(self.points)
-        inside = slice(self._before(low), self._before(high))
-        return PairEnds(max(0, high - low), self.point[inside] - low, self.pair[inside], self.other[inside])
+    def __getitem__(self, rows: slice) -> PairEnds:
+        low, high, _ = rows.indices(self.points)
+        start, stop = (int(torch.searchsorted(self.point, end)) for end in (low, high))
+        inside = slice(start, stop)
+        point = self.point[inside] - low
+        return PairEnds(max(0, high - low), point, self.pair[inside], self.other[inside], self.c[inside, inside])
 
     def along(self, t: Tensor) -> Tensor:
         """Return ``o_e . t_ek`` for ``t`` of shape (R, D, K), shape (E, K)."""
-        found = [(self.other * t[self.point, :, k]).sum(1) for k in range(t.shape[2])]
-        return torch.stack(found, dim=1) if found else self.other[:, :0]
+        return torch.einsum("ed,edk->ek", self.other, t[self.point])
 
     def spread(self, x: Tensor) -> Tensor:
         """Return ``sum_e x_ek o_e`` over the ends at every point, for ``x`` of shape (E, K); shape (R, D, K)."""
         out = x.new_zeros(self.points, self.other.shape[1], x.shape[1])
-        for k in range(x.shape[1]):
-            out[..., k].index_add_(0, self.point, x[:, k : k + 1] * self.other)
-        return out
-
-    def gathered(self, x: Tensor) -> Tensor:
-        """Return sums over the ends at every point, from (A, E) to (A, R)."""
-        return x.new_zeros(len(x), self.points).index_add_(1, self.point, x)
-
-    def coupled(self, c: Tensor, x: Tensor) -> Tensor:
-        """Return ``sum_f C_ef x_f`` over the ends f at the same point as e, for ``x`` of shape (E, K)."""
-        found = [block @ x[columns] for columns, block in self.couplings(c)]
-        return torch.cat(found) if found else torch.zeros_like(x)
-
-    def couplings(self, c: Tensor) -> Iterator[tuple[slice, Tensor]]:
-        """Iterate over blocks of ends e: the ends f, and ``C_ef`` where both are at one point, zero elsewhere."""
-        for start in range(0, len(self.point), _ROWS):
-            rows = slice(start, min(start + _ROWS, len(self.point)))
-            low, high = int(self.point[rows.start]), int(self.point[rows.stop - 1])
-            columns = slice(self._before(low), self._before(high + 1))
-            here = self.point[rows].unsqueeze(1) == self.point[columns]
-            yield columns, c[self.pair[rows].unsqueeze(1), self.pair[columns]] * here
-
-    def _before(self, point: int) -> int:
-        """Return the number of ends at points in front of this one."""
-        return int(torch.searchsorted(self.point, point))
-
-
-@dataclass(frozen=True)
-class ListedMoments(Moments):
-    """``M_i = sum_{k, l at i} C_kl o_ik o_il^T``.
-
-    Args:
-        ends: At the points.
-        c: ``C``, shape (P, P).
-    """
-
-    ends: PairEnds
-    c: Tensor
-
-    def __getitem__(self, rows: slice) -> ListedMoments:
-        return ListedMoments(self.ends[rows], self.c)
+        return out.index_add_(0, self.point, self.other.unsqueeze(2) * x.unsqueeze(1))
 
     def dense(self) -> Tensor:
         """See :meth:`Moments.dense`."""
-        other, dim = self.ends.other, self.ends.other.shape[1]
-        mixed = self.ends.coupled(self.c, other)
-        out = other.new_zeros(self.ends.points, dim, dim)
-        for some in row_ranges(len(other), dim**2):
-            out.index_add_(0, self.ends.point[some], other[some].unsqueeze(2) * mixed[some].unsqueeze(1))
-        return out
+        return self.spread(self.c @ self.other)
 
     def matmul(self, x: Tensor) -> Tensor:
         """See :meth:`Moments.matmul`."""
-        return self.ends.spread(self.ends.coupled(self.c, self.ends.along(x)))
+        return self.spread(self.c @ self.along(x))
 
     def diagonal(self, u: Tensor) -> Tensor:
         """See :meth:`Moments.diagonal`."""
-        tangent = project_tangent(u[self.ends.point], self.ends.other)
-        product = tangent * self.ends.coupled(self.c, tangent)
-        return torch.zeros_like(u).index_add_(0, self.ends.point, product)
+        tangent = project_tangent(u[self.point], self.other)
+        return torch.zeros_like(u).index_add_(0, self.point, tangent * (self.c @ tangent))
 
     def gram(self, u: Tensor, scale: Tensor) -> Tensor:
         """See :meth:`Moments.gram`."""
-        tangent = project_tangent(u[self.ends.point], self.ends.other)
-        return (tangent * scale[self.ends.point].unsqueeze(1)).T @ self.ends.coupled(self.c, tangent)
+        tangent = project_tangent(u[self.point], self.other)
+        return (tangent * scale[self.point].unsqueeze(1)).T @ (self.c @ tangent)
 
     def bound(self) -> Tensor:
         """See :meth:`Moments.bound`."""
-        found = [block.abs().sum(1) for _, block in self.ends.couplings(self.c)]
-        return self.ends.gathered(torch.cat(found).unsqueeze(0) if found else self.c.new_zeros(1, 0)).squeeze(0)
+        return self.c.new_zeros(self.points).index_add_(0, self.point, self.c.abs().sum(1))
 
 
 @dataclass(frozen=True)
@@ -336,35 +274,24 @@ class ListedVectors(PointVectors):
     Args:
         ends: At the points.
         vectors: ``v``, shape (A, P).
-        c: ``C``, shape (P, P).
-        weights: See :class:`~contrastive_curvature.hessian.cross.PointVectors`.
     """
 
     ends: PairEnds
     vectors: Tensor
-    c: Tensor
-    weights: Tensor
-
-    @classmethod
-    def at(cls, ends: PairEnds, vectors: Tensor, c: Tensor) -> ListedVectors:
-        """Make the same without the weights."""
-        return cls(ends, vectors, c, ends.gathered(vectors[:, ends.pair].abs()))
 
     def along(self, t: Tensor) -> Tensor:
         """See :meth:`PointVectors.along`."""
-        return self.ends.gathered(self.vectors[:, self.ends.pair] * self.ends.along(t.unsqueeze(2)).T)
+        along = self.vectors[:, self.ends.pair] * self.ends.along(t.unsqueeze(2)).T
+        return along.new_zeros(len(along), self.ends.points).index_add_(1, self.ends.point, along)
 
     def summed(self, t: Tensor) -> Tensor:
         """See :meth:`PointVectors.summed`."""
-        along = self.ends.along(t)
-        change = along.new_zeros(self.vectors.shape[1], along.shape[1]).index_add_(0, self.ends.pair, along)
-        return self.vectors @ change
+        return self.vectors[:, self.ends.pair] @ self.ends.along(t)
 
     def spread(self, x: Tensor) -> Tensor:
         """See :meth:`PointVectors.spread`."""
         return self.ends.spread((self.vectors.T @ x)[self.ends.pair])
 
     def blockwise(self, t: Tensor, signs: Tensor, points: Tensor) -> Tensor:
-        """See :meth:`PointVectors.blockwise`."""
-        del signs  # they are part of C
-        return ListedMoments(self.ends, self.c).matmul(t)[points]
+        """See :meth:`PointVectors.blockwise`; the signs are part of ``C``."""
+        return self.ends.matmul(t)[points]

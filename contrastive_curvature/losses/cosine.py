@@ -20,7 +20,7 @@ from contrastive_curvature.hessian.derivatives import CosineDerivatives
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.options import Distance, PDFix, parse_option
-from contrastive_curvature.pairs import Pairs
+from contrastive_curvature.pairs import Pairs, make_relation
 from contrastive_curvature.pairs.relation import Relation
 
 _T = TypeVar("_T", bound=Any)
@@ -137,9 +137,9 @@ class CosineLoss(_Loss, ABC):
     def _at(self, u: Tensor, relation: Any) -> Tensor:
         """Compute the loss of unit embeddings (N, D), differentiable by autograd, from what :meth:`relate` gives."""
 
-    @abstractmethod
     def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> Relation:
         """Return which pairs of checked outputs (N, D) are positive and negative, from what the user gave."""
+        return make_relation(len(z), z.device, labels, pairs)
 
     @abstractmethod
     def derivatives(self, relation: Relation, u: Tensor) -> CosineDerivatives:

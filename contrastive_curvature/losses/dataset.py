@@ -1,20 +1,286 @@
-"""The output Hessian of a data set: over all pairs, or with a bank of points that stands for all negatives."""
+"""The output Hessian over all pairs of a data set, for points that arrive in batches, in any order.
+
+A point is compared with columns: all points of the data set, or a bank, a uniform sample that stands for all negatives.
+A bank has other weights than all points, and nothing else differs. For a point of class c that has n points of other
+classes in the data set and m of them in the bank, one of these counts ``n / m`` times, so every sum over neighbours is
+unbiased; positives are exact.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError
-from contrastive_curvature.hessian.dataset import DatasetHessian
+from contrastive_curvature.errors import InputError, UnsupportedError
+from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.hessian.cross import CrossBlocks
+from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums, Totals
+from contrastive_curvature.hessian.output import OutputHessian, make_blocks
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.class_table import ClassTable
-from contrastive_curvature.losses.columns import ColumnDerivatives, Columns
-from contrastive_curvature.losses.pair_derivatives import warn_of_many
-from contrastive_curvature.losses.weighting import ClassShares, PointShares
+from contrastive_curvature.losses.pair_derivatives import Met, PairBlock, pair_block, sum_pairs, warn_of_many
+from contrastive_curvature.losses.weighting import Related, pair_totals
 from contrastive_curvature.pairs.relation import RelationFunction, make_target_relation
 from contrastive_curvature.pairs.rows import Rows
+
+if TYPE_CHECKING:
+    from contrastive_curvature.losses.base import PairLoss
+
+
+_TOGETHER = 256
+"""Points of small classes that are looked at together: one product instead of many small ones."""
+
+_PAIRS = 2**17
+"""Pairs with a bank whose derivatives are computed at once: few enough for the cache of a core."""
+
+_SAME = 1e-2
+"""Distance of two unit embeddings of one point, in batches of another composition and in half precision."""
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Points that rows are compared with.
+
+    Args:
+        u: Unit embeddings, shape (M, D).
+        index: Their classes, see :class:`~contrastive_curvature.losses.weighting.Related`, shape (M,).
+        numbers: Of the points, so that none is compared with itself, int64, shape (M,).
+        positives: Whether a row counts those of its own class, or the others; ``None`` counts both.
+        weight: How many points one of other classes stands for, by the class of the ROW, float64, shape (C,); ``None``
+            for one.
+    """
+
+    u: Tensor
+    index: Tensor
+    numbers: Tensor
+    positives: bool | None = None
+    weight: Tensor | None = None
+
+    @classmethod
+    def bank(cls, u: Tensor, index: Tensor, numbers: Tensor, counts: Tensor) -> Columns:
+        """Return points that stand for all points of other classes; ``counts`` (C,) are of the whole data set."""
+        there, drawn = (every.sum() - every for every in (counts, index.bincount(minlength=len(counts))))
+        return cls(u, index, numbers, False, there.double() / drawn.clamp(min=1))
+
+    def at(self, places: Tensor) -> Columns:
+        """Return some of them."""
+        return replace(self, u=self.u[places], index=self.index[places], numbers=self.numbers[places])
+
+
+@dataclass(frozen=True)
+class HessianPart:
+    """Some points of a data set.
+
+    Args:
+        u: Unit embeddings, shape (B, D).
+        n: Norms of the raw outputs, shape (B,).
+        targets: Labels or targets, shape (B, ...).
+        numbers: Of the points, int64, shape (B,).
+    """
+
+    u: Tensor
+    n: Tensor
+    targets: Tensor
+    numbers: Tensor
+
+    def __getitem__(self, rows: slice) -> HessianPart:
+        """Return some of them."""
+        return HessianPart(self.u[rows], self.n[rows], self.targets[rows], self.numbers[rows])
+
+
+@dataclass(frozen=True)
+class HessianPoints(HessianPart):
+    """Some points of a data set, with their diagonal blocks over ALL its pairs.
+
+    Args:
+        blocks: Their diagonal blocks.
+        totals: Their part in the value of the loss.
+    """
+
+    blocks: Blocks
+    totals: Totals
+
+
+class ClassWeights(NamedTuple):
+    """Weights of pairs that depend on the classes of the two points only.
+
+    Args:
+        classes: Class labels, ascending, shape (C,).
+        y: ``y`` between any two classes, shape (C, C); or (C,), the diagonal, where all others are zero.
+    """
+
+    classes: Tensor
+    y: Tensor
+
+
+class DatasetHessian(CosineDerivatives):
+    """Output Hessian over all pairs of a data set, from one block of rows by columns after the other.
+
+    Args:
+        loss: The loss, with the distance and the fix of its curvature; with a bank, one that couples no points.
+        related: Which points are positives of each other, and their shares.
+        points: All N points by ascending numbers; ``None`` where a loss does not need them.
+        bank: Points that stand for all negatives; ``None`` counts all.
+
+    Attributes:
+        halves: The same with each half of the bank, as independent estimates.
+        coupled: Whether the fix keeps cross terms.
+    """
+
+    def __init__(self, loss: PairLoss, related: Related, points: Columns | None, bank: Columns | None = None) -> None:
+        self.loss, self.related, self.points, self.bank = loss, related, points, bank
+        self.halves: list[DatasetHessian] = []
+        self.coupled = loss.coupled
+        self.n = self.anchors = related.n
+        self._by_class: Columns | None = None
+        if points is not None:
+            self.u = points.u
+        if bank is not None and points is not None:
+            order = points.index.argsort(stable=True)
+            self._by_class = replace(points.at(order), positives=True)
+            self._sizes = points.index.bincount(minlength=len(related.shares.positive))
+
+    def __len__(self) -> int:
+        return self.n
+
+    def place(self, z: Tensor, targets: Tensor, numbers: Tensor) -> HessianPart:
+        """Return some of the points without their blocks; arguments as in :meth:`at`."""
+        return HessianPart(*normalize(z), targets, numbers.to(z.device))
+
+    def at(self, z: Tensor, targets: Tensor, numbers: Tensor) -> HessianPoints:
+        """Return some of the points with their blocks.
+
+        Args:
+            z: Raw outputs, shape (B, D).
+            targets: Their targets, shape (B, ...).
+            numbers: Of the points, as in the first pass, int64, shape (B,).
+        """
+        part = self.place(z, targets, numbers)
+        sums = self.sums_for(part)
+        blocks = make_blocks(part.u, part.n, sums, self.loss.distance, self.loss.pd_fix)
+        return HessianPoints(part.u, part.n, targets, part.numbers, blocks, sums.totals(part.u))
+
+    def among(self, z: Tensor, targets: Tensor, numbers: Tensor) -> OutputHessian:
+        """Return the Hessian of some of the points among themselves, which stands for that of the whole set."""
+        relation = self.related.relation.of(targets)
+        shares = self.related.shares[self.related.index(targets, numbers.to(z.device))]
+        shares = shares.standing_for(self.related.totals, pair_totals(*relation.counts()))
+        return self.loss.hessian_at(z, relation, shares=shares.to(z.dtype))
+
+    def cross(self, rows: HessianPart, columns: HessianPart) -> CrossBlocks:
+        """Return the blocks ``H_ij`` between two parts, zero for a point with itself; with a bank, columns of it."""
+        if self.bank is None:
+            for part in (rows, columns):
+                self._check_numbers(part)
+        index, theirs = (self.related.index(part.targets, part.numbers) for part in (rows, columns))
+        compared = Columns(columns.u, theirs, columns.numbers)
+        if self.bank is not None:
+            compared = replace(compared, positives=False, weight=self.bank.weight)
+        block = self.pairs(rows.u, index, rows.numbers, compared)
+        return CrossBlocks(rows.u, rows.n, columns.u, columns.n, block.y, block.c)
+
+    def class_weights(self) -> ClassWeights | None:
+        """Return the weights of pairs by class; ``None`` where they depend on more than the two classes.
+
+        Where a sample stands for all negatives and a margin decides which of them count, those of the positives.
+        """
+        return None
+
+    def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
+        """See :meth:`CosineDerivatives.loss_and_cost`."""
+        totals = totals or self.node_sums().totals(self.u)
+        return self.loss.loss_and_cost(totals, self.related.attract, self.related.dtype)
+
+    def node_sums(self) -> NodeSums:
+        """See :meth:`CosineDerivatives.node_sums`."""
+        assert self.points is not None
+        return self.sums(self.points.u, self.points.index, self.points.numbers)
+
+    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
+        """Refuse; blocks between two points are those of :meth:`cross`."""
+        refuse_sampled("blocks between two points are asked for, which a sample of the negatives does not give")
+
+    def sums_for(self, part: HessianPart) -> NodeSums:
+        """Return the sums over the neighbours of some points of this set."""
+        self._check_numbers(part)
+        return self.sums(part.u, self.related.index(part.targets, part.numbers), part.numbers)
+
+    def sums(self, u: Tensor, index: Tensor, numbers: Tensor) -> NodeSums:
+        """Return the sums over the neighbours of B points, unit embeddings (B, D), of classes ``index`` (B,)."""
+        assert self.points is not None
+        if self.bank is None:
+            return sum_pairs(self.loss, u, [self._met(u, index, numbers, self.points)])
+        if self.loss.coupled:
+            refuse_sampled(f"pd_fix={str(self.loss.pd_fix)!r} couples points with each other")
+        # One column of a bank counts many times, and so does its rounding.
+        x = u.detach().double()
+        x = x / x.norm(dim=1, keepdim=True)
+        met = []
+        if self.loss.negative_weight < 1:
+            met += [self._met(x, index, numbers, *part) for part in self._same_classes(index)]
+        if self.loss.negative_weight:
+            met.append(self._met(x, index, numbers, self.bank))
+        return sum_pairs(self.loss, x, met, u.dtype, _PAIRS)
+
+    def pairs(self, x: Tensor, index: Tensor, numbers: Tensor, columns: Columns, value: bool = False) -> PairBlock:
+        """Return the derivatives between B rows, unit embeddings (B, D) of classes ``index``, and M columns."""
+        targets, shares = self.related.relation.targets, self.related.shares.to(x.dtype)
+        positive, negative = self.related.relation.relate(targets[index], targets[columns.index])
+        itself = numbers.unsqueeze(1) == columns.numbers
+        attracts = None if columns.positives is False else positive & ~itself
+        repels = None if columns.positives else negative & ~itself
+        if repels is not None and columns.weight is not None:
+            repels = columns.weight.to(x.dtype)[index].unsqueeze(1) * repels
+        # No rule of a loss sees a point with itself, where derivatives may be infinite.
+        cosine = (x @ columns.u.to(x.dtype).T).masked_fill_(itself, 0)
+        return pair_block(self.loss, cosine, attracts, repels, shares[index], shares[columns.index], value)
+
+    def _met(self, x: Tensor, index: Tensor, numbers: Tensor, columns: Columns, rows: Tensor | None = None) -> Met:
+        """Return the derivatives of some rows, by default all, with the same columns, to be asked for in blocks."""
+        rows = torch.arange(len(x), device=x.device) if rows is None else rows
+        if columns.u.dtype != x.dtype:
+            wide = columns.u.to(x.dtype)
+            columns = replace(columns, u=wide / wide.norm(dim=1, keepdim=True))
+
+        def block(some: slice, value: bool) -> PairBlock:
+            here = rows[some]
+            return self.pairs(x[here], index[here], numbers[here], columns, value)
+
+        return Met(rows, columns.u, block)
+
+    def _same_classes(self, index: Tensor) -> Iterator[tuple[Columns, Tensor]]:
+        """Iterate over all points of some classes, and the rows of classes ``index`` (B,) that are of the same ones.
+
+        Small classes come together.
+        """
+        assert self._by_class is not None
+        order = index.argsort(stable=True)
+        classes, counts = index[order].unique_consecutive(return_counts=True)
+        sizes = self._sizes[classes]
+        group = (sizes.cumsum(0) - sizes) // _TOGETHER
+        split = group.unique_consecutive(return_counts=True)[1].tolist()
+        rows = group.repeat_interleave(counts).unique_consecutive(return_counts=True)[1].tolist()
+        starts = self._sizes.cumsum(0) - self._sizes
+        for some, here in zip(classes.split(split), order.split(rows), strict=True):
+            # Ranges of points that are sorted by class, after each other.
+            length = self._sizes[some]
+            shift = (starts[some] - (length.cumsum(0) - length)).repeat_interleave(length)
+            yield self._by_class.at(shift + torch.arange(len(shift), device=shift.device)), here.sort().values
+
+    def _check_numbers(self, part: HessianPart) -> None:
+        """Refuse rows whose numbers belonged to other points in the first pass, as those would not be left out."""
+        assert self.points is not None
+        known = self.points.numbers
+        place = torch.searchsorted(known, part.numbers).clamp(max=len(known) - 1)
+        same = (known[place] == part.numbers) & ((self.points.u[place] - part.u).norm(dim=1) <= _SAME)
+        if not bool(same.all()):
+            wanted = "the same data in every pass, in the same order"
+            hint = "Turn shuffling off, or give the loader an attribute numbers."
+            raise InputError("train_loader", wanted, "other points or another order", hint)
 
 
 def dataset_hessian(
@@ -41,23 +307,18 @@ def dataset_hessian(
         numbers = some.numbers.to(u.device)
         return u, related.index(some.columns["targets"], numbers), numbers
 
-    def over(some: Columns | None) -> ColumnDerivatives:
-        return loss.dataset_derivatives(related, table, points, some)
-
-    related: ClassShares | PointShares
     if table is not None:
-        related = ClassShares.of_counts(table.labels, table.counts, loss.normalization, dtype)
+        related = Related.of_labels(table, loss.normalization, dtype)
     else:
         assert rows is not None
         targets, numbers = rows.columns["targets"], rows.numbers.to(rows.columns["outputs"].device)
-        related = PointShares(
-            make_target_relation(targets, len(rows), numbers.device, relation), numbers, loss.normalization, dtype
-        )
+        among_all = make_target_relation(targets, len(rows), numbers.device, relation)
+        related = Related.of_points(among_all, numbers, loss.normalization, dtype)
     points = None if rows is None else Columns(*of(rows))
     if bank is None or table is None:
         if points is not None and not (table is not None and loss.sums_suffice):
             warn_of_many(*points.u.shape)
-        return DatasetHessian(over(None), loss.distance, loss.pd_fix)
+        return loss.hessian_over(related, table, points)
     least = min(2, len(table.labels))
     kinds = len(bank.columns["targets"].unique()) if len(bank) else 0
     if kinds < least:
@@ -65,5 +326,15 @@ def dataset_hessian(
         hint = "Use a larger number; about 1,000 give all pairs to three digits."
         raise InputError("negative_samples", wanted, f"{len(bank)} points of {kinds}", hint)
     whole, *halves = (Columns.bank(*of(part), table.counts) for part in (bank, *bank.halves()))
+    hessian = loss.hessian_over(related, table, points, whole)
     halves = [half for half in halves if len(half.index.unique()) >= least]
-    return DatasetHessian(over(whole), loss.distance, loss.pd_fix, [over(half) for half in halves])
+    hessian.halves = [loss.hessian_over(related, table, points, half) for half in halves]
+    return hessian
+
+
+def refuse_sampled(why: str) -> NoReturn:
+    """Refuse to sample negatives, for a reason that is a clause."""
+    raise UnsupportedError(
+        f"negative_samples: {why}. Use pd_fix='psd_parts', 'psd', 'fixed' or 'ggn_fixed', or "
+        "negative_samples=None, which takes all negatives."
+    )

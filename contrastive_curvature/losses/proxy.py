@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -190,27 +189,6 @@ def _sine(u: Tensor, own: Tensor) -> Tensor:
 _SIGNS = (-1.0, 1.0, -1.0, 1.0, -1.0)
 
 
-@dataclass(frozen=True)
-class _Block:
-    """What is known of B points.
-
-    Args:
-        p: Softmax over the proxies, shape (B, C).
-        own: Their own unit proxies, shape (B, D).
-        label: Their labels, shape (B, 1).
-        rest: ``1 - p_y``, as the sum of the others, shape (B, 1).
-        first: ``phi'`` at the own proxy, shape (B, 1).
-        second: ``phi''``, shape (B, 1).
-    """
-
-    p: Tensor
-    own: Tensor
-    label: Tensor
-    rest: Tensor
-    first: Tensor
-    second: Tensor
-
-
 class ProxyDerivatives(CosineDerivatives):
     """What the points of a :class:`~contrastive_curvature.losses.proxy.ProxyLoss` see of the proxies ``w_j``.
 
@@ -234,81 +212,69 @@ class ProxyDerivatives(CosineDerivatives):
         self.fix = loss.pd_fix
         self.proxies = loss.unit_proxies(u).detach()
 
+    @torch.no_grad()
     def node_sums(self) -> NodeSums:
         """See :meth:`CosineDerivatives.node_sums`, with the proxies as the neighbours of every point."""
         degree, neighbors = self.u.new_zeros(self.n), torch.zeros_like(self.u)
         vectors = self.u.new_zeros(len(_SIGNS), *self.u.shape)
         bound = self.u.new_zeros(self.n)
         for here in row_ranges(self.n, len(self.proxies)):
-            block = self._block(here.start, here.stop)
-            if not self.fix.second_only:
-                degree[here], neighbors[here] = self._first_order(block)
-            vectors[:, here], spread = self._vectors(block)
-            bound[here] = spread.squeeze(1)
+            degree[here], neighbors[here], vectors[:, here], bound[here] = self._sums(here)
         bound += vectors.square().sum((0, 2))
         parts = [MomentPart(torch.arange(self.n, device=self.u.device), self._weigh, self.proxies)]
         moments = PairMoments(parts, self.u.new_tensor(_SIGNS), vectors, bound)
         hint = "" if self.loss.convex else "With a margin on the angle, they are infinite on the own proxy."
-        return NodeSums(degree, neighbors, moments, self._value()).checked(type(self.loss).__name__, hint)
+        value = self.loss.value(self.u, self.proxies, self.labels, self.weight).double()
+        return NodeSums(degree, neighbors, moments, value).checked(type(self.loss).__name__, hint)
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """See :meth:`CosineDerivatives.rows`; all zero."""
         first, last, _ = columns.indices(self.n)
         return self.u.new_zeros(stop - start, max(0, last - first)), None
 
-    @torch.no_grad()
-    def _value(self) -> Tensor:
-        return self.loss.value(self.u, self.proxies, self.labels, self.weight).double()
+    def _sums(self, here: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return of B points the sums of ``y`` (B,) and ``y w`` (B, D), vectors (5, B, D) and sums of weights (B,).
 
-    @torch.no_grad()
-    def _block(self, start: int, stop: int) -> _Block:
-        u, labels = self.u[start:stop], self.labels[start:stop]
-        own, label = self.proxies[labels], labels.unsqueeze(1)
-        p = self.loss.logits(u, self.proxies, labels).softmax(1)
-        # Shares close to the smallest number there is have lost their digits.
-        p = p * (p > torch.finfo(p.dtype).tiny ** 0.75)
-        rest = p.scatter(1, label, 0.0).sum(1, keepdim=True)
-        first, second = (slope.unsqueeze(1) for slope in self.loss.slopes(u, own))
-        # Where the others have no weight left, the loss is flat, whatever the angle.
-        flat = rest == 0
-        return _Block(p, own, label, rest, first.masked_fill(flat, 1.0), second.masked_fill(flat, 0.0))
-
-    def _first_order(self, block: _Block) -> tuple[Tensor, Tensor]:
-        """Return the sums of ``y`` (B,) and of ``y w`` (B, D) over the proxies."""
-        size = self.weight * self.loss.scale
-        attract = size * block.first * block.rest
-        if self.fix.attracting_only:
-            return attract.squeeze(1), attract * block.own
-        others = block.p.scatter(1, block.label, 0.0) @ self.proxies
-        return (size * (block.first - 1) * block.rest).squeeze(1), attract * block.own - size * others
-
-    def _vectors(self, block: _Block) -> tuple[Tensor, Tensor]:
-        """Return the vectors of the moments, (5, B, D), and the sum of the weights that go with them, shape (B, 1).
-
-        The origin is the vector of the largest weight, whose share is then zero: a concentrated softmax loses no
-        digits.
+        The moments have the vector of the largest weight as their origin, where its share is zero: a concentrated
+        softmax loses no digits.
         """
-        few, top = self._others(block)
-        mine = block.first * block.own
-        origin = torch.where(top == block.label, mine, self.proxies[top.squeeze(1)])
+        scale, label, own = self.loss.scale, self.labels[here].unsqueeze(1), self.proxies[self.labels[here]]
+        p, few, top = self._shares(here.start, here.stop)
+        others, p_own = p.scatter(1, label, 0.0), p.gather(1, label)
+        rest = others.sum(1, keepdim=True)
+        first, second = (slope.unsqueeze(1) for slope in self.loss.slopes(self.u[here], own))
+        # Where the others have no weight left, the loss is flat, whatever the angle.
+        first, second = first.masked_fill(rest == 0, 1.0), second.masked_fill(rest == 0, 0.0)
+
+        kept = 0.0 if self.fix.second_only else self.weight * scale
+        repel = 0.0 if self.fix.attracting_only else 1.0
+        degree = kept * (first - repel) * rest
+        neighbors = kept * (first * rest * own - repel * (others @ self.proxies))
+
+        vector = first * own
+        origin = torch.where(top == label, vector, self.proxies[top.squeeze(1)])
         size, mean = few.sum(1, keepdim=True), few @ self.proxies
-        p_own = block.p.gather(1, block.label)
         root = size.sqrt()
         safe = torch.where(size > 0, root, 1.0)
-        out = [
-            mean - size * origin + p_own * (mine - origin),
+        vectors = [
+            mean - size * origin + p_own * (vector - origin),
             torch.where(size > 0, root * origin - mean / safe, 0.0),
             mean / safe,
-            p_own.sqrt() * (mine - origin),
-            (block.second * block.rest / self.loss.scale).sqrt() * block.own,
+            p_own.sqrt() * (vector - origin),
+            (second * rest / scale).sqrt() * own,
         ]
-        factor = self.loss.scale**2 * self.weight
-        return factor**0.5 * torch.stack(out), factor * size
+        factor = scale**2 * self.weight
+        return degree.squeeze(1), neighbors, factor**0.5 * torch.stack(vectors), factor * size.squeeze(1)
 
-    def _others(self, block: _Block) -> tuple[Tensor, Tensor]:
-        """Return the softmax weights but for the own and the largest one, (B, C), and where the largest is."""
-        top = block.p.argmax(1, keepdim=True)
-        return block.p.scatter(1, block.label, 0.0).scatter(1, top, 0.0), top
+    def _shares(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the softmax, and it without the own and the largest share, each (B, C); and where that one is."""
+        labels = self.labels[start:stop]
+        p = self.loss.logits(self.u[start:stop], self.proxies, labels).softmax(1)
+        # Shares close to the smallest number there is have lost their digits.
+        p = p * (p > torch.finfo(p.dtype).tiny ** 0.75)
+        top = p.argmax(1, keepdim=True)
+        return p, p.scatter(1, labels.unsqueeze(1), 0.0).scatter(1, top, 0.0), top
 
+    @torch.no_grad()
     def _weigh(self, start: int, stop: int) -> tuple[Tensor, None]:
-        return self.loss.scale**2 * self.weight * self._others(self._block(start, stop))[0], None
+        return self.loss.scale**2 * self.weight * self._shares(start, stop)[1], None

@@ -272,7 +272,7 @@ class _Anchors:
         statistics = [u.new_zeros(0, 0)] if not count else []
         for here in side.row_blocks(3):
             rows, given = self.local(here), self.given(here)
-            self.kept[rows] = loss._has_terms(*given[1:])
+            self.kept[rows] = loss._checked("_counts", *given[1:]) > 0
             self.count += float(loss._checked("_counts_at", *given).sum())
             statistics.append(loss._statistics(*given))
             terms = loss._checked_terms(*given, statistics[-1], self.kept[rows])

@@ -18,7 +18,7 @@ from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.row_derivatives import RowDerivatives
 from contrastive_curvature.losses.sides import Sides, joined_towers, one_tower, two_towers
 from contrastive_curvature.options import Distance, PDFix
-from contrastive_curvature.pairs import Pairs, make_relation
+from contrastive_curvature.pairs import Pairs
 from contrastive_curvature.pairs.relation import Relation
 from contrastive_curvature.pairs.targets import make_targets
 
@@ -162,31 +162,27 @@ class RowLoss(CosineLoss):
                 hint = "Partners and targets need no labels."
                 raise InputError("labels, pairs", "one of them", "both", hint)
             return make_targets(pairs, z.shape[0], z.device)
-        return make_relation(z.shape[0], z.device, labels, pairs)
+        return super().relate(z, labels, pairs)
 
     def _at(self, u: Tensor, relation: Relation) -> Tensor:
         return self._value_of(u, relation, one_tower(len(u)))
 
-    def derivatives(self, relation: Relation, u: Tensor, *, as_data: bool = False) -> CosineDerivatives:
+    def derivatives(
+        self, relation: Relation, u: Tensor, *, sides: Sides | None = None, as_data: bool = False
+    ) -> CosineDerivatives:
         """Return the derivatives of this loss in the cosines of N points.
 
         Args:
             relation: Which pairs are positive and negative.
             u: Unit embeddings, shape (N, D).
+            sides: Which points are anchors, and of which candidates; by default all points of one tower.
             as_data: Whether a mean is multiplied by its number of anchors, as a fit has it.
         """
-        return self._derivatives(relation, u, one_tower(len(u)), as_data)
+        return RowDerivatives(self, relation, u, sides or one_tower(len(u)), as_data=as_data)
 
     def data_hessian(self, z: Tensor, relation: Relation, n_data: int | None = None) -> OutputHessian:
         """See :meth:`CosineLoss.data_hessian`: a mean over terms counts times its number of anchors."""
         return self.hessian_at(z, relation, as_data=True)
-
-    def between_towers(self, relation: Relation, u: Tensor, first: int, *, as_data: bool = False) -> CosineDerivatives:
-        """Return the same for two towers, N points of the first in front, whose candidates are those of the other."""
-        return self._derivatives(relation, u, two_towers(first, len(u), self.directions), as_data)
-
-    def _derivatives(self, relation: Relation, u: Tensor, sides: Sides, as_data: bool) -> CosineDerivatives:
-        return RowDerivatives(self, relation, u, sides, as_data=as_data)
 
     def between(self, z_a: Tensor, z_b: Tensor, labels: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Compute the loss of two towers.
@@ -211,7 +207,7 @@ class RowLoss(CosineLoss):
         for side in sides:
             for rows in side.row_blocks():
                 positive, negative = (mask.to(u) for mask in relation.rows(rows.start, rows.stop, side.candidates))
-                kept = self._has_terms(positive, negative)
+                kept = self._checked("_counts", positive, negative) > 0
                 if bool(kept.any()):
                     cosine = u[rows][kept] @ u[side.candidates].T
                     positive, negative = positive[kept], negative[kept]
@@ -220,20 +216,16 @@ class RowLoss(CosineLoss):
         scale = self._scale(terms, sides, 0, as_data=False)
         return (scale * total).to(u.dtype) + 0 * u.sum()
 
-    def _has_terms(self, positive: Tensor, negative: Tensor) -> Tensor:
-        """Return which anchors have a term, shape (B,)."""
-        return self._checked("_counts", positive, negative) > 0
-
-    def _checked(self, rule: str, *given: Tensor) -> Tensor:
+    def _checked(self, rule: str, *blocks: Tensor) -> Tensor:
         """Return what a rule gives of blocks (B, M), if it is one number for each anchor, shape (B,)."""
-        found, rows = getattr(self, rule)(*given), len(given[0])
+        numbers, rows = getattr(self, rule)(*blocks), len(blocks[0])
         name = f"{type(self).__name__}.{rule}"
-        if not isinstance(found, Tensor) or tuple(found.shape) != (rows,):
-            came = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(found).__name__}"
+        if not isinstance(numbers, Tensor) or tuple(numbers.shape) != (rows,):
+            came = f"shape {tuple(numbers.shape)}" if isinstance(numbers, Tensor) else f"a {type(numbers).__name__}"
             raise InputError(name, f"one number for each of {rows} anchors, shape ({rows},)", came)
-        if bool(found.detach().isnan().any()):
+        if bool(numbers.detach().isnan().any()):
             raise InputError(name, "numbers", "NaN")
-        return found
+        return numbers
 
     def _checked_terms(
         self, cosine: Tensor, positive: Tensor, negative: Tensor, statistics: Tensor, kept: Tensor

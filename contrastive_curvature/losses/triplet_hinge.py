@@ -76,12 +76,21 @@ class TripletLoss(RowLoss):
             return ListedTriplets(pairs, len(z), z.device)
         return super().relate(z, labels, pairs)
 
-    def _derivatives(self, relation: Relation, u: Tensor, sides: Sides, as_data: bool) -> CosineDerivatives:
-        _check_size(sides)
+    def derivatives(
+        self, relation: Relation, u: Tensor, *, sides: Sides | None = None, as_data: bool = False
+    ) -> CosineDerivatives:
+        """See :meth:`RowLoss.derivatives`."""
+        for side in sides or one_tower(len(u)):
+            anchors, candidates = side.shape
+            if anchors * candidates > _MOST_PAIRS:
+                raise UnsupportedError(
+                    f"TripletLoss: triplets are those of a batch, and its derivatives for {anchors} anchors with "
+                    f"{candidates} candidates each are not formed (at most {_MOST_PAIRS} pairs). Use smaller batches."
+                )
         if isinstance(relation, ListedTriplets):
             # Every negative counts in full.
             return ListedTripletDerivatives(self, relation, u, as_data=as_data)
-        return super()._derivatives(relation, u, sides, as_data)
+        return super().derivatives(relation, u, sides=sides, as_data=as_data)
 
     def _value_of(self, u: Tensor, relation: Relation, sides: Sides) -> Tensor:
         if not isinstance(relation, ListedTriplets):
@@ -132,16 +141,6 @@ def _sorted(numbers: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
     ordered, order = torch.where(times > 0, numbers, torch.inf).sort(dim=1)
     counted = times.gather(1, order).cumsum(1)
     return ordered, torch.cat([torch.zeros_like(counted[:, :1]), counted], dim=1)
-
-
-def _check_size(sides: Sides) -> None:
-    for side in sides:
-        anchors, candidates = side.shape
-        if anchors * candidates > _MOST_PAIRS:
-            raise UnsupportedError(
-                f"TripletLoss: triplets are those of a batch, and its derivatives for {anchors} anchors with "
-                f"{candidates} candidates each are not formed (at most {_MOST_PAIRS} pairs). Use smaller batches."
-            )
 
 
 class ListedTriplets(EdgeRelation):

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError
+from contrastive_curvature.losses.class_table import ClassTable
 from contrastive_curvature.options import Normalization
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import LabelRelation, Relation, TargetRelation
@@ -62,94 +63,61 @@ def count_shares(
     return Shares(share(positive, totals[0]), share(negative, totals[1]))
 
 
-class ClassShares:
-    """Which points are positives of each other, and their shares, by class label.
+@dataclass(frozen=True)
+class Related:
+    """Which points of a data set are positives of each other, and their shares, by class.
+
+    All points of a class are alike. With a relation that is no equality of labels, every point is a class by itself.
 
     Args:
-        classes: Class labels, ascending, shape (C,).
-        counts: Number of points of every class, shape (C,).
-        shares: Of a point of every class, float64.
-        dtype: Floating-point type of the embeddings.
-
-    Attributes:
-        n: Number of all points.
+        relation: Between the C classes, whose targets are ascending labels, or those of all points.
+        shares: Of a point of every class, float64, shape (C,).
         totals: Number of positive and of negative pairs.
         attract: Shares of the positives, summed over all of them and all points, float64.
+        n: Number of all points.
+        dtype: Floating-point type of the embeddings.
+        numbers: Of all points, ascending, where every point is a class; ``None`` for labels.
     """
 
-    def __init__(self, classes: Tensor, counts: Tensor, shares: Shares, dtype: torch.dtype) -> None:
-        self.classes, self.counts, self.shares, self.dtype = classes, counts, shares.to(torch.float64), dtype
-        positive, _, self.totals = class_pairs(counts)
-        self.n = int(counts.sum())
-        self.attract = (self.shares.positive * positive * counts).sum()
+    relation: TargetRelation
+    shares: Shares
+    totals: tuple[float, float]
+    attract: Tensor
+    n: int
+    dtype: torch.dtype
+    numbers: Tensor | None = None
 
     @classmethod
-    def of_counts(
-        cls, classes: Tensor, counts: Tensor, normalization: Normalization, dtype: torch.dtype
-    ) -> ClassShares:
-        """Make the shares from the number of points (C,) of every class, ascending labels (C,)."""
-        positive, negative, totals = class_pairs(counts)
-        return cls(classes, counts, count_shares(positive, negative, normalization, torch.float64, totals), dtype)
+    def of_labels(
+        cls, table: ClassTable, normalization: Normalization, dtype: torch.dtype, shares: Shares | None = None
+    ) -> Related:
+        """Relate points by class labels; ``shares`` of a point of every class, where these are known already."""
+        positive, negative, totals = class_pairs(table.counts)
+        shares = shares or count_shares(positive, negative, normalization, torch.float64, totals)
+        shares = shares.to(torch.float64)
+        attract = (shares.positive * positive * table.counts).sum()
+        return cls(LabelRelation(table.labels), shares, totals, attract, int(table.counts.sum()), dtype)
+
+    @classmethod
+    def of_points(
+        cls, relation: TargetRelation, numbers: Tensor, normalization: Normalization, dtype: torch.dtype
+    ) -> Related:
+        """Relate points with ascending numbers (N,) by any relation of theirs."""
+        counts = relation.counts()
+        totals = pair_totals(*counts)
+        shares = count_shares(*counts, normalization, torch.float64, totals)
+        return cls(relation, shares, totals, (shares.positive * counts[0]).sum(), relation.n, dtype, numbers)
 
     def index(self, targets: Tensor, numbers: Tensor | None = None) -> Tensor:
-        """Return the class of every point, shape (B,), by its label."""
-        del numbers
-        return find_classes(self.classes, targets)
-
-    def relate(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """Return positives and negatives, each (A, B), of points of classes (A,) and (B,)."""
-        same = rows.unsqueeze(1) == columns
-        return same, ~same
-
-    def relation_of(self, targets: Tensor) -> Relation:
-        """Return the relation of some points with labels (B,) among themselves."""
-        return LabelRelation(targets)
-
-
-class PointShares:
-    """The same for a relation that is no equality of labels: every point is a class by itself.
-
-    Args:
-        relation: Of all N points by ascending numbers.
-        numbers: Of these points, shape (N,).
-        normalization: Of the loss.
-        dtype: Floating-point type of the embeddings.
-    """
-
-    def __init__(
-        self, relation: TargetRelation, numbers: Tensor, normalization: Normalization, dtype: torch.dtype
-    ) -> None:
-        self.relation, self.numbers, self.dtype, self.n = relation, numbers, dtype, relation.n
-        counts = relation.counts()
-        self.totals = pair_totals(*counts)
-        self.shares = count_shares(*counts, normalization, torch.float64, self.totals)
-        self.attract = (self.shares.positive * counts[0]).sum()
-
-    def index(self, targets: Tensor, numbers: Tensor) -> Tensor:
-        """Return the place of every point among all, shape (B,), by its number."""
-        place = torch.searchsorted(self.numbers, numbers)
-        if not torch.equal(self.relation.targets[place], targets):
-            raise InputError("train_loader", "the same data in every pass", "other targets in the second")
-        return place
-
-    def relate(self, rows: Tensor, columns: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`ClassShares.relate`."""
-        targets = self.relation.targets
-        return self.relation.relate(targets[rows], targets[columns])
-
-    def relation_of(self, targets: Tensor) -> Relation:
-        """See :meth:`ClassShares.relation_of`."""
-        return self.relation.of(targets)
-
-
-def find_classes(classes: Tensor, labels: Tensor) -> Tensor:
-    """Return the index of every label (B,) among the ascending class labels (C,); all occur in the first pass."""
-    index = torch.searchsorted(classes, labels.contiguous()).clamp(max=max(0, len(classes) - 1))
-    unknown = classes[index] != labels if len(classes) else torch.ones_like(labels, dtype=torch.bool)
-    if bool(unknown.any()):
-        came = f"the new labels {labels[unknown].unique()[:5].tolist()} in the second"
-        raise InputError("train_loader", "the same data in every pass", came)
-    return index
+        """Return the class of every point, shape (B,), by its label, or by its number."""
+        known = self.relation.targets
+        keys, sought = (known, targets) if self.numbers is None or numbers is None else (self.numbers, numbers)
+        index = torch.searchsorted(keys, sought.contiguous()).clamp(max=max(0, len(keys) - 1))
+        other = (known[index] != targets).flatten(1).any(1) if targets.ndim > 1 else known[index] != targets
+        if bool(other.any()):
+            came = f"other targets in the second, {targets[other][:5].tolist()}"
+            raise InputError("train_loader", "the same data in every pass", came)
+        return index
 
 
 def class_pairs(counts: Tensor) -> tuple[Tensor, Tensor, tuple[float, float]]:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError
-from contrastive_curvature.pairs.relation import Relation
+from contrastive_curvature.pairs.relation import HeldRelation, Relation
 
 _INTEGERS = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 
@@ -17,7 +15,7 @@ MOST_POINTS = 2**14
 """Points of a batch whose pairs are listed: as many as two matrices of all pairs hold in a few GiB."""
 
 
-class EdgeRelation(Relation):
+class EdgeRelation(HeldRelation):
     """Listed pairs of a batch, as the miners of pytorch-metric-learning return them; a pair listed twice counts twice.
 
     ``(a, p, n)`` lists for every triplet the positive pair ``{a, p}`` and the negative pair ``{a, n}``;
@@ -38,12 +36,7 @@ class EdgeRelation(Relation):
         if n > MOST_POINTS:
             hint = "Labels and a callable relate any number of points."
             raise InputError("pairs", f"index tensors of a batch of at most {MOST_POINTS:,} points", n, hint)
-        self.n, self.device = n, device
-        self._positive, self._negative = _times_listed(a1, p, n), _times_listed(a2, neg, n)
-
-    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """See :meth:`Relation.rows`."""
-        return self._positive[start:stop, columns], self._negative[start:stop, columns]
+        super().__init__(_times_listed(a1, p, n), _times_listed(a2, neg, n))
 
 
 class GradedPairs(Relation):
@@ -78,18 +71,8 @@ class GradedPairs(Relation):
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
         """See :meth:`Relation.rows`; all of them are positives."""
-        first, last, _ = columns.indices(self.n)
-        listed = torch.zeros(stop - start, max(0, last - first), dtype=torch.int64, device=self.device)
-        for _, place in placed(self.a, self.b, slice(start, stop), slice(first, last)):
-            listed.index_put_(place, torch.ones_like(place[0]), accumulate=True)
+        listed = _times_listed(self.a, self.b, self.n)[start:stop, columns]
         return listed, torch.zeros_like(listed)
-
-
-def placed(i: Tensor, j: Tensor, rows: slice, columns: slice) -> Iterator[tuple[Tensor, tuple[Tensor, Tensor]]]:
-    """Iterate over both orders of pairs (i, j), each (K,): which lie in a block of pairs, and where they lie."""
-    for here, there in ((i, j), (j, i)):
-        inside = (here >= rows.start) & (here < rows.stop) & (there >= columns.start) & (there < columns.stop)
-        yield inside, (here[inside] - rows.start, there[inside] - columns.start)
 
 
 def _times_listed(a: Tensor, b: Tensor, n: int) -> Tensor:

@@ -58,13 +58,9 @@ class Relation(ABC):
             paired with itself.
         """
 
-    def row_blocks(self, width: int = 1) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Iterate over all rows, ``(rows, positive, negative)``, in blocks of bounded size.
-
-        Args:
-            width: How many numbers the caller stores for every pair.
-        """
-        for rows in row_ranges(self.n, self.n * width):
+    def row_blocks(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Iterate over all rows, ``(rows, positive, negative)``, in blocks of bounded size."""
+        for rows in row_ranges(self.n, self.n):
             yield rows, *self.rows(rows.start, rows.stop)
 
     def counts(self) -> tuple[Tensor, Tensor]:
@@ -185,7 +181,24 @@ class CallableRelation(TargetRelation):
         return masks[0].clone(), masks[1].clone()
 
 
-class MaskRelation(Relation):
+class HeldRelation(Relation):
+    """How often all pairs of a batch are listed, held as two matrices with a zero diagonal.
+
+    Args:
+        positive: Shape (n, n).
+        negative: Shape (n, n).
+    """
+
+    def __init__(self, positive: Tensor, negative: Tensor) -> None:
+        self.n, self.device = len(positive), positive.device
+        self._positive, self._negative = positive, negative
+
+    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
+        """See :meth:`Relation.rows`."""
+        return self._positive[start:stop, columns], self._negative[start:stop, columns]
+
+
+class MaskRelation(HeldRelation):
     """A relation given as two boolean matrices; the diagonal is ignored.
 
     Args:
@@ -204,13 +217,8 @@ class MaskRelation(Relation):
             if not torch.equal(mask & off_diagonal, mask.T & off_diagonal):
                 wanted, hint = "a symmetric mask, since a pair has no order", "Use mask | mask.T, or index tuples."
                 raise InputError(f"pairs ({name} mask)", wanted, "an asymmetric one", hint)
-        self._positive, self._negative = positive & off_diagonal, negative & off_diagonal
+        super().__init__(positive & off_diagonal, negative & off_diagonal)
         _check_disjoint(self._positive, self._negative)
-        self.n, self.device = n, positive.device
-
-    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """See :meth:`Relation.rows`."""
-        return self._positive[start:stop, columns], self._negative[start:stop, columns]
 
 
 def make_target_relation(

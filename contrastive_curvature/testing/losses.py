@@ -248,7 +248,7 @@ def _check_terms(loss: Any, random: torch.Generator, device: str) -> None:
         curved = second is None or not loss.convex or bool((second >= 0).all())
         assert curved, f"{name}._terms: second derivatives are negative; set convex = False in the class."
     else:
-        kept = loss._has_terms(*masks)
+        kept = loss._checked("_counts", *masks) > 0
         loss._checked("_value", cosine, *masks)
         statistics = loss._statistics(cosine, *masks)
         first, second, roots = loss._checked_terms(cosine, *masks, statistics, kept)

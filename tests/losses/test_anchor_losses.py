@@ -23,7 +23,7 @@ from torch.nn import functional as F
 import contrastive_curvature as cc
 from contrastive_curvature.losses import row_derivatives, triplet_hinge
 from contrastive_curvature.losses.rows import RowLoss
-from contrastive_curvature.losses.sides import joined_towers
+from contrastive_curvature.losses.sides import joined_towers, two_towers
 from contrastive_curvature.pairs import relation
 from contrastive_curvature.testing.oracle import anchor_hessian, anchor_value, masks_of
 
@@ -214,11 +214,11 @@ def test_two_towers(name: str, data: st.DataObject, dim: int, sizes: tuple[int, 
         data, name, ("full",), distance="arccos", directions=data.draw(st.sampled_from(("both", "a", "b")))
     )
     z, related, first = joined_towers(a, b, labels)
-    value = loss.between(a, b, labels)
+    sides, value = two_towers(first, len(z), loss.directions), loss.between(a, b, labels)
     truth = torch.autograd.functional.hessian(lambda z: loss.between(z[:first], z[first:], labels), z)
     for small in (False, True):
         with pieces(small):
-            found = loss.hessian_of(z, loss.between_towers(related, unit(z), first))
+            found = loss.hessian_at(z, related, sides=sides)
             floor = 1e-4 * len(z) * steepness(loss) ** 2 / float(z.norm(dim=1).min()) ** 2
             check_hessian(found, torch.as_tensor(truth).reshape(z.numel(), -1), floor)
             for one in (loss.between(a, b, labels), found.loss_and_cost()[0]):

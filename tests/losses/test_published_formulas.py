@@ -21,9 +21,9 @@ from tables import each
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from contrastive_curvature.losses import sides
 from contrastive_curvature.losses.infonce import InfoNCELoss
 from contrastive_curvature.losses.rows import RowLoss
-from contrastive_curvature.losses.sides import joined_towers
 from contrastive_curvature.losses.siglip import SigLIPLoss
 from contrastive_curvature.network.two_towers import TwoTowers
 
@@ -102,8 +102,9 @@ def two_towers(draw: st.DrawFn, more: int = 3) -> tuple[Tensor, Tensor]:
 def blocks_of(loss: RowLoss, z_a: Tensor, z_b: Tensor) -> tuple[Tensor, Tensor]:
     """Our diagonal blocks of both towers; ``z_a[i]`` belongs to ``z_b[i]``."""
     labels = torch.arange(len(z_a), device=z_a.device), torch.arange(len(z_b), device=z_b.device)
-    z, relation, first = joined_towers(z_a, z_b, labels)
-    found = loss.hessian_of(z, loss.between_towers(relation, F.normalize(z), first)).point_blocks()
+    z, relation, first = sides.joined_towers(z_a, z_b, labels)
+    both = sides.two_towers(first, len(z), loss.directions)
+    found = loss.hessian_at(z, relation, sides=both).point_blocks()
     return found[:first], found[first:]
 
 

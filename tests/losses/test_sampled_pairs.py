@@ -13,10 +13,9 @@ from torch import Tensor
 import contrastive_curvature as cc
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.hessian.blocks import Blocks
-from contrastive_curvature.hessian.dataset import DatasetHessian
-from contrastive_curvature.losses import columns, pair_derivatives
+from contrastive_curvature.losses import dataset, pair_derivatives
 from contrastive_curvature.losses.class_table import ClassTable
-from contrastive_curvature.losses.dataset import dataset_hessian
+from contrastive_curvature.losses.dataset import DatasetHessian, dataset_hessian
 from contrastive_curvature.pairs.rows import Rows
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
@@ -45,7 +44,7 @@ def test_blocks_of_any_size_give_the_same(monkeypatch: pytest.MonkeyPatch, devic
     bank = torch.randperm(23, generator=torch.Generator().manual_seed(1))[:9].to(device)
     found = sampled(make(), z, labels, bank)
     dense, diagonal = (getattr(at(found, z, labels), what)() for what in ("dense", "diagonal"))
-    for module, name, size in ((pair_derivatives, "_HELD", 0), (columns, "_PAIRS", 64), (columns, "_TOGETHER", 4)):
+    for module, name, size in ((pair_derivatives, "_HELD", 0), (dataset, "_PAIRS", 64), (dataset, "_TOGETHER", 4)):
         monkeypatch.setattr(module, name, size)
     again = sampled(make(), z, labels, bank)
     for rows in torch.randperm(23, generator=torch.Generator().manual_seed(2)).to(device).split(8):

@@ -38,9 +38,9 @@ from contrastive_curvature.fit.processes import curvature_of, finish_parts, fit_
 from contrastive_curvature.fit.readers import Batch, Reader, as_batch, labelled_batch
 from contrastive_curvature.fit.state import CURVATURE, STATISTICS, Origin, State, check_identity, digest_of
 from contrastive_curvature.fit.subset import HessianSubset, anchor_subset, subset_hessian
-from contrastive_curvature.hessian.derivatives import refuse_sampled
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.laplace.advice import LabelRange
+from contrastive_curvature.losses.dataset import refuse_sampled
 from contrastive_curvature.network.digest import encoder_digest
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs
