@@ -1,7 +1,5 @@
 """Every script runs in small and writes what it measured."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
@@ -12,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices import DEVICES
 from numpy.typing import NDArray
 from tables import covering
 from torch import nn
@@ -95,7 +92,6 @@ def test_pairwise_is_ggn(distance, pd_fix, entries, weight):
         assert (got - wanted).abs().max() <= 1e-10 * wanted.abs().max()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_rates_and_fractions(device: str, tmp_path: Path) -> None:
     rates.main(["--device", device, "--quick", "--out", str(tmp_path)])
     assert len(json.loads((tmp_path / "rates.json").read_text())["kernels"]) == 6

@@ -1,7 +1,5 @@
 """Starts processes of one group, each of which goes through all cases, and collects what they found."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import logging

@@ -1,7 +1,5 @@
 """Exports that cannot be: one line that says what to do, and no file, or the old one."""
 
-from __future__ import annotations
-
 import errno
 import os
 import re
@@ -13,7 +11,6 @@ from typing import Any
 import fresh
 import pytest
 import torch
-from devices import DEVICES
 from laplace import Laplace
 from serving_cases import DIM, INPUTS, WIDTH, fitted, inputs
 from tables import each
@@ -21,9 +18,6 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature import artifact
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
-
 
 _SAME = torch.arange(40) < 20
 _ANGLES = torch.linspace(0, 1, 40) + torch.where(_SAME, 0, 1.0)
