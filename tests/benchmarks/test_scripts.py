@@ -4,12 +4,14 @@ import json
 import shutil
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from devices import START_METHOD
 from numpy.typing import NDArray
 from tables import covering
 from torch import nn
@@ -108,6 +110,8 @@ def test_rates_and_fractions(device: str, tmp_path: Path) -> None:
 
 
 def test_a_fit_of_many_points(tmp_path, monkeypatch):
+    start = partial(torch.multiprocessing.start_processes, start_method=START_METHOD)
+    monkeypatch.setattr(torch.multiprocessing, "spawn", start)
     monkeypatch.setattr(scale, "CLASSES", 5)
     path, saved, rows = scale.folder_of(300, tmp_path, 5), [], []
     for samples, processes in ((100, 1), (100, 2), (None, 1)):
