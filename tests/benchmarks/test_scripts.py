@@ -78,6 +78,13 @@ def test_a_script_of_cases_runs_in_small(script: Any, tmp_path: Path, capsys: py
         assert max(cases[0]["difference"].values()) < 1e-5
 
 
+def test_a_case_runs_in_a_process_of_its_own(tmp_path, monkeypatch):
+    prints = "import json, os, sys\nprint('first')\nprint(json.dumps([sys.argv[1:], os.environ['A']]))"
+    (tmp_path / "of_case.py").write_text(prints)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert machine.run_apart("of_case", {"n": 3}, A="b") == [["--case", '{"n": 3}'], "b"]
+
+
 @covering(2, distance=["arccos", "euclidean"], pd_fix=["fixed", "positive", "full"], entries=[3, 4], weight=[0.5, 0.3])
 def test_pairwise_is_ggn(distance, pd_fix, entries, weight):
     layer = nn.Linear(5, 3).double()
@@ -112,6 +119,7 @@ def test_rates_and_fractions(device: str, tmp_path: Path) -> None:
 def test_a_fit_of_many_points(tmp_path, monkeypatch):
     start = partial(torch.multiprocessing.start_processes, start_method=START_METHOD)
     monkeypatch.setattr(torch.multiprocessing, "spawn", start)
+    monkeypatch.setattr(scale, "run_apart", lambda _, case: scale.measure(case))
     monkeypatch.setattr(scale, "CLASSES", 5)
     path, saved, rows = scale.folder_of(300, tmp_path, 5), [], []
     for samples, processes in ((100, 1), (100, 2), (None, 1)):
