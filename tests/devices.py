@@ -1,19 +1,12 @@
-"""The devices that tests run on."""
+"""The devices that tests run on, and how tests start processes."""
 
-from __future__ import annotations
-
-import os
+import sys
 
 import torch
 
-__all__ = ["DEVICES"]
+__all__ = ["DEVICES", "START_METHOD"]
 
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 
-if os.environ.get("PRETEND_DEVICE"):
-    import pretend_device
-
-    DEVICES = [pretend_device.NAME]
-    from contrastive_curvature.testing import contract
-
-    contract.DEVICES[:] = DEVICES
+START_METHOD = "fork" if sys.platform == "linux" and DEVICES == ["cpu"] else "spawn"
+"""A forked process has imported torch already, which takes longer than what most processes do; CUDA allows no fork."""

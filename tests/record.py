@@ -12,8 +12,6 @@ Everything is float64 and seeded. A result is reduced to its sum, its norm and a
 1e-10 of the norm. An error counts as a result, too, by its type: a refusal has to stay a refusal.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import tempfile

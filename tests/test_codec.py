@@ -1,7 +1,5 @@
 """The one codec: what comes back is what went in, and nothing else than known classes is made."""
 
-from __future__ import annotations
-
 import io
 from dataclasses import dataclass, field
 from typing import Any

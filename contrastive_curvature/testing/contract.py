@@ -50,6 +50,8 @@ _few = settings(
     deadline=None,
     max_examples=10,
 )
+_of_a_loss = settings(_few, max_examples=3)
+"""All losses together then have as many examples as the tests that draw the options of one."""
 
 _LEAST_NORM = 0.02
 """Of raw outputs in float32. They are sums of numbers of about one, so shorter ones keep few digits of a direction."""
@@ -158,7 +160,7 @@ class BackendContract:
     # Losses: a backend knows nothing of them, so it is exact for every one.
 
     @pytest.mark.parametrize("name", sorted(LOSSES))
-    @settings(_few, max_examples=8)
+    @_of_a_loss
     @given(data=st.data())
     def test_every_loss_is_exact(self, name: str, data: st.DataObject, device: str) -> None:
         """Against autograd, through all parameters, the last layer and a subnetwork; over batches, and products."""
@@ -213,7 +215,7 @@ class BackendContract:
             _check_factors(backend.kron(single, y, N=len(x))[1].kfacs, reference, reach, torch.float32)
 
     @pytest.mark.parametrize("name", sorted(LOSSES))
-    @_few
+    @_of_a_loss
     @given(data=st.data())
     def test_float32_of_every_loss(self, name: str, data: st.DataObject, device: str) -> None:
         """A batch through all parameters, the last layer and a subnetwork."""

@@ -4,7 +4,6 @@ import json
 import math
 
 import pytest
-from devices import DEVICES
 from tables import each
 
 from benchmarks.experiments import cli, demo, plan, plots, run
@@ -31,7 +30,6 @@ def undrawn(monkeypatch):
     monkeypatch.setattr(plots, "draw_all", lambda *_: None)  # half of the time
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_every_row_of_table_2_runs(device, tmp_path, undrawn, monkeypatch):
     monkeypatch.setattr(triplet, "TEMPERATURES", (1.0,))
     keys = [row.key for row in plan.known_rows(2)]

@@ -1,7 +1,5 @@
 """``make gpu``: parts have time limits, a failure does not stop the others, and a second call goes on."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import time

@@ -1,7 +1,5 @@
 """The README's picture shows what it says it shows."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

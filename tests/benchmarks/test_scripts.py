@@ -1,18 +1,17 @@
 """Every script runs in small and writes what it measured."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from devices import DEVICES
+from devices import START_METHOD
 from numpy.typing import NDArray
 from tables import covering
 from torch import nn
@@ -79,6 +78,13 @@ def test_a_script_of_cases_runs_in_small(script: Any, tmp_path: Path, capsys: py
         assert max(cases[0]["difference"].values()) < 1e-5
 
 
+def test_a_case_runs_in_a_process_of_its_own(tmp_path, monkeypatch):
+    prints = "import json, os, sys\nprint('first')\nprint(json.dumps([sys.argv[1:], os.environ['A']]))"
+    (tmp_path / "of_case.py").write_text(prints)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert machine.run_apart("of_case", {"n": 3}, A="b") == [["--case", '{"n": 3}'], "b"]
+
+
 @covering(2, distance=["arccos", "euclidean"], pd_fix=["fixed", "positive", "full"], entries=[3, 4], weight=[0.5, 0.3])
 def test_pairwise_is_ggn(distance, pd_fix, entries, weight):
     layer = nn.Linear(5, 3).double()
@@ -95,7 +101,6 @@ def test_pairwise_is_ggn(distance, pd_fix, entries, weight):
         assert (got - wanted).abs().max() <= 1e-10 * wanted.abs().max()
 
 
-@pytest.mark.parametrize("device", DEVICES)
 def test_rates_and_fractions(device: str, tmp_path: Path) -> None:
     rates.main(["--device", device, "--quick", "--out", str(tmp_path)])
     assert len(json.loads((tmp_path / "rates.json").read_text())["kernels"]) == 6
@@ -112,6 +117,9 @@ def test_rates_and_fractions(device: str, tmp_path: Path) -> None:
 
 
 def test_a_fit_of_many_points(tmp_path, monkeypatch):
+    start = partial(torch.multiprocessing.start_processes, start_method=START_METHOD)
+    monkeypatch.setattr(torch.multiprocessing, "spawn", start)
+    monkeypatch.setattr(scale, "run_apart", lambda _, case: scale.measure(case))
     monkeypatch.setattr(scale, "CLASSES", 5)
     path, saved, rows = scale.folder_of(300, tmp_path, 5), [], []
     for samples, processes in ((100, 1), (100, 2), (None, 1)):

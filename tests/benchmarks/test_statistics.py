@@ -5,7 +5,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import each
@@ -244,7 +243,6 @@ def by_loop(z, labels, margin):
     return found
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("margin", [0.0, 0.5, 1e9])
 def test_triplets_are_those_of_a_loop(device, margin):
     z, labels = points()

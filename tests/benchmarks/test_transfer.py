@@ -1,7 +1,5 @@
 """The judge of ``benchmarks.transfer``: figures against sklearn, scipy and loops; a file of anybody's."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
 from pathlib import Path

@@ -1,6 +1,7 @@
 """Thresholds with a stated error: their promises over many splits, oracles of single numbers, refusals."""
 
 import math
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -18,6 +19,8 @@ import contrastive_curvature as cc
 from contrastive_curvature import metrics
 
 SPLITS = 600
+SETS = int(os.environ.get("SETS", "200"))
+"""Of images of persons; 600 for the figures of docs/decisions.md."""
 GRID = np.linspace(0, 1, 20001)
 
 
@@ -126,7 +129,7 @@ def test_rates_and_intervals_hold_where_pairs_share_persons(
     pairs = np.stack(np.triu_indices(len(of), 1), axis=1)
     same = of[pairs[:, 0]] == of[pairs[:, 1]]
     rates, inside, narrow = [], [], []
-    for _ in range(SPLITS):
+    for _ in range(SETS):
         scores = likeness(rng, of, pairs, how)
         fitted = cc.MatchThreshold(rate).fit(scores, same, of[pairs])
         matched, missed = (np.searchsorted(few, fitted.threshold, "right") / len(few) for few in (falsely, truly))
@@ -137,9 +140,9 @@ def test_rates_and_intervals_hold_where_pairs_share_persons(
         true = 1 - np.searchsorted(falsely, alone.threshold, "right") / len(falsely)
         narrow.append((true, alone.false_match_interval[0] <= true <= alone.false_match_interval[1]))
     share, without = np.mean(inside, axis=0), np.mean(narrow, axis=0)
-    print(  # the figures of docs/decisions.md: pytest -s
+    print(  # the figures of docs/decisions.md: SETS=600 pytest -s
         f"{how}, {persons} persons with {images} images, rate {rate:g}: mean {np.mean(rates):.5f} "
-        f"(standard error {np.std(rates) / math.sqrt(SPLITS):.5f}), interval holds in {share[0]:.1%}, that of the "
+        f"(standard error {np.std(rates) / math.sqrt(SETS):.5f}), interval holds in {share[0]:.1%}, that of the "
         f"false non-match rate in {share[1]:.1%}; without groups {without[0]:.5f}, {without[1]:.1%}"
     )
     assert np.mean(rates) < mean * rate

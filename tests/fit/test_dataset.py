@@ -181,27 +181,31 @@ def test_memory_of_a_last_layer_fit_does_not_grow_with_pairs(device: str) -> Non
 
 
 def test_a_batch_seldom_waits_for_the_device(device: str) -> None:
-    """The outputs, the Hessian, new labels, and points that dominate are looked at once a batch each; the rest later.
-
-    Of ``.cpu()`` and ``.tolist()`` there is no sign on the CPU.
-    """
+    """Labels and numbers of points go to the CPU; outputs, Hessian and points that dominate are looked at."""
     counted: Counter[str] = Counter()
 
-    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+    class Operations(torch.utils._python_dispatch.TorchDispatchMode):
         def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             counted[function.overloadpacket.__name__] += 1
             return function(*args, **(kwargs or {}))
 
-    def looks(n: int) -> int:
+    class Methods(torch.overrides.TorchFunctionMode):
+        """Notices what copies nothing on the CPU, but does on another device."""
+
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            counted[function.__name__] += 1
+            return function(*args, **(kwargs or {}))
+
+    def waits(n: int) -> int:
         torch.manual_seed(0)
         model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
         loader = DataLoader(TensorDataset(torch.randn(10 * n, 6), torch.arange(10 * n) % 5), batch_size=10)
         counted.clear()
-        with Watch():
+        with Operations(), Methods():
             Laplace(model, "contrastive").fit(loader)
-        return counted["_local_scalar_dense"] + counted["nonzero"]
+        return sum(counted[name] for name in ("_local_scalar_dense", "nonzero", "_unique2", "cpu"))
 
-    assert looks(12) - looks(4) <= 4 * 8
+    assert waits(12) - waits(4) <= 12 * 8
 
 
 def _size(model: nn.Module, x: Tensor, y: Tensor, pairs: dict[str, Any]) -> float:

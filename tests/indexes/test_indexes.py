@@ -1,13 +1,10 @@
 """Searches in real indices of FAISS and tables of LanceDB, against all cosines in float64."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from tables import each
 from torch import Tensor
 
@@ -15,8 +12,6 @@ import contrastive_curvature as cc
 
 faiss = pytest.importorskip("faiss")
 lancedb = pytest.importorskip("lancedb")
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 N, DIM = 500, 8
 KINDS = ("FlatIP", "FlatL2", "HNSW", "IVF", "Lance", "Lance, IVF_PQ")

@@ -1,7 +1,5 @@
 """What the tests of jobs share: a small data set as Parquet files, posteriors of it, and their fit in one process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Embeddings of a corpus as Parquet files: those of the posterior, every input once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +8,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from devices import DEVICES
 from job_cases import POINTS, data, fitted, posterior, table, write
 
 import contrastive_curvature as cc
 from contrastive_curvature.io.jobs import EmbeddingFolder
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 PARTS = 3
 

@@ -1,7 +1,5 @@
 """The job array of the documentation runs: its shell script, with a scheduler that runs tasks at once, and its file."""
 
-from __future__ import annotations
-
 import os
 import re
 import runpy
@@ -16,14 +14,11 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from devices import DEVICES
 from job_cases import data, write
 from laplace import Laplace
 from torch import nn
 
 import contrastive_curvature as cc
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 PAGE = (Path(__file__).resolve().parents[2] / "docs" / "large_data.md").read_text(encoding="utf-8")
 (SECTION,) = re.findall(r"^## A job array\n(.*?)^## ", PAGE, re.DOTALL | re.MULTILINE)

@@ -1,7 +1,5 @@
 """Jobs on a local Ray of two cores: those of one process, whoever dies on the way."""
 
-from __future__ import annotations
-
 import copy
 import os
 import signal
@@ -14,7 +12,6 @@ import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import torch
-from devices import DEVICES
 from job_cases import POINTS, assert_same, data, fitted, posterior, write
 
 import contrastive_curvature as cc
@@ -22,7 +19,6 @@ from contrastive_curvature.errors import ProcessError
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.parametrize("device", DEVICES),
     # Of Ray itself: files that it leaves to the garbage collector, and what it will call otherwise.
     pytest.mark.filterwarnings("ignore::ResourceWarning", "ignore::DeprecationWarning", "ignore::FutureWarning"),
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),

@@ -1,18 +1,13 @@
 """Without ray or pyarrow the library works, and what needs them says what to install."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 
 import pytest
-from devices import DEVICES
 from job_cases import data, posterior, write
 from tables import each
 
 import contrastive_curvature as cc
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def test_missing_packages_are_named(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,5 @@
 """Parquet files in parts: every row once, in order, in batches of the size that was asked for."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +7,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-from devices import DEVICES
 from job_cases import POINTS, assert_same, data, fit_in, fitted, posterior, table, write
 from tables import covering, each
 
@@ -17,7 +14,6 @@ import contrastive_curvature as cc
 from contrastive_curvature.io.jobs import _parts_of as parts_of
 
 pytestmark = [
-    pytest.mark.parametrize("device", DEVICES),
     # Of encoders that nobody has trained.
     pytest.mark.filterwarnings("ignore::contrastive_curvature.FeatureNormWarning"),
 ]

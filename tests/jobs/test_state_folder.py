@@ -1,18 +1,13 @@
 """Folders of states: what is there is kept, what is lost is computed again alone, what is foreign is refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from job_cases import assert_same, data, fit_in, fitted, posterior, write
 
 import contrastive_curvature as cc
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 PARTS = 4
 

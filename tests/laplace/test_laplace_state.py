@@ -1,7 +1,5 @@
 """``la.load_state_dict``: a state that cannot be right is refused, and leaves the object as it was."""
 
-from __future__ import annotations
-
 import copy
 import io
 import warnings

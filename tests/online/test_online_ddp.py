@@ -1,10 +1,12 @@
 """Several processes that train one encoder have one posterior."""
 
 import datetime
+import warnings
 from pathlib import Path
 
 import pytest
 import torch
+from devices import START_METHOD
 from tables import each
 from torch import Tensor, distributed, multiprocessing, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -31,6 +33,7 @@ def remembering(structure: str) -> OnlineLaplace:
 
 def remember(rank: int, folder: Path) -> None:
     torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
     limit = datetime.timedelta(seconds=60)
     distributed.init_process_group("gloo", f"file://{folder}/meet", rank=rank, world_size=PROCESSES, timeout=limit)
     for structure in ("diag", "kron"):
@@ -46,7 +49,7 @@ def remember(rank: int, folder: Path) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("processes")
-    multiprocessing.spawn(remember, (made,), nprocs=PROCESSES)
+    multiprocessing.start_processes(remember, (made,), PROCESSES, start_method=START_METHOD)
     return made
 
 

@@ -1,7 +1,5 @@
 """Fits that several processes do together, and what is compared of them."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Starts processes of one group, each of which goes through all cases, and collects what they found."""
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import logging
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from devices import START_METHOD
 from group_cases import CASES, fitted, share, values
 from group_troubles import SECOND, Faulty, alone, attempt, faults, killed, ordinary, refusals
 from torch import distributed, multiprocessing
@@ -99,7 +98,7 @@ def run(worlds: tuple[int, ...], backend: str, device: str) -> dict[int, list[di
     Raises:
         AssertionError: A process hangs, or did not end as it should.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context(START_METHOD)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         arguments = [(rank, worlds, backend, device, folder) for rank in range(worlds[0])]

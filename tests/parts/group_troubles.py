@@ -1,7 +1,5 @@
 """What goes wrong in one process of several, and what all of them are to say then."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

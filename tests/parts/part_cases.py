@@ -1,7 +1,5 @@
 """Fits whose data come in parts: what is fitted, of what, and how it is compared."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator, Sequence
 from pathlib import Path

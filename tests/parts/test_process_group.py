@@ -1,13 +1,10 @@
 """``fit`` in a ``torch.distributed`` process group: the posterior of one process on all ranks, or an error on all."""
 
-from __future__ import annotations
-
 import warnings
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from group_cases import CASES, fitted, together, values
 from group_processes import run
 from group_troubles import FAULTS, OTHERS
@@ -20,7 +17,6 @@ Said = list[dict[str, Any]]
 
 
 @pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_processes_fit_together(backend: str, device: str) -> None:
     """All in one start of the processes, which takes longer than what they do."""

@@ -1,18 +1,13 @@
 """The draw of the points that stand for all: the same for any division, uniform, and nested."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.stats import chi2
 
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.pairs.rows import RowCollector, Rows, content_numbers, point_keys
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def collected(numbers: torch.Tensor, size: int | None, sizes: list[int], seed: int, device: str) -> Rows:

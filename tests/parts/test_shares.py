@@ -1,12 +1,9 @@
 """Which points a process has: numbers, padding, and whether two processes have the same ones."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
@@ -17,8 +14,6 @@ from contrastive_curvature.fit.passes import PassRecord
 from contrastive_curvature.fit.processes import Head, all_the_same, check_shares
 from contrastive_curvature.fit.share import Claim, Share, sum_of_keys
 from contrastive_curvature.fit.state import Origin
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def dataset(n: int, device: str) -> TensorDataset:

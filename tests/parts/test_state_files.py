@@ -1,14 +1,11 @@
 """States as files: whatever is damaged is refused, and nothing is half written. test_states.py reads them back."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from part_cases import batches_of, content_of, make, points
 from safetensors.torch import save
 from tables import each
@@ -16,8 +13,6 @@ from tables import each
 from contrastive_curvature import artifact
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit.state import State
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def state(device: str, seed: int = 7) -> State:

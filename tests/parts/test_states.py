@@ -1,7 +1,5 @@
 """States of parts merge in any order and grouping, and a fit in parts is the fit of the whole."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -9,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laplace import Laplace
@@ -38,7 +35,6 @@ from contrastive_curvature.fit.state import State
 from contrastive_curvature.structures import Diagonal
 
 pytestmark = [
-    pytest.mark.parametrize("device", DEVICES),
     pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning"),
     pytest.mark.filterwarnings("ignore::contrastive_curvature.laplace.advice.FeatureNormWarning"),
     # Of random networks, and few points.

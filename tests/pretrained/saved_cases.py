@@ -1,7 +1,5 @@
 """What the tests of saved posteriors share: small encoders, fitted posteriors, and whether two predict the same."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from typing import Any

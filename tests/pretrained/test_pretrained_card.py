@@ -1,7 +1,5 @@
 """The model card: the hub reads its metadata, the code in it runs, and what a posterior is stands in it."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What of an encoder a saved posterior is compared with: its state, and its outputs for a few inputs."""
 
-from __future__ import annotations
-
 import copy
 import warnings
 from pathlib import Path
@@ -9,15 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from laplace import Laplace
 from saved_cases import batches, encoder, inputs, predicts_the_same
 from tables import each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def posterior(model: nn.Module, data: Any, **options: Any) -> Any:

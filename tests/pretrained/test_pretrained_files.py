@@ -1,7 +1,5 @@
 """The files of a saved posterior: written whole or not at all, and refused by name when anything is wrong with them."""
 
-from __future__ import annotations
-
 import copy
 import json
 import os

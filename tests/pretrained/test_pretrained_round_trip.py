@@ -1,7 +1,5 @@
 """A saved posterior comes back around its encoder, whatever its class, loss and options, and around no other one."""
 
-from __future__ import annotations
-
 import copy
 import json
 from pathlib import Path
@@ -9,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
@@ -22,8 +19,6 @@ from torch import Tensor, nn
 import contrastive_curvature as cc
 from contrastive_curvature.codec import TensorTable, packed, unpacked
 from contrastive_curvature.io.pretrained.posterior import KNOWN_LOSSES, _loss_config
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 PROXIES = torch.arange(1.0, 10.0, dtype=torch.float64).view(3, 3).sin()
 

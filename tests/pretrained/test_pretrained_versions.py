@@ -1,7 +1,5 @@
 """A folder that an earlier version saved is refused by name, with what to do."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

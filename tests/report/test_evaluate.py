@@ -2,15 +2,12 @@
 
 import pytest
 import torch
-from devices import DEVICES
 from report_cases import fitted, inputs, loader
 from tables import each
 
 from contrastive_curvature import OptimisticPValueWarning, metrics
 from contrastive_curvature.apps.report import Data, Missing, evaluate, measure
 from contrastive_curvature.errors import InputError, InputTypeError
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def both(device):

@@ -1,7 +1,5 @@
 """Small posteriors of a last layer, and how their outputs are compared with ``la(x)``."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

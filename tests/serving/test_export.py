@@ -1,7 +1,5 @@
 """Exported graphs give what ``la(x)`` does, for any number of inputs, and need nothing of this library."""
 
-from __future__ import annotations
-
 import importlib.util
 import json
 import subprocess
@@ -12,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices import DEVICES
 from laplace import Laplace
 from serving_cases import INPUTS, assert_same, fitted, inputs, truth
 from tables import covering
@@ -24,7 +21,6 @@ from contrastive_curvature.io.serving import Scorer
 from contrastive_curvature.io.serving.export import METADATA
 
 pytestmark = [
-    pytest.mark.parametrize("device", DEVICES),
     # torch's exporters about their own insides
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning"),

@@ -1,7 +1,5 @@
 """The scorer without torch: the numbers of ``la(x)``, and files that are damaged or of something else."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import subprocess
@@ -12,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -26,7 +23,6 @@ from contrastive_curvature.embedding.match_regression import Regression
 from contrastive_curvature.fit import class_centres
 from contrastive_curvature.io.serving import Scorer, numpy_scorer
 
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 SUFFIXES = ("npz", "safetensors")
 
 

@@ -1,12 +1,9 @@
 """The module alone computes what ``la(x)`` does, and says NaN where ``la(x)`` raises an error."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
@@ -16,8 +13,6 @@ from torch import Tensor, nn
 
 from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.io.serving import ServedEncoder
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 @pytest.mark.filterwarnings("ignore:One point contributes")
