@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature import vmf
 from contrastive_curvature.errors import InputError, UnsupportedError
@@ -115,21 +116,21 @@ class Diagonal(Spread):
         """The variances."""
         return self.values
 
+    @override
     def finite(self) -> Tensor:
-        """See :meth:`Spread.finite`."""
         return self.values.isfinite().all(1)
 
+    @override
     def across(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`Spread.across`."""
         return self.values.sum(1, dtype=torch.float64), (self.values * u.square()).sum(1)
 
+    @override
     def moments(self, *vectors: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """See :meth:`Spread.moments`."""
         wide = self.values.double()
         return wide.sum(1), torch.linalg.vector_norm(wide, dim=1), tuple(wide * v for v in vectors)
 
+    @override
     def sample(self, mean: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
-        """See :meth:`Spread.sample`."""
         noise = _noise(mean, n_samples, generator)
         return (mean + noise * self.values.to(noise.dtype).sqrt()).to(mean.dtype)
 
@@ -185,14 +186,14 @@ class Axes(Spread):
             out = self.values @ self.axes.square().T
             return (out if self.common is None else out + self.common.diagonal()).to(self.dtype)
 
+    @override
     def finite(self) -> Tensor:
-        """See :meth:`Spread.finite`."""
         # The largest of some numbers is NaN where one of them is.
         finite = self.values.amax(1).isfinite()
         return finite if self.common is None else finite & self.common.diagonal().isfinite().all()
 
+    @override
     def across(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`Spread.across`."""
         total = self.values.sum(1, dtype=torch.float64)
         radial = (self.values * (u @ self.axes.double()).square()).sum(1)
         if self.common is None:
@@ -212,8 +213,8 @@ class Axes(Spread):
         products = tuple(product + v @ common for product, v in zip(products, vectors, strict=True))
         return trace + common.diagonal().sum(), square.sqrt(), products
 
+    @override
     def rows(self, rows: Tensor | slice) -> Axes:
-        """See :meth:`Spread.rows`."""
         return replace(self, values=taken(self.values, rows))
 
     def to(self, device: Any, dtype: torch.dtype | None) -> Axes:
@@ -245,8 +246,8 @@ class Joint(Spread):
         return self.blocks[points, :, points]
 
     @property
+    @override
     def joint_covariance(self) -> Tensor:
-        """See :attr:`Spread.joint_covariance`."""
         n, dim = self.blocks.shape[:2]
         return self.blocks.reshape(n * dim, n * dim)
 
@@ -260,8 +261,8 @@ class Joint(Spread):
         whole = Dense(self.joint_covariance.unsqueeze(0))
         return whole.sample(mean.reshape(1, -1), n_samples, generator).view(n_samples, *mean.shape)
 
+    @override
     def rows(self, rows: Tensor | slice) -> Joint:
-        """See :meth:`Spread.rows`."""
         return Joint(taken(taken(self.blocks, rows).transpose(0, 2), rows).transpose(0, 2))
 
 

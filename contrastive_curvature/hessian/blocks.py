@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature.errors import InputError, UnsupportedError
 
@@ -137,36 +138,36 @@ class DenseBlocks(Blocks):
     def __getitem__(self, rows: slice) -> DenseBlocks:
         return DenseBlocks(self.u[rows], self.matrices[rows])
 
+    @override
     def matmul(self, v: Tensor) -> Tensor:
-        """See :meth:`Blocks.matmul`."""
         return (self.matrices @ v.unsqueeze(2)).squeeze(2) if v.ndim == 2 else self.matrices @ v
 
+    @override
     def diagonal(self) -> Tensor:
-        """See :meth:`Blocks.diagonal`."""
         return self.matrices.diagonal(dim1=1, dim2=2)
 
+    @override
     def dense(self) -> Tensor:
-        """See :meth:`Blocks.dense`."""
         return self.matrices
 
+    @override
     def add_projector(self, weight: Tensor) -> DenseBlocks:
-        """See :meth:`Blocks.add_projector`."""
         eye = torch.eye(self.u.shape[1], dtype=self.u.dtype, device=self.u.device)
         projector = eye - self.u.unsqueeze(2) * self.u.unsqueeze(1)
         return DenseBlocks(self.u, self.matrices + weight.view(-1, 1, 1) * projector)
 
+    @override
     def eigenvalue_bounds(self) -> tuple[Tensor, Tensor]:
-        """See :meth:`Blocks.eigenvalue_bounds`."""
         values = torch.linalg.eigvalsh(self.matrices)
         return values[:, 0], values[:, -1]
 
+    @override
     def project_psd(self) -> DenseBlocks:
-        """See :meth:`Blocks.project_psd`."""
         values, vectors = torch.linalg.eigh(self.matrices)
         return DenseBlocks(self.u, (vectors * values.clamp(min=0).unsqueeze(1)) @ vectors.mT)
 
+    @override
     def factor(self) -> Tensor:
-        """See :meth:`Blocks.factor`."""
         self.require_psd()
         return self.root()
 
@@ -175,8 +176,8 @@ class DenseBlocks(Blocks):
         values, vectors = torch.linalg.eigh(self.matrices)
         return (vectors * values.clamp(min=0).sqrt().unsqueeze(1)) @ vectors.mT
 
+    @override
     def signed_factor(self) -> SignedFactor:
-        """See :meth:`Blocks.signed_factor`."""
         values, vectors = torch.linalg.eigh(self.matrices)
         columns = (vectors * values.abs().sqrt().unsqueeze(1)).permute(2, 0, 1)
         return SignedFactor(columns.contiguous(), values.sign().T.contiguous())
@@ -203,12 +204,12 @@ class SampledBlocks(Blocks):
     def __getitem__(self, rows: slice) -> SampledBlocks:
         return SampledBlocks(self.exact[rows], self.mc_samples, self.generator)
 
+    @override
     def matmul(self, v: Tensor) -> Tensor:
-        """See :meth:`Blocks.matmul`."""
         return self.exact.matmul(v)
 
+    @override
     def diagonal(self) -> Tensor:
-        """See :meth:`Blocks.diagonal`."""
         return self.exact.diagonal()
 
     def signed_factor(self) -> SignedFactor:

@@ -22,6 +22,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature.hessian.sphere import project_tangent
 from contrastive_curvature.pairs.relation import row_ranges
@@ -186,14 +187,14 @@ class RootSide(PointVectors):
     weights: Tensor
     own: tuple[Tensor, Tensor, Tensor]
 
+    @override
     def along(self, t: Tensor) -> Tensor:
-        """See :meth:`PointVectors.along`."""
         out = self.weights * (self.anchors @ t.T)
         vector, point, own = self.own
         return out.index_put_((vector, point), (own * t[point]).sum(1), accumulate=True)
 
+    @override
     def summed(self, t: Tensor) -> Tensor:
-        """See :meth:`PointVectors.summed`."""
         dim, columns = t.shape[1:]
         out = t.new_zeros(self.weights.shape[0], columns)
         for some in row_ranges(len(out), dim * columns):
@@ -202,8 +203,8 @@ class RootSide(PointVectors):
         vector, point, own = self.own
         return out.index_add_(0, vector, torch.einsum("od,odk->ok", own, t[point]))
 
+    @override
     def spread(self, x: Tensor) -> Tensor:
-        """See :meth:`PointVectors.spread`."""
         points, dim = self.weights.shape[1], self.anchors.shape[1]
         out = x.new_zeros(points, dim * x.shape[1])
         for some in row_ranges(len(x), dim * x.shape[1]):
@@ -212,8 +213,8 @@ class RootSide(PointVectors):
         vector, point, own = self.own
         return out.view(points, dim, x.shape[1]).index_add_(0, point, own.unsqueeze(2) * x[vector].unsqueeze(1))
 
+    @override
     def blockwise(self, t: Tensor, signs: Tensor, points: Tensor) -> Tensor:
-        """See :meth:`PointVectors.blockwise`."""
         out = t.new_zeros(len(points), *t.shape[1:])
         vector, point, own = self.own
         for k in range(t.shape[2]):

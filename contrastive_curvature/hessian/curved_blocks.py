@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature.hessian.blocks import Blocks, DenseBlocks, UnrepresentableError
 from contrastive_curvature.hessian.moments import Moments
@@ -44,45 +45,45 @@ class CurvedBlocks(Blocks):
     def __getitem__(self, rows: slice) -> CurvedBlocks:
         return CurvedBlocks(self.first[rows], self.n[rows], self.moments[rows])
 
+    @override
     def matmul(self, v: Tensor) -> Tensor:
-        """See :meth:`Blocks.matmul`."""
         columns = v.unsqueeze(2) if v.ndim == 2 else v
         scale = (1 / self.n / self.n).view(-1, 1, 1)
         second = project_tangent(self.u, self.moments.matmul(project_tangent(self.u, columns)))
         return self.first.matmul(v) + (scale * second).view_as(v)
 
+    @override
     def diagonal(self) -> Tensor:
-        """See :meth:`Blocks.diagonal`."""
         return self.first.diagonal() + self.moments.diagonal(self.u) / (self.n * self.n).unsqueeze(1)
 
+    @override
     def dense(self) -> Tensor:
-        """See :meth:`Blocks.dense`."""
         u, moments = self.u, self.moments.dense()
         second = project_tangent(u, project_tangent(u, moments).mT) / (self.n * self.n).view(-1, 1, 1)
         return self.first.dense() + (second + second.mT) / 2
 
+    @override
     def terms(self) -> Tensor:
-        """See :meth:`Blocks.terms`."""
         return self.moments.bound() / self.n / self.n
 
+    @override
     def total(self) -> Tensor:
-        """See :meth:`Blocks.total`."""
         return self.first.total() + self.moments.gram(self.u, 1 / self.n / self.n)
 
+    @override
     def add_projector(self, weight: Tensor) -> CurvedBlocks:
-        """See :meth:`Blocks.add_projector`."""
         return replace(self, first=self.first.add_projector(weight))
 
+    @override
     def eigenvalue_bounds(self) -> tuple[Tensor, Tensor]:
-        """See :meth:`Blocks.eigenvalue_bounds`."""
         return _by_chunks(self, lambda part, _: torch.stack(part.eigenvalue_bounds(), dim=1)).unbind(1)  # type: ignore[return-value]
 
+    @override
     def project_psd(self) -> ProjectedBlocks:
-        """See :meth:`Blocks.project_psd`."""
         return ProjectedBlocks(self)
 
+    @override
     def factor(self) -> Tensor:
-        """See :meth:`Blocks.factor`."""
         self.require_psd()
         return _by_chunks(self, lambda part, _: part.root())
 
@@ -105,24 +106,24 @@ class ProjectedBlocks(Blocks):
     def __getitem__(self, rows: slice) -> ProjectedBlocks:
         return ProjectedBlocks(self.exact[rows])
 
+    @override
     def matmul(self, v: Tensor) -> Tensor:
-        """See :meth:`Blocks.matmul`."""
         return _by_chunks(self.exact, lambda part, rows: part.project_psd().matmul(v[rows]))
 
+    @override
     def diagonal(self) -> Tensor:
-        """See :meth:`Blocks.diagonal`."""
         return _by_chunks(self.exact, lambda part, _: part.project_psd().diagonal())
 
+    @override
     def dense(self) -> Tensor:
-        """See :meth:`Blocks.dense`."""
         return _by_chunks(self.exact, lambda part, _: part.project_psd().dense())
 
+    @override
     def total(self) -> Tensor:
-        """See :meth:`Blocks.total`."""
         return _by_chunks(self.exact, lambda part, _: part.project_psd().total().unsqueeze(0)).sum(0)
 
+    @override
     def factor(self) -> Tensor:
-        """See :meth:`Blocks.factor`."""
         return _by_chunks(self.exact, lambda part, _: part.root())
 
 

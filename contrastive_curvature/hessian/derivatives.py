@@ -9,6 +9,7 @@ from typing import ClassVar
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.hessian.cross import CrossRoots
@@ -188,8 +189,8 @@ class PartOfDerivatives(CosineDerivatives):
         moments = None if sums.moments is None else sums.moments[rows]
         return NodeSums(sums.degree[rows], sums.neighbors[rows], moments, sums.value)
 
+    @override
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`CosineDerivatives.rows`."""
         return self.whole.rows(start + self._start, stop + self._start, self._placed(columns))
 
     def second_matmul(self, t: Tensor) -> Tensor | None:
@@ -199,8 +200,8 @@ class PartOfDerivatives(CosineDerivatives):
         out = self.whole.second_matmul(padded)
         return None if out is None else out[self._start : self._stop]
 
+    @override
     def roots(self, rows: slice, columns: slice) -> CrossRoots | None:
-        """See :meth:`CosineDerivatives.roots`."""
         return self.whole.roots(self._placed(rows), self._placed(columns))
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:

@@ -18,6 +18,7 @@ from itertools import chain
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature.hessian.sphere import project_tangent
 from contrastive_curvature.pairs.relation import row_ranges
@@ -113,8 +114,8 @@ class PairMoments(Moments):
         parts = [part.between(low, max(low, high)) for part in self.parts]
         return PairMoments(parts, self.signs, self.vectors[:, rows], self._bound[rows], self.dtype)
 
+    @override
     def dense(self) -> Tensor:
-        """See :meth:`Moments.dense`."""
         _, n, dim = self.vectors.shape
         out = self.vectors.new_zeros(n, dim * dim)
         for points, weights, _, others in self._blocks():
@@ -126,8 +127,8 @@ class PairMoments(Moments):
             out += sign * v.unsqueeze(2) * v.unsqueeze(1)
         return out.to(self.dtype)
 
+    @override
     def matmul(self, x: Tensor) -> Tensor:
-        """See :meth:`Moments.matmul`."""
         _, n, dim = self.vectors.shape
         if x.shape[2] > dim:
             # More columns than a matrix has: forming it is cheaper.
@@ -142,8 +143,8 @@ class PairMoments(Moments):
             out += sign * v.unsqueeze(2) * (v.unsqueeze(1) @ x)
         return out.to(self.dtype)
 
+    @override
     def diagonal(self, u: Tensor) -> Tensor:
-        """See :meth:`Moments.diagonal`."""
         u = u.to(self.vectors.dtype)
         out = torch.zeros_like(u)
         for points, weights, known, others in self._blocks():
@@ -156,8 +157,8 @@ class PairMoments(Moments):
             out += sign * project_tangent(u, v).square()
         return out.to(self.dtype)
 
+    @override
     def gram(self, u: Tensor, scale: Tensor) -> Tensor:
-        """See :meth:`Moments.gram`."""
         u, scale = u.to(self.vectors.dtype), scale.to(self.vectors.dtype)
         out = u.new_zeros(u.shape[1], u.shape[1])
         for points, weights, known, others in self._blocks():
@@ -172,8 +173,8 @@ class PairMoments(Moments):
             out.addmm_((tangent * (sign * scale).unsqueeze(1)).T, tangent)
         return out.to(self.dtype)
 
+    @override
     def bound(self) -> Tensor:
-        """See :meth:`Moments.bound`."""
         return self._bound.to(self.dtype)
 
     def _blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature.hessian.blocks import Blocks, SignedFactor, UnrepresentableError
 from contrastive_curvature.hessian.sphere import project_tangent
@@ -87,18 +88,18 @@ class NodeBlocks(Blocks):
     def __getitem__(self, rows: slice) -> NodeBlocks:
         return NodeBlocks(self.u[rows], self.t[rows], self.c[rows], self.p[rows], self.q[rows], self.r[rows])
 
+    @override
     def add_projector(self, weight: Tensor) -> NodeBlocks:
-        """See :meth:`Blocks.add_projector`."""
         return replace(self, c=self.c + weight)
 
+    @override
     def diagonal(self) -> Tensor:
-        """See :meth:`Blocks.diagonal`."""
         u2 = self.u**2
         c, p, q, r = (w.unsqueeze(1) for w in (self.c, self.p, self.q, self.r))
         return c * (1 - u2) + p * self.t**2 + 2 * q * self.u * self.t + r * u2
 
+    @override
     def matmul(self, v: Tensor) -> Tensor:
-        """See :meth:`Blocks.matmul`."""
         if v.ndim == 2:
             return self.matmul(v.unsqueeze(2)).squeeze(2)
         c, p, q, r = (w.view(-1, 1, 1) for w in (self.c, self.p, self.q, self.r))
@@ -113,8 +114,8 @@ class NodeBlocks(Blocks):
         eye = torch.eye(self.u.shape[1], dtype=self.u.dtype, device=self.u.device)
         return self.c.sum() * eye + self.u.T @ ((r - c) * self.u) + self.t.T @ (p * self.t) + mixed + mixed.T
 
+    @override
     def eigenvalue_bounds(self) -> tuple[Tensor, Tensor]:
-        """See :meth:`Blocks.eigenvalue_bounds`."""
         inside = self.c + self.p
         mean, half = (inside + self.r) / 2, torch.hypot((inside - self.r) / 2, self.q)
         values = [mean - half, mean + half]
@@ -136,8 +137,8 @@ class NodeBlocks(Blocks):
         r = torch.where(moves, value * along_u**2, self.r.clamp(min=0))
         return NodeBlocks(self.u, self.t, c, p, q, r)
 
+    @override
     def factor(self) -> Tensor:
-        """See :meth:`Blocks.factor`."""
         self.require_psd()
         c = self.c.clamp(min=0).sqrt().view(-1, 1, 1)
         u, t = self.u.unsqueeze(2), self.t.unsqueeze(2)

@@ -14,6 +14,7 @@ from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
@@ -62,14 +63,14 @@ class Kernel(Structure):
     values: Tensor
     vectors: Tensor
 
+    @override
     def shapes(self, room: Room) -> dict[str, Any]:
-        """See :meth:`Structure.shapes`."""
         (points, dim), columns = self.factor.shape[:2], len(self.values)
         factor = (points, dim, columns if self.coupled else dim)
         return {"factor": factor, "values": (columns,), "vectors": (columns, columns)}
 
+    @override
     def traces(self) -> Tensor:
-        """See :meth:`Structure.traces`."""
         return self.values.sum().reshape(1)
 
     def clamped(self, sizes: list[int]) -> ClampedKernel:

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature.errors import InputTypeError
 from contrastive_curvature.hessian.derivatives import NodeSums, Totals
@@ -98,8 +99,8 @@ class ContrastiveLoss(PairLoss):
         inside = repel if self.threshold is None else repel * (cosine > self.threshold)
         return Terms((inside - attract).expand_as(cosine), None)
 
+    @override
     def derivatives(self, relation: Relation, u: Tensor, *, shares: Shares | None = None) -> ContrastiveDerivatives:
-        """See :meth:`PairLoss.derivatives`."""
         return ContrastiveDerivatives(self, relation, u, shares)
 
     def hessian_over(
@@ -146,8 +147,8 @@ class ContrastiveDerivatives(PairDerivatives):
 
     loss: ContrastiveLoss
 
+    @override
     def node_sums(self) -> NodeSums:
-        """See :meth:`CosineDerivatives.node_sums`."""
         if not isinstance(self.relation, LabelRelation):
             return super().node_sums()
         labels = self.relation.targets

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature.hessian.derivatives import NodeSums
 from contrastive_curvature.losses.class_table import ClassTable
@@ -142,8 +143,8 @@ class ContrastiveOfClasses(DatasetHessian):
         """See :meth:`DatasetHessian.sums_for`; a point is left out by its class, whatever its number."""
         return self.sums(part.u, self.related.index(part.targets), part.numbers)
 
+    @override
     def class_weights(self) -> ClassWeights | None:
-        """See :meth:`DatasetHessian.class_weights`."""
         loss, classes, shares = self.loss, self.related.relation.targets, self.related.shares
         if not loss.pairs_by_class and self.bank is None:
             return None

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError
@@ -57,8 +58,8 @@ class CoSENTLoss(CosineLoss):
         super().__init__(distance=distance, pd_fix=pd_fix)
         self.scale = validate.number("scale", scale, positive=True)
 
+    @override
     def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> GradedPairs:
-        """See :meth:`CosineLoss.relate`."""
         wanted = "(a, b, grades): two points and a grade for every pair"
         if labels is not None:
             raise InputError("labels", "None", "labels", f"Pass pairs={wanted}.")
@@ -141,16 +142,16 @@ class CoSENTDerivatives(CosineDerivatives):
         self._c = loss.scale**2 * second.new_zeros(count, count).index_add_(1, place, rows)
         self._ends = PairEnds.of(i, j, u, self._c)
 
+    @override
     def node_sums(self) -> NodeSums:
-        """See :meth:`CosineDerivatives.node_sums`."""
         return NodeSums(self._y.sum(1), self._y @ self.u, self._ends, self._summed_value.double())
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         """See :meth:`CosineDerivatives.rows`; all second derivatives are in :meth:`roots`."""
         return self._y[start:stop, columns], None
 
+    @override
     def second_matmul(self, t: Tensor) -> Tensor | None:
-        """See :meth:`CosineDerivatives.second_matmul`."""
         along = self._ends.along(t)
         change = along.new_zeros(len(self._c), along.shape[1]).index_add_(0, self._ends.pair, along)
         # Less what is between a point and itself.
@@ -244,26 +245,26 @@ class PairEnds(Moments):
         out = x.new_zeros(self.points, self.other.shape[1], x.shape[1])
         return out.index_add_(0, self.point, self.other.unsqueeze(2) * x.unsqueeze(1))
 
+    @override
     def dense(self) -> Tensor:
-        """See :meth:`Moments.dense`."""
         return self.spread(self.c @ self.other)
 
+    @override
     def matmul(self, x: Tensor) -> Tensor:
-        """See :meth:`Moments.matmul`."""
         return self.spread(self.c @ self.along(x))
 
+    @override
     def diagonal(self, u: Tensor) -> Tensor:
-        """See :meth:`Moments.diagonal`."""
         tangent = project_tangent(u[self.point], self.other)
         return torch.zeros_like(u).index_add_(0, self.point, tangent * (self.c @ tangent))
 
+    @override
     def gram(self, u: Tensor, scale: Tensor) -> Tensor:
-        """See :meth:`Moments.gram`."""
         tangent = project_tangent(u[self.point], self.other)
         return (tangent * scale[self.point].unsqueeze(1)).T @ (self.c @ tangent)
 
+    @override
     def bound(self) -> Tensor:
-        """See :meth:`Moments.bound`."""
         return self.c.new_zeros(self.points).index_add_(0, self.point, self.c.abs().sum(1))
 
 
@@ -279,17 +280,17 @@ class ListedVectors(PointVectors):
     ends: PairEnds
     vectors: Tensor
 
+    @override
     def along(self, t: Tensor) -> Tensor:
-        """See :meth:`PointVectors.along`."""
         along = self.vectors[:, self.ends.pair] * self.ends.along(t.unsqueeze(2)).T
         return along.new_zeros(len(along), self.ends.points).index_add_(1, self.ends.point, along)
 
+    @override
     def summed(self, t: Tensor) -> Tensor:
-        """See :meth:`PointVectors.summed`."""
         return self.vectors[:, self.ends.pair] @ self.ends.along(t)
 
+    @override
     def spread(self, x: Tensor) -> Tensor:
-        """See :meth:`PointVectors.spread`."""
         return self.ends.spread((self.vectors.T @ x)[self.ends.pair])
 
     def blockwise(self, t: Tensor, signs: Tensor, points: Tensor) -> Tensor:

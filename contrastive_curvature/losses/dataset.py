@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.hessian.blocks import Blocks
@@ -190,13 +191,13 @@ class DatasetHessian(CosineDerivatives):
         """
         return None
 
+    @override
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
-        """See :meth:`CosineDerivatives.loss_and_cost`."""
         totals = totals or self.node_sums().totals(self.u)
         return self.loss.loss_and_cost(totals, self.related.attract, self.related.dtype)
 
+    @override
     def node_sums(self) -> NodeSums:
-        """See :meth:`CosineDerivatives.node_sums`."""
         assert self.points is not None
         return self.sums(self.points.u, self.points.index, self.points.numbers)
 

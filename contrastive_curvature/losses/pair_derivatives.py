@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums, Totals
 from contrastive_curvature.hessian.moments import MomentPart, PairMoments
@@ -178,26 +179,26 @@ class PairDerivatives(CosineDerivatives):
         if not (loss.sums_suffice and isinstance(relation, LabelRelation)):
             warn_of_many(*u.shape)
 
+    @override
     def node_sums(self) -> NodeSums:
-        """See :meth:`CosineDerivatives.node_sums`."""
         rows = torch.arange(self.n, device=self.u.device)
         met = Met(rows, self.u, lambda some, value: self._rows(some.start, some.stop, value=value))
         return sum_pairs(self.loss, self.u, [met])
 
+    @override
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`CosineDerivatives.rows`."""
         block = self._rows(start, stop, columns)
         return block.y, block.c
 
+    @override
     def second_matmul(self, t: Tensor) -> Tensor | None:
-        """See :meth:`CosineDerivatives.second_matmul`."""
         if self.loss.linear:
             # Before any block of pairs is formed: every product with a Hessian asks.
             return None
         return super().second_matmul(t)
 
+    @override
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
-        """See :meth:`CosineDerivatives.loss_and_cost`."""
         totals = totals or self.node_sums().totals(self.u)
         return self.loss.loss_and_cost(totals, self._attract, self.u.dtype)
 

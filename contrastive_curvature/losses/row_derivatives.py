@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature.hessian.cross import CrossRoots, RootSide
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums, Totals
@@ -49,8 +50,8 @@ class RowDerivatives(CosineDerivatives):
         for known in self._sides:
             known.rescale(self.scale)
 
+    @override
     def node_sums(self) -> NodeSums:
-        """See :meth:`CosineDerivatives.node_sums`."""
         degree, neighbors = self.u.new_zeros(self.n), torch.zeros_like(self.u)
         shifted = self.loss.shift_invariant and not self.loss.linear
         signs = torch.cat([self.signs, self.u.new_tensor([1.0, -1.0])]) if shifted else self.signs
@@ -83,8 +84,8 @@ class RowDerivatives(CosineDerivatives):
         value = degree.new_zeros((), dtype=torch.float64)
         return NodeSums(degree, neighbors, moments, value).checked(type(self.loss).__name__)
 
+    @override
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`CosineDerivatives.rows`."""
         first, last, _ = columns.indices(self.n)
         y = self.u.new_zeros(stop - start, max(0, last - first))
         c = None if self.loss.linear else torch.zeros_like(y)
@@ -105,8 +106,8 @@ class RowDerivatives(CosineDerivatives):
             y.zero_()
         return (y.clamp_(min=0) if self.fix.attracting_only else y), c
 
+    @override
     def matmul(self, x: Tensor) -> Tensor:
-        """See :meth:`CosineDerivatives.matmul`."""
         if self.fix.attracting_only:
             # Which pairs attract shows only once both directions of a pair are together.
             return super().matmul(x)
@@ -119,8 +120,8 @@ class RowDerivatives(CosineDerivatives):
                 out[theirs] -= first.T @ x[here]
         return out
 
+    @override
     def second_matmul(self, t: Tensor) -> Tensor | None:
-        """See :meth:`CosineDerivatives.second_matmul`."""
         if self.loss.linear:
             return None
         out = torch.zeros_like(t)
@@ -148,8 +149,8 @@ class RowDerivatives(CosineDerivatives):
                     out[theirs] += (root.T @ outer.flatten(1)).view_as(changes)
         return out
 
+    @override
     def roots(self, rows: slice, columns: slice) -> CrossRoots | None:
-        """See :meth:`CosineDerivatives.roots`."""
         if not len(self.signs):
             return None
         ends = [slice(*chosen.indices(self.n)[:2]) for chosen in (rows, columns)]

@@ -8,6 +8,7 @@ from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError
@@ -155,8 +156,8 @@ class RowLoss(CosineLoss):
             statistics: Of the whole rows, shape (B, K).
         """
 
+    @override
     def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> Relation:
-        """See :meth:`CosineLoss.relate`."""
         if isinstance(pairs, Tensor):
             if labels is not None:
                 hint = "Partners and targets need no labels."

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import UnsupportedError
@@ -70,16 +71,16 @@ class TripletLoss(RowLoss):
         super().__init__(reduction, directions, distance=distance, pd_fix=pd_fix)
         self.margin = validate.number("margin", margin)
 
+    @override
     def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> Relation:
-        """See :meth:`CosineLoss.relate`."""
         if isinstance(pairs, tuple) and len(pairs) == 3:
             return ListedTriplets(pairs, len(z), z.device)
         return super().relate(z, labels, pairs)
 
+    @override
     def derivatives(
         self, relation: Relation, u: Tensor, *, sides: Sides | None = None, as_data: bool = False
     ) -> CosineDerivatives:
-        """See :meth:`RowLoss.derivatives`."""
         for side in sides or one_tower(len(u)):
             anchors, candidates = side.shape
             if anchors * candidates > _MOST_PAIRS:
@@ -197,10 +198,10 @@ class ListedTripletDerivatives(CosineDerivatives):
         y = y + y.T
         self._y = y.clamp_(min=0) if loss.pd_fix.attracting_only else y
 
+    @override
     def node_sums(self) -> NodeSums:
-        """See :meth:`CosineDerivatives.node_sums`."""
         return NodeSums(self._y.sum(1), self._y @ self.u, None, self._value)
 
+    @override
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`CosineDerivatives.rows`."""
         return self._y[start:stop, columns], None

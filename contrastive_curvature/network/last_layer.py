@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks
@@ -55,8 +56,8 @@ class LastLayerPullback(Pullback):
         self.bias = layer.bias is not None
         self.n_params = layer.weight.numel() + (layer.out_features if self.bias else 0)
 
+    @override
     def named_sizes(self) -> list[tuple[str, int]]:
-        """See :meth:`Pullback.named_sizes`."""
         layer = self.encoder.require_last_layer()
         prefix = f"{self.encoder.last_layer_name}." if self.encoder.last_layer_name else ""
         return [(prefix + name, p.numel()) for name, p in layer.named_parameters()]
@@ -65,35 +66,35 @@ class LastLayerPullback(Pullback):
         """See :meth:`Pullback.input_sizes`; the context is what the layer takes in."""
         return {self.encoder.last_layer_name or "": context.double().square().sum(1)}
 
+    @override
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
-        """See :meth:`Pullback.forward`."""
         with torch.no_grad():
             return self.encoder.forward_with_features(x)
 
+    @override
     def slice_context(self, context: Any, rows: slice) -> Any:
-        """See :meth:`Pullback.slice_context`."""
         return context[rows]
 
+    @override
     def vjp(self, context: Any, cotangents: Tensor) -> Tensor:
-        """See :meth:`Pullback.vjp`."""
         weight = torch.einsum("nmd,nf->nmdf", cotangents, context).flatten(2)
         return torch.cat([weight, cotangents], dim=2) if self.bias else weight
 
+    @override
     def jvp(self, x: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`Pullback.jvp`."""
         z, phi = self.forward(x)
         dim = z.shape[1]
         weight, bias = v[: dim * phi.shape[1]].view(dim, -1), v[dim * phi.shape[1] :]
         moved = phi @ weight.T
         return z, moved + bias if self.bias else moved
 
+    @override
     def vjp_sum(self, x: Inputs, cotangents: Tensor) -> Tensor:
-        """See :meth:`Pullback.vjp_sum`."""
         return self._flat(cotangents.T @ self._extended(self.forward(x)[1]))
 
     @full_precision
+    @override
     def diag(self, context: Any, blocks: Blocks) -> Tensor:
-        """See :meth:`Pullback.diag`."""
         m, width = blocks.diagonal(), context.shape[1] + self.bias
         out = m.new_zeros(m.shape[1], width)
         for rows in chunks(len(context), _CHUNK_ELEMENTS // width):
@@ -101,8 +102,8 @@ class LastLayerPullback(Pullback):
         return self._flat(out)
 
     @full_precision
+    @override
     def full(self, context: Any, blocks: Blocks) -> Tensor:
-        """See :meth:`Pullback.full`."""
         phi = self._extended(context)
         (n, width), dim = phi.shape, blocks.u.shape[1]
         out = phi.new_zeros(dim * dim, width * width)
@@ -152,8 +153,8 @@ class LastLayerPullback(Pullback):
         return [[g, *moment], [g.clone()]] if self.bias else [[g, *moment]]
 
     @full_precision
+    @override
     def class_sums(self, context: Any, cotangents: Tensor, index: Tensor, n_classes: int) -> Tensor:
-        """See :meth:`Pullback.class_sums`."""
         phi = self._extended(context)
         out = phi.new_zeros(n_classes, cotangents.shape[1], self.n_params)
         for label in index.unique().tolist():

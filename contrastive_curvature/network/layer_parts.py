@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.pairs.relation import chunks
@@ -121,8 +122,8 @@ class MatrixJacobian(BlockJacobian):
         self.is_vector = self.groups == 1 and self.positions == 1
         self._squares: Tensor | None = None
 
+    @override
     def diagonal(self, b: Tensor, signs: Tensor) -> Tensor:
-        """See :meth:`BlockJacobian.diagonal`."""
         if self.is_vector:
             if self._squares is None:
                 self._squares = self.inputs[:, 0, 0].square()
@@ -139,16 +140,16 @@ class MatrixJacobian(BlockJacobian):
                 out.addmv_(jacobian.view(-1, self.size).square_().T, sign[rows])
         return out
 
+    @override
     def total(self, b: Tensor, absolute: bool = False) -> Tensor:
-        """See :meth:`BlockJacobian.total`."""
         b, a = (b.abs(), self.inputs.abs()) if absolute else (b, self.inputs)
         by_group = b.sum(0).transpose(0, 1).flatten(1, 2).mT
         return torch.matmul(by_group, a.transpose(0, 1).flatten(1, 2)).flatten()
 
+    @override
     def jacobians(
         self, b: Tensor, points: int | None = None, other: BlockJacobian | None = None
     ) -> Iterator[tuple[Entries, Tensor]]:
-        """See :meth:`BlockJacobian.jacobians`."""
         many, n = b.shape[:2]
         count = max(1, many * (n if points is None else points))
         step = max(1, _CHUNK_ELEMENTS // (count * self.width))
@@ -211,8 +212,8 @@ class MatrixJacobian(BlockJacobian):
                 out[start : start + step] += one.mul_(other).sum(0)
         return out.flatten()
 
+    @override
     def covariance(self, b: Tensor, variance: Tensor) -> Tensor:
-        """See :meth:`BlockJacobian.covariance`."""
         if not self.is_vector:
             return super().covariance(b, variance)
         weight = self.inputs[:, 0, 0].square() @ variance.view(self.channels, self.width).T
@@ -243,18 +244,18 @@ class EntrywiseJacobian(BlockJacobian):
             return summed
         return summed.new_zeros(*summed.shape[:2], self.size).index_add_(2, self.places, summed)
 
+    @override
     def diagonal(self, b: Tensor, signs: Tensor) -> Tensor:
-        """See :meth:`BlockJacobian.diagonal`."""
         return signs.flatten() @ self.gradients(b).square().flatten(0, 1)
 
+    @override
     def total(self, b: Tensor, absolute: bool = False) -> Tensor:
-        """See :meth:`BlockJacobian.total`."""
         return self.gradients(b, absolute).sum((0, 1))
 
+    @override
     def jacobians(
         self, b: Tensor, points: int | None = None, other: BlockJacobian | None = None
     ) -> Iterator[tuple[Entries, Tensor]]:
-        """See :meth:`BlockJacobian.jacobians`."""
         jacobian = self.gradients(b).transpose(0, 1)
         n, many = jacobian.shape[:2]
         for entries in chunks(self.size, _CHUNK_ELEMENTS // max(1, many * (n if points is None else points))):
@@ -285,13 +286,13 @@ class EmbeddingJacobian(BlockJacobian):
         flat = b.flatten(1, 2)[:, self._used]
         return flat.new_zeros(flat.shape[0], len(self._token), flat.shape[2]).index_add_(1, self._place, flat)
 
+    @override
     def diagonal(self, b: Tensor, signs: Tensor) -> Tensor:
-        """See :meth:`BlockJacobian.diagonal`."""
         rows = torch.einsum("kue,ku->ue", self._rows(b).square(), signs[:, self._point])
         return b.new_zeros(self.shape).index_add_(0, self._token, rows).flatten()
 
+    @override
     def total(self, b: Tensor, absolute: bool = False) -> Tensor:
-        """See :meth:`BlockJacobian.total`."""
         rows = self._rows(b.abs() if absolute else b)
         return b.new_zeros(self.shape).index_add_(0, self._token, rows.sum(0)).flatten()
 

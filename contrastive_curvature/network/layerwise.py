@@ -23,6 +23,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.hessian.blocks import Blocks, SignedFactor
@@ -115,8 +116,8 @@ class LayerwisePullback(ModulePullback):
         # Graphs of earlier calls, whose analysis is taken unless the graph of this one turns out to be another.
         self._borrowed: dict[int, LayerAnalysis] | None = None
 
+    @override
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
-        """See :meth:`Pullback.forward`."""
         if self.analysis is _UNKNOWN and input_length(x):
             self._example = few_points(x)
         return super().forward(x)

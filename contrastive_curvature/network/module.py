@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
+from typing_extensions import override
 
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.blocks import Blocks
@@ -51,8 +52,8 @@ class ModulePullback(Pullback):
         self.params = {k: p.clone() for k, p in self.params.items()}
         self._constants = {k: t.clone() for k, t in self._constants.items()}
 
+    @override
     def named_sizes(self) -> list[tuple[str, int]]:
-        """See :meth:`Pullback.named_sizes`."""
         return [(own_name(name), p.numel()) for name, p in self.params.items()]
 
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
@@ -60,12 +61,12 @@ class ModulePullback(Pullback):
         with torch.no_grad():
             return self.encoder(x), x
 
+    @override
     def slice_context(self, context: Any, rows: slice) -> Any:
-        """See :meth:`Pullback.slice_context`."""
         return slice_inputs(context, rows)
 
+    @override
     def vjp(self, context: Any, cotangents: Tensor) -> Tensor:
-        """See :meth:`Pullback.vjp`."""
         if not cotangents.shape[0]:
             return cotangents.new_zeros(0, cotangents.shape[1], self.n_params)
         flat: Tensor | None = None
@@ -204,28 +205,28 @@ class SubnetworkPullback(Pullback):
         """See :class:`Pullback`."""
         return self.inner.width
 
+    @override
     def parameter_at(self, position: int) -> str:
-        """See :meth:`Pullback.parameter_at`."""
         return self.inner.parameter_at(int(self.indices[position]))
 
+    @override
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
-        """See :meth:`Pullback.forward`."""
         return self.inner.forward(x)
 
+    @override
     def slice_context(self, context: Any, rows: slice) -> Any:
-        """See :meth:`Pullback.slice_context`."""
         return self.inner.slice_context(context, rows)
 
+    @override
     def vjp(self, context: Any, cotangents: Tensor) -> Tensor:
-        """See :meth:`Pullback.vjp`."""
         return self.inner.vjp(context, cotangents)[..., self.indices]
 
+    @override
     def diag(self, context: Any, blocks: Blocks) -> Tensor:
-        """See :meth:`Pullback.diag`."""
         return self.inner.diag(context, blocks)[self.indices]
 
+    @override
     def cross_diag(self, rows: Any, columns: Any, cross: CrossBlocks) -> Tensor:
-        """See :meth:`Pullback.cross_diag`."""
         return self.inner.cross_diag(rows, columns, cross)[self.indices]
 
     def output_covariance(self, context: Any, variance: Tensor) -> Tensor:
@@ -233,12 +234,12 @@ class SubnetworkPullback(Pullback):
         everywhere = variance.new_zeros(self.inner.n_params).index_copy(0, self.indices, variance)
         return self.inner.output_covariance(context, everywhere)
 
+    @override
     def tile_diag(self, dim: int) -> int:
-        """See :meth:`Pullback.tile_diag`."""
         return self.inner.tile_diag(dim)
 
+    @override
     def tile_full(self, dim: int) -> int:
-        """See :meth:`Pullback.tile_full`."""
         return self.inner.tile_full(dim)
 
 

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError
@@ -107,8 +108,8 @@ class TargetRelation(Relation):
         itself = torch.stack([mask.diagonal() for mask in self.relate(targets, targets)])
         return torch.cat(counts, dim=1) - itself.long()
 
+    @override
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """See :meth:`Relation.rows`."""
         positive, negative = self.relate(self.targets[start:stop], self.targets[columns])
         first, last, _ = columns.indices(self.n)
         itself = torch.arange(max(start, first), max(start, first, min(stop, last)), device=self.device)
@@ -133,8 +134,8 @@ class LabelRelation(TargetRelation):
         same = a.unsqueeze(1) == b.unsqueeze(0)
         return same, ~same
 
+    @override
     def of(self, targets: Tensor) -> LabelRelation:
-        """See :meth:`TargetRelation.of`."""
         return LabelRelation(targets)
 
     def counts(self) -> tuple[Tensor, Tensor]:
@@ -165,8 +166,8 @@ class CallableRelation(TargetRelation):
             if not torch.equal(mask, mask.T):
                 raise InputError("pairs", "a symmetric relation", f"a callable with asymmetric {name}")
 
+    @override
     def of(self, targets: Tensor) -> CallableRelation:
-        """See :meth:`TargetRelation.of`."""
         return CallableRelation(targets, self.function)
 
     def relate(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -193,8 +194,8 @@ class HeldRelation(Relation):
         self.n, self.device = len(positive), positive.device
         self._positive, self._negative = positive, negative
 
+    @override
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """See :meth:`Relation.rows`."""
         return self._positive[start:stop, columns], self._negative[start:stop, columns]
 
 

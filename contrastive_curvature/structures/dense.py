@@ -13,6 +13,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks
@@ -36,39 +37,39 @@ class Dense(Structure):
     matrix: Tensor
 
     @classmethod
+    @override
     def term(cls, pullback: Pullback, context: Any, blocks: Blocks) -> Self:
-        """See :meth:`Structure.term`."""
         return cls(pullback.full(context, blocks))
 
     @classmethod
+    @override
     def coupled_term(cls, pullback: Pullback, context: Any, hessian: OutputHessian) -> Self:
-        """See :meth:`Structure.coupled_term`."""
         return cls(pullback.coupled_full(context, hessian))
 
     @classmethod
+    @override
     def cross(cls, pullback: Pullback, left: Any, right: Any, cross: CrossBlocks) -> Self:
-        """See :meth:`Structure.cross`."""
         return cls(pullback.cross_full(left, right, cross))
 
     @classmethod
+    @override
     def products(cls, left: Tensor, right: Tensor) -> Self:
-        """See :meth:`Structure.products`."""
         return cls(left.T @ right)
 
+    @override
     def traces(self) -> Tensor:
-        """See :meth:`Structure.traces`."""
         return self.matrix.diagonal().abs().sum().reshape(1)
 
+    @override
     def positive(self) -> Self:
-        """See :meth:`Structure.positive`."""
         return replace(self, matrix=clamped_matrix(self.plain()))
 
+    @override
     def shapes(self, room: Room) -> dict[str, Any]:
-        """See :meth:`Structure.shapes`."""
         return {"matrix": (room.total, room.total)}
 
+    @override
     def clamped(self, sizes: list[int]) -> ClampedDense:
-        """See :meth:`Structure.clamped`."""
         values, vectors = eigenpairs(self.plain().double())
         return ClampedDense(values.clamp(min=0), sizes, vectors, self.matrix.dtype)
 
@@ -89,12 +90,12 @@ class ClampedDense(Clamped):
     vectors: Tensor
     summed: torch.dtype
 
+    @override
     def into(self, v: Tensor) -> Tensor:
-        """See :meth:`Clamped.into`."""
         return v @ self.vectors
 
+    @override
     def out_of(self, x: Tensor) -> Tensor:
-        """See :meth:`Clamped.out_of`."""
         return x @ self.vectors.T
 
     def against(self, prior: Tensor) -> Against:
@@ -106,26 +107,26 @@ class ClampedDense(Clamped):
         values, vectors = eigenpairs(scale.unsqueeze(1) * self._matrix() * scale)
         return Against(replace(self, values=values.clamp(min=0), vectors=vectors), torch.ones_like(d), scale)
 
+    @override
     def sample(self, noise: Tensor, prior: Tensor, factor: float | Tensor) -> Tensor:
-        """See :meth:`Clamped.sample`."""
         self.warn_of_rounding(prior, factor)
         return super().sample(noise, prior, factor)
 
+    @override
     def covariance(self, jacobians: Tensor, prior: Tensor, factor: float | Tensor) -> Tensor:
-        """See :meth:`Clamped.covariance`."""
         self.warn_of_rounding(prior, factor)
         return super().covariance(jacobians, prior, factor)
 
+    @override
     def diagonal(self) -> Tensor:
-        """See :meth:`Clamped.diagonal`."""
         return (self.vectors.square() @ self.values).to(self.summed)
 
     def plain(self) -> Tensor:
         """Return the matrix, shape (P, P)."""
         return self._matrix().to(self.summed)
 
+    @override
     def posterior_precision(self, prior: Tensor, factor: float | Tensor) -> Tensor:
-        """See :meth:`Clamped.posterior_precision`."""
         return super().posterior_precision(prior, factor).to(self.summed)
 
     def warn_of_rounding(self, prior: Tensor, factor: float | Tensor) -> None:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Self
 
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks
@@ -27,44 +28,44 @@ class Diagonal(Structure):
     entries: Tensor
 
     @classmethod
+    @override
     def term(cls, pullback: Pullback, context: Any, blocks: Blocks) -> Self:
-        """See :meth:`Structure.term`."""
         return cls(pullback.diag(context, blocks))
 
     @classmethod
+    @override
     def coupled_term(cls, pullback: Pullback, context: Any, hessian: OutputHessian) -> Self:
-        """See :meth:`Structure.coupled_term`."""
         return cls(pullback.coupled_diag(context, hessian))
 
     @classmethod
+    @override
     def cross(cls, pullback: Pullback, left: Any, right: Any, cross: CrossBlocks) -> Self:
-        """See :meth:`Structure.cross`."""
         return cls(pullback.cross_diag(left, right, cross))
 
     @classmethod
+    @override
     def products(cls, left: Tensor, right: Tensor) -> Self:
-        """See :meth:`Structure.products`."""
         return cls((left * right).sum(0))
 
     @classmethod
+    @override
     def tile(cls, pullback: Pullback, dim: int) -> int:
-        """See :meth:`Structure.tile`."""
         return pullback.tile_diag(dim)
 
+    @override
     def traces(self) -> Tensor:
-        """See :meth:`Structure.traces`."""
         return self.entries.abs().sum().reshape(1)
 
+    @override
     def positive(self) -> Self:
-        """See :meth:`Structure.positive`."""
         return self.map(lambda entries: entries.clamp(min=0))
 
+    @override
     def shapes(self, room: Room) -> dict[str, Any]:
-        """See :meth:`Structure.shapes`."""
         return {"entries": (room.total,)}
 
+    @override
     def clamped(self, sizes: list[int]) -> ClampedDiagonal:
-        """See :meth:`Structure.clamped`."""
         return ClampedDiagonal(self.entries.clamp(min=0), sizes)
 
     def plain(self) -> Tensor:
@@ -76,16 +77,16 @@ class Diagonal(Structure):
 class ClampedDiagonal(Clamped):
     """The basis is that of the weights themselves."""
 
+    @override
     def into(self, v: Tensor) -> Tensor:
-        """See :meth:`Clamped.into`."""
         return v
 
+    @override
     def out_of(self, x: Tensor) -> Tensor:
-        """See :meth:`Clamped.out_of`."""
         return x
 
+    @override
     def diagonal(self) -> Tensor:
-        """See :meth:`Clamped.diagonal`."""
         return self.values
 
     def plain(self) -> Tensor:
@@ -96,10 +97,10 @@ class ClampedDiagonal(Clamped):
         """See :meth:`Clamped.posterior_precision`; its diagonal, shape (P,)."""
         return self.precision(of_each_weight(prior, self.sizes), factor)
 
+    @override
     def variances(self, prior: Tensor, factor: float | Tensor) -> Tensor:
-        """See :meth:`Clamped.variances`."""
         return 1 / self.posterior_precision(prior, factor)
 
+    @override
     def at_features(self, dim: int, prior: Tensor, factor: float | Tensor) -> AtFeatures:
-        """See :meth:`Clamped.at_features`."""
         return DiagonalAtFeatures(self.variances(prior, factor), dim)

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature.structures.base import Against, Clamped, Room, Structure, of_each_weight
 
@@ -23,16 +24,16 @@ class Eigenpairs(Structure):
     vectors: Tensor
     values: Tensor
 
+    @override
     def shapes(self, room: Room) -> dict[str, Any]:
-        """See :meth:`Structure.shapes`."""
         return {"vectors": (room.total, len(self.values)), "values": (None,)}
 
+    @override
     def traces(self) -> Tensor:
-        """See :meth:`Structure.traces`."""
         return self.values.sum().reshape(1)
 
+    @override
     def clamped(self, sizes: list[int]) -> ClampedEigenpairs:
-        """See :meth:`Structure.clamped`."""
         rest = self.values.new_zeros(len(self.vectors))
         return ClampedEigenpairs(torch.cat([self.values, rest]), sizes, self.vectors)
 
@@ -59,13 +60,13 @@ class ClampedEigenpairs(Clamped):
         times[rank:] = 1 - rank / total
         return times
 
+    @override
     def into(self, v: Tensor) -> Tensor:
-        """See :meth:`Clamped.into`."""
         along = v @ self.vectors
         return torch.cat([along, v - along @ self.vectors.T], -1)
 
+    @override
     def out_of(self, x: Tensor) -> Tensor:
-        """See :meth:`Clamped.out_of`."""
         along, across = x.split([self.vectors.shape[1], len(self.vectors)], -1)
         return along @ self.vectors.T + across
 
@@ -81,8 +82,8 @@ class ClampedEigenpairs(Clamped):
         basis = replace(self, values=values, vectors=vectors.to(self.vectors))
         return Against(basis, torch.ones_like(values), scale)
 
+    @override
     def diagonal(self) -> Tensor:
-        """See :meth:`Clamped.diagonal`."""
         return self.vectors.square() @ self.values[: self.vectors.shape[1]]
 
     def posterior_precision(self, prior: Tensor, factor: float | Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:

@@ -14,6 +14,7 @@ from typing import Any, Self
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.blocks import Blocks
@@ -41,8 +42,8 @@ class Kron(Structure):
     points: Tensor
 
     @classmethod
+    @override
     def term(cls, pullback: Pullback, context: Any, blocks: Blocks) -> Self:
-        """See :meth:`Structure.term`."""
         return cls(pullback.kron(context, blocks), blocks.u.new_tensor(len(blocks), dtype=torch.float64))
 
     def positive(self) -> Self:
@@ -57,16 +58,16 @@ class Kron(Structure):
         """See :meth:`Structure.scaled`; the number belongs to one of the two factors."""
         return replace(self, factors=[[number * g, *moment] for g, *moment in self.factors])
 
+    @override
     def shapes(self, room: Room) -> dict[str, Any]:
-        """See :meth:`Structure.shapes`."""
         if len(self.factors) != len(room.parameters):
             wanted = f"factors of {len(room.parameters)} parameters"
             raise InputError("curvature", wanted, len(self.factors))
         groups = zip(room.parameters, self.factors, strict=True)
         return {"factors": [[(n, n) for n in _rows(p, group)] for p, group in groups], "points": torch.float64}
 
+    @override
     def clamped(self, sizes: list[int]) -> ClampedKron:
-        """See :meth:`Structure.clamped`."""
         pairs = [[eigenpairs(factor) for factor in group] for group in self.plain()]
         eigenvalues = [[values.clamp(min=0) for values, _ in group] for group in pairs]
         vectors = [[vectors for _, vectors in group] for group in pairs]
@@ -89,16 +90,16 @@ class ClampedKron(Clamped):
     eigenvalues: list[list[Tensor]]
     vectors: list[list[Tensor]]
 
+    @override
     def into(self, v: Tensor) -> Tensor:
-        """See :meth:`Clamped.into`."""
         return self._turned(v, [[factor.mT for factor in group] for group in self.vectors])
 
+    @override
     def out_of(self, x: Tensor) -> Tensor:
-        """See :meth:`Clamped.out_of`."""
         return self._turned(x, self.vectors)
 
+    @override
     def diagonal(self) -> Tensor:
-        """See :meth:`Clamped.diagonal`."""
         return _outer(
             [
                 [vectors.square() @ values for vectors, values in zip(*group, strict=True)]

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import override
 
 from contrastive_curvature.network.last_layer import sketch_size
 from contrastive_curvature.structures.at_features import AtFeatures, AxesAtFeatures
@@ -31,8 +32,8 @@ class KronLowRank(Kron):
     weights = ("last_layer",)
     options = ("rank",)
 
+    @override
     def shapes(self, room: Room) -> dict[str, Any]:
-        """See :meth:`Structure.shapes`."""
         dim, width = room.parameters[0].shape
         weight = [(dim, dim), (width, sketch_size(width, room.rank)), (1,)]
         return {"factors": [weight, [(dim, dim)]][: len(room.parameters)], "points": torch.float64}
@@ -80,8 +81,8 @@ class ClampedKronLowRank(Clamped):
         return self.inputs.vectors.shape[1]
 
     @property
+    @override
     def dtype(self) -> torch.dtype:
-        """See :attr:`Clamped.dtype`."""
         return self.axes.dtype
 
     @property
@@ -90,29 +91,29 @@ class ClampedKronLowRank(Clamped):
         along, across, bias = self._split(torch.ones_like(self.values))
         return self._joined(along, across * (1 - self.rank / self._width), bias)
 
+    @override
     def into(self, v: Tensor) -> Tensor:
-        """See :meth:`Clamped.into`."""
         q = self.inputs.vectors
         weight = self.axes.T @ v[..., : self.sizes[0]].unflatten(-1, (len(self.axes), self._width))
         along = weight @ q
         across = weight - along @ q.T if self.rank < self._width else weight[..., :0]
         return self._joined(along, across, None if self.bias is None else v[..., self.sizes[0] :] @ self.bias)
 
+    @override
     def out_of(self, x: Tensor) -> Tensor:
-        """See :meth:`Clamped.out_of`."""
         along, across, bias = self._split(x)
         weight = along @ self.inputs.vectors.T
         parts = [(self.axes @ (weight + across if self.rank < self._width else weight)).flatten(-2)]
         return torch.cat(parts if self.bias is None else [*parts, bias @ self.bias.T], -1)
 
+    @override
     def against(self, prior: Tensor) -> Against:
-        """See :meth:`Clamped.against`."""
         weight, bias = prior.reshape(-1)[0], prior.reshape(-1)[-1]
         along, across, of_bias = self._split(torch.ones_like(self.values))
         return Against(self, self._joined(along * weight, across * weight, of_bias * bias), 1.0)
 
+    @override
     def diagonal(self) -> Tensor:
-        """See :meth:`Clamped.diagonal`."""
         q, values, rest = self.inputs
         of_inputs = rest + q.double().square() @ (values - rest)
         weight = torch.outer(self.axes.double().square() @ self.of_g, of_inputs).flatten()
@@ -120,8 +121,8 @@ class ClampedKronLowRank(Clamped):
             return weight.to(q.dtype)
         return torch.cat([weight, self.bias.double().square() @ self._split(self.values)[2]]).to(q.dtype)
 
+    @override
     def at_features(self, dim: int, prior: Tensor, factor: float | Tensor) -> AtFeatures:
-        """See :meth:`Clamped.at_features`."""
         basis, d, _ = self.against(prior.double())
         along, across, bias = self._split(1 / basis.precision(d, factor))
         perpendicular = across[:, 0].to(self.axes) if self.rank < self._width else None

@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.blocks import Blocks, SignedFactor
@@ -64,8 +65,8 @@ class BackPackPullback(LayerwisePullback):
             self._compare(x, z)
         return z, context
 
+    @override
     def vjp(self, context: Any, cotangents: Tensor) -> Tensor:
-        """See :meth:`Pullback.vjp`."""
         n, many = cotangents.shape[:2]
         out = cotangents.new_zeros(n, many, self.n_params)
         if n and many:

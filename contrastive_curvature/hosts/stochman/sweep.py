@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from typing_extensions import override
 
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.blocks import Blocks
@@ -151,8 +152,8 @@ class StochManPullback(LayerwisePullback):
         self._host_layers = [counterpart(layer, name) for name, layer in named]
         self._sweep: Sweep | None = None
 
+    @override
     def diag(self, context: Any, blocks: Blocks) -> Tensor:
-        """See :meth:`Pullback.diag`."""
         if len(context):
             if self._sweep is None and not self.reasons:
                 self._plan(context)

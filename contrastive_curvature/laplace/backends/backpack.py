@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from contrastive_curvature.hosts.backpack.pullback import BackPackPullback
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.network.encoder import Encoder
@@ -15,6 +17,6 @@ class BackPackContrastiveGGN(ContrastiveBackend):
     know, a function in the forward of a module, a layer that runs twice.
     """
 
+    @override
     def all_parameters(self, encoder: Encoder) -> Pullback:
-        """See :meth:`ContrastiveBackend.all_parameters`."""
         return BackPackPullback(encoder)

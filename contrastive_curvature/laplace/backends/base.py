@@ -22,6 +22,7 @@ import torch
 from laplace.curvature.curvature import GGNInterface
 from laplace.utils import Kron as HostKron
 from torch import Tensor, nn
+from typing_extensions import override
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit.anchors import ANCHORS, WholeHessian
@@ -505,8 +506,8 @@ class ContrastiveGGN(ContrastiveBackend):
 
     keeps_graph: ClassVar[bool] = True
 
+    @override
     def all_parameters(self, encoder: Encoder) -> Pullback:
-        """See :meth:`ContrastiveBackend.all_parameters`."""
         return make_pullback(encoder, "all")
 
     def subnetwork_parameters(self, encoder: Encoder, indices: Tensor) -> Pullback:

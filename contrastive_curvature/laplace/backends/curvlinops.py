@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from contrastive_curvature.hosts.curvlinops.kfac import CurvlinopsPullback
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.network.encoder import Encoder
@@ -17,6 +19,6 @@ class CurvlinopsContrastiveGGN(ContrastiveBackend):
     operator has column by column only, come from the shared code.
     """
 
+    @override
     def all_parameters(self, encoder: Encoder) -> Pullback:
-        """See :meth:`ContrastiveBackend.all_parameters`."""
         return CurvlinopsPullback(encoder)

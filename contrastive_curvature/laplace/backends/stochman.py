@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing_extensions import override
+
 from contrastive_curvature.hosts.stochman.sweep import StochManPullback
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.network.encoder import Encoder
@@ -16,6 +18,6 @@ class StochManContrastiveGGN(ContrastiveBackend):
     exact (``docs/migration.md``); everything else is computed as :class:`ContrastiveGGN` does it.
     """
 
+    @override
     def all_parameters(self, encoder: Encoder) -> Pullback:
-        """See :meth:`ContrastiveBackend.all_parameters`."""
         return StochManPullback(encoder)
