@@ -8,7 +8,6 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import contrastive_curvature as cc
-from contrastive_curvature.influence import influence
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 2, 0, 1])
@@ -54,7 +53,7 @@ def test_influence_is_the_gradient_of_all_terms_of_an_item(
     model, x, asked, classes = _encoder(), _data(12), _data(5), torch.tensor([0, 1, 2, 1, 0])
     loader = [(x[:6], LABELS[:6]), (x[6:], LABELS[6:])]
     la = _fitted(model, loss, weights, loader)
-    found = influence(la, loader, [(asked[:2], classes[:2]), (asked[2:], classes[2:])])
+    found = cc.influence(la, loader, [(asked[:2], classes[:2]), (asked[2:], classes[2:])])
 
     names = [name for name, _ in model.named_parameters() if weights == "all" or name.startswith("2.")]
     start = {name: p.detach() for name, p in model.named_parameters()}
@@ -111,7 +110,7 @@ def test_influence_predicts_retraining_of_a_last_layer() -> None:
         model, "contrastive", "last_layer", "full", prior_precision=30.0, backend_kwargs={"loss": loss}
     )
     la.fit([(x, LABELS)])
-    predicted = influence(la, [(x, LABELS)], [(asked, classes)])
+    predicted = cc.influence(la, [(x, LABELS)], [(asked, classes)])
     unit = nn.functional.normalize
     cosine, same = unit(model(asked)) @ unit(model(x)).T, classes[:, None] == LABELS
     match, other = (cosine.masked_fill(mask, -2).argmax(1) for mask in (~same, same))
@@ -129,8 +128,8 @@ def test_influence_refuses_what_it_cannot_answer() -> None:
     loader = [(_data(12), LABELS)]
     la = _fitted(_encoder(), cc.SupConLoss(pd_fix="full"), "last_layer", loader)
     with pytest.raises(cc.InputError, match="query 1 of a batch, of class 7"):
-        influence(la, loader, [(_data(2), torch.tensor([0, 7]))])
+        cc.influence(la, loader, [(_data(2), torch.tensor([0, 7]))])
     la = ContrastiveLaplace(_encoder(), backend_kwargs={"pairs": "batch"})
     la.fit(loader)
     with pytest.raises(cc.UnsupportedError, match="pairs='batch'"):
-        influence(la, loader, loader)
+        cc.influence(la, loader, loader)
