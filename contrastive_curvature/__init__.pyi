@@ -34,6 +34,7 @@ from .laplace.backends import ContrastiveBackend, ContrastiveGGN
 from .laplace.backends.backpack import BackPackContrastiveGGN
 from .laplace.backends.curvlinops import CurvlinopsContrastiveGGN
 from .laplace.backends.stochman import StochManContrastiveGGN
+from .laplace.influence import influence
 from .losses import (
     ContrastiveLoss,
     CoSENTLoss,
@@ -80,6 +81,7 @@ __all__ = [
     "OutputHessian",
     "output_hessian",
     "ggn",
+    "influence",
     "ContrastiveBackend",
     "ContrastiveGGN",
     "BackPackContrastiveGGN",

@@ -239,6 +239,13 @@ class Clamped(ABC):
         return ((moved / basis.precision(d, factor).to(moved)) @ moved.mT).to(jacobians)
 
     @full_precision
+    def solve(self, v: Tensor, prior: Tensor, factor: float | Tensor) -> Tensor:
+        """Return ``(factor * H + prior)^-1 v`` of rows (..., P)."""
+        basis, d, scale = self.against(prior)
+        moved = basis.into(scale * v.to(basis.dtype))
+        return (scale * basis.out_of(moved / basis.precision(d, factor).to(moved))).to(v)
+
+    @full_precision
     def square_norm(self, delta: Tensor, prior: Tensor, factor: float | Tensor) -> Tensor:
         """Return ``delta^T (factor * H + prior) delta`` for weights (P,)."""
         basis, d, scale = self.against(prior)

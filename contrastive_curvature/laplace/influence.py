@@ -1,0 +1,147 @@
+"""What a training item did to the answer to a query, for losses that couple points.
+
+Without item k the loss loses every term in which k stands, and counts, shares and denominators change with it. With
+``g_k``, the gradient of ``L - L_without_k`` at the trained weights, these would move by ``(H + prior)^-1 g_k``. The
+classical formula (Koh and Liang, 2017) takes the item's own term alone. Neither ``g_k`` nor any other matrix of N by P
+numbers is formed: the gradients of the queries are solved for, pushed forward to the outputs of the training points,
+and multiplied there with the gradients of the loss.
+
+How well the predictions agree with retraining is in ``docs/influence.md``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from contrastive_curvature.errors import InputError, UnsupportedError
+from contrastive_curvature.fit.readers import Batch, Reader
+from contrastive_curvature.hessian.sphere import normalize
+from contrastive_curvature.laplace.posterior import ContrastiveLaplace
+from contrastive_curvature.losses.base import PairLoss
+from contrastive_curvature.losses.rows import RowLoss
+from contrastive_curvature.network.encoder import evaluation_mode
+from contrastive_curvature.network.loader import in_fixed_order
+from contrastive_curvature.network.pullback import Pullback
+
+
+def margin(query: Tensor, match: Tensor, other: Tensor) -> Tensor:
+    """Return the cosine of queries to their matches less that to the nearest items of another class, shape (Q,)."""
+    return (query * (match - other)).sum(1)
+
+
+def influence(
+    la: ContrastiveLaplace,
+    loader: Iterable[Any],
+    queries: Iterable[Any],
+    of: Callable[[Tensor, Tensor, Tensor], Tensor] = margin,
+) -> Tensor:
+    """Predict how a number of every query would change if a training item were left out of the training.
+
+    The item only leaves the loss: a query is compared with the same nearest items as before.
+
+    Args:
+        la: A fitted posterior, of a loss of pairs over the data set or of anchors with the candidates of their batch.
+            Its prior should be that of the training, and ``pd_fix="full"`` of the loss is closest to retraining.
+        loader: The batches of the fit, ``(x, labels)`` or as the fit takes them; N points in all. Of a ``DataLoader``
+            that shuffles, the data set is read in its own order.
+        queries: Batches ``(x, labels)`` of Q queries, each of a class that training items have, too.
+        of: The number, from unit embeddings of the queries, of their nearest items of the same class, and of their
+            nearest items of another class, each (Q, D); it returns shape (Q,) and is differentiable.
+
+    Returns:
+        Shape (Q, N), in the unit of ``of``; negative where the answer would be weaker without the item.
+
+    Raises:
+        NotFittedError: Before ``fit``.
+        InputError: A query has no item of its class, or all items are of it.
+        UnsupportedError: The loss compares neither pairs nor anchors, the fit takes the pairs of batches for those of
+            the data set, or a relation in place of labels; or the structure has no matrix of weights.
+
+    Takes Q P numbers of memory for P weights, and N values of the loss of N points (of a loss of anchors: of a batch).
+    """
+    clamped, loss = la.require_clamped(), _supported(la)
+    items, asked = (Reader(in_fixed_order(given), la.backend.points_of) for given in (loader, queries))
+    with evaluation_mode(la.model), torch.no_grad():
+        pullback = la.backend.pullback(next(iter(items)).x)
+        groups: list[tuple[Tensor, Any]] = [(pullback.forward(batch.x)[0], batch.labels) for batch in items]
+        of_queries = torch.cat([_gradients(pullback, batch, items, groups, of) for batch in asked])
+        moves = clamped.solve(of_queries, la.prior_precision, la.likelihood_factor) * la.likelihood_factor
+        shifts = [torch.stack([pullback.jvp(batch.x, move)[1] for move in moves]) for batch in items]
+    if la.curvature_options.over_dataset:
+        z, labels = (torch.cat(part) for part in zip(*groups, strict=True))
+        groups, shifts = [(z, labels)], [torch.cat(shifts, dim=1)]
+    return torch.cat([_without_each(loss, *group, shift) for group, shift in zip(groups, shifts, strict=True)], dim=1)
+
+
+def _supported(la: ContrastiveLaplace) -> PairLoss | RowLoss:
+    options, loss = la.curvature_options, la.curvature_options.loss
+    known = isinstance(loss, RowLoss) or (isinstance(loss, PairLoss) and options.over_dataset)
+    if options.relation is not None or not known:
+        raise UnsupportedError(
+            "influence: takes losses of pairs over the data set (pairs='dataset') and losses of anchors, with labels "
+            f"and without a relation. This posterior has {type(loss).__name__} with pairs={options.pairs!r}."
+        )
+    return cast("PairLoss | RowLoss", loss)
+
+
+def _gradients(
+    pullback: Pullback,
+    queries: Batch,
+    items: Iterable[Batch],
+    groups: list[tuple[Tensor, Any]],
+    of: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """Return the gradients (B, P) of the number of every query in the weights."""
+    z, labels = (torch.cat(part) for part in zip(*groups, strict=True))
+    outputs, context = pullback.forward(queries.x)
+    classes: Any = queries.labels
+    cosine, same = normalize(outputs)[0] @ normalize(z)[0].T, classes[:, None] == labels
+    if not bool((same.any(1) & ~same.all(1)).all()):
+        lone = int((~same.any(1) | same.all(1)).nonzero()[0])
+        wanted = "queries with training items of their class and of another one"
+        raise InputError("queries", wanted, f"query {lone} of a batch, of class {int(classes[lone])}")
+    nearest = [cosine.masked_fill(mask, -torch.inf).argmax(1) for mask in (~same, same)]
+    with torch.enable_grad():
+        points = [part.detach().requires_grad_() for part in (outputs, *(z[index] for index in nearest))]
+        value = of(*(normalize(part)[0] for part in points)).sum()
+    of_query, *of_items = torch.autograd.grad(value, points, materialize_grads=True)
+    rows = pullback.vjp(context, of_query[:, None])[:, 0]
+    start = 0
+    for batch, (there, _) in zip(items, groups, strict=True):
+        for row in range(len(rows)):
+            cotangents = torch.zeros_like(there)
+            for index, slope in zip(nearest, of_items, strict=True):
+                if start <= index[row] < start + len(there):
+                    cotangents[index[row] - start] += slope[row]
+            if bool(cotangents.any()):
+                rows[row] += pullback.vjp_sum(batch.x, cotangents)
+        start += len(there)
+    return rows
+
+
+def _without_each(loss: PairLoss | RowLoss, z: Tensor, labels: Tensor, shifts: Tensor) -> Tensor:
+    """Return the products (Q, N) of every ``g_k`` with moves of the weights, from the shifts (Q, N, D) of outputs."""
+    whole, out = _slope(loss, z, labels), shifts.new_empty(shifts.shape[:2])
+    for k in range(len(z)):
+        keep = torch.arange(len(z), device=z.device) != k
+        lost = whole.clone()
+        lost[keep] -= _slope(loss, z[keep], labels[keep])
+        out[:, k] = shifts.flatten(1) @ lost.flatten()
+    return out
+
+
+def _slope(loss: PairLoss | RowLoss, z: Tensor, labels: Tensor) -> Tensor:
+    """Return the gradient (N, D) of the loss as a fit counts it: growing with the data."""
+    z = z.detach().requires_grad_()
+    with torch.enable_grad():
+        (slope,) = torch.autograd.grad(loss(z, labels), z)
+    if isinstance(loss, PairLoss):
+        return loss.data_scale(len(z)) * slope
+    if not loss.averages:
+        return slope
+    blocks = loss.relate(z.detach(), labels, None).row_blocks()
+    return sum(int(loss._has_terms(positive.to(z), negative.to(z)).sum()) for _, positive, negative in blocks) * slope
