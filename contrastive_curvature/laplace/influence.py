@@ -144,4 +144,5 @@ def _slope(loss: PairLoss | RowLoss, z: Tensor, labels: Tensor) -> Tensor:
     if not loss.averages:
         return slope
     blocks = loss.relate(z.detach(), labels, None).row_blocks()
-    return sum(int(loss._has_terms(positive.to(z), negative.to(z)).sum()) for _, positive, negative in blocks) * slope
+    anchors = sum(int((loss._counts(positive.to(z), negative.to(z)) > 0).sum()) for _, positive, negative in blocks)
+    return anchors * slope
