@@ -79,7 +79,7 @@ def influence(
 
 def _supported(la: ContrastiveLaplace) -> PairLoss | RowLoss:
     options, loss = la.curvature_options, la.curvature_options.loss
-    known = isinstance(loss, RowLoss) or (isinstance(loss, PairLoss) and options.over_dataset)
+    known = loss.compares == "anchors" or options.over_dataset
     if options.relation is not None or not known:
         raise UnsupportedError(
             "influence: takes losses of pairs over the data set (pairs='dataset') and losses of anchors, with labels "
@@ -139,7 +139,7 @@ def _slope(loss: PairLoss | RowLoss, z: Tensor, labels: Tensor) -> Tensor:
     z = z.detach().requires_grad_()
     with torch.enable_grad():
         (slope,) = torch.autograd.grad(loss(z, labels), z)
-    if isinstance(loss, PairLoss):
+    if loss.compares == "pairs":
         return loss.data_scale(len(z)) * slope
     if not loss.averages:
         return slope
