@@ -8,15 +8,13 @@ import pytest
 import torch
 from laplace import Laplace
 from tables import each
-from test_laplace import COMBINATIONS, batches, body, data, fitted, make
+from test_laplace import batches, body, data, fitted, for_every_combination, make
 from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature.codec import sealed
 from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.laplace.state import SEALED
-
-for_every_combination = pytest.mark.parametrize(("weights", "structure"), COMBINATIONS)
 
 
 def truth() -> ClassCentres:

@@ -24,6 +24,7 @@ from test_laplace import (
     data,
     dense_truth,
     fitted,
+    for_every_combination,
     make,
 )
 from torch import Tensor, nn
@@ -33,9 +34,6 @@ from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.laplace import prediction
 from contrastive_curvature.network import pullback
 from contrastive_curvature.testing import dense_jacobian
-
-for_every_combination = pytest.mark.parametrize(("weights", "structure"), COMBINATIONS)
-
 
 PRIOR, TEMPERATURE = 3.0, 0.4
 
@@ -452,17 +450,7 @@ def test_gradients_through_a_module_that_cannot_be_vectorised() -> None:
     assert close(gradients[1], gradients[0])
 
 
-CHUNKED = [
-    ("all", "diag"),
-    ("all", "kron"),
-    ("all", "full"),
-    ("all", "lowrank"),
-    ("all", "gp"),
-    ("subnetwork", "diag"),
-    ("subnetwork", "full"),
-]
-
-
+CHUNKED = [*ALL, *LOWRANK, ("all", "gp"), *SUBNET]
 """Posteriors whose predictions take Jacobians."""
 
 
