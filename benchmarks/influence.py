@@ -1,6 +1,6 @@
 """Predicted against real effects of leaving training items out, by retraining last layers (``docs/influence.md``).
 
-    python benchmarks/influence.py digits supcon [features.npz]
+    python -m benchmarks.influence digits supcon [features.npz]
 
 A linear layer is trained on 24 principal components of the features of 200 points, to a gradient of 1e-7 in float64,
 once with all points and 60 times without 10 drawn at random. The features of ``digits`` are the pixels; those of other
@@ -9,7 +9,7 @@ classes beyond the first 20 are left out. LDS is the mean over queries of the ra
 of the margin with the real one; the slope is that of the real changes on the predicted ones, through the origin.
 """
 
-import sys
+import argparse
 from collections.abc import Callable
 
 import numpy as np
@@ -190,4 +190,8 @@ def main(name: str, kind: str, path: str | None = None) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("name", help="of the data, for the heading")
+    parser.add_argument("kind", choices=LOSSES, help="the loss")
+    parser.add_argument("path", nargs="?", help="file of features (default: scikit-learn's digits)")
+    main(**vars(parser.parse_args()))
