@@ -17,14 +17,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.metrics import roc_auc_score
 
+from benchmarks import promises
 from benchmarks.machine import table
 from benchmarks.transfer.families import FAMILIES
 from benchmarks.transfer.feature_file import FeatureFile, load_features
 from benchmarks.transfer.fitted import DEFAULT, Fitted
 from contrastive_curvature import RetrievalThreshold
 from contrastive_curvature.errors import InputError
+from contrastive_curvature.metrics import auroc as auroc_of
 from contrastive_curvature.retriever.evidence import COLUMNS, evidence
 from contrastive_curvature.retriever.retriever import embedded
 from contrastive_curvature.retriever.rule import Labelled, Rates, Regression, certified
@@ -81,8 +82,8 @@ def judged(every: Asked, splits: int = _SPLITS) -> dict[str, Any]:
     rows: list[dict[str, Any]] = []
     for seed in range(splits):
         held, new = np.split(np.random.default_rng(seed).permutation(n), [min(_HELD_OUT, n // 2)])
-        known, absent = Labelled(*(values[held] for values in every.queries)), every.absent[held]
-        queries, lacking = Labelled(*(values[new] for values in every.queries)), every.absent[new]
+        known, absent = promises.rows(every.queries, held), every.absent[held]
+        queries, lacking = promises.rows(every.queries, new), every.absent[new]
         scores = {
             **{name: lambda x, k=k, sign=sign: -sign * x[:, k] for k, (name, sign) in enumerate(COLUMNS.items())},
             **{weight: Regression.fitted(known.evidence, known.right, absent, weight) for weight in _WEIGHTS},
@@ -96,7 +97,7 @@ def judged(every: Asked, splits: int = _SPLITS) -> dict[str, Any]:
         answered: dict[str, dict[str, float]] = {}
         for title, risk in risks.items():
             rule = certified(Rates(risk, None, None, _CONFIDENCE), known, absent)
-            now = rule.decision(rule.regression(queries.evidence), rule.p_value(queries.novelty)) == "answer"
+            now = promises.answered(rule, queries.evidence, queries.novelty)
             answered[title] = {"retriever": float(now.mean())}
             for k, (name, sign) in enumerate(COLUMNS.items()):
                 try:
@@ -106,8 +107,8 @@ def judged(every: Asked, splits: int = _SPLITS) -> dict[str, Any]:
                 except InputError:
                     answered[title][name] = 0.0
         rule = certified(rates, known, absent)
-        p_value, score = rule.p_value(queries.novelty), rule.regression(queries.evidence)
-        decision = rule.decision(score, p_value)
+        score = rule.regression(queries.evidence)
+        decision = rule.decision(score, rule.p_value(queries.novelty))
         now = decision == "answer"
         confidence = 1 / (1 + np.exp(np.append(score, rule.regression(lacking))))
         rows.append(
@@ -125,12 +126,10 @@ def judged(every: Asked, splits: int = _SPLITS) -> dict[str, Any]:
                     "answered": float(now.mean()),
                     "wrong": float((~queries.right[now]).mean()) if now.any() else 0.0,
                     "above": bool(now.any() and (~queries.right[now]).mean() > rates.wrong_answers),
-                    "matches": float((rule.decision(rule.regression(lacking), p_value) == "answer").mean()),
+                    "matches": float(promises.answered(rule, lacking, queries.novelty).mean()),
                     "alarms": float((decision == "unknown").mean()),
                     "unknown": mean(
-                        float(
-                            (rule.decision(rule.regression(kind), rule.p_value(np.exp(kind[:, -1]))) == "answer").mean()
-                        )
+                        float(promises.answered(rule, kind, np.exp(kind[:, -1])).mean())
                         for kind in every.unknown.values()
                     ),
                 },
@@ -146,7 +145,7 @@ def judged(every: Asked, splits: int = _SPLITS) -> dict[str, Any]:
 def _auroc(low: Numbers, high: Numbers) -> float:
     if not len(low) or not len(high):
         return float("nan")
-    return float(roc_auc_score(np.repeat([0, 1], [len(low), len(high)]), np.append(low, high)))
+    return auroc_of(torch.from_numpy(low), torch.from_numpy(high))
 
 
 def _ece(confidence: Numbers, right: NDArray[np.bool_], weight: Numbers) -> float:
