@@ -13,10 +13,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError
+from contrastive_curvature.network.digest import tensor_bytes
 
 NOT_SAVED: Mapping[str, Any] = {"saved": False}
 """Metadata of a field of a dataclass that goes into no file: the user's data or code."""
@@ -98,7 +98,8 @@ def _checksum(state: Mapping[str, Any], keys: Iterable[str] | None) -> str:
             return repr(value)
         # A number in a shape of its own, () or (1,), is the same; other shapes are checked.
         digest = hashlib.sha256(f"{value.dtype} {value.numel()}".encode())
-        digest.update(value.detach().cpu().to_dense().contiguous().flatten().view(torch.uint8).numpy().data)
+        for content in tensor_bytes(value):
+            digest.update(content)
         return digest.hexdigest()
 
     names = sorted(map(str, state)) if keys is None else keys

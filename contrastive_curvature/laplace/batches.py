@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
@@ -42,7 +42,7 @@ def predictions(
     """
     if progress_bar is not None:
         validate.flag("progress_bar", progress_bar)
-    items, inputs_of = batches(la, data, batch_size, argument)
+    items, inputs_of = batches(la.model, data, batch_size, argument)
     number = -1
     for number, item in enumerate(Progress(progress_bar).over(items, "[predict]")):
         try:
@@ -56,11 +56,12 @@ def predictions(
 
 
 def batches(
-    la: ContrastiveLaplace, data: Any, size: int, argument: str = "data"
+    encoder: nn.Module | None, data: Any, size: int, argument: str = "data"
 ) -> tuple[Iterable[Any], Callable[[Any], Any]]:
     """Return something to iterate over, and the function that turns each entry into a batch of inputs.
 
-    Of data in memory, the entries are slices of rows; of a loader, its batches.
+    Of data in memory, the entries are slices of rows; of a loader, its batches. Arrays get the encoder's precision, and
+    float32 without one.
     """
     if isinstance(data, str):
         raise InputTypeError(argument, "a list of texts", "one text", "Pass [text].")
@@ -69,7 +70,7 @@ def batches(
     if is_texts(data):
         return _slices(len(data), size), data.__getitem__
     if isinstance(data, np.ndarray):
-        return _slices(len(data) if data.ndim else 0, size), lambda rows: _as_tensor(la, data[rows])
+        return _slices(len(data) if data.ndim else 0, size), lambda rows: _as_tensor(encoder, data[rows])
     if isinstance(data, (Tensor, Mapping)):
         x = check_inputs(data, argument)
         return _slices(input_length(x), size), lambda rows: slice_inputs(x, rows)
@@ -81,8 +82,9 @@ def _slices(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
 
 
-def _as_tensor(la: ContrastiveLaplace, rows: np.ndarray[Any, Any]) -> Tensor:
+def _as_tensor(encoder: nn.Module | None, rows: np.ndarray[Any, Any]) -> Tensor:
     """Return an array as a tensor; NumPy's floating-point numbers, float64 by default, in the encoder's precision."""
     x = torch.tensor(rows)
-    weights = (weight.dtype for weight in la.model.parameters() if weight.is_floating_point())
-    return x.to(next(weights)) if x.is_floating_point() else x
+    weights = () if encoder is None else encoder.parameters()
+    dtype = next((weight.dtype for weight in weights if weight.is_floating_point()), torch.float32)
+    return x.to(dtype) if x.is_floating_point() else x

@@ -24,6 +24,7 @@ from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.network.encoder import evaluation_mode
+from contrastive_curvature.network.inputs import input_length
 from contrastive_curvature.network.loader import in_fixed_order
 from contrastive_curvature.network.pullback import Pullback
 
@@ -68,11 +69,11 @@ def influence(
     with evaluation_mode(la.model), torch.no_grad():
         pullback = la.backend.pullback(next(iter(items)).x)
         groups: list[tuple[Tensor, Any]] = [(pullback.forward(batch.x)[0], batch.labels) for batch in items]
-        of_queries = torch.cat([_gradients(pullback, batch, items, groups, of) for batch in asked])
+        z, labels = (torch.cat(part) for part in zip(*groups, strict=True))
+        of_queries = torch.cat([_gradients(pullback, batch, items, z, labels, of) for batch in asked])
         moves = clamped.solve(of_queries, la.prior_precision, la.likelihood_factor) * la.likelihood_factor
         shifts = [torch.stack([pullback.jvp(batch.x, move)[1] for move in moves]) for batch in items]
     if la.curvature_options.over_dataset:
-        z, labels = (torch.cat(part) for part in zip(*groups, strict=True))
         groups, shifts = [(z, labels)], [torch.cat(shifts, dim=1)]
     return torch.cat([_without_each(loss, *group, shift) for group, shift in zip(groups, shifts, strict=True)], dim=1)
 
@@ -92,11 +93,11 @@ def _gradients(
     pullback: Pullback,
     queries: Batch,
     items: Iterable[Batch],
-    groups: list[tuple[Tensor, Any]],
+    z: Tensor,
+    labels: Tensor,
     of: Callable[[Tensor, Tensor, Tensor], Tensor],
 ) -> Tensor:
-    """Return the gradients (B, P) of the number of every query in the weights."""
-    z, labels = (torch.cat(part) for part in zip(*groups, strict=True))
+    """Return the gradients (B, P) of the number of every query in the weights, from the items' outputs (N, D)."""
     outputs, context = pullback.forward(queries.x)
     classes: Any = queries.labels
     cosine, same = normalize(outputs)[0] @ normalize(z)[0].T, classes[:, None] == labels
@@ -111,15 +112,16 @@ def _gradients(
     of_query, *of_items = torch.autograd.grad(value, points, materialize_grads=True)
     rows = pullback.vjp(context, of_query[:, None])[:, 0]
     start = 0
-    for batch, (there, _) in zip(items, groups, strict=True):
+    for batch in items:
+        stop = start + input_length(batch.x)
         for row in range(len(rows)):
-            cotangents = torch.zeros_like(there)
+            cotangents = z.new_zeros(stop - start, z.shape[1])
             for index, slope in zip(nearest, of_items, strict=True):
-                if start <= index[row] < start + len(there):
+                if start <= index[row] < stop:
                     cotangents[index[row] - start] += slope[row]
             if bool(cotangents.any()):
                 rows[row] += pullback.vjp_sum(batch.x, cotangents)
-        start += len(there)
+        start = stop
     return rows
 
 

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -15,7 +14,9 @@ from contrastive_curvature.network.call import ModelCall
 from contrastive_curvature.network.inputs import move_inputs, tokenized
 from contrastive_curvature.progress import Progress
 
-_AT_ONCE = 256
+AT_ONCE = 256
+"""Inputs in a batch of data in memory."""
+
 _HIDDEN, _DIM = 256, 64
 _BATCH, _PASSES, _LEAST, _RATE, _TEMPERATURE = 500, 10, 60, 2e-3, 0.1
 
@@ -46,12 +47,8 @@ def outputs(encoder: nn.Module | None, inputs: Any, argument: str, progress_bar:
         InputError: They are no finite vectors other than zero, or there is none.
     """
     weight = None if encoder is None else next(encoder.parameters(), None)
-    if isinstance(inputs, np.ndarray) and inputs.dtype.kind not in "OU":
-        inputs = torch.from_numpy(inputs)
-        inputs = inputs.to(torch.float32 if weight is None else weight.dtype) if inputs.is_floating_point() else inputs
     call, parts = ModelCall(), []
-    # Arrays alone ask for the posterior there.
-    items, inputs_of = batches(cast(Any, None), inputs, _AT_ONCE, argument)
+    items, inputs_of = batches(encoder, inputs, AT_ONCE, argument)
     with torch.no_grad():
         for item in Progress(progress_bar).over(items, "[encode]"):
             x = inputs_of(item)

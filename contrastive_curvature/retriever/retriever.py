@@ -25,11 +25,8 @@ from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.network.inputs import is_texts
 from contrastive_curvature.network.loader import check_loader
 from contrastive_curvature.retriever.evidence import Embedded, evidence
-from contrastive_curvature.retriever.head import Headed, outputs, with_head
+from contrastive_curvature.retriever.head import AT_ONCE, Headed, outputs, with_head
 from contrastive_curvature.retriever.rule import Labelled, Rates, Rule, certified
-
-_AT_ONCE = 256
-"""Inputs in a batch of data in memory."""
 
 _NAMED = 5
 """Classes that are named in a message."""
@@ -257,7 +254,7 @@ class Retriever(Fitted):
             raise InputError("held_out", "at least two queries", f"{len(held)}")
         if la is not None and not calibrated:
             # It freezes what a novelty is, for a file; the p-values here are of all held-out queries, also later ones.
-            items, inputs_of = batches(la, queries[0], _AT_ONCE, "held_out")
+            items, inputs_of = batches(la.model, queries[0], AT_ONCE, "held_out")
             la.calibrate((inputs_of(item) for item in items), progress_bar)
         points, classes = self._embedded("x" if gallery is None else "gallery", *searched, progress_bar)
         self._gallery = Points(points.directions, classes, np.arange(len(points)))
@@ -489,7 +486,7 @@ class Retriever(Fitted):
         la: ContrastiveLaplace = ContrastiveLaplace(encoder)
         loader = x
         if _in_memory(x):
-            items, inputs_of = batches(la, x, _AT_ONCE, "x")
+            items, inputs_of = batches(la.model, x, AT_ONCE, "x")
             codes = self._coded(_labels("x", y))
             loader = [(inputs_of(rows), codes[rows]) for rows in items]
         la.fit(loader, progress_bar=progress_bar)
@@ -544,8 +541,8 @@ class Retriever(Fitted):
 
         def search(directions: Tensor, k: int) -> tuple[Tensor, Tensor]:
             distances, ids = index.search(directions, k)  # type: ignore[union-attr]
-            at = np.searchsorted(points.identifiers, ids := np.asarray(torch.as_tensor(ids).cpu()))
-            at = at.clip(max=len(points.identifiers) - 1)
+            ids = np.asarray(torch.as_tensor(ids).cpu())
+            at = np.searchsorted(points.identifiers, ids).clip(max=len(points.identifiers) - 1)
             gone = torch.from_numpy(points.identifiers[at] != ids).to(directions.device)
             cosine = (1 - torch.as_tensor(distances).to(directions)).masked_fill(gone, -torch.inf)
             return cosine, torch.from_numpy(at).to(directions.device)
@@ -587,7 +584,7 @@ def embedded(la: ContrastiveLaplace | None, inputs: Any, argument: str, progress
         return Embedded(directions, np.zeros(len(directions)), np.zeros(len(directions)))
     parts = []
     with torch.no_grad():
-        for batch in predictions(la, inputs, argument, _AT_ONCE, progress_bar=progress_bar):
+        for batch in predictions(la, inputs, argument, AT_ONCE, progress_bar=progress_bar):
             numbers = (value.double().cpu().numpy() for value in (batch.uncertainty, batch.novelty))
             parts.append(Embedded(normalize(batch.mu.float())[0], *numbers))
     return Embedded.cat(parts)
