@@ -20,8 +20,8 @@ settings.register_profile("dev", deadline=None, max_examples=20)
 settings.register_profile("quick", deadline=None, max_examples=15, phases=(Phase.explicit, Phase.generate))
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
+THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else torch.get_num_threads()
+torch.set_num_threads(THREADS)
 
 
 LONGEST = {
@@ -48,7 +48,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Give each test the same random numbers, whichever tests ran before it."""
+    """Give each test the same random numbers and as many threads, whichever tests ran before it."""
+    torch.set_num_threads(THREADS)  # benchmarks set it: two processes of two threads each take ten times as long
     random.seed(0)
     np.random.seed(0)  # noqa: NPY002  scikit-learn draws from this generator
     torch.manual_seed(0)
