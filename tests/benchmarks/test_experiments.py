@@ -1,14 +1,12 @@
-"""``benchmarks.experiments`` from end to end: every row, the demonstration, a run that is interrupted, refusals."""
+"""``benchmarks.experiments`` from end to end: every row, the demonstration, a run that is interrupted."""
 
 import json
 import math
 
 import pytest
-from tables import each
 
 from benchmarks.experiments import cli, demo, plan, plots, run
 from benchmarks.experiments.methods import triplet
-from contrastive_curvature.errors import DivergenceError
 
 TINY = ["--data", "digits", "--train-size", "100", "--test-size", "50", "--n-samples", "3", "--epochs", "1", "--quiet"]
 PLOTS = {"roc", "sparsification", "calibration", "histograms", "embeddings_laplace_posthoc", "images_laplace_posthoc"}
@@ -94,45 +92,3 @@ def test_an_interrupted_run_goes_on(tmp_path, undrawn, monkeypatch):
     left[0] = 2
     assert cli.main([*options, "--out", str(tmp_path / "parts")]) == 0
     assert figures_of(tmp_path / "parts") == figures_of(tmp_path / "whole")
-
-
-def test_a_method_that_diverges_is_reported_and_tried_again(tmp_path, undrawn, monkeypatch, capsys):
-    options = ["--table", "1", *TINY, "--methods", "posthoc_arccos_fixed", "online_arccos_psd", "--out", str(tmp_path)]
-
-    def diverges(*_):
-        raise DivergenceError("the loss is nan.", 7)
-
-    with monkeypatch.context() as patch:
-        patch.setattr("contrastive_curvature.online.OnlineLaplace.forward", diverges)
-        assert cli.main(options) == 1
-    assert "online_arccos_psd failed" in capsys.readouterr().err
-    assert "**Failed**: online_arccos_psd, seed 0: DivergenceError" in (tmp_path / "results.md").read_text()
-    assert set(results_of(tmp_path)["rows"]) == {"posthoc_arccos_fixed"}
-    assert cli.main(options) == 0
-    text = (tmp_path / "results.md").read_text()
-    assert "Failed" not in text
-    assert "| *paper, LFW* | *0.69 ± 0.00* | *0.53 ± 0.20* | *0.46 ± 0.02* |" in text
-    assert cli.main([*options, "--dim", "4"]) == 2
-    assert "dim = 3, got dim = 4" in capsys.readouterr().err
-    assert (tmp_path / "results.md").read_text() == text
-
-
-@each(
-    "options, says",
-    [
-        (["--dim", "1"], "--dim"),
-        (["--margin", "2.5"], "--margin"),
-        (["--per-class", "3"], "multiple of per_class=3"),
-        (["--seeds", "1", "1"], "--seeds"),
-        (["--test-size", "601"], "at most the 600"),
-        (["--network", "cifar10"], "--network cifar10"),
-        (["--device", "nowhere"], "--device"),
-        (["--methods", "hubs"], "--methods"),
-        (["--table", "3"], "--data"),
-    ],
-)
-def test_refusals_come_first(options, says, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    assert cli.main(["--table", "2", "--data", "digits", *options]) == 2
-    assert says in capsys.readouterr().err
-    assert list(tmp_path.iterdir()) == []

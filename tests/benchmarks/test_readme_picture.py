@@ -5,30 +5,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from laplace import Laplace
 from PIL import Image
 
 from benchmarks import readme_picture
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def scored() -> readme_picture.Scored:
-    torch.manual_seed(0)
     x, labels = torch.randn(600, 8), torch.arange(600) % 4
     x += 2 * torch.eye(8)[labels]
-    la = _posterior(x[:300], labels[:300])
+    la = Laplace(torch.nn.Linear(8, 3), "contrastive")
+    la.fit([(x[:300], labels[:300])])
+    la.optimize_prior_precision()
+    la.calibrate([(torch.randn(200, 8) + 2 * torch.eye(8)[torch.arange(200) % 4], torch.zeros(200))])
     known, unknown = la(x[300:]), la(9 * torch.randn(100, 8))
     cosine, nearest = (known.mu @ la(x[:300]).mu.T).max(1)
     return readme_picture.Scored(labels[nearest] != labels[300:], known.uncertainty, 1 - cosine, known, unknown)
-
-
-def _posterior(x: torch.Tensor, labels: torch.Tensor):
-    from laplace import Laplace
-
-    la = Laplace(torch.nn.Linear(8, 3), "contrastive")
-    la.fit([(x, labels)])
-    la.optimize_prior_precision()
-    la.calibrate([(torch.randn(200, 8) + 2 * torch.eye(8)[torch.arange(200) % 4], torch.zeros(200))])
-    return la
 
 
 def test_errors_are_those_of_the_surest_questions():
