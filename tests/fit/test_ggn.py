@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import Case, close, network_cases
 from torch import Tensor, nn
@@ -24,6 +24,7 @@ def ggn(drawn: Drawn, device: str, **kwargs: Any) -> Any:
     return cc.ggn(model.to(device), x.to(device), clamp=False, **moved.all, **kwargs)
 
 
+@settings(max_examples=40)
 @given(drawn=network_cases(), freeze=st.integers(0, 3), elements=st.sampled_from((2**25, 1, 7, 60)), data=st.data())
 def test_diag_and_full_are_exact(drawn: Drawn, freeze: int, elements: int, data: st.DataObject, device: str) -> None:
     """All parameters, the last layer, and a subnetwork.

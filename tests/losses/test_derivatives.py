@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from devices import DEVICES
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import Case, cases, close, relate_by_remainder
 from torch import Tensor
@@ -44,6 +44,7 @@ def true_weights(case: Case) -> Tensor:
     return y
 
 
+@settings(max_examples=80)
 @given(case=cases(), elements=st.sampled_from((2**25, 1, 5, 11)))
 def test_weights_and_all_their_sums(case: Case, elements: int, device: str) -> None:
     """In blocks of any size."""
