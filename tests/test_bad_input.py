@@ -8,6 +8,7 @@ import pytest
 import torch
 from laplace import Laplace
 from tables import covering, each
+from tiny import data, encoder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,16 +22,6 @@ N, F, D = 12, 4, 3
 def outputs(device: str = "cpu") -> tuple[Tensor, Tensor]:
     z = torch.randn(N, D, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return z.to(device), (torch.arange(N) % 3).to(device)
-
-
-def inputs() -> tuple[Tensor, Tensor]:
-    x = torch.randn(N, F, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    return x, torch.arange(N) % 3
-
-
-def encoder(*tail: nn.Module) -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(F, 5), nn.Tanh(), nn.Linear(5, D), *tail).double()
 
 
 def refused(call: Callable[[], Any], kind: type[Exception], *words: str) -> str:
@@ -106,7 +97,7 @@ def test_pairs(call: Callable[..., Any], device: str) -> None:
 )
 def test_options(option: str, value: Any, kind: type[Exception], words: tuple[str, ...]) -> None:
     z, y = outputs()
-    x, _ = inputs()
+    x, _ = data()
     model = Counting()
     calls = [
         lambda: cc.output_hessian(z, y, **{option: value}),
@@ -135,7 +126,7 @@ class Counting(nn.Module):
 
 
 def test_further_options_of_ggn() -> None:
-    x, y = inputs()
+    x, y = data()
     model = Counting()
     refused(lambda: cc.ggn(model, x, y, structure="lowrank"), cc.InputError, "structure", "'kron'", "lowrank")
     refused(lambda: cc.ggn(model, x[:0], y[:0]), cc.InputError, "x", "at least one point")
@@ -217,10 +208,10 @@ def apple() -> nn.Linear:
 @each(
     "call",
     [
-        lambda: cc.ggn(apple(), *inputs()),
+        lambda: cc.ggn(apple(), *data()),
         lambda: Laplace(apple(), "contrastive", "last_layer", "diag"),
         lambda: Laplace(cc.TwoTowers(apple(), apple()), "contrastive", "last_layer", "diag"),
-        lambda: cc.with_last_layer(apple(), inputs()[0]),
+        lambda: cc.with_last_layer(apple(), data()[0]),
         lambda: cc.output_hessian(OnApple(N, D), outputs()[1]),
         lambda: cc.SupConLoss()(OnApple(N, D), outputs()[1]),
     ],
@@ -232,14 +223,14 @@ def test_a_device_without_float64_is_refused_by_name(call: Callable[[], Any]) ->
 INSIDE, BATCH = ("model", "inside forward", "L2Norm"), ("model", "batch")
 TUPLE = ("model", "tensor (N, D)", "tuple")
 ENCODERS: list[tuple[Callable[[], nn.Module], str, type[Exception], tuple[str, ...]]] = [
-    (lambda: encoder(nn.Tanh()), "last_layer", cc.UnsupportedError, ("last_layer", "nn.Linear")),
+    (lambda: encoder("cpu", nn.Tanh()), "last_layer", cc.UnsupportedError, ("last_layer", "nn.Linear")),
     (Inside, "all", cc.UnsupportedError, INSIDE),
     (Inside, "last_layer", cc.UnsupportedError, INSIDE),
     (lambda: nn.Sequential(Inside(), cc.L2Norm()), "all", cc.UnsupportedError, INSIDE),
-    (lambda: encoder(ScaledNorm()), "all", cc.UnsupportedError, ("arccos", "already normalised", "euclidean")),
+    (lambda: encoder("cpu", ScaledNorm()), "all", cc.UnsupportedError, ("arccos", "already normalised", "euclidean")),
     (Pair, "all", cc.InputTypeError, TUPLE),
     (Pair, "last_layer", cc.InputTypeError, TUPLE),
-    (lambda: encoder(nn.Unflatten(1, (D, 1))), "all", cc.InputError, ("model", "(N, D)", "(8, 3, 1)")),
+    (lambda: encoder("cpu", nn.Unflatten(1, (D, 1))), "all", cc.InputError, ("model", "(N, D)", "(8, 3, 1)")),
     (BatchStatistics, "all", cc.UnsupportedError, BATCH),
     (BatchStatistics, "last_layer", cc.UnsupportedError, BATCH),
 ]
@@ -247,7 +238,7 @@ ENCODERS: list[tuple[Callable[[], nn.Module], str, type[Exception], tuple[str, .
 
 @each("build, weights, kind, words", ENCODERS)
 def test_encoders(build: Callable[[], nn.Module], weights: str, kind: type[Exception], words: tuple[str, ...]) -> None:
-    x, y = inputs()
+    x, y = data()
     loader = DataLoader(TensorDataset(x, y), batch_size=N)
     model = build().train()
     refused(lambda: cc.ggn(model, x, y, subset_of_weights=weights), kind, *words)
@@ -263,7 +254,7 @@ def test_encoders(build: Callable[[], nn.Module], weights: str, kind: type[Excep
 @each("name", ["nothing", "0.weight", "0"])
 def test_a_wrong_name_of_the_last_layer(name: str) -> None:
     la = Laplace(encoder(), "contrastive", "last_layer", "diag", last_layer_name=name)
-    refused(lambda: la.fit(DataLoader(TensorDataset(*inputs()), batch_size=5)), cc.InputError, "last_layer_name", name)
+    refused(lambda: la.fit(DataLoader(TensorDataset(*data()), batch_size=5)), cc.InputError, "last_layer_name", name)
 
 
 class Once:
@@ -279,7 +270,7 @@ class Once:
 
 
 def loaders() -> list[tuple[str, Callable[[], Any], type[Exception], tuple[str, ...]]]:
-    x, y = inputs()
+    x, y = data()
     broken, dead = x.clone(), x.clone()
     broken[6, 1] = float("nan")
     dead[:] = 0
@@ -318,7 +309,7 @@ def test_a_bad_loader_costs_no_earlier_fit(
     monkeypatch.setattr(dataset, "FEATURES_KEPT", 0)
     if name == "other data":
         build, words = _unlike_in_the_last_pass, words[:1]
-    x, y = inputs()
+    x, y = data()
     model = encoder()
     fresh = Laplace(model, "contrastive", weights, structure)
     refused(lambda: fresh.fit(build()), kind, *words)
@@ -340,13 +331,13 @@ def test_a_bad_loader_costs_no_earlier_fit(
 
 def _unlike_in_the_last_pass() -> Any:
     """A loader whose labels and inputs are others from the curvature's pass on, which is the third."""
-    x, y = inputs()
+    x, y = data()
     return Once([[(x, y)]] * 2 + [[(x + 1, y + 1)]])
 
 
 @pytest.mark.parametrize("pairs", ["dataset", "batch"])
 def test_a_loader_that_can_be_read_only_once_is_named(pairs: str) -> None:
-    x, y = inputs()
+    x, y = data()
     la = Laplace(encoder(), "contrastive", "all", "diag", backend_kwargs={"pairs": pairs})
     batches = ((x[k : k + 4], y[k : k + 4]) for k in (0, 4, 8))
     message = refused(lambda: la.fit(batches), cc.InputError, "train_loader")
@@ -354,7 +345,7 @@ def test_a_loader_that_can_be_read_only_once_is_named(pairs: str) -> None:
 
 
 def test_relations() -> None:
-    x, y = inputs()
+    x, y = data()
     loader = [(x, y.double())]
 
     def la(relation: Any) -> Any:
@@ -384,7 +375,7 @@ def test_options_of_the_laplace_object() -> None:
 
 def test_no_pair_is_no_curvature_in_the_functions_themselves(device: str) -> None:
     z, y = outputs(device)
-    x = inputs()[0].to(device)
+    x = data()[0].to(device)
     model = encoder().to(device)
     for rows, labels in ((slice(0, 1), y[:1]), (slice(0, 0), y[:0])):
         assert float(cc.ContrastiveLoss()(z[rows], labels)) == 0
@@ -397,7 +388,7 @@ def test_no_pair_is_no_curvature_in_the_functions_themselves(device: str) -> Non
     assert not cc.ggn(model, x, apart, pd_fix="positive").any()
 
 
-X, LABELS = inputs()
+X, LABELS = data()
 NAMES = [f"class {label}" for label in LABELS.tolist()]
 
 

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from laplace import Laplace
 from tables import covering, each
+from tiny import in_batches
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -40,10 +41,6 @@ def data(device: str) -> tuple[Tensor, Tensor]:
     return x.to(device), (torch.arange(N) % 4).to(device)
 
 
-def batches(x: Tensor, labels: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(x.split(size), labels.split(size), strict=True))
-
-
 def short_output(model: nn.Sequential, x: Tensor, row: int) -> Tensor:
     """Inputs of which one has a nearly zero output, whose Hessian grows with the inverse of its squared norm."""
     moved = x.clone().double()
@@ -67,7 +64,7 @@ def test_a_point_next_to_zero(weights: str, structure: str, more: dict[str, Any]
     x = short_output(model, x, 23)
     la = Laplace(model, "contrastive", weights, structure, **more)
     with pytest.warns(UserWarning, match=r"One point contributes \d+ % of the curvature.*point \d+ of") as caught:
-        la.fit(batches(x, labels, size))
+        la.fit(in_batches(x, labels, size))
     if structure != "gp":
         assert "point 23 of" in str(caught[0].message)
     assert la.n_data == N, "a warning, not an error"
@@ -82,7 +79,7 @@ def test_a_huge_input_in_kronecker_factors(kind: str, weights: str, size: int, d
     layer = "2" if weights == "last_layer" else r"[02]"
     where = rf"point 17 \(row {17 % size} of batch {17 // size}\) of the pass over the data"
     with pytest.warns(UserWarning, match=rf"100 % of the curvature \(input factor of layer '{layer}'\): {where}"):
-        la.fit(batches(x, labels, size))
+        la.fit(in_batches(x, labels, size))
 
 
 @covering(1, size=[7, N], backend=[None, *BACKENDS])
@@ -95,7 +92,7 @@ def test_several_huge_inputs(backend: Any, size: int, device: str) -> None:
     with pytest.warns(
         UserWarning, match=rf"3 points contribute 100 % of the curvature \(input factor of layer .*{where}"
     ):
-        la.fit(batches(x, labels, size))
+        la.fit(in_batches(x, labels, size))
 
 
 @covering(1, kind=["dataset", "batch"], pd_fix=["fixed", "positive", "full", "psd"], structure=["diag", "full"])
@@ -105,17 +102,17 @@ def test_every_fix_and_both_kinds_of_fit(structure: str, pd_fix: str, kind: str,
     options = {"pd_fix": pd_fix, "pairs": kind}
     make = lambda: Laplace(model, "contrastive", "last_layer", structure, backend_kwargs=options)  # noqa: E731
     with pytest.warns(UserWarning, match="point 5 of"):
-        make().fit(batches(short_output(model, x, 5), labels, 20))
+        make().fit(in_batches(short_output(model, x, 5), labels, 20))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        make().fit(batches(x, labels, 20))
+        make().fit(in_batches(x, labels, 20))
 
 
 @each("weights, structure, more", STRUCTURES)
 def test_ordinary_data_cause_no_warning(weights: str, structure: str, more: dict[str, Any], device: str) -> None:
     x, labels = data(device)
     # `make test` turns warnings into errors.
-    Laplace(encoder(device), "contrastive", weights, structure, **more).fit(batches(x, labels, 7))
+    Laplace(encoder(device), "contrastive", weights, structure, **more).fit(in_batches(x, labels, 7))
 
 
 @settings(max_examples=10)
@@ -129,7 +126,7 @@ def test_the_point_is_found_wherever_it_is(row: int, size: int, shuffle: bool, d
         x, labels, row = x[order], labels[order], int((order == row).nonzero())
     la = Laplace(nn.Linear(WIDTH, D).to(device), "contrastive", "last_layer", "kron")
     with pytest.warns(UserWarning, match=rf"point {row} \(row {row % size} of batch {row // size}\) of"):
-        la.fit(batches(x, labels, size))
+        la.fit(in_batches(x, labels, size))
 
 
 def test_few_points_are_not_spoken_of() -> None:

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import DISTANCES, FIXES, NORMALIZATIONS, build_network, close, make_inputs
 from tables import covering, each
+from tiny import in_batches
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -44,10 +45,6 @@ class Numbered:
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
         return iter(self.batches)
-
-
-def in_batches(x: Tensor, y: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
-    return list(zip(x.split(size), y.split(size), strict=True))
 
 
 def backend(model: nn.Module, x: Tensor, last: bool, **options: Any) -> Any:

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from tiny import encoder
 from torch import Tensor, nn
 from torch.func import functional_call
 
@@ -12,11 +13,6 @@ from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 
 LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 2, 0, 1])
 PRIOR = 3.0
-
-
-def _encoder() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
 
 
 def _data(n: int) -> Tensor:
@@ -50,7 +46,7 @@ LOSSES = [
 def test_influence_is_the_gradient_of_all_terms_of_an_item(
     weights: str, loss: Any, factor: Any, over_data: bool
 ) -> None:
-    model, x, asked, classes = _encoder(), _data(12), _data(5), torch.tensor([0, 1, 2, 1, 0])
+    model, x, asked, classes = encoder(), _data(12), _data(5), torch.tensor([0, 1, 2, 1, 0])
     loader = [(x[:6], LABELS[:6]), (x[6:], LABELS[6:])]
     la = _fitted(model, loss, weights, loader)
     found = cc.influence(la, loader, [(asked[:2], classes[:2]), (asked[2:], classes[2:])])
@@ -126,10 +122,10 @@ def test_influence_predicts_retraining_of_a_last_layer() -> None:
 
 def test_influence_refuses_what_it_cannot_answer() -> None:
     loader = [(_data(12), LABELS)]
-    la = _fitted(_encoder(), cc.SupConLoss(pd_fix="full"), "last_layer", loader)
+    la = _fitted(encoder(), cc.SupConLoss(pd_fix="full"), "last_layer", loader)
     with pytest.raises(cc.InputError, match="query 1 of a batch, of class 7"):
         cc.influence(la, loader, [(_data(2), torch.tensor([0, 7]))])
-    la = ContrastiveLaplace(_encoder(), backend_kwargs={"pairs": "batch"})
+    la = ContrastiveLaplace(encoder(), backend_kwargs={"pairs": "batch"})
     la.fit(loader)
     with pytest.raises(cc.UnsupportedError, match="pairs='batch'"):
         cc.influence(la, loader, loader)

@@ -8,9 +8,10 @@ from typing import Any
 import laplace
 import pytest
 import torch
-from laplace_cases import INDICES, data, encoder, fitted, make, refused
+from laplace_cases import INDICES, fitted, make, refused
 from laplace_combinations import COMBINATIONS
 from tables import each
+from tiny import data, encoder
 from torch import Tensor, nn
 
 import contrastive_curvature as cc

@@ -6,7 +6,8 @@ import pytest
 import torch
 from laplace import Laplace
 from strategies import close
-from torch import Tensor, nn
+from tiny import data, encoder
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
@@ -23,23 +24,17 @@ for_both = pytest.mark.parametrize("weights", ["all", "last_layer"])
 for_every_psd = pytest.mark.parametrize("options", PSD, ids=lambda o: "-".join(map(str, o.values())))
 
 
-def body(device: str = "cpu") -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3), cc.L2Norm()).double().to(device)
-
-
-def data(shuffle: bool = False) -> DataLoader[tuple[Tensor, ...]]:
-    torch.manual_seed(2)
-    x = torch.randn(POINTS, 4, dtype=torch.float64)
-    return DataLoader(TensorDataset(x, torch.arange(POINTS) % 3), batch_size=5, shuffle=shuffle)
+def loader(shuffle: bool = False) -> DataLoader[tuple[Tensor, ...]]:
+    return DataLoader(TensorDataset(*data(POINTS)), batch_size=5, shuffle=shuffle)
 
 
 def pair(weights: str, options: dict[str, Any], device: str, **kwargs: Any) -> tuple[Any, Any]:
     """The Gaussian process over all points, and the dense posterior."""
-    gp = Laplace(body(device), "contrastive", weights, "gp", n_subset=POINTS, backend_kwargs=options, **kwargs)
-    full = Laplace(body(device), "contrastive", weights, "full", backend_kwargs=options, **kwargs)
+    kwargs["backend_kwargs"] = options
+    gp = Laplace(encoder(device, cc.L2Norm()), "contrastive", weights, "gp", n_subset=POINTS, **kwargs)
+    full = Laplace(encoder(device, cc.L2Norm()), "contrastive", weights, "full", **kwargs)
     for la in (gp, full):
-        la.fit(data())
+        la.fit(loader())
     return gp, full
 
 
@@ -82,19 +77,19 @@ def test_samples_have_the_posterior_covariance(weights: str, options: dict[str, 
 
 def test_a_subset_stands_for_the_data(device: str) -> None:
     """Block-diagonal curvatures of subsets average to that of the data; loss and cost are those of the data."""
-    full = Laplace(body(device), "contrastive", "last_layer", "full", backend_kwargs=PSD[0])
-    full.fit(data())
-    gp = Laplace(body(device), "contrastive", "last_layer", "gp", n_subset=5, backend_kwargs=PSD[0])
-    gp.fit(data(shuffle=True))
+    full = Laplace(encoder(device, cc.L2Norm()), "contrastive", "last_layer", "full", backend_kwargs=PSD[0])
+    full.fit(loader())
+    gp = Laplace(encoder(device, cc.L2Norm()), "contrastive", "last_layer", "gp", n_subset=5, backend_kwargs=PSD[0])
+    gp.fit(loader(shuffle=True))
     assert close(gp.loss, full.loss)
     assert gp.cost == pytest.approx(full.cost, rel=1e-12)
     assert gp.n_data == POINTS
     assert len(gp.H["inputs"]) == 5
     total = torch.zeros((), dtype=torch.float64, device=device)
     for seed in range(100):
-        subset, *_ = gp.backend.fit_subset(data(), POINTS - 1, seed)
+        subset, *_ = gp.backend.fit_subset(loader(), POINTS - 1, seed)
         total = total + subset.factor.square().sum() / 100
-    everything, *_ = gp.backend.fit_subset(data(), POINTS, 0)
+    everything, *_ = gp.backend.fit_subset(loader(), POINTS, 0)
     truth = everything.factor.square().sum()
     leave_out = everything.factor.square().sum((1, 2))
     # The weight of the one point left out has this standard deviation; four of them over 100 draws.
@@ -114,10 +109,10 @@ class Passes:
 
 
 def test_other_data_in_the_second_pass_are_refused() -> None:
-    batches = list(data())
+    batches = list(loader())
     moved = [(x + 0.1, y) for x, y in batches]
     for then in (batches[:1], moved):
-        gp = Laplace(body(), "contrastive", "all", "gp", n_subset=8, backend_kwargs=PSD[0])
+        gp = Laplace(encoder("cpu", cc.L2Norm()), "contrastive", "all", "gp", n_subset=8, backend_kwargs=PSD[0])
         with pytest.raises(cc.InputError, match="the same data in every pass"):
             gp.fit(Passes(batches, then))
         assert gp.H is None
@@ -127,11 +122,11 @@ def test_other_data_in_the_second_pass_are_refused() -> None:
 def test_single_precision_survives_a_weak_prior(weights: str) -> None:
     """The posterior is a small difference of large kernels."""
     kwargs: dict[str, Any] = {"prior_precision": 1e-5, "temperature": 1e-3, "backend_kwargs": PSD[0]}
-    single = Laplace(body().float(), "contrastive", weights, "gp", n_subset=POINTS, **kwargs)
-    single.fit([(x.float(), y) for x, y in data()])
-    full = Laplace(body(), "contrastive", weights, "full", **kwargs)
-    full.fit(data())
-    x = torch.cat([x for x, _ in data()])
+    single = Laplace(encoder("cpu", cc.L2Norm()).float(), "contrastive", weights, "gp", n_subset=POINTS, **kwargs)
+    single.fit([(x.float(), y) for x, y in loader()])
+    full = Laplace(encoder("cpu", cc.L2Norm()), "contrastive", weights, "full", **kwargs)
+    full.fit(loader())
+    x = torch.cat([x for x, _ in loader()])
     found = single(x.float()).covariance
     assert found.dtype == torch.float32
     assert close(found.double(), full(x).covariance, tolerance=1e-4)
@@ -139,8 +134,16 @@ def test_single_precision_survives_a_weak_prior(weights: str) -> None:
 
 def test_gradients_reach_the_input() -> None:
     for weights in ("all", "last_layer"):
-        gp = Laplace(body(), "contrastive", weights, "gp", n_subset=6, backend_kwargs=PSD[0], enable_backprop=True)
-        gp.fit(data())
+        gp = Laplace(
+            encoder("cpu", cc.L2Norm()),
+            "contrastive",
+            weights,
+            "gp",
+            n_subset=6,
+            backend_kwargs=PSD[0],
+            enable_backprop=True,
+        )
+        gp.fit(loader())
         x = torch.randn(2, 4, dtype=torch.float64, requires_grad=True)
         gp(x).covariance.sum().backward()
         assert x.grad is not None
@@ -149,22 +152,22 @@ def test_gradients_reach_the_input() -> None:
 
 def test_refusals() -> None:
     def make(**kwargs: Any) -> Any:
-        return Laplace(body(), "contrastive", "all", "gp", **kwargs)
+        return Laplace(encoder("cpu", cc.L2Norm()), "contrastive", "all", "gp", **kwargs)
 
     with pytest.raises(cc.InputError, match="n_subset: expected a positive whole number"):
         make()
     with pytest.raises(cc.UnsupportedError, match="independent_outputs"):
         make(n_subset=3, independent_outputs=True)
     with pytest.raises(cc.InputError, match="at most the 12 points"):
-        make(n_subset=13, backend_kwargs=PSD[0]).fit(data())
+        make(n_subset=13, backend_kwargs=PSD[0]).fit(loader())
     with pytest.raises(cc.UnsupportedError, match="pd_fix='psd'"):
-        make(n_subset=12, backend_kwargs={"pd_fix": "full"}).fit(data())
+        make(n_subset=12, backend_kwargs={"pd_fix": "full"}).fit(loader())
     with pytest.raises(cc.UnsupportedError, match="pairs='dataset'"):
-        make(n_subset=3, backend_kwargs={"pairs": "batch"}).fit(data())
+        make(n_subset=3, backend_kwargs={"pairs": "batch"}).fit(loader())
     with pytest.raises(cc.UnsupportedError, match="override=False"):
-        make(n_subset=3).fit(data(), override=False)
+        make(n_subset=3).fit(loader(), override=False)
     gp = make(n_subset=12, backend_kwargs=PSD[0])
-    gp.fit(data())
+    gp.fit(loader())
     with pytest.raises(cc.UnsupportedError, match="'full'"):
         _ = gp.posterior_precision
     with pytest.raises(cc.InputError, match="n_subset"):

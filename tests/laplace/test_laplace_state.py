@@ -12,8 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laplace import Laplace
-from laplace_cases import data, fitted, make
+from laplace_cases import fitted, make
 from tables import each
+from tiny import data
 from torch import Tensor, nn
 
 import contrastive_curvature as cc

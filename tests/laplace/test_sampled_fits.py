@@ -8,7 +8,7 @@ import torch
 from laplace import Laplace
 from strategies import close
 from tables import each
-from torch import Tensor, nn
+from tiny import data, encoder, in_batches
 
 import contrastive_curvature as cc
 from contrastive_curvature.errors import InputError, UnsupportedError
@@ -20,17 +20,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*K-FAC leaves"),
     pytest.mark.filterwarnings("ignore::contrastive_curvature.laplace.advice.FeatureNormWarning"),
 ]
-
-
-def encoder(device: str) -> nn.Sequential:
-    torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().to(device)
-
-
-def data(n: int, device: str, classes: int = 4) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randn(n, 4, generator=generator, dtype=torch.float64)
-    return x.to(device), (torch.arange(n) % classes).to(device)
 
 
 def make(device: str, structure: str = "diag", weights: str = "last_layer", **options: Any) -> Any:
@@ -70,7 +59,7 @@ CASES = [
 
 @pytest.mark.parametrize(("weights", "structure", "fix"), CASES)
 def test_posteriors_of_all_points_as_the_sample(weights: str, structure: str, fix: str, device: str) -> None:
-    x, y = data(22, device)
+    x, y = data(22, device, 4)
     given, probe = [(x[:9], y[:9]), (x[9:], y[9:])], x[:5]
     options: dict[str, Any] = {"margin": 0.9, "pd_fix": fix, **({"rank": 6} if structure == "lowrank" else {})}
     whole = fitted(device, given, structure, weights, negative_samples=None, **options)
@@ -86,14 +75,9 @@ def test_posteriors_of_all_points_as_the_sample(weights: str, structure: str, fi
 
 
 def test_a_fit_tells_its_error(device: str) -> None:
-    given = [data(60, device)]
+    given = [data(60, device, 4)]
     assert 0 < fitted(device, given, negative_samples=20, margin=0.9).curvature_error < 1
     assert fitted(device, given, margin=0.9).curvature_error is None
-
-
-def batches(n: int, device: str) -> list[tuple[Tensor, Tensor]]:
-    x, y = data(n, device)
-    return list(zip(x.split(700), y.split(700), strict=True))
 
 
 def as_if_many(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
@@ -106,7 +90,7 @@ def test_from_thirty_thousand_points_on_a_sample_stands_for_all_negatives(
     """On every machine, however fast."""
     assert (dataset.MANY_POINTS, dataset.NEGATIVE_SAMPLES) == (30_000, 2000)
     as_if_many(monkeypatch, 2100)
-    given, la = batches(2100, device), make(device, margin=0.9)
+    given, la = in_batches(*data(2100, device, 4), 700), make(device, margin=0.9)
     la.fit(given)
     explicit = fitted(device, given, margin=0.9, negative_samples=2000)
     assert torch.allclose(la.H, explicit.H, rtol=1e-13, atol=0)
@@ -128,7 +112,7 @@ def test_all_pairs_of_fewer_points_count_and_where_that_is_asked_for_or_no_sampl
     many: int, structure: str, options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     as_if_many(monkeypatch, many)
-    given = batches(300, device)
+    given = in_batches(*data(300, device, 4), 700)
     la = fitted(device, given, structure, **options)
     assert la.curvature_error is None
     exact, probe = fitted(device, given, structure, **{**options, "negative_samples": None}), given[0][0][:3]
@@ -137,7 +121,7 @@ def test_all_pairs_of_fewer_points_count_and_where_that_is_asked_for_or_no_sampl
 
 @each("options", [{"margin": None}, {"margin": 0.9, "negative_weight": 0.0}, {"margin": 2.0}])
 def test_where_sums_over_classes_suffice_a_number_is_of_no_effect(options: dict[str, Any], device: str) -> None:
-    la, exact = (fitted(device, [data(40, device)], negative_samples=m, **options) for m in (5, None))
+    la, exact = (fitted(device, [data(40, device, 4)], negative_samples=m, **options) for m in (5, None))
     assert la.curvature_error is None
     assert close(la.H, exact.H)
 
@@ -165,14 +149,19 @@ def test_combinations_are_refused_when_they_are_made(
 
 def test_training_and_the_low_rank_structure_of_coupled_fixes_refuse_at_once(device: str) -> None:
     with pytest.raises(InputError, match="negative_samples"):
-        cc.OnlineLaplace(encoder(device), probe=data(4, device)[0], n_data=40, backend_kwargs={"negative_samples": 10})
+        cc.OnlineLaplace(
+            encoder(device),
+            probe=data(4, device, 4)[0],
+            n_data=40,
+            backend_kwargs={"negative_samples": 10},
+        )
     with pytest.raises(UnsupportedError, match="negative_samples"):
-        make(device, "lowrank", "all", negative_samples=10, pd_fix="full").fit(Probed(data(20, device)))
+        make(device, "lowrank", "all", negative_samples=10, pd_fix="full").fit(Probed(data(20, device, 4)))
 
 
 @each("loss", [None, LogisticLoss(pd_fix="psd")])
 def test_a_sample_of_one_class_is_refused(loss: Any, device: str) -> None:
-    x, _ = data(400, device)
+    x, _ = data(400, device, 4)
     y = torch.zeros(400, dtype=torch.int64, device=device)
     y[-2:] = 1
     options: dict[str, Any] = {} if loss is None else {"loss": loss}

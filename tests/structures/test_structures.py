@@ -6,7 +6,8 @@ from typing import Any, Self
 
 import pytest
 import torch
-from torch import Tensor, nn
+from tiny import encoder
+from torch import Tensor
 from torch.nn.functional import linear
 
 import contrastive_curvature as cc
@@ -29,11 +30,6 @@ FACTOR = 0.7
 
 def numbers(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-
-
-def encoder(device: str, dim: int = 3) -> nn.Module:
-    torch.manual_seed(3)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, dim)).double().to(device)
 
 
 def data(device: str, n: int = 18, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -119,7 +115,7 @@ def test_structures_hold_the_curvature_of_every_loss_and_fix(name: str, device: 
             continue
         found = {
             structure: cc.ggn(
-                encoder(device, 2),
+                encoder(device, outputs=2),
                 x,
                 labels,
                 loss=loss,

@@ -1,0 +1,26 @@
+"""A small encoder and its data, the same at every call."""
+
+import torch
+from torch import Tensor, nn
+
+__all__ = ["data", "encoder", "in_batches"]
+
+
+def encoder(
+    device: str = "cpu", *tail: nn.Module, dtype: torch.dtype = torch.float64, outputs: int = 3
+) -> nn.Sequential:
+    """Build two layers with a tanh between them: 43 parameters, the last layer has 18."""
+    torch.manual_seed(1)
+    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, outputs), *tail).to(device, dtype)
+
+
+def data(
+    n: int = 12, device: str = "cpu", classes: int = 3, dtype: torch.dtype = torch.float64
+) -> tuple[Tensor, Tensor]:
+    """Draw inputs (n, 4) of classes in turn."""
+    x = torch.randn(n, 4, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
+    return x.to(device, dtype), (torch.arange(n) % classes).to(device)
+
+
+def in_batches(x: Tensor, y: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:
+    return list(zip(x.split(size), y.split(size), strict=True))
