@@ -177,14 +177,11 @@ def test_bad_values(call: Any, says: str):
 
 
 FILLED = st.sampled_from([(), (1,), (2, 3)])
-
-
 """torch.distributions has no empty batches."""
 
 
 def mixture(seed: int, *shape: int, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    mean, spread = (torch.randn(*shape, generator=generator, dtype=torch.float64) for _ in range(2))
+    mean, spread = normal(seed, 2, *shape)
     return mean.to(dtype), spread.exp().to(dtype)
 
 
