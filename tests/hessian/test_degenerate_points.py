@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import Case, cases
@@ -14,8 +13,6 @@ from torch import Tensor
 import contrastive_curvature as cc
 from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.losses import Terms
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 @covering(2, dtype=[torch.float32, torch.float64], kind=["same", "opposite", "close"], seed=range(4))

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import DISTANCES, FIXES, NORMALIZATIONS
@@ -16,7 +15,6 @@ from torch import Tensor
 import contrastive_curvature as cc
 from contrastive_curvature.hessian.sphere import normalize, norms
 
-on_every_device = pytest.mark.parametrize("device", DEVICES)
 # The scales at which `fixed` and `full` were exact in float32 already, and beyond.
 EXPONENTS = st.integers(-18, 18)
 
@@ -25,7 +23,6 @@ def points(n: int = 8, dim: int = 4) -> tuple[Tensor, Tensor]:
     return torch.randn(n, dim, generator=torch.Generator().manual_seed(0)), torch.arange(n) % 2
 
 
-@on_every_device
 @given(exponent=st.integers(-44, 38), dim=st.integers(1, 6), seed=st.integers(0, 2**16))
 def test_directions_are_right_for_every_finite_number(exponent: int, dim: int, seed: int, device: str) -> None:
     """Down to the smallest numbers of float32, which have few digits of their own."""
@@ -43,7 +40,6 @@ def test_directions_are_right_for_every_finite_number(exponent: int, dim: int, s
     assert torch.equal(norms(z), n)
 
 
-@on_every_device
 def test_derivatives_of_the_normalisation(device: str) -> None:
     z = torch.randn(3, 4, dtype=torch.float64, device=device, requires_grad=True)
     assert torch.autograd.gradcheck(lambda z: normalize(z), (z,))
@@ -53,7 +49,6 @@ def test_derivatives_of_the_normalisation(device: str) -> None:
     assert torch.allclose(batched[1], one, rtol=1e-12)
 
 
-@on_every_device
 @pytest.mark.parametrize("pd_fix", FIXES)
 @given(distance=st.sampled_from(DISTANCES), exponents=st.lists(EXPONENTS, min_size=8, max_size=8))
 def test_the_hessian_is_right_from_1e_18_to_1e18(exponents: list[int], pd_fix: str, distance: str, device: str) -> None:
@@ -81,7 +76,6 @@ def test_the_hessian_is_right_from_1e_18_to_1e18(exponents: list[int], pd_fix: s
         assert float((root @ root.mT - wanted).abs().max()) < 1e-4 * float(wanted.abs().max())
 
 
-@on_every_device
 @covering(1, scale=[1e-25, 1e25], pd_fix=FIXES)
 def test_what_the_dtype_cannot_hold_is_refused(pd_fix: str, scale: float, device: str) -> None:
     z, labels = points()
@@ -97,7 +91,6 @@ def test_what_the_dtype_cannot_hold_is_refused(pd_fix: str, scale: float, device
     assert torch.allclose(cc.ContrastiveLoss()(z, labels), wanted, rtol=1e-5)
 
 
-@on_every_device
 @given(
     normalization=st.sampled_from(NORMALIZATIONS),
     n=st.integers(2, 40),
@@ -116,7 +109,6 @@ def test_a_margin_of_two_masks_nothing(n: int, dim: int, seed: int, normalizatio
     assert all(torch.equal(a, b) for a, b in zip(*mined, strict=True))
 
 
-@on_every_device
 @covering(1, normalization=NORMALIZATIONS, margin=[None, 0.7, 2])
 def test_sums_over_many_points_keep_their_digits(margin: float | None, normalization: str, device: str) -> None:
     """10,000 points of tight classes, where attraction and repulsion nearly cancel."""

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from strategies import Case, cases, close
 
 import contrastive_curvature as cc
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def scale(found: cc.OutputHessian) -> float:

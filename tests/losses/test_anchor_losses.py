@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 import mpmath
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from loss_cases import check_cross_blocks, check_hessian, numbers, unit
@@ -26,8 +25,6 @@ from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.losses.sides import joined_towers, two_towers
 from contrastive_curvature.pairs import relation
 from contrastive_curvature.testing.oracle import anchor_hessian, anchor_value, masks_of
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 FIXES = ("full", "fixed", "psd", "psd_parts", "positive", "ggn", "ggn_fixed")
 TEMPERATURES = ((0.005,), (0.07,), (1.0,), (10.0,))

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from loss_cases import check_cross_blocks, check_hessian, cosine_hessian, numbers, unit
@@ -18,8 +17,6 @@ from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature.losses.cosent import CoSENTLoss
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 SCALES = (0.5, 20.0, 200.0)
 

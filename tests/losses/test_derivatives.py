@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from strategies import Case, cases, close, relate_by_remainder
@@ -19,8 +18,6 @@ from contrastive_curvature.losses.pair_derivatives import PairDerivatives
 from contrastive_curvature.pairs import make_relation, relation
 from contrastive_curvature.pairs.rows import Rows
 from contrastive_curvature.testing import list_pairs, pair_weights
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def make_weights(case: Case, device: str) -> PairDerivatives:

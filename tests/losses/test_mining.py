@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from strategies import relate_by_remainder
 
 import contrastive_curvature as cc
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 @given(

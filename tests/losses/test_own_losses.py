@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from laplace import Laplace
 from loss_cases import numbers
 from strategies import close
@@ -17,8 +16,6 @@ import contrastive_curvature as cc
 from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.losses import RowTerms, Terms
 from contrastive_curvature.testing import dense_output_hessian
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 class Squared(cc.PairLoss):

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from loss_cases import check_cross_blocks, check_hessian, unit
@@ -17,8 +16,6 @@ from strategies import DISTANCES, NORMALIZATIONS, Case, cases
 import contrastive_curvature as cc
 from contrastive_curvature.testing import dense_output_hessian, list_pairs
 from contrastive_curvature.testing.oracle import pair_weights
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def logistic(scale: float, bias: float) -> Callable[[float, int], float]:

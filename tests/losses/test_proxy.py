@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from loss_cases import check_hessian, cosine_hessian, numbers, unit
@@ -19,8 +18,6 @@ from torch import Tensor, nn
 import contrastive_curvature as cc
 from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.losses.proxy import ProxyLoss
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 KINDS = (("softmax", 0.0), ("cosface", 0.35), ("arcface", 0.0), ("arcface", 0.5), ("arcface", 2.6))
 SCALES = (0.5, 16.0, 64.0)

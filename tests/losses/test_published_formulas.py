@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
@@ -26,8 +25,6 @@ from contrastive_curvature.losses.infonce import InfoNCELoss
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.losses.siglip import SigLIPLoss
 from contrastive_curvature.network.two_towers import TwoTowers
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 Formula = Callable[[Tensor, Tensor], Tensor]
 """Own-row blocks (N, D, D) of N anchors, from their raw outputs (N, D) and those of the candidates (M, D)."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from devices import DEVICES
 from loss_cases import numbers
 from strategies import close
 from tables import covering
@@ -17,8 +16,6 @@ from contrastive_curvature.losses import dataset, pair_derivatives
 from contrastive_curvature.losses.class_table import ClassTable
 from contrastive_curvature.losses.dataset import DatasetHessian, dataset_hessian
 from contrastive_curvature.pairs.rows import Rows
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 
 def make(fix: str = "fixed") -> cc.LogisticLoss:

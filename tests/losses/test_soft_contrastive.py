@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from devices import DEVICES
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from loss_cases import numbers, unit
@@ -23,8 +22,6 @@ from contrastive_curvature.losses.soft_contrastive import SoftContrastiveLoss
 from contrastive_curvature.structures import Dense, Diagonal
 from contrastive_curvature.testing import list_pairs
 from contrastive_curvature.testing.oracle import pair_weights
-
-pytestmark = pytest.mark.parametrize("device", DEVICES)
 
 chosen_options = st.fixed_dictionaries(
     {
