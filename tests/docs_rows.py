@@ -1,6 +1,7 @@
 """What the formulas of "Any loss of cosines" in docs/theory.md are made of, as the page has them."""
 
 import torch
+from tiny import numbers
 from torch import Tensor
 
 import contrastive_curvature as cc
@@ -17,11 +18,6 @@ ROW_LOSSES: dict[str, RowLoss] = {
     "multisimilarity": cc.MultiSimilarityLoss(2.0, 10.0, 0.4),
     "triplet": cc.TripletLoss(0.5),
 }
-
-
-def numbers(seed: int, *shape: int) -> Tensor:
-    """Random numbers in float64."""
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-12) -> bool:

@@ -3,7 +3,12 @@
 import torch
 from torch import Tensor, nn
 
-__all__ = ["data", "encoder", "in_batches"]
+__all__ = ["data", "encoder", "in_batches", "numbers"]
+
+
+def numbers(seed: int, *shape: int) -> Tensor:
+    """Draw normal numbers in float64."""
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def encoder(
@@ -18,8 +23,7 @@ def data(
     n: int = 12, device: str = "cpu", classes: int = 3, dtype: torch.dtype = torch.float64
 ) -> tuple[Tensor, Tensor]:
     """Draw inputs (n, 4) of classes in turn."""
-    x = torch.randn(n, 4, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
-    return x.to(device, dtype), (torch.arange(n) % classes).to(device)
+    return numbers(7, n, 4).to(device, dtype), (torch.arange(n) % classes).to(device)
 
 
 def in_batches(x: Tensor, y: Tensor, size: int) -> list[tuple[Tensor, Tensor]]:

@@ -67,12 +67,6 @@ def brier(p: Tensor, outcome: Tensor) -> Tensor:
     return (p.double() - outcome.double()).square()
 
 
-def excess(one: Tensor, other: Tensor) -> tuple[float, float]:
-    """Mean of the difference of two lists of scores, and its standard error."""
-    gap = one - other
-    return float(gap.mean()), float(gap.std() / len(gap) ** 0.5)
-
-
 def spread_along(one: EmbeddingDistribution, other: EmbeddingDistribution) -> Tensor:
     """Variance of directions on the way to others, pair by pair, from dense matrices."""
     out = []

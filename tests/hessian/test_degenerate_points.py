@@ -1,7 +1,5 @@
 """Output Hessians of collapsed embeddings, of no points, of weights that vanish, and of parts of the pairs."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

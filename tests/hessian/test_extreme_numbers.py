@@ -1,7 +1,5 @@
 """Norms far from one, margins at their end, and sums over many points: exact, or refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Factors of output Hessians, and half precision; they are compared with autograd in tests/losses."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,22 +1,16 @@
 """What the tests of losses share: numbers, every form of an output Hessian, and Hessians by autograd."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from strategies import close
+from tiny import numbers
 from torch import Tensor
 
 from contrastive_curvature.testing.oracle import diagonal_blocks
 
 __all__ = ["check_cross_blocks", "check_hessian", "cosine_hessian", "numbers", "unit"]
-
-
-def numbers(seed: int, *shape: int) -> Tensor:
-    """Random numbers in float64."""
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def unit(z: Tensor) -> Tensor:

@@ -1,7 +1,5 @@
 """The losses of anchors, one table: values by hand, Hessians by autograd for every fix, and other libraries."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

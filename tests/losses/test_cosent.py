@@ -1,7 +1,5 @@
 """CoSENT against a loop over comparisons, the formula of sentence-transformers, and autograd."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """Pair weights against a list of pairs walked one by one, however they are given and summed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

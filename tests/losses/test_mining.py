@@ -1,7 +1,5 @@
 """The pairs that cost something, against a loop over all of them."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Options of losses: wrong ones are refused by name, and what belongs to a loss is not given beside it."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

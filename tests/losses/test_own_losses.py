@@ -1,7 +1,5 @@
 """Losses that a user wrote: ``cc.testing.check_loss`` passes right ones, and wrong rules are named."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Every pair loss: its value by hand, and its output Hessian against autograd."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

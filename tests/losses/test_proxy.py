@@ -1,7 +1,5 @@
 """Losses of class proxies against loops, autograd and pytorch-metric-learning."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass
 from typing import Any

@@ -3,8 +3,6 @@
 Written anew from what the published code computes; ``docs/published_formulas.md`` names the files and lines.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Losses of pairs whose negatives come from a bank: in blocks of any size, and however its points arrive again."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from loss_cases import numbers

@@ -1,7 +1,5 @@
 """The soft contrastive loss against a loop over pairs, autograd, the logistic loss and the paper's own form."""
 
-from __future__ import annotations
-
 import math
 from functools import partial
 from typing import Any

@@ -1,7 +1,5 @@
 """The stated rates of ``cc.Retriever``, over many draws of held-out queries; and what its parts compute."""
 
-from __future__ import annotations
-
 import re
 
 import numpy as np

@@ -1,7 +1,5 @@
 """``cc.Retriever`` as an object: inputs and labels of all kinds, a gallery that changes, files, refusals."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import shutil

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from laplace import Laplace
+from tiny import numbers
 from torch import Tensor, nn
 
 from contrastive_curvature.losses.infonce import InfoNCELoss
@@ -38,11 +39,6 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "supcon": lambda **o: SupConLoss(0.5, **o),
     "siglip": lambda **o: SigLIPLoss(3.0, -1.0, **o),
 }
-
-
-def numbers(seed: int, *shape: int) -> Tensor:
-    """Random numbers in float64."""
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
 
 
 def encoders(device: str, dim: int = 3, seed: int = 1) -> tuple[nn.Module, nn.Module]:
