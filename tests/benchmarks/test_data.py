@@ -89,8 +89,6 @@ def test_omniglot_tests_on_new_alphabets_with_bright_ink(tmp_path):
 
 
 SIZE = 16
-
-
 MEAN, DEVIATION = (torch.tensor(part).view(3, 1, 1) for part in (IMAGENET_MEAN, IMAGENET_DEVIATION))
 
 
@@ -137,22 +135,19 @@ def test_folders_of_images(tmp_path):
 
 
 def test_an_archive_is_read_as_its_folder(tmp_path):
-    folders = []
-    for name in ("folder", "archive"):
-        (tmp_path / name).mkdir()
-        folders.append(write_lfw(tmp_path / name))
-    shutil.make_archive(str(folders[1] / "lfw-deepfunneled"), "zip", folders[1], "lfw-deepfunneled")
-    shutil.rmtree(folders[1] / "lfw-deepfunneled")
-    plain, packed = (load_data("lfw", folder.parent, ood="none", image_size=16) for folder in folders)
-    assert plain.fingerprint() == packed.fingerprint()
-    assert torch.equal(plain.test.images([0, 1, 2]), packed.test.images([0, 1, 2]))
+    folder = write_lfw(tmp_path)
+    plain = load_data("lfw", tmp_path, ood="none", image_size=16)
+    images, mark = plain.test.images([0, 1, 2]), plain.fingerprint()
+    shutil.make_archive(str(folder / "lfw-deepfunneled"), "zip", folder, "lfw-deepfunneled")
+    shutil.rmtree(folder / "lfw-deepfunneled")
+    packed = load_data("lfw", tmp_path, ood="none", image_size=16)
+    assert mark == packed.fingerprint()
+    assert torch.equal(images, packed.test.images([0, 1, 2]))
     assert plain.train.targets.tolist() == packed.train.targets.tolist()
-    assert not (folders[1] / "lfw-deepfunneled").exists()  # nothing was unpacked
+    assert not (folder / "lfw-deepfunneled").exists()  # nothing was unpacked
 
 
 COLUMNS = ["", "key", "easting", "northing", "control_panel", "unique_cluster", "night", "view_direction"]
-
-
 RAW = ["", "key", "lon", "lat", "ca", "captured_at", "pano"]
 
 
@@ -172,11 +167,7 @@ def write_side(folder, frames):
 
 
 EAST, NORTH = 347000.0, 6173000.0  # UTM coordinates of the size of Copenhagen's
-
-
 QUERIES = [("q0", EAST, NORTH, False), ("q1", EAST + 1000, NORTH, False), ("q2", EAST, NORTH + 1, True)]
-
-
 DATABASE = [("d0", EAST, NORTH + 24.9, False), ("d1", EAST + 1000, NORTH + 25.1, False), ("d2", EAST, NORTH, True)]
 
 

@@ -1,8 +1,6 @@
 """Every script runs in small and writes what it measured."""
 
 import json
-import shutil
-import subprocess
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,19 +34,7 @@ from benchmarks.pairwise import pairwise_curvature
 from benchmarks.transfer.feature_file import FeatureFile, Pairs, save_features
 from benchmarks.transfer.fitted import DEFAULT, Fitted
 
-PROJECT = Path(__file__).resolve().parents[2]
 WIDTH, DIM = 10, 4
-
-
-@pytest.mark.skipif(shutil.which("make") is None, reason="no make")
-def test_make_names_every_benchmark():
-    printed = subprocess.run(["make", "-s", "help"], cwd=PROJECT, check=True, capture_output=True, text=True).stdout
-    named = printed.split("benchmarks: ")[1].split()
-    scripts = [path.stem for path in PROJECT.glob("benchmarks/*.py") if "\nif __name__ ==" in path.read_text()]
-    packages = [path.parent.name for path in PROJECT.glob("benchmarks/*/__main__.py")]
-    assert sorted(named) == sorted([*scripts, *packages])
-    refused = subprocess.run(["make", "-n", "bench", "BENCH=retrieval"], cwd=PROJECT, capture_output=True, text=True)
-    assert "BENCH: expected one of" in refused.stdout
 
 
 @pytest.mark.filterwarnings("ignore")
