@@ -247,7 +247,7 @@ class Pullback(ABC):
         return out
 
     def kron(self, context: Any, blocks: Blocks) -> KronFactors:
-        """Return Kronecker factors (:mod:`contrastive_curvature.network.kron`) of some points; those of batches add up.
+        """Return Kronecker factors of some points (:mod:`contrastive_curvature.network.layerwise`); batches add up.
 
         Args:
             context: Of N points.
