@@ -23,6 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.network.call import (
@@ -49,6 +50,11 @@ _UNIT_TOLERANCE = 1e-4
 
 _LAYER_NORM = (0.97, 1.001)
 """Norm of a row of a layer norm with scale one, divided by the root of its length: less than 1 by the added epsilon."""
+
+_OF_BATCH = (
+    "model: in evaluation mode the embedding of a point depends on the rest of its batch (batch normalisation without "
+    "running statistics?), so a point has no Jacobian of its own. Use track_running_stats=True, or LayerNorm."
+)
 
 
 class Place(NamedTuple):
@@ -159,16 +165,14 @@ def trace(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Record
     One point, or equal ones, of another norm than one do not show whether the encoder gives all points that norm: then
     made-up points take their place, where the encoder takes them.
     """
+    if any(isinstance(m, _BatchNorm) and m.running_mean is None for m in model.modules()):
+        raise UnsupportedError(_OF_BATCH)
     records, out = _recorded(model, call, probe)
     check_output(out)
     if len(out) > 1:
         alone = call(model, slice_inputs(probe, slice(0, 1)))
         if float((alone - out[:1]).abs().max()) > 1e-2 * float(out.abs().max()):
-            raise UnsupportedError(
-                "model: in evaluation mode the embedding of a point depends on the rest of its batch (batch "
-                "normalisation without running statistics?), so a point has no Jacobian of its own. Use "
-                "track_running_stats=True, or LayerNorm."
-            )
+            raise UnsupportedError(_OF_BATCH)
     if bool((out[1:] != out[:1]).any()) or has_unit_norm(out) or not bool(out.isfinite().all()):
         return records, out
     try:

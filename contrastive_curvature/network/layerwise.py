@@ -53,6 +53,8 @@ from contrastive_curvature.pairs.relation import chunks
 
 _T = TypeVar("_T")
 
+_Pair = tuple[ParameterBlock, ParameterBlock]
+
 _UNKNOWN = LayerAnalysis()
 
 _CHUNK_ELEMENTS = 2**25
@@ -527,7 +529,7 @@ def _cross_diagonals(left: Tape, right: Tape, cross: CrossBlocks) -> Iterator[tu
 
 
 def _at_both(
-    left: Tape, right: Tape, pairs: list[tuple[ParameterBlock, ParameterBlock]], of_left: Tensor, of_right: Tensor
+    left: Tape, right: Tape, pairs: list[_Pair], of_left: Tensor, of_right: Tensor
 ) -> Iterator[tuple[ParameterBlock, Tensor, ParameterBlock, Tensor]]:
     """Yield pairs of blocks, each with its gradients of columns (K, n, D) at its side, where both are reached."""
     at_left = left.gradients(of_left, [one for one, _ in pairs])
@@ -539,14 +541,12 @@ def _at_both(
             yield one, rows, other, columns
 
 
-def _groups(
-    pairs: list[tuple[ParameterBlock, ParameterBlock]], copies: int
-) -> Iterator[list[tuple[ParameterBlock, ParameterBlock]]]:
+def _groups(pairs: list[_Pair], copies: int) -> Iterator[list[_Pair]]:
     """Yield blocks whose gradients fit into memory together, from the last layers, whose passes are short, on."""
-    group: list[tuple[ParameterBlock, ParameterBlock]] = []
+    group: list[_Pair] = []
     for pair in reversed(pairs):
-        calls = {id(call): call for block, _ in [*group, pair] for call in block.calls}
-        if group and copies * sum(call.shape.numel() for call in calls.values()) > _HELD_ELEMENTS:
+        calls = {call for block, _ in [*group, pair] for call in block.calls}
+        if group and copies * sum(call.shape.numel() for call in calls) > _HELD_ELEMENTS:
             yield group
             group = []
         group.append(pair)
