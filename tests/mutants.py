@@ -171,6 +171,8 @@ MUTANTS = [
       "alpha=2 if same else 1", "alpha=1", "network/test_layerwise.py"),
     M("tangent axes lose a norm", "w_ii = c n^2 on axes P e / n", "network/layerwise.py",
       "blocks.c * hessian.n.square()", "blocks.c * hessian.n", "network/test_layerwise.py fit/test_ggn.py"),
+    M("layers with hooks are trusted", "a hook may move points", "network/layer_tape.py",
+      "not (users_hooks(module) or", "not (False or", "network/test_layerwise_proof.py"),
     M("input factors sum over positions", "A = mean over points and positions", "network/layerwise.py",
       "alpha=1 / inputs.shape[1]", "alpha=1",
       "fit/test_ggn.py::test_input_factors_are_means_over_points_and_positions"),

@@ -166,18 +166,22 @@ def test_another_order_in_most_batches_gives_no_wrong_sum(sorted_batches: int, d
     assert close(found, truth, tolerance=1e-9)
 
 
-def flipped(m: Any) -> None:
-    """Turn the points around in the midst of the network, and back; the outputs stay the same."""
+def turned(x: Tensor) -> Tensor:
+    """More points than the analysis has, turned around; in the midst of a network, and back, they give its outputs."""
+    return x.flip(0) if len(x) > 5 else x
+
+
+def by_hooks(m: Any) -> None:
     for layer in (m[2], m[4]):
-        layer.register_forward_pre_hook(lambda _, args: (args[0].flip(0),))
+        layer.register_forward_pre_hook(lambda _, args: (turned(args[0]),))
 
 
-def summed(m: Any) -> None:
-    """Let the layer use its weight twice."""
-    m[2].forward = lambda x: x @ m[2].weight.T + F.linear(x, m[2].weight, m[2].bias)
+def by_own_forward(m: Any) -> None:
+    for layer in (m[2], m[4]):
+        layer.forward = lambda x, layer=layer: F.linear(turned(x), layer.weight, layer.bias)
 
 
-@each("change, names", [(flipped, {"2.weight", "2.bias"}), (summed, {"2.weight"}), (lambda _: None, set())])
+@each("change, names", [(by_hooks, {"2.weight"}), (by_own_forward, {"2.weight"}), (lambda _: None, set())])
 def test_layers_in_a_row_are_trusted_unless_somebody_changed_one(change: Any, names: set[str], device: str) -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 3))
