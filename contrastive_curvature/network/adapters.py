@@ -11,10 +11,9 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.network.call import ModelCall, entry_of, named_entries
-from contrastive_curvature.network.encoder import Encoder, evaluation_mode
+from contrastive_curvature.network.encoder import Encoder, evaluation_mode, other_values
 from contrastive_curvature.network.inputs import Inputs, check_inputs, move_inputs, slice_inputs, tokenized
 from contrastive_curvature.network.loader import check_model
-from contrastive_curvature.network.raw_outputs import other_values
 from contrastive_curvature.network.threads import watched
 
 POOLINGS = ("mean", "first", "last")
@@ -55,12 +54,12 @@ class EncoderOutput(nn.Module):
     def forward(self, x: Inputs) -> Tensor:
         """Return embeddings, shape (N, D)."""
         out = self._call.raw(self.model, x)
-        found = out if self.output is None else entry_of(out, self.output)
-        if not isinstance(found, Tensor):
+        tokens = out if self.output is None else entry_of(out, self.output)
+        if not isinstance(tokens, Tensor):
             names = [name for name, value in named_entries(out) if isinstance(value, Tensor)]
             wanted = f"one of the outputs of {type(self.model).__name__}, {names}"
             raise InputError("output", wanted, repr(self.output))
-        return found if self.pooling is None else self._pooled(found, x)
+        return tokens if self.pooling is None else self._pooled(tokens, x)
 
     def _pooled(self, tokens: Tensor, x: Inputs) -> Tensor:
         if tokens.ndim == 4 and self.pooling == "mean":
@@ -143,9 +142,9 @@ def with_last_layer(encoder: nn.Module, x: Any) -> WithLastLayer:
             wanted = "one that does not end in a linear layer"
             hint = "Pass it to laplace.Laplace as it is."
             raise InputError("encoder", wanted, f"layer {analysed.last_layer_name!r} at its end", hint)
-        found = _linear_end(analysed, few)
+        end = _linear_end(analysed, few)
         raw = analysed(few)  # after the gradients, so that the modules keep no graph, which could not be copied
-        name, weight, bias = found or (None, torch.eye(analysed.dim), torch.zeros(analysed.dim))
+        name, weight, bias = end or (None, torch.eye(analysed.dim), torch.zeros(analysed.dim))
         layer = nn.Linear(weight.shape[1], analysed.dim, bias=bool(bias.any())).to(raw)
         layer.weight.copy_(weight)
         if layer.bias is not None:
@@ -174,9 +173,10 @@ def _linear_end(encoder: Encoder, x: Inputs) -> tuple[str, Tensor, Tensor] | Non
         batch = isinstance(phi, Tensor) and phi.is_floating_point() and phi.ndim == 2 and len(phi) == len(raw)
         if batch and ran.count(module) == 1:
             with suppress(UnsupportedError):  # forward normalises what does not come from here
-                found = _linear_from(encoder, x, module, phi)
-                if found is not None and not torch.equal(found[0], found[0] * torch.eye(*found[0].shape).to(found[0])):
-                    return names[module], *found
+                end = _linear_from(encoder, x, module, phi)
+                # A diagonal matrix mixes no entries.
+                if end is not None and not torch.equal(end[0], end[0] * torch.eye(*end[0].shape).to(end[0])):
+                    return names[module], *end
     return None
 
 

@@ -135,23 +135,18 @@ def _arguments(model: nn.Module, x: dict[str, Any]) -> tuple[bool | None, dict[s
     """Return whether ``forward`` takes a batch whole, ``None`` where only running it tells; and its keywords."""
     while (name := type(model).__name__) in _WRAPPED:
         model = getattr(model, _WRAPPED[name])
-    try:
-        found = inspect.signature(model.forward).parameters.values()
-    except (TypeError, ValueError):
-        return True, {}
-    named = {p.name: p for p in found if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in found)
+    parameters = inspect.signature(model.forward).parameters.values()
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     keywords = {name: value for name, value in x.items() if takes_any or name in named}
     required = [name for name, p in named.items() if p.default is p.empty]
-    given = [name for name in named if name in x]
-    if any(p.kind is p.POSITIONAL_ONLY for p in found):
-        return True, {}
+    entries = [name for name in named if name in x]
     if not named and takes_any:
         return None, keywords
-    if not given or any(name not in given for name in required):
+    if not entries or any(name not in entries for name in required):
         return True, {}
     # forward(self, x) and a batch with an entry "x": it may want the entry or the batch.
-    return (None if required == given else False), keywords
+    return (None if required == entries else False), keywords
 
 
 def check_output(out: Tensor) -> None:
@@ -190,20 +185,16 @@ def naming_the_input(x: Any, known: str | None = None) -> Iterator[None]:
     except (ContrastiveCurvatureError, NotImplementedError, torch.OutOfMemoryError):
         raise
     except _RAISED as error:
-        lines = str(error).strip().splitlines()
-        if _is_hardware_error(error) or known == describe_points(x):
+        accelerator = getattr(torch, "AcceleratorError", ())  # torch before 2.8 says it in the message alone
+        hardware = isinstance(error, accelerator) or any(word in str(error).lower() for word in _HARDWARE_WORDS)
+        if hardware or type(error).__module__.startswith("torch._dynamo") or known == describe_points(x):
             raise
+        lines = str(error).strip().splitlines()
         wanted = "inputs that the model can process"
         if known is not None:
             wanted = f"points of {known}, as when the model was analysed"
         raised = f"The model raised {type(error).__name__}" + (f": {lines[0].rstrip('.')}." if lines else ".")
         raise InputError("x", wanted, f"points of {describe_points(x)}", raised) from error
-
-
-def _is_hardware_error(error: Exception) -> bool:
-    accelerator = getattr(torch, "AcceleratorError", ())  # torch before 2.8 says it in the message alone
-    compiler = type(error).__module__.startswith("torch._dynamo")
-    return compiler or isinstance(error, accelerator) or any(word in str(error).lower() for word in _HARDWARE_WORDS)
 
 
 def uncompiled(model: nn.Module) -> nn.Module:

@@ -107,22 +107,22 @@ class Watch:
         last = self._seen
         if last is not None and last[1] == counted and not any(map(is_not, last[0], tensors)):
             return last[2]
-        found = summary(tensor for _, tensor in state_tensors(model))
-        if last is not None and same_encoder(last[2], found):
-            found = last[2]
+        fingerprint = summary(tensor for _, tensor in state_tensors(model))
+        if last is not None and same_encoder(last[2], fingerprint):
+            fingerprint = last[2]
         # The tensors are held, so that no other object has their identity or memory.
-        self._seen = tensors, counted, found
-        return found
+        self._seen = tensors, counted, fingerprint
+        return fingerprint
 
 
 def _held(model: nn.Module) -> list[Tensor]:
     """Return the tensors of :func:`state_tensors`, some of them twice, in a fraction of its time."""
-    found: list[Tensor | None] = []
+    held: list[Tensor | None] = []
     for module in model.modules():
-        found += module._parameters.values()
+        held += module._parameters.values()
         transient = getattr(module, "_non_persistent_buffers_set", ())
-        found += [buffer for name, buffer in module._buffers.items() if name not in transient]
-    return [tensor for tensor in found if tensor is not None]
+        held += [buffer for name, buffer in module._buffers.items() if name not in transient]
+    return [tensor for tensor in held if tensor is not None]
 
 
 def trunk_fingerprint(model: nn.Module, last_layer_name: str) -> Tensor:

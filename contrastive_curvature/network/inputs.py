@@ -71,7 +71,7 @@ def made_up_inputs(x: Inputs, n: int = 2) -> Inputs:
     """
     few, draw = slice_inputs(x, slice(0, n)), torch.Generator().manual_seed(0)
 
-    def made(value: Tensor) -> Tensor:
+    def like(value: Tensor) -> Tensor:
         if not value.ndim:
             return value.clone()
         if bool(((value == 0) | (value == 1)).all()):
@@ -84,9 +84,9 @@ def made_up_inputs(x: Inputs, n: int = 2) -> Inputs:
         return torch.randint(ends[0], max(1, ends[1]), value.shape, generator=draw).to(value)
 
     if not isinstance(few, Mapping):
-        return made(few)
+        return like(few)
     plain = {key: value for key, value in few.items() if isinstance(value, (Tensor, str, int, float, type(None)))}
-    return {key: made(value) if isinstance(value, Tensor) else value for key, value in plain.items()}
+    return {key: like(value) if isinstance(value, Tensor) else value for key, value in plain.items()}
 
 
 @contextmanager

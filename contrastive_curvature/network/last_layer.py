@@ -158,8 +158,8 @@ class LastLayerPullback(Pullback):
         phi = self._extended(context)
         out = phi.new_zeros(n_classes, cotangents.shape[1], self.n_params)
         for label in index.unique().tolist():
-            mine = index == label
-            out[label] += self._flat(torch.einsum("nrd,nf->rdf", cotangents[mine], phi[mine]))
+            inside = index == label
+            out[label] += self._flat(torch.einsum("nrd,nf->rdf", cotangents[inside], phi[inside]))
         return out
 
     def _extended(self, phi: Tensor) -> Tensor:

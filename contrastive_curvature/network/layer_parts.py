@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,12 +71,10 @@ class BlockJacobian(ABC):
 
     def weighted(self, left: Tensor, right_side: BlockJacobian, right: Tensor, weight: Tensor) -> Tensor:
         """Return ``sum_kij weight_ij (J_i^T v_ki) (J_j^T v_kj)`` (size,), from gradients of K columns at both sides."""
-
-        def product(b: Tensor) -> Tensor:
-            return (weight @ b.flatten(1)).view(len(weight), *b.shape[1:])
-
         # Small chunks: they are read four times.
-        return self._bilinear(left, right_side, right, product, finer=_CHUNK_ELEMENTS // _CACHE_ELEMENTS)
+        return self._bilinear(
+            left, right_side, right, lambda b: (weight @ b.flatten(1)).view(-1, *b.shape[1:]), finer=32
+        )
 
     def _bilinear(
         self,
@@ -117,18 +114,15 @@ class MatrixJacobian(BlockJacobian):
 
     def __init__(self, inputs: Tensor, channels: int, entries: Tensor | None = None) -> None:
         self.inputs, self.channels, self.entries = inputs, channels, entries
-        _, self.groups, self.positions, self.width = inputs.shape
+        _, self.groups, positions, self.width = inputs.shape
         self.size = self.groups * channels * self.width
-        self.is_vector = self.groups == 1 and self.positions == 1
-        self._squares: Tensor | None = None
+        self.is_vector = self.groups == 1 and positions == 1
 
     @override
     def diagonal(self, b: Tensor, signs: Tensor) -> Tensor:
         if self.is_vector:
-            if self._squares is None:
-                self._squares = self.inputs[:, 0, 0].square()
-            spread = b[:, :, 0, 0].square().mul_(signs.unsqueeze(2)).sum(0)
-            return (spread.T @ self._squares).flatten()
+            squares = b[:, :, 0, 0].square().mul_(signs.unsqueeze(2)).sum(0)
+            return (squares.T @ self.inputs[:, 0, 0].square()).flatten()
         out = b.new_zeros(self.size)
         step = max(1, min(len(self.inputs), _CACHE_ELEMENTS // self.size))
         # New memory for every chunk would take as long as the products.
@@ -157,59 +151,25 @@ class MatrixJacobian(BlockJacobian):
         width = max(1, min(self.width, _CHUNK_ELEMENTS // count))
         for group in range(self.groups):
             for channels in chunks(self.channels, step):
-                chosen = b[:, :, group, :, channels].permute(1, 0, 3, 2).flatten(1, 2)
+                gradients = b[:, :, group, :, channels].permute(1, 0, 3, 2).flatten(1, 2)
                 for some in chunks(self.width, width):
-                    chunk = torch.bmm(chosen, self.inputs[:, group, :, some]).view(n, many, -1)
+                    chunk = torch.bmm(gradients, self.inputs[:, group, :, some]).view(n, many, -1)
                     first = (group * self.channels + channels.start) * self.width + some.start
                     yield slice(first, first + chunk.shape[2]), chunk
 
-    def cross(self, left: Tensor, right_side: BlockJacobian, right: Tensor, blocks: CrossBlocks) -> Tensor:
-        """See :meth:`BlockJacobian.cross`; one position: ``sum_ij (B_i^T H_ij B_j)_cc a_if a_jf`` over pairs."""
-        if not (self.is_vector and right_side.is_vector):
-            return super().cross(left, right_side, right, blocks)
-        of_left, of_right = (b[:, :, 0, 0].transpose(0, 1) for b in (left, right))
-        out = left.new_zeros(self.channels, self.width)
-        pairs = blocks.pairs()
-        for channels in chunks(self.channels, _CHUNK_ELEMENTS // max(1, blocks.y.numel())):
-            forms = blocks.forms(of_left[..., channels], of_right[..., channels])
-            self._add_pairs(out[channels], forms, right_side, pairs)
-        return out.flatten()
-
+    @override
     def weighted(self, left: Tensor, right_side: BlockJacobian, right: Tensor, weight: Tensor) -> Tensor:
-        """See :meth:`BlockJacobian.weighted`; with one position without a Jacobian."""
-        if self.groups == 1 and self.positions > 1 and right is left:
-            return self._weighted_by_channels(left[:, :, 0], weight)
-        if not (self.is_vector and right_side.is_vector):
+        if not (self.is_vector and isinstance(right_side, MatrixJacobian) and right_side.is_vector):
             return super().weighted(left, right_side, right, weight)
+        # Of one position, sum_ij forms_cij a_if a_jf over pairs; where both sides are the same, i < j counts twice.
+        same, a, b = right_side is self, self.inputs[:, 0, 0], right_side.inputs[:, 0, 0]
         forms = torch.bmm(left[:, :, 0, 0].permute(2, 1, 0), right[:, :, 0, 0].permute(2, 0, 1)).mul_(weight)
         out = left.new_zeros(self.channels, self.width)
-        pairs = ((weight.triu(1) if right_side is self else weight) != 0).nonzero()
-        self._add_pairs(out, forms, right_side, pairs)
-        return out.flatten()
-
-    def _add_pairs(self, out: Tensor, forms: Tensor, right_side: Any, pairs: Tensor) -> None:
-        """Add ``sum_ij forms_cij a_if a_jf`` (C, F) over pairs; where both sides are the same, i < j counts twice."""
-        a, b = self.inputs[:, 0, 0], right_side.inputs[:, 0, 0]
-        if right_side is self:
+        if same:
             out.addmm_(forms.diagonal(dim1=1, dim2=2), a.square())
+        pairs = ((weight.triu(1) if same else weight) != 0).nonzero()
         for i, j in (chunk.unbind(1) for chunk in pairs.split(max(1, _CACHE_ELEMENTS // max(1, self.width)))):
-            out.addmm_(forms[:, i, j], a[i] * b[j], alpha=2 if right_side is self else 1)
-
-    def _weighted_by_channels(self, b: Tensor, weight: Tensor) -> Tensor:
-        """See :meth:`BlockJacobian.weighted`, for gradients (K, n, T, C) of one side."""
-        out = b.new_zeros(self.channels, self.width)
-        a, n = self.inputs[:, 0], b.shape[1]
-        step = max(1, min(self.channels, _CACHE_ELEMENTS // (n * self.width)))
-        buffers = b.new_empty(2, n * step * self.width)
-        for column in b.unbind():
-            for start in range(0, self.channels, step):
-                some = column[..., start : start + step].mT
-                one, other = (
-                    buffer[: n * some.shape[1] * self.width].view(n, some.shape[1], self.width) for buffer in buffers
-                )
-                torch.bmm(some, a, out=one)
-                torch.mm(weight, one.flatten(1), out=other.flatten(1))
-                out[start : start + step] += one.mul_(other).sum(0)
+            out.addmm_(forms[:, i, j], a[i] * b[j], alpha=2 if same else 1)
         return out.flatten()
 
     @override
@@ -296,19 +256,19 @@ class EmbeddingJacobian(BlockJacobian):
         rows = self._rows(b.abs() if absolute else b)
         return b.new_zeros(self.shape).index_add_(0, self._token, rows.sum(0)).flatten()
 
+    @override
     def jacobians(
         self, b: Tensor, points: int | None = None, other: BlockJacobian | None = None
     ) -> Iterator[tuple[Entries, Tensor]]:
-        """See :meth:`BlockJacobian.jacobians`; of the tokens that occur."""
         tokens = self._token.unique()
         if isinstance(other, EmbeddingJacobian):
             tokens = tokens[torch.isin(tokens, other._token)]
         rows, width = self._rows(b), self.shape[1]
         step = max(1, _CHUNK_ELEMENTS // max(1, b.shape[0] * (self._points if points is None else points) * width))
-        for chosen in tokens.split(step) if len(tokens) else ():
-            place = torch.searchsorted(chosen, self._token).clamp(max=len(chosen) - 1)
-            mine = (chosen[place] == self._token).nonzero().flatten()
-            jacobian = b.new_zeros(self._points, len(chosen), b.shape[0], width)
-            jacobian[self._point[mine], place[mine]] = rows[:, mine].transpose(0, 1)
-            entries = (chosen.unsqueeze(1) * width + torch.arange(width, device=b.device)).flatten()
+        for some in tokens.split(step) if len(tokens) else ():
+            place = torch.searchsorted(some, self._token).clamp(max=len(some) - 1)
+            inside = (some[place] == self._token).nonzero().flatten()
+            jacobian = b.new_zeros(self._points, len(some), b.shape[0], width)
+            jacobian[self._point[inside], place[inside]] = rows[:, inside].transpose(0, 1)
+            entries = (some.unsqueeze(1) * width + torch.arange(width, device=b.device)).flatten()
             yield entries, jacobian.transpose(1, 2).flatten(2)

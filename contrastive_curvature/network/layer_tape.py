@@ -1,29 +1,58 @@
-"""A batch that has run through an encoder, with the blocks of its parameters and the gradients that arrive at them."""
+"""A batch that has run through an encoder, with the blocks of its parameters and the gradients that arrive at them.
+
+A few points tell where the points lie along the axes of what the layers put out (:func:`analyse_layers`). Two backward
+passes of a batch prove the rest (:func:`unproven`). For a random cotangent ``v``, the sum over points ``J_i^T v_i`` is
+that of autograd: both sides are linear in ``v``, so that they are equal for every cotangent. And where a cotangent is a
+multiple, another one for every point, the gradients at the layers are these multiples: every row is that of its point
+alone. Together, every ``J_i`` is right, up to rounding, with probability one. An encoder of torch's own layers in a row
+is right as it is built (:func:`is_plain`).
+"""
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import chain, takewhile
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
+from contrastive_curvature.hessian.sphere import L2Norm
+from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.layer_parts import (
     BlockJacobian,
     EmbeddingJacobian,
     EntrywiseJacobian,
     MatrixJacobian,
 )
-from contrastive_curvature.network.recorder import BatchAxis, Call, ParameterUse, by_point, fits
+from contrastive_curvature.network.recorder import BatchAxis, Call, ParameterUse, Recorder, by_point, possible_axes
+from contrastive_curvature.network.threads import users_hooks
 
-Gradients = dict[int, Tensor]
-"""By the ``id`` of a call: the gradients at its output for K cotangents, shape (K, *output), without those that none
-reaches."""
+_LEVELS = 16
+"""Different multiples, powers of two, so that no rounding changes: from 1 to 2^-15. Up to 16 points all differ."""
+
+_LEVELS_OF_HALF = 8
+"""In half precision, whose smallest numbers are near."""
+
+_TOLERANCE = 0.1
+"""Of a row, relative to its largest entry; two different multiples differ by half or more."""
+
+_PLAIN = frozenset(
+    (
+        *(nn.Sequential, nn.Linear, nn.Conv1d, nn.Conv2d, nn.BatchNorm1d, nn.BatchNorm2d, nn.LayerNorm, nn.Identity),
+        *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid, nn.Softplus, nn.Dropout, L2Norm),
+        *(nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d),
+    )
+)
+"""Modules that keep every point in its place, in front, and apply their parameters by functions that have a rule."""
+
+Gradients = dict[Call, Tensor]
+"""The gradients at the outputs of calls for K cotangents, shape (K, *output), without those that none reaches."""
 
 
 @dataclass
@@ -45,17 +74,17 @@ class ParameterBlock:
         """The calls whose gradients it needs."""
         return [use.call for use in self.uses]
 
-    def gradients(self, found: Gradients, n: int) -> Tensor | None:
+    def gradients(self, at_calls: Gradients, n: int) -> Tensor | None:
         """Return gradients of K cotangents of n points as its Jacobian takes them; ``None`` where none arrives."""
-        reached = [found[id(call)] for call in self.calls if id(call) in found]
+        reached = [at_calls[call] for call in self.calls if call in at_calls]
         if not reached:
             return None
-        made = []
+        by_use = []
         for use in self.uses:
             nothing = reached[0].new_zeros(()).expand(len(reached[0]), *use.call.shape)
-            b = by_point(found.get(id(use.call), nothing), use.batch_axis._replace(axis=use.batch_axis.axis + 1), n)
-            made.append(_ordered(use, b.movedim(2, 0)))
-        return made[0] if len(made) == 1 else torch.cat(made, dim=-2)
+            shifted = use.batch_axis._replace(axis=use.batch_axis.axis + 1)
+            by_use.append(_ordered(use, by_point(at_calls.get(use.call, nothing), shifted, n).movedim(2, 0)))
+        return by_use[0] if len(by_use) == 1 else torch.cat(by_use, dim=-2)
 
 
 class Tape:
@@ -80,36 +109,224 @@ class Tape:
         calls = [call for block in (self.blocks if blocks is None else blocks) for call in block.calls]
         return gradients_at(self.z, calls, columns)
 
-    def by_block(self, columns: Tensor) -> Iterator[tuple[ParameterBlock, Tensor]]:
-        """Yield blocks with the gradients of columns (K, n, D), without those that none reaches."""
-        return self.reached(self.gradients(columns))
-
-    def reached(self, found: Gradients) -> Iterator[tuple[ParameterBlock, Tensor]]:
+    def reached(self, at_calls: Gradients) -> Iterator[tuple[ParameterBlock, Tensor]]:
         """Yield blocks with the gradients at their calls, without those that none reaches."""
         for block in self.blocks:
-            b = block.gradients(found, len(self.z))
+            b = block.gradients(at_calls, len(self.z))
             if b is not None:
                 yield block, b
 
 
 def gradients_at(z: Tensor, calls: Iterable[Call], columns: Tensor) -> Gradients:
     """Return gradients of cotangents (K, n, D) of the outputs at some calls, in the type of the outputs."""
-    distinct = {id(call): call for call in calls}
+    distinct = list(dict.fromkeys(calls))
     if not z.requires_grad or not distinct:
         return {}
-    edges = [call.edge for call in distinct.values()]
-    by_run: dict[int, list[Tensor]] = {}
+    by_call: dict[Call, list[Tensor]] = defaultdict(list)
     for column in columns:
-        found = torch.autograd.grad(z, edges, column, retain_graph=True, allow_unused=True)
-        for key, gradient in zip(distinct, found, strict=True):
+        edges = [call.edge for call in distinct]
+        gradients = torch.autograd.grad(z, edges, column, retain_graph=True, allow_unused=True)
+        for call, gradient in zip(distinct, gradients, strict=True):
             if gradient is not None:
-                by_run.setdefault(key, []).append(gradient.to(z.dtype))
+                by_call[call].append(gradient.to(z.dtype))
     out: Gradients = {}
-    for key in list(by_run):
+    for call in list(by_call):
         # One call at a time is held twice.
-        mine = by_run.pop(key)
-        out[key] = mine[0].unsqueeze(0) if len(mine) == 1 else torch.stack(mine)
+        several = by_call.pop(call)
+        out[call] = several[0].unsqueeze(0) if len(several) == 1 else torch.stack(several)
     return out
+
+
+@dataclass(frozen=True)
+class LayerAnalysis:
+    """What a few points tell about an encoder; by default nothing is known.
+
+    Args:
+        places: Where the points lie at each use: by number of the parameter and of its use.
+        lookups: Numbers of the embeddings whose tokens do not depend on the points.
+        matrices: Numbers of the parameters that are one matrix for the inputs of every position, without groups.
+        used: Numbers of the parameters that some function takes.
+        gradients: Numbers that one gradient of a point at the outputs of all layers has.
+        inputs: Numbers that the inputs of a point have.
+        lacking: Numbers of the parameters that have a use without a rule.
+    """
+
+    places: Mapping[tuple[int, int], BatchAxis] = field(default_factory=dict)
+    lookups: frozenset[int] = frozenset()
+    matrices: frozenset[int] = frozenset()
+    used: frozenset[int] = frozenset()
+    gradients: int = 1
+    inputs: int = 0
+    lacking: frozenset[int] = frozenset()
+
+
+def is_plain(encoder: Encoder) -> bool:
+    """Return whether an encoder is torch's own layers in a row, each of which keeps every point in its place."""
+    return all(
+        (type(module) in _PLAIN or (type(module) is nn.Flatten and module.start_dim > 0))
+        and "forward" not in vars(module)
+        and not (users_hooks(module) or module._backward_hooks or module._backward_pre_hooks)
+        for module in encoder.model.modules()
+    )
+
+
+def analyse_layers(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> LayerAnalysis:
+    """Run a few points, and see where the gradients of one of them arrive.
+
+    Args:
+        encoder: The analysed encoder, in evaluation mode; gradients are enabled.
+        params: Its trainable parameters.
+        few: From :func:`.few_points`.
+    """
+    lookups: frozenset[int] = frozenset()
+    while True:
+        with Recorder(list(params), lookups) as recorder:
+            z = encoder(few)
+        places, without = _batch_axes(recorder.uses, z)
+        tables = {use.subset.number for use in without if use.kind == "embedding"} - lookups
+        if not tables:
+            break
+        lookups |= tables
+    lacking = recorder.unknown | {use.subset.number for use in without}
+    plain = encoder(few).detach()
+    if not bool(_agree(z.detach(), plain, plain, coarsest_dtype([use.call for use in recorder.uses], z.dtype))):
+        # Every run of the encoder gives other outputs.
+        lacking = set(range(len(params)))
+    blocks, wrong = make_blocks(recorder.uses, places, z, lacking)
+    lacking |= wrong
+    counts = Counter(block.number for block in blocks)
+    matrices = {block.number: block.jacobian for block in blocks if isinstance(block.jacobian, MatrixJacobian)}
+    calls = {call for block in blocks for call in block.calls}
+    return LayerAnalysis(
+        places,
+        lookups,
+        frozenset(k for k, m in matrices.items() if counts[k] == 1 and m.groups == 1 and m.entries is None),
+        frozenset(use.subset.number for use in recorder.uses) | lacking,
+        max(1, sum(call.shape.numel() for call in calls) // len(z)),
+        sum(p.jacobian.inputs.numel() for p in blocks if isinstance(p.jacobian, MatrixJacobian)) // len(z),
+        frozenset(lacking),
+    )
+
+
+def _batch_axes(uses: Sequence[ParameterUse], z: Tensor) -> tuple[dict[tuple[int, int], BatchAxis], list[ParameterUse]]:
+    """Return where the points lie at every use, from the gradients that tell it, and the uses without such an axis."""
+    n = len(z)
+    of_first, of_others = _random_like(z, seed=0).repeat(2, 1, 1)
+    of_first[1:], of_others[0] = 0, 0
+    at_calls = gradients_at(z, [use.call for use in uses], torch.stack([of_first, of_others]))
+
+    def separates(batch_axis: BatchAxis, gradients: Tensor) -> bool:
+        first, others = (by_point(g, batch_axis, n) for g in gradients)
+        return not bool(first[1:].any()) and not bool(others[0].any())
+
+    places: dict[tuple[int, int], BatchAxis] = {}
+    without = []
+    seen: Counter[int] = Counter()
+    for use in uses:
+        number, possible = use.subset.number, possible_axes(use.call.shape, use.axes, n)
+        if use.call in at_calls:
+            possible = [place for place in possible if separates(place, at_calls[use.call])]
+        if possible:
+            places[number, seen[number]] = possible[0]
+        else:
+            without.append(use)
+        seen[number] += 1
+    return places, without
+
+
+def unproven(tape: Tape, params: Sequence[Tensor], without: Collection[int] = ()) -> set[int]:
+    """Return the numbers of the parameters whose blocks do not give the Jacobian of every point.
+
+    There are none where gradients overflow: such a curvature is refused later.
+
+    Args:
+        tape: A run of n points; gradients are enabled.
+        params: The trainable parameters.
+        without: Numbers of those that are computed in another way.
+    """
+    tracked = [k for k, p in enumerate(params) if k not in without and p.numel()]
+    z, n = tape.z, len(tape.z)
+    if not z.requires_grad or not tracked or not n:
+        return set()
+    calls = list(dict.fromkeys(call for block in tape.blocks for call in block.calls))
+    coarsest = coarsest_dtype(calls, z.dtype)
+    v = _random_like(z, seed=n)
+    inputs: Any = [*(call.edge for call in calls), *(params[k] for k in tracked)]
+    gradients = torch.autograd.grad(z, inputs, v, retain_graph=True, allow_unused=True)
+    one = {call: g.to(z.dtype).unsqueeze(0) for call, g in zip(calls, gradients, strict=False) if g is not None}
+    truth = {
+        # Those of nn.Embedding(sparse=True) are sparse.
+        k: (torch.zeros_like(params[k]) if g is None else g.to_dense() if g.is_sparse else g).to(z.dtype).flatten()
+        for k, g in zip(tracked, gradients[len(calls) :], strict=True)
+    }
+    if not all(_read(g.isfinite().all() for g in truth.values())):
+        return set()
+    terms: dict[int, list[tuple[BlockJacobian, Tensor]]] = {k: [] for k in tracked}
+    for block, b in tape.reached(one):
+        terms[block.number].append((block.jacobian, b))
+    right = _read(_agree(_total(terms[k], g), g, g, coarsest) for k, g in truth.items())
+    apart = [k for k, agrees in zip(truth, right, strict=True) if not agrees]
+    # A gradient that is a cancellation has the rounding error of its terms.
+    sizes = {k: _total(terms[k], truth[k], absolute=True) for k in apart}
+    right = _read(_agree(_total(terms[k], truth[k]), truth[k], sizes[k], coarsest) for k in apart)
+    wrong = {k for k, agrees in zip(apart, right, strict=True) if not agrees}
+    if n > 1 and calls:
+        levels = _LEVELS if torch.finfo(coarsest).bits > 16 else _LEVELS_OF_HALF
+        order = torch.randperm(-(-n // levels) * levels, generator=torch.Generator().manual_seed(n))[:n]
+        multiples = torch.exp2(-(order % levels).double()).to(z)
+        other = tape.gradients((v * multiples.unsqueeze(1)).unsqueeze(0))
+        uses = {(use.call, use.batch_axis): use for b in tape.blocks for use in b.uses if use.call in one}
+        scaled = _read(_scales(one[call][0], other[call][0], use, multiples) for (call, _), use in uses.items())
+        mixed = {key for key, scales in zip(uses, scaled, strict=True) if not scales}
+        wrong |= {b.number for b in tape.blocks if any((use.call, use.batch_axis) in mixed for use in b.uses)}
+    return wrong
+
+
+def _read(checks: Iterable[Tensor]) -> list[bool]:
+    """Read tensors of one boolean, such that a device is waited for once."""
+    several = list(checks)
+    return torch.stack([check.to(several[0].device) for check in several]).tolist() if several else []
+
+
+def _total(terms: Sequence[tuple[BlockJacobian, Tensor]], like: Tensor, absolute: bool = False) -> Tensor:
+    """Return the sum of the blocks of a parameter (size,), or of their absolute terms."""
+    out = torch.zeros_like(like)
+    for jacobian, b in terms:
+        out[jacobian.place] += jacobian.total(b, absolute)
+    return out
+
+
+def _scales(one: Tensor, other: Tensor, use: ParameterUse, multiples: Tensor) -> Tensor:
+    """Return whether the rows of every point in ``other`` are its multiple of those in ``one``."""
+    a, b = (by_point(t, use.batch_axis, len(multiples)).flatten(1) for t in (one, other))
+    if not a.numel():
+        return torch.ones((), dtype=torch.bool, device=a.device)
+    expected = a * multiples.unsqueeze(1)
+    size = expected.abs().amax(1)
+    # Rows whose numbers lose digits near the smallest one say nothing.
+    kind = torch.finfo(use.call.dtype)
+    ignored = kind.tiny * (16 if kind.bits == 16 else 1 / kind.eps)
+    return ((b - expected).abs().amax(1) <= _TOLERANCE * size + ignored).all()
+
+
+def _agree(computed: Tensor, truth: Tensor, size: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return whether two tensors are equal up to rounding, relative to the largest entry of ``size``."""
+    tolerance = {torch.float64: 1e-9, torch.float32: 1e-4}.get(dtype, 5e-2)
+    if truth.is_cuda and dtype == torch.float32:
+        # Convolutions and products may be rounded to the ten bits of TF32.
+        tolerance = 1e-2
+    if torch.is_autocast_enabled(truth.device.type):
+        tolerance = max(tolerance, 5e-2)
+    return (computed - truth).abs().amax() <= tolerance * size.abs().amax()
+
+
+def coarsest_dtype(calls: Iterable[Call], dtype: torch.dtype) -> torch.dtype:
+    """Return the type of the outputs, or of a layer that autocast computes in fewer digits."""
+    return max((dtype, *(call.dtype for call in calls)), key=lambda kind: torch.finfo(kind).eps)
+
+
+def _random_like(z: Tensor, seed: int) -> Tensor:
+    return torch.randn(z.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(z)
 
 
 def make_blocks(
@@ -124,8 +341,8 @@ def make_blocks(
         lacking: Numbers of parameters that are left out.
 
     Returns:
-        The blocks; and the numbers of parameters without blocks, because a use is not in ``places``, has another shape
-        or was overwritten, or because their uses do not add up to blocks.
+        The blocks; and the numbers of parameters without blocks, because a use is not in ``places`` or has another
+        shape, or because their uses do not add up to blocks.
     """
     n, wrong = len(z), set[int]()
     seen: Counter[int] = Counter()
@@ -136,19 +353,16 @@ def make_blocks(
             continue
         batch_axis = places.get((number, seen[number]))
         seen[number] += 1
-        if batch_axis is None or batch_axis.axis not in use.call.axes or not fits(use.call.shape, batch_axis, n):
-            wrong.add(number)
-            continue
-        if use.source is not None and use.source._version != use.version:  # overwritten since
+        if batch_axis is None or batch_axis.axis not in use.axes or use.call.shape[batch_axis.axis] % n:
             wrong.add(number)
             continue
         use.batch_axis = batch_axis
         alike = groups.setdefault(_way(use), [])
-        mine = next((group for group in alike if _same_entries(group[0], use)), None)
-        if mine is None:
+        group = next((group for group in alike if _same_entries(group[0], use)), None)
+        if group is None:
             alike.append([use])
         else:
-            mine.append(use)
+            group.append(use)
     blocks: list[ParameterBlock] = []
     jacobians: dict[int, list[BlockJacobian]] = {}
     for group in chain.from_iterable(groups.values()):
@@ -197,10 +411,10 @@ def _make_jacobian(group: list[ParameterUse], n: int, dtype: torch.dtype) -> Blo
         factors = _factors(group, n, dtype)
         if flat is None:
             return EntrywiseJacobian(factors, first.shape.numel())
-        chosen, places = flat.unique(return_inverse=True)
-        if len(chosen) == len(flat):
+        distinct, places = flat.unique(return_inverse=True)
+        if len(distinct) == len(flat):
             return EntrywiseJacobian(factors, len(flat), None, flat)
-        return EntrywiseJacobian(factors, len(chosen), places, chosen)
+        return EntrywiseJacobian(factors, len(distinct), places, distinct)
     if flat is not None and len(flat.unique()) < len(flat):
         return None
     if first.kind == "embedding":
@@ -238,11 +452,11 @@ def _entries_last(use: ParameterUse, t: Tensor, start: int) -> Tensor:
 def _factors(group: list[ParameterUse], n: int, dtype: torch.dtype) -> Tensor | None:
     if all(use.source is None for use in group):
         return None
-    made = []
+    factors = []
     for use in group:
         source = torch.ones((), dtype=dtype, device=use.call.device) if use.source is None else use.source.to(dtype)
-        made.append(_entries_last(use, by_point(source.expand(use.call.shape), use.batch_axis, n), 2))
-    return made[0] if len(made) == 1 else torch.cat(made, dim=1)
+        factors.append(_entries_last(use, by_point(source.expand(use.call.shape), use.batch_axis, n), 2))
+    return factors[0] if len(factors) == 1 else torch.cat(factors, dim=1)
 
 
 def _tokens(use: ParameterUse, n: int) -> Tensor:

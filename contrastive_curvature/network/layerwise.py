@@ -7,19 +7,22 @@ functions. From these and from the inputs the diagonal follows exactly
 
 A parameter without a rule (a function changes it before it is applied, its layer runs in another thread or in a script)
 goes through ``torch.func`` instead, that parameter alone, with one warning. It is noticed where a function without a
-rule takes a parameter, in every batch, and by a comparison with autograd
-(:mod:`contrastive_curvature.network.layer_proof`): of the first batch of a fit, and of a random one each time that
-about three times as many are through. A first batch whose graph has the same operations as that of an earlier call is
-not compared again. A prediction is compared in every batch.
+rule takes a parameter, and by a comparison of every batch with autograd
+(:mod:`contrastive_curvature.network.layer_tape`), which torch's own layers in a row do not need.
+
+For Kronecker factors, every point is on its own. A layer's weight gets ``G (x) A``: ``A = mean_i a_i a_i^T`` of its
+inputs and ``G = sum_i B_i^T H_ii B_i`` with the Jacobian ``B_i`` of the raw outputs with respect to the layer's
+outputs. The approximation is that of K-FAC: inputs and output curvature are taken as independent over the points (and,
+for convolutions, over the positions: K-FAC-expand). It is exact for one point, or where all points share the inputs or
+the blocks. Biases and other vectors get their exact block of what is kept. Fixes whose output Hessian couples points
+have cross terms besides, which are left out.
 """
 
 from __future__ import annotations
 
-import random
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, TypeVar
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -32,16 +35,16 @@ from contrastive_curvature.hessian.node_blocks import NodeBlocks
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, few_points, input_length
-from contrastive_curvature.network.kron import kron_factors, kron_kinds, refuse_kron
-from contrastive_curvature.network.layer_proof import (
+from contrastive_curvature.network.layer_parts import MatrixJacobian
+from contrastive_curvature.network.layer_tape import (
     LayerAnalysis,
+    ParameterBlock,
+    Tape,
     analyse_layers,
-    check_fast_path,
-    graph_key,
-    refuse_gradients,
+    is_plain,
+    make_blocks,
     unproven,
 )
-from contrastive_curvature.network.layer_tape import ParameterBlock, Tape, make_blocks
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.network.pullback import KronFactors, own_name
 from contrastive_curvature.network.recorder import Recorder
@@ -49,6 +52,8 @@ from contrastive_curvature.network.threads import private_copy
 from contrastive_curvature.pairs.relation import chunks
 
 _T = TypeVar("_T")
+
+_Pair = tuple[ParameterBlock, ParameterBlock]
 
 _UNKNOWN = LayerAnalysis()
 
@@ -64,11 +69,14 @@ _HELD_ELEMENTS = 2**27
 _TILE_POINTS = 2048
 """Of a tile of cross terms, where points are small: the pairs of a tile are held too."""
 
-_disproven: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
-"""Parameters of encoders that a later batch of a fit used in another way than the first, for the next fit."""
+BLOCK_ENTRIES = 4096
+"""Entries of a parameter outside layers that gets its exact block: 64 MiB in float32, decomposed in seconds."""
 
-_proven: WeakKeyDictionary[nn.Module, dict[int, LayerAnalysis]] = WeakKeyDictionary()
-"""Analyses of layers by the keys of graphs where they agreed with autograd, for the next call with the encoder."""
+FACTOR_SIZE = 16384
+"""Rows of the largest factor: 1 GiB in float32, twice that when it is decomposed, which takes an hour."""
+
+_PRODUCT_ELEMENTS = 2**23
+"""Numbers in a chunk of Jacobians that is multiplied with itself."""
 
 
 class NotVerifiedError(Exception):
@@ -102,7 +110,7 @@ class LayerwisePullback(ModulePullback):
 
     def __init__(self, encoder: Encoder, only: set[str] | None = None) -> None:
         super().__init__(encoder, only=only)
-        refuse_gradients(encoder)
+        _refuse_gradients(encoder)
         self.names = list(self.params)
         self.trainable = [p for name, p in encoder.named_parameters() if name in self.params]
         self.analysis = _UNKNOWN
@@ -111,10 +119,6 @@ class LayerwisePullback(ModulePullback):
         self.general: ModulePullback | None = None
         self._kinds: list[str] | None = None
         self._running = _without_backward_hooks(encoder)
-        self._random = random.Random(0)
-        self._runs, self._next_proof, self._trusted = 0, 1, False
-        # Graphs of earlier calls, whose analysis is taken unless the graph of this one turns out to be another.
-        self._borrowed: dict[int, LayerAnalysis] | None = None
 
     @override
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
@@ -156,26 +160,97 @@ class LayerwisePullback(ModulePullback):
         def add(vectors: Sequence[Tensor]) -> None:
             left = self.tape(rows)
             right = left if cross.symmetric else self.tape(columns)
-            for block, found in _cross_diagonals(left, right, cross):
-                vectors[block.number][block.jacobian.place] += found
+            for block, diagonal in _cross_diagonals(left, right, cross):
+                vectors[block.number][block.jacobian.place] += diagonal
 
         return self._diagonal(cross.u_rows, rows, add, lambda general: general.cross_diag(rows, columns, cross))
 
     def kron(self, context: Any, blocks: Blocks) -> KronFactors:
-        """See :meth:`Pullback.kron`.
+        """See :meth:`Pullback.kron`: the ``A`` are sums over points.
+
+        A matrix that multiplies the inputs of every position has ``[G, A]``; several calls with it count as more
+        positions. A vector has its exact block. Other parameters (tokens and tables that are added, embeddings, grouped
+        convolutions) have their exact block up to :data:`BLOCK_ENTRIES` entries, and above that ``[G, A]`` too: their
+        first axis takes the place of a layer's outputs, and the other axes that of positions whose inputs are unit
+        vectors.
 
         Raises:
             UnsupportedError: A parameter has other factors in this batch than in the batches before, so that their sum
                 would have no meaning.
         """
-        factors = kron_factors(self, context, blocks)
-        kinds = kron_kinds(self)
+        factors = self.run_layers(context, lambda: self._layer_factors(context, blocks))
+        kinds = [self._kind(number) for number in range(len(self.trainable))]
+        for number in sorted(self.by_func):
+            alone = ModulePullback(self.encoder, only={self.names[number]})
+            if kinds[number] == "block":
+                factors[number] = [alone.full(context, blocks)]
+                continue
+            p = self.trainable[number]
+            z, own_context = alone.forward(context)
+            b = alone.jacobians(own_context, z).unflatten(2, (_rows(p), -1))
+            g = torch.einsum("ndct,ndet->ce", b, blocks.matmul(b.flatten(2)).view_as(b))
+            factors[number] = [g, _identity(p, len(blocks))]
         if self._kinds is not None and kinds != self._kinds:
-            changed = [k for k, (old, new) in enumerate(zip(self._kinds, kinds, strict=True)) if old != new]
-            name = own_name(self.names[changed[0]])
-            refuse_kron(f"a later batch uses the parameter {name!r} in another way than the first")
+            changed = next(k for k, (old, new) in enumerate(zip(self._kinds, kinds, strict=True)) if old != new)
+            name = own_name(self.names[changed])
+            _refuse_kron(f"a later batch uses the parameter {name!r} in another way than the first")
         self._kinds = kinds
         return factors
+
+    def _kind(self, number: int) -> str:
+        """Return what the factors of a parameter are; those of batches add up where it stays the same."""
+        p = self.trainable[number]
+        if p.ndim > 1 and number in self.analysis.matrices and number not in self.by_func:
+            return "matrix"
+        if p.ndim > 1 and number not in self.analysis.used and number not in self.by_func:
+            return "none"
+        return "block" if p.ndim <= 1 or p.numel() <= BLOCK_ENTRIES else "entries"
+
+    def _layer_factors(self, context: Any, blocks: Blocks) -> KronFactors:
+        """Return factors of all parameters that are seen in layers; those of the others are zero."""
+        kinds = [self._kind(number) for number in range(len(self.trainable))]
+        out = [self._zeros(number, kind, blocks.u) for number, kind in enumerate(kinds)]
+        for rows, tape in self.tapes(context):
+            for block in tape.blocks:
+                if kinds[block.number] == "matrix" and isinstance(block.jacobian, MatrixJacobian):
+                    inputs = block.jacobian.inputs[:, 0]  # without groups
+                    a = inputs.flatten(0, 1)
+                    out[block.number][1].addmm_(a.mT, a, alpha=1 / inputs.shape[1])
+            for number, p in enumerate(self.trainable):
+                if kinds[number] in ("entries", "none") and number not in self.by_func:
+                    out[number][1] += _identity(p, len(tape.z)).to(tape.z)
+            factor = blocks[rows].signed_factor()
+            for group, signs in self.backward(tape, factor.columns, factor.signs):
+                jacobians: dict[int, Tensor] = {}
+                for block, b in group:
+                    number = block.number
+                    if kinds[number] == "matrix":
+                        flat = b[:, :, 0]
+                        signed = flat * signs[:, :, None, None]
+                        out[number][0].addmm_(signed.flatten(0, 2).mT, flat.flatten(0, 2))
+                        continue
+                    if number not in jacobians:
+                        jacobians[number] = b.new_zeros(b.shape[1], b.shape[0], self.trainable[number].numel())
+                    for entries, chunk in block.jacobian.jacobians(b):
+                        whole = block.jacobian.entries
+                        jacobians[number][..., entries if whole is None else whole[entries]] += chunk
+                for number, jacobian in jacobians.items():
+                    _add_products(out[number][0], jacobian, signs)
+        return out
+
+    def _zeros(self, number: int, kind: str, like: Tensor) -> list[Tensor]:
+        p = self.trainable[number]
+        sizes: tuple[int, ...] = (_rows(p), p.numel() // _rows(p))
+        if kind == "block":
+            sizes = (p.numel(),)
+        elif kind in ("matrix", "none"):
+            sizes = (len(p), p.shape[1:].numel())
+        if max(sizes) > FACTOR_SIZE:
+            name = own_name(self.names[number])
+            _refuse_kron(
+                f"the parameter {name!r}, shape {tuple(p.shape)}, has a factor of {max(sizes)} rows. Freeze it"
+            )
+        return [like.new_zeros(size, size) for size in sizes]
 
     def output_covariance(self, context: Any, variance: Tensor) -> Tensor:
         """See :meth:`Pullback.output_covariance`; without a Jacobian of the network.
@@ -192,18 +267,18 @@ class LayerwisePullback(ModulePullback):
 
         def compute() -> Tensor:
             out = []
-            for _, tape in self.tapes(context, columns=dim, prove=True):
+            for _, tape in self.tapes(context, columns=dim):
                 covariance = tape.z.new_zeros(len(tape.z), dim, dim)
-                for block, b in tape.by_block(tape.axes):
+                for block, b in tape.reached(tape.gradients(tape.axes)):
                     covariance += block.jacobian.covariance(b, own[block.number][block.jacobian.place])
                 out.append(covariance)
             return torch.cat(out) if out else variance.new_zeros(0, dim, dim)
 
         covariance = self.run_layers(context, compute)
         if self.general is not None:
-            mine = torch.cat([own[k] for k in sorted(self.by_func)])
+            variance = torch.cat([own[k] for k in sorted(self.by_func)])
             with torch.no_grad():
-                covariance += self.general.output_covariance(context, mine)
+                covariance += self.general.output_covariance(context, variance)
         return covariance
 
     def tile_diag(self, dim: int) -> int:
@@ -220,22 +295,21 @@ class LayerwisePullback(ModulePullback):
         """Compute something from the layers; again, where a batch turns out to use parameters in another way."""
         with torch.inference_mode(False), torch.enable_grad():
             if self.analysis is _UNKNOWN and input_length(context):
-                self._analyse(context)
+                self.analysis = analyse_layers(self._running, self.trainable, _outside_inference(few_points(context)))
+                if self.analysis.lacking:
+                    self._give_up({*self.analysis.lacking})
             while True:
                 try:
                     with torch.no_grad():
                         return compute()
                 except NotVerifiedError as error:
-                    if self._borrowed is None:
-                        self._give_up(error.numbers)
-                    else:
-                        self._analyse(context, anew=True)
+                    self._give_up(error.numbers)
 
-    def tapes(self, context: Any, columns: int = 1, prove: bool = False) -> Iterator[tuple[slice, Tape]]:
+    def tapes(self, context: Any, columns: int = 1) -> Iterator[tuple[slice, Tape]]:
         """Run chunks of points, of bounded memory, for gradients of some columns at once."""
         size = self.analysis.inputs + (1 + columns) * self.analysis.gradients
         for rows in chunks(input_length(context), _CHUNK_ELEMENTS * (1 if columns == 1 else 2) // size):
-            yield rows, self.tape(self.slice_context(context, rows), prove)
+            yield rows, self.tape(self.slice_context(context, rows))
 
     def backward(
         self, tape: Tape, columns: Tensor, signs: Tensor
@@ -243,67 +317,32 @@ class LayerwisePullback(ModulePullback):
         """Yield the gradients of all blocks for columns (K, n, D) and the signs (K, n), several columns at a time."""
         step = max(1, _COLUMN_ELEMENTS // max(1, len(tape.z) * self.analysis.gradients))
         for v, s in zip(columns.split(step), signs.split(step), strict=True):
-            yield tape.by_block(v), s
+            yield tape.reached(tape.gradients(v)), s
 
-    def tape(self, context: Any, prove: bool = False) -> Tape:
-        """Run the encoder once, and compare with autograd where that is asked for or due.
+    def tape(self, context: Any) -> Tape:
+        """Run the encoder once, and compare with autograd where a layer is not known to be right.
 
         Raises:
-            NotVerifiedError: It uses parameters in another way than the batch before, or disagrees with autograd.
-            UnsupportedError: The encoder puts out something else where no gradients are asked for; or batches that were
-                not compared with autograd may be wrong.
+            NotVerifiedError: Parameters have a use without a rule, or in another way than in the first points, or
+                disagree with autograd.
+            UnsupportedError: The encoder puts out something else where no gradients are asked for.
         """
-        tape = self._record(context)
-        self._runs += 1
-        if not prove and self._runs < self._next_proof:
-            self._trusted = True
-            return tape
-        self._next_proof = self._random.randrange(2 * self._runs, 4 * self._runs)
-        graph = None if self.by_func else graph_key(tape, self.trainable)
-        if self._borrowed is not None:
-            if graph is None or self._borrowed.get(graph) != self.analysis:
-                raise NotVerifiedError(set())
-            self._borrowed = None
-            if not prove:
-                self._trusted = True
-                return tape
-        wrong, telling = unproven(tape, self.trainable, self.by_func)
-        if wrong and self._trusted:
-            self._refuse_sum(wrong)
+        x = _outside_inference(context)
+        with torch.enable_grad(), Recorder(list(self.trainable), self.analysis.lookups) as recorder:
+            z = self._running(x)
+        _check_fast_path(self._running, x, z)
+        blocks, wrong = make_blocks(recorder.uses, self.analysis.places, z, self.by_func | recorder.unknown)
+        wrong |= recorder.unknown - self.by_func
+        tape = Tape(z, blocks)
+        if not wrong and not is_plain(self._running):
+            wrong = unproven(tape, self.trainable, self.by_func)
         if wrong:
             raise NotVerifiedError(wrong)
-        if telling and graph is not None:
-            _proven.setdefault(self.encoder.model, {})[graph] = self.analysis
         return tape
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
         """Return views of a vector (P,), one a parameter."""
         return flat.split([p.numel() for p in self.trainable])
-
-    def _record(self, context: Any) -> Tape:
-        x = _plain(context)
-        with torch.enable_grad(), Recorder(list(self.trainable), self.analysis.lookups) as recorder:
-            z = self._running(x)
-        check_fast_path(self._running, x, z)
-        blocks, wrong = make_blocks(recorder.uses, self.analysis.places, z, self.by_func | recorder.unknown)
-        wrong |= recorder.unknown - self.by_func
-        if wrong:
-            raise NotVerifiedError(wrong)
-        return Tape(z, blocks)
-
-    def _refuse_sum(self, numbers: set[int]) -> None:
-        """Refuse sums over batches that may be wrong, and remember the parameters for the next fit.
-
-        Raises:
-            UnsupportedError: Always.
-        """
-        names = {self.names[k] for k in numbers}
-        _proven.pop(self.encoder.model, None)
-        _disproven.setdefault(self.encoder.model, set()).update(names)
-        raise UnsupportedError(
-            f"model: a later batch uses {_listed(names)} in another way than the first: the sums over the batches "
-            "before may be wrong. Fit once more; these Jacobians are then taken point by point, exact and slow."
-        )
 
     def _diagonal(
         self,
@@ -329,10 +368,10 @@ class LayerwisePullback(ModulePullback):
         out = self.run_layers(context, compute)
         if self.general is not None:
             with torch.no_grad():
-                found = self.general._split(general(self.general))
-            for name, block in zip(self.names, self.split(out), strict=True):
-                if name in found:
-                    block.copy_(found[name].flatten())
+                by_name = self.general._split(general(self.general))
+            for name, entries in zip(self.names, self.split(out), strict=True):
+                if name in by_name:
+                    entries.copy_(by_name[name].flatten())
         return out
 
     def _add_squares(self, vectors: Sequence[Tensor], tape: Tape, factor: SignedFactor) -> None:
@@ -341,25 +380,10 @@ class LayerwisePullback(ModulePullback):
             for block, b in group:
                 vectors[block.number][block.jacobian.place] += block.jacobian.diagonal(b, signs)
 
-    def _analyse(self, context: Any, anew: bool = False) -> None:
-        """Analyse the layers with a few points of the first batch, or take what an earlier call found."""
-        self._runs, self._next_proof, self._borrowed = 0, 1, None
-        if not anew and self.encoder.model in _proven:
-            self._borrowed = _proven[self.encoder.model]
-            self.analysis = next(reversed(self._borrowed.values()))
-            return
-        few = _plain(few_points(context))
-        self.analysis = analyse_layers(self._running, self.trainable, few)
-        known = _disproven.get(self.encoder.model, set())
-        lacking = {*self.analysis.lacking, *(k for k, name in enumerate(self.names) if name in known)}
-        if lacking:
-            self._give_up(lacking)
-
     def _give_up(self, numbers: set[int]) -> None:
         """Take parameters through ``torch.func`` from now on."""
         new = numbers - self.by_func
         self.by_func |= numbers
-        self._runs, self._next_proof = 0, 1
         self.general = ModulePullback(self.encoder, only={self.names[k] for k in self.by_func})
         msg = (
             f"model: the Jacobians of {_listed([self.names[k] for k in sorted(new)])} are taken point by point, which "
@@ -384,11 +408,77 @@ def _without_backward_hooks(encoder: Encoder) -> Encoder:
         return encoder
 
 
-def _plain(x: Any) -> Any:
+def _outside_inference(x: Any) -> Any:
     """Return a batch that autograd can work with."""
     if isinstance(x, Tensor):
         return x.clone() if x.is_inference() else x
-    return {k: _plain(v) if isinstance(v, Tensor) else v for k, v in x.items()}
+    return {k: _outside_inference(v) if isinstance(v, Tensor) else v for k, v in x.items()}
+
+
+def _refuse_gradients(encoder: nn.Module) -> None:
+    """Refuse parameters whose gradients are no derivatives of the outputs.
+
+    Raises:
+        UnsupportedError: A complex parameter, or an embedding with ``scale_grad_by_freq``.
+    """
+    for name, p in encoder.named_parameters():
+        if p.requires_grad and p.is_complex():
+            raise UnsupportedError(
+                f"model: the parameter {own_name(name)!r} is complex. Use two real parameters instead, or freeze it."
+            )
+    for name, module in encoder.named_modules():
+        scaled = isinstance(module, (nn.Embedding, nn.EmbeddingBag)) and module.scale_grad_by_freq
+        if scaled and module.weight.requires_grad:
+            raise UnsupportedError(
+                f"model: {own_name(name)!r} has scale_grad_by_freq=True: its gradients are no derivatives. Set False."
+            )
+
+
+def _check_fast_path(encoder: nn.Module, x: Inputs, z: Tensor) -> None:
+    """Refuse a transformer whose outputs ``z`` are others without gradients.
+
+    Raises:
+        UnsupportedError: They are: without gradients, ``nn.TransformerEncoder`` puts zeros in padded positions.
+    """
+    if not any(isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)) for module in encoder.modules()):
+        return
+    with torch.no_grad():
+        other = encoder(x)
+    if bool((other - z).abs().amax() > 1e-2 * z.abs().amax()):
+        raise UnsupportedError(
+            "model: its outputs depend on padded positions, where nn.TransformerEncoder puts zeros without gradients. "
+            "Leave them out of the pooling, or use nn.TransformerEncoder(..., enable_nested_tensor=False)."
+        )
+
+
+def _add_products(out: Tensor, jacobian: Tensor, signs: Tensor) -> None:
+    """Add ``sum_kip sign_ki j_kip j_kip^T`` (rows, rows) of Jacobians (n, K, rows * P) and signs (K, n)."""
+    rows = len(out)
+    for some in chunks(len(jacobian), _PRODUCT_ELEMENTS // max(1, jacobian[0].numel())):
+        columns = jacobian[some].unflatten(2, (rows, -1)).movedim(3, 2)
+        weights = signs[:, some].T.unsqueeze(2).expand(columns.shape[:3]).flatten()
+        flat = columns.flatten(0, 2)
+        out.addmm_((flat * weights.unsqueeze(1)).mT, flat)
+
+
+def _refuse_kron(why: str) -> None:
+    """Refuse what has no Kronecker factors.
+
+    Raises:
+        UnsupportedError: Always.
+    """
+    raise UnsupportedError(f"structure 'kron': {why}. Use the structure 'diag', or subset_of_weights='last_layer'.")
+
+
+def _rows(p: Tensor) -> int:
+    """Return the length of the first axis that has one."""
+    return next((size for size in p.shape if size > 1), 1)
+
+
+def _identity(p: Tensor, share: float) -> Tensor:
+    """Return the second moment of the unit vectors in the place of the inputs of a parameter outside layers."""
+    others = p.numel() // _rows(p)
+    return torch.eye(others, dtype=p.dtype, device=p.device) * (share / others)
 
 
 def _shared_columns(hessian: OutputHessian) -> tuple[Tensor, Tensor, SignedFactor] | None:
@@ -439,7 +529,7 @@ def _cross_diagonals(left: Tape, right: Tape, cross: CrossBlocks) -> Iterator[tu
 
 
 def _at_both(
-    left: Tape, right: Tape, pairs: list[tuple[ParameterBlock, ParameterBlock]], of_left: Tensor, of_right: Tensor
+    left: Tape, right: Tape, pairs: list[_Pair], of_left: Tensor, of_right: Tensor
 ) -> Iterator[tuple[ParameterBlock, Tensor, ParameterBlock, Tensor]]:
     """Yield pairs of blocks, each with its gradients of columns (K, n, D) at its side, where both are reached."""
     at_left = left.gradients(of_left, [one for one, _ in pairs])
@@ -451,14 +541,12 @@ def _at_both(
             yield one, rows, other, columns
 
 
-def _groups(
-    pairs: list[tuple[ParameterBlock, ParameterBlock]], copies: int
-) -> Iterator[list[tuple[ParameterBlock, ParameterBlock]]]:
+def _groups(pairs: list[_Pair], copies: int) -> Iterator[list[_Pair]]:
     """Yield blocks whose gradients fit into memory together, from the last layers, whose passes are short, on."""
-    group: list[tuple[ParameterBlock, ParameterBlock]] = []
+    group: list[_Pair] = []
     for pair in reversed(pairs):
-        calls = {id(call): call for block, _ in [*group, pair] for call in block.calls}
-        if group and copies * sum(call.shape.numel() for call in calls.values()) > _HELD_ELEMENTS:
+        calls = {call for block, _ in [*group, pair] for call in block.calls}
+        if group and copies * sum(call.shape.numel() for call in calls) > _HELD_ELEMENTS:
             yield group
             group = []
         group.append(pair)

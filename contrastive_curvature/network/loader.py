@@ -170,7 +170,11 @@ def _alike(first: Any, second: Any) -> bool:
 def joined_inputs(first: Inputs, second: Inputs, argument: str = "train_loader") -> Inputs:
     """Join two batches of B inputs each, for one encoder."""
     if isinstance(first, Tensor) and isinstance(second, Tensor):
-        return _joined(first, second, argument)
+        if first.shape[1:] != second.shape[1:] or first.dtype != second.dtype:
+            shapes = f"{tuple(first.shape)} of {first.dtype} and {tuple(second.shape)} of {second.dtype}"
+            hint = "One encoder sees both views in one batch: pad or crop them to one shape."
+            raise InputError(argument, "two views of one shape and type", shapes, hint)
+        return torch.cat([first, second])
     if not isinstance(first, Mapping) or not isinstance(second, Mapping) or first.keys() != second.keys():
         keys = [sorted(view) if isinstance(view, Mapping) else "a tensor" for view in (first, second)]
         hint = "One encoder sees both views in one batch. Inputs of two kinds need contrastive_curvature.TwoTowers."
@@ -179,16 +183,8 @@ def joined_inputs(first: Inputs, second: Inputs, argument: str = "train_loader")
     n = input_length(first)
     for name, value in first.items():
         if isinstance(value, Tensor) and value.ndim and value.shape[0] == n:
-            first[name] = _joined(value, second[name], f"{argument}: {name!r}")
+            first[name] = joined_inputs(value, second[name], f"{argument}: {name!r}")
     return first
-
-
-def _joined(first: Tensor, second: Tensor, argument: str) -> Tensor:
-    if first.shape[1:] != second.shape[1:] or first.dtype != second.dtype:
-        shapes = f"{tuple(first.shape)} of {first.dtype} and {tuple(second.shape)} of {second.dtype}"
-        hint = "One encoder sees both views in one batch: pad or crop them to one shape."
-        raise InputError(argument, "two views of one shape and type", shapes, hint)
-    return torch.cat([first, second])
 
 
 def check_loader(loader: Any, argument: str = "train_loader", *, once: bool = False, shares: bool = False) -> None:

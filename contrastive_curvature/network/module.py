@@ -119,10 +119,8 @@ class ModulePullback(Pullback):
         """Return ``J^T v`` by parameter, zero where the outputs do not depend on it."""
         if not z.requires_grad:
             return [torch.zeros_like(p) for p in params]
-        found = torch.autograd.grad(
-            z, params, cotangents, allow_unused=True, materialize_grads=True, create_graph=create_graph
-        )
-        return list(found)
+        how = {"allow_unused": True, "materialize_grads": True, "create_graph": create_graph}
+        return list(torch.autograd.grad(z, params, cotangents, **how))
 
     def _split(self, flat: Tensor) -> dict[str, Tensor]:
         pieces = flat.split([p.numel() for p in self.params.values()])
@@ -152,8 +150,8 @@ class ModulePullback(Pullback):
         points: list[Tensor] = []
         for i, rows in enumerate(cotangents):
             x = slice_inputs(context, slice(i, i + 1))
-            found = (self._pull(*self._graph(x), v.unsqueeze(0), create_graph=keep_graph) for v in rows)
-            points.append(torch.stack([torch.cat([g.flatten() for g in gradients]) for gradients in found]))
+            by_row = (self._pull(*self._graph(x), v.unsqueeze(0), create_graph=keep_graph) for v in rows)
+            points.append(torch.stack([torch.cat([g.flatten() for g in gradients]) for gradients in by_row]))
         return torch.stack(points)
 
     def _at(self, x: Inputs, params: Mapping[str, Tensor]) -> Tensor:
@@ -188,9 +186,9 @@ class SubnetworkPullback(Pullback):
         """Return the pullback to entries of all trainable parameters, which leaves out parameters without any."""
         names, moved, start, kept = set(), torch.empty_like(indices), 0, 0
         for name, p in encoder.named_parameters():
-            mine = (indices >= start) & (indices < start + p.numel())
-            if p.requires_grad and bool(mine.any()):
-                moved[mine] = indices[mine] - start + kept
+            inside = (indices >= start) & (indices < start + p.numel())
+            if p.requires_grad and bool(inside.any()):
+                moved[inside] = indices[inside] - start + kept
                 names.add(name)
                 kept += p.numel()
             start += p.numel() if p.requires_grad else 0

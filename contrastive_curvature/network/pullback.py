@@ -247,7 +247,7 @@ class Pullback(ABC):
         return out
 
     def kron(self, context: Any, blocks: Blocks) -> KronFactors:
-        """Return Kronecker factors (:mod:`contrastive_curvature.network.kron`) of some points; those of batches add up.
+        """Return Kronecker factors of some points (:mod:`contrastive_curvature.network.layerwise`); batches add up.
 
         Args:
             context: Of N points.
@@ -269,8 +269,8 @@ class Pullback(ABC):
         n, many = cotangents.shape[:2]
         out = cotangents.new_zeros(n_classes, many, self.n_params)
         for rows, axes in self._chunks(n, many):
-            found = self.vjp(self.slice_context(context, rows), cotangents[rows, axes])
-            out[:, axes].index_add_(0, index[rows], found)
+            products = self.vjp(self.slice_context(context, rows), cotangents[rows, axes])
+            out[:, axes].index_add_(0, index[rows], products)
         return out
 
     def tile_diag(self, dim: int) -> int:

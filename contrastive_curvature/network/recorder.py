@@ -8,9 +8,8 @@ themselves are not touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -18,67 +17,42 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from contrastive_curvature.network.module import with_globals
-
-
-class Fold(Enum):
-    """What an axis holds beside the points."""
-
-    NONE = "points"
-    MAJOR = "(points, positions), flattened"
-    MINOR = "(positions, points), flattened"
 
 
 class BatchAxis(NamedTuple):
     """Where the points lie.
 
     Attributes:
-        axis: The axis.
-        fold: What else it holds.
+        axis: The axis, which holds ``(points, positions)``, flattened; one position where it holds the points alone.
+        minor: Whether it holds ``(positions, points)`` instead.
     """
 
     axis: int
-    fold: Fold = Fold.NONE
+    minor: bool = False
 
 
 _IN_FRONT = BatchAxis(0)
 
 
 def by_point(t: Tensor, batch_axis: BatchAxis, n: int) -> Tensor:
-    """Reshape a tensor to (n, positions of a folded axis or 1, *the other axes)."""
-    axis, fold = batch_axis
-    if fold is Fold.NONE:
-        return (t.movedim(axis, 0) if axis else t).unsqueeze(1)
-    if fold is Fold.MAJOR:
-        return t.unflatten(axis, (n, -1)).movedim((axis, axis + 1), (0, 1))
-    return t.unflatten(axis, (-1, n)).movedim((axis + 1, axis), (0, 1))
+    """Reshape a tensor to (n, positions, *the other axes)."""
+    axis, minor = batch_axis
+    if minor:
+        return t.unflatten(axis, (-1, n)).movedim((axis + 1, axis), (0, 1))
+    return t.unflatten(axis, (n, -1)).movedim((axis, axis + 1), (0, 1))
 
 
-def possible_axes(shape: torch.Size, axes: tuple[int, ...], n: int) -> list[BatchAxis]:
-    """Return where points may lie in a tensor of this shape, the likely axes first."""
+def possible_axes(shape: torch.Size, axes: Iterable[int], n: int) -> list[BatchAxis]:
+    """Return where points may lie along some axes of a tensor, the likely places first."""
+    alone = [BatchAxis(j) for j in axes if shape[j] == n]
     folded = [j for j in axes if shape[j] > n and shape[j] % n == 0]
-    found = [BatchAxis(j) for j in axes if shape[j] == n]
-    return found + [BatchAxis(j, fold) for fold in (Fold.MAJOR, Fold.MINOR) for j in folded]
+    return alone + [BatchAxis(j, minor) for minor in (False, True) for j in folded]
 
 
-def fits(shape: torch.Size, batch_axis: BatchAxis, n: int) -> bool:
-    """Return whether the points of another batch can lie along this axis of a tensor."""
-    if batch_axis.axis >= len(shape):
-        return False
-    size = shape[batch_axis.axis]
-    return size == n if batch_axis.fold is Fold.NONE else size % n == 0
-
-
-def separates(batch_axis: BatchAxis, n: int, of_first: Tensor, of_others: Tensor) -> bool:
-    """Return whether gradients of the first point's output alone, and of all others', lie in its rows."""
-    first, others = by_point(of_first, batch_axis, n), by_point(of_others, batch_axis, n)
-    return not bool(first[1:].any()) and not bool(others[0].any())
-
-
-@dataclass(frozen=True)
-class ParameterSubset:
+class ParameterSubset(NamedTuple):
     """Entries of a parameter, in the shape of a tensor that has them: of the whole parameter, or of a view of it.
 
     Args:
@@ -94,21 +68,19 @@ class ParameterSubset:
         return torch.arange(shape.numel()).view(shape) if self.entries is None else self.entries
 
 
-@dataclass
+@dataclass(eq=False)
 class Call:
     """One call of a function that applies parameters.
 
     Args:
         edge: Where the gradient with respect to its output arrives.
         shape: Of the output.
-        axes: Axes of the output that points can lie along.
         device: Of the output.
         dtype: Of the output.
     """
 
     edge: GradientEdge
     shape: torch.Size
-    axes: tuple[int, ...]
     device: torch.device
     dtype: torch.dtype
 
@@ -122,10 +94,10 @@ class ParameterUse:
         subset: Its entries.
         kind: ``"linear"``, ``"convolution"``, ``"embedding"`` or ``"entrywise"``.
         shape: Of the tensor with the entries, as the function takes it; of ``entrywise`` ones aligned with the output.
+        axes: Axes of the output that points can lie along.
         source: What the entries are multiplied with: the input of a linear layer or a convolution, the tokens of an
             embedding, the other factor of an ``entrywise`` product (``None``: a sum).
         options: Of the function.
-        version: Of the source, when the function ran.
         batch_axis: Where the points lie, once that is known.
     """
 
@@ -133,9 +105,9 @@ class ParameterUse:
     subset: ParameterSubset
     kind: str
     shape: torch.Size
+    axes: tuple[int, ...]
     source: Any = None
     options: dict[str, Any] = field(default_factory=dict)
-    version: int = 0
     batch_axis: BatchAxis = _IN_FRONT
 
 
@@ -153,11 +125,9 @@ class Recorder(TorchFunctionMode):
 
     def __init__(self, parameters: list[Tensor], lookups: frozenset[int] = frozenset()) -> None:
         super().__init__()
-        self._tracked: dict[int, ParameterSubset] = {
-            id(p): ParameterSubset(k) for k, p in enumerate(parameters) if p.numel()
-        }
+        self._tracked = {id(p): ParameterSubset(k) for k, p in enumerate(parameters) if p.numel()}
         # The identity of a tensor that is gone may be another one's.
-        self._kept: list[Tensor] = list(parameters)
+        self._kept = list(parameters)
         self._lookups = lookups
         self.uses: list[ParameterUse] = []
         self.unknown: set[int] = set()
@@ -169,42 +139,36 @@ class Recorder(TorchFunctionMode):
             with self:
                 return _ATTENTION(*args, **kwargs)
         out = func(*args, **kwargs)
-        found = [s for s in map(self._subset, _flat((*args, *kwargs.values()))) if s is not None]
-        if not found or not any(isinstance(part, Tensor) and part.requires_grad for part in _flat((out,))):
+        subsets = [subset for subset in map(self._subset, tree_leaves((args, kwargs))) if subset is not None]
+        if not subsets or not any(isinstance(part, Tensor) and part.requires_grad for part in tree_leaves(out)):
             return out
-        return self._note(func, args, kwargs, out, found)
-
-    def _note(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, found: list[ParameterSubset]) -> Any:
-        if func in _SELECTING and self._select(func, args, kwargs, out, found):
+        if func in _SELECTING and self._select(func, args, kwargs, out):
             return out
         before = len(self.uses)
-        noted = 0
-        if isinstance(out, Tensor) and out.is_floating_point():
-            noted = self._apply(func, args, kwargs, out)
-        if noted != len(found):
+        applied = isinstance(out, Tensor) and out.is_floating_point() and self._apply(func, args, kwargs, out)
+        if applied != len(subsets):
             del self.uses[before:]
-            self.unknown.update(s.number for s in found)
+            self.unknown.update(subset.number for subset in subsets)
             return out
         # An operation in place on a view goes back to what the view is of, past the noted edge.
         return out.clone() if out._is_view() else out
 
-    def _select(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any, found: list[ParameterSubset]) -> bool:
-        """Follow a function that only picks and moves entries of one parameter."""
-        first = self._subset(args[0]) if args else None
-        parts = [out] if isinstance(out, Tensor) else list(out)
-        if first is None or len(found) != 1 or not all(isinstance(part, Tensor) for part in parts):
+    def _select(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> bool:
+        """Follow a function that only picks and moves entries of its first argument, if that is a parameter."""
+        subset = self._subset(args[0]) if args else None
+        if subset is None:
             return False
         if func in _KEEPING:
-            self._track(out, first)
+            self._track(out, subset)
             return True
         try:
             on_cpu = tree_map(lambda a: a.cpu() if isinstance(a, Tensor) else a, args[1:])
-            moved = func(first.indices(args[0].shape), *on_cpu, **kwargs)
+            entries = func(subset.indices(args[0].shape), *on_cpu, **kwargs)
         except RuntimeError:
             # A view that needs the parameter's own order of memory.
             return False
-        for part, entries in zip(parts, [moved] if isinstance(moved, Tensor) else moved, strict=True):
-            self._track(part, ParameterSubset(first.number, entries))
+        for part, chosen in zip(tree_leaves(out), tree_leaves(entries), strict=True):
+            self._track(part, ParameterSubset(subset.number, chosen))
         return True
 
     def _apply(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Tensor) -> int:
@@ -212,62 +176,57 @@ class Recorder(TorchFunctionMode):
         kind, names = _RULES.get(func, ("", ()))
         if not kind or len(args) > len(names):
             return 0
-        given = {**dict(zip(names, args, strict=False)), **kwargs}
-        if kind == "linear" and given["weight"].ndim != 2:
-            return 0
+        options = {**dict(zip(names, args, strict=False)), **kwargs}
         if kind == "entrywise":
-            return self._entrywise(func, given, out)
-        call = _call(out, _point_axes(kind, given, out))
-        noted = 0
-        for name in ("weight", "bias"):
-            subset = self._subset(given.get(name))
-            if subset is None:
-                continue
-            if name == "weight" and kind == "embedding" and subset.number in self._lookups:
-                indices = subset.indices(given["weight"].shape)
-                moved = F.embedding(given["input"].cpu(), indices.double()).long()
-                self._track(out, ParameterSubset(subset.number, moved))
-            elif name == "weight" and kind in ("linear", "convolution", "embedding"):
-                self._add(call, subset, kind, given[name].shape, given["input"], given)
-            else:
-                source = _normalized(func, given) if name == "weight" else None
-                self._add(call, subset, "entrywise", _aligned(kind, given[name], out), source)
-            noted += 1
-        return noted
+            return self._entrywise(func, options, out)
+        weight, bias = (self._subset(options.get(name)) for name in ("weight", "bias"))
+        if (kind == "linear" and options["weight"].ndim != 2) or (
+            kind == "convolution" and out.ndim != options["weight"].ndim
+        ):
+            return 0
+        call = _call(out)
+        # The axes of the output that a bias has.
+        channels = out.ndim - len(options["normalized_shape"]) if kind == "layer norm" else out.ndim - 1
+        ends = range(channels, out.ndim) if kind in ("linear", "embedding", "layer norm") else (1,)
+        axes = tuple(j for j in range(out.ndim) if j not in ends)
+        aligned = torch.Size(size if j in ends else 1 for j, size in enumerate(out.shape))
+        if weight is not None and kind == "embedding" and weight.number in self._lookups:
+            rows = F.embedding(options["input"].cpu(), weight.indices(options["weight"].shape).double())
+            self._track(out, ParameterSubset(weight.number, rows.long()))
+        elif weight is not None and kind in ("linear", "convolution", "embedding"):
+            self._add(ParameterUse(call, weight, kind, options["weight"].shape, axes, options["input"], options))
+        elif weight is not None:
+            with torch.no_grad():
+                scaled = func(**{name: value for name, value in options.items() if name not in ("weight", "bias")})
+            self._add(ParameterUse(call, weight, "entrywise", aligned, axes, scaled))
+        if bias is not None:
+            self._add(ParameterUse(call, bias, "entrywise", aligned, axes))
+        return (weight is not None) + (bias is not None)
 
-    def _entrywise(self, func: Any, given: dict[str, Any], out: Tensor) -> int:
+    def _entrywise(self, func: Any, options: dict[str, Any], out: Tensor) -> int:
         """Note a sum or a product with a parameter, or a parameter that is repeated for every point."""
-        if func in _REPEATING:
-            subset, value, other = self._subset(given["input"]), given["input"], None
-        else:
-            a, b = given.get("input"), given.get("other")
-            if not isinstance(a, Tensor) or not isinstance(b, Tensor) or given.get("alpha", 1) != 1:
-                return 0
-            first = self._subset(a)
-            subset, value, other = (first, a, b) if first is not None else (self._subset(b), b, a)
-            if value is a and self._subset(b) is not None:
-                return 0
-        if subset is None or (func in _IN_PLACE and (value is given["input"] or out._is_view())):
+        value, other = options["input"], None if func in _REPEATING else options.get("other")
+        if options.get("alpha", 1) != 1 or (func not in _REPEATING and not isinstance(other, Tensor)):
+            return 0
+        if self._subset(value) is None:
+            value, other = other, value
+        elif self._subset(other) is not None:
+            return 0
+        subset = self._subset(value)
+        if subset is None or (func in _IN_PLACE and (value is options["input"] or out._is_view())):
             return 0
         aligned = torch.Size((1,) * (out.ndim - value.ndim) + tuple(value.shape))
         if any(size not in (1, whole) for size, whole in zip(aligned, out.shape, strict=True)):
             return 0
         axes = tuple(j for j, size in enumerate(aligned) if size == 1)
-        self._add(_call(out, axes), subset, "entrywise", aligned, other if func in _PRODUCTS else None)
+        source = other if func in _PRODUCTS else None
+        self._add(ParameterUse(_call(out), subset, "entrywise", aligned, axes, source))
         return 1
 
-    def _add(
-        self,
-        call: Call,
-        subset: ParameterSubset,
-        kind: str,
-        shape: torch.Size,
-        source: Tensor | None = None,
-        options: dict[str, Any] | None = None,
-    ) -> None:
-        source = None if source is None else source.detach()
-        version = 0 if source is None else source._version
-        self.uses.append(ParameterUse(call, subset, kind, shape, source, options or {}, version))
+    def _add(self, use: ParameterUse) -> None:
+        if use.source is not None:
+            use.source = use.source.detach()
+        self.uses.append(use)
 
     def _track(self, t: Tensor, subset: ParameterSubset) -> None:
         self._tracked[id(t)] = subset
@@ -277,14 +236,18 @@ class Recorder(TorchFunctionMode):
         return self._tracked.get(id(value)) if isinstance(value, Tensor) else None
 
 
+def _call(out: Tensor) -> Call:
+    return Call(get_gradient_edge(out), out.shape, out.device, out.dtype)
+
+
 # Its body runs under a mode then, which sees its calls.
 _ATTENTION = with_globals(F.multi_head_attention_forward, has_torch_function=lambda _: False)
 
 _CONVOLUTION = ("convolution", ("input", "weight", "bias", "stride", "padding", "dilation", "groups"))
 _EMBEDDING = ("input", "weight", "padding_idx", "max_norm", "norm_type", "scale_grad_by_freq", "sparse")
 _BATCH_NORM = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-_SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__)
 _IN_PLACE = (Tensor.add_, Tensor.__iadd__)
+_SUMS = (torch.add, Tensor.add, Tensor.__add__, Tensor.__radd__, *_IN_PLACE)
 _PRODUCTS = (torch.mul, torch.multiply, Tensor.mul, Tensor.multiply, Tensor.__mul__, Tensor.__rmul__)
 _REPEATING = (Tensor.expand, Tensor.expand_as, Tensor.repeat, torch.broadcast_to, Tensor.broadcast_to)
 
@@ -298,7 +261,7 @@ _RULES: dict[Any, tuple[str, tuple[str, ...]]] = {
     F.group_norm: ("norm", ("input", "num_groups", "weight", "bias", "eps")),
     F.batch_norm: ("norm", _BATCH_NORM),
     F.instance_norm: ("norm", (*_BATCH_NORM[:5], "use_input_stats", *_BATCH_NORM[6:])),
-    **dict.fromkeys((*_SUMS, *_IN_PLACE, *_PRODUCTS), ("entrywise", ("input", "other"))),
+    **dict.fromkeys((*_SUMS, *_PRODUCTS), ("entrywise", ("input", "other"))),
     **dict.fromkeys(_REPEATING, ("entrywise", ("input", *("size",) * 8))),
 }
 """Kinds of the functions that have a rule, and the names of their arguments."""
@@ -314,41 +277,3 @@ _SELECTING = frozenset(
         *(torch.permute, torch.movedim, torch.split, torch.chunk, torch.unbind, Tensor.index_select),
     )
 )
-
-
-def _flat(values: Any) -> Iterator[Any]:
-    for value in values:
-        if isinstance(value, (list, tuple)):
-            yield from _flat(value)
-        elif isinstance(value, dict):
-            yield from _flat(value.values())
-        else:
-            yield value
-
-
-def _call(out: Tensor, axes: tuple[int, ...]) -> Call:
-    return Call(get_gradient_edge(out), out.shape, axes, out.device, out.dtype)
-
-
-def _point_axes(kind: str, given: dict[str, Any], out: Tensor) -> tuple[int, ...]:
-    if kind in ("linear", "embedding"):
-        return tuple(range(out.ndim - 1))
-    if kind == "layer norm":
-        return tuple(range(out.ndim - len(given["normalized_shape"])))
-    if kind == "convolution":
-        return (0,) if out.ndim == given["weight"].ndim else ()
-    return (0,) if out.ndim >= 2 else ()
-
-
-def _aligned(kind: str, value: Tensor, out: Tensor) -> torch.Size:
-    """Return the shape of a scale or a bias, such that it is broadcast to the output."""
-    if kind in ("linear", "layer norm"):
-        return torch.Size((1,) * (out.ndim - value.ndim) + tuple(value.shape))
-    return torch.Size((1, value.numel()) + (1,) * (out.ndim - 2))
-
-
-def _normalized(norm: Any, given: dict[str, Any]) -> Tensor:
-    """Return what a norm multiplies with its scale."""
-    with torch.no_grad():
-        out: Tensor = norm(**{name: value for name, value in given.items() if name not in ("weight", "bias")})
-    return out

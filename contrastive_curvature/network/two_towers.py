@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputTypeError
@@ -33,13 +32,9 @@ class TwoTowers(nn.Module):
         super().__init__()
         for name, encoder in (("encoder_a", encoder_a), ("encoder_b", encoder_b)):
             if not isinstance(encoder, nn.Module):
-                came = f"the class {encoder.__name__}" if isinstance(encoder, type) else f"a {type(encoder).__name__}"
-                raise InputTypeError(name, "a torch.nn.Module", came)
+                raise InputTypeError(name, "a torch.nn.Module", f"a {type(encoder).__name__}")
             if isinstance(encoder, TwoTowers):
                 raise InputTypeError(name, "one encoder", "a TwoTowers", "It has two of its own.")
-            if isinstance(encoder, torch.jit.ScriptModule):
-                hint = "Its layers cannot be looked into: pass the module that it was scripted from."
-                raise InputTypeError(name, "a plain torch.nn.Module", "a ScriptModule", hint)
         self.encoder_a, self.encoder_b = encoder_a, encoder_b
 
     @property

@@ -1,9 +1,9 @@
 """Kronecker factors: the curvature of a layer's weight as ``G (x) A`` (K-FAC).
 
 ``A`` is the mean of ``a a^T`` over the inputs ``a`` of the layer (of a convolution, over the positions of a point and
-then over points), and ``G = sum_i B_i^T H_ii B_i`` with the Jacobian
-``B_i`` of the raw outputs with respect to the layer's outputs (:mod:`contrastive_curvature.network.kron`). Cross terms
-between points are left out, which overstates the curvature of coupled fixes several times (``docs/theory.md``).
+then over points), and ``G = sum_i B_i^T H_ii B_i`` with the Jacobian ``B_i`` of the raw outputs with respect to the
+layer's outputs (:mod:`contrastive_curvature.network.layerwise`). Cross terms between points are left out, which
+overstates the curvature of coupled fixes several times (``docs/theory.md``).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from strategies import Case, close, network_cases
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.network import kron, last_layer, pullback
+from contrastive_curvature.network import last_layer, layerwise, pullback
 from contrastive_curvature.testing import dense_ggn
 from contrastive_curvature.testing.cases import truth_and_size
 from contrastive_curvature.testing.losses import parts_of
@@ -90,7 +90,7 @@ class AddedTable(nn.Module):
 
 def test_input_factors_are_means_over_points_and_positions(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The inputs of a convolution are its patches; those of a large parameter outside layers are unit vectors."""
-    monkeypatch.setattr(kron, "BLOCK_ENTRIES", 11)
+    monkeypatch.setattr(layerwise, "BLOCK_ENTRIES", 11)
     torch.manual_seed(0)
     model, x, y = AddedTable().double().to(device), torch.randn(5, 12).double().to(device), torch.arange(5) % 2
     (g, units), (_, second), *_ = cc.ggn(model, x, y.to(device), structure="kron", clamp=False)

@@ -13,8 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import contrastive_curvature as cc
-from contrastive_curvature.network.encoder import Encoder
-from contrastive_curvature.network.raw_outputs import feeds
+from contrastive_curvature.network.encoder import Encoder, feeds
 
 pytestmark = pytest.mark.parametrize("device", DEVICES)
 

@@ -14,7 +14,7 @@ class CurvlinopsContrastiveGGN(ContrastiveBackend):
     """Generalised Gauss-Newton of a pair loss by curvlinops; see :class:`ContrastiveBackend`.
 
     ``kron`` is curvlinops' K-FAC where the blocks are positive semidefinite and it knows the layers, else the equal
-    factors of :mod:`contrastive_curvature.network.kron`; ``lowrank`` takes the products of
+    factors of :mod:`contrastive_curvature.network.layerwise`; ``lowrank`` takes the products of
     :class:`~contrastive_curvature.hosts.curvlinops.ContrastiveGGNLinearOperator`. ``diag`` and ``full``, which an
     operator has column by column only, come from the shared code.
     """
