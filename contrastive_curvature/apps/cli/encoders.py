@@ -103,14 +103,13 @@ def encoder_for(
     console: Console, train: Source, text: str | None, options: Mapping[str, Any] | None, last_layer: Path | None
 ) -> Encoder:
     """Return the encoder that ``--encoder`` names, or the last layer that comes with features."""
-    is_folder = isinstance(train, FeatureFolderSource)
-    if last_layer is not None and (text is not None or not is_folder):
+    if last_layer is not None and (text is not None or not isinstance(train, FeatureFolderSource)):
         raise InputError("--last-layer", "it for a feature folder, without --encoder", "another use")
     if text is not None:
         return encoder_of(text, options or {})
     if options:
         raise InputError("--encoder-options", "them with --encoder", "no encoder")
-    if is_folder:
+    if isinstance(train, FeatureFolderSource):
         return _layer_of_folder(train, last_layer)
     if isinstance(train, ArraySource) and train.kind == "features":
         return _layer_of_arrays(console, train)

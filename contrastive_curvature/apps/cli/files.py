@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import contrastive_curvature as cc
 from contrastive_curvature import validate
 from contrastive_curvature.apps import report
@@ -43,7 +45,9 @@ def evaluate(job: Job) -> Result:
     }
     evaluation = report.evaluate(
         la,
-        **data,
+        data["test"],
+        unknown=data.get("unknown"),
+        gallery=data.get("gallery"),
         ks=o.ks,
         alphas=o.alphas,
         n_samples=o.samples,
@@ -56,8 +60,9 @@ def evaluate(job: Job) -> Result:
     del plain["curves"]
     lines = [f"{name:<24} {value:.4f}" for name, value in evaluation.metrics.items()]
     lines += [f"{name + ':':<24} not measured. {reason}" for name, reason in evaluation.missing.items()]
-    values = {"files": {name: str(path) for name, path in files.items()}, **plain}
-    return values, *lines, f"page: {files['report.html']}"
+    values: dict[str, Any] = {"files": {name: str(path) for name, path in files.items()}, **plain}
+    lines.append(f"page: {files['report.html']}")
+    return values, *lines
 
 
 def _rates(job: Job) -> Result:
@@ -72,7 +77,8 @@ def _rates(job: Job) -> Result:
     others = progress.over(() if unknown is None else Loader(unknown, o.batch_size), "[unknown]")
     queries = progress.over(named(test, encoder, o.batch_size), "[test]")
     rates = retriever.evaluate(queries, None if unknown is None else (x for (x,) in others))
-    lines, values = [], {}
+    lines: list[str] = []
+    values: dict[str, Any] = {}
     for name, rate in rates.items():
         observed, asked = f"{rate.observed:.4f} of {rate.queries:,} queries", ""
         known = f"{observed}, 95 % interval {rate.low:.4f} to {rate.high:.4f}" if rate.queries else "no queries"
@@ -80,7 +86,8 @@ def _rates(job: Job) -> Result:
             asked = f"; asked for: at most {rate.asked:g}"
         lines.append(f"{name:<16} {known}{asked}")
         values[name] = {**rate._asdict(), "observed": rate.observed if rate.queries else None}
-    return {"rates": values, "promise": repr(retriever)}, *lines, f"promised: {retriever!r}"
+    lines.append(f"promised: {retriever!r}")
+    return {"rates": values, "promise": repr(retriever)}, *lines
 
 
 def export(job: Job) -> Result:

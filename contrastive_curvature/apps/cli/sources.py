@@ -207,7 +207,8 @@ class ImageSource(Source):
 
         argument, transform = f"the transform of {self.encoder.name}", self.encoder.transform
         assert transform is not None
-        images, shapes = [], {}
+        images: list[Any] = []
+        shapes: dict[tuple[int, ...], Path] = {}
         for file in (self.files[row] for row in rows):
             picture = _picture(file)
             with their_code(argument, f"a tensor for {file}"):

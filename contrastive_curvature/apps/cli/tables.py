@@ -46,7 +46,7 @@ def score(job: Job) -> Result:
     def rows() -> Iterator[Rows]:
         for ids, x in _batches(job):
             predicted = la(x)
-            columns = {"id": ids}
+            columns: dict[str, Any] = {"id": ids}
             if o.mu:
                 columns |= {f"mu_{axis}": column for axis, column in enumerate(_array(predicted.mu).T)}
             names = ("kappa", "uncertainty", *(() if alpha is None else ("novelty", "p_value")))
