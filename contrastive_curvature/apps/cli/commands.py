@@ -35,14 +35,14 @@ class _Group(click.Group):
         self,
         args: Sequence[str] | None = None,
         prog_name: str | None = None,
-        *rest: Any,
+        complete_var: str | None = None,
         standalone_mode: bool = True,
         **options: Any,
     ) -> Any:
         """Run a command line; in stand-alone mode the process ends with the exit code."""
         words = list(sys.argv[1:] if args is None else args)
         try:
-            code = super().main(words, prog_name or _NAME, *rest, standalone_mode=False, **options) or 0
+            code = super().main(words, prog_name or _NAME, complete_var, standalone_mode=False, **options) or 0
         except Exception as error:  # defects too are told in one line
             code = report(error, as_json="--json" in words, with_traceback="--traceback" in words)
         if standalone_mode:
