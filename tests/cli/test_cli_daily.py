@@ -1,4 +1,4 @@
-"""``update``, ``export``, ``features`` and ``search --index``: what the library does, by name and in files."""
+"""``update``, ``export`` and ``features``: what the library does, by name and in files."""
 
 import json
 import sys
@@ -10,7 +10,6 @@ import pytest
 import torch
 from cli_support import BIAS, WEIGHT, Run, encoder_file, error_of, points
 from laplace import Laplace
-from tables import each
 from test_cli_fit import batches, layer
 from test_cli_score import read
 
@@ -37,8 +36,8 @@ def test_an_update_is_that_of_the_library(run: Run) -> None:
     run("update", "other", "new.npz", "--out", "newest", "--calibrate", "validation.npz")
     assert str(open_posterior(Path("newest"))[0].known.calibration.score) == "uncertainty by class"
     assert "--overwrite" in error_of(run(*UPDATE[:-1], "posterior", code=2))
-    assert "no calibration data" in run(*UPDATE[:-1], "posterior", "--overwrite", "--prior-precision", 3).stderr
-    assert float(open_posterior(Path("posterior"))[0].prior_precision) == 3
+    assert "no calibration data" in run(*UPDATE[:-1], "posterior", "--overwrite").stderr
+    assert open_posterior(Path("posterior"))[0].n_data == 340
 
 
 def test_classes_of_an_update_are_those_of_the_fit_by_name(run: Run) -> None:
@@ -113,46 +112,10 @@ def test_features_stand_for_the_inputs_with_the_names_of_their_classes(run: Run,
         fit = ("fit", source, "--encoder", encoder, "--out", folder, "--json")
         losses.append(json.loads(run(*fit).stdout)["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    run("search", "q", "--encoder", encoder, "--gallery", "train", "--queries", "test", "--out", "hits.csv")
-    assert {row["label"] for row in read("hits.csv")} <= set(names)
+    run("score", "q", "test", "--encoder", encoder, "--out", "scores.csv")
+    assert len(read("scores.csv")) == len(cc.FeatureFolder("test").dataset)
     assert "--encoder" in error_of(run("features", "train_x.npz", "--out", "other", code=2))
     assert "already" in error_of(run("features", "train", "--encoder", encoder, "--out", "other", code=2))
     loader = [(torch.randn(4, 12), torch.arange(4))]
     with pytest.raises(cc.InputError, match="targets that are whole numbers from 0 to 0"):
         cc.features(torch.nn.Linear(12, 3), loader, "third", class_names=["one"])
-
-
-INDEX = ("search", "posterior", "--queries", "new.npz", "--out", "hits.csv", "-k", 2, "--index", "some.index")
-
-
-def test_an_index_gives_the_hits_of_its_gallery(run: Run) -> None:
-    gallery = ("--gallery", "train.npz")
-    run(*INDEX[:-2], *gallery)
-    wanted = read("hits.csv")
-    for arguments in ((*INDEX, *gallery), INDEX):
-        run(*arguments, "--batch-size", 16)
-        found = read("hits.csv")
-        assert [(row["query"], row["rank"], row["neighbour"]) for row in found] == [
-            (row["query"], row["rank"], row["neighbour"]) for row in wanted
-        ]
-        np.testing.assert_allclose(*([float(row["cosine"]) for row in rows] for rows in (found, wanted)), atol=1e-6)
-    assert "label" not in found[0]
-    np.savez("other.npz", **{**points(100, 2), "weight": WEIGHT[::-1], "bias": BIAS})
-    run("fit", "other.npz", "--out", "other", "--quiet")
-    assert "another encoder" in error_of(run("search", "other", *INDEX[2:], code=2))
-
-
-@each(
-    "arguments, wanted",
-    [
-        (INDEX[:-2], "--gallery, --index"),
-        ((*INDEX[:-1], "none.index"), "Give --gallery"),
-        ((*INDEX[:-1], "new.npz", "--gallery", "train.npz"), "a new file"),
-        ((*INDEX[:-1], "new.npz"), "new.npz"),
-    ],
-)
-def test_indices_that_do_not_fit(run: Run, arguments: tuple[object, ...], wanted: str) -> None:
-    before = Path("new.npz").read_bytes()
-    assert wanted in error_of(run(*arguments, code=2))
-    assert Path("new.npz").read_bytes() == before
-    assert not Path("hits.csv").exists()

@@ -38,7 +38,7 @@ def test_every_block_runs_after_the_ones_before_it_in_one_folder(tmp_path, monke
                     assert result.exit_code == 0, result.output
                     ran.add(words[1])
     written = {path.name for path in tmp_path.iterdir()}
-    assert {"posterior", "photo_posterior", "scores.csv", "hits.csv", "photos.parquet"} <= written
+    assert {"posterior", "photo_posterior", "scores.csv", "photos.parquet"} <= written
     assert ran == set(cli.commands)
     sys.modules.pop("my_encoder", None)
 

@@ -160,7 +160,7 @@ def test_a_model_of_timm(run: Run, images: Path, monkeypatch: pytest.MonkeyPatch
 def test_names_that_timm_does_not_know_and_no_timm(run: Run, images: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("timm")
     fit = ("fit", "train", "--out", "p", "--encoder")
-    assert "resnet18" in error_of(run(*fit, "timm:resnet1", code=2))
+    assert "resnet1" in error_of(run(*fit, "timm:resnet1", code=2))
     monkeypatch.setitem(sys.modules, "timm", None)
     assert "pip install timm" in error_of(run(*fit, "timm:resnet18", code=2))
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)

@@ -45,7 +45,8 @@ def test_the_posterior_is_that_of_the_library(place: Path) -> None:
 
 def test_options_reach_the_library(run: Run) -> None:
     run(
-        *("fit", "train.npz", "--out", "other", "--loss", "triplet", "--margin", 0.3, "--structure", "full"),
+        *("fit", "train.npz", "--out", "other", "--loss", "triplet", "--structure", "full"),
+        *("--loss-option", "margin=0.3"),
         *("--prior-strength", 0.1, "--seed", 3, "--loss-option", "reduction=sum", "--quiet"),
     )
     found, _ = open_posterior(Path("other"))
@@ -58,11 +59,11 @@ def test_options_reach_the_library(run: Run) -> None:
     assert repr(found.backend.loss) == repr(la.backend.loss)
 
 
-def test_prior_precision_itself_and_other_weights(run: Run) -> None:
+def test_other_weights(run: Run) -> None:
     fit = ("fit", "train.npz", "--out", "other", "--calibrate", "validation.npz")
-    run(*fit, "--weights", "all", "--structure", "full", "--prior-precision", 2.5)
+    run(*fit, "--weights", "all", "--structure", "full")
     found, _ = open_posterior(Path("other"))
-    assert (found.subset_of_weights, found.hessian_structure, float(found.prior_precision)) == ("all", "full", 2.5)
+    assert (found.subset_of_weights, found.hessian_structure) == ("all", "full")
     assert found.known.calibration is not None
 
 
@@ -107,16 +108,14 @@ def test_a_posterior_is_replaced_when_asked_and_other_files_stay(run: Run) -> No
 @each(
     "extra, wanted",
     [
-        (("--margin", "3"), "margin"),
-        (("--temperature", "0.1"), "margin"),
+        (("--loss-option", "margin=3"), "margin"),
+        (("--loss-option", "temperature=0.1"), "margin"),
         (("--loss", "nonsense"), "infonce"),
         (("--loss-option", "margin"), "NAME=VALUE"),
         (("--option", "nonsense=1"), "nonsense"),
         (("--calibrate", "new.npz", "--calibration-share", "0.2"), "both"),
         (("--calibration-share", "0"), "'--calibration-share'"),
         (("--prior-strength", "-1"), "--prior-strength"),
-        (("--prior-precision", "nan"), "prior_precision"),
-        (("--prior-precision", "1", "--prior-strength", "1"), "both"),
         (("--weights", "all", "--structure", "kron_lowrank"), "kron_lowrank"),
         (("--batch-size", "0"), "batch-size"),
         (("--device", "nonsense"), "--device"),

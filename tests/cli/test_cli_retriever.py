@@ -80,8 +80,8 @@ def test_folders_and_options_that_do_not_fit(run: Run, named: None) -> None:
         (("answer", "posterior", "new.npz", "--out", "a.csv"), "a saved retriever"),
         (("fit", "train.npz", "--gallery", "new.npz", "--out", "x"), "--held-out"),
         (("evaluate", "posterior", "--test", "new.npz"), "--out"),
-        (("fit", "train.npz", "--held-out", "bare.npz", "--out", "x"), "--held-out bare.npz"),
-        (("evaluate", "r", "--test", "bare.npz"), "--test bare.npz"),
+        (("fit", "train.npz", "--held-out", "bare.npz", "--out", "x"), "bare.npz: expected inputs with classes"),
+        (("evaluate", "r", "--test", "bare.npz"), "bare.npz: expected inputs with classes"),
         ((*FIT, "x", "--wrong-answers", 0), "'--wrong-answers'"),
         (("fit", "train.npz", "--held-out", "validation.npz", "--gallery", "named.npz", "--out", "x"), "of one kind"),
     ):

@@ -116,7 +116,7 @@ def test_files_that_are_not_what_they_say(run: Run) -> None:
     Path("no.jsonl").write_text('{"text": 3}')
     Path("new.xyz").write_bytes(whole)
     Path("empty").mkdir()
-    for name, wanted in {"one.npz": "single array", "wide.npz": "width 12", "nowhere.npz": "does not exist"}.items():
+    for name, wanted in {"one.npz": "cannot be read", "wide.npz": "width 12", "nowhere.npz": "does not exist"}.items():
         assert wanted in error_of(run(*SCORE, name, "--out", "scores.csv", code=2))
     for name in ("empty.npz", "half.npz", "no.csv", "no.jsonl", "new.xyz", "empty"):
         assert name in error_of(run(*SCORE, name, "--out", "scores.csv", code=2))
@@ -166,7 +166,6 @@ def test_a_last_layer_of_another_encoder(run: Run) -> None:
     for command in (
         (*SCORE, "other.npz", "--out", "none.csv"),
         (*SCORE, "shifted.npz", "--out", "none.csv"),
-        ("search", "posterior", "--out", "none.csv", "--queries", "new.npz", "--gallery", "other.npz"),
         ("fit", "train.npz", "--out", "q", "--calibrate", "other.npz"),
     ):
         assert "those of another" in error_of(run(*command, code=2))
@@ -189,6 +188,6 @@ def test_columns_that_no_source_has(run: Run) -> None:
     Path("a.csv").write_text("text,label\nred,fruit\n")
     Path("b.csv").write_text("text,kind\nred,fruit\n")
     assert "'labels'" in error_of(run(*SCORE, "a.csv", "--out", "scores.csv", "--label-column", "labels", code=2))
-    # One table with classes is enough: queries need none.
-    search = ("search", "posterior", "--gallery", "b.csv", "--queries", "a.csv", "--out", "scores.csv")
-    assert "--label-column" not in error_of(run(*search, "--label-column", "kind", code=2))
+    # One table with classes is enough: unknown inputs need none.
+    evaluate = ("evaluate", "posterior", "--test", "b.csv", "--unknown", "a.csv", "--out", "report")
+    assert "--label-column" not in error_of(run(*evaluate, "--label-column", "kind", code=2))

@@ -1,4 +1,4 @@
-"""What a command says: its result on stdout; progress, warnings and errors, a line each, on stderr."""
+"""What a command gets and says: its result on stdout; progress, warnings and errors, a line each, on stderr."""
 
 from __future__ import annotations
 
@@ -9,20 +9,18 @@ import re
 import sys
 import traceback
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import click
 
 import contrastive_curvature
-from contrastive_curvature.errors import (
-    DivergenceError,
-    InputError,
-    NotFittedError,
-    ProcessError,
-    UnsupportedError,
-)
+from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, NotFittedError, UnsupportedError
+
+if TYPE_CHECKING:
+    from contrastive_curvature.apps.cli.sources import Source
 
 BAD_INPUT = 2
 """Exit code where the arguments or the files are not what the command takes."""
@@ -38,22 +36,16 @@ _FULL = {
     errno.EDQUOT: "the disk quota is used up",
     errno.EFBIG: "a file is too large",
 }
-_BAD_PATHS = (FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError)
+_BAD_INPUTS = (
+    *(InputError, UnsupportedError, NotFittedError),
+    *(FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError),
+)
 # C0 and C1, line ends of Unicode, and the characters that turn the direction of writing.
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
 Result = tuple[Mapping[str, Any], *tuple[str, ...]]
 """What a command returns: values for JSON, and lines for people that say the same."""
-
-
-class BadInputError(click.ClickException):
-    """A file or an argument that the command cannot take; arguments as of an :class:`.InputError`."""
-
-    exit_code = BAD_INPUT
-
-    def __init__(self, *message: Any) -> None:
-        super().__init__(str(InputError(*message)))
 
 
 class Console:
@@ -88,7 +80,7 @@ class Console:
                 click.echo(f"warning: {text}", err=True)
 
     def result(self, values: Mapping[str, Any], *lines: str) -> None:
-        """Print what a command returned: values for JSON, and the same as lines for people."""
+        """Print what a command returned."""
         on_stderr = values.get("file") == "-"  # the table has stdout for itself
         if self.as_json:
             click.echo(json.dumps({**values, "warnings": self.warnings}, allow_nan=False, default=str), err=on_stderr)
@@ -111,15 +103,18 @@ class Console:
             yield
 
 
-def console_options(command: Callable[..., None]) -> Callable[..., None]:
-    """Add ``--json`` and ``--quiet``, the arguments of a :class:`Console`, and ``--traceback``."""
-    for option in (
-        click.option("--traceback", is_flag=True, expose_value=False, help="Show Python's traceback of an error."),
-        click.option("-q", "--quiet", is_flag=True, help="No progress bars and no lines; errors and warnings stay."),
-        click.option("--json", "as_json", is_flag=True, help="One JSON object on stdout; errors as JSON on stderr."),
-    ):
-        command = option(command)
-    return command
+class Job(NamedTuple):
+    """One call of a command.
+
+    Attributes:
+        console: Where it writes.
+        options: Arguments and options by name.
+        sources: Those of them that name inputs, opened.
+    """
+
+    console: Console
+    options: SimpleNamespace
+    sources: Mapping[str, Source]
 
 
 def report(error: BaseException, *, as_json: bool, with_traceback: bool) -> int:
@@ -130,10 +125,9 @@ def report(error: BaseException, *, as_json: bool, with_traceback: bool) -> int:
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
         click.echo(error.format_message(), err=True)
         return BAD_INPUT
-    code = _exit_code(error)
     if with_traceback:
         traceback.print_exception(error)
-    line = printable(" ".join(_text(error).split()))
+    code, line = _exit_code(error), printable(" ".join(_text(error).split()))
     plain = {"error": line, "kind": type(error).__name__, "exit_code": code}
     click.echo(json.dumps(plain) if as_json else f"error: {line}", err=True)
     return code
@@ -144,15 +138,8 @@ def _exit_code(error: BaseException) -> int:
         return INTERRUPTED
     if isinstance(error, click.ClickException):
         return error.exit_code
-    if isinstance(error.__cause__, OSError) and error.__cause__.errno in _FULL:
-        return FAILED
-    if isinstance(error, (ProcessError, DivergenceError)):
-        return FAILED
-    if isinstance(error, (InputError, UnsupportedError, NotFittedError, *_BAD_PATHS)):
-        return BAD_INPUT
-    if isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ENAMETOOLONG):
-        return BAD_INPUT
-    return FAILED
+    bad_path = isinstance(error, OSError) and error.errno in (errno.EROFS, errno.ENAMETOOLONG)
+    return BAD_INPUT if bad_path or isinstance(error, _BAD_INPUTS) else FAILED
 
 
 def _text(error: BaseException) -> str:
@@ -168,7 +155,7 @@ def _text(error: BaseException) -> str:
         return f"{error.filename or 'writing the result'}: {what}.{done}"
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return f"out of memory ({error}). Use a smaller --batch-size, or fewer inputs."
-    if type(error).__module__.startswith("contrastive_curvature."):
+    if isinstance(error, ContrastiveCurvatureError):
         return str(error)
     return f"{type(error).__name__}: {error}. The same command with --traceback shows where."
 
@@ -180,7 +167,7 @@ def readable(text: str) -> str:
 
 def printable(text: str) -> str:
     """Write out control characters too: a name in a foreign file could clear or move the line."""
-    return _CONTROLS.sub(lambda found: found[0].encode("unicode_escape").decode(), readable(text))
+    return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), readable(text))
 
 
 def needed(module: str, argument: str, install: str) -> Any:
@@ -189,14 +176,14 @@ def needed(module: str, argument: str, install: str) -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         package = module.partition(".")[0]
-        raise BadInputError(argument, f"{package} to be installed", "none", f"Run: {install}") from error
+        raise InputError(argument, f"{package} to be installed", "none", f"Run: pip install {install}") from error
 
 
 @contextmanager
 def their_code(argument: str, wanted: str, hint: str = "") -> Iterator[None]:
-    """Turn an error of the user's own code into one of the argument that names the code."""
+    """Turn an error of other people's code into one of the argument that names the code."""
     try:
         yield
     except (Exception, SystemExit) as error:
-        hint = f"{hint} --traceback shows where.".strip()
-        raise BadInputError(argument, wanted, f"{type(error).__name__}: {error}", hint) from error
+        reason = f"{type(error).__name__}: {error}"
+        raise InputError(argument, wanted, reason, f"{hint} --traceback shows where.".strip()) from error

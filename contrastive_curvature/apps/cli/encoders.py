@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 import json
-import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from pickle import UnpicklingError
 from typing import Any
 
 import numpy as np
@@ -20,24 +16,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from contrastive_curvature.apps.cli.console import BadInputError, needed, their_code
+from contrastive_curvature.apps.cli.console import Console, needed, their_code
+from contrastive_curvature.apps.cli.sources import ArraySource, FeatureFolderSource, Source, read_arrays
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.network.given_features import FeatureSource
 
 LIBRARIES = ("timm", "sentence-transformers")
 """What ``--encoder`` may begin with besides a module of the user's own."""
 
-_LOADING = (
-    OSError,
-    EOFError,
-    RuntimeError,
-    ValueError,
-    TypeError,
-    KeyError,
-    AttributeError,
-    ImportError,
-    UnpicklingError,
-)
-"""What the libraries raise where a model cannot be found, downloaded, read or constructed."""
+NO_ENCODER = "Give --encoder module:function, timm:NAME or sentence-transformers:NAME."
+
+_DOWNLOADED = "A model that is not on this machine is downloaded, which needs the network."
+
+_UNIT = 1e-3
+"""How far norms are from 1 that were rounded to half precision."""
 
 
 @dataclass
@@ -65,9 +57,9 @@ class Encoder:
     classes: list[str] | None = None
 
     @property
-    def identity(self) -> bool:
-        """Whether it is a last layer that stands for none: the features are the embeddings."""
-        return self.spec.get("identity") is True
+    def array(self) -> str:
+        """Which array of an ``.npz`` it takes: ``embeddings`` where it is an identity in the place of a last layer."""
+        return "embeddings" if self.spec.get("identity") else "features"
 
     @property
     def dtype(self) -> torch.dtype:
@@ -77,9 +69,9 @@ class Encoder:
 
     def has_last_layer(self, weight: NDArray[np.float32], bias: NDArray[np.float32] | None) -> bool:
         """Return whether a last layer alone has this weight and this bias (zeros for ``None``)."""
-        mine = [p.detach().cpu().numpy() for p in self.module.parameters()]
-        theirs = [weight, np.zeros(len(weight), np.float32) if bias is None else bias]
-        return all(np.array_equal(a, b) for a, b in zip(mine, theirs, strict=True))
+        others = (weight, np.zeros(len(weight), np.float32) if bias is None else bias)
+        own = (p.detach().cpu().numpy() for p in self.module.parameters())
+        return all(np.array_equal(a, b) for a, b in zip(own, others, strict=True))
 
 
 def last_layer_encoder(
@@ -96,16 +88,59 @@ def last_layer_encoder(
         weight: Shape (D, F).
         bias: Shape (D,); ``None`` for zeros.
         width: Number F of the features.
-        identity: Whether it stands for none: the features are the embeddings.
+        identity: Whether it is in the place of one: the features are the embeddings.
         source: Of the feature folder, if the features are from one.
     """
-    if weight.shape[1] != width or (bias is not None and bias.shape != weight.shape[:1]):
-        received = f"{weight.shape}" + ("" if bias is None else f" and {bias.shape}")
-        raise BadInputError("weight, bias", f"shapes (D, {width}) and (D,)", received)
-    zeros = np.zeros(len(weight), np.float32)
-    layer = _linear(torch.from_numpy(weight), torch.from_numpy(zeros if bias is None else bias))
+    bias = np.zeros(len(weight), np.float32) if bias is None else bias
+    if weight.shape[1] != width or bias.shape != weight.shape[:1]:
+        raise InputError("weight, bias", f"shapes (D, {width}) and (D,)", f"{weight.shape} and {bias.shape}")
+    layer = _linear(torch.from_numpy(weight), torch.from_numpy(bias))
     spec = {"encoder": None, "identity": identity, "features_of": None if source is None else source.to_plain()}
     return Encoder("the posterior's last layer", layer, ("features",), spec, width=width, feature_source=source)
+
+
+def encoder_for(
+    console: Console, train: Source, text: str | None, options: Mapping[str, Any] | None, last_layer: Path | None
+) -> Encoder:
+    """Return the encoder that ``--encoder`` names, or the last layer that comes with features."""
+    if last_layer is not None and (text is not None or not isinstance(train, FeatureFolderSource)):
+        raise InputError("--last-layer", "it for a feature folder, without --encoder", "another use")
+    if text is not None:
+        return encoder_of(text, options or {})
+    if options:
+        raise InputError("--encoder-options", "them with --encoder", "no encoder")
+    if isinstance(train, FeatureFolderSource):
+        return _layer_of_folder(train, last_layer)
+    if isinstance(train, ArraySource) and train.kind == "features":
+        return _layer_of_arrays(console, train)
+    raise InputError(f"{train.path}", f"an encoder for {train.kind}", "none", NO_ENCODER)
+
+
+def _layer_of_folder(train: FeatureFolderSource, last_layer: Path | None) -> Encoder:
+    if last_layer is None:
+        hint = "Give --last-layer FILE.npz with weight and bias, or --encoder module:function."
+        raise InputError(f"{train.path}", "the last layer of the encoder of these features", "none", hint)
+    arrays, source = read_arrays(last_layer), train.encoder_of
+    if "weight" not in arrays or len(arrays["weight"]) != source.outputs:
+        received = f"{len(arrays['weight'])} outputs" if "weight" in arrays else "no weight"
+        raise InputError(f"--last-layer {last_layer}", f"weight and bias of {source.outputs} outputs", received)
+    return last_layer_encoder(arrays["weight"], arrays.get("bias"), width=source.width, source=source)
+
+
+def _layer_of_arrays(console: Console, train: ArraySource) -> Encoder:
+    width = train.values.shape[1]
+    if train.weight is not None:
+        return last_layer_encoder(train.weight, train.bias, width=width)
+    if train.name != "embeddings":
+        hint = "Add them, or name the array embeddings if it holds the encoder's outputs."
+        raise InputError(f"{train.path}", "weight (and bias, if there is one) beside features", "none", hint)
+    unit = np.allclose(np.linalg.norm(train.values, axis=1), 1, atol=_UNIT)
+    hint = " All of them have norm 1, so novelty cannot see a norm, which may help or harm: if you can, try both."
+    console.warn(
+        f"{train.path}: the embeddings are taken as features of a last layer that is the identity, which the library's "
+        f"evaluation does not cover; with features, weight and bias it does.{hint if unit else ''}"
+    )
+    return last_layer_encoder(np.eye(width, dtype=np.float32), None, width=width, identity=True)
 
 
 def encoder_of(text: str, options: Mapping[str, Any]) -> Encoder:
@@ -118,27 +153,33 @@ def encoder_of(text: str, options: Mapping[str, Any]) -> Encoder:
     kind, _, name = text.partition(":")
     if not kind or not name:
         wanted = "module:function, timm:NAME or sentence-transformers:NAME_OR_PATH"
-        raise BadInputError("--encoder", wanted, f"{text!r}")
-    given = dict(options)
+        raise InputError("--encoder", wanted, f"{text!r}")
+    options = dict(options)
     # A path is used again from any folder.
     if kind == "sentence-transformers" and os.path.isdir(name):
         name = os.path.abspath(name)
-    if kind == "timm" and isinstance(given.get("checkpoint_path"), str):
-        given["checkpoint_path"] = os.path.abspath(given["checkpoint_path"])
+    if kind == "timm" and isinstance(options.get("checkpoint_path"), str):
+        options["checkpoint_path"] = os.path.abspath(options["checkpoint_path"])
     make = {"timm": _timm_encoder, "sentence-transformers": _sentence_encoder}.get(kind)
-    found = _own_encoder(kind, name, given) if make is None else make(name, given)
-    found.spec = {"encoder": f"{kind}:{name}", "options": given}
-    return found
+    encoder = _own_encoder(kind, name, options) if make is None else make(name, options)
+    encoder.spec = {"encoder": f"{kind}:{name}", "options": options}
+    return encoder
+
+
+def use(encoder: Encoder, sources: Mapping[str, Source], device: str) -> None:
+    """Move an encoder to a device, and prepare the sources for it."""
+    encoder.module.to(device).eval()
+    for source in sources.values():
+        source.prepare(encoder)
 
 
 def check_device(name: str) -> None:
     """Refuse a device that torch does not know, that is not there, or that has no float64."""
     try:
-        float(torch.zeros(1, dtype=torch.float64, device=name) + 1)
+        torch.zeros(1, dtype=torch.float64, device=name)
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
         wanted = "a device of this machine with float64 (Apple's mps has none)"
-        raise BadInputError("--device", wanted, f"{name!r} ({reason})") from error
+        raise InputError("--device", wanted, f"{name!r} ({str(error).partition(chr(10))[0]})") from error
 
 
 def _own_encoder(module_name: str, function_name: str, options: dict[str, Any]) -> Encoder:
@@ -148,23 +189,22 @@ def _own_encoder(module_name: str, function_name: str, options: dict[str, Any]) 
         sys.path.insert(0, os.getcwd())
     hint = f"The current folder is {os.getcwd()}; PYTHONPATH names others."
     with their_code(argument, "a module that can be imported", hint):
-        function: Any = importlib.import_module(module_name)
-    for part in function_name.split("."):
-        function = getattr(function, part, None)
+        function = getattr(importlib.import_module(module_name), function_name, None)
     if not callable(function):
         received = "none of that name" if function is None else f"a {type(function).__name__}"
-        raise BadInputError(argument, f"a function of {module_name}", received)
+        raise InputError(argument, f"a function of {module_name}", received)
     with their_code(argument, "the function to return an encoder"):
-        made = function(**options)
-    module, transform = made if isinstance(made, tuple) and len(made) == 2 else (made, None)
+        returned = function(**options)
+    module, transform = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)
     if not isinstance(module, nn.Module) or not (transform is None or callable(transform)):
         wanted = "the function to return a torch.nn.Module, or (module, transform)"
-        raise BadInputError(argument, wanted, f"a {type(made).__name__}")
+        raise InputError(argument, wanted, f"a {type(returned).__name__}")
+    takes = ("images", "inputs", "features")
     if transform is not None:
-        return Encoder(argument, module, ("images", "inputs", "features", "texts"), {}, transform)
-    found = Encoder(argument, module, ("images", "inputs", "features"), {})
-    found.transform = lambda image: _to_tensor(image).to(found.dtype)
-    return found
+        return Encoder(argument, module, (*takes, "texts"), {}, transform)
+    encoder = Encoder(argument, module, takes, {})
+    encoder.transform = lambda image: _to_tensor(image).to(encoder.dtype)
+    return encoder
 
 
 def _to_tensor(image: Any) -> Tensor:
@@ -196,32 +236,26 @@ class _Sentence(nn.Sequential):
 def _timm_encoder(name: str, options: dict[str, Any]) -> Encoder:
     """Return a model of timm: its pooled features, or the outputs of its last layer if ``num_classes`` is given."""
     argument = f"--encoder timm:{name}"
-    timm = needed("timm", argument, "pip install timm")
-    known = name.partition(".")[0]
-    if ":" not in name and not timm.is_model(known):
-        near = ", ".join(difflib.get_close_matches(known, timm.list_models(), 3)) or "timm.list_models() has all names"
-        raise BadInputError(argument, "a model of timm", f"{name!r}", f"Did you mean: {near}?")
+    timm = needed("timm", argument, "timm")
     checkpoint = options.get("checkpoint_path")
-    given = {"num_classes": 0, "pretrained": checkpoint is None, **options}
-    given.pop("checkpoint_path", None)
-    with _loading(argument):
-        module = timm.create_model(name, **given)
+    options = {"num_classes": 0, "pretrained": checkpoint is None, **options}
+    options.pop("checkpoint_path", None)
+    with their_code(argument, "a model that can be loaded", _DOWNLOADED):
+        module = timm.create_model(name, **options)
         if checkpoint is not None:
             _load_checkpoint(module, checkpoint)
     transform = timm.data.create_transform(**timm.data.resolve_model_data_config(module), is_training=False)
-    if given["num_classes"] == 0:
+    if options["num_classes"] == 0:
         module = _WithLastLayer(module, _identity(module.num_features))
-    found = Encoder(f"timm:{name}", module, ("images", "inputs", "features"), {})
-    found.transform = lambda image: transform(image).to(found.dtype)
-    return found
+    encoder = Encoder(f"timm:{name}", module, ("images", "inputs", "features"), {})
+    encoder.transform = lambda image: transform(image).to(encoder.dtype)
+    return encoder
 
 
-def _load_checkpoint(module: Any, path: Any) -> None:
+def _load_checkpoint(module: Any, path: str) -> None:
     """Load weights without executing anything; those of a classifier that the model does not have are left out."""
     from timm.models import load_state_dict
 
-    if not isinstance(path, str) or not Path(path).is_file():
-        raise BadInputError("--encoder-options: checkpoint_path", "a file", f"{path!r}, where none is")
     state = load_state_dict(path, weights_only=True)
     head = module.pretrained_cfg.get("classifier") or ()
     heads = tuple(f"{each}." for each in ((head,) if isinstance(head, str) else head))
@@ -232,13 +266,14 @@ def _load_checkpoint(module: Any, path: Any) -> None:
 
 def _sentence_encoder(name: str, options: dict[str, Any]) -> Encoder:
     """Return a model of sentence-transformers, with the posterior on its ``Dense`` layer if that comes last."""
-    argument, install = f"--encoder sentence-transformers:{name}", "pip install sentence-transformers"
-    library = needed("sentence_transformers", argument, install)
-    modules_of = needed("sentence_transformers.sentence_transformer.modules", argument, install)
-    _refuse_own_code(argument, Path(name), options)
+    argument, package = f"--encoder sentence-transformers:{name}", "sentence-transformers"
+    library = needed("sentence_transformers", argument, package)
+    modules_of = needed("sentence_transformers.sentence_transformer.modules", argument, package)
     if not sys.stderr.isatty():
-        needed("transformers.utils.logging", argument, install).disable_progress_bar()
-    with _loading(argument):
+        needed("transformers.utils.logging", argument, package).disable_progress_bar()
+    with their_code(argument, "a model that can be loaded", _DOWNLOADED):
+        if not options.get("trust_remote_code"):
+            _refuse_own_code(Path(name) / "modules.json")
         model = library.SentenceTransformer(name, **{"device": "cpu", **options})
     modules = list(model)
     while modules and isinstance(modules[-1], modules_of.Normalize):
@@ -259,33 +294,15 @@ def _sentence_encoder(name: str, options: dict[str, Any]) -> Encoder:
     return Encoder(f"sentence-transformers:{name}", encoder, ("texts", "features"), {}, collate)
 
 
-def _refuse_own_code(argument: str, folder: Path, options: Mapping[str, Any]) -> None:
-    """Refuse a local folder whose list of modules names Python files in it, which sentence-transformers would run."""
-    if options.get("trust_remote_code") or not (folder / "modules.json").exists():
+def _refuse_own_code(listed: Path) -> None:
+    """Refuse a local list of modules that names Python files beside it, which sentence-transformers would run."""
+    if not listed.exists():
         return
-    try:
-        kinds = [str(each["type"]) for each in json.loads((folder / "modules.json").read_text(encoding="utf-8"))]
-    except (ValueError, TypeError, KeyError) as error:
-        raise BadInputError(argument, "a list of modules in modules.json", f"{error}") from error
+    kinds = [str(each["type"]) for each in json.loads(listed.read_text(encoding="utf-8"))]
     own = [kind for kind in kinds if not kind.startswith("sentence_transformers.")]
     if own:
-        hint = """To run it: --encoder-options '{"trust_remote_code": true}'"""
-        raise BadInputError(argument, "modules of sentence-transformers", f"code of its own ({own[0]})", hint)
-
-
-@contextmanager
-def _loading(argument: str) -> Iterator[None]:
-    """Turn what a library raises for a model into an error of ``--encoder``."""
-    # The libraries log what the exception says, and every retry of a download.
-    logging.disable(logging.ERROR)
-    try:
-        yield
-    except _LOADING as error:
-        reason = " ".join((str(error) or type(error).__name__).split())[:300]
-        hint = "A model that is not on this machine is downloaded, which needs the network."
-        raise BadInputError(argument, "a model that can be loaded", reason, hint) from error
-    finally:
-        logging.disable(logging.NOTSET)
+        hint = """To run it: --encoder-options '{"trust_remote_code": true}'."""
+        raise InputError(f"{listed}", "modules of sentence-transformers", f"code of its own ({own[0]})", hint)
 
 
 def _identity(width: int) -> nn.Linear:

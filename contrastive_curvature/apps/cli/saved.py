@@ -8,24 +8,29 @@ another posterior took its place.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import secrets
-import shutil
+import tempfile
 import types
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, ClassVar
 
-from numpy.typing import NDArray
+from torch import Tensor
 
-from contrastive_curvature.apps.cli.console import BadInputError
-from contrastive_curvature.apps.cli.encoders import LIBRARIES, Encoder, check_device, encoder_of, last_layer_encoder
-from contrastive_curvature.apps.cli.outputs import check_writable
+from contrastive_curvature.apps.cli.console import Job
+from contrastive_curvature.apps.cli.encoders import (
+    LIBRARIES,
+    NO_ENCODER,
+    Encoder,
+    check_device,
+    encoder_of,
+    last_layer_encoder,
+    use,
+)
 from contrastive_curvature.apps.cli.sources import Source
 from contrastive_curvature.artifact import Header, read_tensors, write_tensors
-from contrastive_curvature.errors import ContrastiveCurvatureError
+from contrastive_curvature.errors import InputError
 from contrastive_curvature.io.pretrained import folder as posterior_folder
 from contrastive_curvature.io.pretrained import load_pretrained, read_info
 from contrastive_curvature.network.digest import encoder_digest
@@ -54,17 +59,24 @@ def holds_retriever(folder: Path) -> bool:
 
 def check_target(folder: Path, *, overwrite: bool, retriever: bool = False) -> None:
     """Refuse a folder that cannot or must not be written, before anything is computed."""
-    there = holds_retriever(folder)
-    if (there or (folder / "config.json").exists()) and not overwrite:
-        hint = "Give --overwrite to replace it, or another folder."
-        holds = f"one that holds a saved {'retriever' if there else 'posterior'}"
-        raise BadInputError(f"--out {folder}", "a new folder", holds, hint)
-    if there != retriever and folder.is_dir() and os.listdir(folder) and (there or retriever):
-        wanted = f"a new folder, or one with a {'retriever' if retriever else 'posterior'}"
-        raise BadInputError(f"--out {folder}", wanted, "a folder with other files", "Name another folder.")
-    place = posterior_folder.place_of(folder / "posterior" if retriever else folder)
-    posterior_folder.check_target(place, overwrite=overwrite)
-    check_writable(folder, place.path)
+    holds_posterior = (folder / "config.json").exists()
+    holds = "retriever" if holds_retriever(folder) else "posterior" if holds_posterior else "other files"
+    if holds == ("retriever" if retriever else "posterior"):
+        if not overwrite:
+            hint = "Give --overwrite to replace it, or another folder."
+            raise InputError(f"--out {folder}", "a new folder", f"one that holds a saved {holds}", hint)
+    elif (retriever or holds == "retriever") and folder.is_dir() and os.listdir(folder):
+        raise InputError(f"--out {folder}", "a new folder", f"one with {holds}", "Name another folder.")
+    place = posterior_folder.place_of(folder / "posterior" if retriever else folder, "--out")
+    posterior_folder.check_target(place, overwrite=True)
+    check_writable(place.path)
+
+
+def check_writable(folder: Path) -> None:
+    """Refuse a folder that cannot be made, or not be written."""
+    above = next(path for path in (folder, *folder.parents) if path.exists())
+    # Only a trial tells of a file system that takes no folders, or no long names. Writers use such a name too.
+    os.rmdir(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=above))
 
 
 def write_posterior(fitted: Any, encoder: Encoder, folder: Path, *, overwrite: bool, about: Mapping[str, Any]) -> None:
@@ -83,27 +95,49 @@ def write_posterior(fitted: Any, encoder: Encoder, folder: Path, *, overwrite: b
     target = posterior_folder.place_of(folder).path
     save, inside = (fitted.save, "posterior") if isinstance(fitted, Retriever) else (fitted.save_pretrained, "")
     if target.exists() and os.listdir(target):
-        place = target / inside
-        try:
-            _write_encoder(encoder, place)
-            save(target, overwrite=overwrite, **about)
-        finally:
-            # What cannot be tidied up does no harm.
-            with contextlib.suppress(OSError, ContrastiveCurvatureError):
-                kept = _encoder_file(place, read_info(place).posteriors[0].encoder)
-                for other in set(place.glob("encoder-*.safetensors")) - {kept}:
-                    other.unlink()
+        # The file of the new encoder first: it takes the place of none that the old posterior needs.
+        kept = _write_encoder(encoder, target / inside)
+        save(target, overwrite=overwrite, **about)
+        for other in set(kept.parent.glob("encoder-*.safetensors")) - {kept}:
+            other.unlink()
         return
     target.parent.mkdir(parents=True, exist_ok=True)
-    made = target.parent / f".{target.name}.{secrets.token_hex(6)}.tmp"
-    made.mkdir()
-    try:
-        inner = made / target.name  # the model card tells the folder's name
-        save(inner, **about)
-        _write_encoder(encoder, inner / inside)
-        os.rename(inner, target)
-    finally:
-        shutil.rmtree(made, ignore_errors=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as unfinished:
+        whole = Path(unfinished) / target.name  # the model card tells the folder's name
+        save(whole, **about)
+        _write_encoder(encoder, whole / inside)
+        os.rename(whole, target)
+
+
+def _write_encoder(encoder: Encoder, folder: Path) -> Path:
+    path = _encoder_file(folder, encoder_digest(encoder.module))
+    weights = dict(encoder.module.named_parameters()) if encoder.width is not None else {}
+    write_tensors(path, EncoderFile(spec=dict(encoder.spec), classes=encoder.classes), weights, follow=False)
+    return path
+
+
+def _encoder_file(folder: Path, digest: str) -> Path:
+    return folder / f"encoder-{digest}.safetensors"
+
+
+def read_encoder(folder: Path) -> tuple[EncoderFile | None, dict[str, Tensor]]:
+    """Return how the encoder of a saved posterior is made (``None``: nothing says), and the weights of a last layer."""
+    path = _encoder_file(folder, read_info(folder).posteriors[0].encoder)
+    return read_tensors(path, EncoderFile) if path.exists() else (None, {})
+
+
+def opened(job: Job) -> tuple[Any, Encoder]:
+    """Return what :func:`open_posterior` does for the options of a command."""
+    options = job.options
+    return open_posterior(options.folder, job.sources, options.encoder, options.encoder_options, options.device)
+
+
+def opened_retriever(job: Job) -> tuple[Retriever, Encoder]:
+    """Return the retriever in the folder of a command and its encoder."""
+    if not holds_retriever(job.options.folder):
+        hint = "contrastive-curvature fit SOURCE --held-out HELD_OUT --out FOLDER writes one."
+        raise InputError(f"{job.options.folder}", "a saved retriever", "no retriever.safetensors in it", hint)
+    return opened(job)
 
 
 def open_posterior(
@@ -112,7 +146,6 @@ def open_posterior(
     encoder: str | None = None,
     encoder_options: Mapping[str, Any] | None = None,
     device: str = "cpu",
-    note: Callable[[str], None] | None = None,
 ) -> tuple[Any, Encoder]:
     """Return a saved posterior or retriever and its encoder, for which the sources are prepared.
 
@@ -122,61 +155,29 @@ def open_posterior(
         encoder: ``--encoder``, in place of the one that the folder names.
         encoder_options: ``--encoder-options``; for the encoder that the folder names, its own by default.
         device: Of the computation.
-        note: Takes a line that names the encoder, before it is made.
     """
     check_device(device)
-    load: Callable[..., Any] = load_pretrained
-    whole = folder
-    if holds_retriever(folder):
-        load, folder = Retriever.load, folder / "posterior"
     if encoder is None and encoder_options:
-        raise BadInputError("--encoder-options", "them with --encoder", "no encoder")
-    spec, weights = (None, {}) if encoder_options else read_encoder(folder)
+        raise InputError("--encoder-options", "them with --encoder", "no encoder")
+    load: Callable[..., Any] = Retriever.load if holds_retriever(folder) else load_pretrained
+    header, weights = read_encoder(folder / "posterior" if holds_retriever(folder) else folder)
+    spec = {} if header is None else header.spec
     if encoder is not None:
-        if note is not None:
-            note(f"encoder {encoder}")
-        if spec is not None and spec["encoder"] == encoder:
-            encoder_options = spec["options"]
-        found = encoder_of(encoder, encoder_options or {})
-    elif spec is None:
-        hint = "Give --encoder module:function, timm:NAME or sentence-transformers:NAME."
-        raise BadInputError(f"{folder}", "a posterior with its encoder", "one without", hint)
+        if encoder_options is None:
+            encoder_options = spec["options"] if spec.get("encoder") == encoder else {}
+        made = encoder_of(encoder, encoder_options)
+    elif header is None:
+        raise InputError(f"{folder}", "a posterior with its encoder", "one without", NO_ENCODER)
     elif spec["encoder"] is not None:
         _check_trusted(spec, folder)
-        if note is not None:
-            note(f"encoder {spec['encoder']}, as {folder} names it")
-        found = encoder_of(spec["encoder"], spec["options"])
+        made = encoder_of(spec["encoder"], spec["options"])
     else:
-        of = spec["features_of"]
-        source = None if of is None else FeatureSource.of_plain(of)
-        weight, identity = weights["weight"], spec["identity"]
-        found = last_layer_encoder(weight, weights["bias"], width=weight.shape[1], identity=identity, source=source)
-    found.module.to(device).eval()
-    path = _encoder_file(folder, read_info(folder).posteriors[0].encoder)
-    found.classes = read_tensors(path, EncoderFile)[0].classes if path.exists() else None
-    fitted = load(whole, encoder=found.module)
-    for inputs in sources.values():
-        inputs.prepare(found)
-    return fitted, found
-
-
-def read_encoder(folder: Path) -> tuple[dict[str, Any] | None, dict[str, NDArray[Any]]]:
-    """Return how the encoder of a saved posterior is made (``None``: nothing says), and the weights of a last layer."""
-    path = _encoder_file(folder, read_info(folder).posteriors[0].encoder)
-    if not path.exists():
-        return None, {}
-    header, weights = read_tensors(path, EncoderFile)
-    return header.spec, {name: weight.numpy() for name, weight in weights.items()}
-
-
-def _write_encoder(encoder: Encoder, folder: Path) -> None:
-    weights = dict(encoder.module.named_parameters()) if encoder.width is not None else {}
-    header = EncoderFile(spec=dict(encoder.spec), classes=encoder.classes)
-    write_tensors(_encoder_file(folder, encoder_digest(encoder.module)), header, weights, follow=False)
-
-
-def _encoder_file(folder: Path, digest: str) -> Path:
-    return folder / f"encoder-{digest}.safetensors"
+        weight, bias = (weights[name].numpy() for name in ("weight", "bias"))
+        source = None if spec["features_of"] is None else FeatureSource.of_plain(spec["features_of"])
+        made = last_layer_encoder(weight, bias, width=weight.shape[1], identity=spec["identity"], source=source)
+    made.classes = None if header is None else header.classes
+    use(made, sources, device)
+    return load(folder, encoder=made.module), made
 
 
 def _check_trusted(spec: Mapping[str, Any], folder: Path) -> None:
@@ -185,7 +186,7 @@ def _check_trusted(spec: Mapping[str, Any], folder: Path) -> None:
     if named.partition(":")[0] not in LIBRARIES:
         hint = f"If you trust that code, run it with: --encoder {named}"
         wanted = "it to be given, since the folder names code and code runs at your word only"
-        raise BadInputError("--encoder", wanted, f"none ({folder} names {named})", hint)
+        raise InputError("--encoder", wanted, f"none ({folder} names {named})", hint)
     if "trust_remote_code" in json.dumps(spec["options"]):
         hint = f"Give --encoder {named} and --encoder-options yourself, if you trust it."
-        raise BadInputError(f"{folder}", "an encoder without code of its own", "trust_remote_code", hint)
+        raise InputError(f"{folder}", "an encoder without code of its own", "trust_remote_code", hint)
