@@ -26,7 +26,8 @@ def test_each_rate_is_kept(splits: int) -> None:
     for case in CASES if splits > 50 else (CASES[4], CASES[5], CASES[6], CASES[7]):
         found = simulated(case, splits)
         assert not above(found.broken.tolist(), 0.1), case.title
-        assert found.answered.mean() > 0.2, case.title
+        # With half of the matches wrong, a ninth is answered.
+        assert found.answered.mean() > 0.1, case.title
         for observed, wanted in ((found.matches, case.false_matches), (found.alarms, 0.05)):
             assert wanted is None or observed.mean() < wanted + 4 * observed.std() / splits**0.5, case.title
         # Without ties it is tight up to 1 / (n + 1).
