@@ -68,8 +68,12 @@ def save(retriever: Retriever, folder: Path | str, *, overwrite: bool, **options
         "classes": points.classes,
         "identifiers": torch.from_numpy(points.identifiers),
         "novelties": torch.from_numpy(rule.novelties),
-        "limits": torch.tensor([rule.limit, retriever._ceiling], dtype=torch.float64),
-        **{field.name: torch.from_numpy(getattr(rule.regression, field.name)) for field in fields(Regression)},
+        "limits": torch.tensor([rule.limit, rule.present_limit, retriever._ceiling], dtype=torch.float64),
+        **{
+            f"{name}.{field.name}": torch.from_numpy(getattr(regression, field.name))
+            for name, regression in (("right", rule.right), ("present", rule.present))
+            for field in fields(Regression)
+        },
         **_plain("held_out", retriever._held, retriever._truth),
     }
     if retriever._feedback is not None:
@@ -119,10 +123,13 @@ def load(kind: type[_R], folder: Path | str, encoder: Any, index: Any, **options
     retriever._codes = {name: code for code, name in enumerate(header.labels)}
     retriever._gallery = Points(tensors["gallery"].to(device), tensors["classes"], arrays["identifiers"])
     retriever._feedback = _restored("feedback", tensors, device) if "feedback.truth" in tensors else None
-    regression = Regression(**{field.name: arrays[field.name] for field in fields(Regression)})
-    limit, ceiling = arrays["limits"].tolist()
-    alarms = header.rates.false_alarms
-    retriever._take(Rule(regression, arrays["novelties"], alarms, limit, header.answered, header.reasons), ceiling)
+    right, present = (
+        Regression(**{field.name: arrays[f"{name}.{field.name}"] for field in fields(Regression)})
+        for name in ("right", "present")
+    )
+    limit, present_limit, ceiling = arrays["limits"].tolist()
+    said = arrays["novelties"], header.rates.false_alarms, header.answered, header.reasons
+    retriever._take(Rule(right, limit, present, present_limit, *said), ceiling)
     return retriever
 
 

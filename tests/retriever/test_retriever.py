@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
-from contrastive_curvature.retriever.retriever import Answers
+from contrastive_curvature.retriever.retriever import Answers, embedded
 
 WIDTH, CLASSES = 6, 5
 NAMES = np.array(["ant", "bee", "cat", "dog", "eel", "fox"])
@@ -84,8 +84,12 @@ def test_answers_say_what_the_search_says(retriever: cc.Retriever) -> None:
     wanted = (1 + (held[None] >= found.novelty.numpy()[:, None] * (1 - 1e-5)).sum(1)) / 301
     np.testing.assert_allclose(answers.p_value, wanted)
     np.testing.assert_array_equal(answers.decision == "unknown", answers.p_value <= 0.05)
-    sure = answers.confidence[answers.decision == "answer"].min()
-    assert (answers.confidence[answers.decision == "unsure"] <= sure).all()
+    # Unsure for either reason.
+    rule, columns = retriever._rule, retriever._search(embedded(retriever.la, TEST.x, "queries"))[0]
+    np.testing.assert_allclose(answers.confidence, 1 / (1 + np.exp(rule.right(columns))))
+    refused = np.stack([rule.right(columns) > rule.limit, rule.present(columns) > rule.present_limit])
+    np.testing.assert_array_equal(answers.decision == "answer", ~refused.any(0) & (answers.decision != "unknown"))
+    assert refused.any(1).all()
     table = answers.to_pandas()
     assert tuple(table.columns) == ARRAYS
     assert len(table) == len(answers) == 200
@@ -415,7 +419,7 @@ def test_embeddings_as_they_are(tmp_path: Path) -> None:
     np.testing.assert_allclose(answers.p_value, (1 + far) / 301, atol=0.004)
     assert retriever.la is None
     assert retriever.answered > 0.2
-    assert (retriever._rule.regression.weights[4:6] == 0).all()
+    assert (retriever._rule.right.weights[4:6] == 0).all()
     loaders = {name: [(torch.from_numpy(x), labels)] for name, (x, labels) in FITTED.items()}
     assert same(cc.Retriever(None, **RATES).fit(**loaders)([torch.from_numpy(TEST.x)]), answers)
     loaded = cc.Retriever.load(retriever.save(tmp_path / "saved"), None)
@@ -446,7 +450,7 @@ def test_a_head_is_trained_saved_and_the_same_again(model: nn.Module | None, tmp
     right = [(found(TEST.x).label == TEST.names).mean() for found in (raw, retriever)]
     assert right[1] > right[0] - 0.03
     assert retriever.la.predict(TEST.x[:2]).mu.shape == (2, 64)
-    assert (retriever._rule.regression.weights[4:6] != 0).any()
+    assert retriever._held.uncertainty.std() > 0
     loaded = cc.Retriever.load(retriever.save(folder), model)
     assert same(loaded(TEST.x), retriever(TEST.x))
     loaded.save(folder, overwrite=True)
