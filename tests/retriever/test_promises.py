@@ -136,7 +136,7 @@ def test_evidence_against_a_search_by_hand(without: bool) -> None:
         near, mean = cosine[order[0]], cosine[order].mean()
         far, between, other = np.log(1 - np.array([near, mean, cosine[~own].max()]) + 1e-6)
         wanted = [far, between, own[order].mean(), far - other]
-        np.testing.assert_allclose(columns[row, :4], wanted, rtol=1e-3, atol=1e-4)
+        np.testing.assert_allclose(columns[row, :4], wanted, rtol=1e-6, atol=1e-6)
         alone = np.log([world.queries.uncertainty[row], world.queries.novelty[row]])
         np.testing.assert_allclose(columns[row, 4:], alone)
 
