@@ -475,6 +475,27 @@ class Retriever(Fitted):
 
         return load(cls, folder, encoder, index, **options)
 
+    def export(self, path: Path | str, *, format: Literal["npz", "safetensors"] | None = None) -> None:
+        """Write a file with which the numpy scorer answers without torch, see ``docs/serving.md``.
+
+        ``Scorer.load(path).answer(features)`` searches all points of the gallery, also where this retriever has an
+        index. Its features are the inputs of the last layer; with a head the outputs of the encoder; without a
+        posterior the embeddings.
+
+        Args:
+            path: The file, ``.npz`` or ``.safetensors``.
+            format: Which of them, where the path does not say it.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            UnsupportedError: The posterior is of other weights than the last layer's, or calibrated for another score
+                than the novelty; or labels are no numbers and strings.
+            InputError: The folder does not exist, or the name says no format.
+        """
+        from contrastive_curvature.retriever.saved import export
+
+        export(self, path, format)
+
     def _posterior(self, x: Any, y: Any, progress_bar: bool | None) -> ContrastiveLaplace:
         encoder: Any = self.encoder
         if self.head:

@@ -27,7 +27,7 @@ PRESENT = 1.0, np.ones(len(COLUMNS))
 
 _FOLDS = 5
 
-_ROUNDING = 1e-5
+ROUNDING = 1e-5
 """Relative rounding of a novelty, in batches of another size: one of a repeated input counts as equal."""
 
 
@@ -214,7 +214,7 @@ def certified(
 
 def _p_value(novelties: _Numbers, novelty: _Numbers) -> _Numbers:
     n = len(novelties)
-    return (1 + n - np.searchsorted(novelties, novelty * (1 - _ROUNDING))) / (n + 1)
+    return (1 + n - np.searchsorted(novelties, novelty * (1 - ROUNDING))) / (n + 1)
 
 
 def _times(threshold: RetrievalThreshold, score: _Numbers, right: NDArray[np.bool_]) -> int | None:
