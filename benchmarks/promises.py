@@ -60,7 +60,7 @@ def rows(every: Labelled, chosen: NDArray[np.int64]) -> Labelled:
 
 
 def answered(rule: Rule, columns: NDArray[np.float64], novelty: NDArray[np.float64]) -> NDArray[np.bool_]:
-    return rule.decision(rule.regression(columns), rule.p_value(novelty)) == "answer"
+    return rule.decision(columns, novelty) == "answer"
 
 
 class Case(NamedTuple):

@@ -284,7 +284,7 @@ MUTANTS = [
       "retriever/test_promises.py::test_weights_are_those_of_scikit_learn_where_no_sign_binds"),
     M("scores of the queries that fitted them", "a fold is scored by the others", "retriever/rule.py",
       "inside, others = fold == k, fold != k", "inside, others = fold == k, fold >= 0",
-      "retriever/test_promises.py::test_one_score_and_no_other_limit"),
+      "retriever/test_promises.py::test_limits_are_those_of_scores_from_other_folds"),
     M("answers that were fed back raise a limit", "limit <= that under which they were answered", "retriever/rule.py",
       "limit = min(limit, ceiling)", "limit = math.inf",
       "retriever/test_promises.py::test_feedback_on_answered_queries_only_lowers_a_limit"),

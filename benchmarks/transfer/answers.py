@@ -28,12 +28,13 @@ from contrastive_curvature.errors import InputError
 from contrastive_curvature.metrics import auroc as auroc_of
 from contrastive_curvature.retriever.evidence import COLUMNS, evidence
 from contrastive_curvature.retriever.retriever import embedded
-from contrastive_curvature.retriever.rule import Labelled, Rates, Regression, certified
+from contrastive_curvature.retriever.rule import PRESENT, RIGHT, Labelled, Rates, Regression, certified
 
 _HELD_OUT, _SPLITS = 500, 20
 _CONFIDENCE, _MATCHES, _ALARMS = 0.9, 0.05, 0.02
-_WEIGHTS = (0.0, 0.03, 0.1, 0.3, 1.0)
-_QUESTIONS = ("right", "absent", "unknown")
+_QUESTIONS = {"right": "right", "absent": "present", "unknown": "present"}
+"""The questions, and the score of the retriever that answers each."""
+_RISKS = ("half", "2 %", "5 %")
 _BINS = 10
 
 Numbers = NDArray[np.float64]
@@ -77,7 +78,7 @@ def judged(every: Asked, splits: int = _SPLITS) -> dict[str, Any]:
     """Return means over splits: AUROC by question and score, what is answered by risk and score, and the rates."""
     n = len(every.queries.right)
     error = float(1 - every.queries.right.mean())
-    risks = {"half": error / 2, "2 %": 0.02, "5 %": 0.05}
+    risks = dict(zip(_RISKS, (error / 2, 0.02, 0.05), strict=True))
     rates = Rates(error / 2, _MATCHES, _ALARMS, _CONFIDENCE)
     rows: list[dict[str, Any]] = []
     for seed in range(splits):
@@ -86,7 +87,10 @@ def judged(every: Asked, splits: int = _SPLITS) -> dict[str, Any]:
         queries, lacking = promises.rows(every.queries, new), every.absent[new]
         scores = {
             **{name: lambda x, k=k, sign=sign: -sign * x[:, k] for k, (name, sign) in enumerate(COLUMNS.items())},
-            **{weight: Regression.fitted(known.evidence, known.right, absent, weight) for weight in _WEIGHTS},
+            **{
+                name: Regression.fitted(known.evidence, known.right, absent, *how)
+                for name, how in (("right", RIGHT), ("present", PRESENT))
+            },
         }
         auroc: dict[str, dict[Any, float]] = {question: {} for question in _QUESTIONS}
         for name, score in scores.items():
@@ -107,10 +111,9 @@ def judged(every: Asked, splits: int = _SPLITS) -> dict[str, Any]:
                 except InputError:
                     answered[title][name] = 0.0
         rule = certified(rates, known, absent)
-        score = rule.regression(queries.evidence)
-        decision = rule.decision(score, rule.p_value(queries.novelty))
+        decision = rule.decision(queries.evidence, queries.novelty)
         now = decision == "answer"
-        confidence = 1 / (1 + np.exp(np.append(score, rule.regression(lacking))))
+        confidence = 1 / (1 + np.exp(rule.right(np.concatenate([queries.evidence, lacking]))))
         rows.append(
             {
                 **auroc,
@@ -119,7 +122,7 @@ def judged(every: Asked, splits: int = _SPLITS) -> dict[str, Any]:
                     "": _ece(
                         confidence,
                         np.append(queries.right, np.zeros(len(lacking), bool)),
-                        np.repeat([1, 0.1], [len(score), len(lacking)]),
+                        np.repeat([1, 0.1], [len(queries.right), len(lacking)]),
                     )
                 },
                 "rates": {
@@ -156,68 +159,61 @@ def _ece(confidence: Numbers, right: NDArray[np.bool_], weight: Numbers) -> floa
 
 
 def tables(results: dict[str, dict[str, Any]]) -> Iterator[str]:
-    """Yield the tables, in Markdown; what is more than .01 below the best single score of its family is bold."""
+    """Yield tables of means by family, in Markdown; more than .01 below the family's best single score is bold."""
     families = {title: [n for n in results if n.startswith(start)] for start, title in FAMILIES.items()}
     families = {title: names for title, names in families.items() if names}
 
-    def best(names: Sequence[str], question: str) -> str:
-        return max(COLUMNS, key=lambda score: mean(results[name][question][score] for name in names))
+    def averaged(names: Sequence[str], *path: str) -> float:
+        values = [results[name] for name in names]
+        for key in path:
+            values = [value[key] for value in values]
+        return mean(values)
 
-    def compared(name: str, question: str, score: str, ours: str = "0.1") -> str:
-        mine, other = results[name][question][ours], results[name][question][score]
-        text = f"{mine:.3f} / {other:.3f}"
-        return f"**{text}**" if mine < other - 0.01 else text
+    def compared(names: Sequence[str], question: str, ours: str) -> str:
+        singles = {score: averaged(names, question, score) for score in COLUMNS}
+        best = max(singles, key=lambda score: singles[score])
+        text = f"{averaged(names, question, ours):.3f} / {singles[best]:.3f}"
+        return (f"**{text}**" if averaged(names, question, ours) < singles[best] - 0.01 else text) + f" {best}"
 
-    head = ["encoder", "wrong", "right? P(right) / best single", "class absent", "unknown kinds", "ECE"]
-    rows = []
-    for title, names in families.items():
-        scores = {question: best(names, question) for question in _QUESTIONS}
-        rows.append([f"*{title}*", "", *(f"*best: {score}*" for score in scores.values()), ""])
-        for name in names:
-            cells = [compared(name, question, score) for question, score in scores.items()]
-            rows.append([name, f"{results[name]['error']:.3f}", *cells, f"{results[name]['ece']['']:.3f}"])
-    yield table(head, rows)
-    head = ["encoder", *(f"at {risk}: retriever / best single / match" for risk in ("half", "2 %", "5 %"))]
-    rows = []
-    for title, names in families.items():
-        scores = {risk: best(names, f"answered {risk}") for risk in ("half", "2 %", "5 %")}
-        rows.append([f"*{title}*", *(f"*best: {score}*" for score in scores.values())])
-        for name in names:
-            cells = [
-                f"{compared(name, f'answered {risk}', score, 'retriever')} / "
-                f"{results[name][f'answered {risk}']['match']:.3f}"
-                for risk, score in scores.items()
+    head = ["family", "encoders", "wrong", "right?", "class absent", "unknown kinds", "ECE"]
+    yield table(
+        head,
+        [
+            [
+                title,
+                len(names),
+                f"{averaged(names, 'error'):.3f}",
+                *(compared(names, question, score) for question, score in _QUESTIONS.items()),
+                f"{averaged(names, 'ece', ''):.3f}",
             ]
-            rows.append([name, *cells])
-    yield table(head, rows)
-    head = ["encoder", "wrong answers: asked, observed", "splits above", f"class absent, answered ({_MATCHES:g} asked)"]
-    head += [f"called unknown ({_ALARMS:g} asked)", "answered", "unknown kinds, answered"]
-    rows = []
-    for name, found in results.items():
-        rates = found["rates"]
-        wrong, matches, alarms = (
-            f"**{rates[key]:.3f}**" if rates[key] > limit else f"{rates[key]:.3f}"
-            for key, limit in (("wrong", found["error"] / 2), ("matches", _MATCHES), ("alarms", _ALARMS))
-        )
-        above = f"**{rates['above']:.2f}**" if rates["above"] > 1 - _CONFIDENCE else f"{rates['above']:.2f}"
-        cells = [f"{found['error'] / 2:.3f}, {wrong}", above, matches, alarms]
-        rows.append([name, *cells, f"{rates['answered']:.3f}", f"{rates['unknown']:.3f}"])
-    yield table(head, rows)
-
-    def gain(names: Sequence[str], weight: float, question: str) -> float:
-        score = best(names, question)
-        return mean(results[name][question][str(weight)] - results[name][question][score] for name in names)
-
-    head = ["family left out", "weight that the others choose", "right?", "class absent", "unknown kinds"]
+            for title, names in families.items()
+        ],
+    )
+    yield table(
+        ["family", *(f"at {risk}" for risk in _RISKS), "by the cosine alone"],
+        [
+            [
+                title,
+                *(compared(names, f"answered {risk}", "retriever") for risk in _RISKS),
+                ", ".join(f"{averaged(names, f'answered {risk}', 'match'):.3f}" for risk in _RISKS),
+            ]
+            for title, names in families.items()
+        ],
+    )
+    head = ["family", "wrong answers: asked, observed", "splits above: mean, most"]
+    head += [f"class absent, answered ({_MATCHES:g} asked)", f"called unknown ({_ALARMS:g} asked)"]
     rows = []
     for title, names in families.items():
-        others = [some for other, some in families.items() if other != title]
-        if others:
-            total = {w: sum(gain(some, w, q) for some in others for q in _QUESTIONS) for w in _WEIGHTS}
-            weight = max(total, key=lambda w: total[w])
-            gains = [gain(names, weight, question) for question in _QUESTIONS]
-            rows.append([title, weight, *(f"**{g:+.3f}**" if g < -0.01 else f"{g:+.3f}" for g in gains)])
-    yield table(head, rows)
+        rates = {key: averaged(names, "rates", key) for key in results[names[0]]["rates"]}
+        rows.append(
+            [
+                title,
+                f"{averaged(names, 'error') / 2:.3f}, {rates['wrong']:.3f}",
+                f"{rates['above']:.2f}, {max(results[name]['rates']['above'] for name in names):.2f}",
+                *(f"{rates[key]:.3f}" for key in ("matches", "alarms", "answered", "unknown")),
+            ]
+        )
+    yield table([*head, "answered", "unknown kinds, answered"], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -18,7 +18,7 @@ _FLOOR = 1e-6
 """Added to distances and novelties before their logarithm: cosines of float32 have about so many digits."""
 
 _ENTRIES = 2**24
-"""Cosines in one block: 64 MiB in float32."""
+"""Cosines, and numbers of gallery points that are looked at closely, in one block: 64 MiB in float32."""
 
 COLUMNS = {
     "match": -1,  # log(1 - cosine) to the match,
@@ -86,7 +86,7 @@ def evidence(
         other class, or no point at all, is left, its distance counts as the largest, 2, and nobody votes.
     """
     columns, matches, classes, m = [], [], classes.to(gallery.device), len(gallery)
-    step = max(1, _ENTRIES // m)
+    step = max(1, _ENTRIES // (m + 2 * (_HITS + 1) * gallery.shape[1]))
     for start in range(0, len(queries), step):
         rows = slice(start, start + step)
         directions, k = queries.directions[rows].to(gallery), m if search is None else min(2 * _HITS, m)
@@ -100,17 +100,22 @@ def evidence(
                 cosine.masked_fill_(of == without[rows, None].to(classes), -torch.inf)
             top, hits = cosine.topk(min(_HITS, k), dim=1)
             there, voters = top > -torch.inf, of.gather(1, hits)
-            other = cosine.masked_fill(of == voters[:, :1], -torch.inf).amax(1)
+            other, far = cosine.masked_fill(of == voters[:, :1], -torch.inf).max(1)
             if k == m or bool((there.all(1) & (other > -torch.inf)).all()):
                 break
             k = min(2 * k, m)
         n = there.sum(1).clamp(min=1)
         agree = ((voters == voters[:, :1]) & there).sum(1) / n
+        looked_at = torch.cat([hits, far[:, None]], dim=1)
+        points = gallery[looked_at if at is None else at.gather(1, looked_at)].double()
+        # From differences in float64: 1 - cosine of float32 rounds away what near duplicates differ by.
+        apart = (directions[:, None].double() - points).square().sum(2) / 2
+        apart.masked_fill_(~torch.cat([there, (other > -torch.inf)[:, None]], dim=1), 2.0)
         # Of no hit at all, the mean is that of one hit at the largest distance.
-        mean = torch.where(there, top, 0).sum(1) / n - (~there[:, 0]).to(top)
-        nearest = torch.stack([top[:, 0], mean, other], dim=1).double().clamp(-1, 1)
-        distance = torch.log(1 - nearest + _FLOOR)
-        columns.append(torch.stack([distance[:, 0], distance[:, 1], agree, distance[:, 0] - distance[:, 2]], dim=1))
+        there[:, 0] = True
+        mean = torch.where(there, apart[:, :-1], 0).sum(1) / n
+        nearest, average, others = (torch.log(value + _FLOOR) for value in (apart[:, 0], mean, apart[:, -1]))
+        columns.append(torch.stack([nearest, average, agree.double(), nearest - others], dim=1))
         matches.append(hits[:, 0] if at is None else at.gather(1, hits[:, :1])[:, 0])
     alone = np.log(np.stack([queries.uncertainty, queries.novelty], axis=1).clip(_FLOOR))
     return np.hstack([torch.cat(columns).cpu().numpy(), alone]), torch.cat(matches).cpu().numpy()

@@ -113,8 +113,9 @@ class Points(NamedTuple):
 class Retriever(Fitted):
     """Answer a query by its nearest gallery point, or say that it is unsure or the input unknown, at stated rates.
 
-    P(right) is a logistic regression on six numbers of the search and the posterior (:mod:`.evidence`). Limits come
-    from held-out queries with labels. Each rate holds for queries drawn as these were, and ``None`` limits nothing:
+    P(right) is a logistic regression on six numbers of the search and the posterior (:mod:`.evidence`), and another one
+    looks for queries whose class the gallery lacks. Limits of both come from held-out queries with labels. Each rate
+    holds for queries drawn as these were, and ``None`` limits nothing:
 
     - ``wrong_answers``: of the answers, at most this share is wrong, with probability ``confidence`` over the held-out
       queries. An answer is wrong, too, where the gallery lacks the query's class.
@@ -275,14 +276,13 @@ class Retriever(Fitted):
         """
         asked, rule = embedded(self.la, queries, "queries"), self._rule
         columns, match, novelty = self._search(asked)
-        score, p_value = rule.regression(columns), rule.p_value(novelty)
         names, codes = list(self._codes), self._gallery.classes[match].tolist()
         return Answers(
-            rule.decision(score, p_value),
+            rule.decision(columns, novelty),
             _as_array([names[code] for code in codes]),
             self._gallery.identifiers[match],
-            np.exp(-np.logaddexp(0, score)),
-            p_value,
+            np.exp(-np.logaddexp(0, rule.right(columns))),
+            rule.p_value(novelty),
         )
 
     def add(self, items: Any, labels: Any = None) -> NDArray[np.int64]:
@@ -369,7 +369,7 @@ class Retriever(Fitted):
             self._certify()
             return self
         columns, _, novelty = self._search(more)
-        kept = np.flatnonzero(rule.decision(rule.regression(columns), rule.p_value(novelty)) == "answer")
+        kept = np.flatnonzero(rule.decision(columns, novelty) == "answer")
         if not len(kept):
             return self
         more, truth = more[kept], truth[kept]
@@ -402,14 +402,11 @@ class Retriever(Fitted):
         asked, truth = self._embedded("test", *_pair("test", test))
         self._codes = known
         seen, absent = self._labelled(asked, truth)
-        p_value = rule.p_value(seen.novelty)
-        decision = rule.decision(rule.regression(seen.evidence), p_value)
+        decision = rule.decision(seen.evidence, seen.novelty)
         found = {
             "answered": Rate.of(None, decision == "answer"),
             "wrong_answers": Rate.of(self.rates.wrong_answers, ~seen.right[decision == "answer"]),
-            "false_matches": Rate.of(
-                self.rates.false_matches, rule.decision(rule.regression(absent), p_value) == "answer"
-            ),
+            "false_matches": Rate.of(self.rates.false_matches, rule.decision(absent, seen.novelty) == "answer"),
             "false_alarms": Rate.of(self.rates.false_alarms, decision == "unknown"),
         }
         if unknown is not None:
@@ -477,6 +474,27 @@ class Retriever(Fitted):
         from contrastive_curvature.retriever.saved import load
 
         return load(cls, folder, encoder, index, **options)
+
+    def export(self, path: Path | str, *, format: Literal["npz", "safetensors"] | None = None) -> None:
+        """Write a file with which the numpy scorer answers without torch, see ``docs/serving.md``.
+
+        ``Scorer.load(path).answer(features)`` searches all points of the gallery, also where this retriever has an
+        index. Its features are the inputs of the last layer; with a head the outputs of the encoder; without a
+        posterior the embeddings.
+
+        Args:
+            path: The file, ``.npz`` or ``.safetensors``.
+            format: Which of them, where the path does not say it.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            UnsupportedError: The posterior is of other weights than the last layer's, or calibrated for another score
+                than the novelty; or labels are no numbers and strings.
+            InputError: The folder does not exist, or the name says no format.
+        """
+        from contrastive_curvature.retriever.saved import export
+
+        export(self, path, format)
 
     def _posterior(self, x: Any, y: Any, progress_bar: bool | None) -> ContrastiveLaplace:
         encoder: Any = self.encoder

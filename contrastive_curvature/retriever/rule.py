@@ -18,21 +18,22 @@ from contrastive_curvature.retriever.evidence import COLUMNS
 
 _Numbers = NDArray[np.float64]
 
-_RIDGE = 1.0
-"""Penalty of the weights, of standardised columns."""
+RIGHT = 0.1, np.where([name == "gap" for name in COLUMNS], 0.1, 10.0)
+"""P(right): weight of a held-out query without its class, and penalty of the weight of each standardised column. The
+gap alone orders the surest answers well, so that the others have to earn their weights."""
 
-_ABSENT = 0.1
-"""Weight of a held-out query without its class. Measured: ``docs/retriever.md``."""
+PRESENT = 1.0, np.ones(len(COLUMNS))
+"""As :data:`RIGHT`, of the score that says whether the gallery has the class. Both measured: ``docs/retriever.md``."""
 
 _FOLDS = 5
 
-_ROUNDING = 1e-5
+ROUNDING = 1e-5
 """Relative rounding of a novelty, in batches of another size: one of a repeated input counts as equal."""
 
 
 @dataclass(frozen=True, eq=False)
 class Regression:
-    """P(right), by a logistic regression whose weights have the signs of :data:`.COLUMNS`.
+    """A logistic regression whose weights have the signs of :data:`.COLUMNS`.
 
     Attributes:
         location: Mean of the evidence, shape (6,).
@@ -46,15 +47,16 @@ class Regression:
 
     @classmethod
     def fitted(
-        cls, evidence: _Numbers, right: NDArray[np.bool_], absent: _Numbers, share: float = _ABSENT
+        cls, evidence: _Numbers, right: NDArray[np.bool_], absent: _Numbers, share: float, ridge: _Numbers
     ) -> Regression:
-        """Fit the weights.
+        """Fit the weights, in favour of right matches.
 
         Args:
             evidence: Of N held-out queries, shape (N, 6).
             right: Whether their matches are right, shape (N,).
             absent: Their evidence without their class in the gallery, where no match is right, shape (N, 6).
             share: Weight of each of the latter.
+            ridge: Penalty of the weights of standardised columns, shape (6,).
         """
         from scipy.optimize import minimize
 
@@ -65,7 +67,7 @@ class Regression:
         a = np.column_stack([(rows - location) / scale, np.ones(len(rows))])
         so = np.concatenate([right, np.zeros(len(absent))])
         times = np.repeat([1, share], [len(evidence), len(absent)])
-        penalty = np.append(np.full(len(COLUMNS), _RIDGE), 0.0)
+        penalty = np.append(ridge, 0.0)
 
         def loss(w: _Numbers) -> tuple[float, _Numbers]:
             z = a @ w
@@ -78,7 +80,7 @@ class Regression:
         return cls(location, scale, found.x)
 
     def __call__(self, evidence: _Numbers) -> _Numbers:
-        """Return minus the logit of P(right), shape (N,): higher means less trust."""
+        """Return minus the logit, shape (N,): higher means less trust."""
         return -((evidence - self.location) / self.scale @ self.weights[:-1] + self.weights[-1])
 
 
@@ -110,18 +112,22 @@ class Rule:
     """What it takes to be answered.
 
     Attributes:
-        regression: Of P(right).
+        right: Of P(right).
+        limit: Its largest score that is answered.
+        present: Of right matches against all that queries find without their class.
+        present_limit: Its largest score that is answered.
         novelties: Of the held-out queries, ascending, shape (N,).
         false_alarms: Largest p-value of an unknown input; ``None`` where none is.
-        limit: Largest score that is answered.
         answered: Share of the held-out queries that are answered.
         reasons: Why a rate lets nothing be answered, or nothing be unknown, by its name.
     """
 
-    regression: Regression
+    right: Regression
+    limit: float
+    present: Regression
+    present_limit: float
     novelties: _Numbers
     false_alarms: float | None
-    limit: float
     answered: float
     reasons: dict[str, str]
 
@@ -129,23 +135,26 @@ class Rule:
         """Return the shares (N,) of the held-out queries that are at least as novel, the query itself counted in."""
         return _p_value(self.novelties, novelty)
 
-    def decision(self, score: _Numbers, p_value: _Numbers) -> NDArray[np.str_]:
-        """Return ``"answer"``, ``"unsure"`` or ``"unknown"`` for each score and p-value, shape (N,)."""
-        answered = np.where(score <= self.limit, "answer", "unsure")
-        return answered if self.false_alarms is None else np.where(p_value <= self.false_alarms, "unknown", answered)
+    def decision(self, evidence: _Numbers, novelty: _Numbers) -> NDArray[np.str_]:
+        """Return ``"answer"``, ``"unsure"`` or ``"unknown"``, shape (N,)."""
+        sure = (self.right(evidence) <= self.limit) & (self.present(evidence) <= self.present_limit)
+        answered = np.where(sure, "answer", "unsure")
+        if self.false_alarms is None:
+            return answered
+        return np.where(self.p_value(novelty) <= self.false_alarms, "unknown", answered)
 
 
 def certified(
     rates: Rates, held: Labelled, absent: _Numbers, feedback: Labelled | None = None, ceiling: float = math.inf
 ) -> Rule:
-    """Fit P(right) to held-out queries, and find the largest limit that keeps all rates.
+    """Fit two scores to held-out queries, and find the largest limits that keep all rates.
 
-    Each held-out query is scored by a regression on the other four fifths of them, and the limit is used with the
-    regression on all: in simulations that keeps the rates (``docs/retriever.md``), it is no proof.
+    Each held-out query is scored by regressions on the other four fifths of them, and the limits are used with the
+    regressions on all: in simulations that keeps the rates (``docs/retriever.md``), it is no proof.
 
-    ``false_matches``: the limit is the ``floor(rate (N + 1))``-th smallest score of N queries without their class, as
-    conformal p-values have it. ``wrong_answers``: of the queries that this leaves, limits are tested upwards
-    by :class:`.RetrievalThreshold`, so that the final one is among those tested.
+    ``false_matches``: the limit of ``present`` is the ``floor(rate (N + 1))``-th smallest score of N queries without
+    their class, as conformal p-values have it. ``wrong_answers``: among the queries that this leaves, limits of
+    ``right`` are tested upwards by :class:`.RetrievalThreshold`.
 
     Args:
         rates: What is asked for.
@@ -153,54 +162,59 @@ def certified(
         absent: Their evidence without their class in the gallery, shape (N, 6).
         feedback: Labelled queries that were answered. They are drawn from what a limit accepts, so they can say that it
             is too high, and nothing of a higher one.
-        ceiling: Largest limit under which they were answered, for the same score.
+        ceiling: Largest limit of ``right`` under which they were answered, for the same score.
     """
     n = len(held.right)
-    regression = Regression.fitted(held.evidence, held.right, absent)
-    score, lacking = np.empty(n), np.empty(n)
+    right, present = (Regression.fitted(held.evidence, held.right, absent, *how) for how in (RIGHT, PRESENT))
+    score, near, lacking = np.empty(n), np.empty(n), np.empty(n)
     # Not in their order, in which classes or days may follow each other.
     fold = np.random.default_rng(0).permutation(n) % min(_FOLDS, n)
     for k in range(min(_FOLDS, n)):
         inside, others = fold == k, fold != k
-        one = Regression.fitted(held.evidence[others], held.right[others], absent[others])
-        score[inside], lacking[inside] = one(held.evidence[inside]), one(absent[inside])
+        rest = held.evidence[others], held.right[others], absent[others]
+        score[inside] = Regression.fitted(*rest, *RIGHT)(held.evidence[inside])
+        one = Regression.fitted(*rest, *PRESENT)
+        near[inside], lacking[inside] = one(held.evidence[inside]), one(absent[inside])
     novelties, reasons = np.sort(held.novelty), {}
     known = np.full(n, True)
     if rates.false_alarms is not None:
         known = _p_value(novelties, held.novelty) > rates.false_alarms
         if 1 / (n + 1) > rates.false_alarms:
             reasons["false_alarms"] = f"no query is unknown: {_needs(rates.false_alarms, n)}"
-    limit = math.inf
+    limit = present_limit = math.inf
     if rates.false_matches is not None:
         k = math.floor(rates.false_matches * (n + 1) + 1e-9)
-        limit = float(np.sort(np.where(known, lacking, np.inf))[k - 1]) if k else -math.inf
+        present_limit = float(np.sort(np.where(known, lacking, np.inf))[k - 1]) if k else -math.inf
         if not k:
             reasons["false_matches"] = f"nothing is answered: {_needs(rates.false_matches, n)}"
-    if rates.wrong_answers is not None and limit > -math.inf:
+    left = known & (near <= present_limit)
+    if rates.wrong_answers is not None and present_limit > -math.inf:
         threshold = RetrievalThreshold(rates.wrong_answers, confidence=rates.confidence)
-        scores, right = score[known], held.right[known]
-        tested = scores <= limit
+        scores, rights = score[left], held.right[left]
         try:
-            limit = threshold.fit(scores[tested], right[tested]).threshold
+            limit = threshold.fit(scores, rights).threshold
             if feedback is not None:
                 limit = min(limit, ceiling)
-                scores, right = np.append(scores, regression(feedback.evidence)), np.append(right, feedback.right)
-                tested = scores <= limit
-                limit = threshold.fit(scores[tested], right[tested]).threshold
+                answered = present(feedback.evidence) <= present_limit
+                scores = np.append(scores, right(feedback.evidence[answered]))
+                rights = np.append(rights, feedback.right[answered])
+                limit = threshold.fit(scores[scores <= limit], rights[scores <= limit]).threshold
         except InputError:
+            scores, rights = scores[scores <= limit], rights[scores <= limit]
             limit = -math.inf
-            found = f"{(~right[tested]).sum():,} of the {tested.sum():,} that the other rates let be answered are wrong"
-            times = _times(threshold, scores[tested], right[tested])
+            found = f"{(~rights).sum():,} of the {len(rights):,} that the other rates let be answered are wrong"
+            times = _times(threshold, scores, rights)
             hint = "It takes a larger rate, or a better encoder"
             if times:
                 hint = f"It takes about {times * n:,} held-out queries like these, or a larger rate"
             reasons["wrong_answers"] = f"nothing is answered: of {n:,} held-out queries, {found}. {hint}"
-    return Rule(regression, novelties, rates.false_alarms, limit, float((known & (score <= limit)).mean()), reasons)
+    share = float((left & (score <= limit)).mean())
+    return Rule(right, limit, present, present_limit, novelties, rates.false_alarms, share, reasons)
 
 
 def _p_value(novelties: _Numbers, novelty: _Numbers) -> _Numbers:
     n = len(novelties)
-    return (1 + n - np.searchsorted(novelties, novelty * (1 - _ROUNDING))) / (n + 1)
+    return (1 + n - np.searchsorted(novelties, novelty * (1 - ROUNDING))) / (n + 1)
 
 
 def _times(threshold: RetrievalThreshold, score: _Numbers, right: NDArray[np.bool_]) -> int | None:

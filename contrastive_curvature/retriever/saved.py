@@ -16,7 +16,7 @@ from contrastive_curvature.io.pretrained import load_pretrained
 from contrastive_curvature.io.pretrained.folder import place_of
 from contrastive_curvature.retriever.evidence import Embedded
 from contrastive_curvature.retriever.head import Headed
-from contrastive_curvature.retriever.rule import Rates, Regression, Rule
+from contrastive_curvature.retriever.rule import ROUNDING, Rates, Regression, Rule
 
 if TYPE_CHECKING:
     from contrastive_curvature.retriever.retriever import Retriever
@@ -49,15 +49,42 @@ class RetrieverHeader(Header):
     reasons: dict[str, str]
 
 
+def export(retriever: Retriever, path: Path | str, format: Any) -> None:
+    """Do what :meth:`.Retriever.export` says."""
+    from contrastive_curvature.io.serving.export import format_of, write_scorer
+    from contrastive_curvature.io.serving.parts import Parts, parts_of
+
+    rule, points, labels = retriever._rule, retriever._gallery, _plain_labels(retriever)
+    kind = format_of(path, format)
+    validate.choice("format", kind, ("npz", "safetensors"))
+    parts = Parts("none", "none", "novelty", {}) if retriever.la is None else parts_of(retriever.la, True)
+    if parts.score != "novelty":
+        raise UnsupportedError(
+            f"export: the posterior is calibrated for {parts.score!r}, and answers look at the novelty. Call "
+            "la.calibrate(loader) and fit the retriever again."
+        )
+    alarms = -1.0 if rule.false_alarms is None else rule.false_alarms
+    arrays = {
+        "gallery": points.directions,
+        "classes": points.classes,
+        "identifiers": torch.from_numpy(points.identifiers),
+        "novelties": torch.from_numpy(rule.novelties),
+        "limits": torch.tensor([rule.limit, rule.present_limit, alarms], dtype=torch.float64),
+        "rounding": torch.tensor(ROUNDING, dtype=torch.float64),
+        **_regressions(rule),
+    }
+    if retriever._head is not None:
+        first = retriever._head.head[0]
+        arrays |= {"hidden_weight": first.weight.detach(), "hidden_bias": first.bias.detach()}
+    parts.arrays.update({f"retriever.{name}": value for name, value in arrays.items()})
+    write_scorer(path, kind, parts, labels=labels)
+
+
 def save(retriever: Retriever, folder: Path | str, *, overwrite: bool, **options: Any) -> Path:
     """Do what :meth:`.Retriever.save` says."""
     la, place = retriever.la, folder_path("folder", folder)
     validate.flag("overwrite", overwrite)
-    labels: list[Any] = list(retriever._codes)
-    if odd := [name for name in labels if not isinstance(name, (bool, int, float, str, type(None)))]:
-        raise UnsupportedError(
-            f"labels: a {type(odd[0]).__name__} cannot be saved, only numbers and strings. Give the fit texts instead."
-        )
+    labels = _plain_labels(retriever)
     there = sorted(path.name for path in place.iterdir()) if place.exists() else []
     if there and (_ARRAYS not in there or not overwrite):
         hint = "Name another folder." if _ARRAYS not in there else "Pass overwrite=True to replace it."
@@ -68,8 +95,8 @@ def save(retriever: Retriever, folder: Path | str, *, overwrite: bool, **options
         "classes": points.classes,
         "identifiers": torch.from_numpy(points.identifiers),
         "novelties": torch.from_numpy(rule.novelties),
-        "limits": torch.tensor([rule.limit, retriever._ceiling], dtype=torch.float64),
-        **{field.name: torch.from_numpy(getattr(rule.regression, field.name)) for field in fields(Regression)},
+        "limits": torch.tensor([rule.limit, rule.present_limit, retriever._ceiling], dtype=torch.float64),
+        **_regressions(rule),
         **_plain("held_out", retriever._held, retriever._truth),
     }
     if retriever._feedback is not None:
@@ -119,11 +146,31 @@ def load(kind: type[_R], folder: Path | str, encoder: Any, index: Any, **options
     retriever._codes = {name: code for code, name in enumerate(header.labels)}
     retriever._gallery = Points(tensors["gallery"].to(device), tensors["classes"], arrays["identifiers"])
     retriever._feedback = _restored("feedback", tensors, device) if "feedback.truth" in tensors else None
-    regression = Regression(**{field.name: arrays[field.name] for field in fields(Regression)})
-    limit, ceiling = arrays["limits"].tolist()
-    alarms = header.rates.false_alarms
-    retriever._take(Rule(regression, arrays["novelties"], alarms, limit, header.answered, header.reasons), ceiling)
+    right, present = (
+        Regression(**{field.name: arrays[f"{name}.{field.name}"] for field in fields(Regression)})
+        for name in ("right", "present")
+    )
+    limit, present_limit, ceiling = arrays["limits"].tolist()
+    said = arrays["novelties"], header.rates.false_alarms, header.answered, header.reasons
+    retriever._take(Rule(right, limit, present, present_limit, *said), ceiling)
     return retriever
+
+
+def _plain_labels(retriever: Retriever) -> list[Any]:
+    labels = list(retriever._codes)
+    if odd := [name for name in labels if not isinstance(name, (bool, int, float, str, type(None)))]:
+        raise UnsupportedError(
+            f"labels: a {type(odd[0]).__name__} cannot be saved, only numbers and strings. Give the fit texts instead."
+        )
+    return labels
+
+
+def _regressions(rule: Rule) -> dict[str, Tensor]:
+    return {
+        f"{name}.{field.name}": torch.from_numpy(getattr(regression, field.name))
+        for name, regression in (("right", rule.right), ("present", rule.present))
+        for field in fields(Regression)
+    }
 
 
 def _plain(name: str, queries: Embedded, truth: Tensor) -> dict[str, Tensor]:

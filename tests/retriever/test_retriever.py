@@ -17,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
-from contrastive_curvature.retriever.retriever import Answers
+from contrastive_curvature.io.serving import Scorer
+from contrastive_curvature.retriever.retriever import Answers, embedded
 
 WIDTH, CLASSES = 6, 5
 NAMES = np.array(["ant", "bee", "cat", "dog", "eel", "fox"])
@@ -82,8 +83,12 @@ def test_answers_say_what_the_search_says(retriever: cc.Retriever) -> None:
     wanted = (1 + (held[None] >= found.novelty.numpy()[:, None] * (1 - 1e-5)).sum(1)) / 301
     np.testing.assert_allclose(answers.p_value, wanted)
     np.testing.assert_array_equal(answers.decision == "unknown", answers.p_value <= 0.05)
-    sure = answers.confidence[answers.decision == "answer"].min()
-    assert (answers.confidence[answers.decision == "unsure"] <= sure).all()
+    # Unsure for either reason.
+    rule, columns = retriever._rule, retriever._search(embedded(retriever.la, TEST.x, "queries"))[0]
+    np.testing.assert_allclose(answers.confidence, 1 / (1 + np.exp(rule.right(columns))))
+    refused = np.stack([rule.right(columns) > rule.limit, rule.present(columns) > rule.present_limit])
+    np.testing.assert_array_equal(answers.decision == "answer", ~refused.any(0) & (answers.decision != "unknown"))
+    assert refused.any(1).all()
     table = answers.to_pandas()
     assert tuple(table.columns) == ARRAYS
     assert len(table) == len(answers) == 200
@@ -413,7 +418,7 @@ def test_embeddings_as_they_are(tmp_path: Path) -> None:
     np.testing.assert_allclose(answers.p_value, (1 + far) / 301, atol=0.004)
     assert retriever.la is None
     assert retriever.answered > 0.2
-    assert (retriever._rule.regression.weights[4:6] == 0).all()
+    assert (retriever._rule.right.weights[4:6] == 0).all()
     loaders = {name: [(torch.from_numpy(x), labels)] for name, (x, labels) in FITTED.items()}
     assert same(cc.Retriever(None, **RATES).fit(**loaders)([torch.from_numpy(TEST.x)]), answers)
     loaded = cc.Retriever.load(retriever.save(tmp_path / "saved"), None)
@@ -444,7 +449,7 @@ def test_a_head_is_trained_saved_and_the_same_again(model: nn.Module | None, tmp
     right = [(found(TEST.x).label == TEST.names).mean() for found in (raw, retriever)]
     assert right[1] > right[0] - 0.03
     assert retriever.la.predict(TEST.x[:2]).mu.shape == (2, 64)
-    assert (retriever._rule.regression.weights[4:6] != 0).any()
+    assert retriever._held.uncertainty.std() > 0
     loaded = cc.Retriever.load(retriever.save(folder), model)
     assert same(loaded(TEST.x), retriever(TEST.x))
     loaded.save(folder, overwrite=True)
@@ -485,3 +490,45 @@ def test_an_exact_index_gives_the_answers_of_the_search_of_all() -> None:
         np.testing.assert_array_equal(answers.decision, others.decision)
         np.testing.assert_allclose(answers.confidence, others.confidence, rtol=1e-4)
     assert index.asked > 4
+
+
+@each(
+    "encoder_of, dtype, head, tolerance",
+    [
+        (encoder, torch.float64, False, 1e-6),
+        (encoder, torch.float32, False, 1e-4),
+        (encoder, torch.float32, True, 1e-4),
+        (lambda: None, torch.float32, False, 1e-6),
+        (lambda: None, torch.float32, True, 1e-4),
+    ],
+)
+def test_a_served_answer_without_torch(
+    encoder_of: Any, dtype: torch.dtype, head: bool, tolerance: float, tmp_path: Path
+) -> None:
+    model = encoder_of()
+    model = model if model is None else model.to(dtype)
+    parts = {name: (torch.from_numpy(p.x).to(dtype), p.names) for name, p in (("train", TRAIN), ("held", HELD))}
+    retriever = cc.Retriever(model, **RATES, head=head).fit(*parts["train"], held_out=parts["held"])
+    new = torch.from_numpy(TEST.x).to(dtype)
+    if head:
+        features = new if model is None else model(new)
+    else:
+        features = new if model is None else retriever.la.model.forward_with_features(new)[1]
+    answers, phi = retriever(new), features.detach().numpy()
+    for path in (tmp_path / "served.npz", tmp_path / "served.safetensors"):
+        retriever.export(path)
+        served = Scorer.load(path).answer(phi)
+        for name in ("decision", "label", "neighbour"):
+            np.testing.assert_array_equal(served[name], getattr(answers, name))
+        for name in ("confidence", "p_value"):
+            np.testing.assert_allclose(served[name], getattr(answers, name), atol=tolerance)
+    lone = np.where(np.arange(len(phi))[:, None] == 3, np.nan, phi)
+    served = Scorer.load(path).answer(lone)
+    assert served["decision"][3] == "unsure"
+    assert np.isnan([served["confidence"][3], served["p_value"][3]]).all()
+    with pytest.raises(ValueError, match=r"features: expected numbers of shape \(N, "):
+        Scorer.load(path).answer(phi[:, :-1])
+    if model is not None:
+        retriever.la.export(tmp_path / "alone.npz")
+        with pytest.raises(ValueError, match=r"without\. Write one by retriever\.export"):
+            Scorer.load(tmp_path / "alone.npz").answer(phi)

@@ -56,7 +56,7 @@ def export(
 ) -> tuple[str, ...]:
     """See :meth:`contrastive_curvature.laplace.posterior.ContrastiveLaplace.export`."""
     check_exportable(la)
-    kind = _format(path, format)
+    kind = format_of(path, format)
     if p_value is not None:
         validate.flag("p_value", p_value)
     final_target(path)
@@ -67,7 +67,7 @@ def export(
                 raise InputError(name, f"nothing for format={kind!r}", f"a {type(value).__name__}", hint)
         parts = parts_of(la, p_value)
         parts.arrays.update({} if match is None else _match_arrays(match, la.model.last_layer.weight.shape[0]))
-        write_whole(path, _scorer_file(parts, kind))
+        write_scorer(path, kind, parts)
         return parts.outputs
     if match is not None:
         hint = "A graph scores one input, and a match is of two: export 'scorer.npz' or 'scorer.safetensors'."
@@ -87,7 +87,7 @@ def export(
     return module.outputs
 
 
-def _format(path: Any, given: Any) -> str:
+def format_of(path: Any, given: Any) -> str:
     """Return the format of a file, from its name or as the user said."""
     if not isinstance(path, (str, Path)):
         raise InputTypeError("path", "a path, as 'model.pt2'", f"a {type(path).__name__}")
@@ -113,15 +113,17 @@ def _match_arrays(match: Any, dim: int) -> dict[str, Tensor]:
     return {f"match.{name}": v for name, v in state.items() if isinstance(v, Tensor) and v.numel()}
 
 
-def _scorer_file(parts: Parts, kind: str) -> Callable[[BinaryIO], object]:
+def write_scorer(path: Path | str, kind: str, parts: Parts, **more: Any) -> None:
+    """Write a file of the scorer, ``"npz"`` or ``"safetensors"``, with more metadata."""
     # Any: numpy before 2.1 has no argument allow_pickle here; no array is one of objects.
     arrays: dict[str, Any] = {name: array.cpu().numpy() for name, array in parts.arrays.items()}
     about = {"form": parts.form, "structure": parts.structure, "score": parts.score}
-    metadata = {"format": FORMAT, "version": VERSION, **about}
+    metadata = {"format": FORMAT, "version": VERSION, **about, **more}
     text = json.dumps(metadata | {"checksum": checksum(arrays, metadata)})
     if kind == "npz":
-        return lambda file: np.savez(file, metadata=np.array(text), **arrays)
-    return lambda file: file.write(safetensors_bytes(arrays, {"metadata": text}))
+        write_whole(path, lambda file: np.savez(file, metadata=np.array(text), **arrays))
+    else:
+        write_whole(path, lambda file: file.write(safetensors_bytes(arrays, {"metadata": text})))
 
 
 def _check_onnx(la: Any) -> None:

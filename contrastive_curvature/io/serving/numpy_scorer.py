@@ -9,7 +9,8 @@ to where there is no torch, and import it there::
     mu, kappa, uncertainty, p_value = scorer(features)
 
 ``features`` (N, F) are what the last linear layer of the encoder takes in, however they are computed. After
-``la.export("scorer.npz", match=match)``, ``scorer.same`` gives the probabilities of ``match``.
+``la.export("scorer.npz", match=match)``, ``scorer.same`` gives the probabilities of ``match``; after
+``retriever.export("scorer.npz")``, ``scorer.answer`` gives the answers of the retriever.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ TAIL = (
 RANDOM = 1e8
 """Largest sum of relative variances: there a direction is random."""
 
+HITS, FLOOR, ENTRIES = 10, 1e-6, 2**24
+"""Of an answer: how many nearest points count, what is added to a distance, and numbers in one block of queries."""
+
 _TINY, _LARGEST = np.finfo(np.float64).tiny, np.finfo(np.float64).max
 _DTYPES: dict[str, np.dtype[Any]] = {"F64": np.dtype("<f8"), "F32": np.dtype("<f4"), "I64": np.dtype("<i8")}
 
@@ -58,7 +62,7 @@ class Scorer:
 
     Attributes:
         outputs: Names of what a call returns, in order.
-        structure: Structure of the posterior.
+        structure: Structure of the posterior; ``"none"`` for the embeddings of a retriever without one.
         score: What p-values are of, ``"novelty"`` or ``"uncertainty"``.
         n: Number of calibration inputs; the smallest p-value is ``1 / (n + 1)``. Zero without calibration.
 
@@ -80,6 +84,7 @@ class Scorer:
         self._arrays = dict(arrays)
         self.n = len(arrays["statistics"]) if "statistics" in arrays else 0
         self.outputs = ("mu", "kappa", "uncertainty") + (("p_value",) if self.n else ())
+        self._labels = np.array(metadata.get("labels", []))
         if self.form == "dense":
             covariance = arrays["covariance"].astype(np.float64)
             self._arrays |= {"covariance": covariance, "trace": _traces(covariance, *arrays["weight"].shape)}
@@ -143,7 +148,8 @@ class Scorer:
         fitted = {name.removeprefix(start): a for name, a in self._arrays.items() if name.startswith(start)}
         if not fitted:
             raise ValueError("expected a file with a fitted match, got one without. Use la.export(path, match=...).")
-        ((mu, _, angle, *_), raw), ((other, _, other_angle, *_), other_raw) = map(self._score, (features_a, features_b))
+        a, b = (self._score(features) for features in (features_a, features_b))
+        ((mu, _, angle, *_), raw, _), ((other, _, other_angle, *_), other_raw, _) = a, b
         if len(mu) != len(other):
             raise ValueError(f"features: expected as many rows on both sides, got {len(mu)} and {len(other)}.")
         with np.errstate(all="ignore"):
@@ -154,9 +160,66 @@ class Scorer:
                 columns = np.concatenate([columns, np.log(towards)[:, None], np.log(-np.sort(-both, axis=1))], axis=1)
             return _regression(columns, fitted).astype(mu.dtype)
 
-    def _score(self, features: Array) -> tuple[tuple[Array, ...], _Raw]:
-        """Return the outputs for N inputs, and of which they are computed."""
+    def answer(self, features: Array) -> dict[str, Array]:
+        """Answer queries as the retriever does that was exported.
+
+        Args:
+            features: Inputs of the last layer, shape (N, F); of a retriever with a head the outputs of its encoder, of
+                one without a posterior its embeddings.
+
+        Returns:
+            ``decision``, ``label``, ``neighbour``, ``confidence`` and ``p_value``, each of shape (N,), as of a call of
+            the retriever. A row without finite outputs is ``"unsure"``, and its numbers are NaN.
+
+        Raises:
+            ValueError: The file has no retriever, or the features are no numbers or of another shape.
+        """
+        start = "retriever."
+        r = {name.removeprefix(start): a for name, a in self._arrays.items() if name.startswith(start)}
+        if not r:
+            raise ValueError("expected a file of a retriever, got one without. Write one by retriever.export(path).")
+        gallery, classes = r["gallery"], r["classes"]
+        taken = r["hidden_weight"] if "hidden_weight" in r else self._arrays.get("weight", gallery)
+        x, width = np.asarray(features), taken.shape[1]
+        if x.dtype.kind not in "fiu" or x.ndim != 2 or x.shape[1] != width:
+            raise ValueError(f"features: expected numbers of shape (N, {width}), got {x.dtype} of shape {x.shape}.")
+        if "hidden_weight" in r:
+            x = np.maximum(x.astype(np.float32) @ r["hidden_weight"].T + r["hidden_bias"], 0)
+        if self.structure == "none":
+            mu, alone = x, np.zeros((len(x), 2))
+        else:
+            (mu, _, angle, *_), _, novelty = self._score(x)
+            alone = np.stack([angle, novelty], axis=1).astype(np.float64)
+        with np.errstate(all="ignore"):
+            u = mu.astype(np.float32)
+            u = u / np.sqrt(np.square(u).sum(1, keepdims=True))
+            step = max(1, ENTRIES // (len(gallery) + 2 * (HITS + 1) * gallery.shape[1]))
+            blocks = [_search(u[k : k + step], gallery, classes) for k in range(0, max(len(u), 1), step)]
+            columns, match = (np.concatenate(part) for part in zip(*blocks, strict=True))
+            columns = np.hstack([columns, np.log(np.maximum(alone, FLOOR))])
+            right, present = (
+                (columns - r[f"{name}.location"]) / r[f"{name}.scale"] @ r[f"{name}.weights"][:-1]
+                + r[f"{name}.weights"][-1]
+                for name in ("right", "present")
+            )
+            novelty = np.exp(columns[:, 1]) if self.structure == "none" else alone[:, 1]
+            n, rounded = len(r["novelties"]), novelty * (1 - r["rounding"])
+            p_value = np.where(np.isnan(rounded), np.nan, (1 + n - np.searchsorted(r["novelties"], rounded)) / (n + 1))
+            limit, present_limit, alarms = r["limits"]
+            decision = np.where((-right <= limit) & (-present <= present_limit), "answer", "unsure")
+            return {
+                "decision": np.where(p_value <= alarms, "unknown", decision),
+                "label": self._labels[classes[match]],
+                "neighbour": r["identifiers"][match],
+                "confidence": 1 / (1 + np.exp(-right)),
+                "p_value": p_value,
+            }
+
+    def _score(self, features: Array) -> tuple[tuple[Array, ...], _Raw, Array | None]:
+        """Return the outputs for N inputs, of which they are computed, and what p-values are of."""
         a = self._arrays
+        if self.structure == "none":
+            raise ValueError("expected a file with a posterior, got one of embeddings. Call scorer.answer(embeddings).")
         weight = a["weight"]
         phi = np.asarray(features)
         if phi.dtype.kind not in "fiu" or phi.ndim != 2 or phi.shape[1] != weight.shape[1]:
@@ -181,7 +244,7 @@ class Scorer:
             out = (mu, _kappa(tangential.astype(z.dtype), z.shape[1]), angle.astype(z.dtype))
             raw = (u, norm, total, times)
             if not self.n:
-                return out, raw
+                return out, raw, None
             least = z.shape[1] * np.finfo(z.dtype).eps * total
             spread = np.log(np.maximum(np.maximum(total - radial, least), _TINY))
             lengths = np.maximum(np.log(np.maximum(length, _TINY)) + np.log(size), math.log(_TINY))
@@ -189,7 +252,7 @@ class Scorer:
             if "counts" in a or self.score != "novelty":
                 known &= length > 0
             score = self._novelty(spread, lengths, phi, wide) if self.score == "novelty" else out[2].astype(np.float64)
-            return (*out, np.where(known, self._p_value(score, mu), np.nan)), raw
+            return (*out, np.where(known, self._p_value(score, mu), np.nan)), raw, score
 
     def _diagonal(self, phi: Array) -> tuple[Array, _Times]:
         a = self._arrays
@@ -269,6 +332,20 @@ class Scorer:
         for one in np.unique(classes):
             below[classes == one] = np.searchsorted(of_class[one], least[classes == one])
         return np.asarray((1 + n - below) / (n + 1))
+
+
+def _search(u: Array, gallery: Array, classes: Array) -> tuple[Array, Array]:
+    """Return what a search says (N, 4), and the rows of the matches (N,): the library's ``evidence``."""
+    cosine, k = np.where(np.isnan(u[:, :1]), 0, u @ gallery.T), min(HITS, len(gallery))
+    hits = np.argpartition(-cosine, k - 1, axis=1)[:, :k]
+    hits = np.take_along_axis(hits, np.argsort(-np.take_along_axis(cosine, hits, 1), axis=1, kind="stable"), 1)
+    own = classes[hits[:, :1]]
+    others = np.where(classes == own, -np.inf, cosine)
+    looked_at = np.hstack([hits, others.argmax(1)[:, None]])
+    apart = np.square(u[:, None].astype(np.float64) - gallery[looked_at]).sum(2) / 2
+    apart[np.isneginf(others.max(1)), -1] = 2
+    first, mean, other = (np.log(d + FLOOR) for d in (apart[:, 0], apart[:, :-1].mean(1), apart[:, -1]))
+    return np.stack([first, mean, (classes[hits] == own).mean(1), first - other], axis=1), hits[:, 0]
 
 
 def turning_angle(tangential: Array, norm: Array, typical_norm: Any = None, between: Array | None = None) -> Array:
