@@ -273,7 +273,7 @@ MUTANTS = [
       "cosine.masked_fill_(of == without[rows, None].to(classes), -torch.inf)", "pass",
       "retriever/test_promises.py::test_evidence_against_a_search_by_hand"),
     M("the gap is to the nearest of any class", "nearest of another class than the match", "retriever/evidence.py",
-      "other = cosine.masked_fill(of == voters[:, :1], -torch.inf).amax(1)", "other = cosine.amax(1)",
+      "other, far = cosine.masked_fill(of == voters[:, :1], -torch.inf).max(1)", "other, far = cosine.max(1)",
       "retriever/test_promises.py::test_evidence_against_a_search_by_hand"),
     M("an index is not asked for more", "ten others, of two classes", "retriever/evidence.py",
       "k = min(2 * k, m)", "break",
