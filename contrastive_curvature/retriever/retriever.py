@@ -122,7 +122,7 @@ class Retriever(Fitted):
       average. Of kinds that neither the encoder nor the held-out queries know, more may be.
     - ``false_alarms``: of such queries, at most this share is called unknown, on average.
 
-    The first two are tested with scores from other held-out queries, and hold in simulations (``docs/retriever.md``);
+    The first two are tested with scores from other held-out queries, and hold in simulations (``docs/statistics.md``);
     the third is a conformal p-value. Where no limit keeps a rate, nothing is answered: :attr:`reasons` and a warning
     say why. The limits are made again whenever the gallery or the held-out queries change; each time the confidence is
     that of one time.

@@ -22,7 +22,7 @@ _RIDGE = 1.0
 """Penalty of the weights, of standardised columns."""
 
 _ABSENT = 0.1
-"""Weight of a held-out query without its class. Measured: ``docs/retriever.md``."""
+"""Weight of a held-out query without its class. Measured: ``docs/statistics.md``."""
 
 _FOLDS = 5
 
@@ -141,7 +141,7 @@ def certified(
     """Fit P(right) to held-out queries, and find the largest limit that keeps all rates.
 
     Each held-out query is scored by a regression on the other four fifths of them, and the limit is used with the
-    regression on all: in simulations that keeps the rates (``docs/retriever.md``), it is no proof.
+    regression on all: in simulations that keeps the rates (``docs/statistics.md``), it is no proof.
 
     ``false_matches``: the limit is the ``floor(rate (N + 1))``-th smallest score of N queries without their class, as
     conformal p-values have it. ``wrong_answers``: of the queries that this leaves, limits are tested upwards
