@@ -1,4 +1,4 @@
-"""No file that the package writes has a row of the user's data in it, but for those that docs/keep_and_serve.md names."""
+"""No file that the package writes has a row of the user's data in it, but for those in docs/keep_and_serve.md."""
 
 import io
 import pickle
@@ -150,7 +150,7 @@ HELD: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
     "`la.part_curvature(...)`": (("curvature",), {"features": 100}),
     "a pickle of a whole posterior": (("pickle",), {"features": 100, "outputs": 100}),
 }
-"""Files by their row in docs/keep_and_serve.md, and how many of the 100 training points are in them; other inputs are not."""
+"""Files by their row in docs/keep_and_serve.md, and how many of the 100 training points are in them."""
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
