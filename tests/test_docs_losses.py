@@ -1,4 +1,4 @@
-"""What docs/losses.md, docs/self_supervised.md and docs/clip.md say of losses, data and towers; their code runs in
+"""What docs/losses.md and docs/clip.md say of losses, data and towers; their code runs in
 test_house, and the formulas of docs/theory.md in test_docs_theory.
 """
 

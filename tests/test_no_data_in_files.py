@@ -1,4 +1,4 @@
-"""No file that the package writes has a row of the user's data in it, but for those that docs/sharing.md names."""
+"""No file that the package writes has a row of the user's data in it, but for those in docs/keep_and_serve.md."""
 
 import io
 import pickle
@@ -150,7 +150,7 @@ HELD: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
     "`la.part_curvature(...)`": (("curvature",), {"features": 100}),
     "a pickle of a whole posterior": (("pickle",), {"features": 100, "outputs": 100}),
 }
-"""Files by their row in docs/sharing.md, and how many of the 100 training points are in them; other inputs are not."""
+"""Files by their row in docs/keep_and_serve.md, and how many of the 100 training points are in them."""
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -187,7 +187,7 @@ def curvature(folder: Path, device: str) -> None:
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_what_is_in_which_file(device: str, tmp_path: Path) -> None:
-    page = (Path(__file__).parent.parent / "docs" / "sharing.md").read_text()
+    page = (Path(__file__).parent.parent / "docs" / "keep_and_serve.md").read_text()
     table = page.partition("### What is in which file")[2].partition("\n\nA sample")[0]
     writers = FILES | {
         "gp": lambda folder, device: torch.save(fitted(device, "gp").state_dict(), folder / "state.pt"),

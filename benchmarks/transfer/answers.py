@@ -1,8 +1,9 @@
 """``cc.Retriever`` on every encoder that has a feature file: is the match right, how much is answered, do rates hold?
 
-``python -m benchmarks.transfer.answers FOLDER`` prints the tables of docs/retriever.md. The gallery is the training
-inputs, and the queries are the test inputs; where these are of classes that training has not seen, the gallery is half
-of each of these classes. 500 queries are held out (half of them, where there are fewer than 1,000), others judge.
+``python -m benchmarks.transfer.answers FOLDER`` prints the tables of docs/statistics.md. The gallery is
+the training inputs, and the queries are the test inputs; where these are of classes that training has not seen, the
+gallery is half of each of these classes. 500 queries are held out (half of them, where there are fewer than 1,000),
+others judge.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from contrastive_curvature.errors import InputError
 from contrastive_curvature.metrics._checks import Array, like, numbers, truths
 
 _TWO_STARTS = 4
-"""With so many times the queries that a first test accepts, a second one starts at half (docs/decisions.md)."""
+"""With so many times the queries that a first test accepts, a second one starts at half (docs/statistics.md)."""
 
 
 class RetrievalThreshold(Fitted):

@@ -113,7 +113,7 @@ def similarity(
     :func:`contrastive_curvature.embedding.similarity.directions`, to second order in the spread of the raw outputs. A
     pair takes O(D) for diagonal covariances and O(D^2) for dense ones, in float64. The closed form fails in two or
     three dimensions where the norm of a raw output may reach zero, and where one or two directions have most of the
-    spread (``docs/matching.md``).
+    spread (``docs/statistics.md``).
 
     Args:
         a: Distribution over N embeddings of dimension D. Or a tensor of embeddings without uncertainty, of any norm,

@@ -123,7 +123,7 @@ class Retriever(Fitted):
       average. Of kinds that neither the encoder nor the held-out queries know, more may be.
     - ``false_alarms``: of such queries, at most this share is called unknown, on average.
 
-    The first two are tested with scores from other held-out queries, and hold in simulations (``docs/retriever.md``);
+    The first two are tested with scores from other held-out queries, and hold in simulations (``docs/statistics.md``);
     the third is a conformal p-value. Where no limit keeps a rate, nothing is answered: :attr:`reasons` and a warning
     say why. The limits are made again whenever the gallery or the held-out queries change; each time the confidence is
     that of one time.
@@ -476,7 +476,7 @@ class Retriever(Fitted):
         return load(cls, folder, encoder, index, **options)
 
     def export(self, path: Path | str, *, format: Literal["npz", "safetensors"] | None = None) -> None:
-        """Write a file with which the numpy scorer answers without torch, see ``docs/serving.md``.
+        """Write a file with which the numpy scorer answers without torch, see ``docs/keep_and_serve.md``.
 
         ``Scorer.load(path).answer(features)`` searches all points of the gallery, also where this retriever has an
         index. Its features are the inputs of the last layer; with a head the outputs of the encoder; without a

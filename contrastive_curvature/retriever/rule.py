@@ -23,7 +23,7 @@ RIGHT = 0.1, np.where([name == "gap" for name in COLUMNS], 0.1, 10.0)
 gap alone orders the surest answers well, so that the others have to earn their weights."""
 
 PRESENT = 1.0, np.ones(len(COLUMNS))
-"""As :data:`RIGHT`, of the score that says whether the gallery has the class. Both measured: ``docs/retriever.md``."""
+"""As :data:`RIGHT`, of the score that says whether the gallery has the class. Both measured: ``docs/statistics.md``."""
 
 _FOLDS = 5
 
@@ -150,7 +150,7 @@ def certified(
     """Fit two scores to held-out queries, and find the largest limits that keep all rates.
 
     Each held-out query is scored by regressions on the other four fifths of them, and the limits are used with the
-    regressions on all: in simulations that keeps the rates (``docs/retriever.md``), it is no proof.
+    regressions on all: in simulations that keeps the rates (``docs/statistics.md``), it is no proof.
 
     ``false_matches``: the limit of ``present`` is the ``floor(rate (N + 1))``-th smallest score of N queries without
     their class, as conformal p-values have it. ``wrong_answers``: among the queries that this leaves, limits of

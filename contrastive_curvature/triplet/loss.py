@@ -55,7 +55,7 @@ def bayesian_triplet_loss(
     ``-log P(|a - p|^2 + margin < |a - n|^2) + kl_weight [KL(a) + KL(p) + KL(n)]`` per triplet; the first part takes
     tau for normal, with the moments of :func:`~contrastive_curvature.triplet.tau_moments` or
     :func:`~contrastive_curvature.triplet.tau_moments_vmf`. It is not the evidence lower bound that the documents call
-    it; see ``docs/bayesian_triplet.md``.
+    it; see ``docs/other_methods.md``.
 
     Args:
         anchor: Mean (..., D) and variance (..., D) (diagonal) or (..., 1) (isotropic), the latter > 0.

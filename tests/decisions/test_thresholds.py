@@ -20,7 +20,7 @@ from contrastive_curvature import metrics
 
 SPLITS = 600
 SETS = int(os.environ.get("SETS", "200"))
-"""Of images of persons; 600 for the figures of docs/decisions.md."""
+"""Of images of persons; 600 for the figures of docs/statistics.md."""
 GRID = np.linspace(0, 1, 20001)
 
 
@@ -140,7 +140,7 @@ def test_rates_and_intervals_hold_where_pairs_share_persons(
         true = 1 - np.searchsorted(falsely, alone.threshold, "right") / len(falsely)
         narrow.append((true, alone.false_match_interval[0] <= true <= alone.false_match_interval[1]))
     share, without = np.mean(inside, axis=0), np.mean(narrow, axis=0)
-    print(  # the figures of docs/decisions.md: SETS=600 pytest -s
+    print(  # the figures of docs/statistics.md: SETS=600 pytest -s
         f"{how}, {persons} persons with {images} images, rate {rate:g}: mean {np.mean(rates):.5f} "
         f"(standard error {np.std(rates) / math.sqrt(SETS):.5f}), interval holds in {share[0]:.1%}, that of the "
         f"false non-match rate in {share[1]:.1%}; without groups {without[0]:.5f}, {without[1]:.1%}"

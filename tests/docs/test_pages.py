@@ -1,6 +1,5 @@
 """Pages: spelling, links, and the first block of code of each task."""
 
-import os
 import re
 import subprocess
 import sys
@@ -47,13 +46,6 @@ def test_links_lead_somewhere():
 
 
 TASKS = sorted((ROOT / "docs" / "tasks").glob("*.md"))
-FOLDERS = {"DATA_ROOT": ROOT.parent / "shared" / "data", "FEATURES_ROOT": ROOT.parent / "cache" / "transfer"}
-_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
-
-
-def words_and_numbers(printed: str) -> tuple[list[str], list[float]]:
-    numbers = [float(found.replace(",", "")) for found in _NUMBER.findall(printed)]
-    return _NUMBER.sub("#", printed).split(), numbers
 
 
 @pytest.mark.parametrize("page", TASKS, ids=lambda page: page.stem)
@@ -64,19 +56,12 @@ def test_first_block_prints_what_the_page_says(page, tmp_path, monkeypatch, caps
     assert code, "no ```py block"
     assert said, "no ```text block with what it prints"
     assert code[1].count("\n") <= 65, "more than one screen"
+    assert max(map(len, code[1].splitlines())) <= 88, "the end of a line is cut"
     # the empty lines make a traceback show the page's own line numbers
     compiled = compile("\n" * text.count("\n", 0, code.start(1)) + code[1], str(page), "exec")
     monkeypatch.chdir(tmp_path)
-    for variable, folder in FOLDERS.items():
-        monkeypatch.setenv(variable, os.environ.get(variable, str(folder)))
-    try:
-        exec(compiled, {"__name__": "__main__"})
-    except FileNotFoundError as error:
-        pytest.skip(f"the data of this page are not there: {error}")
-    words, numbers = words_and_numbers(capsys.readouterr().out)
-    wanted, figures = words_and_numbers(said[1])
-    assert words == wanted
-    assert numbers == pytest.approx(figures, rel=0.25)
+    exec(compiled, {"__name__": "__main__"})
+    assert capsys.readouterr().out == said[1]
 
 
 def test_every_page_is_in_the_navigation():

@@ -69,13 +69,28 @@ def test_the_search_finds_what_people_look_for(site):
 
     sections = [(each["location"], words(f"{each['title']} {each['text']}")) for each in index["docs"]]
     for query, page in {
-        "OOD": "which_score.html",
-        "verification": "tasks/verify_faces.html",
-        "p-value": "threshold.html",
-        "threshold": "threshold.html",
+        "OOD": "decide.html",
+        "cache": "tasks/cache.html",
+        "rerank": "tasks/rerank.html",
+        "reranker": "tasks/rerank.html",
+        "1:N": "tasks/verify.html",
+        "gallery size": "tasks/verify.html",
+        "FPIR": "tasks/verify.html",
+        "open set": "tasks/verify.html",
+        "abstention": "tasks/no_answer.html",
+        "reject option": "decide.html",
+        "false positive rate": "decide.html",
+        "coverage": "statistics.html",
+        "covariate shift": "statistics.html",
+        "out-of-distribution": "decide.html",
+        "quality": "tasks/quality.html",
+        "drift": "tasks/drift.html",
+        "verification": "tasks/verify.html",
+        "p-value": "decide.html",
+        "threshold": "decide.html",
         "evaluate": "report.html",
         "report": "command_line.html",
-        "alpha": "threshold.html",
+        "alpha": "decide.html",
     }.items():
         found = {place.partition("#")[0] for place, there in sections if words(query) <= there}
         assert page in found, query

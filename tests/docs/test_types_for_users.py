@@ -12,7 +12,7 @@ from pathlib import Path
 
 from markdown_pages import ROOT, tokens
 
-PAGES = ("README.md", "docs/quickstart.md", "docs/which_score.md")
+PAGES = ("README.md", "docs/quickstart.md", "docs/decide.md")
 STRICTER = "# mypy: warn-return-any, disallow-subclassing-any\n"
 """What the project's settings leave out of mypy's strict mode, for its own sake."""
 

@@ -122,7 +122,7 @@ def test_probabilities_are_those_of_ten_thousand_samples(dim, angle, kappa):
     many = cc.CosineDistribution(out.mean.expand(len(at)), out.variance.expand(len(at)))
     gap = (many.probability(drawn[at]) - (1 - at / n)).abs().max()
     # 0.0223 is exceeded by samples of a right distribution once in ten thousand times (Kolmogorov); 0.03 is about the
-    # largest error of isotropic spreads in the table of docs/matching.md.
+    # largest error of isotropic spreads in the table of docs/statistics.md.
     assert float(gap) < 0.0223 + 0.03
 
 

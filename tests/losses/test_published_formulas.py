@@ -1,6 +1,6 @@
 """Formulas that others publish for the same curvature: BayesVLM's own-row blocks, its Kronecker factors, its prior.
 
-Written anew from what the published code computes; ``docs/published_formulas.md`` names the files and lines.
+Written anew from what the published code computes; ``docs/other_methods.md`` names the files and lines.
 """
 
 import math

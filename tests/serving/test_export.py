@@ -143,7 +143,7 @@ CLOSE: dict[torch.dtype, dict[str, tuple[float, float]]] = {
     torch.float16: {"pt2": (1e-5, 1e-5), "onnx": (0.001, 0.005), "npz": (0.001, 0.005)},
     torch.bfloat16: {"pt2": (1e-5, 1e-5), "npz": (0.005, 0.04)},
 }
-"""Bounds that docs/serving.md states: of ``mu`` absolutely, of the others relatively. Those of float32,
+"""Bounds that docs/keep_and_serve.md states: of ``mu`` absolutely, of the others relatively. Those of float32,
 and of float64 in other files, stand in the tests above and in those of the scorer.
 """
 

@@ -1,6 +1,6 @@
 """The triplet loss, and the Bayesian one: a mean and a variance for every image.
 
-Sources: Warburg et al. (2021), "Bayesian Triplet Loss", poster and supplement; see docs/bayesian_triplet.md.
+Sources: Warburg et al. (2021), "Bayesian Triplet Loss", poster and supplement; see docs/other_methods.md.
 """
 
 from __future__ import annotations
