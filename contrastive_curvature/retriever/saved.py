@@ -74,8 +74,8 @@ def export(retriever: Retriever, path: Path | str, format: Any) -> None:
         **_regressions(rule),
     }
     if retriever._head is not None:
-        first = retriever._head.head[0]
-        arrays |= {"hidden_weight": first.weight.detach(), "hidden_bias": first.bias.detach()}
+        hidden = retriever._head.head.state_dict()
+        arrays |= {"hidden_weight": hidden["0.weight"], "hidden_bias": hidden["0.bias"]}
     parts.arrays.update({f"retriever.{name}": value for name, value in arrays.items()})
     write_scorer(path, kind, parts, labels=labels)
 

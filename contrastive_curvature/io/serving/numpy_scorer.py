@@ -189,7 +189,7 @@ class Scorer:
             mu, alone = x, np.zeros((len(x), 2))
         else:
             (mu, _, angle, *_), _, novelty = self._score(x)
-            alone = np.stack([angle, novelty], axis=1).astype(np.float64)
+            alone = np.column_stack([angle, novelty]).astype(np.float64)
         with np.errstate(all="ignore"):
             u = mu.astype(np.float32)
             u = u / np.sqrt(np.square(u).sum(1, keepdims=True))
@@ -215,7 +215,7 @@ class Scorer:
                 "p_value": p_value,
             }
 
-    def _score(self, features: Array) -> tuple[tuple[Array, ...], _Raw, Array | None]:
+    def _score(self, features: Array) -> tuple[tuple[Array, ...], _Raw, Any]:
         """Return the outputs for N inputs, of which they are computed, and what p-values are of."""
         a = self._arrays
         if self.structure == "none":
