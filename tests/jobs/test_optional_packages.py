@@ -33,5 +33,6 @@ def test_missing_packages_are_named(device: str, tmp_path: Path, monkeypatch: py
     ],
 )
 def test_bad_resources_are_refused(options: dict[str, float], message: str, device: str, tmp_path: Path) -> None:
+    pytest.importorskip("ray")
     with pytest.raises(cc.InputError, match=message):
         cc.jobs.fit_on_ray(posterior(device), "no such file", folder=tmp_path / "s", **options)  # type: ignore[arg-type]
