@@ -178,20 +178,21 @@ def analyse_layers(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> L
         params: Its trainable parameters.
         few: From :func:`.few_points`.
     """
-    lookups: frozenset[int] = frozenset()
+    lookups, plain = frozenset[int](), is_plain(encoder)
     while True:
         with Recorder(list(params), lookups) as recorder:
             z = encoder(few)
-        places, without = _batch_axes(recorder.uses, z)
+        places, without = _batch_axes(recorder.uses, z, plain)
         tables = {use.subset.number for use in without if use.kind == "embedding"} - lookups
         if not tables:
             break
         lookups |= tables
     lacking = recorder.unknown | {use.subset.number for use in without}
-    plain = encoder(few).detach()
-    if not bool(_agree(z.detach(), plain, plain, coarsest_dtype([use.call for use in recorder.uses], z.dtype))):
-        # Every run of the encoder gives other outputs.
-        lacking = set(range(len(params)))
+    if not plain:
+        again = encoder(few).detach()
+        if not bool(_agree(z.detach(), again, again, coarsest_dtype([use.call for use in recorder.uses], z.dtype))):
+            # Every run of the encoder gives other outputs.
+            lacking = set(range(len(params)))
     blocks, wrong = make_blocks(recorder.uses, places, z, lacking)
     lacking |= wrong
     counts = Counter(block.number for block in blocks)
@@ -208,12 +209,20 @@ def analyse_layers(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> L
     )
 
 
-def _batch_axes(uses: Sequence[ParameterUse], z: Tensor) -> tuple[dict[tuple[int, int], BatchAxis], list[ParameterUse]]:
-    """Return where the points lie at every use, from the gradients that tell it, and the uses without such an axis."""
+def _batch_axes(
+    uses: Sequence[ParameterUse], z: Tensor, plain: bool
+) -> tuple[dict[tuple[int, int], BatchAxis], list[ParameterUse]]:
+    """Return where the points lie at every use, and the uses without such an axis; gradients tell it but of plain ones.
+
+    Args:
+        uses: Of n points.
+        z: The outputs (n, D).
+        plain: Whether the layers keep the points in front (:func:`is_plain`).
+    """
     n = len(z)
     of_first, of_others = _random_like(z, seed=0).repeat(2, 1, 1)
     of_first[1:], of_others[0] = 0, 0
-    at_calls = gradients_at(z, [use.call for use in uses], torch.stack([of_first, of_others]))
+    at_calls = {} if plain else gradients_at(z, [use.call for use in uses], torch.stack([of_first, of_others]))
 
     def separates(batch_axis: BatchAxis, gradients: Tensor) -> bool:
         first, others = (by_point(g, batch_axis, n) for g in gradients)
