@@ -81,6 +81,7 @@ def in_one_process() -> Any:
     return la
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no shell script runs as sbatch")
 def test_the_job_array_of_the_page(place: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     del device
     jobs = submit(place)
