@@ -40,8 +40,6 @@ def predictions(
 
     ``argument`` is the name of the data in error messages.
     """
-    if progress_bar is not None:
-        validate.flag("progress_bar", progress_bar)
     items, inputs_of = batches(la.model, data, batch_size, argument)
     number = -1
     for number, item in enumerate(Progress(progress_bar).over(items, "[predict]")):

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.known import (
     NOVELTY,
@@ -209,8 +208,6 @@ def calibrate(
 ) -> None:
     """Do what :meth:`contrastive_curvature.laplace.posterior.ContrastiveLaplace.calibrate` says."""
     la.check_fitted()
-    if progress_bar is not None:
-        validate.flag("progress_bar", progress_bar)
     check_loader(loader, "loader", once=True)
     chosen = Score.chosen(example(la), score, by_class)
     now = take_snapshot(la)

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -80,7 +81,7 @@ from contrastive_curvature.network.inputs import (
     made_up_inputs,
     slice_inputs,
 )
-from contrastive_curvature.network.loader import check_loader, check_model, read_views
+from contrastive_curvature.network.loader import check_loader, check_model, check_not_empty, read_views
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.pairs.relation import check_labels
 from contrastive_curvature.pairs.rows import Rows
@@ -635,14 +636,11 @@ class ContrastiveLaplace(ParametricLaplace):
         # First, as the labels of la.fit(x, labels) would be taken for override.
         check_loader(loader, shares=exchange is not None)
         validate.flag("override", override)
-        if progress_bar is not None:
-            validate.flag("progress_bar", progress_bar)
-        probe = self._first_inputs(loader)
+        probes = self._first_inputs(loader)
         if exchange is not None:
-            probe = parts.shared_inputs(exchange, probe, self._device)
-        if probe is None:
-            raise InputError("train_loader", "at least one batch", "an empty loader")
-        self.prepare(probe)
+            probes = parts.shared_inputs(exchange, probes, self._device)
+        check_not_empty(len(probes))
+        self.prepare(probes[0])
 
     @contextmanager
     def _in_all_processes(self, exchange: ProcessGroup | None, *, override: bool) -> Iterator[None]:
@@ -752,13 +750,11 @@ class ContrastiveLaplace(ParametricLaplace):
             )
         return TrainingSample(features, outputs, encoder)
 
-    def _first_inputs(self, loader: Iterable[Any]) -> Inputs | None:
-        """Return a few inputs of the first batch; ``None`` of an empty loader."""
-        for batch in loader:
-            # Of two views both are inputs of the encoder.
-            x = read_views(self.model, batch, self.dict_key_y).first
-            return slice_inputs(x, slice(0, 8))
-        return None
+    def _first_inputs(self, loader: Iterable[Any]) -> list[Inputs]:
+        """Return a few inputs of the first batch, in a list, which is empty for an empty loader."""
+        # Of two views both are inputs of the encoder.
+        views = [read_views(self.model, batch, self.dict_key_y) for batch in islice(loader, 1)]
+        return [slice_inputs(view.first, slice(0, 8)) for view in views]
 
     def update(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
         """Add further data to the posterior: ``fit(loader, override=False)``, without pairs of the two data sets.
@@ -856,15 +852,13 @@ class ContrastiveLaplace(ParametricLaplace):
         check_loader(loader, "loader", shares=True)
         parts.check_part(part, statistics)
         parts.check_sampler(loader, part)
-        if progress_bar is not None:
-            validate.flag("progress_bar", progress_bar)
-        probe = self._first_inputs(loader)
-        if probe is None:
+        probes = self._first_inputs(loader)
+        if not probes:
             self._renew_backend()
             return self.backend.fit_part(None, self.structure, part, statistics, progress_bar)
-        self.prepare(probe)
+        self.prepare(probes[0])
         state = self.backend.fit_part(loader, self.structure, part, statistics, progress_bar)
-        return replace(state, probe=parts.kept_probe(made_up_inputs(probe, parts.PROBES), part[0]))
+        return replace(state, probe=parts.kept_probe(made_up_inputs(probes[0], parts.PROBES), part[0]))
 
     def measure_classes(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
         """Take the centres of the classes of labelled inputs, which ``uncertainty`` compares embeddings with.
@@ -882,8 +876,6 @@ class ContrastiveLaplace(ParametricLaplace):
                 classes than :data:`~contrastive_curvature.fit.class_centres.MOST_NUMBERS` allows. Nothing has changed.
         """
         self.check_fitted()
-        if progress_bar is not None:
-            validate.flag("progress_bar", progress_bar)
         check_loader(loader)
         sums = CentreCollector()
         with evaluation_mode(self.model), torch.no_grad():

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from contrastive_curvature import metrics, validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.network.loader import check_loader
+from contrastive_curvature.network.loader import check_loader, check_not_empty
 from contrastive_curvature.options import parse_option
 
 if TYPE_CHECKING:
@@ -188,8 +188,7 @@ def search_grid(
         x, y = la.backend.read(batch)
         contexts.append(la.sampling_context(x))
         labels.append(y)
-    if not contexts:
-        raise InputError("val_loader", "at least one batch", "an empty loader")
+    check_not_empty(len(contexts), "val_loader")
     targets, before, scores = torch.cat(labels), la.prior_precision, []
     try:
         for value in tqdm(grid, desc="[prior grid]", disable=not bar):
