@@ -202,9 +202,9 @@ def example(la: ContrastiveLaplace) -> EmbeddingDistribution:
 def calibrate(
     la: ContrastiveLaplace,
     loader: Iterable[Any],
-    progress_bar: bool | None = None,
-    score: Any = NOVELTY,
-    by_class: bool = False,
+    progress_bar: bool | None,
+    score: Any,
+    by_class: bool,
 ) -> None:
     """Do what :meth:`contrastive_curvature.laplace.posterior.ContrastiveLaplace.calibrate` says."""
     la.check_fitted()

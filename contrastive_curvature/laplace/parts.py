@@ -50,12 +50,13 @@ def check_unwrapped(model: nn.Module) -> None:
 
 
 def check_kind(argument: str, state: object, kind: str) -> None:
-    """Refuse what is no merged state of a kind."""
+    """Refuse what is no merged state of a kind, of all parts."""
     if not isinstance(state, State):
         hint = "State.load(path) reads a file, State.merged(states) merges several."
         raise InputTypeError(argument, "a merged State", f"a {type(state).__name__}", hint)
     if state.kind != kind:
         raise InputError(argument, f"a state of kind {kind!r}", f"{state.kind!r}")
+    state.check_complete()
 
 
 def check_part(part: Any, statistics: State | None) -> None:

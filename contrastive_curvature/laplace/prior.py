@@ -215,7 +215,7 @@ def _embedding_samples(la: ContrastiveLaplace, contexts: list[Any], linearized: 
 
 
 def check_prior(
-    argument: str, value: object, dtype: torch.dtype, sizes: Collection[int] | None = None, *, positive: bool = True
+    argument: str, value: object, dtype: torch.dtype, sizes: Collection[int] | None, *, positive: bool = True
 ) -> None:
     """Refuse what is no prior precision (or mean, where numbers need not be positive).
 

@@ -92,7 +92,7 @@ def check_state(state: object, kind: Mapping[str, str], options: Mapping[str, An
 
 
 def check_settings(
-    state: Mapping[str, Any], like: Tensor, n_params: int, mean_sizes: set[int], prior_sizes: set[int]
+    state: Mapping[str, Any], like: Tensor, n_params: int, mean_sizes: set[int] | None, prior_sizes: set[int] | None
 ) -> None:
     """Check everything but the curvature, as a state of an encoder that has a parameter ``like``."""
     _check_tensor("mean", state["mean"], like, (n_params,))

@@ -11,7 +11,6 @@ import laplace
 import torch
 from torch import Tensor
 
-from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit.loop import Fit, fit
 from contrastive_curvature.fit.passes import Passes
@@ -192,8 +191,7 @@ class TwoTowerLaplace:
             raise InputError("v_b", wanted, "none" if v_b is None else "a vector")
         vectors = [v_a] if v_b is None else [v_a, v_b]
         for name, la, v in zip(("v_a", "v_b"), self._each(), vectors, strict=False):
-            la.check_fitted()
-            validate.tensor(name, v, tuple(la.mean.shape), la.mean)
+            la.check_weights(v, name)
         with self._ready(self._read(first_batch(loader))) as pullbacks:
             return tuple(towers_product(pullbacks, TowerReader(loader, self._read), self.loss_of_towers, vectors))
 
