@@ -1237,18 +1237,21 @@ class ContrastiveLaplace(ParametricLaplace):
         raw = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint)
         return normalize(raw.flatten(0, 1))[0].view_as(raw)
 
-    def sampled_weights(self, n_samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
-        """Sampled weights in chunks of bounded size, each (S, P)."""
+    def samples_at(
+        self, contexts: Sequence[Any], n_samples: int, generator: torch.Generator | None, linearized: bool
+    ) -> Tensor:
+        """Raw outputs (S, N, D) of S encoders with sampled weights, at the sampling contexts of one or more batches."""
+        chunks = []
         step = max(1, 2**26 // self.mean.numel())
         for start in range(0, n_samples, step):
-            yield self.sample(min(step, n_samples - start), generator)
+            theta = self.sample(min(step, n_samples - start), generator)
+            chunks.append(torch.cat([self.outputs_at(context, theta, linearized) for context in contexts], dim=1))
+        return torch.cat(chunks)
 
     def _joint_samples(self, x: Inputs, n_samples: int, generator: torch.Generator | None, linearized: bool) -> Tensor:
         """Return raw outputs (S, B, D) of S encoders with sampled weights."""
         moved = prediction.moved_inputs(self.model, x, self._device)
-        context = self.sampling_context(moved)
-        weights = self.sampled_weights(n_samples, generator)
-        samples = torch.cat([self.outputs_at(context, theta, linearized) for theta in weights])
+        samples = self.samples_at([self.sampling_context(moved)], n_samples, generator, linearized)
         prediction.check_outputs(moved, samples, self.n_outputs, sampled=True)
         return samples
 
@@ -1491,7 +1494,7 @@ class ContrastiveLaplace(ParametricLaplace):
             hint = "Where it is a backend of your own, construct this object with backend=... of it."
             refuse("backend", f"one of {', '.join(KNOWN_BACKENDS)}", repr(state["backend"]), hint)
         self._renew_backend()
-        check_settings(state, like, self.n_params, self._prior_sizes(of_mean=True), self._prior_sizes())
+        check_settings(state, like, self.n_params)
         raw = self._loaded_curvature(state["curvature"], like)
         for name in _AS_SAVED:
             setattr(self, name, state[name])
@@ -1527,9 +1530,6 @@ class ContrastiveLaplace(ParametricLaplace):
         """Find the last layer, before a state can be checked; nothing to find for other weights."""
         if not self.on_last_layer:
             return
-        missing = [key for key in ("data", "_last_layer_name") if key not in state]
-        if missing:
-            raise InputError("state_dict", "the keys data and _last_layer_name", f"none of {missing}")
         name = state["_last_layer_name"]
         if not isinstance(name, (str, type(None))) or name != self._last_layer_name:
             refuse("_last_layer_name", f"{self._last_layer_name!r}, that of this object", kind_of(name))

@@ -193,7 +193,10 @@ def search_grid(
     try:
         for value in tqdm(grid, desc="[prior grid]", disable=not bar):
             la.prior_precision = value
-            samples = _embedding_samples(la, contexts, linearized, n_samples)
+            # The same random numbers for every value, so that the criterion compares priors and not draws.
+            generator = torch.Generator(la.mean.device).manual_seed(0)
+            raw = la.samples_at(contexts, n_samples, generator, linearized)
+            samples = normalize(raw.flatten(0, 1))[0].view_as(raw)
             scores.append(float((loss or metrics.retrieval_brier)(samples, targets)))
     finally:
         la.prior_precision = before
@@ -201,17 +204,6 @@ def search_grid(
     if not numbers:
         raise InputError("loss", "a criterion that is a number somewhere on the grid", "NaN everywhere")
     la.prior_precision = grid[min(numbers)[1]].reshape(1)
-
-
-def _embedding_samples(la: ContrastiveLaplace, contexts: list[Any], linearized: bool, n_samples: int) -> Tensor:
-    """Return embeddings (S, N, D) of all batches, of the same S networks."""
-    # The same random numbers for every value, so that the criterion compares priors and not draws.
-    generator = torch.Generator(la.mean.device).manual_seed(0)
-    samples = []
-    for theta in la.sampled_weights(n_samples, generator):
-        raw = torch.cat([la.outputs_at(context, theta, linearized) for context in contexts], dim=1)
-        samples.append(normalize(raw.flatten(0, 1))[0].view_as(raw))
-    return torch.cat(samples)
 
 
 def check_prior(

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -288,23 +288,20 @@ class ContrastiveBackend(GGNInterface, ABC):
                 wanted = "data with a positive eigenvalue of the curvature"
                 raise InputError("train_loader", wanted, "none", hint)
             return leading
-        exchange = current_exchange()
-        if exchange is None:
-            with self._ready(loader) as (encoder, pullback):
-                passes = Passes(self._reader(loader), encoder, pullback)
-                (out,) = fit(self._fit(pullback, structure, Progress(progress)), passes)
-            return self.at_data_scale(out)
-        with exchange.together(), self._ready(loader, shares=True) as (encoder, pullback):
-            identity = self.identity(structure)
-            check_agreed(exchange, {**identity, "backend": type(self).__name__})
-            # One process shows its progress for all.
-            shown = Progress(progress if exchange.rank == 0 else False)
-            f = self._fit(pullback, structure, shown, (exchange.rank, exchange.count))
-            reader = self._reader(loader, exchange.rank)
-            passes = Passes(reader, encoder, pullback, records=True)
-            together = fit_together(f, passes, reader.share, exchange, identity)
+        exchange, together = current_exchange(), None
+        in_step = nullcontext() if exchange is None else exchange.together()
+        with in_step, self._ready(loader, shares=exchange is not None) as (encoder, pullback):
+            if exchange is not None:
+                identity = self.identity(structure)
+                check_agreed(exchange, {**identity, "backend": type(self).__name__})
+                # One process shows its progress for all.
+                progress = progress if exchange.rank == 0 else False
+                f = self._fit(pullback, structure, Progress(progress), (exchange.rank, exchange.count))
+                reader = self._reader(loader, exchange.rank)
+                passes = Passes(reader, encoder, pullback, records=True)
+                together = fit_together(f, passes, reader.share, exchange, identity)
             if together is None:
-                f = self._fit(pullback, structure, shown)
+                f = self._fit(pullback, structure, Progress(progress))
                 (together,) = fit(f, Passes(self._reader(loader), encoder, pullback))
         return self.at_data_scale(together)
 
