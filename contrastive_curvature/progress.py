@@ -8,6 +8,8 @@ from typing import Any, TypeVar
 
 from tqdm import tqdm
 
+from contrastive_curvature import validate
+
 _T = TypeVar("_T")
 
 _SHOW_AFTER = 10.0
@@ -25,6 +27,8 @@ class Progress:
     """
 
     def __init__(self, show: bool | None = None) -> None:
+        if show is not None:
+            validate.flag("progress_bar", show)
         self._show = show
         self._start = time.monotonic()
 

@@ -21,6 +21,7 @@ from contrastive_curvature.fit.passes import Passes
 from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.losses.row_derivatives import RowDerivatives
+from contrastive_curvature.network.loader import check_not_empty
 
 _log = logging.getLogger("contrastive_curvature")
 
@@ -54,8 +55,7 @@ ANCHORS = Source(nothing, nothing, parts, closed)
 
 def check_compared(total: Total) -> None:
     """Say how many anchors had nothing to be compared with."""
-    if not total.n:
-        raise InputError("train_loader", "at least one batch", "an empty loader")
+    check_not_empty(total.n)
     note_skipped(int(total.terms["anchors"]), int(total.terms["skipped"]))
 
 
@@ -122,8 +122,7 @@ def collect_anchors(f: Fit, passes: Passes) -> WholeHessian:
         if isinstance(derivatives, RowDerivatives):
             # All batches stay: what is large is computed again when it is asked for.
             derivatives.release()
-    if not outputs:
-        raise InputError("train_loader", "at least one batch", "an empty loader")
+    check_not_empty(len(outputs))
     z = torch.cat(outputs)
     note_skipped(sum(p.derivatives.anchors for p in parts), sum(p.derivatives.skipped for p in parts))
     return WholeHessian(z, parts, None if classes is None else ClassCentres.of(z, torch.cat(classes)))

@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit.dataset import check_fittable
 from contrastive_curvature.fit.loop import Fit, Source, closed
 from contrastive_curvature.fit.passes import Passes, PassRecord
@@ -20,6 +19,7 @@ from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.class_table import ClassTableCollector
 from contrastive_curvature.losses.weighting import Related, Shares, count_shares, pair_totals
+from contrastive_curvature.network.loader import check_not_empty
 from contrastive_curvature.pairs import make_relation
 from contrastive_curvature.pairs.relation import make_target_relation
 from contrastive_curvature.pairs.rows import RowCollector
@@ -50,8 +50,7 @@ def statistics(f: Fit, passes: Passes) -> Total:
 
 def inside_shares(f: Fit, statistics: Total) -> InsideShares:
     """Return what weights the pairs of a batch, from what the first passes over all parts have counted."""
-    if not statistics.n:
-        raise InputError("train_loader", "at least one batch", "an empty loader")
+    check_not_empty(statistics.n)
     inside = statistics.terms[_INSIDE].tolist()
     check_fittable(statistics.n, inside[0])
     table, normalization = statistics.classes, cast("PairLoss", f.options.loss).normalization

@@ -39,6 +39,7 @@ from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.dataset import ClassWeights, DatasetHessian, dataset_hessian
 from contrastive_curvature.losses.weighting import class_pairs
 from contrastive_curvature.network.inputs import Inputs, input_length
+from contrastive_curvature.network.loader import check_not_empty
 from contrastive_curvature.pairs.rows import RowCollector, Rows
 from contrastive_curvature.structures.base import added
 
@@ -127,8 +128,7 @@ def all_pairs(f: Fit, statistics: Total, *, for_products: bool = False) -> AllPa
     if not for_products and samples is not None and not loss.from_sums:
         # Kronecker factors leave the cross terms out, which a sample does not give.
         loss = loss.uncoupled()
-    if not n:
-        raise InputError("train_loader", "at least one batch", "an empty loader")
+    check_not_empty(n)
     kept, table = statistics.kept, statistics.classes
     kept_points = kept[_POINTS].in_order()
     _check_different(kept_points)

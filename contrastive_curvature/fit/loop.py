@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit.class_centres import TYPICAL, ClassCentres, centres_of
 from contrastive_curvature.fit.dominance import Dominance
 from contrastive_curvature.fit.mc_samples import make_sampler, term_of
@@ -166,8 +165,7 @@ def closed(f: Fit, pairs: Any, totals: list[Total]) -> list[DatasetCurvature]:
     del pairs
     curvatures = []
     for pullback, total in zip(f.pullbacks, totals, strict=True):
-        if not total.n or total.curvature is None:
-            raise InputError("train_loader", "at least one batch", "an empty loader")
+        assert total.curvature is not None
         check_finite(total.curvature.plain(), pullback, "the sum over all batches")
         total.contributions.warn()
         dtype = total.curvature.tensors()[0].dtype

@@ -28,7 +28,6 @@ def statistics_of(f: Fit, passes: Passes, identity: Mapping[str, str]) -> State:
 
 def curvature_of(f: Fit, passes: Passes, identity: Mapping[str, str], statistics: State) -> State:
     """Return what a part of the data adds to the curvature, with the statistics of all parts."""
-    statistics.check_complete()
     pairs = f.source.pairs(f, statistics.total)
     (total,) = add_up(f, f.source.parts(f, pairs, passes))
     state = State(CURVATURE, identity, {f.part[0]: passes.origin()}, f.part[1], total)
@@ -38,8 +37,6 @@ def curvature_of(f: Fit, passes: Passes, identity: Mapping[str, str], statistics
 
 def finish_parts(f: Fit, statistics: State, curvature: State) -> DatasetCurvature:
     """Return the curvature of all parts."""
-    for state in (statistics, curvature):
-        state.check_complete()
     pairs = f.source.pairs(f, statistics.total)
     _check_origins(f, statistics, curvature, "curvature")
     (out,) = f.source.closed(f, pairs, [curvature.total])

@@ -83,7 +83,7 @@ def advise_on_norms(phi: Tensor, weight: Tensor, bias: Tensor | None, diagonal: 
             f"hessian_structure='diag': the variance has a rank correlation of {correlation:.3f} with the norm of the "
             "features, and says little more than it. The default, 'kron_lowrank', sees correlations between features."
         )
-        warnings.warn(msg, FeatureNormWarning, stacklevel=5)
+        warnings.warn(msg, FeatureNormWarning, stacklevel=4)
 
 
 @torch.no_grad()

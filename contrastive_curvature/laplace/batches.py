@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.network.inputs import check_inputs, input_length, is_texts, slice_inputs
@@ -20,19 +19,11 @@ if TYPE_CHECKING:
     from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 
 
-def predict(
-    la: ContrastiveLaplace, data: Any, batch_size: int, on_invalid: str, progress_bar: bool | None
-) -> EmbeddingDistribution:
-    """Do what :meth:`contrastive_curvature.laplace.posterior.ContrastiveLaplace.predict` says."""
-    validate.count("batch_size", batch_size)
-    return EmbeddingDistribution.cat(list(predictions(la, data, "data", batch_size, on_invalid, progress_bar)))
-
-
 def predictions(
     la: ContrastiveLaplace,
     data: Any,
     argument: str,
-    batch_size: int = 256,
+    batch_size: int,
     on_invalid: str = "error",
     progress_bar: bool | None = None,
 ) -> Iterator[EmbeddingDistribution]:
@@ -40,8 +31,6 @@ def predictions(
 
     ``argument`` is the name of the data in error messages.
     """
-    if progress_bar is not None:
-        validate.flag("progress_bar", progress_bar)
     items, inputs_of = batches(la.model, data, batch_size, argument)
     number = -1
     for number, item in enumerate(Progress(progress_bar).over(items, "[predict]")):

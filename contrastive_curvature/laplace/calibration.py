@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.known import (
     NOVELTY,
@@ -203,14 +202,12 @@ def example(la: ContrastiveLaplace) -> EmbeddingDistribution:
 def calibrate(
     la: ContrastiveLaplace,
     loader: Iterable[Any],
-    progress_bar: bool | None = None,
-    score: Any = NOVELTY,
-    by_class: bool = False,
+    progress_bar: bool | None,
+    score: Any,
+    by_class: bool,
 ) -> None:
     """Do what :meth:`contrastive_curvature.laplace.posterior.ContrastiveLaplace.calibrate` says."""
     la.check_fitted()
-    if progress_bar is not None:
-        validate.flag("progress_bar", progress_bar)
     check_loader(loader, "loader", once=True)
     chosen = Score.chosen(example(la), score, by_class)
     now = take_snapshot(la)

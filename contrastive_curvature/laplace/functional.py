@@ -178,8 +178,6 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
                 that is too large.
             UnsupportedError: The output Hessian is not positive semidefinite, or ``override=False``.
         """
-        if override is False:
-            self._check_adds("override=False")
         self._begin(train_loader, override, progress_bar)
         subset, loss, cost, n = self.backend.fit_subset(train_loader, self.n_subset, self.seed, progress_bar)
         columns = subset.columns
@@ -228,10 +226,6 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
             for rows, jacobian in self._held_jacobians():
                 drawn -= torch.einsum("smd,mdp->sp", lifted[:, rows], jacobian.double())
         return self.mean.detach() + drawn.to(self.mean.dtype)
-
-    def observe(self, x: Any) -> tuple[EmbeddingDistribution, Tensor | None]:
-        """Return the distribution of B embeddings, without features."""
-        return self._gaussian(x, False, False), None
 
     def _gaussian(self, x: Any, joint: bool, diagonal: bool) -> EmbeddingDistribution:
         x = moved_inputs(self.model, x, self._device)

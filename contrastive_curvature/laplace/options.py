@@ -19,7 +19,7 @@ CONTRASTIVE = "contrastive"
 """The likelihood's name in ``laplace.Laplace(model, likelihood="contrastive")``."""
 
 
-def known_options(backend: type[ContrastiveBackend] = ContrastiveBackend) -> dict[str, Any]:
+def known_options(backend: type[ContrastiveBackend]) -> dict[str, Any]:
     """Return names and defaults of what ``backend_kwargs`` may hold: with those that a backend of the user's adds."""
     kinds = [kind for kind in reversed(backend.__mro__) if issubclass(kind, ContrastiveBackend)]
     parameters = [p for kind in kinds for p in inspect.signature(kind.__init__).parameters.values()]

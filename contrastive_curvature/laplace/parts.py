@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,16 +23,18 @@ _SHARED = "shared/"
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 
-def shared_inputs(exchange: ProcessGroup, inputs: Inputs | None, device: torch.device) -> Inputs | None:
-    """Return the inputs of this process, or of the first one that has any."""
+def shared_inputs(exchange: ProcessGroup, inputs: list[Inputs], device: torch.device) -> list[Inputs]:
+    """Return the inputs of this process, in a list, or of the first one that has any."""
     # Copied, or a few rows would go with their whole batch.
-    few = None if inputs is None else move_inputs(inputs, torch.device("cpu"))
-    if isinstance(few, Tensor):
-        few = few.clone()
-    elif few is not None:
-        few = {name: part.clone() if isinstance(part, Tensor) else part for name, part in few.items()}
-    first = next((x for x in exchange.gather(few) if x is not None), None)
-    return inputs if inputs is not None or first is None else move_inputs(first, device)
+    few = [_copied(move_inputs(x, torch.device("cpu"))) for x in inputs]
+    every = [x for part in exchange.gather(few) for x in part]
+    return inputs or [move_inputs(x, device) for x in every[:1]]
+
+
+def _copied(x: Any) -> Any:
+    if isinstance(x, Mapping):
+        return {name: _copied(part) for name, part in x.items()}
+    return x.clone() if isinstance(x, Tensor) else x
 
 
 def check_unwrapped(model: nn.Module) -> None:
@@ -47,12 +50,13 @@ def check_unwrapped(model: nn.Module) -> None:
 
 
 def check_kind(argument: str, state: object, kind: str) -> None:
-    """Refuse what is no merged state of a kind."""
+    """Refuse what is no merged state of a kind, of all parts."""
     if not isinstance(state, State):
         hint = "State.load(path) reads a file, State.merged(states) merges several."
         raise InputTypeError(argument, "a merged State", f"a {type(state).__name__}", hint)
     if state.kind != kind:
         raise InputError(argument, f"a state of kind {kind!r}", f"{state.kind!r}")
+    state.check_complete()
 
 
 def check_part(part: Any, statistics: State | None) -> None:

@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -80,7 +81,7 @@ from contrastive_curvature.network.inputs import (
     made_up_inputs,
     slice_inputs,
 )
-from contrastive_curvature.network.loader import check_loader, check_model, read_views
+from contrastive_curvature.network.loader import check_loader, check_model, check_not_empty, read_views
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.pairs.relation import check_labels
 from contrastive_curvature.pairs.rows import Rows
@@ -283,13 +284,13 @@ class ContrastiveLaplace(ParametricLaplace):
         clamped = self.require_clamped()
         if isinstance(clamped, ClampedKron):
             return self.H * self._H_factor + self.prior_precision
-        return clamped.posterior_precision(self.prior_precision, self._H_factor)
+        return clamped.posterior_precision(*self._scales)
 
     @property
     def posterior_covariance(self) -> Tensor:
         """Covariance of the weights, shape (P, P)."""
         eye = torch.eye(self.n_weights, dtype=self._dtype, device=self._device)
-        return self.require_clamped().covariance(eye, self.prior_precision, self._H_factor)
+        return self.require_clamped().covariance(eye, *self._scales)
 
     @property
     def prior_precision_diag(self) -> Tensor:
@@ -302,7 +303,7 @@ class ContrastiveLaplace(ParametricLaplace):
     @property
     def log_det_ratio(self) -> Tensor:
         """Log determinant of the posterior precision over the prior's."""
-        return self.require_clamped().log_det_ratio(self.prior_precision, self._H_factor)
+        return self.require_clamped().log_det_ratio(*self._scales)
 
     @property
     def log_det_posterior_precision(self) -> Tensor:
@@ -372,7 +373,7 @@ class ContrastiveLaplace(ParametricLaplace):
         self.check_sampling(n_samples, generator)
         like: dict[str, Any] = {"device": self._device, "dtype": self._dtype, "generator": generator}
         noise = torch.randn(n_samples, self.n_weights, **like)
-        shift = self.require_clamped().sample(noise, self.prior_precision, self._H_factor)
+        shift = self.require_clamped().sample(noise, *self._scales)
         if self._indices is None:
             return self.mean + shift
         weights = self.mean.repeat(n_samples, 1)
@@ -390,7 +391,7 @@ class ContrastiveLaplace(ParametricLaplace):
             InputError: ``value`` is malformed.
         """
         self.check_weights(value)
-        return self.require_clamped().square_norm(value - self._chosen(self.mean), self.prior_precision, self._H_factor)
+        return self.require_clamped().square_norm(value - self._chosen(self.mean), *self._scales)
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
         """Log density of the posterior.
@@ -416,8 +417,8 @@ class ContrastiveLaplace(ParametricLaplace):
             NotFittedError: Before ``fit``.
             InputError: The Jacobians are malformed.
         """
-        self._check_jacobians(Js)
-        return self.require_clamped().covariance(Js, self.prior_precision, self._H_factor)
+        self.check_weights(Js, "Js", ("B", "D"))
+        return self.require_clamped().covariance(Js, *self._scales)
 
     def functional_covariance(self, Js: Tensor) -> Tensor:
         """Covariance of all linearised outputs together, shape (B D, B D), from Jacobians (B, D, P).
@@ -426,8 +427,8 @@ class ContrastiveLaplace(ParametricLaplace):
             NotFittedError: Before ``fit``.
             InputError: The Jacobians are malformed.
         """
-        self._check_jacobians(Js)
-        return self.require_clamped().covariance(Js.flatten(0, 1), self.prior_precision, self._H_factor)
+        self.check_weights(Js, "Js", ("B", "D"))
+        return self.require_clamped().covariance(Js.flatten(0, 1), *self._scales)
 
     @property
     def temperature(self) -> float:
@@ -470,7 +471,7 @@ class ContrastiveLaplace(ParametricLaplace):
     @BaseLaplace.prior_mean.setter  # type: ignore[untyped-decorator]
     def prior_mean(self, value: float | Tensor) -> None:
         """Set the mean of the prior: one number, or one a parameter."""
-        sizes = self._prior_mean_sizes()
+        sizes = self._prior_sizes(of_mean=True)
         check_prior("prior_mean", value, self._dtype, sizes, positive=False)
         if sizes is None:
             self._prior_mean = value
@@ -502,6 +503,11 @@ class ContrastiveLaplace(ParametricLaplace):
         """Factor of the curvature in the posterior precision: one over the temperature."""
         return self._H_factor
 
+    @property
+    def _scales(self) -> tuple[Tensor, float | Tensor]:
+        """Prior precision and likelihood factor, which with the clamped curvature give the posterior precision."""
+        return self.prior_precision, self._H_factor
+
     def check_fitted(self) -> None:
         """Refuse a posterior without a curvature.
 
@@ -524,40 +530,28 @@ class ContrastiveLaplace(ParametricLaplace):
         """
         self.check_fitted()
         validate.count("n_samples", n_samples)
-        if generator is not None:
-            validate.generator(generator, self._device)
+        validate.generator(generator, self._device)
 
-    def check_weights(self, value: Tensor) -> None:
-        """Refuse anything but finite weights (P,).
+    def check_weights(self, value: Tensor, argument: str = "value", rows: tuple[str, ...] = ()) -> None:
+        """Refuse anything but finite numbers, one a weight (P,), or in rows of them.
 
         Raises:
             NotFittedError: Before ``fit``.
             InputError: ``value`` has another shape, dtype or device, or is not finite.
         """
         self.check_fitted()
-        validate.tensor("value", value, (self.n_weights,), self.mean)
+        validate.tensor(argument, value, (*rows, self.n_weights), self.mean)
 
-    def _check_jacobians(self, Js: Tensor) -> None:
-        self.check_fitted()
-        validate.tensor("Js", Js, ("B", "D", self.n_weights), self.mean)
+    def _prior_sizes(self, *, of_mean: bool = False) -> set[int] | None:
+        """Return the numbers of entries that the precision of the prior may have, or its mean; ``None`` if not known.
 
-    @property
-    def _weights_known(self) -> bool:
-        """Whether it is known which weights the posterior is over; of a last layer the first batch shows it."""
-        return self.n_params is not None and (not self.on_last_layer or isinstance(self.model, Encoder))
-
-    def _prior_sizes(self) -> set[int] | None:
-        """Return the numbers of prior precisions that the structure takes, besides one; ``None`` if not yet known."""
-        if not self._weights_known:
+        Of a last layer the first batch shows how many weights there are.
+        """
+        if self.n_params is None or (self.on_last_layer and not isinstance(self.model, Encoder)):
             return None
+        means = ("scalar",) if self.subset_of_weights == "subnetwork" else ("scalar", "diag")
         per = {"scalar": 1, "layerwise": len(self.parameter_sizes()), "diag": self.n_weights}
-        return {per[structure] for structure in self.prior_structures}
-
-    def _prior_mean_sizes(self) -> set[int] | None:
-        """Return the numbers of prior means that the structure takes, besides one; ``None`` if not yet known."""
-        if not self._weights_known:
-            return None
-        return {1} if self.subset_of_weights == "subnetwork" else {self.n_params}
+        return {per[structure] for structure in (means if of_mean else self.prior_structures)}
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -606,8 +600,6 @@ class ContrastiveLaplace(ParametricLaplace):
             ProcessError: The fit failed in another process, or that process has gone or does not fit. The posteriors of
                 all processes are as they were.
         """
-        if override is False:
-            self._check_adds("override=False")
         exchange = current_exchange() if self.structure.adds else None
         with self._in_all_processes(exchange, override=override is not False):
             self._begin(train_loader, override, progress_bar, exchange)
@@ -635,14 +627,13 @@ class ContrastiveLaplace(ParametricLaplace):
         # First, as the labels of la.fit(x, labels) would be taken for override.
         check_loader(loader, shares=exchange is not None)
         validate.flag("override", override)
-        if progress_bar is not None:
-            validate.flag("progress_bar", progress_bar)
-        probe = self._first_inputs(loader)
+        if not override:
+            self._check_adds("override=False")
+        probes = self._first_inputs(loader)
         if exchange is not None:
-            probe = parts.shared_inputs(exchange, probe, self._device)
-        if probe is None:
-            raise InputError("train_loader", "at least one batch", "an empty loader")
-        self.prepare(probe)
+            probes = parts.shared_inputs(exchange, probes, self._device)
+        check_not_empty(len(probes))
+        self.prepare(probes[0])
 
     @contextmanager
     def _in_all_processes(self, exchange: ProcessGroup | None, *, override: bool) -> Iterator[None]:
@@ -698,7 +689,9 @@ class ContrastiveLaplace(ParametricLaplace):
         if not bool(diagonal.any()):
             msg = f"The clamped curvature is zero everywhere: the posterior is the prior. {NOTHING_POSITIVE}"
             warnings.warn(msg, UserWarning, stacklevel=3)
-        self._advise(result.features, diagonal)
+        if result.features is not None and self.keeps_features and self.hessian_structure == "diag":
+            weight, *bias = self.posterior_parameters()
+            advise_on_norms(result.features.columns["features"], weight, bias[0] if bias else None, diagonal)
         classes = _merged_classes(self._classes, result.classes) if earlier else result.classes
         n, loss, cost = result.n, result.loss.detach(), float(result.cost)
         norm = math.nan if result.typical_norm is None else float(result.typical_norm)
@@ -707,7 +700,7 @@ class ContrastiveLaplace(ParametricLaplace):
             norm = math.nan if self.typical_norm is None else (earlier * self.typical_norm + result.n * norm) / n
         sample = self._training_sample(result.features, earlier)
         # Everything that can fail has run, so that a failed fit leaves the last one whole.
-        self._store(raw, clamped)
+        self.curvature, self.clamped, self._made_spread = raw, clamped, None
         self.loss, self.cost, self.n_data = loss, cost, n
         self.typical_norm = norm if math.isfinite(norm) and norm > 0 else None
         self._classes = classes
@@ -719,20 +712,10 @@ class ContrastiveLaplace(ParametricLaplace):
         if result.error is not None:
             _log.info("the sampled negatives leave a relative standard error of %.2g in the curvature", result.error)
 
-    def _store(self, curvature: Structure, clamped: Clamped) -> None:
-        self.curvature, self.clamped = curvature, clamped
-        self._made_spread = None
-
     def _clamp(self, curvature: Structure) -> Clamped:
         """Return the positive semidefinite part of a curvature, decomposed as the options ask for."""
         options = {"rank": self.curvature_options.rank}
         return curvature.clamped(self.parameter_sizes(), **{name: options[name] for name in self.structure.options})
-
-    def _advise(self, features: Rows | None, diagonal: Tensor) -> None:
-        """Warn where the variances of a last layer with independent weights say little more than the features' norm."""
-        if features is not None and self.keeps_features and self.hessian_structure == "diag":
-            weight, *bias = self.posterior_parameters()
-            advise_on_norms(features.columns["features"], weight, bias[0] if bias else None, diagonal)
 
     def _training_sample(self, features: Rows | None, earlier: int) -> TrainingSample | None:
         """Return the sample of training inputs after a fit; ``None`` where there is none of all the data."""
@@ -752,13 +735,11 @@ class ContrastiveLaplace(ParametricLaplace):
             )
         return TrainingSample(features, outputs, encoder)
 
-    def _first_inputs(self, loader: Iterable[Any]) -> Inputs | None:
-        """Return a few inputs of the first batch; ``None`` of an empty loader."""
-        for batch in loader:
-            # Of two views both are inputs of the encoder.
-            x = read_views(self.model, batch, self.dict_key_y).first
-            return slice_inputs(x, slice(0, 8))
-        return None
+    def _first_inputs(self, loader: Iterable[Any]) -> list[Inputs]:
+        """Return a few inputs of the first batch, in a list, which is empty for an empty loader."""
+        # Of two views both are inputs of the encoder.
+        views = [read_views(self.model, batch, self.dict_key_y) for batch in islice(loader, 1)]
+        return [slice_inputs(view.first, slice(0, 8)) for view in views]
 
     def update(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
         """Add further data to the posterior: ``fit(loader, override=False)``, without pairs of the two data sets.
@@ -821,7 +802,6 @@ class ContrastiveLaplace(ParametricLaplace):
             UnsupportedError: The structure or an option has no fit in parts.
         """
         parts.check_kind("statistics", statistics, STATISTICS)
-        statistics.check_complete()
         return self._run_pass(loader, part, statistics, progress_bar)
 
     def fit_parts(self, statistics: State, curvature: State, example: Inputs | None = None) -> None:
@@ -839,8 +819,6 @@ class ContrastiveLaplace(ParametricLaplace):
         self._check_adds("parts of the data")
         parts.check_kind("statistics", statistics, STATISTICS)
         parts.check_kind("curvature", curvature, CURVATURE)
-        for state in (statistics, curvature):
-            state.check_complete()
         saved_probe = parts.probe_of(statistics)
         if saved_probe is None:
             raise InputError("statistics", "at least one point", "none in any part")
@@ -856,15 +834,13 @@ class ContrastiveLaplace(ParametricLaplace):
         check_loader(loader, "loader", shares=True)
         parts.check_part(part, statistics)
         parts.check_sampler(loader, part)
-        if progress_bar is not None:
-            validate.flag("progress_bar", progress_bar)
-        probe = self._first_inputs(loader)
-        if probe is None:
+        probes = self._first_inputs(loader)
+        if not probes:
             self._renew_backend()
             return self.backend.fit_part(None, self.structure, part, statistics, progress_bar)
-        self.prepare(probe)
+        self.prepare(probes[0])
         state = self.backend.fit_part(loader, self.structure, part, statistics, progress_bar)
-        return replace(state, probe=parts.kept_probe(made_up_inputs(probe, parts.PROBES), part[0]))
+        return replace(state, probe=parts.kept_probe(made_up_inputs(probes[0], parts.PROBES), part[0]))
 
     def measure_classes(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
         """Take the centres of the classes of labelled inputs, which ``uncertainty`` compares embeddings with.
@@ -882,8 +858,6 @@ class ContrastiveLaplace(ParametricLaplace):
                 classes than :data:`~contrastive_curvature.fit.class_centres.MOST_NUMBERS` allows. Nothing has changed.
         """
         self.check_fitted()
-        if progress_bar is not None:
-            validate.flag("progress_bar", progress_bar)
         check_loader(loader)
         sums = CentreCollector()
         with evaluation_mode(self.model), torch.no_grad():
@@ -1119,11 +1093,13 @@ class ContrastiveLaplace(ParametricLaplace):
         self.check_fitted()
         # Here, so that the warning names the line of the caller.
         self._advise_on_prior()
-        return batches.predict(self, data, batch_size, on_invalid, progress_bar)
+        validate.count("batch_size", batch_size)
+        predictions = batches.predictions(self, data, "data", batch_size, on_invalid, progress_bar)
+        return EmbeddingDistribution.cat(list(predictions))
 
     def observe(self, x: Any) -> tuple[EmbeddingDistribution, Tensor | None]:
         """Return the distribution of B embeddings, and their features (B, F), where they are known."""
-        if not self.on_last_layer:
+        if not self.keeps_features:
             return self._gaussian(x, False, False), None
         outputs_and_features = self._features(x)
         return self._gaussian(outputs_and_features, False, False), outputs_and_features.features
@@ -1150,7 +1126,7 @@ class ContrastiveLaplace(ParametricLaplace):
             if joint:
                 jacobians = prediction.jacobians_of_all(pullback, context, z)
                 return prediction.joint_distribution(z, self.functional_covariance(jacobians))
-            of_weights = self.require_clamped().variances(self.prior_precision, self._H_factor)
+            of_weights = self.require_clamped().variances(*self._scales)
             if of_weights is not None and of_weights.requires_grad:
                 of_weights = None
             spread = prediction.marginal_spread(pullback, context, z, self.functional_variance, of_weights, diagonal)
@@ -1170,7 +1146,7 @@ class ContrastiveLaplace(ParametricLaplace):
         counted = (self.temperature, versions([prior]))
         cached = self._made_spread
         if cached is None or cached[0] is not prior or cached[1] != counted or prior.requires_grad:
-            spread = self.require_clamped().at_features(self.n_outputs, prior, self._H_factor)
+            spread = self.require_clamped().at_features(self.n_outputs, *self._scales)
             cached = self._made_spread = prior, counted, spread
         return cached[2]
 
@@ -1261,18 +1237,21 @@ class ContrastiveLaplace(ParametricLaplace):
         raw = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint)
         return normalize(raw.flatten(0, 1))[0].view_as(raw)
 
-    def sampled_weights(self, n_samples: int, generator: torch.Generator | None) -> Iterator[Tensor]:
-        """Sampled weights in chunks of bounded size, each (S, P)."""
+    def samples_at(
+        self, contexts: Sequence[Any], n_samples: int, generator: torch.Generator | None, linearized: bool
+    ) -> Tensor:
+        """Raw outputs (S, N, D) of S encoders with sampled weights, at the sampling contexts of one or more batches."""
+        chunks = []
         step = max(1, 2**26 // self.mean.numel())
         for start in range(0, n_samples, step):
-            yield self.sample(min(step, n_samples - start), generator)
+            theta = self.sample(min(step, n_samples - start), generator)
+            chunks.append(torch.cat([self.outputs_at(context, theta, linearized) for context in contexts], dim=1))
+        return torch.cat(chunks)
 
     def _joint_samples(self, x: Inputs, n_samples: int, generator: torch.Generator | None, linearized: bool) -> Tensor:
         """Return raw outputs (S, B, D) of S encoders with sampled weights."""
         moved = prediction.moved_inputs(self.model, x, self._device)
-        context = self.sampling_context(moved)
-        weights = self.sampled_weights(n_samples, generator)
-        samples = torch.cat([self.outputs_at(context, theta, linearized) for theta in weights])
+        samples = self.samples_at([self.sampling_context(moved)], n_samples, generator, linearized)
         prediction.check_outputs(moved, samples, self.n_outputs, sampled=True)
         return samples
 
@@ -1515,7 +1494,7 @@ class ContrastiveLaplace(ParametricLaplace):
             hint = "Where it is a backend of your own, construct this object with backend=... of it."
             refuse("backend", f"one of {', '.join(KNOWN_BACKENDS)}", repr(state["backend"]), hint)
         self._renew_backend()
-        check_settings(state, like, self.n_params, self._prior_mean_sizes() or set(), self._prior_sizes() or set())
+        check_settings(state, like, self.n_params)
         raw = self._loaded_curvature(state["curvature"], like)
         for name in _AS_SAVED:
             setattr(self, name, state[name])
@@ -1523,7 +1502,7 @@ class ContrastiveLaplace(ParametricLaplace):
         self.temperature, self._temperature_given = state["temperature"], state["temperature_given"]
         self._prior_chosen = state["prior_chosen"]
         self.model.output_size = self.n_outputs
-        self._store(raw, self._clamp(raw))
+        self.curvature, self.clamped, self._made_spread = raw, self._clamp(raw), None
         width = self.model.last_layer.in_features if self.keeps_features else None
         known = loaded_calibration(state["calibration"], width, self.n_outputs, like)
         self.known = replace(self.known, sample=None, calibration=known)
@@ -1551,9 +1530,6 @@ class ContrastiveLaplace(ParametricLaplace):
         """Find the last layer, before a state can be checked; nothing to find for other weights."""
         if not self.on_last_layer:
             return
-        missing = [key for key in ("data", "_last_layer_name") if key not in state]
-        if missing:
-            raise InputError("state_dict", "the keys data and _last_layer_name", f"none of {missing}")
         name = state["_last_layer_name"]
         if not isinstance(name, (str, type(None))) or name != self._last_layer_name:
             refuse("_last_layer_name", f"{self._last_layer_name!r}, that of this object", kind_of(name))

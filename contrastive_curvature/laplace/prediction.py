@@ -143,8 +143,7 @@ def with_nan_rows(
 def _refuse_zeros(mean: Tensor) -> None:
     zero = (mean.detach() == 0).all(1)
     if bool(zero.any()):
-        msg = "outputs of zeros have no direction"
-        raise InvalidRowsError(zero, msg)
+        raise InvalidRowsError(zero, "outputs of zeros have no direction")
 
 
 def _rows(x: Any, rows: Tensor) -> Any:

@@ -21,7 +21,7 @@ from tqdm import tqdm
 from contrastive_curvature import metrics, validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.network.loader import check_loader
+from contrastive_curvature.network.loader import check_loader, check_not_empty
 from contrastive_curvature.options import parse_option
 
 if TYPE_CHECKING:
@@ -188,13 +188,15 @@ def search_grid(
         x, y = la.backend.read(batch)
         contexts.append(la.sampling_context(x))
         labels.append(y)
-    if not contexts:
-        raise InputError("val_loader", "at least one batch", "an empty loader")
+    check_not_empty(len(contexts), "val_loader")
     targets, before, scores = torch.cat(labels), la.prior_precision, []
     try:
         for value in tqdm(grid, desc="[prior grid]", disable=not bar):
             la.prior_precision = value
-            samples = _embedding_samples(la, contexts, linearized, n_samples)
+            # The same random numbers for every value, so that the criterion compares priors and not draws.
+            generator = torch.Generator(la.mean.device).manual_seed(0)
+            raw = la.samples_at(contexts, n_samples, generator, linearized)
+            samples = normalize(raw.flatten(0, 1))[0].view_as(raw)
             scores.append(float((loss or metrics.retrieval_brier)(samples, targets)))
     finally:
         la.prior_precision = before
@@ -204,19 +206,8 @@ def search_grid(
     la.prior_precision = grid[min(numbers)[1]].reshape(1)
 
 
-def _embedding_samples(la: ContrastiveLaplace, contexts: list[Any], linearized: bool, n_samples: int) -> Tensor:
-    """Return embeddings (S, N, D) of all batches, of the same S networks."""
-    # The same random numbers for every value, so that the criterion compares priors and not draws.
-    generator = torch.Generator(la.mean.device).manual_seed(0)
-    samples = []
-    for theta in la.sampled_weights(n_samples, generator):
-        raw = torch.cat([la.outputs_at(context, theta, linearized) for context in contexts], dim=1)
-        samples.append(normalize(raw.flatten(0, 1))[0].view_as(raw))
-    return torch.cat(samples)
-
-
 def check_prior(
-    argument: str, value: object, dtype: torch.dtype, sizes: Collection[int] | None = None, *, positive: bool = True
+    argument: str, value: object, dtype: torch.dtype, sizes: Collection[int] | None, *, positive: bool = True
 ) -> None:
     """Refuse what is no prior precision (or mean, where numbers need not be positive).
 

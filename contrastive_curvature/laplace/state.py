@@ -1,7 +1,7 @@
 """What a posterior's ``state_dict`` holds, and the checks of what is loaded: keys, dtypes, shapes, finite numbers.
 
-``torch.load(..., weights_only=True)`` runs no code, but it reads whatever stands in the file. Nothing of an object
-changes before everything here has passed.
+``torch.load(..., weights_only=True)`` runs no code, but it reads whatever stands in the file. An object
+that refuses a state is as it was.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from contrastive_curvature.embedding.known import Calibration, Reference, Traini
 from contrastive_curvature.embedding.score import Score
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit.class_centres import ClassCentres
-from contrastive_curvature.laplace.prior import check_prior
 
 _KEYS: dict[str, Any] = {
     "mean": Tensor,
@@ -48,6 +47,9 @@ _KEYS: dict[str, Any] = {
 }
 """Keys of a state, and types of their values."""
 
+_OF_LAST_LAYER = ("data", "_last_layer_name")
+"""Further keys of the posterior of a last layer."""
+
 SEALED = tuple(key for key in _KEYS if key != "checksum")
 """Entries that the checksum is of: all but ``"data"``, inputs that a user may replace."""
 
@@ -72,10 +74,11 @@ def check_state(state: object, kind: Mapping[str, str], options: Mapping[str, An
         raise InputError("state_dict", "what la.state_dict() gave", f"a {type(state).__name__}")
     if "contrastive" not in state:
         raise InputError("state_dict", "one of a contrastive Laplace", "one of another likelihood")
-    missing = [key for key in _KEYS if key not in state]
+    keys = [*_KEYS, *(_OF_LAST_LAYER if kind["subset_of_weights"] == "last_layer" else ())]
+    missing = [key for key in keys if key not in state]
     if missing:
         hint = "States of version 0.2 are not read: fit again."
-        raise InputError("state_dict", f"the keys {', '.join(_KEYS)}", f"none of {', '.join(missing)}", hint)
+        raise InputError("state_dict", f"the keys {', '.join(keys)}", f"none of {', '.join(missing)}", hint)
     for key, wanted in _KEYS.items():
         if not isinstance(state[key], wanted) or (wanted is int and isinstance(state[key], bool)):
             refuse(key, f"a value of type {wanted}", kind_of(state[key]))
@@ -91,14 +94,14 @@ def check_state(state: object, kind: Mapping[str, str], options: Mapping[str, An
     check_seal(state, SEALED)
 
 
-def check_settings(
-    state: Mapping[str, Any], like: Tensor, n_params: int, mean_sizes: set[int], prior_sizes: set[int]
-) -> None:
-    """Check everything but the curvature, as a state of an encoder that has a parameter ``like``."""
+def check_settings(state: Mapping[str, Any], like: Tensor, n_params: int) -> None:
+    """Check everything but the curvature, as a state of an encoder that has a parameter ``like``.
+
+    Numbers and shapes of the prior are checked where it is set.
+    """
     _check_tensor("mean", state["mean"], like, (n_params,))
-    for name, sizes in (("prior_mean", mean_sizes), ("prior_precision", prior_sizes)):
+    for name in ("prior_mean", "prior_precision"):
         _check_tensor(name, state[name], like, None)
-        check_prior(f"state_dict[{name!r}]", state[name], like.dtype, sizes, positive=name == "prior_precision")
     if state["n_data"] < 1 or state["n_outputs"] < 1:
         refuse("n_data, n_outputs", "positive whole numbers", f"{state['n_data']}, {state['n_outputs']}")
     for key, least in (("loss", -math.inf), ("cost", 0), ("typical_norm", 0), ("curvature_error", 0)):

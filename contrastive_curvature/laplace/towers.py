@@ -11,7 +11,6 @@ import laplace
 import torch
 from torch import Tensor
 
-from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit.loop import Fit, fit
 from contrastive_curvature.fit.passes import Passes
@@ -22,7 +21,7 @@ from contrastive_curvature.laplace.prior import PriorMethod
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import slice_inputs
-from contrastive_curvature.network.loader import check_loader
+from contrastive_curvature.network.loader import check_loader, first_batch
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.network.two_towers import TwoTowers
 from contrastive_curvature.progress import Progress
@@ -115,8 +114,6 @@ class TwoTowerLaplace:
             UnsupportedError: The raw outputs of an encoder cannot be reached, the loader gives every process its own
                 part of the data, or the towers have one last layer.
         """
-        if progress_bar is not None:
-            validate.flag("progress_bar", progress_bar)
         check_loader(train_loader)
         with self._unchanged_on_error():
             probe = self._begin(train_loader)
@@ -194,9 +191,8 @@ class TwoTowerLaplace:
             raise InputError("v_b", wanted, "none" if v_b is None else "a vector")
         vectors = [v_a] if v_b is None else [v_a, v_b]
         for name, la, v in zip(("v_a", "v_b"), self._each(), vectors, strict=False):
-            la.check_fitted()
-            validate.tensor(name, v, tuple(la.mean.shape), la.mean)
-        with self._ready(self._first(loader)) as pullbacks:
+            la.check_weights(v, name)
+        with self._ready(self._read(first_batch(loader))) as pullbacks:
             return tuple(towers_product(pullbacks, TowerReader(loader, self._read), self.loss_of_towers, vectors))
 
     def save_pretrained(self, folder: Path | str, *, overwrite: bool = False, **options: Any) -> Path:
@@ -258,14 +254,9 @@ class TwoTowerLaplace:
         encoders = self.a.model, self.b.model
         return read_towers(encoders, batch, self.loss_of_towers, self.a.curvature_options.positives)
 
-    def _first(self, loader: Iterable[Any]) -> TowerBatch:
-        for batch in loader:
-            return self._read(batch)
-        raise InputError("train_loader", "at least one batch", "an empty loader")
-
     def _begin(self, loader: Iterable[Any]) -> TowerBatch:
         """Analyse both encoders with the first batch."""
-        probe = self._first(loader)
+        probe = self._read(first_batch(loader))
         for tower, la, x in zip("ab", self._each(), (probe.a, probe.b), strict=False):
             with _naming(tower):
                 la.prepare(slice_inputs(x, slice(0, 8)))

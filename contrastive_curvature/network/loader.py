@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import islice
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -220,6 +221,19 @@ def check_loader(loader: Any, argument: str = "train_loader", *, once: bool = Fa
                 "else takes a loader over the whole data set, in one process that gives the others its state_dict(), "
                 "or in every process."
             )
+
+
+def check_not_empty(count: int, argument: str = "train_loader") -> None:
+    """Refuse a loader that gave no batch, or batches without a point."""
+    if not count:
+        raise InputError(argument, "at least one batch", "an empty loader")
+
+
+def first_batch(loader: Iterable[Any], argument: str = "train_loader") -> Any:
+    """Return the first batch of a loader."""
+    batches = list(islice(loader, 1))
+    check_not_empty(len(batches), argument)
+    return batches[0]
 
 
 def loader_parts(loader: Any) -> list[Any]:

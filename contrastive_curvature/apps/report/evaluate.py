@@ -76,8 +76,6 @@ def evaluate(
     if class_names is not None and (isinstance(class_names, str) or not isinstance(class_names, (Mapping, Sequence))):
         wanted = "names by label, as a list or a dict"
         raise InputTypeError("class_names", wanted, f"a {type(class_names).__name__}")
-    if progress_bar is not None:
-        validate.flag("progress_bar", progress_bar)
     data = {}
     for name, source in (("test", test), ("unknown", unknown), ("gallery", gallery)):
         if source is not None:

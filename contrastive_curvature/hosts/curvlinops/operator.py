@@ -21,7 +21,14 @@ from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, input_length
-from contrastive_curvature.network.loader import check_loader, check_model, in_fixed_order, joined_inputs, read_views
+from contrastive_curvature.network.loader import (
+    check_loader,
+    check_model,
+    first_batch,
+    in_fixed_order,
+    joined_inputs,
+    read_views,
+)
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.pairs import Pairs
 
@@ -82,9 +89,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         self._device = _only({p.device for p in model.parameters()}, "on one device")
         self._dtype = _only({p.dtype for p in model.parameters()}, "of one dtype")
         self.loss = loss
-        first = next(iter(data), None)
-        if first is None:
-            raise InputError("data", "at least one batch", "an empty loader")
+        first = first_batch(data, "data")
         with evaluation_mode(model), torch.no_grad():
             encoder = Encoder(model, self._read(first)[0], label_key=dict_key_y)
             check_encoder(encoder, loss)

@@ -22,7 +22,7 @@ from contrastive_curvature.io.feature_folder.storage import storage_of, without_
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.given_features import FeatureSource, difference
 from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs
-from contrastive_curvature.network.loader import check_loader, check_model, in_fixed_order, read_views
+from contrastive_curvature.network.loader import check_loader, check_model, first_batch, in_fixed_order, read_views
 from contrastive_curvature.progress import Progress
 
 _PART_BYTES = 2**26
@@ -91,8 +91,7 @@ def features(
     validate.choice("format", format, FORMATS)
     if rows_per_part is not None:
         validate.count("rows_per_part", rows_per_part)
-    if progress_bar is not None:
-        validate.flag("progress_bar", progress_bar)
+    progress = Progress(progress_bar)
     names = None if class_names is None else _check_names(class_names)
     numbers = None if identifiers is None else check_identifiers(identifiers)
     kind = f"S{numbers.itemsize}" if numbers is not None and numbers.dtype.kind == "S" else "int64"
@@ -118,11 +117,8 @@ def features(
         if header is not None:
             _check_same(folder, header, encoder, given)
             last_layer_name = header.source.last_layer
-        batches = _batches(encoder, Progress(progress_bar).over(loader, "[features]"), label_key)
-        first = next(batches, None)
-        if first is None:
-            raise InputError("loader", "at least one batch", "an empty loader")
-        x, y = first
+        batches = _batches(encoder, progress.over(loader, "[features]"), label_key)
+        x, y = first = first_batch(batches, "loader")
         analysed = Encoder(encoder, x, last_layer_name, label_key=label_key)
         analysed.require_last_layer()
         if header is None:

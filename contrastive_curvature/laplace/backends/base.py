@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import fields, replace
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -50,6 +50,7 @@ from contrastive_curvature.network.loader import (
     Views,
     check_loader,
     check_model,
+    first_batch,
     in_fixed_order,
     read_views,
 )
@@ -287,27 +288,21 @@ class ContrastiveBackend(GGNInterface, ABC):
                 wanted = "data with a positive eigenvalue of the curvature"
                 raise InputError("train_loader", wanted, "none", hint)
             return leading
-        exchange = current_exchange()
-        if exchange is None:
-            check_loader(loader)
-            with self._ready(loader) as (encoder, pullback):
-                passes = Passes(self._reader(loader), encoder, pullback)
-                (out,) = fit(self._fit(pullback, structure, Progress(progress)), passes)
-            return self.at_data_scale(out)
-        with exchange.together():
-            check_loader(loader, shares=True)
-            with self._ready(loader) as (encoder, pullback):
+        exchange, together = current_exchange(), None
+        in_step = nullcontext() if exchange is None else exchange.together()
+        with in_step, self._ready(loader, shares=exchange is not None) as (encoder, pullback):
+            if exchange is not None:
                 identity = self.identity(structure)
                 check_agreed(exchange, {**identity, "backend": type(self).__name__})
                 # One process shows its progress for all.
-                shown = Progress(progress if exchange.rank == 0 else False)
-                f = self._fit(pullback, structure, shown, (exchange.rank, exchange.count))
+                progress = progress if exchange.rank == 0 else False
+                f = self._fit(pullback, structure, Progress(progress), (exchange.rank, exchange.count))
                 reader = self._reader(loader, exchange.rank)
                 passes = Passes(reader, encoder, pullback, records=True)
                 together = fit_together(f, passes, reader.share, exchange, identity)
-                if together is None:
-                    f = self._fit(pullback, structure, shown)
-                    (together,) = fit(f, Passes(self._reader(loader), encoder, pullback))
+            if together is None:
+                f = self._fit(pullback, structure, Progress(progress))
+                (together,) = fit(f, Passes(self._reader(loader), encoder, pullback))
         return self.at_data_scale(together)
 
     def fit_part(
@@ -329,7 +324,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         if loader is None:
             kind = STATISTICS if statistics is None else CURVATURE
             return State(kind, identity, {part[0]: Origin(0, 0, 0.0, 0.0)}, part[1])
-        with self._ready(loader) as (encoder, pullback):
+        with self._ready(loader, shares=True) as (encoder, pullback):
             f = self._fit(pullback, structure, Progress(progress), part)
             refuse_cross_terms_in_parts(f)
             passes = Passes(self._reader(loader, part[0]), encoder, pullback, records=True)
@@ -419,7 +414,6 @@ class ContrastiveBackend(GGNInterface, ABC):
             raise UnsupportedError(
                 "pairs='batch': a subset of the points takes the pairs of the data set. Use pairs='dataset'."
             )
-        check_loader(loader)
         with self._ready(loader) as (encoder, pullback):
             reader, shown = self._reader(loader), Progress(progress)
             if self.loss.compares != "pairs":
@@ -468,17 +462,13 @@ class ContrastiveBackend(GGNInterface, ABC):
         return Reader(in_fixed_order(loader) if self.options.over_dataset else loader, self.points_of, part)
 
     @contextmanager
-    def _ready(self, loader: Iterable[Any]) -> Iterator[tuple[Encoder, Pullback]]:
-        """Give the encoder in evaluation mode, and the pullback."""
+    def _ready(self, loader: Iterable[Any], *, shares: bool = False) -> Iterator[tuple[Encoder, Pullback]]:
+        """Give the encoder in evaluation mode, and the pullback; ``shares`` as of ``check_loader``."""
+        check_loader(loader, shares=shares)
         # An encoder that is analysed already may have a part of the data without a point.
-        probe = {} if self._encoder is not None else self._probe(loader)
+        probe = {} if self._encoder is not None else self.points_of(first_batch(loader)).x
         with evaluation_mode(self.model), torch.no_grad():
             yield self.encoder(probe), self.pullback(probe)
-
-    def _probe(self, loader: Iterable[Any]) -> Inputs:
-        for batch in loader:
-            return self.points_of(batch).x
-        raise InputError("train_loader", "at least one batch", "an empty loader")
 
     @contextmanager
     def _all_at_once(
@@ -489,9 +479,8 @@ class ContrastiveBackend(GGNInterface, ABC):
             refuse_sampled(
                 f"pd_fix={str(self.loss.pd_fix)!r} couples points, and this structure multiplies with all pairs"
             )
-        check_loader(loader)
-        reader = Reader(in_fixed_order(loader), self.points_of)
         with self._ready(loader) as (encoder, pullback):
+            reader = Reader(in_fixed_order(loader), self.points_of)
             f = Fit(DATASET, [pullback], Diagonal, self.options, progress)
             yield pullback, reader, whole_hessian(f, Passes(reader, encoder, pullback))
 
