@@ -385,10 +385,9 @@ def check_target(folder: Path | str, argument: str = "folder") -> Path:
         if not entry.name.startswith(".") and (entry.name not in {_PAGE, _NUMBERS, *plots.FILES} or not entry.is_file())
     )
     if foreign:
+        wanted = "a new folder, or one with an earlier report alone"
         hint = "Name another folder: this one may hold something that nobody wants to lose."
-        raise InputError(
-            argument, "a new folder, or one with an earlier report alone", f"{folder}, which holds {foreign[0]!r}", hint
-        )
+        raise InputError(argument, wanted, f"{folder}, which holds {foreign[0]!r}", hint)
     return target
 
 

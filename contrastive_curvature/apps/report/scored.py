@@ -134,10 +134,12 @@ def score(la: Any, argument: str, data: Data, n_samples: int, n_shown: int, seed
             columns = {"mu": embedding.mu.cpu(), "uncertainty": embedding.uncertainty.double().cpu()}
             if missing is None:
                 try:
-                    # No metric takes infinities; the order stays.
-                    columns["novelty"] = embedding.novelty.cpu().nan_to_num(posinf=_HIGHEST, neginf=-_HIGHEST)
-                    columns["p_value"] = embedding.p_value.cpu()
-                    columns |= {name: values.double().cpu() for name, values in rivals(la, embedding).items()}
+                    columns |= {
+                        # No metric takes infinities; the order stays.
+                        "novelty": embedding.novelty.cpu().nan_to_num(posinf=_HIGHEST, neginf=-_HIGHEST),
+                        "p_value": embedding.p_value.cpu(),
+                        **{name: values.double().cpu() for name, values in rivals(la, embedding).items()},
+                    }
                 except NotFittedError as error:
                     missing = Missing(str(error))
             sampled += n_samples * columns["mu"].numel()
