@@ -23,10 +23,10 @@ def all_pairs(mu, labels):
 
 def test_numbers_are_those_of_the_metrics(device):
     la, x, labels, other = both(device)
-    found = evaluate(la, loader(x, labels), unknown=loader(other), ks=(1, 5), alphas=(0.05, 0.2), n_samples=7)
+    found = evaluate(la, loader(x, labels), unknown=loader(other), ks=(1, 20), alphas=(0.05, 0.2), n_samples=7)
 
     known, unknown = la(x.to(device)), la(other.to(device))
-    ranking = metrics.rank_by_labels(metrics.nearest_neighbors(known.mu.cpu(), k=5), labels)
+    ranking = metrics.rank_by_labels(metrics.nearest_neighbors(known.mu.cpu(), k=20), labels)
     right = metrics.average_precision_at_k(ranking, 1)
     uncertainty, novelty = known.uncertainty.cpu().double(), known.novelty.cpu()
     samples = la.predictive_samples(
@@ -34,9 +34,9 @@ def test_numbers_are_those_of_the_metrics(device):
     ).cpu()
     wanted = {
         "recall@1": metrics.recall_at_k(ranking, 1),
-        "recall@5": metrics.recall_at_k(ranking, 5),
+        "recall@20": metrics.recall_at_k(ranking, 20),
         "map@1": metrics.map_at_k(ranking, 1),
-        "map@5": metrics.map_at_k(ranking, 5),
+        "map@20": metrics.map_at_k(ranking, 20),
         "ausc": metrics.ausc(uncertainty, right),
         "r_auroc": metrics.auroc(uncertainty[right == 1], uncertainty[right == 0]),
         "ece": metrics.retrieval_ece(samples, labels),
@@ -141,6 +141,14 @@ def test_every_step_of_the_slider(device):
     assert len(set(flagged_share)) > 10
 
 
+def test_no_novelty_marks_what_another_score_flags(device):
+    la = fitted.__wrapped__(device, calibrated=0)
+    la.calibrate(loader(inputs(100, seed=2)[0]), score="uncertainty")
+    steps = evaluate(la, loader(*inputs(50, seed=3)), n_samples=0).thresholds.steps
+    assert any(step.known for step in steps)
+    assert all(step.novelty is None for step in steps)
+
+
 def test_groups_hold_the_extremes(device):
     la, x, labels, other = both(device)
     found = evaluate(la, loader(x, labels), unknown=loader(other), n_shown=5, n_samples=0, class_names=list("abcd"))
@@ -174,14 +182,20 @@ def test_without_a_calibration(device):
 
 def test_few_points(device):
     la, x, labels, _ = both(device)
-    found = evaluate(la, loader(x[:4], torch.tensor([0, 0, 1, 1])), ks=(1, 3, 5), alphas=(0.0001, 0.5), n_samples=2)
+    found = evaluate(la, loader(x[:4], torch.tensor([0, 0, 1, 1])), ks=(1, 3, 4), alphas=(0.0001, 0.5), n_samples=2)
     assert set(found.retrieval.recall) == {1, 3}
-    assert "recall@5, map@5" in found.missing
+    assert "recall@4, map@4" in found.missing
     assert "flagged_known@0.0001" in found.missing
     alone = evaluate(la, loader(x[:1], labels[:1]), n_samples=2)
     assert "no neighbour" in alone.missing["retrieval"]
     strangers = evaluate(la, loader(x[:4], torch.arange(4)), n_samples=2)
     assert "nothing right to find" in strangers.missing["retrieval"]
+    for gallery, all_are in ((labels[:4], "right"), (labels[:4].roll(1), "wrong")):
+        # Each finds itself, under its own label or another one.
+        with pytest.warns(UserWarning, match="in the gallery too"):
+            found = evaluate(la, loader(x[:4], labels[:4]), gallery=loader(x[:4], gallery), n_samples=0)
+        assert f"Every nearest neighbour is {all_are}" in found.missing["r_auroc"]
+        assert found.errors.n_wrong == 4 * (all_are == "wrong")
 
 
 @each(

@@ -19,7 +19,7 @@ from contrastive_curvature.apps.cli.saved import (
     read_encoder,
 )
 from contrastive_curvature.apps.cli.sources import Loader, shared_labels
-from contrastive_curvature.apps.report.folder import check_target
+from contrastive_curvature.apps.report.evaluation import check_target
 from contrastive_curvature.artifact import read_tensors
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.io.pretrained import read_info

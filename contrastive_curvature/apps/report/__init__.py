@@ -6,9 +6,8 @@ inputs, no labels, no calibration) is a :class:`Missing` that says why; nothing 
 
 from __future__ import annotations
 
-from contrastive_curvature.apps.report.evaluate import evaluate
-from contrastive_curvature.apps.report.evaluation import Evaluation
-from contrastive_curvature.apps.report.parts import Missing
+from contrastive_curvature.apps.report.evaluation import Evaluation, Missing
+from contrastive_curvature.apps.report.measure import evaluate
 from contrastive_curvature.apps.report.scored import Data
 
 __all__ = ["Data", "Evaluation", "Missing", "evaluate"]

@@ -9,12 +9,11 @@ from importlib.resources import files
 from typing import TYPE_CHECKING, Any
 
 import contrastive_curvature
-from contrastive_curvature.apps.report.parts import Errors, Flagged, Missing
 from contrastive_curvature.apps.report.thumbnails import thumbnails
 from contrastive_curvature.errors import InputTypeError
 
 if TYPE_CHECKING:
-    from contrastive_curvature.apps.report.evaluation import Evaluation
+    from contrastive_curvature.apps.report.evaluation import Evaluation, Flagged
 
 _START = 0.05
 
@@ -33,14 +32,15 @@ def render(evaluation: Evaluation, title: str) -> bytes:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.filters |= {"percent": percent, "thousands": "{:,}".format, "degrees": math.degrees, "cut": _cut}
-    environment.tests["missing"] = lambda value: isinstance(value, Missing)
+    environment.filters |= {"percent": _percent, "thousands": "{:,}".format, "degrees": math.degrees, "cut": _cut}
+    environment.filters["at"] = lambda curve, share: min(curve, key=lambda point: abs(point[0] - share))[1]
+    environment.tests["missing"] = lambda part: hasattr(part, "reason")
     folder = files("contrastive_curvature.apps.report") / "templates"
     style, script = ((folder / name).read_text(encoding="utf-8") for name in ("report.css", "report.js"))
     curves = {name: curve for name, curve in evaluation.to_plain()["curves"].items() if curve is not None}
     start = 0
-    if not isinstance(evaluation.thresholds, Missing):
-        steps = evaluation.thresholds.steps
+    if "thresholds" in curves:
+        steps = evaluation.thresholds.steps  # type: ignore[union-attr]
         start = min(range(len(steps)), key=lambda i: abs(math.log(steps[i].alpha / _START)))
         curves["slider"] = [_step(step) for step in steps]
     # Pictures of all groups have one scale of brightness.
@@ -55,7 +55,6 @@ def render(evaluation: Evaluation, title: str) -> bytes:
         evaluation=evaluation,
         metrics=evaluation.metrics,
         start=start,
-        removed=_removed(evaluation.errors),
         groups=[(group, [(card, next(images)) for card in group.cards]) for group in evaluation.groups],
         data=curves,
     )
@@ -63,7 +62,7 @@ def render(evaluation: Evaluation, title: str) -> bytes:
     return page.encode("utf-8", "replace")
 
 
-def percent(share: float) -> str:
+def _percent(share: float) -> str:
     """Return a share as text: one digit after the point, more where it is small."""
     hundred = 100 * share
     digits = 1 if hundred >= 1 or hundred == 0 else 2
@@ -78,22 +77,11 @@ def _step(step: Flagged) -> dict[str, Any]:
     """Return the texts of one position of the slider; made here, so that they are those of the tables."""
     return {
         "alpha": f"{step.alpha:g}",
-        "known": percent(step.known),
-        "unknown": None if step.unknown is None else percent(step.unknown),
-        "expected": percent(step.alpha) + ("" if step.deviation is None else f" ± {percent(step.deviation)}"),
+        "known": _percent(step.known),
+        "unknown": None if step.unknown is None else _percent(step.unknown),
+        "expected": _percent(step.alpha) + ("" if step.deviation is None else f" ± {_percent(step.deviation)}"),
         "one_in": f"{round(1 / step.alpha):,}",
     }
-
-
-def _removed(errors: Errors | Missing) -> list[tuple[float, float, float]]:
-    """Return rows of the table below the sparsification curve: removed share, by uncertainty, best order."""
-    if isinstance(errors, Missing):
-        return []
-
-    def at(curve: list[list[float]], share: float) -> float:
-        return min(curve, key=lambda point: abs(point[0] - share))[1]
-
-    return [(share, at(errors.curve, share), at(errors.best_curve, share)) for share in (0, 0.05, 0.1, 0.2, 0.3, 0.5)]
 
 
 def _cut(value: object, longest: int) -> str:

@@ -10,8 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from contrastive_curvature.apps.report.parts import Missing
-from contrastive_curvature.embedding.distribution import EmbeddingDistribution
+from contrastive_curvature.apps.report.evaluation import Missing
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError
 from contrastive_curvature.laplace.calibration import RIVALS, rivals
 from contrastive_curvature.metrics._checks import check_labels
@@ -24,6 +23,25 @@ MOST_SAMPLED = 2**28
 """Numbers in the sampled embeddings of one data set: 1 GiB."""
 
 _HIGHEST = torch.finfo(torch.float32).max
+
+
+GROUPS = {
+    "Most certain": ("test", "uncertainty", -1, "The smallest uncertainty: few errors should be here."),
+    "Least certain": ("test", "uncertainty", 1, "The largest uncertainty: errors should gather here."),
+    "Known, but unusual": (
+        "test",
+        "novelty",
+        1,
+        "Known test inputs with the largest novelty: a threshold flags them first, by mistake.",
+    ),
+    "Unknown, but usual": (
+        "unknown",
+        "novelty",
+        -1,
+        "Unknown inputs with the smallest novelty: a threshold misses them first.",
+    ),
+}
+"""What the page shows, by title: inputs of a data set with the largest values of a score, or with -1 the smallest."""
 
 
 class Data:
@@ -62,13 +80,6 @@ class Data:
         return str(name.item() if isinstance(name, Tensor) and name.numel() == 1 else name)
 
 
-class Judged(NamedTuple):
-    """Novelty and p-value of N inputs, float64, shape (N,) each."""
-
-    novelty: Tensor
-    p_value: Tensor
-
-
 class Extreme(NamedTuple):
     """An input with one of the largest scores: its row in the data, and what it looks like if that is known."""
 
@@ -85,19 +96,18 @@ class Scored:
         data: Where they came from.
         mu: Directions, shape (N, D).
         labels: Shape (N,); ``None`` where there are none.
-        uncertainty: In radians, float64, shape (N,).
-        judged: Novelty and p-value, or why there are none.
-        rivals: Other scores of whether an input is known, float64, shape (N,) each.
+        scores: By name, float64, shape (N,) each: ``"uncertainty"`` in radians; where there are p-values,
+            ``"novelty"`` and other scores of whether an input is known.
+        p_value: Float64, shape (N,), or why there are none.
         samples: Embeddings by S networks, the same ones for all data sets, shape (S, N, D); ``None`` where not wanted.
-        extremes: By name of a group, the inputs to show.
+        extremes: By title of a group, the inputs to show.
     """
 
     data: Data
     mu: Tensor
     labels: Tensor | None
-    uncertainty: Tensor
-    judged: Judged | Missing
-    rivals: dict[str, Tensor]
+    scores: dict[str, Tensor]
+    p_value: Tensor | Missing
     samples: Tensor | None
     extremes: dict[str, list[Extreme]]
 
@@ -106,57 +116,60 @@ class Scored:
         return len(self.mu)
 
 
-def score(
-    la: Any, argument: str, data: Data, *, n_samples: int, n_shown: int, seed: int, progress: Progress, judge: bool
-) -> Scored:
+def score(la: Any, argument: str, data: Data, n_samples: int, n_shown: int, seed: int, progress: Progress) -> Scored:
     """Run over a data set once, with ``n_samples`` networks of ``seed`` beside the mean."""
     parts: dict[str, list[Tensor]] = defaultdict(list)
     extremes: dict[str, list[Extreme]] = defaultdict(list)
-    missing = None if judge else Missing("They were not asked for.")
+    missing = Missing("They were not asked for.") if argument == "gallery" else None
     rows = sampled = 0
     for number, batch in enumerate(progress.over(data.batches, f"[evaluation: {argument}]")):
         where = f"{argument}: batch {number} (counted from 0)"
         x, labels = _split(where, batch, getattr(la, "dict_key_y", "labels"))
         with torch.no_grad():
-            embedding = _predict(la, where, x)
-            found = {"mu": embedding.mu.cpu(), "uncertainty": embedding.uncertainty.double().cpu()}
-            ranked = {"uncertain": found["uncertainty"], "certain": -found["uncertainty"]}
+            try:
+                with naming_the_input(x):
+                    embedding = la(x)
+            except InputError as error:
+                raise InputError(f"{where}: {error}") from error
+            columns = {"mu": embedding.mu.cpu(), "uncertainty": embedding.uncertainty.double().cpu()}
             if missing is None:
                 try:
-                    # No metric takes infinities; the order stays.
-                    found["novelty"] = embedding.novelty.cpu().nan_to_num(posinf=_HIGHEST, neginf=-_HIGHEST)
-                    found["p_value"] = embedding.p_value.cpu()
-                    found |= {name: values.double().cpu() for name, values in rivals(la, embedding).items()}
-                    ranked |= {"unusual": found["novelty"], "usual": -found["novelty"]}
+                    columns |= {
+                        # No metric takes infinities; the order stays.
+                        "novelty": embedding.novelty.cpu().nan_to_num(posinf=_HIGHEST, neginf=-_HIGHEST),
+                        "p_value": embedding.p_value.cpu(),
+                        **{name: values.double().cpu() for name, values in rivals(la, embedding).items()},
+                    }
                 except NotFittedError as error:
                     missing = Missing(str(error))
-            sampled += n_samples * found["mu"].numel()
+            sampled += n_samples * columns["mu"].numel()
             if n_samples and sampled <= MOST_SAMPLED:
                 generator = torch.Generator(la._device).manual_seed(seed)
                 samples = la.predictive_samples(x, n_samples=n_samples, joint=True, generator=generator)
-                found["samples"] = samples.cpu()
+                columns["samples"] = samples.cpu()
             else:
                 parts.pop("samples", None)
         if labels is not None:
-            found["labels"] = check_labels(f"{where}: labels", labels, len(found["mu"])).cpu()
-        for name, values in found.items():
+            columns["labels"] = check_labels(f"{where}: labels", labels, len(embedding.mu)).cpu()
+        for name, values in columns.items():
             parts[name].append(values)
-        for name, scores in ranked.items():
-            extremes[name] = _largest(extremes[name], scores, rows, x, n_shown)
-        rows += len(found["mu"])
+        for title, (source, name, sign, _) in GROUPS.items():
+            if source == argument and name in columns:
+                extremes[title] = _largest(extremes[title], sign * columns[name], rows, x, n_shown)
+        rows += len(embedding.mu)
     if not rows:
         raise InputError(argument, "at least one input", "none")
     data.check_length(argument, rows)
     if len(parts["labels"]) not in (0, len(parts["mu"])):
         raise InputError(argument, "labels in every batch, or in none", "labels in some batches")
+    joined = {name: torch.cat(values, 1 if name == "samples" else 0) for name, values in parts.items() if values}
     return Scored(
         data,
-        torch.cat(parts["mu"]),
-        torch.cat(parts["labels"]) if parts["labels"] else None,
-        torch.cat(parts["uncertainty"]),
-        missing or Judged(torch.cat(parts["novelty"]), torch.cat(parts["p_value"])),
-        {name: torch.cat(parts[name]) for name in RIVALS if parts[name]},
-        torch.cat(parts["samples"], 1) if parts["samples"] else None,
+        joined["mu"],
+        joined.get("labels"),
+        {name: joined[name] for name in ("uncertainty", "novelty", *RIVALS) if name in joined},
+        missing or joined["p_value"],
+        joined.get("samples"),
         extremes,
     )
 
@@ -169,8 +182,8 @@ def _split(where: str, batch: Any, label_key: str) -> tuple[Any, Any]:
         return batch, None
     if isinstance(batch, (tuple, list)) and len(batch) in (1, 2):
         return batch[0], batch[1] if len(batch) == 2 else None
-    came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
-    raise InputTypeError(where, "batches (x, labels), or of inputs alone", came)
+    length = f" of {len(batch)}" if isinstance(batch, (tuple, list)) else ""
+    raise InputTypeError(where, "batches (x, labels), or of inputs alone", f"a {type(batch).__name__}{length}")
 
 
 def _preview(x: Any, row: int) -> Any:
@@ -183,18 +196,9 @@ def _preview(x: Any, row: int) -> Any:
     return None
 
 
-def _predict(la: Any, where: str, x: Any) -> EmbeddingDistribution:
-    """Return the prediction for a batch; an error of its inputs names the batch."""
-    try:
-        with naming_the_input(x):
-            return la(x)
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from error
-
-
-def _largest(found: list[Extreme], scores: Tensor, first_row: int, x: Any, n: int) -> list[Extreme]:
-    """Return the ``n`` inputs with the largest scores, of those found before and those of a batch."""
+def _largest(earlier: list[Extreme], scores: Tensor, first_row: int, x: Any, n: int) -> list[Extreme]:
+    """Return the ``n`` inputs with the largest scores, of earlier batches and of a batch."""
     best = scores.argsort(descending=True, stable=True)[:n].tolist()
     new = [Extreme(float(scores[i]), first_row + i, _preview(x, i)) for i in best]
     # Sorted by score and then by row, so that the choice does not depend on the batch size.
-    return sorted([*found, *new], key=lambda extreme: (-extreme.score, extreme.row))[:n]
+    return sorted([*earlier, *new], key=lambda extreme: (-extreme.score, extreme.row))[:n]

@@ -26,20 +26,17 @@ def thumbnails(items: list[Any]) -> list[str | None]:
     Arrays of whole numbers hold 0 to 255 (0 and 1 where nothing is larger). Others hold 0 to 1, or, where one is
     outside that, anything: then the smallest number of all the images is black, and the largest is white.
     """
-    arrays = {i: _array(item) for i, item in enumerate(items) if _is_array(item)}
+    pictures = {i for i, item in enumerate(items) if isinstance(item, Path) or hasattr(item, "getbands")}
+    arrays = {
+        i: _array(item)
+        for i, item in enumerate(items)
+        if isinstance(item, Tensor) or (i not in pictures and hasattr(item, "__array_interface__"))
+    }
     floats = [a[np.isfinite(a)] for a in arrays.values() if a.dtype.kind == "f"]
     low = min((float(a.min(initial=0.0)) for a in floats), default=0.0)
     high = max((float(a.max(initial=1.0)) for a in floats), default=1.0)
     pixels = {i: _grey_values(array, low, high) for i, array in arrays.items()}
-    return [_address(pixels.get(i, item)) if i in pixels or _is_picture(item) else None for i, item in enumerate(items)]
-
-
-def _is_picture(item: Any) -> bool:
-    return isinstance(item, Path) or hasattr(item, "getbands")
-
-
-def _is_array(item: Any) -> bool:
-    return isinstance(item, Tensor) or (not _is_picture(item) and hasattr(item, "__array_interface__"))
+    return [_address(pixels.get(i, item)) if i in pictures | pixels.keys() else None for i, item in enumerate(items)]
 
 
 def _array(item: Any) -> np.ndarray:
