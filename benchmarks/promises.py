@@ -1,7 +1,7 @@
 """Are the rates of ``cc.Retriever`` kept? Draws of held-out queries from simulated worlds, whose truth is known.
 
-``python -m benchmarks.promises`` prints the table of docs/statistics.md: half of the error is asked for with 90 %
-confidence, and 5 % false alarms.
+``python -m benchmarks.promises`` prints the first table of benchmarks/results/answers.md: half of the error is asked
+for with 90 % confidence, and 5 % false alarms.
 """
 
 from __future__ import annotations

@@ -102,12 +102,12 @@ def on_ray(source: Path, place: Path, parts: int, exact: Any, *, killed: bool, p
     """Fit and embeddings with two processes of Ray, compared with those of one process."""
     place.mkdir()
     data = cc.jobs.ParquetParts(source, parts, read=reader(place, points // 2 + GROUP if killed else None))
-    la, fit = timed(lambda: cc.jobs.fit_on_ray(posterior(), data, folder=place / "states", workers=2))
-    _, again = timed(lambda: cc.jobs.fit_on_ray(posterior(), data, folder=place / "states", workers=2))
+    la, fit = timed(lambda: cc.jobs.fit_on_ray(posterior(), data, folder=place / "states"))
+    _, again = timed(lambda: cc.jobs.fit_on_ray(posterior(), data, folder=place / "states"))
     died = (place / "died").exists()
     (place / "died").unlink(missing_ok=True)
     la.optimize_prior_precision()
-    folder, embedded = timed(lambda: cc.jobs.embed_on_ray(exact, data, place / "embeddings", workers=2))
+    folder, embedded = timed(lambda: cc.jobs.embed_on_ray(exact, data, place / "embeddings"))
     rows = pq.read_table(folder.path, columns=["identifier"]).column("identifier").to_numpy()
     x = torch.randn(100, WIDTH, generator=torch.Generator().manual_seed(1))
     mine, theirs = la(x).uncertainty, exact(x).uncertainty

@@ -1,6 +1,6 @@
 """``cc.Retriever`` on every encoder that has a feature file: is the match right, how much is answered, do rates hold?
 
-``python -m benchmarks.transfer.answers FOLDER`` prints the tables of docs/statistics.md. The gallery is
+``python -m benchmarks.transfer.answers FOLDER`` prints tables of benchmarks/results/answers.md. The gallery is
 the training inputs, and the queries are the test inputs; where these are of classes that training has not seen, the
 gallery is half of each of these classes. 500 queries are held out (half of them, where there are fewer than 1,000),
 others judge.

@@ -10,7 +10,6 @@ import logging
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import lru_cache, reduce
 from itertools import groupby
 from os import PathLike
@@ -25,7 +24,7 @@ from torch import Tensor
 from contrastive_curvature import validate
 from contrastive_curvature.artifact import folder_path, write_whole
 from contrastive_curvature.errors import InputError, InputTypeError, ProcessError
-from contrastive_curvature.fit.state import CURVATURE, STATISTICS, State, check_identity, digest_of
+from contrastive_curvature.fit.state import CURVATURE, STATISTICS, State
 from contrastive_curvature.io.feature_folder import FeatureFolder
 from contrastive_curvature.io.feature_folder.header import HEADER
 from contrastive_curvature.io.states import load_state, save_state
@@ -269,7 +268,7 @@ Source = ParquetParts | FeatureFolder | str | PathLike[str] | Sequence[str | Pat
 
 
 class StateFolder:
-    """Where the states of the parts of one fit are kept, ``statistics-00003-of-00008.safetensors`` and so on.
+    """Where the states of the parts of one fit are kept, ``statistics-00003-of-00008-1f2e3d4c.safetensors`` and so on.
 
     Each is written completely or not at all, so a process that is killed leaves no half of one, and what is there is
     there once, however often a part was started.
@@ -277,14 +276,16 @@ class StateFolder:
     Args:
         path: The folder; it is made if need be, inside a folder that exists.
         count: Number of parts.
-        source: What tells the data from other data, as ``ParquetParts(...).fingerprint``; may be empty.
+        source: What tells the data from other data, as ``ParquetParts(...).fingerprint``; may be empty. The names of
+            the files end in its digest.
 
     Raises:
-        InputError: The folder has something else in it, as states of another number of parts.
+        InputError: The folder has something else in it, as states of another source or number of parts.
     """
 
     def __init__(self, path: str | PathLike[str], count: int, source: str = "") -> None:
-        self.count, self._source = validate.count("count", count), source
+        self.count = validate.count("count", count)
+        self._source = hashlib.sha256(source.encode()).hexdigest()[:8]
         self.path = folder_path("folder", path)
         _open(self.path, "folder", [self.file(kind, part) for kind in (STATISTICS, CURVATURE) for part in range(count)])
 
@@ -297,9 +298,8 @@ class StateFolder:
         if len(state.origins) != 1 or state.count != self.count:
             received = f"parts {sorted(state.origins)[:5]} of {state.count}"
             raise InputError("state", f"the state of one of {self.count} parts", received)
-        marked = replace(state, identity={**state.identity, "source": self._source})
         # Somebody else may have put a link into the folder: it is replaced, and never written through.
-        save_state(marked, self.file(state.kind, next(iter(state.origins))), follow=False)
+        save_state(state, self.file(state.kind, next(iter(state.origins))), follow=False)
 
     def load(self, kind: str, part: int) -> State:
         """Return the state of a part.
@@ -309,42 +309,24 @@ class StateFolder:
             part: Index of the part.
 
         Raises:
-            InputError: It is not there, damaged, or of other data.
+            InputError: It is not there or damaged.
         """
-        return self._of_this_source(load_state(self.file(kind, part)), kind, part)
+        return load_state(self.file(kind, part))
 
-    def has(self, kind: str, part: int, identity: Mapping[str, str] | None = None) -> bool:
-        """Whether the state of a part is there and whole.
-
-        Args:
-            kind: ``"statistics"`` or ``"curvature"``.
-            part: Index of the part.
-            identity: What the state must have in common with the fit, as ``state.identity``; ``None`` for anything, as
-                :meth:`merged` compares the states with each other.
-
-        Raises:
-            InputError: The state is of another encoder, other options or other data. Nothing is overwritten.
-        """
+    def has(self, kind: str, part: int) -> bool:
+        """Whether the state of a part is there and whole; arguments as of :meth:`load`."""
         file = self.file(kind, part)
-        if not file.is_file():
-            return False
         try:
-            state = load_state(file)
+            load_state(file)
         except InputError as error:
-            _log.warning("%s It is computed again.", error)
+            if file.exists():
+                _log.warning("%s It is computed again.", error)
             return False
-        state = self._of_this_source(state, kind, part)
-        if identity is not None:
-            try:
-                check_identity(state, identity)
-            except InputError as error:
-                error.add_note(f"This state is in {file}. {_REPAIR}")
-                raise
         return True
 
-    def missing(self, kind: str, identity: Mapping[str, str] | None = None) -> list[int]:
-        """Parts whose state is not there or damaged, to be computed (again); arguments as of :meth:`has`."""
-        return [part for part in range(self.count) if not self.has(kind, part, identity)]
+    def missing(self, kind: str) -> list[int]:
+        """Parts whose state is not there or damaged, to be computed (again)."""
+        return [part for part in range(self.count) if not self.has(kind, part)]
 
     def merged(self, kind: str) -> State:
         """Merge the states of all parts; one after the other is in memory.
@@ -357,16 +339,7 @@ class StateFolder:
     def file(self, kind: str, part: int) -> Path:
         """Name of the file of a part."""
         validate.choice("kind", kind, (STATISTICS, CURVATURE))
-        return self.path / f"{kind}-{part:05d}-of-{self.count:05d}.safetensors"
-
-    def _of_this_source(self, state: State, kind: str, part: int) -> State:
-        """Return a state that was read, as it was saved; refuse one of other data."""
-        identity = dict(state.identity)
-        source = identity.pop("source", None)
-        if source != self._source:
-            received = f"{source!r} in {self.file(kind, part)}"
-            raise InputError("folder", f"states of the source {self._source!r}", received, _REPAIR)
-        return replace(state, identity=identity)
+        return self.path / f"{kind}-{part:05d}-of-{self.count:05d}-{self._source}.safetensors"
 
 
 class EmbeddingFolder:
@@ -485,7 +458,8 @@ def fit_on_ray(
     *,
     folder: str | PathLike[str],
     parts: int | None = None,
-    **processes: Any,
+    progress_bar: bool | None = None,
+    **options: Any,
 ) -> Any:
     """Fit a posterior to data that many processes read, a part at a time.
 
@@ -500,9 +474,9 @@ def fit_on_ray(
             of them), or a feature folder or its path; on a file system that all machines see.
         folder: Where the states are kept, on such a file system.
         parts: Number of parts of files or a folder; ``None`` for one per 50,000 rows, at least 16 and at most 1,000.
-        **processes: ``workers``, the number of parts that are computed at the same time, by default as many as Ray has
-            room for; ``num_cpus`` (1) and ``num_gpus`` (0) of each; ``max_retries`` (3), how often a part is started
-            again whose process has died; ``progress_bar``.
+        progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
+        **options: Of ``ray.remote``, such as ``num_cpus`` (1), ``num_gpus`` (0) and ``memory``, what a part needs, and
+            ``max_retries`` (3), how often a part is started again whose process has died.
 
     Returns:
         The fitted posterior: the given one, or the one that the function has made.
@@ -513,13 +487,13 @@ def fit_on_ray(
         UnsupportedError: The posterior has no fit in parts, or ray or pyarrow is not installed.
         ProcessError: A process has died too often. What is done is kept.
     """
-    options = _processes(**processes)
+    validate.package("jobs", "ray", "ray")
     data = _parts_of(source, parts)
     count = len(data)
     la = _made(posterior)
-    states = StateFolder(folder, count, data.fingerprint)
-    # A first pass without data has only what the states of all parts have in common.
-    identity = dict(la.part_statistics([], (0, count)).identity)
+    # A first pass without data has only what the states of all parts have in common: encoder and options.
+    identity = sorted(la.part_statistics([], (0, count)).identity.items())
+    states = StateFolder(folder, count, f"{data.fingerprint} {identity}")
 
     def first_pass(la: Any, part: int) -> None:
         states.save(la.part_statistics(data[part], (part, count), progress_bar=False))
@@ -527,11 +501,10 @@ def fit_on_ray(
     def second_pass(la: Any, part: int) -> None:
         states.save(la.part_curvature(data[part], (part, count), statistics, progress_bar=False))
 
-    with _stopped_at_the_end():
-        _run(posterior, first_pass, states.missing(STATISTICS, identity), STATISTICS, **options)
+    with _ray(options) as ray:
+        _run(ray, posterior, first_pass, states.missing(STATISTICS), STATISTICS, progress_bar, options)
         statistics = states.merged(STATISTICS)
-        identity["statistics"] = digest_of(statistics)
-        _run(posterior, second_pass, states.missing(CURVATURE, identity), CURVATURE, **options)
+        _run(ray, posterior, second_pass, states.missing(CURVATURE), CURVATURE, progress_bar, options)
     la.fit_parts(statistics, states.merged(CURVATURE))
     return la
 
@@ -543,7 +516,8 @@ def embed_on_ray(
     *,
     parts: int | None = None,
     keep: Sequence[str] | None = None,
-    **processes: Any,
+    progress_bar: bool | None = None,
+    **options: Any,
 ) -> EmbeddingFolder:
     """Embed a corpus in processes of Ray that hold encoder and posterior once.
 
@@ -559,7 +533,8 @@ def embed_on_ray(
         destination: A folder, on a file system that all machines see.
         parts: Number of parts, each a file; ``None`` as in :func:`fit_on_ray`.
         keep: Columns of the source to pass through; ``None`` for all but ``features``.
-        **processes: See :func:`fit_on_ray`.
+        progress_bar: See :func:`fit_on_ray`.
+        **options: See :func:`fit_on_ray`.
 
     Returns:
         The folder.
@@ -571,41 +546,41 @@ def embed_on_ray(
         UnsupportedError: ray or pyarrow is not installed.
         ProcessError: A process has died too often. What is done is kept.
     """
-    options = _processes(**processes)
+    validate.package("jobs", "ray", "ray")
     folder = EmbeddingFolder(destination, _made(posterior), _parts_of(source, parts), keep)
-    with _stopped_at_the_end():
-        _run(posterior, folder.write, folder.missing(), "embeddings", **options)
+    with _ray(options) as ray:
+        _run(ray, posterior, folder.write, folder.missing(), "embeddings", progress_bar, options)
     return folder
 
 
-def _processes(
-    workers: int | None = None,
-    num_cpus: float = 1,
-    num_gpus: float = 0,
-    max_retries: int = 3,
-    progress_bar: bool | None = None,
-) -> dict[str, Any]:
-    """Return the checked options of the processes of Ray."""
-    validate.package("jobs", "ray", "ray")
-    if workers is not None:
-        validate.count("workers", workers)
-    validate.number("num_cpus", num_cpus, positive=True)
-    validate.number("num_gpus", num_gpus)
-    if not isinstance(max_retries, int) or max_retries < 0:
-        raise InputError("max_retries", "a whole number >= 0", max_retries)
-    resources = {"num_cpus": num_cpus, "num_gpus": num_gpus, "max_retries": max_retries}
-    return {"workers": workers, "resources": resources, "progress_bar": progress_bar}
+@contextmanager
+def _ray(options: Mapping[str, Any]) -> Iterator[Any]:
+    """Give Ray: the one that runs, or one that is started here and stopped at the end."""
+    ray = validate.package("jobs", "ray", "ray")
+    if ray.is_initialized():
+        yield ray
+        return
+    ray.init()
+    try:
+        # A cluster may grow, this machine does not: a task without room would wait for ever.
+        if "RAY_ADDRESS" not in os.environ:
+            there = ray.cluster_resources()
+            for option, name in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
+                if (wanted := options.get(option, 0)) > there.get(name, 0):
+                    raise InputError(option, f"at most what Ray has, {there.get(name, 0):g}", wanted)
+        yield ray
+    finally:
+        ray.shutdown()
 
 
 def _run(
+    ray: Any,
     posterior: Posterior,
     work: Callable[[Any, int], None],
     parts: Sequence[int],
     name: str,
-    *,
-    workers: int | None,
-    resources: dict[str, Any],
     progress_bar: bool | None,
+    options: Mapping[str, Any],
 ) -> None:
     """Call ``work`` with the posterior and every part, in processes of Ray; it writes its result itself.
 
@@ -613,29 +588,14 @@ def _run(
         ProcessError: A process has died too often.
         Exception: What a part raised, as it is, with a note that names the part.
     """
-    ray = validate.package("jobs", "ray", "ray")
-    if not parts:
-        return
-    started = not ray.is_initialized()
-    if started:
-        ray.init()
-    running: dict[Any, int] = {}
+    # Ray starts a new process for every task on a GPU, unless max_calls says that a process may go on.
+    task = ray.remote(max_calls=0, **options)(_part)
+    # Once in Ray's store, however many processes take it; in a list, because Ray reads it for every part otherwise.
+    stored = [ray.put((posterior, work))]
+    running = {task.remote(stored, part): part for part in parts}
     try:
-        # A cluster may grow, this machine does not: a task without room would wait for ever.
-        if started and "RAY_ADDRESS" not in os.environ:
-            there = ray.cluster_resources()
-            if resources["num_cpus"] > there.get("CPU", 0) or resources["num_gpus"] > there.get("GPU", 0):
-                wanted = f"at most what Ray has, {there.get('CPU', 0):g} cores and {there.get('GPU', 0):g} GPUs"
-                raise InputError("num_cpus, num_gpus", wanted, f"{resources['num_cpus']:g}, {resources['num_gpus']:g}")
-        # Ray starts a new process for every task on a GPU, unless max_calls says that a process may go on.
-        task = ray.remote(**resources, max_calls=0)(_part)
-        # Once in Ray's store, however many processes take it; in a list, because Ray reads it for every part otherwise.
-        stored = [ray.put((posterior, work))]
-        waiting = iter(parts)
         with Progress(progress_bar).bar(f"[{name}]", len(parts)) as bar:
-            while bar.n < len(parts):
-                while len(running) < (workers or len(parts)) and (part := next(waiting, None)) is not None:
-                    running[task.remote(stored, part)] = part
+            while running:
                 (done,), _ = ray.wait(list(running))
                 part = running.pop(done)
                 try:
@@ -645,27 +605,15 @@ def _run(
                     raise error.cause from error
                 except ray.exceptions.RayError as error:
                     raise ProcessError(
-                        f"{name} of part {part}: its process has died (max_retries={resources['max_retries']}), or its "
-                        f"error cannot be pickled: {error}\nWhat is done is kept: call this again with the same "
-                        "arguments, and only the rest is computed. A process that needs too much memory wants smaller "
-                        "batches, or more num_cpus, so that fewer run at once."
+                        f"{name} of part {part}: its process has died more than max_retries times, or its error cannot "
+                        f"be pickled: {error}\nWhat is done is kept: call this again with the same arguments, and only "
+                        "the rest is computed. A process that needs too much memory wants smaller batches, or more "
+                        "num_cpus, so that fewer run at once."
                     ) from error
                 bar.update(1)
     finally:
         for task_of_part in running:
             ray.cancel(task_of_part, force=True)
-
-
-@contextmanager
-def _stopped_at_the_end() -> Iterator[None]:
-    """Stop Ray at the end, unless it ran before."""
-    ray = validate.package("jobs", "ray", "ray")
-    ran = ray.is_initialized()
-    try:
-        yield
-    finally:
-        if not ran:
-            ray.shutdown()
 
 
 def _part(stored: list[Any], part: int) -> None:

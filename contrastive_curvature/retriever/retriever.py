@@ -28,6 +28,9 @@ from contrastive_curvature.retriever.evidence import Embedded, evidence
 from contrastive_curvature.retriever.head import AT_ONCE, Headed, outputs, with_head
 from contrastive_curvature.retriever.rule import Labelled, Rates, Rule, certified
 
+_SAME = math.log(1.001e-6)
+"""Log-distance to a match below which the query is the match."""
+
 _NAMED = 5
 """Classes that are named in a message."""
 
@@ -222,7 +225,7 @@ class Retriever(Fitted):
                 calibrated.
 
         Warns:
-            UserWarning: Nothing is answered.
+            UserWarning: Nothing is answered, or most held-out queries are in the gallery.
             OptimisticPValueWarning: Held-out queries are among the training inputs.
         """
         queries = _pair("held_out", held_out)
@@ -261,6 +264,9 @@ class Retriever(Fitted):
         self._gallery = Points(points.directions, classes, np.arange(len(points)))
         self._held, self._truth, self._feedback = held, truth, None
         self._certify()
+        if (share := float((self._search(held)[0][:, 0] < _SAME).mean())) > 0.5:
+            wanted = "No rate holds for new queries: hold out others than those that are searched."
+            warnings.warn(f"held_out: {percent(share)} of the queries are in the gallery. {wanted}", UserWarning, 2)
         return self
 
     def __call__(self, queries: Any) -> Answers:

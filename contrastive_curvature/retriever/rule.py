@@ -205,7 +205,11 @@ def certified(
             found = f"{(~rights).sum():,} of the {len(rights):,} that the other rates let be answered are wrong"
             times = _times(threshold, scores, rights)
             hint = "It takes a larger rate, or a better encoder"
-            if times:
+            if not held.right.any():
+                hint = (
+                    "No match has the label of its query: does the gallery name or number its classes in the same way?"
+                )
+            elif times:
                 hint = f"It takes about {times * n:,} held-out queries like these, or a larger rate"
             reasons["wrong_answers"] = f"nothing is answered: of {n:,} held-out queries, {found}. {hint}"
     share = float((left & (score <= limit)).mean())

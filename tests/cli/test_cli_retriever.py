@@ -12,6 +12,7 @@ from test_cli_score import column, read
 
 import contrastive_curvature as cc
 from contrastive_curvature.apps.cli.saved import open_posterior
+from contrastive_curvature.io.serving import Scorer
 
 NAMES = np.array(["ant", "bee", "cat", "dog", "elk", "fox"])
 FIT = ("fit", "named.npz", "--held-out", "held.npz", "--wrong-answers", 0.2, "--false-matches", 0.4, "--quiet", "--out")
@@ -53,6 +54,20 @@ def test_answers_and_rates_are_those_of_the_library(run: Run, named: None) -> No
         assert rates[name] == rate._asdict(), name
     assert "asked for: at most 0.2" in run(*evaluate).stdout
     assert "--out" in error_of(run(*evaluate, "--out", "report", code=2))
+
+
+def test_an_exported_retriever_answers_and_info_knows_it(run: Run, named: None) -> None:
+    run(*FIT, "r")
+    run("export", "r", "--out", "served.npz")
+    retriever, _ = open_posterior(Path("r"))
+    features = data("asked.npz")[0]
+    served, answers = Scorer.load("served.npz").answer(features.numpy()), retriever(features)
+    assert served["decision"].tolist() == answers.decision.tolist()
+    assert "--p-value" in error_of(run("export", "r", "--out", "again.npz", "--no-p-value", code=2))
+    assert "wrong_answers 0.2, false_matches 0.4" in run("info", "r").stdout
+    found = json.loads(run("info", "r", "--json").stdout)
+    assert found["retriever"]["answered"] == retriever.answered
+    assert found["posteriors"]
 
 
 def test_points_are_added_by_the_names_of_their_classes(run: Run, named: None) -> None:

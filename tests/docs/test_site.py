@@ -49,7 +49,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_site_builds_strictly_and_loads_nothing_from_elsewhere(site):
     pages = sorted(site.rglob("*.html"))
-    places = {str(page.relative_to(site)) for page in pages}
+    places = {page.relative_to(site).as_posix() for page in pages}
     assert {"index.html", "quickstart.html", "changelog.html", "reference/losses.html"} <= places
     assert "benchmarks/results/transfer.html" in places
     for page in pages:

@@ -81,6 +81,7 @@ def in_one_process() -> Any:
     return la
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no shell script runs as sbatch")
 def test_the_job_array_of_the_page(place: Path, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     del device
     jobs = submit(place)
@@ -96,7 +97,7 @@ def test_the_job_array_of_the_page(place: Path, device: str, monkeypatch: pytest
     assert torch.allclose(la(x).covariance, exact.covariance, rtol=1e-10, atol=1e-12 * float(exact.covariance.max()))
     # Submitted once more after two tasks have died: only they are run.
     kept = {path: path.stat().st_mtime_ns for folder in ("states", "embeddings") for path in Path(folder).iterdir()}
-    lost = [Path("states/curvature-00001-of-00003.safetensors"), Path("embeddings/part-00002-of-00003.parquet")]
+    lost = [*Path("states").glob("curvature-00001-of-00003-*"), Path("embeddings/part-00002-of-00003.parquet")]
     for path in lost:
         path.unlink()
     run_jobs(jobs, monkeypatch)

@@ -4,7 +4,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from job_cases import assert_same, data, fit_in, fitted, posterior, write
 
 import contrastive_curvature as cc
@@ -51,36 +50,15 @@ def test_what_is_there_is_kept_and_what_is_lost_is_computed_alone(device: str, t
     assert_same(again.la, fitted(device), data()[0][:20].to(device))
 
 
-def test_states_of_other_options_or_encoders_are_refused(device: str, tmp_path: Path) -> None:
-    parts, other = parts_in(tmp_path), posterior(device)
-    fit_in(tmp_path / "states", posterior(device), parts)
-    with torch.no_grad():
-        other.model.model[2].bias[0] += 1e-9
-    states = cc.jobs.StateFolder(tmp_path / "states", PARTS, parts.fingerprint)
-    kept = states.file("statistics", 0).read_bytes()
-    for la, message in (
-        (posterior(device, margin=0.2), "loss"),
-        (posterior(device, negative_samples=39), "options"),
-        (posterior(device, structure="diag"), "structure"),
-        (other, "encoder"),
-    ):
-        identity = la.part_statistics([], (0, PARTS)).identity
-        with pytest.raises(cc.InputError, match=f"statistics: {message}") as raised:
-            states.missing("statistics", identity)
-        assert "Use another folder, or delete this one" in raised.value.__notes__[0]
-    assert states.file("statistics", 0).read_bytes() == kept
-
-
 def test_another_source_or_number_of_parts_is_refused(device: str, tmp_path: Path) -> None:
     parts = parts_in(tmp_path)
     states = cc.jobs.StateFolder(tmp_path / "states", PARTS, parts.fingerprint)
     states.save(posterior(device).part_statistics(parts[0], (0, PARTS)))
     with pytest.raises(cc.InputError, match=r"folder: .* of this job in 6 files, got .* 'statistics-00000-of-00004"):
         cc.jobs.StateFolder(tmp_path / "states", 3, parts.fingerprint)
-    other = cc.jobs.StateFolder(tmp_path / "states", PARTS, "other")
-    with pytest.raises(cc.InputError, match="folder: expected states of the source 'other'"):
-        other.missing("statistics")
-    assert other.file("statistics", 0).is_file()
+    with pytest.raises(cc.InputError, match=r"of this job in 8 files, got .* 'statistics-00000-of-00004"):
+        cc.jobs.StateFolder(tmp_path / "states", PARTS, "other")
+    assert states.missing("statistics") == [1, 2, 3]
 
 
 def test_a_link_in_the_folder_is_replaced(device: str, tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ from backpack import disable
 from laplace import Laplace
 from tables import covering
 from torch import Tensor, nn
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 
 import contrastive_curvature as cc
 from contrastive_curvature.hosts.curvlinops import ContrastiveGGNLinearOperator
@@ -29,7 +30,9 @@ LABELS = torch.arange(6) % 3
 
 
 def generators() -> tuple[Any, ...]:
-    return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())  # noqa: NPY002
+    # torch 2.6 cannot read a tensor of the outside inside of torch.func.
+    with temporarily_clear_interpreter_stack():
+        return torch.get_rng_state().tolist(), random.getstate(), str(np.random.get_state())  # noqa: NPY002
 
 
 def process_state() -> dict[str, Any]:

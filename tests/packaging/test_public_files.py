@@ -52,7 +52,7 @@ def test_workflows(path: Path) -> None:
 
 
 def test_ci_runs_the_versions_of_python_that_are_promised() -> None:
-    (matrix,) = [job["strategy"]["matrix"] for job in read(WORKFLOWS[0])["jobs"].values() if "strategy" in job]
+    matrix = read(WORKFLOWS[0])["jobs"]["newest"]["strategy"]["matrix"]
     classified = re.findall(r"Python :: (3\.\d+)", "\n".join(PROJECT["classifiers"]))
     assert matrix["python"] == classified
     assert PROJECT["requires-python"] == f">={classified[0]}"
@@ -106,6 +106,20 @@ def makefile(name: str) -> set[str]:
     """The comma-separated value of a variable."""
     (value,) = re.findall(rf"^{name} := (.+)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE)
     return set(value.split(","))
+
+
+def test_pre_commit_has_the_tested_versions() -> None:
+    repos = [repo for repo in read(ROOT / ".pre-commit-config.yaml")["repos"] if repo["repo"] != "local"]
+    tested = pins("constraints.txt")
+    assert {repo["hooks"][0]["id"].partition("-")[0]: Version(repo["rev"]) for repo in repos} == {
+        name: tested[name] for name in ("ruff", "codespell")
+    }
+
+
+def test_the_group_dev_is_the_environment_of_make_test() -> None:
+    (dev,) = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["dependency-groups"]["dev"]
+    assert Requirement(dev).name == PROJECT["name"]
+    assert Requirement(dev).extras == makefile("ALL_EXTRAS")
 
 
 def lower_bound(requirement: Requirement) -> Version:

@@ -1,5 +1,6 @@
 """``fit`` in a ``torch.distributed`` process group: the posterior of one process on all ranks, or an error on all."""
 
+import sys
 import warnings
 from typing import Any
 
@@ -16,6 +17,7 @@ Said = list[dict[str, Any]]
 """What every process of a group said."""
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
 @pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
 @pytest.mark.parametrize("backend", ["gloo", "nccl"])
 def test_processes_fit_together(backend: str, device: str) -> None:

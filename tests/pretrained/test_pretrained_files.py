@@ -5,6 +5,7 @@ import json
 import os
 import pickle
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +139,7 @@ def killed_at(step: int, write: Callable[[], None]) -> bool:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
 @pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
 def test_a_kill_at_any_step_leaves_the_old_or_the_new(la: Any, other: Any, tmp_path: Path) -> None:
     old, new = (one.save_pretrained(tmp_path / name) for one, name in ((la, "old"), (other, "new")))

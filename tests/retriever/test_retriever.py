@@ -344,7 +344,10 @@ def test_a_posterior_without_training_inputs_has_to_be_calibrated(la: Any) -> No
 
 
 def test_held_out_queries_of_the_training_are_noticed() -> None:
-    with pytest.warns(cc.OptimisticPValueWarning, match="among those that the posterior was fitted"):
+    with (
+        pytest.warns(UserWarning, match=r"held_out: 100 % of the queries are in the gallery\. No rate holds"),
+        pytest.warns(cc.OptimisticPValueWarning, match="among those that the posterior was fitted"),
+    ):
         new().fit(TRAIN.x, TRAIN.y, held_out=(TRAIN.x, TRAIN.y))
 
 
@@ -457,9 +460,10 @@ def test_a_head_is_trained_saved_and_the_same_again(model: nn.Module | None, tmp
 
 
 def test_a_head_on_texts_and_on_a_loader() -> None:
+    letters, of = np.random.default_rng(0).integers(0, 7, (80, 6)), np.arange(80) % 2
     rows = [
-        ("".join("abcdefgh"[(7 * k + j) % 8] if k % 2 else "tuvwxyz"[(5 * k + j) % 7] for j in range(6)), k % 2)
-        for k in range(80)
+        ("".join(chr((ord("a") if k else ord("t")) + n) for n in row), int(k))
+        for row, k in zip(letters, of, strict=True)
     ]
     texts, labels = [text for text, _ in rows], torch.tensor([label for _, label in rows])
     loader = [(texts[:60], labels[:60])]
@@ -532,3 +536,9 @@ def test_a_served_answer_without_torch(
         retriever.la.export(tmp_path / "alone.npz")
         with pytest.raises(ValueError, match=r"without\. Write one by retriever\.export"):
             Scorer.load(tmp_path / "alone.npz").answer(phi)
+
+
+def test_labels_of_other_names_are_noticed() -> None:
+    retriever = cc.Retriever(None, **RATES)
+    with pytest.warns(UserWarning, match="No match has the label of its query: does the gallery"):
+        retriever.fit(TRAIN.x, TRAIN.names, held_out=(HELD.x, np.full(300, 3)))

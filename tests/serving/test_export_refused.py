@@ -143,6 +143,7 @@ def test_an_interrupted_export_leaves_the_old_file(
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="no limits of resources")
+@pytest.mark.filterwarnings("ignore:Exception ignored in. <function ZipFile.__del__")  # of NumPy 1
 def test_a_full_disk_is_an_error_that_the_process_survives(device: str, tmp_path: Path) -> None:
     """A limit of the size of a file acts as a full disk does; torch's own writer would end the process, exit 134."""
     import resource

@@ -420,12 +420,13 @@ def evaluate() -> None:
     example="posterior --out scorer.npz",
 )
 def export() -> None:
-    """Write the posterior in FOLDER so that it needs neither this library nor laplace-torch.
+    """Write the posterior or the retriever in FOLDER so that it needs neither this library nor laplace-torch.
 
     \b
     .pt2                a graph of encoder and posterior for torch.export.load
     .onnx               the same for onnxruntime
-    .npz, .safetensors  arrays for a scorer that needs numpy alone, and takes the features of the last layer
+    .npz, .safetensors  arrays for a scorer that needs numpy alone, and takes the features of the last layer;
+                        of a retriever it answers
     """  # noqa: D301
 
 
@@ -446,7 +447,7 @@ def features() -> None:
 
 @_command("files", _FOLDER, example="posterior --json")
 def info() -> None:
-    """Show what is in the saved posterior FOLDER, without loading its encoder.
+    """Show what is in the saved posterior or retriever FOLDER, without loading its encoder.
 
     Loss, structure, prior, calibration, dimensions, versions, and how score and evaluate make the encoder.
     """

@@ -20,9 +20,12 @@ from contrastive_curvature.apps.cli.saved import (
 )
 from contrastive_curvature.apps.cli.sources import Loader, shared_labels
 from contrastive_curvature.apps.report.folder import check_target
+from contrastive_curvature.artifact import read_tensors
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.io.pretrained import read_info
 from contrastive_curvature.progress import Progress
+from contrastive_curvature.retriever.retriever import Retriever
+from contrastive_curvature.retriever.saved import RetrieverHeader
 
 
 def evaluate(job: Job) -> Result:
@@ -91,9 +94,18 @@ def _rates(job: Job) -> Result:
 
 
 def export(job: Job) -> Result:
-    """Write a posterior as a graph or a scorer."""
+    """Write a posterior as a graph or a scorer, and a retriever as a scorer that answers."""
     o, few = job.options, None
     la, _ = opened(job)
+    if isinstance(la, Retriever):
+        if "example" in job.sources or o.dynamic_axes or o.p_value is not None:
+            hint = (
+                f"Its posterior can be a graph: contrastive-curvature export {o.folder / 'posterior'} --out model.onnx"
+            )
+            raise InputError("export", "no --example, --p-value and --dynamic-axes for a retriever", "one", hint)
+        la.export(o.out)
+        size = o.out.stat().st_size
+        return {"file": str(o.out), "bytes": size}, f"{o.out}: answers of a retriever; {size:,} bytes"
     if "example" in job.sources:
         few, *_ = next(iter(Loader(job.sources["example"], min(2, o.batch_size))))
     outputs = la.export(o.out, few, p_value=o.p_value, dynamic_axes=o.dynamic_axes)
@@ -121,9 +133,16 @@ def features(job: Job) -> Result:
 
 def info(job: Job) -> Result:
     """Return what is in a saved posterior."""
-    folder = job.options.folder
+    folder, lines = job.options.folder, [str(job.options.folder)]
+    retriever = None
+    if holds_retriever(folder):
+        retriever = read_tensors(folder / "retriever.safetensors", RetrieverHeader)[0]
+        rates = ", ".join(f"{name} {rate}" for name, rate in retriever.rates._asdict().items())
+        lines.append(f"  retriever     answers {retriever.answered:.1%} of the held-out queries; {rates}")
+        if not retriever.posterior:
+            return {"retriever": retriever.model_dump(mode="json")}, *lines
+        folder = folder / "posterior"
     info, encoder = read_info(folder), _encoder(read_encoder(folder)[0])
-    lines = [str(folder)]
     for one in info.posteriors:
         count, least, most = one.prior_precisions
         prior = f"{least:.4g} to {most:.4g} ({count:,} of them)"
@@ -146,7 +165,10 @@ def info(job: Job) -> Result:
         f"  encoder       {encoder or 'not named: give --encoder to score and evaluate'}",
         f"  written by    {versions}; format {info.format_version}, {info.size:,} bytes",
     ]
-    return {**info.to_plain(), "encoder": encoder}, *lines
+    values: dict[str, Any] = {**info.to_plain(), "encoder": encoder}
+    if retriever is not None:
+        values["retriever"] = retriever.model_dump(mode="json")
+    return values, *lines
 
 
 def _encoder(header: EncoderFile | None) -> str | None:
