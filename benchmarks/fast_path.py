@@ -130,7 +130,7 @@ def render(results: Case) -> str:
         rows.append([*first, *(cell(case[fix]) for fix in FIXES)])
     text = (
         f"`python -m benchmarks.fast_path`, {machine_line(results['machine'])}. One batch, `arccos`, "
-        "`cc.ggn(structure='diag')` of an encoder that an earlier call has compared with autograd. Seconds (MiB of "
+        "`cc.ggn(structure='diag')` with all that it checks. Seconds (MiB of "
         "memory at its highest above what was held); `x` is the ratio to the side beside it in the same process: "
         "BackPACK's `DiagGGNExact` of a classification loss, or one backward pass of the batch for each output."
     )

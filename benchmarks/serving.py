@@ -1,10 +1,11 @@
 """What a prediction with all its scores takes beside a forward pass of the encoder, at batch size 1 too.
 
 A ResNet-18, a vision transformer (6 blocks of width 384, patches of 16 pixels) and an MLP (784-1024-1024-128), random
-weights, images of 64 x 64; 128 dimensions, the default posterior of the last layer, 8 class centres, 64 calibration
-inputs. "rank 64" keeps so many eigenvectors of the features instead of all 1,024. Beside the encoder alone in the same
-runtime, one thread, in turns: ``la(x)`` with all four scores read, and the export in torch (``torch.export``) and in
-onnxruntime.
+weights, images of 64 x 64, and a small convolutional network on images of 28 x 28; 128 dimensions, the default
+posterior of the last layer, 8 class centres, 64 calibration inputs. "rank 64" keeps so many eigenvectors of the
+features instead of all 1,024. Beside the encoder alone in the same runtime, one thread, in turns: ``la(x)`` with all
+four scores read, and the export in torch (``torch.export``) and in onnxruntime. And one query of ``cc.Retriever``
+beside the encoder, the product with a gallery of 10,000 points and the ten nearest.
 
     python -m benchmarks.serving [--seconds 8] [--quick]
 """
@@ -26,10 +27,10 @@ import torchvision
 from laplace import Laplace
 from torch import Tensor, nn
 
-import contrastive_curvature  # noqa: F401  registers the likelihood
+import contrastive_curvature as cc
 from benchmarks.machine import Case, machine_line, measure_cases, table, take_turns
 
-NETWORKS = ("resnet18", "vit", "mlp", "mlp, rank 64")
+NETWORKS = ("resnet18", "vit", "mlp", "mlp, rank 64", "cnn")
 BATCHES = (1, 32, 256)
 _CLASSES = 8
 
@@ -46,6 +47,10 @@ def make_encoder(name: str, quick: bool = False) -> tuple[nn.Module, tuple[int, 
         encoder = torchvision.models.VisionTransformer(size, size // 4, depth, width // 64 or 1, width, 4 * width)
         encoder.heads = nn.Linear(width, 128)
         return encoder, (3, size, size)
+    if name == "cnn":
+        first = [nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)]
+        second = [nn.Conv2d(16, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()]
+        return nn.Sequential(*first, *second, nn.Linear(32 * 7 * 7, 64), nn.ReLU(), nn.Linear(64, 128)), (1, 28, 28)
     width = 64 if quick else 1024
     layers = [nn.Linear(784, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 128)]
     return nn.Sequential(*layers), (784,)
@@ -108,9 +113,32 @@ def largest_difference(sides: dict[str, Callable[[Tensor], Any]], x: Tensor) -> 
     return out
 
 
+def run_retriever(points: int, at_least: float) -> Case:
+    """Seconds of one query, and of the encoder with a search alone."""
+    labels = torch.arange(points) % 100
+    classes = torch.randn(100, 128)
+    encoder = nn.Sequential(nn.Linear(128, 256), nn.ReLU(), nn.Linear(256, 64))
+    held_out = torch.arange(500) % 100
+    retriever = cc.Retriever(encoder).fit(
+        classes[labels] + 0.7 * torch.randn(points, 128),
+        labels,
+        held_out=(classes[held_out] + 0.7 * torch.randn(500, 128), held_out),
+    )
+    query, gallery = classes[:1] + 0.7 * torch.randn(1, 128), torch.randn(points, 64)
+    calls = {"search": lambda: (encoder(query) @ gallery.T).topk(10), "retriever": lambda: retriever(query)}
+    with torch.no_grad():
+        take_turns(calls, 2)
+        turns = take_turns(calls, 2, at_least=at_least)
+    return {name: statistics.median(taken) for name, taken in turns.items()}
+
+
 def run_case(case: Case) -> Case:
     """Seconds of every side and their ratios, for every batch size."""
     torch.manual_seed(0)
+    if case["network"] == "retriever":
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return {"query": run_retriever(case["points"], case["seconds"]), "rows": [], "difference": {}}
     with warnings.catch_warnings(), tempfile.TemporaryDirectory() as folder:
         warnings.simplefilter("ignore")
         made = make_encoder(case["network"], case["quick"])
@@ -155,14 +183,21 @@ def render(results: Case) -> str:
     lines = ["# What scores cost beside the encoder", "", text, "", table([*head, "`la.export` onnx"], rows), ""]
     lines += ["Largest difference to `la(x)` of 64 random inputs (of mu absolutely, of the others relatively):", ""]
     for case in results["cases"]:
-        lines.append(f"- {case['network']}: " + ", ".join(f"{k} {v:.1e}" for k, v in case["difference"].items()))
+        if "query" in case:
+            search, whole = (1e3 * case["query"][name] for name in ("search", "retriever"))
+            one = f"One query of `cc.Retriever`, {case['points']:,} points: {whole:.2f} ms, encoder and search alone"
+            lines += ["", f"{one} {search:.2f} ms ({whole - search:.2f} ms more, {whole / search:.1f} times)."]
+        else:
+            lines.append(f"- {case['network']}: " + ", ".join(f"{k} {v:.1e}" for k, v in case["difference"].items()))
     return "\n".join(lines) + "\n"
 
 
 def make_cases(given: argparse.Namespace) -> list[Case]:
     quick = given.quick
     sizes = {"batches": (1, 3) if quick else BATCHES, "seconds": 0.0 if quick else given.seconds, "threads": 1}
-    return [{"network": name, "quick": quick, **sizes} for name in (("mlp",) if quick else NETWORKS)]
+    names = ("mlp",) if quick else NETWORKS
+    cases: list[Case] = [{"network": name, "quick": quick, **sizes} for name in names]
+    return [*cases, {"network": "retriever", "points": 500 if quick else 10_000, **sizes}]
 
 
 def _seconds(parser: argparse.ArgumentParser) -> None:

@@ -249,6 +249,8 @@ MUTANTS = [
     M("held-out distances know their own inputs", "a fifth under the Gaussians of the others", "embedding/known.py",
       "rest = torch.cat([*folds[:number], *folds[number + 1 :]])", "rest = order", "embedding/test_known.py"),
     M("the other tail of novelty", "-log(1 - Phi(z))", "embedding/known.py",
+      "log_ndtr(-tails)", "log_ndtr(tails)", "embedding/test_known.py"),
+    M("the other tail of an exported novelty", "-log(1 - Phi(z))", "io/serving/module.py",
       "tails > 0, -log_p", "tails < 0, -log_p", "embedding/test_known.py"),
     M("class means of the sample shrink the covariance", "rows within a class times sqrt(n / (n - 1))",
       "embedding/known.py", "counts / (counts - 1)", "counts / counts", "embedding/test_known.py"),

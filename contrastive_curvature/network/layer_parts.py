@@ -163,7 +163,10 @@ class MatrixJacobian(BlockJacobian):
             return super().weighted(left, right_side, right, weight)
         # Of one position, sum_ij forms_cij a_if a_jf over pairs; where both sides are the same, i < j counts twice.
         same, a, b = right_side is self, self.inputs[:, 0, 0], right_side.inputs[:, 0, 0]
-        forms = torch.bmm(left[:, :, 0, 0].permute(2, 1, 0), right[:, :, 0, 0].permute(2, 0, 1)).mul_(weight)
+        # A product of many small matrices takes three times as long where their rows are apart in memory.
+        first = left[:, :, 0, 0].permute(2, 1, 0).contiguous()
+        second = first if same else right[:, :, 0, 0].permute(2, 1, 0).contiguous()
+        forms = torch.bmm(first, second.mT).mul_(weight)
         out = left.new_zeros(self.channels, self.width)
         if same:
             out.addmm_(forms.diagonal(dim1=1, dim2=2), a.square())

@@ -13,10 +13,11 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from contrastive_curvature.embedding.distribution import turning_angle
-from contrastive_curvature.embedding.known import NOVELTY, combine
+from contrastive_curvature.embedding.known import NOVELTY
 from contrastive_curvature.embedding.spread import Axes, Diagonal
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.fit.class_centres import between_classes, nearest_ratio
+from contrastive_curvature.io.serving.numpy_scorer import TAIL
 from contrastive_curvature.io.serving.parts import Parts, parts_of
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.vmf.estimation import concentration_of_variance
@@ -231,7 +232,7 @@ class ScoreHead(nn.Module):
             u = wide / norms.unsqueeze(1)
             nearest = (u @ self.known_slopes.T + self.known_offsets).amin(1)
             components.append((u @ self.known_basis).square() @ self.known_weights + nearest)
-        return combine((torch.stack(components, dim=1) - self.location) / self.scale)
+        return _combine((torch.stack(components, dim=1) - self.location) / self.scale)
 
     def _p_value(self, score: Tensor, classes: Tensor | None) -> Tensor:
         """Return the conformal p-values of scores (B,)."""
@@ -271,3 +272,17 @@ def refusing(message: str) -> Iterator[None]:
         first_line = str(cause).strip().partition("\n")[0].rstrip(".")
         reason = f"{type(cause).__name__}: {first_line}" if first_line else type(cause).__name__
         raise UnsupportedError(message.format(reason)) from error
+
+
+def _combine(standardised: Tensor) -> Tensor:
+    """Return :func:`.known.combine` of components (B, K), by operations that ONNX has."""
+    tails = torch.cat([standardised, -standardised[:, :1]], dim=1)
+    z = tails.abs()
+    t = 1 / (1 + z / 8**0.5)
+    series = torch.zeros_like(t)
+    for coefficient in reversed(TAIL):
+        series = series * t + coefficient
+    # Of the tail beyond |z|.
+    log_p = t.log() + series - z.square() / 2 - math.log(2)
+    both = torch.where(tails > 0, -log_p, -torch.log1p(-log_p.exp()))
+    return (2 * both.sum(1)).sqrt()

@@ -36,7 +36,8 @@ TAIL = (
     *(-16.696460796364075, 21.6613980688489, -15.345296269036949, 6.555878025039342, -1.5971863447915142),
     0.17191471747949272,
 )
-"""Of the novelty: coefficients of the logarithm of a normal tail, those of the library."""
+"""Coefficients of the polynomial in ``t = 1 / (1 + x / 2)`` that interpolates ``log(erfc(x) exp(x^2) / t)`` at the 21
+Chebyshev nodes of 0 <= t <= 1: its error is 2e-13. NumPy and graphs for ONNX have no logarithm of a normal tail."""
 
 RANDOM = 1e8
 """Largest sum of relative variances: there a direction is random."""
