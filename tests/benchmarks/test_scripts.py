@@ -23,7 +23,6 @@ from benchmarks import (
     fast_path,
     machine,
     match,
-    one_query,
     scale,
     serving,
     steps,
@@ -60,11 +59,6 @@ def test_a_script_of_cases_runs_in_small(script: Any, tmp_path: Path, capsys: py
         assert len(cases[0]["calls"]) == 11
     if script is serving:
         assert max(cases[0]["difference"].values()) < 1e-5
-
-
-def test_times_of_one_query(capsys: pytest.CaptureFixture[str]) -> None:
-    one_query.main(["--rounds", "2", "--points", "200"])
-    assert "| `retriever(x)` |" in capsys.readouterr().out
 
 
 def test_a_case_runs_in_a_process_of_its_own(tmp_path, monkeypatch):
