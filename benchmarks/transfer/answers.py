@@ -29,7 +29,7 @@ from contrastive_curvature.errors import InputError
 from contrastive_curvature.metrics import auroc as auroc_of
 from contrastive_curvature.retriever.evidence import COLUMNS, evidence
 from contrastive_curvature.retriever.retriever import embedded
-from contrastive_curvature.retriever.rule import PRESENT, RIGHT, Labelled, Rates, Regression, certified
+from contrastive_curvature.retriever.rule import Labelled, Rates, certified
 
 _HELD_OUT, _SPLITS = 500, 20
 _CONFIDENCE, _MATCHES, _ALARMS = 0.9, 0.05, 0.02
@@ -86,12 +86,11 @@ def judged(every: Asked, splits: int = _SPLITS) -> dict[str, Any]:
         held, new = np.split(np.random.default_rng(seed).permutation(n), [min(_HELD_OUT, n // 2)])
         known, absent = promises.rows(every.queries, held), every.absent[held]
         queries, lacking = promises.rows(every.queries, new), every.absent[new]
+        rule = certified(rates, known, absent)
         scores = {
             **{name: lambda x, k=k, sign=sign: -sign * x[:, k] for k, (name, sign) in enumerate(COLUMNS.items())},
-            **{
-                name: Regression.fitted(known.evidence, known.right, absent, *how)
-                for name, how in (("right", RIGHT), ("present", PRESENT))
-            },
+            "right": rule.right,
+            "present": rule.present,
         }
         auroc: dict[str, dict[Any, float]] = {question: {} for question in _QUESTIONS}
         for name, score in scores.items():
@@ -101,8 +100,8 @@ def judged(every: Asked, splits: int = _SPLITS) -> dict[str, Any]:
             auroc["unknown"][name] = mean(_auroc(right, score(kind)) for kind in every.unknown.values())
         answered: dict[str, dict[str, float]] = {}
         for title, risk in risks.items():
-            rule = certified(Rates(risk, None, None, _CONFIDENCE), known, absent)
-            now = promises.answered(rule, queries.evidence, queries.novelty)
+            alone = certified(Rates(risk, None, None, _CONFIDENCE), known, absent)
+            now = promises.answered(alone, queries.evidence, queries.novelty)
             answered[title] = {"retriever": float(now.mean())}
             for k, (name, sign) in enumerate(COLUMNS.items()):
                 try:
@@ -111,7 +110,6 @@ def judged(every: Asked, splits: int = _SPLITS) -> dict[str, Any]:
                     answered[title][name] = float(limit.accept(-sign * queries.evidence[:, k]).mean())
                 except InputError:
                     answered[title][name] = 0.0
-        rule = certified(rates, known, absent)
         decision = rule.decision(queries.evidence, queries.novelty)
         now = decision == "answer"
         confidence = 1 / (1 + np.exp(rule.right(np.concatenate([queries.evidence, lacking]))))

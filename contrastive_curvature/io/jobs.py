@@ -487,7 +487,7 @@ def fit_on_ray(
         UnsupportedError: The posterior has no fit in parts, or ray or pyarrow is not installed.
         ProcessError: A process has died too often. What is done is kept.
     """
-    validate.package("jobs", "ray", "ray")
+    ray = validate.package("jobs", "ray", "ray")
     data = _parts_of(source, parts)
     count = len(data)
     la = _made(posterior)
@@ -501,7 +501,7 @@ def fit_on_ray(
     def second_pass(la: Any, part: int) -> None:
         states.save(la.part_curvature(data[part], (part, count), statistics, progress_bar=False))
 
-    with _ray(options) as ray:
+    with _running(ray, options):
         _run(ray, posterior, first_pass, states.missing(STATISTICS), STATISTICS, progress_bar, options)
         statistics = states.merged(STATISTICS)
         _run(ray, posterior, second_pass, states.missing(CURVATURE), CURVATURE, progress_bar, options)
@@ -546,19 +546,18 @@ def embed_on_ray(
         UnsupportedError: ray or pyarrow is not installed.
         ProcessError: A process has died too often. What is done is kept.
     """
-    validate.package("jobs", "ray", "ray")
+    ray = validate.package("jobs", "ray", "ray")
     folder = EmbeddingFolder(destination, _made(posterior), _parts_of(source, parts), keep)
-    with _ray(options) as ray:
+    with _running(ray, options):
         _run(ray, posterior, folder.write, folder.missing(), "embeddings", progress_bar, options)
     return folder
 
 
 @contextmanager
-def _ray(options: Mapping[str, Any]) -> Iterator[Any]:
-    """Give Ray: the one that runs, or one that is started here and stopped at the end."""
-    ray = validate.package("jobs", "ray", "ray")
+def _running(ray: Any, options: Mapping[str, Any]) -> Iterator[None]:
+    """Let Ray run: the one that does, or one that is started here and stopped at the end."""
     if ray.is_initialized():
-        yield ray
+        yield
         return
     ray.init()
     try:
@@ -568,7 +567,7 @@ def _ray(options: Mapping[str, Any]) -> Iterator[Any]:
             for option, name in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
                 if (wanted := options.get(option, 0)) > there.get(name, 0):
                     raise InputError(option, f"at most what Ray has, {there.get(name, 0):g}", wanted)
-        yield ray
+        yield
     finally:
         ray.shutdown()
 

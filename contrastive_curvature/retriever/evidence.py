@@ -14,7 +14,7 @@ from torch import Tensor
 _HITS = 10
 """Nearest gallery points that are averaged over, and that vote."""
 
-_FLOOR = 1e-6
+FLOOR = 1e-6
 """Added to distances and novelties before their logarithm: cosines of float32 have about so many digits."""
 
 _ENTRIES = 2**24
@@ -114,8 +114,8 @@ def evidence(
         # Of no hit at all, the mean is that of one hit at the largest distance.
         there[:, 0] = True
         mean = torch.where(there, apart[:, :-1], 0).sum(1) / n
-        nearest, average, others = (torch.log(value + _FLOOR) for value in (apart[:, 0], mean, apart[:, -1]))
+        nearest, average, others = (torch.log(value + FLOOR) for value in (apart[:, 0], mean, apart[:, -1]))
         columns.append(torch.stack([nearest, average, agree.double(), nearest - others], dim=1))
         matches.append(hits[:, 0] if at is None else at.gather(1, hits[:, :1])[:, 0])
-    alone = np.log(np.stack([queries.uncertainty, queries.novelty], axis=1).clip(_FLOOR))
+    alone = np.log(np.stack([queries.uncertainty, queries.novelty], axis=1).clip(FLOOR))
     return np.hstack([torch.cat(columns).cpu().numpy(), alone]), torch.cat(matches).cpu().numpy()

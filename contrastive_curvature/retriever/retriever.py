@@ -24,11 +24,11 @@ from contrastive_curvature.laplace.calibration import present_calibration, take_
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.network.inputs import is_texts
 from contrastive_curvature.network.loader import check_loader
-from contrastive_curvature.retriever.evidence import Embedded, evidence
+from contrastive_curvature.retriever.evidence import FLOOR, Embedded, evidence
 from contrastive_curvature.retriever.head import AT_ONCE, Headed, outputs, with_head
 from contrastive_curvature.retriever.rule import Labelled, Rates, Rule, certified
 
-_SAME = math.log(1.001e-6)
+_SAME = math.log(1.001 * FLOOR)
 """Log-distance to a match below which the query is the match."""
 
 _NAMED = 5
@@ -263,8 +263,8 @@ class Retriever(Fitted):
         points, classes = self._embedded("x" if gallery is None else "gallery", *searched, progress_bar)
         self._gallery = Points(points.directions, classes, np.arange(len(points)))
         self._held, self._truth, self._feedback = held, truth, None
-        self._certify()
-        if (share := float((self._search(held)[0][:, 0] < _SAME).mean())) > 0.5:
+        seen = self._certify()
+        if (share := float((seen.evidence[:, 0] < _SAME).mean())) > 0.5:
             wanted = "No rate holds for new queries: hold out others than those that are searched."
             warnings.warn(f"held_out: {percent(share)} of the queries are in the gallery. {wanted}", UserWarning, 2)
         return self
@@ -576,13 +576,17 @@ class Retriever(Fitted):
         )
         return columns, match, np.exp(columns[:, 1]) if self.la is None else queries.novelty
 
-    def _certify(self, ceiling: float = math.inf) -> None:
-        """Make the limits for the present gallery and queries; ``ceiling`` is of the present score."""
+    def _certify(self, ceiling: float = math.inf) -> Labelled:
+        """Make the limits for the present gallery and held-out queries, and return the evidence of these.
+
+        ``ceiling`` is of the present score.
+        """
         feedback = None if self._feedback is None else self._labelled(*self._feedback)[0]
         held, absent = self._labelled(self._held, self._truth)
         self._take(certified(self.rates, held, absent, feedback, ceiling), ceiling)
         for name, reason in self.reasons.items():
             warnings.warn(f"{name}: {reason}", UserWarning, stacklevel=3)
+        return held
 
     def _take(self, rule: Rule, ceiling: float) -> None:
         self._rule, self._ceiling, self.answered, self.reasons = rule, ceiling, rule.answered, rule.reasons

@@ -190,20 +190,20 @@ def certified(
     left = known & (near <= present_limit)
     if rates.wrong_answers is not None and present_limit > -math.inf:
         threshold = RetrievalThreshold(rates.wrong_answers, confidence=rates.confidence)
-        scores, rights = score[left], held.right[left]
+        scores, correct = score[left], held.right[left]
         try:
-            limit = threshold.fit(scores, rights).threshold
+            limit = threshold.fit(scores, correct).threshold
             if feedback is not None:
                 limit = min(limit, ceiling)
                 answered = present(feedback.evidence) <= present_limit
                 scores = np.append(scores, right(feedback.evidence[answered]))
-                rights = np.append(rights, feedback.right[answered])
-                limit = threshold.fit(scores[scores <= limit], rights[scores <= limit]).threshold
+                correct = np.append(correct, feedback.right[answered])
+                limit = threshold.fit(scores[scores <= limit], correct[scores <= limit]).threshold
         except InputError:
-            scores, rights = scores[scores <= limit], rights[scores <= limit]
+            scores, correct = scores[scores <= limit], correct[scores <= limit]
             limit = -math.inf
-            found = f"{(~rights).sum():,} of the {len(rights):,} that the other rates let be answered are wrong"
-            times = _times(threshold, scores, rights)
+            found = f"{(~correct).sum():,} of the {len(correct):,} that the other rates let be answered are wrong"
+            times = _times(threshold, scores, correct)
             hint = "It takes a larger rate, or a better encoder"
             if not held.right.any():
                 hint = (

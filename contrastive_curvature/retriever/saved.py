@@ -21,7 +21,8 @@ from contrastive_curvature.retriever.rule import ROUNDING, Rates, Regression, Ru
 if TYPE_CHECKING:
     from contrastive_curvature.retriever.retriever import Retriever
 
-_ARRAYS, _POSTERIOR = "retriever.safetensors", "posterior"
+ARRAYS, POSTERIOR = "retriever.safetensors", "posterior"
+"""Names of what is in the folder."""
 
 _R = TypeVar("_R", bound="Retriever")
 
@@ -86,8 +87,8 @@ def save(retriever: Retriever, folder: Path | str, *, overwrite: bool, **options
     validate.flag("overwrite", overwrite)
     labels = _plain_labels(retriever)
     there = sorted(path.name for path in place.iterdir()) if place.exists() else []
-    if there and (_ARRAYS not in there or not overwrite):
-        hint = "Name another folder." if _ARRAYS not in there else "Pass overwrite=True to replace it."
+    if there and (ARRAYS not in there or not overwrite):
+        hint = "Name another folder." if ARRAYS not in there else "Pass overwrite=True to replace it."
         raise InputError("folder", "a new or an empty folder", f"{place}, with {there[0]!r} in it", hint)
     rule, points = retriever._rule, retriever._gallery
     tensors = {
@@ -106,15 +107,15 @@ def save(retriever: Retriever, folder: Path | str, *, overwrite: bool, **options
     if la is None:
         place.mkdir(parents=True, exist_ok=True)
     else:
-        la.save_pretrained(place / _POSTERIOR, overwrite=overwrite, **options)
+        la.save_pretrained(place / POSTERIOR, overwrite=overwrite, **options)
     header = RetrieverHeader(
-        posterior="" if la is None else place_of(place / _POSTERIOR).read().numbers.name,
+        posterior="" if la is None else place_of(place / POSTERIOR).read().numbers.name,
         rates=retriever.rates,
         labels=labels,
         answered=rule.answered,
         reasons=rule.reasons,
     )
-    write_tensors(place / _ARRAYS, header, tensors)
+    write_tensors(place / ARRAYS, header, tensors)
     return place
 
 
@@ -123,20 +124,20 @@ def load(kind: type[_R], folder: Path | str, encoder: Any, index: Any, **options
     from contrastive_curvature.retriever.retriever import Points
 
     place = folder_path("folder", folder)
-    header, tensors = read_tensors(place / _ARRAYS, RetrieverHeader)
+    header, tensors = read_tensors(place / ARRAYS, RetrieverHeader)
     head = {name[5:]: value for name, value in tensors.items() if name.startswith("head.")}
     if not header.posterior:
         if encoder is not None:
             raise InputError("encoder", "None, as this retriever is of embeddings", f"a {type(encoder).__name__}")
         la, device = None, torch.device("cpu")
     else:
-        if place_of(place / _POSTERIOR).read().numbers.name != header.posterior:
+        if place_of(place / POSTERIOR).read().numbers.name != header.posterior:
             RetrieverHeader.refuse(str(place), "one with the posterior of another", RetrieverHeader.repaired_by)
         if head:
             encoder = Headed(torch.nn.Identity() if encoder is None else encoder, head["0.weight"].shape[1])
             encoder.head.load_state_dict(head)
             encoder.eval()
-        la = load_pretrained(place / _POSTERIOR, encoder, **options)
+        la = load_pretrained(place / POSTERIOR, encoder, **options)
         device = la._device
     arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
     held, truth = _restored("held_out", tensors, device)

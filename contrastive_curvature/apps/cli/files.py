@@ -25,7 +25,7 @@ from contrastive_curvature.errors import InputError
 from contrastive_curvature.io.pretrained import read_info
 from contrastive_curvature.progress import Progress
 from contrastive_curvature.retriever.retriever import Retriever
-from contrastive_curvature.retriever.saved import RetrieverHeader
+from contrastive_curvature.retriever.saved import ARRAYS, POSTERIOR, RetrieverHeader
 
 
 def evaluate(job: Job) -> Result:
@@ -99,9 +99,7 @@ def export(job: Job) -> Result:
     la, _ = opened(job)
     if isinstance(la, Retriever):
         if "example" in job.sources or o.dynamic_axes or o.p_value is not None:
-            hint = (
-                f"Its posterior can be a graph: contrastive-curvature export {o.folder / 'posterior'} --out model.onnx"
-            )
+            hint = f"Its posterior can be a graph: contrastive-curvature export {o.folder / POSTERIOR} --out model.onnx"
             raise InputError("export", "no --example, --p-value and --dynamic-axes for a retriever", "one", hint)
         la.export(o.out)
         size = o.out.stat().st_size
@@ -136,12 +134,12 @@ def info(job: Job) -> Result:
     folder, lines = job.options.folder, [str(job.options.folder)]
     retriever = None
     if holds_retriever(folder):
-        retriever = read_tensors(folder / "retriever.safetensors", RetrieverHeader)[0]
+        retriever = read_tensors(folder / ARRAYS, RetrieverHeader)[0]
         rates = ", ".join(f"{name} {rate}" for name, rate in retriever.rates._asdict().items())
         lines.append(f"  retriever     answers {retriever.answered:.1%} of the held-out queries; {rates}")
         if not retriever.posterior:
             return {"retriever": retriever.model_dump(mode="json")}, *lines
-        folder = folder / "posterior"
+        folder = folder / POSTERIOR
     info, encoder = read_info(folder), _encoder(read_encoder(folder)[0])
     for one in info.posteriors:
         count, least, most = one.prior_precisions

@@ -22,6 +22,7 @@ from contrastive_curvature.io.pretrained.posterior import KNOWN_LOSSES
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.progress import Progress
 from contrastive_curvature.retriever.retriever import Retriever
+from contrastive_curvature.retriever.saved import POSTERIOR
 
 _RATES = ("wrong_answers", "false_matches", "false_alarms")
 
@@ -147,7 +148,7 @@ def add(job: Job) -> Result:
     retriever, encoder = opened_retriever(job)
     loader = Progress(job.console.progress).over(named(source, encoder, o.batch_size), "[add]")
     added = retriever.add(loader)
-    about = read_info(o.folder / "posterior").about
+    about = read_info(o.folder / POSTERIOR).about
     write_posterior(retriever, encoder, target, overwrite=overwrite, about=about)
     first, last = int(added[0]), int(added[-1])
     values = {"folder": str(target), "added": len(added), "first": first, "last": last, "promise": repr(retriever)}

@@ -36,6 +36,7 @@ from contrastive_curvature.io.pretrained import load_pretrained, read_info
 from contrastive_curvature.network.digest import encoder_digest
 from contrastive_curvature.network.given_features import FeatureSource
 from contrastive_curvature.retriever.retriever import Retriever
+from contrastive_curvature.retriever.saved import ARRAYS, POSTERIOR
 
 
 class EncoderFile(Header):
@@ -54,7 +55,7 @@ class EncoderFile(Header):
 
 def holds_retriever(folder: Path) -> bool:
     """Return whether a folder holds a saved retriever, whose posterior is in the folder ``posterior`` inside it."""
-    return (folder / "retriever.safetensors").exists()
+    return (folder / ARRAYS).exists()
 
 
 def check_target(folder: Path, *, overwrite: bool, retriever: bool = False) -> None:
@@ -67,7 +68,7 @@ def check_target(folder: Path, *, overwrite: bool, retriever: bool = False) -> N
             raise InputError(f"--out {folder}", "a new folder", f"one that holds a saved {holds}", hint)
     elif (retriever or holds == "retriever") and folder.is_dir() and os.listdir(folder):
         raise InputError(f"--out {folder}", "a new folder", f"one with {holds}", "Name another folder.")
-    place = posterior_folder.place_of(folder / "posterior" if retriever else folder, "--out")
+    place = posterior_folder.place_of(folder / POSTERIOR if retriever else folder, "--out")
     posterior_folder.check_target(place, overwrite=True)
     check_writable(place.path)
 
@@ -93,7 +94,7 @@ def write_posterior(fitted: Any, encoder: Encoder, folder: Path, *, overwrite: b
         about: Of the data and the encoder, for the model card.
     """
     target = posterior_folder.place_of(folder).path
-    save, inside = (fitted.save, "posterior") if isinstance(fitted, Retriever) else (fitted.save_pretrained, "")
+    save, inside = (fitted.save, POSTERIOR) if isinstance(fitted, Retriever) else (fitted.save_pretrained, "")
     if target.exists() and os.listdir(target):
         # The file of the new encoder first: it takes the place of none that the old posterior needs.
         kept = _write_encoder(encoder, target / inside)
@@ -136,7 +137,7 @@ def opened_retriever(job: Job) -> tuple[Retriever, Encoder]:
     """Return the retriever in the folder of a command and its encoder."""
     if not holds_retriever(job.options.folder):
         hint = "contrastive-curvature fit SOURCE --held-out HELD_OUT --out FOLDER writes one."
-        raise InputError(f"{job.options.folder}", "a saved retriever", "no retriever.safetensors in it", hint)
+        raise InputError(f"{job.options.folder}", "a saved retriever", f"no {ARRAYS} in it", hint)
     return opened(job)
 
 
@@ -160,7 +161,7 @@ def open_posterior(
     if encoder is None and encoder_options:
         raise InputError("--encoder-options", "them with --encoder", "no encoder")
     load: Callable[..., Any] = Retriever.load if holds_retriever(folder) else load_pretrained
-    header, weights = read_encoder(folder / "posterior" if holds_retriever(folder) else folder)
+    header, weights = read_encoder(folder / POSTERIOR if holds_retriever(folder) else folder)
     spec = {} if header is None else header.spec
     if encoder is not None:
         if encoder_options is None:

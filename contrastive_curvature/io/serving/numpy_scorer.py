@@ -145,8 +145,7 @@ class Scorer:
         Raises:
             ValueError: The file has no match, or the features are no numbers or of another shape.
         """
-        start = "match.pairs."
-        fitted = {name.removeprefix(start): a for name, a in self._arrays.items() if name.startswith(start)}
+        fitted = self._under("match.pairs.")
         if not fitted:
             raise ValueError("expected a file with a fitted match, got one without. Use la.export(path, match=...).")
         a, b = (self._score(features) for features in (features_a, features_b))
@@ -175,21 +174,20 @@ class Scorer:
         Raises:
             ValueError: The file has no retriever, or the features are no numbers or of another shape.
         """
-        start = "retriever."
-        r = {name.removeprefix(start): a for name, a in self._arrays.items() if name.startswith(start)}
+        r = self._under("retriever.")
         if not r:
             raise ValueError("expected a file of a retriever, got one without. Write one by retriever.export(path).")
         gallery, classes = r["gallery"], r["classes"]
-        taken = r["hidden_weight"] if "hidden_weight" in r else self._arrays.get("weight", gallery)
-        x, width = np.asarray(features), taken.shape[1]
-        if x.dtype.kind not in "fiu" or x.ndim != 2 or x.shape[1] != width:
-            raise ValueError(f"features: expected numbers of shape (N, {width}), got {x.dtype} of shape {x.shape}.")
         if "hidden_weight" in r:
-            x = np.maximum(x.astype(np.float32) @ r["hidden_weight"].T + r["hidden_bias"], 0)
+            hidden = r["hidden_weight"]
+            features = np.maximum(
+                _checked(features, hidden.shape[1]).astype(np.float32) @ hidden.T + r["hidden_bias"], 0
+            )
         if self.structure == "none":
-            mu, alone = x, np.zeros((len(x), 2))
+            mu = _checked(features, gallery.shape[1])
+            alone = np.zeros((len(mu), 2))
         else:
-            (mu, _, angle, *_), _, novelty = self._score(x)
+            (mu, _, angle, *_), _, novelty = self._score(features)
             alone = np.column_stack([angle, novelty]).astype(np.float64)
         with np.errstate(all="ignore"):
             u = mu.astype(np.float32)
@@ -199,22 +197,26 @@ class Scorer:
             columns, match = (np.concatenate(part) for part in zip(*blocks, strict=True))
             columns = np.hstack([columns, np.log(np.maximum(alone, FLOOR))])
             right, present = (
-                (columns - r[f"{name}.location"]) / r[f"{name}.scale"] @ r[f"{name}.weights"][:-1]
-                + r[f"{name}.weights"][-1]
+                -((columns - r[f"{name}.location"]) / r[f"{name}.scale"] @ r[f"{name}.weights"][:-1])
+                - r[f"{name}.weights"][-1]
                 for name in ("right", "present")
             )
             novelty = np.exp(columns[:, 1]) if self.structure == "none" else alone[:, 1]
             n, rounded = len(r["novelties"]), novelty * (1 - r["rounding"])
             p_value = np.where(np.isnan(rounded), np.nan, (1 + n - np.searchsorted(r["novelties"], rounded)) / (n + 1))
             limit, present_limit, alarms = r["limits"]
-            decision = np.where((-right <= limit) & (-present <= present_limit), "answer", "unsure")
+            decision = np.where((right <= limit) & (present <= present_limit), "answer", "unsure")
             return {
                 "decision": np.where(p_value <= alarms, "unknown", decision),
                 "label": self._labels[classes[match]],
                 "neighbour": r["identifiers"][match],
-                "confidence": 1 / (1 + np.exp(-right)),
+                "confidence": 1 / (1 + np.exp(right)),
                 "p_value": p_value,
             }
+
+    def _under(self, start: str) -> dict[str, Array]:
+        """Return the arrays whose names begin so, by the rest of their names."""
+        return {name.removeprefix(start): a for name, a in self._arrays.items() if name.startswith(start)}
 
     def _score(self, features: Array) -> tuple[tuple[Array, ...], _Raw, Any]:
         """Return the outputs for N inputs, of which they are computed, and what p-values are of."""
@@ -222,12 +224,7 @@ class Scorer:
         if self.structure == "none":
             raise ValueError("expected a file with a posterior, got one of embeddings. Call scorer.answer(embeddings).")
         weight = a["weight"]
-        phi = np.asarray(features)
-        if phi.dtype.kind not in "fiu" or phi.ndim != 2 or phi.shape[1] != weight.shape[1]:
-            raise ValueError(
-                f"features: expected numbers of shape (N, {weight.shape[1]}), got {phi.dtype} of shape {phi.shape}."
-            )
-        phi = phi.astype(weight.dtype)
+        phi = _checked(features, weight.shape[1]).astype(weight.dtype)
         with np.errstate(all="ignore"):
             z = phi @ weight.T + a.get("bias", weight.dtype.type(0))
             wide = z.astype(np.float64)
@@ -333,6 +330,13 @@ class Scorer:
         for one in np.unique(classes):
             below[classes == one] = np.searchsorted(of_class[one], least[classes == one])
         return np.asarray((1 + n - below) / (n + 1))
+
+
+def _checked(features: Any, width: int) -> Array:
+    x = np.asarray(features)
+    if x.dtype.kind not in "fiu" or x.ndim != 2 or x.shape[1] != width:
+        raise ValueError(f"features: expected numbers of shape (N, {width}), got {x.dtype} of shape {x.shape}.")
+    return x
 
 
 def _search(u: Array, gallery: Array, classes: Array) -> tuple[Array, Array]:
