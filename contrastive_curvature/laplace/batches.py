@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 import torch
@@ -18,6 +19,8 @@ from contrastive_curvature.progress import Progress
 if TYPE_CHECKING:
     from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 
+_R = TypeVar("_R")
+
 
 def predictions(
     la: ContrastiveLaplace,
@@ -31,15 +34,39 @@ def predictions(
 
     ``argument`` is the name of the data in error messages.
     """
-    items, inputs_of = batches(la.model, data, batch_size, argument)
+    run = partial(la.__call__, on_invalid=on_invalid)
+    return results(run, la.model, data, argument, batch_size, progress_bar, "[predict]")
+
+
+def results(
+    run: Callable[[Any], _R],
+    encoder: nn.Module | None,
+    data: Any,
+    argument: str,
+    batch_size: int,
+    progress_bar: bool | None,
+    label: str,
+) -> Iterator[_R]:
+    """Yield what a function returns for the batches of a data set, at least one; its errors name the batch.
+
+    Args:
+        run: The function of a batch.
+        encoder: As of :func:`batches`.
+        data: As of ``la.predict``.
+        argument: Name of the data in error messages.
+        batch_size: Inputs in a batch of data in memory.
+        progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
+        label: What the progress bar says.
+    """
+    items, inputs_of = batches(encoder, data, batch_size, argument)
     number = -1
-    for number, item in enumerate(Progress(progress_bar).over(items, "[predict]")):
+    for number, item in enumerate(Progress(progress_bar).over(items, label)):
         try:
-            embedding = la(inputs_of(item), on_invalid=on_invalid)
+            result = run(inputs_of(item))
         except InputError as error:
             kind = InputTypeError if isinstance(error, InputTypeError) else InputError
             raise kind(f"{argument}: batch {number} (counted from 0): {error}") from error
-        yield embedding
+        yield result
     if number < 0:
         raise InputError(argument, "at least one input", "none")
 
@@ -65,6 +92,19 @@ def batches(
         return _slices(input_length(x), size), lambda rows: slice_inputs(x, rows)
     check_loader(data, argument, once=True)
     return data, lambda batch: inputs_alone(batch, argument)
+
+
+def by_length(data: Any) -> tuple[Any, Any]:
+    """Return texts in the order of their lengths, so that batches take little padding, and the places of all in it.
+
+    Other data is returned as it is, with the slice of all places.
+    """
+    if isinstance(data, np.ndarray) and data.dtype.kind in "OU":
+        data = data.tolist()
+    if not is_texts(data):
+        return data, slice(None)
+    order = np.argsort([len(text) for text in data], kind="stable")
+    return [data[k] for k in order], np.argsort(order)
 
 
 def _slices(count: int, size: int) -> list[slice]:

@@ -8,10 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.laplace.batches import batches
+from contrastive_curvature.laplace.batches import by_length, results
+from contrastive_curvature.laplace.posterior import ContrastiveLaplace
+from contrastive_curvature.laplace.prediction import moved_inputs
 from contrastive_curvature.losses.supcon import SupConLoss
 from contrastive_curvature.network.call import ModelCall
-from contrastive_curvature.network.inputs import move_inputs, tokenized
+from contrastive_curvature.network.encoder import evaluation_mode
+from contrastive_curvature.network.inputs import move_inputs, slice_inputs, tokenized
 from contrastive_curvature.progress import Progress
 
 AT_ONCE = 256
@@ -46,24 +49,42 @@ def outputs(encoder: nn.Module | None, inputs: Any, argument: str, progress_bar:
     Raises:
         InputError: They are no finite vectors other than zero, or there is none.
     """
-    weight = None if encoder is None else next(encoder.parameters(), None)
-    call, parts = ModelCall(), []
-    items, inputs_of = batches(encoder, inputs, AT_ONCE, argument)
+    weight, call = None if encoder is None else next(encoder.parameters(), None), ModelCall()
+
+    def run(x: Any) -> Tensor:
+        if encoder is not None:
+            x = tokenized(encoder, x)
+            x = call(encoder, x if weight is None else move_inputs(x, weight.device))
+        if not isinstance(x, Tensor) or x.ndim != 2:
+            came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise InputError("outputs", "embeddings (N, F)", came)
+        if not bool((x.isfinite().all(1) & (x != 0).any(1)).all()):
+            raise InputError("outputs", "finite embeddings with a direction", "NaN, infinity or zeros")
+        return x.float()
+
+    inputs, places = by_length(inputs)
     with torch.no_grad():
-        for item in Progress(progress_bar).over(items, "[encode]"):
-            x = inputs_of(item)
-            if encoder is not None:
-                x = tokenized(encoder, x, argument)
-                x = call(encoder, x if weight is None else move_inputs(x, weight.device))
-            if not isinstance(x, Tensor) or x.ndim != 2:
-                came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-                raise InputError(argument, "embeddings (N, F)", came)
-            if not bool((x.isfinite().all(1) & (x != 0).any(1)).all()):
-                raise InputError(argument, "finite embeddings with a direction", "NaN, infinity or zeros")
-            parts.append(x.float())
-    if not parts:
-        raise InputError(argument, "at least one input", "none")
-    return torch.cat(parts)
+        parts = list(results(run, encoder, inputs, argument, AT_ONCE, progress_bar, "[encode]"))
+    return torch.cat(parts)[places]
+
+
+def last_layer_features(la: ContrastiveLaplace, inputs: Any, argument: str, progress_bar: bool | None = None) -> Tensor:
+    """Return what the last layer takes in, shape (N, F), on the processor; an encoder that is not fitted is analysed.
+
+    With these in the place of inputs (:func:`.feature_inputs`) the encoder runs once.
+    """
+
+    def run(x: Any) -> Tensor:
+        x = moved_inputs(la.model, x, la._device)
+        if la.model.last_layer is None:
+            la.prepare(slice_inputs(x, slice(0, 8)))
+        phi: Tensor = la.model.forward_with_features(x).features
+        return phi.cpu()
+
+    inputs, places = by_length(inputs)
+    with torch.no_grad(), evaluation_mode(la.model):
+        parts = list(results(run, la.model, inputs, argument, AT_ONCE, progress_bar, "[encode]"))
+    return torch.cat(parts)[places]
 
 
 def with_head(encoder: nn.Module | None, features: Tensor, classes: Tensor, progress_bar: bool | None = None) -> Headed:

@@ -6,6 +6,7 @@ import math
 import warnings
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeVar
 
@@ -19,13 +20,14 @@ from contrastive_curvature.decisions.fitted import Fitted, clopper_pearson, perc
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.io.indexes import Index
-from contrastive_curvature.laplace.batches import batches, predictions
+from contrastive_curvature.laplace.batches import batches, by_length, predictions
 from contrastive_curvature.laplace.calibration import present_calibration, take_snapshot
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
-from contrastive_curvature.network.inputs import is_texts
+from contrastive_curvature.network.given_features import FeatureSource, feature_inputs
+from contrastive_curvature.network.inputs import is_texts, slice_inputs
 from contrastive_curvature.network.loader import check_loader
 from contrastive_curvature.retriever.evidence import FLOOR, Embedded, evidence
-from contrastive_curvature.retriever.head import AT_ONCE, Headed, outputs, with_head
+from contrastive_curvature.retriever.head import AT_ONCE, Headed, last_layer_features, outputs, with_head
 from contrastive_curvature.retriever.rule import Labelled, Rates, Rule, certified
 
 _SAME = math.log(1.001 * FLOOR)
@@ -206,8 +208,7 @@ class Retriever(Fitted):
         of N numbers, strings or other hashable values.
 
         Args:
-            x: Training inputs; not looked at where the encoder is a fitted posterior and ``gallery`` is given. Labels
-                of a loader must be whole numbers, as of ``la.fit``.
+            x: Training inputs; not looked at where the encoder is a fitted posterior and ``gallery`` is given.
             y: Their labels.
             held_out: ``(inputs, labels)``, or a loader: queries as those to come, none of which trained the encoder or
                 is in the gallery. At least two. A posterior that is not calibrated is calibrated with them.
@@ -244,8 +245,11 @@ class Retriever(Fitted):
         self._codes = {}
         if isinstance(self.encoder, ContrastiveLaplace):
             la: ContrastiveLaplace | None = self.encoder
+        elif fitted:
+            la = None
         else:
-            la = None if fitted else self._posterior(x, y, progress_bar)
+            la, trained = self._posterior(x, y, progress_bar)
+            searched = trained if gallery is None else searched
         calibrated = la is None or present_calibration(la) is not None
         if la is not None and not calibrated and take_snapshot(la).training is None:
             raise NotFittedError(
@@ -253,6 +257,7 @@ class Retriever(Fitted):
                 "inputs that are not among the held-out ones."
             )
         self.la = la
+        queries = _encoded(la, "held_out", *queries, progress_bar)
         held, truth = self._embedded("held_out", *queries, progress_bar)
         if len(held) < 2:
             raise InputError("held_out", "at least two queries", f"{len(held)}")
@@ -440,6 +445,9 @@ class Retriever(Fitted):
             said.append(f"at most {percent(rates.false_matches)} of {lacking}")
         if rates.false_alarms is not None:
             said.append(f"at most {percent(rates.false_alarms)} of them are called unknown, on average")
+        shares = sorted(self._rule.kept_back.items(), key=lambda item: -item[1])
+        if back := [f"{percent(share)} by {name}" for name, share in shares if share]:
+            said.append(f"kept back: {', '.join(back)}")
         said += [f"{name}: {reason}" for name, reason in self.reasons.items()]
         return "; ".join(said + ([self._not_covered()] if self.uncovered else []))
 
@@ -502,47 +510,33 @@ class Retriever(Fitted):
 
         export(self, path, format)
 
-    def _posterior(self, x: Any, y: Any, progress_bar: bool | None) -> ContrastiveLaplace:
+    def _posterior(self, x: Any, y: Any, progress_bar: bool | None) -> tuple[ContrastiveLaplace, tuple[Any, Any]]:
+        """Fit a posterior of the last layer; return the features of the training inputs and their labels as well."""
         encoder: Any = self.encoder
         if self.head:
-            features, classes = self._read("x", x, y, lambda some: outputs(encoder, some, "x", progress_bar))
-            self._head = encoder = with_head(encoder, features, classes, progress_bar)
+            raw, names = _read("x", x, y, partial(outputs, encoder, argument="x", progress_bar=progress_bar))
+            self._head = encoder = with_head(encoder, raw, self._coded(names), progress_bar)
+            with torch.no_grad():
+                inputs = feature_inputs(encoder.head[:-1](raw).cpu(), FeatureSource.of(encoder, "head.2"))
         la: ContrastiveLaplace = ContrastiveLaplace(encoder)
-        loader = x
-        if _in_memory(x):
-            items, inputs_of = batches(la.model, x, AT_ONCE, "x")
-            codes = self._coded(_labels("x", y))
-            loader = [(inputs_of(rows), codes[rows]) for rows in items]
+        if not self.head:
+            inputs, names = _encoded(la, "x", x, y, progress_bar)
+        # Whole numbers stay, for ``la.update``.
+        whole = all(type(name) is int for name in names)
+        classes = torch.tensor(names) if whole else self._coded(names)
+        rows = [slice(start, start + AT_ONCE) for start in range(0, len(classes), AT_ONCE)]
+        loader = [(slice_inputs(inputs, some), classes[some]) for some in rows]
         la.fit(loader, progress_bar=progress_bar)
         la.optimize_prior_precision()
-        return la
+        return la, (inputs, names)
 
     def _embedded(
         self, argument: str, inputs: Any, labels: Any, progress_bar: bool | None = None
     ) -> tuple[Embedded, Tensor]:
         """Return embeddings, and the numbers of their labels."""
-        return self._read(argument, inputs, labels, lambda some: embedded(self.la, some, argument, progress_bar))
-
-    def _read(self, argument: str, inputs: Any, labels: Any, read: Callable[[Any], _T]) -> tuple[_T, Tensor]:
-        """Return what ``read`` makes of inputs without labels, and the numbers of their labels."""
-        if labels is not None or _in_memory(inputs):
-            names = _checked_labels(argument, inputs, labels)
-            return read(inputs), self._coded(names)
-        check_loader(inputs, argument, once=True)
-        names = []
-
-        def alone() -> Iterator[Any]:
-            # Both in one pass, for a loader may shuffle.
-            for batch in inputs:
-                if not isinstance(batch, (tuple, list)) or len(batch) != 2 or is_texts(batch):
-                    raise InputTypeError(argument, "batches (inputs, labels)", f"a {type(batch).__name__}")
-                names.extend(_labels(argument, batch[1]))
-                yield batch[0]
-
-        result = read(alone())
-        if len(names) != len(result):
-            raise InputError(argument, f"{len(result)} labels, one an input", f"{len(names)}")
-        return result, self._coded(names)
+        read = partial(embedded, self.la, argument=argument, progress_bar=progress_bar)
+        points, names = _read(argument, inputs, labels, read)
+        return points, self._coded(names)
 
     def _coded(self, names: Sequence[Hashable]) -> Tensor:
         """Return numbers of labels, int64, shape (N,); new labels get new ones."""
@@ -610,12 +604,46 @@ def embedded(la: ContrastiveLaplace | None, inputs: Any, argument: str, progress
         directions = normalize(outputs(None, inputs, argument, progress_bar))[0]
         # What is the same for all says nothing.
         return Embedded(directions, np.zeros(len(directions)), np.zeros(len(directions)))
+    inputs, places = by_length(inputs)
     parts = []
     with torch.no_grad():
         for batch in predictions(la, inputs, argument, AT_ONCE, progress_bar=progress_bar):
             numbers = (value.double().cpu().numpy() for value in (batch.uncertainty, batch.novelty))
             parts.append(Embedded(normalize(batch.mu.float())[0], *numbers))
-    return Embedded.cat(parts)
+    return Embedded.cat(parts)[places]
+
+
+def _encoded(
+    la: ContrastiveLaplace | None, argument: str, inputs: Any, labels: Any, progress_bar: bool | None
+) -> tuple[Any, Any]:
+    """Return features and labels where the posterior takes features, for more than one use; else both as given."""
+    if la is None or not la.on_last_layer:
+        return inputs, labels
+    read = partial(last_layer_features, la, argument=argument, progress_bar=progress_bar)
+    features, names = _read(argument, inputs, labels, read)
+    return feature_inputs(features, FeatureSource.of(la.model.model, la.model.last_layer_name)), names
+
+
+def _read(argument: str, inputs: Any, labels: Any, read: Callable[[Any], _T]) -> tuple[_T, list[Hashable]]:
+    """Return what ``read`` makes of inputs without labels, and the labels."""
+    if labels is not None or _in_memory(inputs):
+        names = _checked_labels(argument, inputs, labels)
+        return read(inputs), names
+    check_loader(inputs, argument, once=True)
+    names = []
+
+    def alone() -> Iterator[Any]:
+        # Both in one pass, for a loader may shuffle.
+        for batch in inputs:
+            if not isinstance(batch, (tuple, list)) or len(batch) != 2 or is_texts(batch):
+                raise InputTypeError(argument, "batches (inputs, labels)", f"a {type(batch).__name__}")
+            names.extend(_labels(argument, batch[1]))
+            yield batch[0]
+
+    result = read(alone())
+    if len(names) != len(result):
+        raise InputError(argument, f"{len(result)} labels, one an input", f"{len(names)}")
+    return result, names
 
 
 def _in_memory(inputs: Any) -> bool:

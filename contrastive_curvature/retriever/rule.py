@@ -119,6 +119,7 @@ class Rule:
         novelties: Of the held-out queries, ascending, shape (N,).
         false_alarms: Largest p-value of an unknown input; ``None`` where none is.
         answered: Share of the held-out queries that are answered.
+        kept_back: Share of them that each rate alone would keep from being answered, by its name.
         reasons: Why a rate lets nothing be answered, or nothing be unknown, by its name.
     """
 
@@ -129,6 +130,7 @@ class Rule:
     novelties: _Numbers
     false_alarms: float | None
     answered: float
+    kept_back: dict[str, float]
     reasons: dict[str, str]
 
     def p_value(self, novelty: _Numbers) -> _Numbers:
@@ -212,8 +214,10 @@ def certified(
             elif times:
                 hint = f"It takes about {times * n:,} held-out queries like these, or a larger rate"
             reasons["wrong_answers"] = f"nothing is answered: of {n:,} held-out queries, {found}. {hint}"
-    share = float((left & (score <= limit)).mean())
-    return Rule(right, limit, present, present_limit, novelties, rates.false_alarms, share, reasons)
+    sides = {"wrong_answers": score > limit, "false_matches": near > present_limit, "false_alarms": ~known}
+    kept_back = {name: float(side.mean()) for name, side in sides.items()}
+    answered = float((left & (score <= limit)).mean())
+    return Rule(right, limit, present, present_limit, novelties, rates.false_alarms, answered, kept_back, reasons)
 
 
 def _p_value(novelties: _Numbers, novelty: _Numbers) -> _Numbers:

@@ -35,7 +35,8 @@ class RetrieverHeader(Header):
         rates: What is asked for.
         labels: Of the classes 0, 1 and so on.
         answered: Share of the held-out queries that are answered.
-        reasons: See :class:`.Rule`.
+        kept_back: See :class:`.Rule`.
+        reasons: See there, too.
     """
 
     kind: ClassVar[str] = "retriever"
@@ -47,6 +48,7 @@ class RetrieverHeader(Header):
     rates: Rates
     labels: list[bool | int | float | str | None]
     answered: float
+    kept_back: dict[str, float]
     reasons: dict[str, str]
 
 
@@ -113,6 +115,7 @@ def save(retriever: Retriever, folder: Path | str, *, overwrite: bool, **options
         rates=retriever.rates,
         labels=labels,
         answered=rule.answered,
+        kept_back=rule.kept_back,
         reasons=rule.reasons,
     )
     write_tensors(place / ARRAYS, header, tensors)
@@ -152,7 +155,7 @@ def load(kind: type[_R], folder: Path | str, encoder: Any, index: Any, **options
         for name in ("right", "present")
     )
     limit, present_limit, ceiling = arrays["limits"].tolist()
-    said = arrays["novelties"], header.rates.false_alarms, header.answered, header.reasons
+    said = arrays["novelties"], header.rates.false_alarms, header.answered, header.kept_back, header.reasons
     retriever._take(Rule(right, limit, present, present_limit, *said), ceiling)
     return retriever
 

@@ -137,3 +137,21 @@ def test_broken_images_are_left_out_by_name(run: Run) -> None:
     assert [row["id"] for row in read("s.csv")] == [f"cat/{k}.png" for k in (0, 2, 3, 4, 5)] + [
         f"dog/{k}.png" for k in (0, 1, 2, 4, 5)
     ]
+
+
+def test_a_head_is_that_of_the_library(run: Run, named: None) -> None:
+    fit = (*FIT[:-1], "--head", "--out")
+    run(*fit, "r", "--gallery", "more.npz")
+    retriever, encoder = open_posterior(Path("r"))
+    wanted = cc.Retriever(encoder.module, 0.2, 0.4, head=True)
+    wanted.fit(*data("named.npz"), held_out=data("held.npz"), gallery=data("more.npz"))
+    assert repr(retriever) == repr(wanted)
+    result = run("answer", "r", "asked.npz", "--out", "answers.csv")
+    rows = read("answers.csv")
+    assert [row["decision"] for row in rows] == wanted(data("asked.npz")[0]).decision.tolist()
+    assert result.stdout.splitlines()[-1] == f"promised: {wanted!r}"
+    run(*fit, "r", "--overwrite")
+    assert repr(open_posterior(Path("r"))[0]) != repr(wanted)
+    for words, named_option in ((("--weights", "all"), "--weights"), (("--calibrate", "more.npz"), "--calibrate")):
+        assert f"got {named_option}" in error_of(run(*fit, "x", *words, code=2)), words
+    assert "no --held-out" in error_of(run("fit", "named.npz", "--head", "--out", "x", code=2))

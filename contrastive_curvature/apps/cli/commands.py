@@ -225,6 +225,11 @@ def _command(module: str, *own: click.Parameter, example: str) -> Callable[[Call
     Option(["--seed"], type=IntRange(0, 2**63 - 1), default=0, help="Of every random choice."),
     Option(["--held-out"], type=_LABELLED, help="Queries with classes that did not train the encoder: a retriever."),
     Option(["--gallery"], type=_LABELLED, help="What the retriever searches (default: SOURCE)."),
+    Option(
+        ["--head"],
+        is_flag=True,
+        help="With --held-out: train a head on the encoder's outputs, for an encoder that has not seen SOURCE.",
+    ),
     Option(["--wrong-answers"], type=_RATE, default=0.02, help="At most this share of its answers; 1: any."),
     Option(
         ["--false-matches"],

@@ -26,6 +26,18 @@ from contrastive_curvature.retriever.saved import POSTERIOR
 
 _RATES = ("wrong_answers", "false_matches", "false_alarms")
 
+_NOT_OF_A_HEAD = {
+    "loss": "contrastive",
+    "loss_option": (),
+    "weights": "last_layer",
+    "structure": None,
+    "prior_strength": None,
+    "option": (),
+    "calibrate": None,
+    "calibration_share": None,
+}
+"""Defaults of the options of a posterior that ``--head`` fits itself."""
+
 
 def fit(job: Job) -> Result:
     """Fit a posterior or a retriever, and write it."""
@@ -35,6 +47,11 @@ def fit(job: Job) -> Result:
         raise InputError("--calibrate, --calibration-share", "one of them", "both")
     if held_out is None and "gallery" in sources:
         raise InputError("--gallery", "it with --held-out", "it alone")
+    if o.head:
+        other = [name for name, default in _NOT_OF_A_HEAD.items() if vars(o)[name] != default]
+        if held_out is None or other:
+            received = f"--{other[0].replace('_', '-')}" if other else "no --held-out"
+            raise InputError("--head", "--held-out, and no option of the posterior or its calibration", received)
     check_target(o.out, overwrite=o.overwrite, retriever=held_out is not None)
     check_device(o.device)
     loss = _loss(o.loss, dict(o.loss_option))
@@ -45,26 +62,24 @@ def fit(job: Job) -> Result:
     use(encoder, sources, o.device)
 
     torch.manual_seed(o.seed)
-    structure = {} if o.structure is None else {"hessian_structure": o.structure}
-    backend = {"loss": loss, **dict(o.option)}
-    la: Any = Laplace(encoder.module, "contrastive", subset_of_weights=o.weights, backend_kwargs=backend, **structure)
-    console.note(f"fitting on {len(rows):,} inputs")
-    # Candidates from the batch: sources that are sorted by class would give batches of one class.
-    seed = None if la.curvature_options.over_dataset else o.seed
-    la.fit(Loader(train, o.batch_size, rows, labels, seed), progress_bar=console.progress)
-    _choose_prior(la, o.prior_strength)
     calibration = None if kept is None else Loader(train, o.batch_size, kept)
     if known is not None:
         calibration = Loader(known, o.batch_size)
-    if calibration is not None or held_out is None:
-        _calibrate(console, la, calibration)
-    fitted = la
-    if held_out is not None:
-        gallery = sources.get("gallery", train)
-        rates: dict[str, Any] = {name: None if vars(o)[name] == 1 else vars(o)[name] for name in _RATES}
-        fitted = Retriever(la, **rates, confidence=o.confidence)
-        searched, queries = (named(source, encoder, o.batch_size) for source in (gallery, held_out))
-        fitted.fit(gallery=searched, held_out=queries, progress_bar=console.progress)
+    console.note(f"fitting on {len(rows):,} inputs")
+    if o.head:
+        fitted: Any = _retriever(job, encoder, encoder.module)
+        la = fitted.la
+    else:
+        structure = {} if o.structure is None else {"hessian_structure": o.structure}
+        backend = {"loss": loss, **dict(o.option)}
+        la = Laplace(encoder.module, "contrastive", subset_of_weights=o.weights, backend_kwargs=backend, **structure)
+        # Candidates from the batch: sources that are sorted by class would give batches of one class.
+        seed = None if la.curvature_options.over_dataset else o.seed
+        la.fit(Loader(train, o.batch_size, rows, labels, seed), progress_bar=console.progress)
+        _choose_prior(la, o.prior_strength)
+        if calibration is not None or held_out is None:
+            _calibrate(console, la, calibration)
+        fitted = la if held_out is None else _retriever(job, encoder, la)
 
     classes, count = len(np.unique(labels[rows])), 0 if calibration is None else len(calibration.dataset)
     words = f"score {_name(o.out)} SOURCE --out scores.csv"
@@ -91,6 +106,7 @@ def fit(job: Job) -> Result:
     first = f"{o.out}: posterior of {values['weights']:,} weights from {len(rows):,} inputs of {classes:,} classes"
     if held_out is None:
         return values, f"{first}, {_calibrated(count)}"
+    gallery = sources.get("gallery", train)
     values |= {"gallery": len(gallery), "held_out": len(held_out), "promise": repr(fitted)}
     return values, f"{first}; a gallery of {len(gallery):,} points", f"promised: {fitted!r}"
 
@@ -154,6 +170,17 @@ def add(job: Job) -> Result:
     values = {"folder": str(target), "added": len(added), "first": first, "last": last, "promise": repr(retriever)}
     line = f"{target}: {len(added):,} points added to the gallery, identifiers {first} to {last}"
     return values, line, f"promised: {retriever!r}"
+
+
+def _retriever(job: Job, encoder: Encoder, module: Any) -> Retriever:
+    """Return the retriever of an encoder or a fitted posterior, with a head where ``--head`` asks for it."""
+    o, sources = job.options, job.sources
+    rates: dict[str, Any] = {name: None if vars(o)[name] == 1 else vars(o)[name] for name in _RATES}
+    retriever = Retriever(module, **rates, confidence=o.confidence, head=o.head)
+    loaders = {name: named(source, encoder, o.batch_size) for name, source in sources.items() if name != "calibrate"}
+    gallery = loaders.get("gallery", None if o.head else loaders["source"])
+    train = loaders["source"] if o.head else None
+    return retriever.fit(train, held_out=loaders["held_out"], gallery=gallery, progress_bar=job.console.progress)
 
 
 def named(source: Source, encoder: Encoder, batch_size: int) -> Loader:

@@ -94,10 +94,14 @@ def write_posterior(fitted: Any, encoder: Encoder, folder: Path, *, overwrite: b
         about: Of the data and the encoder, for the model card.
     """
     target = posterior_folder.place_of(folder).path
-    save, inside = (fitted.save, POSTERIOR) if isinstance(fitted, Retriever) else (fitted.save_pretrained, "")
+    if isinstance(fitted, Retriever):
+        save, inside, module = fitted.save, POSTERIOR, fitted._head or encoder.module
+    else:
+        save, inside, module = fitted.save_pretrained, "", encoder.module
+    digest = encoder_digest(module)
     if target.exists() and os.listdir(target):
         # The file of the new encoder first: it takes the place of none that the old posterior needs.
-        kept = _write_encoder(encoder, target / inside)
+        kept = _write_encoder(encoder, target / inside, digest)
         save(target, overwrite=overwrite, **about)
         for other in set(kept.parent.glob("encoder-*.safetensors")) - {kept}:
             other.unlink()
@@ -106,12 +110,12 @@ def write_posterior(fitted: Any, encoder: Encoder, folder: Path, *, overwrite: b
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as unfinished:
         whole = Path(unfinished) / target.name  # the model card tells the folder's name
         save(whole, **about)
-        _write_encoder(encoder, whole / inside)
+        _write_encoder(encoder, whole / inside, digest)
         os.rename(whole, target)
 
 
-def _write_encoder(encoder: Encoder, folder: Path) -> Path:
-    path = _encoder_file(folder, encoder_digest(encoder.module))
+def _write_encoder(encoder: Encoder, folder: Path, digest: str) -> Path:
+    path = _encoder_file(folder, digest)
     weights = dict(encoder.module.named_parameters()) if encoder.width is not None else {}
     write_tensors(path, EncoderFile(spec=dict(encoder.spec), classes=encoder.classes), weights, follow=False)
     return path
