@@ -54,7 +54,7 @@ def test_notebook_is_of_the_script_and_complete(script):
 
 def test_every_page_is_listed_and_executed_by_the_script():
     names = {script.stem for script in SCRIPTS}
-    index = (GALLERY / "index.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"\]\((\w+)\.ipynb\)", index)) == names
+    listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert set(re.findall(r"gallery/(\w+)\.ipynb", listed)) == names
     assert set(runpy.run_path(str(GALLERY / "execute.py"))["PAGES"]) == names
     assert len(names) == 5
