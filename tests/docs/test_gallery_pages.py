@@ -9,6 +9,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import nbformat
 import pytest
+from markdown_pages import read_page
 
 ROOT = Path(__file__).resolve().parents[2]
 GALLERY = ROOT / "docs" / "gallery"
@@ -50,6 +51,13 @@ def test_notebook_is_of_the_script_and_complete(script):
     assert re.search(r"computed in it, on: \S", printed), "no machine is named"
     assert not re.search(r"made-up", printed), "executed without its data"
     assert path.stat().st_size <= 400_000
+
+
+@scripts
+def test_links_lead_to_pages_and_their_headings(script):
+    for place, heading in re.findall(r"\]\(\.\./([\w/]+)\.html(?:#([\w-]+))?\)", script.read_text(encoding="utf-8")):
+        page = read_page((ROOT / "docs" / f"{place}.md").read_text(encoding="utf-8"))
+        assert not heading or heading in page.anchors, f"{place}.md#{heading}"
 
 
 def test_every_page_is_listed_and_executed_by_the_script():
