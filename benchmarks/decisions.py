@@ -20,9 +20,10 @@ from sklearn.datasets import load_digits, load_sample_images
 from torch import nn
 
 import contrastive_curvature as cc
+from benchmarks.style import BLUE, ORANGE, finish, subplots
 
 OUT = Path("runs/decisions")
-COLOURS = {"answered right": "#0072b2", "answered wrong": "#d55e00", "unsure": "#bbbbbb", "unknown": "#f0e442"}
+COLOURS = {"answered right": BLUE, "answered wrong": ORANGE, "unsure": "#bbbbbb", "unknown": "#f0e442"}
 
 
 def photographs(count: int) -> NDArray[np.float32]:
@@ -59,8 +60,7 @@ def shares(answers: cc.Answers, labels: NDArray[np.int64] | None) -> dict[str, f
 
 def picture(rows: dict[str, dict[str, float]], promise: str) -> Figure:
     """Draw one bar a kind of query."""
-    figure = Figure(figsize=(8, 2.6), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = subplots(8, 2.8)
     start = dict.fromkeys(rows, 0.0)
     for name, colour in COLOURS.items():
         widths = [row[name] for row in rows.values()]
@@ -72,7 +72,7 @@ def picture(rows: dict[str, dict[str, float]], promise: str) -> Figure:
     axes.invert_yaxis()
     axes.set(xlim=(0, 1), xlabel="share of the queries", xticks=[0, 0.25, 0.5, 0.75, 1])
     axes.set_title(promise, fontsize=9, loc="left")
-    figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    finish(axes, columns=4)
     return figure
 
 

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
+from benchmarks.style import BLUE, GREY, ORANGE, finish, subplots
 from benchmarks.transfer.recipes.queries import read_queries
 from benchmarks.transfer.recipes.text_encoder import make_text_encoder, parts_of
 from benchmarks.transfer.train import Training, seeded, train
@@ -31,7 +32,6 @@ from contrastive_curvature import metrics
 OUT = Path(__file__).parent.parent / "docs" / "images" / "sentences.png"
 ALPHA = 0.05
 _DIM, _ROWS = 64, 1000
-_BLUE, _ORANGE, _GREY = "#0072b2", "#d55e00", "#777777"  # told apart by the colour-blind, too
 
 
 class Scored(NamedTuple):
@@ -80,35 +80,32 @@ def errors(wrong: Tensor, by: Tensor) -> Tensor:
 
 def draw(scored: Scored) -> Figure:
     """Draw the picture."""
-    figure = Figure(figsize=(9, 3.2), layout="constrained", facecolor="white")
-    left, right = figure.subplots(1, 2)
-    share = np.arange(1, len(scored.wrong) + 1) / len(scored.wrong)
-    shown = share >= 0.5
+    figure, (left, right) = subplots(9, 3.5, 2)
+    left_out = 1 - np.arange(1, len(scored.wrong) + 1) / len(scored.wrong)
+    shown = left_out <= 0.5
     for by, colour, label in (
-        (scored.distance, _GREY, "by the cosine to the neighbour"),
-        (scored.uncertainty, _BLUE, "by uncertainty"),
+        (scored.distance, GREY, "by the cosine to the neighbour"),
+        (scored.uncertainty, BLUE, "by uncertainty"),
     ):
-        left.plot(100 * share[shown], 100 * errors(scored.wrong, by).numpy()[shown], color=colour, label=label)
-    left.set(xlabel="questions answered, %", ylabel="wrong among the answers, %", ylim=(0, None))
+        left.plot(100 * left_out[shown], 100 * errors(scored.wrong, by).numpy()[shown], color=colour, label=label)
+    left.set(xlabel="least certain questions left out, %", ylabel="wrong among the answers, %", ylim=(0, None))
     left.set_title("Leave out the least certain", fontsize=10)
-    left.invert_xaxis()
 
     scores = [group.novelty.numpy() for group in (scored.known, scored.unknown)]
     bins = np.linspace(np.quantile(scores[0], 0.001), np.quantile(scores[1], 0.99), 50)
-    kinds = ((_BLUE, "one of the 150 intents"), (_ORANGE, "none of them"))
+    kinds = ((BLUE, "one of the 150 intents"), (ORANGE, "none of them"))
     for values, (colour, label) in zip(scores, kinds, strict=True):
         weights = np.full(len(values), 100 / len(values))
         right.hist(np.clip(values, bins[0], bins[-1]), bins, weights=weights, color=colour, alpha=0.65, label=label)
     threshold = float(scored.known.novelty[scored.known.is_known(ALPHA)].max())
-    right.axvline(threshold, color=_GREY, linestyle="--", linewidth=1)
+    right.axvline(threshold, color=GREY, linestyle="--", linewidth=1)
     refused = [f"{share:.1f} %" for share in (flagged(scored.known), flagged(scored.unknown))]
     text = f" is_known(alpha={ALPHA})\n refuses {refused[0]} | {refused[1]} →"
-    right.text(threshold, right.get_ylim()[1] * 0.77, text, va="top", fontsize=9, color=_GREY)
+    right.text(threshold, right.get_ylim()[1], text, va="top", fontsize=9, color=GREY)
     right.set(xlabel="novelty", ylabel="share of questions, %")
     right.set_title("Refuse what the encoder does not know", fontsize=10)
-    for axis in (left, right):
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.legend(frameon=False, fontsize=9)
+    for axes in (left, right):
+        finish(axes)
     return figure
 
 

@@ -17,20 +17,13 @@ from typing import Any
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
+from benchmarks.style import COLOURS, GREY, finish, subplots
 from benchmarks.transfer.families import FAMILIES, RIVALS_KNOWN, RIVALS_RIGHT, auroc, has, r_auroc
 from benchmarks.transfer.results import read_results
 
 RESULTS = Path(__file__).parent / "results"
 OUT = Path(__file__).parent.parent / "docs" / "images" / "results"
 
-_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7")  # told apart by the colour-blind, too
-_BELOW: dict[str, Any] = {
-    "fontsize": 8,
-    "loc": "upper center",
-    "bbox_to_anchor": (0.5, -0.1),
-    "ncols": 3,
-    "frameon": False,
-}
 _MARKERS = ("o", "s", "^", "D")
 _RIGHT = {"uncertainty": ["default/uncertainty"], "best other": [*RIVALS_RIGHT]}
 _RIGHT |= {"with a gallery": ["gated_labels"]}  # of RetrievalUncertainty, which is no more
@@ -71,69 +64,69 @@ def transfer_points(folder: Path = RESULTS / "transfer") -> dict[str, dict[str, 
 
 def plot_transfer() -> Figure:
     """Is the neighbour right, is the input known: every family of encoders, and the best other score beside ours."""
-    figure = Figure(figsize=(10, 3.6), layout="constrained")
-    titles = {"right": "Is the nearest neighbour right? (R-AUROC)", "known": "Is the input of a known kind? (AUROC)"}
-    for axes, (question, scores) in zip(figure.subplots(1, 2, sharey=True), transfer_points().items(), strict=True):
-        for (score, values), colour, marker in zip(scores.items(), _COLOURS, _MARKERS, strict=False):
+    figure, both = subplots(10, 3.8, 2, sharey=True)
+    titles = {"right": "Is the nearest neighbour right?", "known": "Is the input of a known kind?"}
+    for axes, (question, scores) in zip(both, transfer_points().items(), strict=True):
+        for (score, values), colour, marker in zip(scores.items(), COLOURS, _MARKERS, strict=False):
             axes.plot(list(values.values()), list(values), marker, color=colour, label=score)
-        axes.axvline(0.5, color="#999999", linewidth=1, linestyle=":")
+        axes.axvline(0.5, color=GREY, linewidth=1, linestyle=":")
         axes.set_title(titles[question], fontsize=10)
-        axes.set_xlim(0.48, 1.02)
-        axes.legend(**_BELOW)
+        axes.set(xlim=(0.48, 1.02), xlabel="R-AUROC" if question == "right" else "AUROC")
         axes.grid(axis="y", alpha=0.3)
-    figure.axes[0].invert_yaxis()
+        finish(axes)
+    both[0].invert_yaxis()  # the first family on top
     return figure
 
 
 def plot_methods() -> Figure:
     """The compared methods: does the uncertainty tell unknown inputs, and rank retrievals?"""
-    figure = Figure(figsize=(9, 3.2), layout="constrained")
+    figure, both = subplots(9, 3.4, 2, sharey=True)
     rows = {dim: _read(f"methods_fashionmnist_d{dim}.json")["rows"] for dim in (3, 32)}
-    titles = {"auroc": "Unknown inputs: AUROC", "ausc": "Retrievals: AUSC"}
-    for axes, figure_name in zip(figure.subplots(1, 2, sharey=True), titles, strict=True):
-        for (dim, found), colour, marker in zip(rows.items(), _COLOURS, _MARKERS, strict=False):
+    titles = {"auroc": "Unknown inputs", "ausc": "Retrievals"}
+    for axes, figure_name in zip(both, titles, strict=True):
+        for (dim, found), colour, marker in zip(rows.items(), COLOURS, _MARKERS, strict=False):
             figures = [found.get(name, {}).get("figures", {}).get(figure_name) for name in _METHODS]
             values = [math.nan if one is None or one["mean"] is None else one["mean"] for one in figures]
             axes.plot(values, range(len(values)), marker, color=colour, label=f"D = {dim}")
         axes.set_yticks(range(len(_METHODS)), list(_METHODS.values()))
-        axes.set_title(f"{titles[figure_name]}, means over seeds", fontsize=10)
+        axes.set_title(titles[figure_name], fontsize=10)
+        axes.set_xlabel(f"{figure_name.upper()}, mean over seeds")
         axes.grid(axis="y", alpha=0.3)
-        axes.legend(**_BELOW)
-    figure.axes[0].set_xlim(0, 1.02)
-    figure.axes[0].axvline(0.5, color="#999999", linewidth=1, linestyle=":")
-    figure.axes[0].invert_yaxis()
+        finish(axes)
+    both[0].set_xlim(0, 1.02)
+    both[0].axvline(0.5, color=GREY, linewidth=1, linestyle=":")
+    both[0].invert_yaxis()  # the first method on top
     return figure
 
 
 def plot_speed() -> Figure:
     """The curvature of a last layer 9216 -> 3: 64 points, 5000 triplets, arccos."""
-    figure = Figure(figsize=(7, 2.6), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = subplots(7, 2.8)
     cases = [case for case in _read("curvature.json")["cases"] if case["case"] == "pairwise"]
     cases = [case for case in cases if case["distance"] == "arccos" and case["pd_fix"] in ("fixed", "positive", "full")]
     ways = {"node": "node form", "chunked": "every pair, 64 at a time", "pairwise": "every pair at once"}
-    for (way, title), colour, shift in zip(ways.items(), _COLOURS, (-0.26, 0, 0.26), strict=False):
+    for (way, title), colour, shift in zip(ways.items(), COLOURS, (-0.26, 0, 0.26), strict=False):
         seconds = [case[way]["cpu_seconds"] for case in cases]
         axes.barh([place + shift for place in range(len(cases))], seconds, height=0.24, color=colour, label=title)
     axes.set_yticks(range(len(cases)), [case["pd_fix"] for case in cases])
     axes.invert_yaxis()
     axes.set_xscale("log")
-    axes.set_xlabel("seconds of processor time, one thread")
-    axes.legend(**_BELOW | {"bbox_to_anchor": (0.5, -0.25)})
+    axes.set(xlabel="seconds of processor time, one thread", ylabel="pd_fix")
+    finish(axes)
     return figure
 
 
 def plot_threshold() -> Figure:
     """The share of known inputs that ``is_known(alpha)`` flags, for every encoder."""
-    figure = Figure(figsize=(5, 3.2), layout="constrained")
-    axes = figure.subplots()
+    figure, (axes,) = subplots(5, 3.2)
     found = _read("threshold.json")
     for values in found["encoders"].values():
-        axes.plot(found["alphas"], values["split"], "o", color=_COLOURS[0], alpha=0.3, markersize=5)
-    axes.plot([0, 0.12], [0, 0.12], color="#999999", linewidth=1, linestyle=":")
+        axes.plot(found["alphas"], values["split"], "o", color=COLOURS[0], alpha=0.3, markersize=5)
+    axes.plot([0, 0.12], [0, 0.12], color=GREY, linewidth=1, linestyle=":")
     axes.set_xlabel("alpha")
     axes.set_ylabel("share of known inputs flagged")
     axes.set_title(f"{len(found['encoders'])} encoders, mean of {found['splits']} splits each", fontsize=10)
+    finish(axes)
     return figure
 
 

@@ -143,7 +143,7 @@ def _sizes(config: dict[str, Any], data: dict[str, Any]) -> str:
 def _notes(rows: list[Row], results: dict[str, Any], paper: PaperTable | None) -> str:
     config = results["config"]
     notes = [
-        "Mean ± sample standard deviation over seeds; definitions in docs/metrics.md. R-AUROC: how well the "
+        "Mean ± sample standard deviation over seeds; definitions in docs/report.md. R-AUROC: how well the "
         "uncertainty tells a wrong nearest neighbour, in distribution.",
         "Seconds: of fit, of the method alone, without the deterministic encoder that it builds on (an ensemble: all "
         "members); of prediction, for mean and uncertainty of all test images, in and out of distribution.",

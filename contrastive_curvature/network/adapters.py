@@ -112,8 +112,7 @@ def with_last_layer(encoder: nn.Module, x: Any) -> WithLastLayer:
 
     Otherwise the layer is the identity behind the raw outputs of the encoder, before any l2-normalisation at its end.
     The posterior of the last layer is then one over small linear changes of the embedding space, with all closed forms
-    and the price of a last layer. It says less than that of a layer that was trained: ``docs/encoders.md`` measures how
-    much.
+    and the price of a last layer. It says less than the posterior of a trained layer (``docs/recipes/encoders.md``).
 
     Args:
         encoder: An encoder that ends in a batch norm, pooling, a norm layer or an activation function, such as timm's

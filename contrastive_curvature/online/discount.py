@@ -111,7 +111,7 @@ class DiscountedCurvature(nn.Module):
 def _numbers(term: DatasetCurvature) -> list[Tensor]:
     """Return clamped curvature tensors, sum of output norms, non-negative loss and loss of one sampled network.
 
-    Each step is clamped separately, because each enters the moving average separately (docs/online.md).
+    Each step is clamped separately, because each enters the moving average separately (docs/recipes/training.md).
     """
     flat = term.curvature.positive().tensors()
     assert term.typical_norm is not None

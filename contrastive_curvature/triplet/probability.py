@@ -134,7 +134,7 @@ def log_probability(
         InputError: A moment overflows, or a variance of tau is zero.
 
     Source: poster of Warburg et al. (2021), steps 3 to 6. Step 5 and the supplement's listing 2 (line 19) leave out a
-    part; see ``docs/other_methods.md``.
+    part; see ``benchmarks/results/other_methods.md``.
     """
     margin = validate.number("margin", margin)
     embeddings, dtype = check_triplet(anchor, positive, negative)

@@ -138,7 +138,7 @@ for name, score in scores.items():
 #
 # `p_value` is the share of known pictures that are at least as unusual as this one. Of known pictures it is uniform,
 # whatever the encoder; the share of false alarms scatters around alpha from one set of validation pictures to the next
-# ([by how much](../threshold.html#what-is-guaranteed)). Of unknown pictures the p-value should be small. How small,
+# ([by how much](../statistics.html#p-values)). Of unknown pictures the p-value should be small. How small,
 # nothing can promise: digits 8 and 9 look much like the others.
 
 # %%
@@ -208,8 +208,8 @@ print(
 # %% [markdown]
 # ## Where to go from here
 #
-# The same lines work for your encoder: see the [recipes](../recipes/index.html). [One threshold](../threshold.html)
-# says what the p-value guarantees, [may I act on this hit?](../retriever.html) what a retriever promises.
+# The same lines work for your encoder: see [what to type](../recipes/encoders.html).
+# [Decide](../decide.html) states the errors, and [the statistics](../statistics.html) has the methods.
 
 
 # %%

@@ -2,6 +2,13 @@
 
 Run, in the repository's root: ``python docs/gallery/execute.py`` for all pages, with names such as ``digits faces`` for
 some. A script that fails leaves its old notebook as it is.
+
+``digits``, ``two_towers`` and ``curvature`` need the data that come with scikit-learn. ``text`` reads
+``clinc150/data_full.json.gz`` (https://github.com/clinc/oos-eval, CC BY 3.0) from ``DATA_ROOT``, by default
+``../shared/data``. ``faces`` reads ``faces.npz``, which ``python -m benchmarks.transfer`` writes, from
+``FEATURES_ROOT``, by default ``../cache/transfer``, and thumbnails from torchvision's ``lfw-py`` in ``DATA_ROOT``.
+Where these are absent, both run with small made-up data, and say so. The pictures of people are shown as thumbnails
+only, and are for research.
 """
 
 from __future__ import annotations

@@ -246,8 +246,8 @@ right.legend(frameon=False, fontsize=8)
 plt.show()
 
 # %% [markdown]
-# More: [is a match real?](../matching.html), which also measures how much of this gain the norms of the outputs give
-# alone, and [how good the answers are on many encoders](../results.html#does-the-answer-transfer).
+# More: [two inputs: same or not?](../decide.html#two-inputs-same-or-not), [pairs of
+# faces](../statistics.html#pairs-of-faces), and [results on many encoders](../results.html#does-the-answer-transfer).
 
 # %%
 info = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines() if Path("/proc/cpuinfo").exists() else []

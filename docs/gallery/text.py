@@ -73,7 +73,7 @@ print({part: len(found) for part, found in texts.items()}, "out of scope:", len(
 #
 # Vectors of words, of pairs of words and of runs of letters, averaged, then two layers: small, fast, and trained here
 # from nothing with the supervised contrastive loss. Yours may be a transformer; what follows is the same
-# ([sentence-transformers](../recipes/sentence_transformers.html), [transformers](../recipes/transformers.html)).
+# ([what to type](../recipes/encoders.html)).
 
 # %%
 torch.manual_seed(0)
@@ -246,7 +246,7 @@ axis.legend(frameon=False, fontsize=8)
 plt.show()
 
 # %% [markdown]
-# More: [one threshold](../threshold.html), [may I act on this hit?](../retriever.html).
+# More: [may I act on this hit?](../decide.html), [the statistics](../statistics.html).
 
 
 # %%

@@ -256,7 +256,7 @@ for lines, share, accuracy_of_kept in zip(levels, kept, kept_right, strict=True)
     )
 
 # %% [markdown]
-# With your own CLIP: [open_clip](../recipes/open_clip.html), [two towers](../clip.html).
+# With your own CLIP: [open_clip](../recipes/encoders.html#open_clip), [two towers](../clip.html).
 
 
 # %%

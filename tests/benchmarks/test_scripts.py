@@ -20,6 +20,7 @@ from benchmarks import (
     backends,
     curvature,
     drift_delay,
+    drift_picture,
     fast_path,
     machine,
     match,
@@ -215,3 +216,8 @@ def test_the_delay_of_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found = json.loads((tmp_path / "drift_delay.json").read_text(encoding="utf-8"))
     assert found["simulated"][-1]["delays"][0] <= found["simulated"][0]["delays"][0]
     assert set(found["encoders"]["text"]) == {"noise 1", "noise 2"}
+
+
+def test_the_picture_of_drift_is_of_the_page(tmp_path: Path) -> None:
+    drift_picture.main(["--out", str(tmp_path / "drift.png")])
+    assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")

@@ -9,6 +9,7 @@ import matplotlib
 import matplotlib.pyplot as plt
 import nbformat
 import pytest
+from markdown_pages import read_page
 
 ROOT = Path(__file__).resolve().parents[2]
 GALLERY = ROOT / "docs" / "gallery"
@@ -52,9 +53,16 @@ def test_notebook_is_of_the_script_and_complete(script):
     assert path.stat().st_size <= 400_000
 
 
+@scripts
+def test_links_lead_to_pages_and_their_headings(script):
+    for place, heading in re.findall(r"\]\(\.\./([\w/]+)\.html(?:#([\w-]+))?\)", script.read_text(encoding="utf-8")):
+        page = read_page((ROOT / "docs" / f"{place}.md").read_text(encoding="utf-8"))
+        assert not heading or heading in page.anchors, f"{place}.md#{heading}"
+
+
 def test_every_page_is_listed_and_executed_by_the_script():
     names = {script.stem for script in SCRIPTS}
-    index = (GALLERY / "index.md").read_text(encoding="utf-8")
-    assert set(re.findall(r"\]\((\w+)\.ipynb\)", index)) == names
+    listed = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert set(re.findall(r"gallery/(\w+)\.ipynb", listed)) == names
     assert set(runpy.run_path(str(GALLERY / "execute.py"))["PAGES"]) == names
     assert len(names) == 5

@@ -27,7 +27,7 @@ formulas = hook("formulas")
     [
         ("threshold.md", "../benchmarks/results/threshold.md", "benchmarks/results/threshold.md"),
         ("threshold.md", "theory.md#structures", "theory.md#structures"),
-        ("recipes/faiss.md", "../../CONTRIBUTING.md#style", "../contributing.md#style"),
+        ("recipes/indexes.md", "../../CONTRIBUTING.md#style", "../contributing.md#style"),
         ("changelog.md", "docs/theory.md", "theory.md"),
         ("benchmarks/results/threshold.md", "../../docs/results.md", "../../results.md"),
         ("benchmarks/results/threshold.md", "transfer.md", "transfer.md"),

@@ -273,7 +273,7 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Every number by its name, those that are missing left out: ``recall@1``, ``auroc``, ``flagged_known@0.05``.
 
-        ``docs/metrics.md`` defines them. Give them to a model card with ``la.save_pretrained(folder, metrics=...)``.
+        ``docs/report.md`` defines them. Give them to a model card with ``la.save_pretrained(folder, metrics=...)``.
         """
         return {name: value for name, value in self._figures() if not isinstance(value, Missing)}
 
