@@ -260,9 +260,7 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
         return covariance + torch.diag_embed(variances.clamp(min=0) - variances)
 
     def _explained(self, cross: Tensor) -> tuple[Tensor, Tensor]:
-        """Project kernels (B, D, M, D) onto the data's eigenbasis; return them, and divided by the posterior's
-        eigenvalues.
-        """
+        """Return kernels (B, D, M, D) in the data's eigenbasis, and these divided by eigenvalues plus prior."""
         k = self._held_subset().project(cross) @ self.H["vectors"]
         return k, k / (self.H["values"] + self.prior_precision.squeeze() / self._H_factor)
 
