@@ -89,8 +89,8 @@ class OnlinePosterior:
             n_samples: Number S of networks.
 
         Returns:
-            S tensors of shape (P,), or one ``None`` if ``q_t`` has no variance: at sampling temperature 0, and at the
-            first step, which has no curvature and no prior precision.
+            S tensors of shape (P,), or one ``None`` if ``q_t`` has no variance: at sampling temperature 0, and as long
+            as there is neither a curvature nor a prior precision.
 
         Raises:
             DivergenceError: The posterior precision is not positive definite, or not finite.
