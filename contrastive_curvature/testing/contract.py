@@ -104,7 +104,7 @@ class BackendContract:
     @_shared
     @given(data=st.data())
     def test_kron_factors(self, data: st.DataObject, device: str) -> None:
-        """Check factors where K-FAC is exact (one point; blocks), and elsewhere against the reference backend."""
+        """Check factors where K-FAC is exact (one point; blocks), and everywhere against the reference backend."""
         drawn = self._draw(data, without=self.refused_kron)
         truth, size, scale = self._truth(drawn)
         model, points, case = drawn

@@ -155,7 +155,7 @@ def is_exact(
         second = torch.autograd.functional.hessian(lambda raw: loss(raw, labels), z)
         output = torch.as_tensor(second).reshape(z.numel(), -1)
     else:
-        # Other fixes have their own oracle: tests/losses.
+        # Other cases have their own oracle: tests/losses.
         output = hessian.dense()
     # Scale as in a fit: a mean counts times its number of anchors, the means over pairs times half the points.
     scale = loss.data_scale(len(z)) if of_pairs or not loss.averages else float(hessian.derivatives.anchors)

@@ -1,4 +1,4 @@
-"""What a user can type: ``contrastive-curvature``, its commands and their options; torch is imported when they run."""
+"""The commands of ``contrastive-curvature`` and their options; torch is imported when a command runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Group(click.Group):
         return list(self.commands)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command; ``report`` is ``evaluate``, whose result it is."""
+        """Return a command; ``report`` is another name of ``evaluate``."""
         return super().get_command(ctx, "evaluate" if cmd_name == "report" else cmd_name)
 
     def main(
@@ -43,7 +43,7 @@ class _Group(click.Group):
         words = list(sys.argv[1:] if args is None else args)
         try:
             code = super().main(words, prog_name or _NAME, complete_var, standalone_mode=False, **options) or 0
-        except Exception as error:  # defects too are told in one line
+        except Exception as error:  # defects are also reported in one line
             code = report(error, as_json="--json" in words, with_traceback="--traceback" in words)
         if standalone_mode:
             sys.exit(code)
@@ -74,7 +74,7 @@ def cli() -> None:
 
 
 def _assignment(text: str) -> tuple[str, Any]:
-    """Return name and value of ``NAME=VALUE``; a value is read as JSON, or else as a text."""
+    """Return name and value of ``NAME=VALUE``; the value is read as JSON if possible, otherwise as text."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise click.BadParameter(f"expected NAME=VALUE, got {text!r}")
@@ -145,15 +145,15 @@ _OF_ALL = (
 
 
 def _command(module: str, *own: click.Parameter, example: str) -> Callable[[Callable[[], None]], None]:
-    """Make a command of a function that has its name and its help.
+    """Build a command from a function that has its name and its help text.
 
-    A command opens its sources, which refuses missing and malformed ones before torch is imported; calls the function
-    of its name in a module of this folder, which computes and writes; and prints the result that this returns.
+    A command opens its sources (missing and malformed ones are refused before torch is imported), calls the function of
+    the same name in a module of this folder, which computes and writes, and prints the result of that function.
 
     Args:
-        module: In ``contrastive_curvature.apps.cli``.
-        *own: Its arguments and options, besides those of all commands and of all that read sources.
-        example: Words that follow the name of the command.
+        module: Name of a module in ``contrastive_curvature.apps.cli``.
+        *own: Arguments and options of this command, in addition to those of all commands and of all that read sources.
+        example: Words after the name of the command, for an example.
     """
 
     def decorate(described: Callable[[], None]) -> None:
@@ -250,9 +250,9 @@ def fit() -> None:
     .csv, .jsonl   columns text and label, with --encoder
     -              the lines of a .jsonl from stdin
 
-    The features are what the last linear layer takes in; the embedding is features @ weight.T + bias. Give them where
-    you can: the library's results are of these. Embeddings alone are taken as the features of a last layer that is
-    the identity. That was not evaluated there: compare it on your own data before you rely on it.
+    The features are the inputs of the last linear layer; the embedding is features @ weight.T + bias. Use features if
+    you can: the library was evaluated with features. Embeddings alone count as the features of a last layer that is the
+    identity. This was not evaluated: compare it on your own data before you rely on it.
 
     The losses infonce, supcon, siglip, multi-similarity and triplet compare an input with those of its batch, in a
     random order: give the --batch-size of the encoder's training. All others count all pairs of the data.
@@ -363,7 +363,7 @@ def answer() -> None:
 def add() -> None:
     """Add SOURCE with its classes to the gallery of the retriever in FOLDER, and find its limits again.
 
-    The last line says what is promised, and of which classes nothing is: those without a held-out query.
+    The last line says what is promised, and names the classes without a promise: those without a held-out query.
     """
 
 
@@ -438,10 +438,10 @@ def export() -> None:
     example="train.npz --encoder my_encoder:encoder --out train_features",
 )
 def features() -> None:
-    """Run --encoder once over SOURCE, and write what its last layer takes in, with classes and identifiers.
+    """Run --encoder once over SOURCE, and write the inputs of its last layer, with classes and identifiers.
 
-    The folder is a SOURCE of all commands, with the same --encoder, and of the library. A run that
-    was interrupted goes on when it is called again.
+    The folder is a SOURCE of all commands, with the same --encoder, and of the library. An interrupted run continues
+    when you call it again.
     """
 
 
