@@ -158,7 +158,7 @@ H = TypeVar("H", bound=Header)
 class ArtifactFolder(Generic[H]):
     """A folder whose header describes its other files.
 
-    Writers write the header last, so a folder with a header is complete, and a folder without a header does not count.
+    The header is written last, so a folder with a header is complete, and a folder without a header is ignored.
 
     Args:
         path: The folder; it need not exist.
@@ -188,7 +188,7 @@ class ArtifactFolder(Generic[H]):
         self.check()
 
     def check(self) -> None:
-        """Refuse a folder with other content; it need not exist."""
+        """Refuse a folder with other content; a missing folder is accepted."""
         if not self.path.exists():
             return
         # Unfinished files and the lock have names that begin with a dot.

@@ -102,9 +102,9 @@ class _AfterImport:
         loader, execute = spec.loader, spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            # Hide warnings of two packages that laplace-torch imports, because users cannot avoid them. Filters that
-            # these packages add stay. The name distinguishes this filter from the filter of the other host, which may
-            # be imported at the same time.
+            # Hide warnings of two packages that laplace-torch imports, because users cannot avoid them. Warning filters
+            # of these packages are kept. The name distinguishes this filter from the filter of the other host, which
+            # may be imported at the same time.
             warnings.filterwarnings("ignore", rf"`torch\.jit\.script` is deprecated(?#{name})", FutureWarning)
             ours = warnings.filters[0]
             try:

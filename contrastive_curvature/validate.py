@@ -75,7 +75,7 @@ def tensor(
 ) -> Tensor:
     """Return ``value`` if it is a dense tensor of finite floating-point numbers.
 
-    In ``shape``, a letter means any size. The dtype and the device must be those of ``like``.
+    In ``shape``, a letter means any size. ``like`` sets the dtype and the device.
     """
     wanted = "any shape" if shape is None else f"shape ({', '.join(map(str, shape))})"
     if not isinstance(value, Tensor):

@@ -65,7 +65,7 @@ def grow(capital: _Numbers, n_before: int, p_values: _Numbers) -> tuple[_Numbers
 
 
 class DriftMonitor:
-    """Detect when the inputs of a stream start to differ from those of ``la.calibrate``, with few false alarms.
+    """Detect when a stream of inputs starts to differ from the calibration inputs, with few false alarms.
 
     Each input is ranked by the score of the calibration among the calibration inputs and all earlier inputs. While
     calibration inputs and stream are exchangeable (nothing changes), these ranks are uniform and independent, and a bet

@@ -23,10 +23,10 @@ class MatchThreshold(Fitted):
     threshold, on average over the pairs of the fit. The threshold is the k-th largest score of n such pairs, with
     ``k = floor(rate (n + 1))``. The bound is exact for independent pairs. Pairs that share persons exceed it, unless
     ``groups`` names the persons: each pair of two classes is then compared with the pairs that share neither of its
-    persons, and k is the largest number for which at most the stated share of pairs matches. Intervals are those of
-    Clopper and Pearson, at 95 %. With ``groups``, the interval of the FMR counts these matches, and both intervals use
-    an effective number of independent pairs: their rate would vary as much as the rate of pairs that share persons. Few
-    persons lower this number further, because then the variance itself is uncertain.
+    persons, and k is the largest number for which at most the stated share of pairs matches. Intervals are 95 %
+    intervals of Clopper and Pearson. With ``groups``, the interval of the FMR counts these matches, and both intervals
+    use an effective number of independent pairs: their rate would vary as much as the rate of pairs that share persons.
+    Few persons lower this number further, because then the variance itself is uncertain.
 
     Args:
         false_match_rate: Largest share of pairs of two classes that may count as the same (FMR), in (0, 1).

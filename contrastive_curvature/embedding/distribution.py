@@ -208,7 +208,7 @@ class EmbeddingDistribution:
             class_centres: Centres of the training classes; ``None`` for none.
 
         Raises:
-            InputTypeError: The norm is no number.
+            InputTypeError: The norm is not a number.
             InputError: The norm is not positive.
         """
         if typical_norm is not None:
@@ -237,8 +237,9 @@ class EmbeddingDistribution:
     def uncertainty(self) -> Tensor:
         """How far the embedding may turn: an angle in radians, in [0, pi / 2].
 
-        Use it to rank embeddings: a larger angle means a less certain direction, and a nearest neighbour that is less
-        likely of the same class. It does not say whether the encoder knows this kind of input; :attr:`p_value` does.
+        Use it to rank embeddings: the larger the angle, the less certain the direction, and the more often the nearest
+        neighbour is of another class. It does not say whether the encoder knows this kind of input; :attr:`p_value`
+        does.
 
         It is ``arctan(sqrt(V / n^2) sqrt(t / n) exp(3 (r - r_t)))`` with the variance ``V`` tangential to the mean, the
         norm ``n`` of the mean and the typical norm ``t``. ``arctan(sqrt(V) / n)`` is the angle by which a step of
@@ -395,7 +396,7 @@ class EmbeddingDistribution:
             Booleans, shape (B,).
 
         Raises:
-            InputTypeError: ``alpha`` is no number.
+            InputTypeError: ``alpha`` is not a number.
             InputError: ``alpha`` is not in (0, 1), or too small for the number of calibration inputs.
             UnsupportedError: As for :attr:`p_value`.
             NotFittedError: As for :attr:`p_value`.
@@ -416,7 +417,7 @@ class EmbeddingDistribution:
             the posterior is calibrated, or ``novelty`` alone if it has only training inputs to compare with.
 
         Raises:
-            InputTypeError: ``mu`` is no bool.
+            InputTypeError: ``mu`` is not a bool.
             UnsupportedError: pandas is not installed.
             NotFittedError: See :attr:`p_value`: the posterior was calibrated for another prior precision, temperature
                 or encoder.
@@ -497,7 +498,7 @@ class EmbeddingDistribution:
 
     @classmethod
     def cat(cls, distributions: Sequence[EmbeddingDistribution]) -> EmbeddingDistribution:
-        """Concatenate distributions, for example those of all batches, as ``torch.cat`` concatenates tensors.
+        """Concatenate distributions, for example of all batches, as ``torch.cat`` concatenates tensors.
 
         Args:
             distributions: One or more, of one kind (``variance``, covariances, or samples of the same number), one
@@ -559,7 +560,7 @@ class EmbeddingDistribution:
             dtype: A floating-point dtype; ``None`` keeps the present one.
 
         Raises:
-            InputTypeError: The dtype is no floating-point dtype.
+            InputTypeError: The dtype is not a floating-point dtype.
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device

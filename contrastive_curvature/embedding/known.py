@@ -88,12 +88,12 @@ def statistic_name(with_features: bool, score: str = NOVELTY, n_distances: int =
 def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = None) -> Tensor:
     """Return three numbers for every embedding, each larger for inputs less like the known ones.
 
-    With the tangential variance ``V = tr(P Cov P)`` of the raw outputs in their own units, the norm ``n`` of their mean
-    and the norm ``|phi|`` of the features: the logarithms of ``V / |phi|``, ``V / |phi|^2`` and ``1 / n``, and without
-    features the logarithms of ``V``, ``V / n^2`` and ``1 / n``. ``V / |phi|`` is large for large features in unusual
-    directions (strong noise), ``V / |phi|^2`` for unusual directions alone (another kind of image), and ``1 / n`` for
-    inputs in which the encoder sees little (blur, little contrast); no single number detects all three.
-    :class:`TrainingGaussians` adds further components.
+    The numbers are the logarithms of ``V / |phi|``, ``V / |phi|^2`` and ``1 / n``, or without features of ``V``,
+    ``V / n^2`` and ``1 / n``. ``V = tr(P Cov P)`` is the tangential variance of the raw outputs in their own units,
+    ``n`` the norm of their mean and ``|phi|`` the norm of the features. ``V / |phi|`` is large for large features in
+    unusual directions (strong noise), ``V / |phi|^2`` for unusual directions alone (another kind of image), and
+    ``1 / n`` for inputs in which the encoder sees little (blur, little contrast); no single number detects all three.
+    :class:`TrainingGaussians` adds more components.
 
     A ``V`` below the rounding of ``tr Cov`` is replaced by that rounding, and a zero by the smallest normal number of
     float64, so zero variances, outputs and features give finite components.
@@ -119,7 +119,7 @@ def feature_norms(phi: Tensor) -> Tensor:
 
 
 def measure(embedding: EmbeddingDistribution, phi: Tensor | None, gaussians: TrainingGaussians | None) -> Tensor:
-    """Return all components (B, K) of embeddings; features (B, F) and Gaussians add theirs where they are known."""
+    """Return all components (B, K) of embeddings; known features (B, F) and known Gaussians add components."""
     if phi is None:
         return components(embedding)
     values = components(embedding, feature_norms(phi))
@@ -288,7 +288,7 @@ class Reference:
         location: Medians of the components, shape (K,). Location and scale must not depend on which known inputs are
             compared with new ones.
         scale: Spreads of the components, positive, shape (K,).
-        statistics: Scores of n known inputs, ascending, by class where there are counts; shape (n,).
+        statistics: Scores of n known inputs, ascending (within each class if there are counts), shape (n,).
         counts: Number of these inputs by predicted class, in the order of the centres; ``None``: the class is ignored.
         score: Name of the score.
     """
@@ -311,7 +311,7 @@ class Reference:
     ) -> Reference:
         """Build the reference from components ``known`` (n, K), standardised with the components ``for_scale`` (m, K).
 
-        The scale is the median absolute deviation; where that is zero, the standard deviation. The predicted
+        The scale is the median absolute deviation, or the standard deviation if the former is zero. The predicted
         ``classes`` have the shape (n,). ``scores``, shape (n,), replace the novelty if ``name`` is another score.
         """
         location = for_scale.median(0).values
@@ -477,7 +477,7 @@ class TrainingInputs:
 
     @cached_property
     def scale(self) -> Reference:
-        """Reference to standardise with; its statistics are too small, as the Gaussians were fitted to these inputs."""
+        """Reference for standardising; its statistics are too small: the Gaussians were fitted to these inputs."""
         return Reference.of(self.values, self.values)
 
     @cached_property
@@ -496,7 +496,7 @@ class Known:
         gaussians: Gaussians of training inputs, if the calibration has them.
         score: The score that p-values compare; ``None`` for the novelty.
         training: Training inputs, if there is no calibration.
-        refusal: Why there are no p-values; without a reference and training inputs there is no novelty either.
+        refusal: Reason why there are no p-values; without a reference and training inputs there is also no novelty.
         names: Names of the attributes that give no warning.
         optimism: List with the warning for the first p-value against training inputs; all predictions share it.
         splits: Whether a calibration would standardise with a part of its inputs.

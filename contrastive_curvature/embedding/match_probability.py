@@ -30,10 +30,10 @@ class MatchProbability:
     Use it for single pairs ("do these two photographs show one person?"): :meth:`fit_pairs`, then :meth:`same`. The
     best hit of a search is not like a random pair; for search use :class:`.Retriever`.
 
-    A logistic regression (scikit-learn, features standardised) on the cosine and, unless switched off, the log of the
-    variance of the angle between the two, its product with the cosine, and the logs of both uncertainties. At fixed
-    uncertainties the probability never falls as the cosine grows. An uncertainty outside the range of the validation
-    data counts as the end of that range.
+    It is a logistic regression (scikit-learn, features standardised) on the cosine. With ``use_uncertainty``, it also
+    uses the log of the variance of the angle between the two, the product of this log and the cosine, and the logs of
+    both uncertainties. At fixed uncertainties the probability never falls as the cosine grows. An uncertainty outside
+    the range of the validation data counts as the end of that range.
 
     Fit it on data that the encoder was not trained on, with the same mixture as in later use: the same share of pairs
     of one class, and the same share of corrupted inputs.

@@ -161,7 +161,7 @@ def nearest_ratio(units: Tensor, centres: Tensor) -> Tensor:
     """Return the ratio (B,) of the distances of unit vectors (B, D) to the nearest and second of K >= 2 centres.
 
     The ratio is 0 at a centre and 1 between two. Source: Lowe (2004), "Distinctive image features from scale-invariant
-    keypoints", section 7.1: the ratio that tells right matches from wrong ones.
+    keypoints", section 7.1: the ratio that separates right matches from wrong ones.
     """
     cosine = units.detach() @ centres.T
     return _ratio(units, centres[cosine.topk(min(NEAREST, len(centres)), dim=1).indices])

@@ -226,7 +226,7 @@ def samples_of(options: CurvatureOptions, n: int = 0) -> int | None:
         return None
     if isinstance(options.negative_samples, int):
         return options.negative_samples
-    # Not for cross terms with negatives, which would need the inputs of the sample.
+    # Excludes cross terms with negatives, which would need the inputs of the sample.
     unasked = options.relation is None and (loss.pairs_by_class or not loss.coupled)
     return NEGATIVE_SAMPLES if unasked and n >= MANY_POINTS else None
 

@@ -49,7 +49,7 @@ def term_of(
 
 
 def check_mc_samples(number: object, coupled: bool, structure: type[Structure] | None) -> None:
-    """Refuse samples of blocks if there is no such estimate; ``structure`` is ``None`` if it is not known yet."""
+    """Refuse sampled blocks if there is no such estimate; ``structure`` is ``None`` if it is not known yet."""
     if number is None:
         return
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:

@@ -43,8 +43,8 @@ class Reader:
     """The batches of a loader in the form that a loss needs; they can be iterated several times.
 
     Args:
-        loader: Gives the same points in every pass. read: Function that converts a batch and moves it to the model's
-            device.
+        loader: Loader that gives the same points in every pass.
+        read: Function that converts a batch and moves it to the model's device.
         part: Index of the loader's part of the data.
     """
 
@@ -66,7 +66,7 @@ class Reader:
             batch = self._read(given)
             n = input_length(batch.x)
             if self._workers > 1:
-                # Of two views of an input, only the first.
+                # If an input has two views, only the first counts.
                 keys.update(once := _input_keys(batch.x)[: len(inputs) or n])
                 given_so_far += len(once)
             views, rest = divmod(n, max(1, len(inputs)))

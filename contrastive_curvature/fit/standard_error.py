@@ -26,8 +26,8 @@ def error_terms(
 ) -> dict[str, Tensor]:
     """Return the terms of a batch in the sums for :func:`relative_error`.
 
-    The terms are the sum and the difference of two diagonals of the curvature of some points: one for each half of the
-    sample.
+    For some points, the curvature diagonal is computed with each half of the sample; the terms are the sum and the
+    difference of these two diagonals.
     """
     if len(hessian.halves) < 2:
         return {}

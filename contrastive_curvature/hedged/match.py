@@ -28,7 +28,7 @@ def stratified_samples(
         generator: Random generator on the device of ``mean``; torch's default one if not given.
 
     Returns:
-        Shape (..., K, D), the K / C samples of one component after those of another.
+        Shape (..., K, D): the K / C samples of the first component, then those of the next, and so on.
 
     Source: "Hedged instance embedding", section 2.2. Its K = 8 is interpreted as samples per image, not per component.
     """

@@ -19,7 +19,7 @@ _FEWEST_POINTS = 100
 
 
 class DefaultPriorWarning(UserWarning):
-    """Prediction with a prior precision that was not chosen after the fit (1.0 suits no encoder) or the update."""
+    """Prediction whose prior precision was not chosen after ``fit`` (1.0 suits no encoder) or ``update``."""
 
 
 class LabelWarning(UserWarning):

@@ -1,10 +1,10 @@
 """``la.calibrate(loader)``: conformal p-values that say whether the encoder knows this kind of input.
 
-A conformal p-value (Vovk, Gammerman and Shafer, 2005) compares the statistic of an input with those of n known inputs:
-``(1 + #{known >= s}) / (n + 1)``. If the input and the n known inputs are exchangeable, the p-value is at most alpha
-with a probability of at most alpha. The statistic must therefore treat all these inputs alike. So its components are
-standardised with the location and scale of other inputs: the training data, or a part of the calibration data that is
-then excluded from the comparison.
+A conformal p-value (Vovk, Gammerman and Shafer, 2005) compares the statistic of an input with the statistics of n known
+inputs: ``(1 + #{known >= s}) / (n + 1)``. If the input and the n known inputs are exchangeable, the p-value is at most
+alpha with a probability of at most alpha. The statistic must therefore treat all these inputs alike. So the components
+of the statistic are standardised with the location and scale of other inputs: the training data, or a part of the
+calibration data that is then excluded from the comparison.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Snapshot(NamedTuple):
         parts: Known inputs, fingerprint of the encoder, and prior precision; while the snapshot holds these objects, no
             other object can have their ``id``.
         counted: Temperature, and version of the prior precision.
-        fingerprint: Numbers of temperature and prior precision, then those of the encoder: shape (9,), float64.
+        fingerprint: Numbers for temperature and prior precision, then for the encoder; shape (9,), float64.
         training: Sample of training inputs in this state, if one exists for the present weights of the encoder.
         known: Data about known inputs for predictions, without the features of the predictions.
     """

@@ -162,7 +162,7 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
         return Kernel
 
     def plain_options(self) -> dict[str, Any]:
-        """Return the options of the curvature and of the choice of points as strings and numbers."""
+        """Return the options of the curvature and of the sampled points as strings and numbers."""
         return {**super().plain_options(), "n_subset": self.n_subset, "seed": self.seed}
 
     def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool | None = None) -> None:
@@ -308,7 +308,7 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
         return torch.cat([self._times(some.double(), right) for _, some in self._jacobian_chunks(left)])
 
     def _kernels_of_points(self, points: Any, held: Any, diagonal: bool) -> tuple[Tensor, Tensor]:
-        """Return kernels of B points with themselves, (B, D) or (B, D, D), and with the held ones, (B, D, M, D)."""
+        """Return kernels of B points with themselves, (B, D) or (B, D, D), and with ``held`` points, (B, D, M, D)."""
         if self.on_last_layer:
             phi = points.double()
             size = phi.square().sum(1) + (self.model.last_layer.bias is not None)

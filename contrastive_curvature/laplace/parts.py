@@ -24,7 +24,7 @@ _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 
 def shared_inputs(exchange: ProcessGroup, inputs: list[Inputs], device: torch.device) -> list[Inputs]:
-    """Return the inputs of this process in a list, or those of the first process that has inputs."""
+    """Return the inputs of this process in a list; without any, the inputs of the first process that has some."""
     # Copied, because a view of a few rows would be sent with its whole batch.
     few = [_copied(move_inputs(x, torch.device("cpu"))) for x in inputs]
     every = [x for part in exchange.gather(few) for x in part]

@@ -588,7 +588,7 @@ class ContrastiveLaplace(ParametricLaplace):
             train_loader: Batches ``(x, labels)`` or mappings; iterated several times. A ``DataLoader`` that shuffles is
                 read in the order of its data set; any other loader must give the same order in every pass, or have an
                 attribute ``numbers`` with the index of every point.
-            override: ``False`` adds to an earlier fit, as a further data set: pairs between the two are not formed.
+            override: ``False`` adds this data set to an earlier fit; pairs between the two data sets are not formed.
             progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on. A fit that forms
                 very many pairs always says so before it starts.
 
@@ -624,7 +624,7 @@ class ContrastiveLaplace(ParametricLaplace):
     def _begin(
         self, loader: Iterable[Any], override: object, progress_bar: object, exchange: ProcessGroup | None = None
     ) -> None:
-        """Check the arguments of ``fit``, look at the first batch, and construct the backend."""
+        """Check the arguments of ``fit``, analyse the encoder with the first batch, and construct the backend."""
         # Check this first: in la.fit(x, labels), the labels would be taken for override.
         check_loader(loader, shares=exchange is not None)
         validate.flag("override", override)
@@ -745,7 +745,7 @@ class ContrastiveLaplace(ParametricLaplace):
         return [slice_inputs(view.first, slice(0, 8)) for view in views]
 
     def update(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
-        """Add further data to the posterior: ``fit(loader, override=False)``, without pairs of the two data sets.
+        """Add more data to the posterior: ``fit(loader, override=False)``, without pairs between the two data sets.
 
         Afterwards choose the prior precision and calibrate again, as after ``fit``: the calibration is dropped, and the
         first prediction warns if the prior precision has not been chosen again.

@@ -217,7 +217,7 @@ def check_prior(
         argument: Name of the argument.
         value: A number, or a tensor of at most one dimension.
         dtype: Dtype of the encoder; a number that underflows to zero in it is refused.
-        sizes: Allowed numbers of entries besides one; ``None`` if they are not known yet.
+        sizes: Allowed numbers of entries (one is always allowed); ``None`` if they are not known yet.
         positive: Whether zero and negative numbers are refused.
     """
     if not isinstance(value, Tensor):

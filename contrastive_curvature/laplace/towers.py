@@ -31,7 +31,7 @@ from contrastive_curvature.structures import STRUCTURES
 class TwoTowerLaplace:
     """Posteriors of two encoders into one space, built by ``laplace.Laplace(TwoTowers(...), "contrastive", ...)``.
 
-    The loss of a batch depends on the outputs of both towers. Its curvature in the parameters of both has a block for
+    The loss of a batch depends on the outputs of both towers. The curvature in the parameters of both has a block for
     each tower, and blocks between the two. :attr:`a` and :attr:`b` are ordinary posteriors, each from the exact block
     of its tower, in the chosen structure. The blocks between the towers, which couple the weights of both, are dropped:
     in the posterior the two towers are independent. :meth:`curvature_product` keeps these blocks. If both towers are
@@ -97,7 +97,7 @@ class TwoTowerLaplace:
         return sum(float(la.loss) for la in self._each())
 
     def fit(self, train_loader: Iterable[Any], progress_bar: bool | None = None) -> None:
-        """Fit both posteriors; the candidates of an anchor are those of its batch, as in training.
+        """Fit both posteriors; an anchor is compared with the candidates in its batch, as in training.
 
         Args:
             train_loader: Batches ``(a, b)`` where ``a[i]`` belongs to ``b[i]``, ``((a, b), labels)`` or
@@ -216,7 +216,7 @@ class TwoTowerLaplace:
         return {"cls_name": type(self).__name__, "shared": self.shared, "a": states[0], "b": states[-1]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, into an object constructed with the same options.
+        """Load a state of :meth:`state_dict` into an object constructed with the same options.
 
         Raises:
             InputError: An entry is malformed, or belongs to other towers or options. Both posteriors do not change.

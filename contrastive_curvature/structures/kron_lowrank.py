@@ -3,7 +3,7 @@
 In the eigenbasis ``u_j (x) q_k`` of the factors ``G`` and ``A = Q diag(l) Q^T + rho (I - Q Q^T)`` the precision has the
 eigenvalues ``g_j l_k + prior``, and ``g_j rho + prior`` on the whole orthogonal complement of the ``q_k``. No matrix
 (F, F) of the features is formed. ``Q`` and ``l`` are leading eigenvectors and eigenvalues of the mean ``phi phi^T`` of
-the features, ``rho`` is the mean of its other eigenvalues, as in probabilistic principal component analysis (Tipping
+the features, ``rho`` is the mean of the other eigenvalues, as in probabilistic principal component analysis (Tipping
 and Bishop, 1999). They come from a sketch of ``A`` (:mod:`contrastive_curvature.network.last_layer`).
 """
 

@@ -68,7 +68,7 @@ def bayesian_triplet_loss(
         moments: Moments of ``tau`` in the first part; ``None``: those of ``distribution``. With ``distribution="vmf"``,
             ``"gaussian"`` treats the embeddings as Gaussians around unit vectors, as the documents do.
         prior_variance: Variance of the Gaussian prior, > 0; ``None`` means 1. Refused with ``"vmf"``.
-        kl_weight: Weight of the divergences, >= 0. The default is that of the supplement's listing 1.
+        kl_weight: Weight of the divergences, >= 0. The default is from the supplement's listing 1.
         reduction: ``"mean"`` or ``"sum"`` over the triplets, or ``"none"``.
 
     Returns:

@@ -158,8 +158,8 @@ def el_nivmf_distance(
 ) -> Tensor:
     """Return ``-log`` of every proxy's mean likelihood over samples of every embedding, d_EL-nivMF.
 
-    The mean is an unbiased estimate of the integral of the product of both densities; its logarithm is biased by half
-    the relative variance. Gradients reach all four tensors, also through the samples (``rsample``).
+    The mean is an unbiased estimate of the integral over the product of both densities; the logarithm is biased by half
+    the relative variance of the mean. Gradients reach all four tensors, also through the samples (``rsample``).
 
     Args:
         mu: Directions of the embeddings, shape (B, D); normalised here.

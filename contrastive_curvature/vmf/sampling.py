@@ -169,9 +169,9 @@ class _FollowKappa(torch.autograd.Function):
 def rsample(mu: Tensor, kappa: Tensor, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
     """Draw directions from von Mises-Fisher distributions, with pathwise gradients.
 
-    The draws equal those of ``sample``. A sample turns with its mean direction by the smallest rotation, and its angle
-    follows kappa at a fixed value of the distribution function, so the gradient of a mean over samples is unbiased.
-    (Reparameterising the proposals of a rejection sampler is biased: their acceptance depends on kappa.)
+    The draws equal the draws of ``sample``. A sample turns with its mean direction by the smallest rotation, and its
+    angle follows kappa at a fixed value of the distribution function, so the gradient of a mean over samples is
+    unbiased. (Reparameterising the proposals of a rejection sampler is biased: their acceptance depends on kappa.)
 
     Args:
         mu: Mean directions, shape (..., D), D >= 2; normalised here, so none may be zero.

@@ -243,9 +243,9 @@ def fit() -> None:
 
     \b
     .npz           features (N, F) and labels (N,), with weight (D, F) and bias (D,) of the encoder's last layer
-    .npz           embeddings (N, D) and labels (N,), where nothing of the encoder is known (see below)
+    .npz           embeddings (N, D) and labels (N,), if the encoder is unknown (see below)
     .npz           inputs (N, ...) and labels (N,), with --encoder
-    feature folder what contrastive_curvature.features wrote, with --last-layer or --encoder
+    feature folder written by contrastive_curvature.features, with --last-layer or --encoder
     image folder   one folder of images for each class, with --encoder
     .csv, .jsonl   columns text and label, with --encoder
     -              the lines of a .jsonl from stdin
@@ -254,12 +254,12 @@ def fit() -> None:
     you can: the library was evaluated with features. Embeddings alone count as the features of a last layer that is the
     identity. This was not evaluated: compare it on your own data before you rely on it.
 
-    The losses infonce, supcon, siglip, multi-similarity and triplet compare an input with those of its batch, in a
+    The losses infonce, supcon, siglip, multi-similarity and triplet compare an input with the inputs of its batch, in a
     random order: give the --batch-size of the encoder's training. All others count all pairs of the data.
 
     With --held-out the folder is a retriever for the commands answer, add and evaluate: it answers a query with its
-    nearest point of the gallery, is unsure, or calls the query unknown, each at the rates that you choose. Its
-    posterior, for the command score, is the folder posterior inside it.
+    nearest point of the gallery, is unsure, or calls the query unknown, each at the rates that you choose. The folder
+    posterior inside the folder is the posterior for the command score.
 
     --encoder module:function runs your own code, and only that. Give it again to score and evaluate.
     """  # noqa: D301
@@ -278,9 +278,9 @@ def fit() -> None:
 def update() -> None:
     """Add the training data SOURCE to the posterior in FOLDER, choose its prior and calibrate it again, and save it.
 
-    The encoder stays as it is. Pairs of the earlier data with the new are not formed. A class has the name that it had
-    in the fit, or its number where the fit had numbers; other ones are new classes. Not for the structure lowrank.
-    What a SOURCE may be: contrastive-curvature fit --help.
+    The encoder stays as it is. Pairs of the earlier data with the new are not formed. Name a class as in the fit (or
+    give its number, if the fit had numbers); other names are new classes. Not for the structure lowrank. What a SOURCE
+    may be: contrastive-curvature fit --help.
     """
 
 
@@ -326,7 +326,7 @@ def calibrate() -> None:
     example="posterior new.npz --out scores.csv --alpha 0.05",
 )
 def score() -> None:
-    """Write what the posterior in FOLDER says of the inputs SOURCE.
+    """Write embeddings and scores of the inputs SOURCE under the posterior in FOLDER.
 
     \b
     id               name of the image in its folder, number of the row, or the identifiers that SOURCE has
@@ -355,7 +355,7 @@ def answer() -> None:
     confidence  probability that it is right
     p_value     share of the held-out queries that are at least as unlike the known inputs
 
-    The last line says what is promised. SOURCE needs no classes; what it may be: contrastive-curvature fit --help.
+    The last line states the promise. SOURCE needs no classes; what it may be: contrastive-curvature fit --help.
     """  # noqa: D301
 
 
@@ -363,7 +363,7 @@ def answer() -> None:
 def add() -> None:
     """Add SOURCE with its classes to the gallery of the retriever in FOLDER, and find its limits again.
 
-    The last line says what is promised, and names the classes without a promise: those without a held-out query.
+    The last line states the promise, and names the classes without one, which have no held-out query.
     """
 
 
@@ -397,7 +397,7 @@ def evaluate() -> None:
     metrics.json      every number, and why a number is missing
     novelty, sparsification, reliability, det    the plots, each as .png and .svg
 
-    Of a saved retriever, print how often it answers and errs on --test, without --out.
+    For a saved retriever, print how often it answers and errs on --test, without --out.
 
     Repeat -k and --alpha for several values. Without classes, unknown inputs or a calibration, the parts that need them
     say so, and the others are there. The page explains each number. What a SOURCE may be:
@@ -447,7 +447,7 @@ def features() -> None:
 
 @_command("files", _FOLDER, example="posterior --json")
 def info() -> None:
-    """Show what is in the saved posterior or retriever FOLDER, without loading its encoder.
+    """Show the content of the saved posterior or retriever FOLDER, without loading its encoder.
 
     Loss, structure, prior, calibration, dimensions, versions, and how score and evaluate make the encoder.
     """

@@ -80,7 +80,7 @@ class Console:
                 click.echo(f"warning: {text}", err=True)
 
     def result(self, values: Mapping[str, Any], *lines: str) -> None:
-        """Print what a command returned."""
+        """Print the result of a command."""
         on_stderr = values.get("file") == "-"  # the table has stdout for itself
         if self.as_json:
             click.echo(json.dumps({**values, "warnings": self.warnings}, allow_nan=False, default=str), err=on_stderr)

@@ -382,7 +382,7 @@ class Loader:
         seed: int | None = None,
     ) -> None:
         self.source, self.batch_size, self.labels, self.seed = source, batch_size, labels, seed
-        # The library reads this attribute, as of a DataLoader, to estimate the length of a fit.
+        # Named as in a DataLoader, because the library reads its length to estimate the time of a fit.
         self.dataset = np.arange(len(source)) if rows is None else rows
 
     def __len__(self) -> int:

@@ -35,7 +35,8 @@ class Retrieval:
     """Recall and mean average precision.
 
     Attributes:
-        recall: recall@k by k. mean_average_precision: mAP@k by k.
+        recall: recall@k by k.
+        mean_average_precision: mAP@k by k.
         n_queries: Number of test inputs with a point of their class to find; only these count.
         gallery_size: Number of points that each query is compared with.
         too_large: Values of k that are larger than the number of points.
@@ -76,7 +77,8 @@ class Bin:
     """Test inputs of similar confidence.
 
     Attributes:
-        low: Lower end of the confidences, not included. high: Upper end of the confidences, included.
+        low: Lower end of the confidences, not included.
+        high: Upper end of the confidences, included.
         count: Number of inputs.
         confidence: Mean confidence of the inputs.
         accuracy: Share of the inputs whose prediction is right.

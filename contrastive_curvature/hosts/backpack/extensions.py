@@ -61,7 +61,7 @@ class SignedExtension(SecondOrderBackpropExtension):
 
 
 class DiagCurvature(SignedExtension):
-    """Diagonal of the generalised Gauss-Newton ``J^T H J`` of any :class:`~contrastive_curvature.losses.PairLoss`.
+    """Diagonal of the generalised Gauss-Newton ``J^T H J`` for any :class:`~contrastive_curvature.losses.PairLoss`.
 
     Exact and unclamped for every ``distance`` and ``pd_fix``: an indefinite ``H`` keeps its signs, and a coupled ``H``
     is summed over the batch before it is squared. The result has the shape of the parameter.

@@ -1,8 +1,8 @@
 """Runs an encoder with BackPACK's extensions, and leaves no trace in the user's modules or in the process.
 
-BackPACK keeps results on parameters and inputs on modules, and its context tells the whole process which extensions to
-run. So each pass makes shallow copies of the layers, with their own parameter objects (the numbers are shared), and
-calls the extensions itself, in the order in which autograd reaches the layers' outputs.
+BackPACK stores results on parameters and inputs on modules, and its context sets the extensions for the whole process.
+So each pass makes shallow copies of the layers, with their own parameter objects (the numbers are shared), and calls
+the extensions itself, in the order in which autograd reaches the layers' outputs.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class CurvlinopsPullback(LayerwisePullback):
 
 
 def _layer_positions(encoder: Encoder, x: Inputs) -> dict[str, list[int]]:
-    """Return the number of positions of a point in each run of a linear or convolutional layer, by layer name."""
+    """Return a point's number of positions in each run of every linear or convolutional layer, by layer name."""
     named = {m: name for name, m in encoder.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
     positions: dict[str, list[int]] = {name: [] for name in named.values()}
 
