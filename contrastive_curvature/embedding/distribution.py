@@ -512,7 +512,8 @@ class EmbeddingDistribution:
 
         Raises:
             InputTypeError: The argument is not a sequence of distributions.
-            InputError: There are none; or kind, dimension, dtype, device, typical norm or class centres differ.
+            InputError: There are no distributions; or kind, dimension, dtype, device, typical norm or class centres
+                differ.
             UnsupportedError: The parts hold joint covariances; covariances between the parts are unknown.
         """
         parts = [] if isinstance(distributions, EmbeddingDistribution) else list(distributions)
@@ -605,7 +606,7 @@ class EmbeddingDistribution:
 
 
 def with_invalid_rows(good: EmbeddingDistribution, valid: Tensor) -> EmbeddingDistribution:
-    """Return B embeddings: the good ones where ``valid`` (B,) is true, rows of NaN elsewhere."""
+    """Return B embeddings: those of ``good`` where ``valid`` (B,) is true, rows of NaN elsewhere."""
     valid = valid.to(good.raw_mean.device)
     out = good._select(torch.where(valid, valid.cumsum(0) - 1, -1))
     out._has_invalid = not bool(valid.all())

@@ -129,8 +129,8 @@ class MatchProbability:
             state: The state of an object with the same options.
 
         Raises:
-            InputError: It is not such a state, is damaged, or was saved with other options. Then the object does not
-                change.
+            InputError: ``state`` is not such a state, is damaged, or was saved with other options. Then the object does
+                not change.
         """
         own = {"version": _VERSION, "use_uncertainty": self.use_uncertainty, "curve": self.curve}
         for name, value in own.items():
@@ -163,7 +163,7 @@ class MatchProbability:
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """One side of N pairs: unit vectors (N, D), and the embeddings where their uncertainties are used."""
+    """One side of N pairs: unit vectors (N, D), and the embeddings if their uncertainties are used."""
 
     name: str
     mu: Tensor

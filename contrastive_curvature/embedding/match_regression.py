@@ -57,7 +57,7 @@ class Regression:
             wanted = f"at least {_LEAST} pairs of one class and of two classes each"
             hint = "A probability cannot be fitted to one kind alone, nor to a few examples."
             raise InputError("same", wanted, f"{n_same} and {len(same) - n_same}", hint)
-        from sklearn.linear_model import LogisticRegression  # the import takes a second, so it waits for the first use
+        from sklearn.linear_model import LogisticRegression  # imported at first use, because it takes a second
 
         x, y = features.detach().cpu().double(), same.cpu().numpy()
         low = torch.where(x.isfinite(), x, torch.full_like(x, torch.inf)).amin(0)
@@ -101,7 +101,7 @@ class Regression:
         return slope.clamp(min=0) * x[:, 0] + x[:, 1:] @ weight[1:n_features] + self.bias.to(device)
 
     def __call__(self, features: Tensor, prevalence: float | None = None) -> Tensor:
-        """Return probabilities (N,), float64, of features (N, F), where positive outcomes have another prevalence."""
+        """Return probabilities (N,), float64, of features (N, F); ``prevalence`` replaces the prevalence of the fit."""
         if prevalence is None:
             return self._fitted(features)
         moved = torch.tensor(prevalence, dtype=torch.float64).logit() - self.prevalence.logit()

@@ -69,7 +69,7 @@ class CosineDistribution:
 
         Raises:
             InputTypeError: ``threshold`` is not a real number or tensor.
-            InputError: It is outside [-1, 1] or NaN, or does not broadcast to the shape of the mean.
+            InputError: ``threshold`` is outside [-1, 1] or NaN, or does not broadcast to the shape of the mean.
         """
         from scipy.special import betainc  # slow, so only a probability imports it
 
@@ -128,8 +128,8 @@ def similarity(
 
     Raises:
         InputTypeError: An argument has a wrong type, or both are tensors.
-        InputError: The dimensions, the devices or (without ``pairwise``) the numbers of embeddings differ; there are
-            none; an entry is not finite; or a row is zero.
+        InputError: The dimensions, the devices or (without ``pairwise``) the numbers of embeddings differ; there are no
+            embeddings; an entry is not finite; or a row is zero.
     """
     validate.flag("pairwise", pairwise)
     first, second = check_embeddings("a", a), check_embeddings("b", b)

@@ -126,7 +126,7 @@ class ClassCentres:
         return self._converted[key]
 
     def ratio(self, outputs: Tensor) -> Tensor:
-        """Return :func:`nearest_ratio` of outputs (B, D) of any norm but zero, shape (B,)."""
+        """Return :func:`nearest_ratio` for outputs (B, D) with non-zero norms, shape (B,)."""
         return self.ratio_of_units(normalize(outputs)[0])
 
     def ratio_of_units(self, units: Tensor) -> Tensor:
@@ -140,7 +140,7 @@ class ClassCentres:
         return torch.cat([nearest_ratio(block, centres) for block in units.split(rows)])
 
     def nearest(self, outputs: Tensor) -> Tensor:
-        """Return the index of the nearest centre of outputs (B, D) of any norm but zero, int64, shape (B,)."""
+        """Return the index of the nearest centre for outputs (B, D) with non-zero norms, int64, shape (B,)."""
         centres = self.centres_like(outputs)
         with torch.autocast(outputs.device.type, enabled=False):
             blocks = outputs.split(max(1, _ENTRIES // len(centres)))

@@ -49,7 +49,7 @@ class Largest:
     largest: tuple[tuple[float, Place], ...] = ()
 
     def merged(self, other: Largest) -> Largest:
-        """Return the result for the points of both."""
+        """Merge the results of two sets of points."""
         largest = sorted([*self.largest, *other.largest], reverse=True)[:STORED]
         return Largest(self.total + other.total, tuple(largest))
 
@@ -79,7 +79,7 @@ class Contributions:
     inputs: Mapping[str, Largest] = field(default_factory=dict)
 
     def merged(self, other: Contributions) -> Contributions:
-        """Return the result for the points of both."""
+        """Merge the results of two sets of points."""
         return Contributions(
             self.count + other.count,
             united(self.factors, other.factors, Largest.merged),

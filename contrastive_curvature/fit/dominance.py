@@ -43,7 +43,7 @@ class _Inputs(NamedTuple):
     places: Tensor
 
     def merged(self, other: _Inputs) -> _Inputs:
-        """Return the largest of the points of both."""
+        """Merge the largest sizes of two sets of points."""
         values, places = torch.cat([self.values, other.values]), torch.cat([self.places, other.places])
         values, order = values.topk(min(STORED, values.numel()))
         return _Inputs(self.total + other.total, values, places[order])

@@ -57,7 +57,7 @@ class Origin:
         """Return whether both certainly hold the same points; ``False`` if this is unknown."""
         if not self.extremes or len(self.extremes) != len(other.extremes) or not self.same(other):
             return False
-        # Numbers along the direction and norms alternate; the former vary by about their size.
+        # Numbers along the direction (even positions) alternate with norms; these numbers vary by about their own size.
         near = 2 * max(self.rounding, other.rounding) * max(abs(number) for number in self.extremes[::2])
         return all(abs(a - b) <= near for a, b in zip(self.extremes, other.extremes, strict=True))
 

@@ -77,7 +77,7 @@ class Total:
     curvature: Structure | None = None
 
     def __add__(self, other: Total) -> Total:
-        """Return the total of the points of both."""
+        """Return the total over the points of both totals."""
         return Total(
             self.n + other.n,
             united(self.terms, other.terms, lambda one, two: one + two.to(one.device)),

@@ -546,7 +546,7 @@ class ContrastiveLaplace(ParametricLaplace):
     def _prior_sizes(self, *, of_mean: bool = False) -> set[int] | None:
         """Return the allowed numbers of entries of the prior precision, or of the prior mean; ``None`` if unknown.
 
-        For a last layer they are unknown before the first batch.
+        For a last layer these numbers are unknown before the first batch.
         """
         if self.n_params is None or (self.on_last_layer and not isinstance(self.model, Encoder)):
             return None
@@ -1407,8 +1407,8 @@ class ContrastiveLaplace(ParametricLaplace):
     def save_pretrained(self, folder: Path | str, *, overwrite: bool = False, **options: Any) -> Path:
         """Write the posterior (or both of two towers) to a folder to keep or share: safetensors, JSON and a model card.
 
-        :func:`contrastive_curvature.load_pretrained` reads it back; the encoder is not in the folder, so pass it there.
-        The folder always holds a complete posterior, even if the process is killed.
+        :func:`contrastive_curvature.load_pretrained` reads it back; the encoder is not in the folder, so pass it to
+        that function. The folder always holds a complete posterior, even if the process is killed.
 
         Args:
             folder: The folder; missing parents are created.

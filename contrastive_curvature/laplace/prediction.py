@@ -1,4 +1,4 @@
-"""The Gaussian over raw outputs that a posterior over weights gives the linearised encoder.
+"""The Gaussian over raw outputs of the linearised encoder, for a posterior over weights.
 
 The linearised encoder has the covariance ``J_i Sigma J_i^T`` at input i, with the Jacobian ``J_i`` (D, P) of its raw
 outputs. All Jacobians of a batch may be far larger than the encoder, so only a chunk of them exists at a time; a

@@ -36,8 +36,8 @@ def _choose_backend(backend: str, double: bool) -> str:
 def squared_distances(queries: Tensor, gallery: Tensor, rows: Tensor) -> Tensor:
     """Return squared distances of queries (N, D) to rows (N, C) of a gallery (M, D), in the queries' dtype.
 
-    They are computed from differences. For unit vectors they are ``2 (1 - cosine)``; an inner product in float32 would
-    lose these digits for close points.
+    They are computed from differences. For unit vectors they are ``2 (1 - cosine)``; for close points, an inner product
+    in float32 would lose the digits of this difference.
     """
     step = max(1, _ENTRIES // (rows.shape[1] * gallery.shape[1]))
     blocks = zip(queries.split(step), rows.split(step), strict=True)

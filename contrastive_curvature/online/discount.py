@@ -22,8 +22,8 @@ class DiscountedCurvature(nn.Module):
     All sums are buffers, so that moving or saving a module that contains this one moves and saves the sums. ``points``
     is the discounted number ``w`` of points. ``remembered`` is the discounted number of steps, which grows towards
     ``1 / alpha``. ``value`` and ``cost`` are the discounted loss and non-negative loss. ``norms`` is the discounted sum
-    of the norms of the raw outputs, and ``normed`` its number of points. ``norms`` and ``normed`` forget at least 1 %
-    per step, because norms change during training.
+    of the norms of the raw outputs, and ``normed`` the number of points in this sum. ``norms`` and ``normed`` forget at
+    least 1 % per step, because norms change during training.
 
     Args:
         empty: The curvature of no pairs, which gives the structure and the shapes.

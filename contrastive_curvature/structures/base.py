@@ -122,7 +122,7 @@ class Structure(ABC):
         return self.map(lambda _: next(given))
 
     def __add__(self, other: Self) -> Self:
-        """Return the sum over the points of both."""
+        """Return the sum over the points of both structures."""
         return self.map(lambda one, two: one + two.to(one.device), other)
 
 

@@ -125,7 +125,7 @@ def tangential_variance(mean: Tensor, *, variance: Tensor | None = None, covaria
     Args:
         mean: Raw encoder outputs (not normalised), shape (..., D), D >= 2, none zero.
         variance: Diagonal of V, shape (..., D), >= 0, in squared units of ``mean``.
-        covariance: V, shape (..., D, D), positive semidefinite. Give exactly one of the two.
+        covariance: V, shape (..., D, D), positive semidefinite. Give exactly one of ``variance`` and ``covariance``.
 
     Returns:
         Tangential variances (...) >= 0, in squared radians to first order.
@@ -165,7 +165,7 @@ def concentration_from_gaussian(
     Args:
         mean: Raw encoder outputs, shape (..., D), D >= 2, none zero.
         variance: Diagonal of V, shape (..., D), >= 0, in squared units of ``mean``.
-        covariance: V, shape (..., D, D), positive semidefinite. Give exactly one of the two.
+        covariance: V, shape (..., D, D), positive semidefinite. Give exactly one of ``variance`` and ``covariance``.
 
     Returns:
         Concentrations (...), finite: at most ``(D - 1) / eps^2`` of the dtype, reached for tv = 0, where the gradient

@@ -258,8 +258,8 @@ def fit() -> None:
     random order: give the --batch-size of the encoder's training. All others count all pairs of the data.
 
     With --held-out the folder is a retriever for the commands answer, add and evaluate: it answers a query with its
-    nearest point of the gallery, is unsure, or calls the query unknown, each at the rates that you choose. The folder
-    posterior inside the folder is the posterior for the command score.
+    nearest point of the gallery, is unsure, or calls the query unknown, each at the rates that you choose. Its
+    subfolder named posterior works with the command score.
 
     --encoder module:function runs your own code, and only that. Give it again to score and evaluate.
     """  # noqa: D301
@@ -308,7 +308,7 @@ def calibrate() -> None:
 
     Afterwards at most a share alpha of inputs like those of SOURCE has a p-value of at most alpha. SOURCE needs no
     classes; it has inputs that the encoder was not trained on, 1 / alpha of them or more for the smallest alpha that
-    you will use. With --by-class, that many of each predicted class.
+    you will use. With --by-class, SOURCE needs that many inputs of each predicted class.
     """
 
 
@@ -399,8 +399,8 @@ def evaluate() -> None:
 
     For a saved retriever, print how often it answers and errs on --test, without --out.
 
-    Repeat -k and --alpha for several values. Without classes, unknown inputs or a calibration, the parts that need them
-    say so, and the others are there. The page explains each number. What a SOURCE may be:
+    Repeat -k and --alpha for several values. Without classes, unknown inputs or a calibration, the parts that need
+    these say so, and the other parts are complete. The page explains each number. What a SOURCE may be:
     contrastive-curvature fit --help.
     """  # noqa: D301
 

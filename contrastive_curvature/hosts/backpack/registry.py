@@ -88,8 +88,8 @@ class _HBPLoss(HBPLoss):
     """KFAC and KFLR need a square root; KFRA sums the blocks, so its factors may be indefinite."""
 
     def backpropagate(self, ext: Any, module: Any, g_inp: Any, g_out: Any, backproped: Any) -> Tensor:
-        # The host expects one answer for a class of losses whether it is convex. Ours depends on the options; the
-        # square roots refuse by themselves, and KFRA needs no root.
+        # The host asks each class of losses once whether it is convex. Ours depends on the options; the square roots
+        # refuse by themselves, and KFRA needs no root.
         return self.make_loss_hessian_func(ext)(module, g_inp, g_out)
 
 
