@@ -1,7 +1,7 @@
-"""Files that this library writes and reads back: written whole or not at all, with one kind of header.
+"""Files that this library writes and reads: written completely or not at all, with one kind of header.
 
-A header is a pydantic model in JSON, with the name of its format, a version, and a checksum. It is the one small file
-of an :class:`ArtifactFolder`, or stands in the metadata of a safetensors file. Nothing that is read is executed.
+A header is a pydantic model in JSON, with the name of its format, a version, and a checksum. It is one small file of an
+:class:`ArtifactFolder`, or part of the metadata of a safetensors file. Reading a file never executes code.
 """
 
 from __future__ import annotations
@@ -47,11 +47,12 @@ def final_target(path: Path | str) -> Path:
 
 
 def write_whole(path: Path | str, write: Callable[[BinaryIO], object], *, follow: bool = True) -> None:
-    """Write a file such that at every moment its name refers to the complete old content or to the complete new one.
+    """Write a file so that its name always refers to the complete old content or to the complete new content.
 
-    If the path is a symbolic link, the link stays and its target is replaced; without ``follow``, for names in a folder
-    that somebody else may have made, the link itself is replaced. An existing file keeps its mode; a new file gets the
-    mode of the user's umask. What killed writers left of the same file an hour ago is removed.
+    If the path is a symbolic link, the link stays and its target is replaced. Without ``follow`` the link itself is
+    replaced; use this for names in a folder that somebody else may have created. An existing file keeps its mode; a new
+    file gets the mode of the user's umask. Unfinished copies of the same file that killed writers left more than an
+    hour ago are removed.
     """
     target = final_target(path) if follow else Path(path)
     for old in target.parent.glob(f".{target.name}.*.tmp"):
@@ -70,7 +71,7 @@ def write_whole(path: Path | str, write: Callable[[BinaryIO], object], *, follow
         unfinished.replace(target)
     except BaseException as error:
         unfinished.unlink(missing_ok=True)
-        # torch's writer replaces the OSError by a RuntimeError that does not give the reason.
+        # torch's writer replaces the OSError by a RuntimeError without the reason.
         if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -93,14 +94,14 @@ def sha256_of(path: Path) -> str:
 
 
 class Header(BaseModel):
-    """What a file or a folder holds, as a subclass lists it in its fields.
+    """Header of a file or a folder; a subclass lists the content in its fields.
 
     Class attributes:
         kind: Name of the format.
-        file_name: Of the header in a folder.
-        described: What such a file or folder is called in error messages.
-        made_by: How a user gets one, a sentence.
-        repaired_by: What to do about a damaged one, a sentence.
+        file_name: Name of the header file in a folder.
+        described: Description of such a file or folder in error messages.
+        made_by: Sentence that says how a user creates one.
+        repaired_by: Sentence that says what to do if it is damaged.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -113,7 +114,7 @@ class Header(BaseModel):
 
     @classmethod
     def format_name(cls) -> str:
-        """Return the name of the format as it stands in files."""
+        """Return the name of the format in files."""
         return f"contrastive_curvature.{cls.kind}"
 
     def dumps(self) -> str:
@@ -126,7 +127,7 @@ class Header(BaseModel):
 
     @classmethod
     def loads(cls, text: str | bytes, name: str) -> Self:
-        """Return the header that :meth:`dumps` wrote; ``name`` stands for the file in error messages."""
+        """Read a header of :meth:`dumps`; ``name`` is the name of the file in error messages."""
         try:
             whole = json.loads(text)
         except (ValueError, RecursionError):
@@ -147,7 +148,7 @@ class Header(BaseModel):
 
     @classmethod
     def refuse(cls, name: str, received: str, hint: str = "", more: str = "") -> NoReturn:
-        """Raise the error for a file or folder that is none of this kind."""
+        """Raise the error for a file or folder that is not of this kind."""
         raise InputError(name, cls.described + more, received, hint)
 
 
@@ -155,16 +156,15 @@ H = TypeVar("H", bound=Header)
 
 
 class ArtifactFolder(Generic[H]):
-    """A folder whose header says what its other files hold.
+    """A folder whose header describes its other files.
 
-    Writers put the other files first and the header last, so that a folder without a header is not there, and one with
-    a header is complete.
+    The header is written last, so a folder with a header is complete, and a folder without a header is ignored.
 
     Args:
         path: The folder; it need not exist.
         header: The class of its header.
         argument: Name of the path for error messages.
-        own: Names of further files that a killed writer may leave.
+        own: Pattern for names of other files that a killed writer may leave.
     """
 
     def __init__(
@@ -175,11 +175,11 @@ class ArtifactFolder(Generic[H]):
 
     @property
     def exists(self) -> bool:
-        """Whether there is a header, of this or of another kind."""
+        """Return whether there is a header, of this or of another kind."""
         return self.header_path.is_file()
 
     def make(self, *, parents: bool = False) -> None:
-        """Make the folder if need be; refuse one with other content, see :meth:`check`."""
+        """Create the folder if needed; refuse a folder with other content, see :meth:`check`."""
         try:
             self.path.mkdir(parents=parents, exist_ok=True)
         except FileNotFoundError:
@@ -188,7 +188,7 @@ class ArtifactFolder(Generic[H]):
         self.check()
 
     def check(self) -> None:
-        """Refuse a folder with other content; one that does not exist is fine."""
+        """Refuse a folder with other content; a missing folder is accepted."""
         if not self.path.exists():
             return
         # Unfinished files and the lock have names that begin with a dot.
@@ -204,7 +204,7 @@ class ArtifactFolder(Generic[H]):
 
     @contextlib.contextmanager
     def locked(self, *, wait: bool = True) -> Iterator[None]:
-        """Keep other writers away; the system releases the lock when the process ends."""
+        """Lock the folder against other writers; the system releases the lock when the process ends."""
         lock = self.path / ".lock"
         if lock.is_symlink():
             received = f"{lock}, a symbolic link, which would be written through"
@@ -233,7 +233,7 @@ class ArtifactFolder(Generic[H]):
 def write_tensors(path: Path | str, header: Header, tensors: Mapping[str, Tensor], *, follow: bool = True) -> None:
     """Write a safetensors file with a header and a checksum, without a copy of the tensors in memory.
 
-    ``follow`` is that of :func:`write_whole`.
+    For ``follow`` see :func:`write_whole`.
     """
     from safetensors.torch import save_file
 
@@ -243,7 +243,7 @@ def write_tensors(path: Path | str, header: Header, tensors: Mapping[str, Tensor
 
 
 def read_tensors(path: Path | str, kind: type[H]) -> tuple[H, dict[str, Tensor]]:
-    """Return what :func:`write_tensors` was given."""
+    """Read the header and the tensors of a file of :func:`write_tensors`."""
     from safetensors import safe_open
 
     if not Path(path).is_file():
@@ -258,7 +258,7 @@ def read_tensors(path: Path | str, kind: type[H]) -> tuple[H, dict[str, Tensor]]
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors on the CPU that share no memory, as safetensors wants them."""
+    """Return tensors on the CPU that share no memory, which safetensors requires."""
     plain: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -272,7 +272,7 @@ def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _metadata(header: Header, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    # One entry: safetensors writes several in any order, and equal content shall be equal files.
+    # Only one entry, because safetensors writes several in any order, but equal content should give equal files.
     return {_METADATA: json.dumps({"header": header.dumps(), "tensors": _tensors_checksum(tensors)})}
 
 

@@ -1,4 +1,4 @@
-"""A posterior whose data come in parts: checks, and the inputs that the state of a part carries."""
+"""Fits from parts of the data: checks, and the inputs that the state of a part carries."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 
 def shared_inputs(exchange: ProcessGroup, inputs: list[Inputs], device: torch.device) -> list[Inputs]:
-    """Return the inputs of this process, in a list, or of the first one that has any."""
-    # Copied, or a few rows would go with their whole batch.
+    """Return the inputs of this process in a list; without any, the inputs of the first process that has some."""
+    # Copied, because a view of a few rows would be sent with its whole batch.
     few = [_copied(move_inputs(x, torch.device("cpu"))) for x in inputs]
     every = [x for part in exchange.gather(few) for x in part]
     return inputs or [move_inputs(x, device) for x in every[:1]]
@@ -50,7 +50,7 @@ def check_unwrapped(model: nn.Module) -> None:
 
 
 def check_kind(argument: str, state: object, kind: str) -> None:
-    """Refuse what is no merged state of a kind, of all parts."""
+    """Refuse any object but a merged state of this kind over all parts."""
     if not isinstance(state, State):
         hint = "State.load(path) reads a file, State.merged(states) merges several."
         raise InputTypeError(argument, "a merged State", f"a {type(state).__name__}", hint)
@@ -60,7 +60,7 @@ def check_kind(argument: str, state: object, kind: str) -> None:
 
 
 def check_part(part: Any, statistics: State | None) -> None:
-    """Refuse what is no index of a part and number of all parts, or not those of the statistics."""
+    """Refuse ``part`` if it is not (index, number of parts), or disagrees with the statistics."""
     whole = isinstance(part, (tuple, list)) and len(part) == 2 and all(type(k) is int for k in part)
     if not whole or not 0 <= part[0] < part[1]:
         raise InputError("part", "an index from 0 and the number of all parts, as (0, 8)", part)
@@ -70,7 +70,7 @@ def check_part(part: Any, statistics: State | None) -> None:
 
 
 def check_sampler(loader: Any, part: tuple[int, int]) -> None:
-    """Refuse a sampler that gives another part of the data than this one is called."""
+    """Refuse a sampler that reads another part of the data than ``part``."""
     for sampler in loader_parts(loader):
         if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != part:
             came = f"rank {sampler.rank} of {sampler.num_replicas} in its DistributedSampler"
@@ -78,7 +78,7 @@ def check_sampler(loader: Any, part: tuple[int, int]) -> None:
 
 
 def kept_probe(x: Inputs, index: int) -> Rows:
-    """Return inputs as rows of the state of a part; what belongs to all points together is in each of them."""
+    """Return inputs as rows for the state of a part; a tensor that all points share is repeated in each row."""
     columns = {"": x} if isinstance(x, Tensor) else {k: v for k, v in x.items() if isinstance(v, Tensor)}
     kept, count = {}, input_length(x)
     for name, part in columns.items():
@@ -90,7 +90,7 @@ def kept_probe(x: Inputs, index: int) -> Rows:
 
 
 def probe_of(state: State) -> Inputs | None:
-    """Return the inputs that a state carries; ``None`` where no part has a point."""
+    """Return the inputs that a state carries; ``None`` if no part has a point."""
     if state.probe is None:
         return None
     inputs = {

@@ -1,4 +1,4 @@
-"""``evaluate``, ``export``, ``features`` and ``info``: what a posterior is worth, holds, and is for other tools."""
+"""``evaluate``, ``export``, ``features`` and ``info``: commands that measure, export and describe a posterior."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from contrastive_curvature.retriever.saved import ARRAYS, POSTERIOR, RetrieverHe
 
 
 def evaluate(job: Job) -> Result:
-    """Measure a posterior, and write the report; of a retriever, print the rates."""
+    """Measure a posterior and write the report; for a retriever, print the rates."""
     o, sources = job.options, job.sources
     if holds_retriever(o.folder):
         return _rates(job)
@@ -69,7 +69,7 @@ def evaluate(job: Job) -> Result:
 
 
 def _rates(job: Job) -> Result:
-    """Compare the rates of a retriever that were asked for with those of test queries."""
+    """Compare the rates that a retriever promises with the rates of test queries."""
     o, test, unknown = job.options, job.sources["test"], job.sources.get("unknown")
     if o.out is not None or "gallery" in job.sources:
         hint = "Its rates are printed, of the gallery that it holds."
@@ -130,7 +130,7 @@ def features(job: Job) -> Result:
 
 
 def info(job: Job) -> Result:
-    """Return what is in a saved posterior."""
+    """Return the content of a saved posterior."""
     folder, lines = job.options.folder, [str(job.options.folder)]
     retriever = None
     if holds_retriever(folder):
