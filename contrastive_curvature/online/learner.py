@@ -51,7 +51,8 @@ class OnlineLaplace(nn.Module):
 
     Each call samples weights from the present posterior and returns the mean loss of the sampled networks (Eq. 79). It
     also adds their mean clamped curvature to a discounted sum (Eq. 80), ``R_{t+1} = (1 - alpha) R_t + H_t``, which
-    :meth:`laplace` rescales to the size of the data set (``docs/recipes/training.md``). The first step is deterministic.
+    :meth:`laplace` rescales to the size of the data set (``docs/recipes/training.md``). The first step is
+    deterministic.
 
     The object is a ``torch.nn.Module`` that contains the encoder as ``encoder`` and the posterior as buffers, so
     optimisers, Lightning and Accelerate treat it as any model. If ``torch.distributed`` runs, the curvatures of all
