@@ -26,7 +26,7 @@ from contrastive_curvature.artifact import folder_path, write_whole
 from contrastive_curvature.errors import InputError, InputTypeError, ProcessError
 from contrastive_curvature.fit.state import CURVATURE, STATISTICS, State
 from contrastive_curvature.io.feature_folder import FeatureFolder
-from contrastive_curvature.io.feature_folder.header import HEADER
+from contrastive_curvature.io.feature_folder.folder import FeatureHeader
 from contrastive_curvature.io.states import load_state, save_state
 from contrastive_curvature.laplace.calibration import present_calibration
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
@@ -236,7 +236,7 @@ class _FolderParts:
     def __init__(self, folder: FeatureFolder, parts: int | None) -> None:
         self._folder = folder
         self._count = _number_of_parts(parts, len(folder.dataset), len(folder.dataset))
-        rows, header = folder.dataset, (folder.path / HEADER).read_bytes()
+        rows, header = folder.dataset, (folder.path / FeatureHeader.file_name).read_bytes()
         # The header has a checksum of every part of the folder.
         self.fingerprint = f"{hashlib.sha256(header).hexdigest()[:32]} {rows.start}:{rows.stop}"
 
@@ -645,7 +645,7 @@ def _parts_of(source: Source | Parts, parts: int | None = None) -> Parts:
         if parts is not None:
             raise InputError("parts", f"None with a {type(source).__name__}, which has its own", parts)
         return source
-    if isinstance(source, (str, os.PathLike)) and (Path(source) / HEADER).is_file():
+    if isinstance(source, (str, os.PathLike)) and (Path(source) / FeatureHeader.file_name).is_file():
         source = FeatureFolder(source)
     return _FolderParts(source, parts) if isinstance(source, FeatureFolder) else ParquetParts(source, parts)
 

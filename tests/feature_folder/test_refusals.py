@@ -7,14 +7,13 @@ from typing import Any
 import pytest
 import torch
 from feature_networks import POINTS, data, encoder, loader
+from headers import reseal
 from tables import each
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import contrastive_curvature as cc
-from contrastive_curvature.artifact import VERSION
-from contrastive_curvature.artifact import _checksum as checksum
-from contrastive_curvature.io.feature_folder.header import HEADER, FeatureHeader
+from contrastive_curvature.io.feature_folder.folder import FeatureHeader
 
 
 def scaled(device: str) -> nn.Sequential:
@@ -84,38 +83,24 @@ def test_loaders(batches: Any, kind: type[Exception], message: str, device: str,
             cc.FeatureFolder(tmp_path / "f")
 
 
-def resealed(path: Path, **changes: Any) -> None:
-    """A header with other fields and the checksum of these, as somebody else may have written it."""
-    content = {**json.loads(path.read_bytes())["content"], **changes}
-    about = {"format": FeatureHeader.format_name(), "version": VERSION, "sha256": checksum(content)}
-    path.write_text(json.dumps({**about, "content": content}))
+MALFORMED: dict[str, list[Any]] = {
+    "dtype": ["", "text", "O", "int64"],
+    "target_type": ["", "object", "int64\n"],
+    "target_shape": [[0], [-1]],
+    "identifiers": ["text", "O", "S0", "U8"],
+    "rows_per_part": [0, -1],
+    "points": [0],
+}
 
 
-MALFORMED: list[tuple[str, list[Any]]] = [
-    ("format", ["", "npz", "../memmap"]),
-    ("dtype", ["", "text", "O", "int64"]),
-    ("target_type", ["", "object", "int64\n"]),
-    ("target_shape", [[0], [-1], [10**30]]),
-    ("identifiers", ["text", "O", "S0", "U8"]),
-    ("rows_per_part", [0, -1]),
-]
-
-
-@each("fmt", ["memmap", "parquet"])
-def test_a_malformed_header_is_refused_by_name(fmt: str, device: str, tmp_path: Path) -> None:
-    if fmt == "parquet":
-        pytest.importorskip("pyarrow")
-    cc.features(encoder(device), loader(*data(device)), tmp_path / fmt, format=fmt)
-    path = tmp_path / fmt / HEADER
-    source = json.loads(path.read_bytes())["content"]["source"]
-    for name, values in [*MALFORMED, ("source", [{**source, "width": width} for width in (-1, 10**30)])]:
-        before = path.read_text()
+def test_a_malformed_header_is_refused_by_name(device: str, tmp_path: Path) -> None:
+    path = cc.features(encoder(device), loader(*data(device)), tmp_path / "f").path / "header.json"
+    content = json.loads(path.read_bytes())["content"]
+    for name, values in MALFORMED.items():
         for value in values:
-            resealed(path, **{name: value})
+            reseal(path, FeatureHeader, {**content, name: value})
             with pytest.raises(cc.InputError, match=rf"header\.json: expected a feature folder, got one with.*{name}"):
-                cc.FeatureFolder(tmp_path / fmt)
-            path.write_text(before)
-    assert len(cc.FeatureFolder(tmp_path / fmt).targets) == POINTS
+                cc.FeatureFolder(path.parent)
 
 
 def test_nothing_is_written_through_a_link(device: str, tmp_path: Path) -> None:
@@ -124,9 +109,10 @@ def test_nothing_is_written_through_a_link(device: str, tmp_path: Path) -> None:
     mine, link = tmp_path / "mine", tmp_path / "f" / "features.bin"
     link.rename(mine)
     link.symlink_to(mine)
-    content = mine.read_bytes()
-    for changes in ({"parts": [None]}, {"points": None}):
-        resealed(tmp_path / "f" / HEADER, **changes)
+    content, path = mine.read_bytes(), tmp_path / "f" / "header.json"
+    header = json.loads(path.read_bytes())["content"]
+    for changes in ({"parts": ["0"]}, {"points": None}):
+        reseal(path, FeatureHeader, {**header, **changes})
         with pytest.raises(cc.InputError, match=r"features\.bin: expected a file of this folder, got a symbolic link"):
             cc.features(encoder(device), loader(*data(device)), tmp_path / "f")
         assert mine.read_bytes() == content
@@ -136,7 +122,6 @@ def test_nothing_is_written_through_a_link(device: str, tmp_path: Path) -> None:
     "options, message",
     [
         ({"dtype": "int8"}, "dtype: expected one of 'float16', 'bfloat16', 'float32', 'float64', got int8"),
-        ({"format": "npz"}, "format: expected one of 'memmap', 'parquet'"),
         ({"rows_per_part": 0}, "rows_per_part: expected a positive whole number"),
         ({"last_layer_name": "0"}, "last_layer_name: expected the layer that computes the raw outputs"),
         ({"identifiers": range(POINTS - 1)}, "identifiers: expected one for each point.*49 identifiers, and 50 points"),

@@ -149,10 +149,9 @@ class FeatureFolderSource(Source):
 
     def __init__(self, path: Path) -> None:
         from contrastive_curvature.io.feature_folder import FeatureFolder
-        from contrastive_curvature.io.feature_folder.header import read_header
 
         folder = FeatureFolder(path)
-        self.encoder_of = read_header(path).source
+        self.encoder_of = folder.source
         targets = folder.targets.numpy()
         classes = targets if targets.ndim == 1 and targets.dtype.kind in "iu" else None
         if folder.class_names is not None:
