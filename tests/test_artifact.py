@@ -16,7 +16,14 @@ from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature import artifact
-from contrastive_curvature.artifact import ArtifactFolder, Header, read_tensors, write_tensors
+from contrastive_curvature.artifact import (
+    ArtifactFolder,
+    Header,
+    read_header,
+    read_tensors,
+    target_folder,
+    write_tensors,
+)
 
 
 class Box(Header):
@@ -44,7 +51,7 @@ def tensors() -> dict[str, Tensor]:
 def test_tensors_come_back_bit_for_bit(tmp_path: Path) -> None:
     write_tensors(tmp_path / "f", BOX, tensors())
     header, found = read_tensors(tmp_path / "f", Box)
-    assert header == BOX
+    assert header == read_header(tmp_path / "f", Box) == BOX
     assert {name: (part.dtype, part.tolist()) for name, part in found.items()} == {
         name: (part.dtype, part.tolist()) for name, part in tensors().items()
     }
@@ -61,7 +68,7 @@ REFUSED = [
     (BOX.dumps()[:-9], "no whole JSON"),
     ('{"format": "other"}', "something else. Make one"),
     (Crate(sizes=[]).dumps(), "something else. Make one"),
-    (changed(BOX.dumps(), version=9, written_by="7.1"), "a box of version 3, got version 9. contrastive_curvature 7.1"),
+    (changed(BOX.dumps(), version=9, written_by="7.1"), "a box of version 4, got version 9. contrastive_curvature 7.1"),
     (changed(BOX.dumps(), content={"sizes": [2, 4]}), "its checksum is another. Make it again"),
 ]
 
@@ -100,16 +107,23 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(cc.InputError, match=r"a box, got no header\.json there. Make one"):
         ArtifactFolder(tmp_path, Box).read()
     assert os.listdir(tmp_path) == ["thesis.tex"]
+    with pytest.raises(cc.InputError, match=r"^out: expected .*, which holds a box\. Give --overwrite to replace it"):
+        target_folder("out", tmp_path, "thesis.tex", "a box", overwrite=False, how="Give --overwrite")
+    assert target_folder("out", tmp_path, "thesis.tex", "a box", overwrite=True) == tmp_path
 
 
 def test_one_writer_at_a_time(tmp_path: Path) -> None:
     folder, other = ArtifactFolder(tmp_path, Box), ArtifactFolder(tmp_path, Box)
     with folder.locked():
-        with pytest.raises(cc.InputError, match="nobody else is writing"), other.locked(wait=False):
+        with pytest.raises(cc.InputError, match="nobody else is writing"), other.locked():
             pass
         folder.write(BOX)
-    with other.locked(wait=False):
+    with other.locked():
         assert other.read() == BOX
+    (tmp_path / ".lock").unlink(missing_ok=True)
+    (tmp_path / ".lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(cc.InputError, match="a lock of its own"), other.locked():
+        pass
 
 
 def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:

@@ -1,9 +1,12 @@
 """The one codec: what comes back is what went in, and nothing else than known classes is made."""
 
 import io
+import json
+import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -43,6 +46,19 @@ def test_dataclasses_come_back_from_torch_and_from_json() -> None:
         assert (found.number, found.sample, found.inner.names) == (2.0, None, {3: ("a", 1.0)})
         for one, other in zip(found.inner.sums[0], value().inner.sums[0], strict=True):  # type: ignore[union-attr]
             assert torch.equal(one, other)
+
+
+class Row(NamedTuple):
+    at: np.ndarray
+    limit: float
+
+
+def test_named_tuples_arrays_and_infinite_numbers_come_back() -> None:
+    table = TensorTable()
+    plain = packed(to_tree({"rows": [Row(np.arange(3), -math.inf)], "more": 2.5}), table, "x")
+    tree = from_tree("x", unpacked(json.loads(json.dumps(plain, allow_nan=False)), table.tensors), (Row,))
+    (row,) = tree["rows"]
+    assert (row.at.tolist(), row.at.dtype, row.limit, tree["more"]) == ([0, 1, 2], np.int64, -math.inf, 2.5)
 
 
 def test_other_classes_and_fields_are_refused() -> None:

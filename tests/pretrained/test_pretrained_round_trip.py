@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.codec import TensorTable, packed, unpacked
-from contrastive_curvature.io.pretrained.posterior import KNOWN_LOSSES, _loss_config
+from contrastive_curvature.io.pretrained.folder import KNOWN_LOSSES
+from contrastive_curvature.io.pretrained.save import _loss_config
 
 PROXIES = torch.arange(1.0, 10.0, dtype=torch.float64).view(3, 3).sin()
 
@@ -153,8 +154,8 @@ def test_another_encoder_is_refused_and_the_message_says_what_differs(device: st
         "one number": (nudged, "other numbers in 1 of 9 parameters and buffers: 0.weight. Load the encoder's weights"),
         "a buffer": (buffer, "other numbers in 1 of 9 parameters and buffers: 1.running_mean"),
         "another width": (encoder(device, width=6), "another shape of 0.weight, 0.bias, 1.weight and 4 more"),
-        "another depth": (deeper, "4.weight, 4.bias are new"),
-        "no bias": (no_bias, "3.bias is missing"),
+        "another depth": (deeper, "one with 4.weight, 4.bias too"),
+        "no bias": (no_bias, "one without 3.bias"),
         "single precision": (encoder(device).float(), "torch.float32 instead of torch.float64 in 0.weight"),
         "no weights": (encoder(device).to("meta"), "an encoder with its weights, got one on the device meta"),
         "another activation": (encoder(device, activation=nn.ReLU), "outputs for the example inputs"),

@@ -116,7 +116,7 @@ def features(
         "rows_per_part": rows_per_part,
         "class_names": None if class_names is None else tuple(class_names),
     }
-    with folder.locked(wait=False), evaluation_mode(encoder), torch.no_grad():
+    with folder.locked(), evaluation_mode(encoder), torch.no_grad():
         header = folder.read() if folder.exists else None
         if header is not None:
             _check_same(folder, header, encoder, {**options, "last_layer_name": last_layer_name})
