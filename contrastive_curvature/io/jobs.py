@@ -96,7 +96,8 @@ class ParquetParts:
         self.read, self.columns = read, columns
         self.features, self.target, self.identifier = features, target, identifier
         files = _files(path)
-        self.rows, self.schema, groups = 0, None, list[_Group]()
+        self.schema: Any = None
+        self.rows, groups = 0, list[_Group]()
         digest = hashlib.sha256(repr(None if read else (features, target)).encode())
         parquet = _pyarrow("parquet")
         for file in files:

@@ -110,7 +110,7 @@ def features(
         _check_number(numbers, n)
     folder = ArtifactFolder(path, FeatureHeader)
     folder.make()
-    options = {
+    options: dict[str, Any] = {
         "dtype": dtype,
         "identifiers": f"S{numbers.itemsize}" if numbers is not None and numbers.dtype.kind == "S" else "int64",
         "rows_per_part": rows_per_part,
@@ -128,8 +128,8 @@ def features(
         if header is None:
             source = FeatureSource.of(encoder, str(analysed.last_layer_name))
             rows = max(1, _PART_BYTES // (source.width * getattr(torch, dtype).itemsize))
-            options |= {"rows_per_part": rows_per_part or rows, "source": source}
-            header = FeatureHeader(target_type=_target_type(y), target_shape=tuple(y.shape[1:]), **options)
+            options |= {"rows_per_part": rows_per_part or rows, "source": source, "target_type": _target_type(y)}
+            header = FeatureHeader(target_shape=tuple(y.shape[1:]), **options)
         writer = _Writer(folder, header, analysed, numbers)
         for x, y in itertools.chain([first], batches):
             writer.add(x, y)
@@ -289,7 +289,7 @@ def _numbers_classes(y: Tensor, count: int) -> bool:
 
 def _stored_identifiers(value: Sequence[int] | Sequence[str] | NDArray[Any] | Tensor) -> NDArray[Any]:
     """Return the identifiers that a user gave as they are stored: int64, or texts in UTF-8."""
-    plain = value.tolist() if isinstance(value, (Tensor, np.ndarray)) else list(value)
+    plain: list[Any] = value.tolist() if isinstance(value, (Tensor, np.ndarray)) else list(value)
     stored = np.asarray(plain)
     if stored.ndim == 1 and stored.dtype.kind in "iu" and np.can_cast(stored.dtype, np.int64):
         stored = stored.astype(np.int64)

@@ -73,7 +73,7 @@ def local_folder(
 
     silence = None if local_files_only else _silence(source, revision, token)
     try:
-        folder = huggingface_hub.snapshot_download(
+        snapshot = huggingface_hub.snapshot_download(
             source,
             revision=revision,
             token=token,
@@ -86,7 +86,7 @@ def local_folder(
         where = "no answer from the hub" if silence else "not on the hub"
         received = f"{source!r}: no folder of that name here, and {where} ({_reason(silence or error)})"
         raise InputError("source", "a folder, or a repository that you may read", received, _HINT) from error
-    return Path(folder)
+    return Path(snapshot)
 
 
 def push_to_hub(la: Any, repo_id: str, **options: Any) -> str:

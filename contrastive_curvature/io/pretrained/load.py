@@ -94,7 +94,7 @@ def load_pretrained(
         for info, tree in zip(contents.posteriors, saved.trees, strict=True)
     ]
     kind, arguments = plans[0]
-    if contents.towers:
+    if isinstance(encoder, TwoTowers):
         if "last_layer_name" in arguments:
             arguments["last_layer_name"] = [plans[k][1]["last_layer_name"] for k in (0, -1)]
         la: Any = TwoTowerLaplace(encoder, **arguments)
@@ -168,7 +168,7 @@ def _constructor(
     # A contrastive loss may have been given by its options alone, as margin=0.5.
     as_object = "loss" in tree["state"]["contrastive"]
     if as_object or loss is not None:
-        same = _loss(info, *tree["loss"], loss)
+        same = _loss(info, tree["loss"], loss)
         if as_object:
             # The class refuses an encoder without parameters.
             device = next((p.device for p in encoder.parameters()), "cpu")
@@ -196,8 +196,9 @@ def _fill(la: Any, info: PosteriorInfo, tree: Mapping[str, Any], argument: str) 
         _check_outputs(la, moved_inputs(la.model, tree["state"]["data"], la._device), tree["outputs"], argument)
 
 
-def _loss(info: PosteriorInfo, name: str, options: Any, loss: object) -> CosineLoss:
+def _loss(info: PosteriorInfo, saved: tuple[str, Any], loss: object) -> CosineLoss:
     """Return the loss of a saved posterior: the one that the user passed, if it is the same, or the rebuilt one."""
+    name, options = saved
     if isinstance(loss, CosineLoss) and (type(loss).__qualname__, loss.description) == (name, info.loss):
         return loss
     if loss is None and not info.needs_loss:
