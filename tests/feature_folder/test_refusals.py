@@ -16,40 +16,29 @@ import contrastive_curvature as cc
 from contrastive_curvature.io.feature_folder.folder import FeatureHeader
 
 
-def scaled(device: str) -> nn.Sequential:
-    """Features of any size."""
+@each(
+    "dtype, size, message, wider",
+    [
+        ("float16", 1e5, "dtype='float16': expected features of at most .* in row 30 .*Use dtype=", "bfloat16"),
+        ("float32", 1e39, "dtype='float32': expected features of at most .* in row 30 .*Use dtype=", "float64"),
+        ("float16", 1e-7, r"less than a hundredth of the largest.* in row 30 .*bfloat16", "bfloat16"),
+        ("float64", torch.nan, "finite features, got NaN or infinity in row 30", None),
+    ],
+)
+def test_features_that_the_precision_cannot_hold(
+    dtype: str, size: float, message: str, wider: str | None, device: str, tmp_path: Path
+) -> None:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 7), nn.Identity(), nn.Linear(7, 4)).double().to(device)
-
-
-@each("dtype, size, wider", [("float16", 1e5, "bfloat16"), ("float32", 1e39, "float64")])
-def test_overflow_names_the_row(dtype: str, size: float, wider: str, device: str, tmp_path: Path) -> None:
-    model, (x, y) = scaled(device), data(device)
+    layers = [nn.Linear(5, 7, bias=False), nn.Identity(), nn.Linear(7, 4)]
+    model, (x, y) = nn.Sequential(*layers).double().to(device), data(device)
     x[30] *= size
-    with pytest.raises(
-        cc.InputError, match=rf"dtype='{dtype}': expected features of at most .* in row 30 .*Use dtype="
-    ):
-        cc.features(model, loader(x, y), tmp_path / f"{dtype}-narrow", dtype=dtype)
-    assert len(cc.features(model, loader(x, y), tmp_path / dtype, dtype=wider).targets) == POINTS
-
-
-def test_underflow_names_the_row(device: str, tmp_path: Path) -> None:
-    model, (x, y) = scaled(device), data(device)
-    with torch.no_grad():
-        model[0].bias.zero_()
-    x[30] *= 1e-7
-    with pytest.raises(cc.InputError, match=r"less than a hundredth of the largest.* in row 30 .*bfloat16"):
-        cc.features(model, loader(x, y), tmp_path / "f", dtype="float16")
+    with pytest.raises(cc.InputError, match=message):
+        cc.features(model, loader(x, y), tmp_path / f"{dtype}-{size}", dtype=dtype)
+    if wider is not None:
+        assert len(cc.features(model, loader(x, y), tmp_path / f"{dtype}-{size}-wider", dtype=wider).targets) == POINTS
     # Zero features lose nothing.
     x[30] = 0
-    assert not cc.features(model, loader(x, y), tmp_path / "g", dtype="float16").numpy(30, 31).any()
-
-
-def test_features_that_are_not_finite(device: str, tmp_path: Path) -> None:
-    x, y = data(device)
-    x[30, 2] = torch.nan
-    with pytest.raises(cc.InputError, match="finite features, got NaN or infinity in row 30"):
-        cc.features(encoder(device), loader(x, y), tmp_path / "f")
+    assert not cc.features(model, loader(x, y), tmp_path / f"{dtype}-{size}-zero", dtype=dtype).numpy(30, 31).any()
 
 
 @each(
@@ -83,24 +72,16 @@ def test_loaders(batches: Any, kind: type[Exception], message: str, device: str,
             cc.FeatureFolder(tmp_path / "f")
 
 
-MALFORMED: dict[str, list[Any]] = {
-    "dtype": ["", "text", "O", "int64"],
-    "target_type": ["", "object", "int64\n"],
-    "target_shape": [[0], [-1]],
-    "identifiers": ["text", "O", "S0", "U8"],
-    "rows_per_part": [0, -1],
-    "points": [0],
-}
-
-
 def test_a_malformed_header_is_refused_by_name(device: str, tmp_path: Path) -> None:
     path = cc.features(encoder(device), loader(*data(device)), tmp_path / "f").path / "header.json"
     content = json.loads(path.read_bytes())["content"]
-    for name, values in MALFORMED.items():
-        for value in values:
-            reseal(path, FeatureHeader, {**content, name: value})
-            with pytest.raises(cc.InputError, match=rf"header\.json: expected a feature folder, got one with.*{name}"):
-                cc.FeatureFolder(path.parent)
+    for name, value in (
+        *(("dtype", "O"), ("target_type", "object"), ("identifiers", "O"), ("identifiers", "S0")),
+        *(("target_shape", [-1]), ("rows_per_part", 0), ("points", 0)),
+    ):
+        reseal(path, FeatureHeader, {**content, name: value})
+        with pytest.raises(cc.InputError, match=rf"header\.json: expected a feature folder, got one with.*{name}"):
+            cc.FeatureFolder(path.parent)
 
 
 def test_nothing_is_written_through_a_link(device: str, tmp_path: Path) -> None:

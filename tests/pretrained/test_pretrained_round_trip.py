@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from laplace import Laplace
 from laplace_combinations import for_every_combination
 from saved_cases import batches, encoder, fitted, inputs, predicts_the_same, reloaded
@@ -265,23 +263,6 @@ def test_the_information_is_that_of_the_posterior(device: str, tmp_path: Path) -
     assert info.metrics == {"auroc": 0.75, "recall": 1.0}
     assert info.about == {"license": "mit", "fitted_on": "digits", "tags": ["a"]}
     assert json.loads(json.dumps(info.to_plain(), allow_nan=False)) == info.to_plain()
-
-
-FINITE = st.floats(allow_nan=False, allow_infinity=False)
-
-
-@given(
-    st.recursive(
-        st.none() | st.booleans() | st.integers() | FINITE | st.text() | st.just(torch.tensor([[1.0, -0.0]])),
-        lambda part: st.lists(part) | st.tuples(part, part) | st.dictionaries(st.from_regex("[a-z_]+"), part),
-        max_leaves=12,
-    )
-)
-def test_any_state_comes_back(device: str, value: Any) -> None:
-    table = TensorTable()
-    plain = json.loads(json.dumps(packed(value, table, "state"), allow_nan=False))
-    # repr tells types and signed zeros apart.
-    assert repr(unpacked(plain, table.tensors)) == repr(value)
 
 
 def test_every_exported_loss_is_known(device: str) -> None:

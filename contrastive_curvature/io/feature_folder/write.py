@@ -202,13 +202,18 @@ class _Writer:
         if (_target_type(y), tuple(y.shape[1:])) != (header.target_type, header.target_shape):
             known = f"targets of {header.target_type} and shape (B, {', '.join(map(str, header.target_shape))})"
             raise InputError("loader", f"{known}, as before", f"{y.dtype} and shape {tuple(y.shape)}")
-        if header.class_names is not None and not _numbers_classes(y, len(header.class_names)):
-            wanted = f"targets that are whole numbers from 0 to {len(header.class_names) - 1}, one a point"
-            raise InputError("loader", f"{wanted}, as class_names has", f"{y.dtype}, up to {y.max()}")
-        if self.identifiers is not None and start + n > len(self.identifiers):
-            _check_number(self.identifiers, start + n)
-        numbers = self.identifiers if self.identifiers is not None else np.arange(start + n, dtype=np.int64)
-        rows = {"targets": y.detach().cpu().numpy(), "identifiers": numbers[start : start + n]}
+        if header.class_names is not None:
+            last = len(header.class_names) - 1
+            if y.ndim != 1 or y.is_floating_point() or int(y.min()) < 0 or int(y.max()) > last:
+                wanted = f"targets that are whole numbers from 0 to {last}, one a point, as class_names has"
+                raise InputError("loader", wanted, f"{y.dtype}, shape {tuple(y.shape)}, up to {y.max()}")
+        if self.identifiers is None:
+            identifiers = np.arange(start, start + n, dtype=np.int64)
+        else:
+            identifiers = self.identifiers[start : start + n]
+            if len(identifiers) < n:
+                _check_number(self.identifiers, start + n)
+        rows = {"targets": y.detach().cpu().numpy(), "identifiers": identifiers}
         kept = min(n, max(0, self.kept - start))
         if kept:
             self._compare(x, {name: values[:kept] for name, values in rows.items()})
@@ -280,11 +285,6 @@ def _target_type(targets: Tensor) -> str:
         wanted = f"targets of one of the types {', '.join(get_args(TargetType))}"
         raise InputTypeError("loader", wanted, str(targets.dtype))
     return name
-
-
-def _numbers_classes(y: Tensor, count: int) -> bool:
-    whole = y.ndim == 1 and not y.is_floating_point()
-    return whole and int(y.min()) >= 0 and int(y.max()) < count
 
 
 def _stored_identifiers(value: Sequence[int] | Sequence[str] | NDArray[Any] | Tensor) -> NDArray[Any]:
