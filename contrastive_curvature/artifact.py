@@ -1,7 +1,7 @@
 """Files that this library writes and reads back: written whole or not at all, with one kind of header.
 
-A header is a pydantic model in JSON, with the name of its format, a version, and a checksum. It is the one small file
-of an :class:`ArtifactFolder`, or stands in the metadata of a safetensors file. Nothing that is read is executed.
+A header is a pydantic model in JSON, with the name of its format, a version, and a checksum. It stands in the metadata
+of a safetensors file, with or without tensors. Nothing that is read is executed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Generic, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NoReturn, Self, TypeVar
 
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -90,7 +90,6 @@ class Header(BaseModel):
 
     Class attributes:
         kind: Name of the format.
-        file_name: Of the header in a folder.
         described: What such a file or folder is called in error messages.
         made_by: How a user gets one, a sentence.
         repaired_by: What to do about a damaged one, a sentence.
@@ -99,7 +98,6 @@ class Header(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: ClassVar[str]
-    file_name: ClassVar[str] = "header.json"
     described: ClassVar[str]
     made_by: ClassVar[str] = ""
     repaired_by: ClassVar[str] = ""
@@ -175,60 +173,19 @@ def target_folder(
     return folder
 
 
-class ArtifactFolder(Generic[H]):
-    """A folder whose header says what its other files hold.
-
-    Writers put the other files first and the header last, so that a folder without a header is not there, and one with
-    a header is complete.
-
-    Args:
-        path: The folder; it need not exist.
-        header: The class of its header.
-    """
-
-    def __init__(self, path: object, header: type[H]) -> None:
-        self.path, self._header = folder_path("path", path), header
-        self.header_path = self.path / header.file_name
-
-    @property
-    def exists(self) -> bool:
-        """Whether there is a header, of this or of another kind."""
-        return self.header_path.is_file()
-
-    def make(self) -> None:
-        """Make the folder if need be; refuse one with other content."""
-        try:
-            self.path.mkdir(exist_ok=True)
-        except FileNotFoundError:
-            received = f"no folder {self.path.parent}"
-            raise InputError("path", "a folder in one that exists", received) from None
-        target_folder("path", self.path, self._header.file_name, self._header.described, overwrite=True)
-
-    @contextlib.contextmanager
-    def locked(self) -> Iterator[None]:
-        """Refuse a folder that another process writes; the system releases the lock when the process ends."""
-        lock = self.path / ".lock"
-        if lock.is_symlink():
-            received = f"{lock}, a symbolic link, which would be written through"
-            raise InputError("path", "a folder with a lock of its own", received, "Remove the link.")
-        try:
-            with FileLock(lock, timeout=0):
-                yield
-        except Timeout:
-            hint = "Wait for it, or name another folder."
-            raise InputError("path", "a folder that nobody else is writing", str(self.path), hint) from None
-
-    def read(self) -> H:
-        """Return the header."""
-        try:
-            text = self.header_path.read_bytes()
-        except (FileNotFoundError, IsADirectoryError):
-            self._header.refuse(str(self.path), f"no {self._header.file_name} there", self._header.made_by)
-        return self._header.loads(text, str(self.header_path))
-
-    def write(self, header: H) -> None:
-        """Replace the header in one step."""
-        write_whole(self.header_path, lambda file: file.write(header.dumps().encode()), follow=False)
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Refuse a folder that another process writes; the system releases the lock when the process ends."""
+    lock = folder / ".lock"
+    if lock.is_symlink():
+        received = f"{lock}, a symbolic link, which would be written through"
+        raise InputError("path", "a folder with a lock of its own", received, "Remove the link.")
+    try:
+        with FileLock(lock, timeout=0):
+            yield
+    except Timeout:
+        hint = "Wait for it, or name another folder."
+        raise InputError("path", "a folder that nobody else is writing", str(folder), hint) from None
 
 
 def write_tensors(path: Path | str, header: Header, tensors: Mapping[str, Tensor], *, follow: bool = True) -> None:

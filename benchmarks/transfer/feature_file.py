@@ -269,7 +269,7 @@ def load_features(path: Path) -> FeatureFile:
 
 def files_of(path: Path) -> list[Path]:
     """The files that tell features apart: the feature file itself, or headers, which have checksums of the others."""
-    return [*sorted(path.glob("*/header.json")), path / _LAST_LAYER] if path.is_dir() else [path]
+    return [*sorted(path.glob("*/header.safetensors")), path / _LAST_LAYER] if path.is_dir() else [path]
 
 
 def _read(path: Path) -> dict[str, NDArray[Any]]:
@@ -290,7 +290,7 @@ def _read_folders(path: Path) -> dict[str, NDArray[Any]]:
     """The arrays of feature folders by the names that they have in an archive."""
     arrays = _read(path / _LAST_LAYER)
     source = None
-    for header in sorted(path.glob("*/header.json")):
+    for header in sorted(path.glob("*/header.safetensors")):
         folder, name = FeatureFolder(header.parent), header.parent.name
         about = folder.source
         source = source or about

@@ -120,7 +120,7 @@ def test_options_of_the_folder(device: str, tmp_path: Path) -> None:
     for options in ({"batch_size": 0}, {"batch_size": 2.5}, {"seed": "a"}):
         with pytest.raises(cc.InputError, match=next(iter(options))):
             cc.FeatureFolder(folder.path, **options)
-    with pytest.raises(cc.InputError, match=r"a feature folder, got no header\.json"):
+    with pytest.raises(cc.InputError, match=r"a feature folder, got no such file"):
         cc.FeatureFolder(tmp_path)
     with pytest.raises(cc.InputError, match="index"):
         folder.shard(2, 2)

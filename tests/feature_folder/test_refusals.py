@@ -1,6 +1,5 @@
 """What cannot be written is refused by name, and leaves no complete folder behind."""
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,8 @@ from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import contrastive_curvature as cc
-from contrastive_curvature.io.feature_folder.folder import FeatureHeader
+from contrastive_curvature.artifact import read_header
+from contrastive_curvature.io.feature_folder.folder import HEADER, FeatureHeader
 
 
 @each(
@@ -73,14 +73,14 @@ def test_loaders(batches: Any, kind: type[Exception], message: str, device: str,
 
 
 def test_a_malformed_header_is_refused_by_name(device: str, tmp_path: Path) -> None:
-    path = cc.features(encoder(device), loader(*data(device)), tmp_path / "f").path / "header.json"
-    content = json.loads(path.read_bytes())["content"]
+    path = cc.features(encoder(device), loader(*data(device)), tmp_path / "f").path / HEADER
+    content = read_header(path, FeatureHeader).model_dump(mode="json")
     for name, value in (
         *(("dtype", "O"), ("target_type", "object"), ("identifiers", "O"), ("identifiers", "S0")),
         *(("target_shape", [-1]), ("rows_per_part", 0), ("points", 0)),
     ):
         reseal(path, FeatureHeader, {**content, name: value})
-        with pytest.raises(cc.InputError, match=rf"header\.json: expected a feature folder, got one with.*{name}"):
+        with pytest.raises(cc.InputError, match=rf"{HEADER}: expected a feature folder, got one with.*{name}"):
             cc.FeatureFolder(path.parent)
 
 
@@ -90,8 +90,8 @@ def test_nothing_is_written_through_a_link(device: str, tmp_path: Path) -> None:
     mine, link = tmp_path / "mine", tmp_path / "f" / "features.bin"
     link.rename(mine)
     link.symlink_to(mine)
-    content, path = mine.read_bytes(), tmp_path / "f" / "header.json"
-    header = json.loads(path.read_bytes())["content"]
+    content, path = mine.read_bytes(), tmp_path / "f" / HEADER
+    header = read_header(path, FeatureHeader).model_dump(mode="json")
     for changes in ({"parts": ["0"]}, {"points": None}):
         reseal(path, FeatureHeader, {**header, **changes})
         with pytest.raises(cc.InputError, match=r"features\.bin: expected a file of this folder, got a symbolic link"):

@@ -31,7 +31,7 @@ STDIN = Path("-")
 
 _AXES = {"features": 2, "embeddings": 2, "inputs": None, "weight": 2, "bias": 1, "labels": 1, "ids": 1}
 _IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-_HEADER = "header.json"
+_HEADER = "header.safetensors"
 """The file that tells a feature folder from a folder of images."""
 
 _NAMED = 10
@@ -324,7 +324,7 @@ def find_images(folder: Path) -> list[Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         files += [Path(place, name) for name in names if name.lower().endswith(_IMAGES) and not name.startswith(".")]
     if not files:
-        hint = "A feature folder has a header.json."
+        hint = "A feature folder has a header.safetensors."
         raise InputError(f"{folder}", f"images ({', '.join(_IMAGES)}) or saved features", "none", hint)
     return sorted(files)
 

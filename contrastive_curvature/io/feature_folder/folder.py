@@ -16,9 +16,12 @@ from pydantic import Field, PositiveInt
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.artifact import ArtifactFolder, Header
+from contrastive_curvature.artifact import Header, folder_path, read_header
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.network.given_features import FeatureSource, feature_inputs
+
+HEADER = "header.safetensors"
+"""The file that says what the others hold. It is written after them, so a folder whose header is complete is, too."""
 
 Precision = Literal["float16", "bfloat16", "float32", "float64"]
 """torch's names of the types that features can be saved in."""
@@ -158,8 +161,8 @@ class FeatureFolder:
     """
 
     def __init__(self, path: str | PathLike[str], batch_size: int = 4096, *, seed: int | None = None) -> None:
-        folder = ArtifactFolder(path, FeatureHeader)
-        self.path, self._header = folder.path, folder.read()
+        self.path = folder_path("path", path)
+        self._header = read_header(self.path / HEADER, FeatureHeader)
         self.batch_size = validate.count("batch_size", batch_size)
         if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int)):
             raise InputTypeError("seed", "a whole number or None", f"a {type(seed).__name__}")

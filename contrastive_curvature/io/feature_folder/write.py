@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
+from pathlib import Path
 from typing import Any, NoReturn, get_args
 
 import numpy as np
@@ -13,9 +14,10 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from contrastive_curvature import validate
-from contrastive_curvature.artifact import ArtifactFolder
+from contrastive_curvature.artifact import locked, read_header, target_folder, write_tensors
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.io.feature_folder.folder import (
+    HEADER,
     Arrays,
     FeatureFolder,
     FeatureHeader,
@@ -108,16 +110,19 @@ def features(
         n = None
     if n is not None:
         _check_number(numbers, n)
-    folder = ArtifactFolder(path, FeatureHeader)
-    folder.make()
+    folder = target_folder("path", path, HEADER, FeatureHeader.described, overwrite=True)
+    try:
+        folder.mkdir(exist_ok=True)
+    except FileNotFoundError:
+        raise InputError("path", "a folder in one that exists", f"no folder {folder.parent}") from None
     options: dict[str, Any] = {
         "dtype": dtype,
         "identifiers": f"S{numbers.itemsize}" if numbers is not None and numbers.dtype.kind == "S" else "int64",
         "rows_per_part": rows_per_part,
         "class_names": None if class_names is None else tuple(class_names),
     }
-    with folder.locked(), evaluation_mode(encoder), torch.no_grad():
-        header = folder.read() if folder.exists else None
+    with locked(folder), evaluation_mode(encoder), torch.no_grad():
+        header = read_header(folder / HEADER, FeatureHeader) if (folder / HEADER).is_file() else None
         if header is not None:
             _check_same(folder, header, encoder, {**options, "last_layer_name": last_layer_name})
             last_layer_name = header.source.last_layer
@@ -138,20 +143,18 @@ def features(
                 break
         else:
             writer.finish()
-    return FeatureFolder(folder.path)
+    return FeatureFolder(folder)
 
 
-def _check_same(
-    folder: ArtifactFolder[FeatureHeader], header: FeatureHeader, encoder: nn.Module, options: dict[str, Any]
-) -> None:
+def _check_same(folder: Path, header: FeatureHeader, encoder: nn.Module, options: dict[str, Any]) -> None:
     """Refuse to go on with a folder of another encoder or other options."""
     there = {**header.model_dump(), "last_layer_name": header.source.last_layer}
     for name, value in options.items():
         if value not in (None, there[name]):
-            wanted = f"{there[name]!r}, that of the folder {folder.path}"
+            wanted = f"{there[name]!r}, that of the folder {folder}"
             raise InputError(name, wanted, repr(value), _OTHER)
     if (reason := difference(encoder, header.source)) is not None:
-        raise InputError("path", f"features of this encoder in {folder.path}", reason, _OTHER)
+        raise InputError("path", f"features of this encoder in {folder}", reason, _OTHER)
 
 
 def _batches(encoder: nn.Module, loader: Iterable[Any], label_key: str) -> Iterator[tuple[Inputs, Tensor]]:
@@ -180,15 +183,9 @@ class _Writer:
         identifiers: Of all points; ``None`` for their numbers.
     """
 
-    def __init__(
-        self,
-        folder: ArtifactFolder[FeatureHeader],
-        header: FeatureHeader,
-        encoder: Encoder,
-        identifiers: NDArray[Any] | None,
-    ) -> None:
+    def __init__(self, folder: Path, header: FeatureHeader, encoder: Encoder, identifiers: NDArray[Any] | None) -> None:
         self.folder, self.header, self.encoder, self.identifiers = folder, header, encoder, identifiers
-        self.arrays = Arrays(folder.path, header)
+        self.arrays = Arrays(folder, header)
         whole = self.arrays.whole(header)
         if header.points is None or whole != header.parts:
             self._update(parts=whole, points=None)
@@ -271,10 +268,10 @@ class _Writer:
 
     def _update(self, **changes: Any) -> None:
         self.header = self.header.model_copy(update=changes)
-        self.folder.write(self.header)
+        write_tensors(self.folder / HEADER, self.header, {}, follow=False)
 
     def _refuse(self, received: str, hint: str = "") -> NoReturn:
-        wanted = f"the data of the folder {self.folder.path}, in the same order"
+        wanted = f"the data of the folder {self.folder}, in the same order"
         raise InputError("loader", wanted, received, _OTHER + hint)
 
 
