@@ -17,12 +17,6 @@ from torch import Tensor
 import contrastive_curvature as cc
 from contrastive_curvature import artifact
 from contrastive_curvature.artifact import Header, locked, read_header, read_tensors, target_folder, write_tensors
-    Header,
-    read_header,
-    read_tensors,
-    target_folder,
-    write_tensors,
-)
 
 
 class Box(Header):
