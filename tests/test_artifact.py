@@ -130,7 +130,7 @@ def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:
 
 KILLED = """
 import os, signal, sys
-from contrastive_curvature.artifact import Header, locked, read_header, read_tensors, target_folder, write_tensors
+from contrastive_curvature.artifact import write_whole
 def write(file):
     file.write(b"half")
     file.flush()
