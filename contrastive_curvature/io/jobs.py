@@ -75,8 +75,8 @@ class ParquetParts:
             the least and the largest value of every column and row group. It does not see a change between these.
 
     Raises:
-        InputError: No such file or column, other columns in another file, no row, or more parts than row groups.
-        InputTypeError: A column has another type.
+        InputError: No such file, other columns in another file, no row, or more parts than row groups; when it is read,
+            no such column, or one that does not hold numbers.
         UnsupportedError: pyarrow is not installed.
     """
 
