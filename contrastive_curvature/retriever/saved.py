@@ -35,6 +35,7 @@ class RetrieverHeader(Header):
         rates: What is asked for.
         labels: Of the classes 0, 1 and so on.
         answered: Share of the held-out queries that are answered.
+        reasons: See :class:`.Rule`.
         tree: All else, as :func:`.packed` gives it.
     """
 
@@ -47,6 +48,7 @@ class RetrieverHeader(Header):
     rates: Rates
     labels: list[bool | int | float | str | None]
     answered: float
+    reasons: dict[str, str]
     tree: Any
 
 
@@ -108,6 +110,7 @@ def save(retriever: Retriever, folder: Path | str, *, overwrite: bool, **options
         rates=retriever.rates,
         labels=labels,
         answered=retriever.answered,
+        reasons=retriever.reasons,
         tree=packed(to_tree(tree), table, "retriever"),
     )
     write_tensors(place / ARRAYS, header, table.tensors)

@@ -89,22 +89,26 @@ def load_pretrained(
     if isinstance(encoder, TwoTowers) and encoder.shared is not contents.shared:
         kinds = ("two modules", "one module for both towers")
         raise InputError("encoder", kinds[contents.shared], kinds[encoder.shared])
-    plans = [
+    constructors = [
         _constructor(info, unpacked(tree, tensors), encoder, loss, relation, backend)
         for info, tree in zip(contents.posteriors, saved.trees, strict=True)
     ]
-    kind, arguments = plans[0]
+    kind, arguments = constructors[0]
     if isinstance(encoder, TwoTowers):
         if "last_layer_name" in arguments:
-            arguments["last_layer_name"] = [plans[k][1]["last_layer_name"] for k in (0, -1)]
+            arguments["last_layer_name"] = [constructors[k][1]["last_layer_name"] for k in (0, -1)]
         la: Any = TwoTowerLaplace(encoder, **arguments)
         each = {f"encoder_{info.name}": getattr(la, info.name) for info in contents.posteriors}
     else:
         la = kind(encoder, **arguments)
         each = {"encoder": la}
-    for (argument, one), info, tree in zip(each.items(), contents.posteriors, saved.trees, strict=True):
+    for (argument, one), info, plain in zip(each.items(), contents.posteriors, saved.trees, strict=True):
         device = next(one.model.parameters()).device
-        _fill(one, info, unpacked(tree, {name: tensor.to(device) for name, tensor in tensors.items()}), argument)
+        tree = unpacked(plain, {name: tensor.to(device) for name, tensor in tensors.items()})
+        _check_encoder(encoder_of(one), info.encoder, tree["encoder"], argument)
+        one.load_state_dict(tree["state"])
+        if tree["outputs"] is not None:
+            _check_outputs(one, moved_inputs(one.model, tree["state"]["data"], device), tree["outputs"], argument)
     return la
 
 
@@ -161,7 +165,13 @@ def _constructor(
     Raises:
         InputError: Something that has to be given is missing or another one.
     """
-    _check_relation(info.relation, relation)
+    received = None if relation is None else name_of(relation)
+    if received != info.relation:
+        wanted, hint = "None", "The posterior was fitted with class labels; leave it out."
+        if info.relation is not None:
+            wanted = f"the function {info.relation} that the posterior was fitted with"
+            hint = "Its code is not in the folder. Pass relation=... as in backend_kwargs of the fit, under that name."
+        raise InputError("relation", wanted, received, hint)
     arguments, options = dict(tree["arguments"]), dict(tree["options"])
     if relation is not None:
         options["relation"] = relation
@@ -178,24 +188,6 @@ def _constructor(
     return CLASSES[info.kind], {**arguments, "backend_kwargs": options}
 
 
-def _fill(la: Any, info: PosteriorInfo, tree: Mapping[str, Any], argument: str) -> None:
-    """Load the numbers of a saved posterior into one that was constructed anew.
-
-    Args:
-        la: The posterior.
-        info: What is said of the saved one.
-        tree: What it is made from, with tensors on the device of the encoder.
-        argument: Name of the encoder in messages.
-
-    Raises:
-        InputError: The encoder is another one.
-    """
-    _check_encoder(encoder_of(la), info.encoder, tree["encoder"], argument)
-    la.load_state_dict(tree["state"])
-    if tree["outputs"] is not None:
-        _check_outputs(la, moved_inputs(la.model, tree["state"]["data"], la._device), tree["outputs"], argument)
-
-
 def _loss(info: PosteriorInfo, saved: tuple[str, Any], loss: object) -> CosineLoss:
     """Return the loss of a saved posterior: the one that the user passed, if it is the same, or the rebuilt one."""
     name, options = saved
@@ -210,18 +202,6 @@ def _loss(info: PosteriorInfo, saved: tuple[str, Any], loss: object) -> CosineLo
             f"Its code is not in the folder. Pass loss={name}(...) to load_pretrained, with its options: {info.loss}."
         )
     raise InputError("loss", f"the {name} that the posterior was fitted with, {info.loss}", received, hint)
-
-
-def _check_relation(name: str | None, relation: object) -> None:
-    received = None if relation is None else name_of(relation)
-    if received == name:
-        return
-    if name is None:
-        hint = "The posterior was fitted with class labels; leave it out."
-        raise InputError("relation", "None", received, hint)
-    hint = "Its code is not in the folder. Pass relation=... as in backend_kwargs of the fit, under that name."
-    wanted = f"the function {name} that the posterior was fitted with"
-    raise InputError("relation", wanted, received, hint)
 
 
 def _check_encoder(model: nn.Module, digest: str, saved: Sequence[Sequence[Any]], argument: str) -> None:
