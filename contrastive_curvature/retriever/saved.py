@@ -113,7 +113,7 @@ def save(retriever: Retriever, folder: Path | str, *, overwrite: bool, **options
         reasons=retriever.reasons,
         tree=packed(to_tree(tree), table, "retriever"),
     )
-    write_tensors(place / ARRAYS, header, table.tensors)
+    write_tensors(place / ARRAYS, header, table.tensors, follow=False)
     return place
 
 
