@@ -96,9 +96,12 @@ def test_embeddings_of_another_posterior_are_refused(device: str, tmp_path: Path
     other = posterior(device)
     other.load_state_dict(la.state_dict())
     with torch.no_grad():
-        other.model.model[0].weight[0, 0] += 1e-9
-    two = cc.jobs.ParquetParts(tmp_path / "d", 2)
-    for fitted_one, source, keep in ((again, parts, None), (other, parts, None), (la, parts, []), (la, two, None)):
+        # The norms stay.
+        other.model.model[0].weight[0].neg_()
+    two, (x, y) = cc.jobs.ParquetParts(tmp_path / "d", 2), data()
+    flipped = cc.jobs.ParquetParts(write(tmp_path / "flipped", x, y.flip(0)), PARTS)
+    cases = ((again, parts, None), (other, parts, None), (la, parts, []), (la, two, None), (la, flipped, None))
+    for fitted_one, source, keep in cases:
         with pytest.raises(cc.InputError, match="destination: expected a new or an empty folder, or one of this job"):
             EmbeddingFolder(tmp_path / "e", fitted_one, source, keep)
     with pytest.raises(cc.NotFittedError):
@@ -129,7 +132,7 @@ def test_columns_are_checked_first(device: str, tmp_path: Path) -> None:
     x, y = data()
     la = fitted(device)
     pq.write_table(table(x, y, kappa=pa.array(range(POINTS))), tmp_path / "a.parquet", row_group_size=60)
-    parts = cc.jobs.ParquetParts(tmp_path / "a.parquet", 2)
+    parts = cc.jobs.ParquetParts(tmp_path / "a.parquet", 2, batch_size=20)
     with pytest.raises(cc.InputError, match=r"columns other than identifier, mu, .* got \['kappa'\]"):
         EmbeddingFolder(tmp_path / "e", la, parts)
     with pytest.raises(cc.InputError, match=r"keep: expected a list of columns of the source: target, kappa, got"):

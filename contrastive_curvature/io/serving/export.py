@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -150,7 +150,7 @@ def _batch(la: Any, example: Any) -> Example:
                 wanted = "a mapping of names to tensors"
                 hint = "What is no tensor is a part of the graph: set it in the encoder, and leave it out here."
                 raise InputTypeError("example", wanted, f"{key!r} of type {type(value).__name__}", hint)
-    n, moved = input_length(batch), move_inputs(batch, la._device)
+    n, moved = input_length(batch), cast(Example, move_inputs(batch, la._device))
     # A graph that was traced with one point may hold for one only.
     return moved if n > 1 else _mapped(moved, lambda _, x: x.repeat_interleave(2, 0) if _of_batch(x, n) else x)
 
