@@ -1,18 +1,21 @@
 """One codec for all saved objects: it converts dataclasses of tensors and plain values to a tree, and back.
 
-A tree has tensors, numbers, texts, None, and dictionaries, lists and tuples of them. ``torch.load`` reads it with
-``weights_only=True``; :func:`packed` converts it to JSON and named tensors, for safetensors. Reading never executes
-code: :func:`from_tree` creates only objects of the classes that the caller lists.
+A tree has tensors, arrays, numbers, texts, None, and dictionaries, lists and tuples of them. Without arrays,
+``torch.load`` reads it with ``weights_only=True``; :func:`packed` makes JSON and named tensors of it, for safetensors.
+Nothing that is read is executed: :func:`from_tree` makes objects of the classes that it is given, and of no others.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError
@@ -21,18 +24,19 @@ from contrastive_curvature.network.digest import tensor_bytes
 NOT_SAVED: Mapping[str, Any] = {"saved": False}
 """Metadata of a field of a dataclass that goes into no file: the user's data or code."""
 
-_CLASS, _TENSOR, _TUPLE, _ITEMS = "$class", "$tensor", "$tuple", "$items"
+_CLASS, _TENSOR, _ARRAY, _TUPLE, _ITEMS, _NUMBER = "$class", "$tensor", "$array", "$tuple", "$items", "$number"
 
 
 def to_tree(value: Any) -> Any:
-    """Return a value as a tree; a dataclass becomes a dictionary with the name of its class.
+    """Return a value as a tree; a dataclass or named tuple becomes a dictionary with the name of its class.
 
     Views are copied, so that a file of the tree does not hold the rest of their memory.
     """
     if isinstance(value, Tensor):
         return value.detach() if value.untyped_storage().nbytes() == value.nbytes else value.detach().clone()
-    if is_dataclass(value):
-        saved = (field.name for field in fields(value) if field.metadata.get("saved", True))
+    if is_dataclass(value) or hasattr(value, "_fields"):
+        names = getattr(value, "_fields", None)
+        saved = names or (field.name for field in fields(value) if field.metadata.get("saved", True))
         return {_CLASS: type(value).__name__, **{name: to_tree(getattr(value, name)) for name in saved}}
     if isinstance(value, Mapping):
         return {key: to_tree(part) for key, part in value.items()}
@@ -45,7 +49,7 @@ def from_tree(argument: str, tree: Any, classes: Iterable[type]) -> Any:
     Args:
         argument: Name of the tree, for messages.
         tree: The tree.
-        classes: Dataclasses that the tree may contain.
+        classes: Dataclasses and named tuples that may be in it.
 
     Raises:
         InputError: The tree contains another class, or other fields of a class.
@@ -138,6 +142,8 @@ def packed(tree: Any, table: TensorTable, name: str) -> Any:
     """
     if isinstance(tree, Tensor):
         return {_TENSOR: table.add(name, tree)}
+    if isinstance(tree, np.ndarray):
+        return {_ARRAY: table.add(name, torch.from_numpy(tree))}
     if isinstance(tree, dict):
         parts = {key: packed(part, table, f"{name}.{key}") for key, part in tree.items()}
         # JSON keys must be texts.
@@ -145,7 +151,10 @@ def packed(tree: Any, table: TensorTable, name: str) -> Any:
     if type(tree) in (list, tuple):
         several = [packed(part, table, f"{name}.{number}") for number, part in enumerate(tree)]
         return several if type(tree) is list else {_TUPLE: several}
-    # A text or a number may be of a subclass, such as an enumeration.
+    if isinstance(tree, float) and not math.isfinite(tree):
+        # JSON has no such numbers.
+        return {_NUMBER: str(float(tree))}
+    # A text or a number may be of a class of its own, as an enumeration.
     for plain in (bool, int, float, str):
         if isinstance(tree, plain):
             return plain(tree)
@@ -165,6 +174,10 @@ def unpacked(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
         return plain
     if _TENSOR in plain:
         return tensors[plain[_TENSOR]]
+    if _ARRAY in plain:
+        return tensors[plain[_ARRAY]].numpy()
+    if _NUMBER in plain:
+        return float(plain[_NUMBER])
     if _TUPLE in plain:
         return tuple(unpacked(plain[_TUPLE], tensors))
     if _ITEMS in plain:

@@ -6,13 +6,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 
 import torch
 
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.fit.total import Total
-from contrastive_curvature.pairs.rows import Rows
+from contrastive_curvature.network.inputs import Inputs
 
 _TELLING = 32
 """Points from which on two parts are not alike by chance."""
@@ -74,7 +75,7 @@ class State:
         origins: The parts in this state, by index.
         count: Number of all parts of the data set.
         total: Sum over these parts.
-        probe: A few made-up inputs in the form of the encoder's inputs, from the first part that has points.
+        probe: The smallest index of a part that has points, and a few made-up inputs as the encoder takes them.
     """
 
     kind: str
@@ -82,7 +83,7 @@ class State:
     origins: Mapping[int, Origin]
     count: int
     total: Total = field(default_factory=Total)
-    probe: Rows | None = None
+    probe: tuple[int, Inputs] | None = None
 
     @property
     def n(self) -> int:
@@ -110,7 +111,7 @@ class State:
             self,
             origins={**self.origins, **other.origins},
             total=self.total + other.total,
-            probe=min(probes, key=lambda rows: int(rows.numbers[0]), default=None),
+            probe=min(probes, key=itemgetter(0), default=None),
         )
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""Fits from parts of the data: checks, and the inputs that the state of a part carries."""
+"""Checks of a posterior whose data come in parts."""
 
 from __future__ import annotations
 
@@ -12,13 +12,8 @@ from torch.utils.data import DistributedSampler
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit.exchange import ProcessGroup
 from contrastive_curvature.fit.state import State
-from contrastive_curvature.network.inputs import Inputs, input_length, move_inputs
+from contrastive_curvature.network.inputs import Inputs, move_inputs
 from contrastive_curvature.network.loader import loader_parts
-from contrastive_curvature.pairs.rows import Rows
-
-PROBES = 2
-_SHARED = "shared/"
-"""Inputs in a state, so that a process without data can look at the encoder."""
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 
@@ -75,26 +70,3 @@ def check_sampler(loader: Any, part: tuple[int, int]) -> None:
         if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != part:
             came = f"rank {sampler.rank} of {sampler.num_replicas} in its DistributedSampler"
             raise InputError("loader", f"part {part[0]} of {part[1]}, as part= says", came)
-
-
-def kept_probe(x: Inputs, index: int) -> Rows:
-    """Return inputs as rows for the state of a part; a tensor that all points share is repeated in each row."""
-    columns = {"": x} if isinstance(x, Tensor) else {k: v for k, v in x.items() if isinstance(v, Tensor)}
-    kept, count = {}, input_length(x)
-    for name, part in columns.items():
-        if part.ndim and len(part) == count:
-            kept[f"x/{name}"] = part
-        else:
-            kept[f"{_SHARED}{name}"] = part.expand(count, *part.shape)
-    return Rows(PROBES, PROBES * index + torch.arange(count), kept)
-
-
-def probe_of(state: State) -> Inputs | None:
-    """Return the inputs that a state carries; ``None`` if no part has a point."""
-    if state.probe is None:
-        return None
-    inputs = {
-        name.removeprefix(_SHARED).removeprefix("x/"): part[0] if name.startswith(_SHARED) else part
-        for name, part in state.probe.columns.items()
-    }
-    return inputs[""] if set(inputs) == {""} else inputs

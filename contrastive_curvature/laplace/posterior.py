@@ -822,10 +822,9 @@ class ContrastiveLaplace(ParametricLaplace):
         self._check_adds("parts of the data")
         parts.check_kind("statistics", statistics, STATISTICS)
         parts.check_kind("curvature", curvature, CURVATURE)
-        saved_probe = parts.probe_of(statistics)
-        if saved_probe is None:
+        if statistics.probe is None:
             raise InputError("statistics", "at least one point", "none in any part")
-        probe = prediction.moved_inputs(self.model, saved_probe if example is None else example, self._device)
+        probe = prediction.moved_inputs(self.model, statistics.probe[1] if example is None else example, self._device)
         with asks_for_example(example):
             self.prepare(probe)
         self.set_curvature(self.backend.fit_of_parts(self.structure, statistics, curvature, probe))
@@ -843,7 +842,7 @@ class ContrastiveLaplace(ParametricLaplace):
             return self.backend.fit_part(None, self.structure, part, statistics, progress_bar)
         self.prepare(probes[0])
         state = self.backend.fit_part(loader, self.structure, part, statistics, progress_bar)
-        return replace(state, probe=parts.kept_probe(made_up_inputs(probes[0], parts.PROBES), part[0]))
+        return replace(state, probe=(part[0], made_up_inputs(probes[0])))
 
     def measure_classes(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
         """Compute class centres from labelled inputs, which ``uncertainty`` compares embeddings with.

@@ -76,7 +76,7 @@ def test_a_kill_while_a_posterior_is_replaced_leaves_the_old_or_the_new_one(
     run(*fit, "new")
     old, new, real = uncertainty("posterior"), uncertainty("new"), os.replace
     assert not np.allclose(old, new, rtol=0.01)
-    for at in ("encoder-", "config.json", "posterior-", "README.md"):
+    for at in ("encoder-", "posterior.safetensors", "README.md"):
 
         def replace(source: str | Path, target: str | Path, at: str = at) -> None:
             if Path(target).name.startswith(at):

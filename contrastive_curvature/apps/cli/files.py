@@ -20,7 +20,7 @@ from contrastive_curvature.apps.cli.saved import (
 )
 from contrastive_curvature.apps.cli.sources import Loader, shared_labels
 from contrastive_curvature.apps.report.evaluation import check_target
-from contrastive_curvature.artifact import read_tensors
+from contrastive_curvature.artifact import read_header
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.io.pretrained import read_info
 from contrastive_curvature.progress import Progress
@@ -134,11 +134,11 @@ def info(job: Job) -> Result:
     folder, lines = job.options.folder, [str(job.options.folder)]
     retriever = None
     if holds_retriever(folder):
-        retriever = read_tensors(folder / ARRAYS, RetrieverHeader)[0]
+        retriever = read_header(folder / ARRAYS, RetrieverHeader)
         rates = ", ".join(f"{name} {rate}" for name, rate in retriever.rates._asdict().items())
         lines.append(f"  retriever     answers {retriever.answered:.1%} of the held-out queries; {rates}")
         if not retriever.posterior:
-            return {"retriever": retriever.model_dump(mode="json")}, *lines
+            return {"retriever": retriever.model_dump(mode="json", exclude={"tree"})}, *lines
         folder = folder / POSTERIOR
     info, encoder = read_info(folder), _encoder(read_encoder(folder)[0])
     for one in info.posteriors:
@@ -165,7 +165,7 @@ def info(job: Job) -> Result:
     ]
     values: dict[str, Any] = {**info.to_plain(), "encoder": encoder}
     if retriever is not None:
-        values["retriever"] = retriever.model_dump(mode="json")
+        values["retriever"] = retriever.model_dump(mode="json", exclude={"tree"})
     return values, *lines
 
 

@@ -1,9 +1,9 @@
 """The folder of a posterior that the command line writes: the posterior, and a description to rebuild its encoder.
 
-``la.save_pretrained`` writes the posterior, its options and a model card. ``encoder-<checksum>.safetensors`` describes
-the encoder: its name and options in the metadata, or only the weights of a last layer. ``config.json`` holds the same
-checksum of the encoder's weights, so a posterior finds its own encoder even if the process was killed while it replaced
-another posterior.
+``la.save_pretrained`` writes the posterior, its options and a model card. ``encoder-<checksum>.safetensors`` is the
+encoder: its name and options in the metadata, or the weights of a last layer alone. The checksum is that of the
+encoder's weights in the file of the posterior, so that a posterior finds its own encoder also where the process was
+killed while another posterior took its place.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from contrastive_curvature.apps.cli.encoders import (
     use,
 )
 from contrastive_curvature.apps.cli.sources import Source
-from contrastive_curvature.artifact import Header, read_tensors, write_tensors
+from contrastive_curvature.artifact import Header, folder_path, read_tensors, target_folder, write_tensors
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.io.pretrained import folder as posterior_folder
 from contrastive_curvature.io.pretrained import load_pretrained, read_info
+from contrastive_curvature.io.pretrained.folder import FILE, Saved
 from contrastive_curvature.network.digest import encoder_digest
 from contrastive_curvature.network.given_features import FeatureSource
 from contrastive_curvature.retriever.retriever import Retriever
-from contrastive_curvature.retriever.saved import ARRAYS, POSTERIOR
+from contrastive_curvature.retriever.saved import ARRAYS, POSTERIOR, RetrieverHeader
 
 
 class EncoderFile(Header):
@@ -60,17 +60,10 @@ def holds_retriever(folder: Path) -> bool:
 
 def check_target(folder: Path, *, overwrite: bool, retriever: bool = False) -> None:
     """Refuse a folder that cannot or must not be written, before anything is computed."""
-    holds_posterior = (folder / "config.json").exists()
-    holds = "retriever" if holds_retriever(folder) else "posterior" if holds_posterior else "other files"
-    if holds == ("retriever" if retriever else "posterior"):
-        if not overwrite:
-            hint = "Give --overwrite to replace it, or another folder."
-            raise InputError(f"--out {folder}", "a new folder", f"one that holds a saved {holds}", hint)
-    elif (retriever or holds == "retriever") and folder.is_dir() and os.listdir(folder):
-        raise InputError(f"--out {folder}", "a new folder", f"one with {holds}", "Name another folder.")
-    place = posterior_folder.place_of(folder / POSTERIOR if retriever else folder, "--out")
-    posterior_folder.check_target(place, overwrite=True)
-    check_writable(place.path)
+    file, described = (ARRAYS, RetrieverHeader.described) if retriever else (FILE, Saved.described)
+    check_writable(
+        target_folder(f"--out {folder}", folder, file, described, overwrite=overwrite, how="Give --overwrite")
+    )
 
 
 def check_writable(folder: Path) -> None:
@@ -93,7 +86,7 @@ def write_posterior(fitted: Any, encoder: Encoder, folder: Path, *, overwrite: b
         overwrite: Whether a saved posterior may be replaced.
         about: Entries about data and encoder, for the model card.
     """
-    target = posterior_folder.place_of(folder).path
+    target = folder_path("--out", folder)
     if isinstance(fitted, Retriever):
         save, inside, module = fitted.save, POSTERIOR, fitted._head or encoder.module
     else:

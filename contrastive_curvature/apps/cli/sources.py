@@ -31,7 +31,7 @@ STDIN = Path("-")
 
 _AXES = {"features": 2, "embeddings": 2, "inputs": None, "weight": 2, "bias": 1, "labels": 1, "ids": 1}
 _IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-_HEADER = "header.json"
+_HEADER = "header.safetensors"
 """The file that tells a feature folder from a folder of images."""
 
 _NAMED = 10
@@ -149,10 +149,9 @@ class FeatureFolderSource(Source):
 
     def __init__(self, path: Path) -> None:
         from contrastive_curvature.io.feature_folder import FeatureFolder
-        from contrastive_curvature.io.feature_folder.header import read_header
 
         folder = FeatureFolder(path)
-        self.encoder_of = read_header(path).source
+        self.encoder_of = folder.source
         targets = folder.targets.numpy()
         classes = targets if targets.ndim == 1 and targets.dtype.kind in "iu" else None
         if folder.class_names is not None:
@@ -325,7 +324,7 @@ def find_images(folder: Path) -> list[Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         files += [Path(place, name) for name in names if name.lower().endswith(_IMAGES) and not name.startswith(".")]
     if not files:
-        hint = "A feature folder has a header.json."
+        hint = "A feature folder has a header.safetensors."
         raise InputError(f"{folder}", f"images ({', '.join(_IMAGES)}) or saved features", "none", hint)
     return sorted(files)
 
