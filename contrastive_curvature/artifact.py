@@ -91,9 +91,9 @@ class Header(BaseModel):
 
     Class attributes:
         kind: Name of the format.
-        described: What such a file or folder is called in error messages.
-        made_by: How a user gets one, a sentence.
-        repaired_by: What to do about a damaged one, a sentence.
+        described: Description of such a file or folder in error messages.
+        made_by: Sentence that says how a user creates one.
+        repaired_by: Sentence that says what to do if it is damaged.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -197,13 +197,13 @@ def write_tensors(path: Path | str, header: Header, tensors: Mapping[str, Tensor
     from safetensors.torch import save_file
 
     plain = _plain(tensors)
-    # One entry: safetensors writes several in any order, and equal content shall be equal files.
+    # Only one entry, because safetensors writes several in any order, but equal content should give equal files.
     metadata = {_METADATA: json.dumps({"header": header.dumps(), "tensors": _tensors_checksum(plain)})}
     write_whole(path, lambda file: save_file(plain, file.name, metadata), follow=follow)
 
 
 def read_tensors(path: Path | str, kind: type[H]) -> tuple[H, dict[str, Tensor]]:
-    """Return what :func:`write_tensors` was given."""
+    """Read the header and the tensors of a file of :func:`write_tensors`."""
     header, checksum, tensors = _read(path, kind, whole=True)
     if checksum != _tensors_checksum(tensors):
         kind.refuse(str(path), "a damaged one: its checksum is another", kind.repaired_by)

@@ -154,7 +154,7 @@ def packed(tree: Any, table: TensorTable, name: str) -> Any:
     if isinstance(tree, float) and not math.isfinite(tree):
         # JSON has no such numbers.
         return {_NUMBER: str(float(tree))}
-    # A text or a number may be of a class of its own, as an enumeration.
+    # A text or a number may be of a subclass, such as an enumeration.
     for plain in (bool, int, float, str):
         if isinstance(tree, plain):
             return plain(tree)
