@@ -156,6 +156,10 @@ class PointVectors(ABC):
     """Entries ``W_ab`` of A vectors at some points (R of them), before the projection and the norm of a point."""
 
     @abstractmethod
+    def __getitem__(self, points: slice) -> PointVectors:
+        """Return the entries at some of the points, a range with ends."""
+
+    @abstractmethod
     def along(self, t: Tensor) -> Tensor:
         """Return ``W_ab . t_b`` for tangents ``t`` (R, D), already divided by the norms, shape (A, R)."""
 
@@ -168,8 +172,8 @@ class PointVectors(ABC):
         """Return ``sum_a W_ab x_ak`` for ``x`` of shape (A, K), before projection and norm, shape (R, D, K)."""
 
     @abstractmethod
-    def blockwise(self, t: Tensor, signs: Tensor, points: Tensor) -> Tensor:
-        """Return ``sum_a sign_a W_ab (W_ab . t_bk)``, as in :meth:`spread`, for O of the points alone, (O, D, K)."""
+    def blockwise(self, t: Tensor, signs: Tensor) -> Tensor:
+        """Return ``sum_a sign_a W_ab (W_ab . t_bk)``, as in :meth:`spread`, shape (R, D, K)."""
 
 
 @dataclass(frozen=True)
@@ -179,19 +183,26 @@ class RootSide(PointVectors):
     Args:
         anchors: ``u_i`` of the anchor that each vector belongs to, shape (A, D).
         weights: ``q``, shape (A, R).
-        own: For the points that are anchors themselves: the vector, the point and ``sum_j q_ij u_j``, shapes (O,), (O,)
-            and (O, D).
+        vector: Vectors whose anchor is one of the points, shape (O,).
+        point: These anchors, shape (O,).
+        own: ``sum_j q_ij u_j`` of these vectors, shape (O, D).
     """
 
     anchors: Tensor
     weights: Tensor
-    own: tuple[Tensor, Tensor, Tensor]
+    vector: Tensor
+    point: Tensor
+    own: Tensor
+
+    def __getitem__(self, points: slice) -> RootSide:
+        inside = ((self.point >= points.start) & (self.point < points.stop)).nonzero().flatten()
+        own = self.vector[inside], self.point[inside] - points.start, self.own[inside]
+        return RootSide(self.anchors, self.weights[:, points], *own)
 
     @override
     def along(self, t: Tensor) -> Tensor:
         out = self.weights * (self.anchors @ t.T)
-        vector, point, own = self.own
-        return out.index_put_((vector, point), (own * t[point]).sum(1), accumulate=True)
+        return out.index_put_((self.vector, self.point), (self.own * t[self.point]).sum(1), accumulate=True)
 
     @override
     def summed(self, t: Tensor) -> Tensor:
@@ -200,8 +211,7 @@ class RootSide(PointVectors):
         for some in row_ranges(len(out), dim * columns):
             moved = (self.weights[some] @ t.flatten(1)).view(-1, dim, columns)
             out[some] = torch.einsum("ad,adk->ak", self.anchors[some], moved)
-        vector, point, own = self.own
-        return out.index_add_(0, vector, torch.einsum("od,odk->ok", own, t[point]))
+        return out.index_add_(0, self.vector, torch.einsum("od,odk->ok", self.own, t[self.point]))
 
     @override
     def spread(self, x: Tensor) -> Tensor:
@@ -210,21 +220,16 @@ class RootSide(PointVectors):
         for some in row_ranges(len(x), dim * x.shape[1]):
             outer = (self.anchors[some].unsqueeze(2) * x[some].unsqueeze(1)).flatten(1)
             out.addmm_(self.weights[some].T, outer)
-        vector, point, own = self.own
-        return out.view(points, dim, x.shape[1]).index_add_(0, point, own.unsqueeze(2) * x[vector].unsqueeze(1))
+        outer = self.own.unsqueeze(2) * x[self.vector].unsqueeze(1)
+        return out.view(points, dim, x.shape[1]).index_add_(0, self.point, outer)
 
     @override
-    def blockwise(self, t: Tensor, signs: Tensor, points: Tensor) -> Tensor:
-        out = t.new_zeros(len(points), *t.shape[1:])
-        vector, point, own = self.own
+    def blockwise(self, t: Tensor, signs: Tensor) -> Tensor:
+        out = torch.zeros_like(t)
         for k in range(t.shape[2]):
-            x = signs.unsqueeze(1) * self.along(t[..., k])[:, points]
-            out[..., k] = (x * self.weights[:, points]).T @ self.anchors
-            place = torch.full((self.weights.shape[1],), -1, device=points.device)
-            place[points] = torch.arange(len(points), device=points.device)
-            mine = place[point] >= 0
-            at = place[point[mine]]
-            out[..., k].index_add_(0, at, own[mine] * x[vector[mine], at].unsqueeze(1))
+            x = signs.unsqueeze(1) * self.along(t[..., k])
+            out[..., k] = (x * self.weights).T @ self.anchors
+            out[..., k].index_add_(0, self.point, self.own * x[self.vector, self.point].unsqueeze(1))
         return out
 
 
@@ -253,7 +258,7 @@ class CrossRoots:
         """
         out = self.rows.spread(self.signs.unsqueeze(1) * self.columns.summed(t))
         if len(self.same_rows):
-            out[self.same_rows] -= self.columns.blockwise(t, self.signs, self.same_columns)
+            out[self.same_rows] -= self.columns.blockwise(t, self.signs)[self.same_columns]
         return out
 
     def forms(self, a: Tensor, b: Tensor) -> Tensor:

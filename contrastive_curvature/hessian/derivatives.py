@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from contrastive_curvature.hessian.blocks import UnrepresentableError
-from contrastive_curvature.hessian.cross import CrossRoots
+from contrastive_curvature.hessian.cross import CrossRoots, PointVectors
 from contrastive_curvature.hessian.moments import Moments
 from contrastive_curvature.pairs.relation import row_ranges
 
@@ -141,17 +141,32 @@ class CosineDerivatives(ABC):
             ``sum_j c_ij (u_i . t_jk) u_j`` and the coupling of a point's candidates, shape (N, D, K); ``None`` where
             the second derivatives are zero.
         """
-        out = torch.zeros_like(t)
+        out: Tensor | None = None
         for rows, _, c in self.row_blocks(t.shape[2]):
             if c is None:
-                return None
+                break
+            out = torch.zeros_like(t) if out is None else out
             along = c.unsqueeze(2) * torch.einsum("rd,cdk->rck", self.u[rows], t)
             out[rows] = torch.einsum("rck,cd->rdk", along, self.u)
-        return out
+        roots = self.roots(slice(None), slice(None))
+        if roots is None:
+            return out
+        return roots.matmul(t) if out is None else out + roots.matmul(t)
+
+    @property
+    def squares(self) -> tuple[Tensor, PointVectors] | None:
+        """Signs (A,) and vectors of the squares that couple a point's candidates; ``None`` for single pairs."""
+        return None
 
     def roots(self, rows: slice, columns: slice) -> CrossRoots | None:
-        """Return the squares that couple a point's candidates; ``None`` for a loss of single pairs."""
-        return None
+        """Return :attr:`squares` between some points and others, slices of step one."""
+        if self.squares is None:
+            return None
+        signs, vectors = self.squares
+        ends = [slice(*chosen.indices(self.n)[:2]) for chosen in (rows, columns)]
+        low, high = max(ends[0].start, ends[1].start), min(ends[0].stop, ends[1].stop)
+        same = torch.arange(low, max(low, high), device=signs.device)
+        return CrossRoots(signs, vectors[ends[0]], vectors[ends[1]], same - ends[0].start, same - ends[1].start)
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
         """Return the value of the loss, without a graph, and its non-negative version.
@@ -200,9 +215,11 @@ class PartOfDerivatives(CosineDerivatives):
         out = self.whole.second_matmul(padded)
         return None if out is None else out[self._start : self._stop]
 
-    @override
-    def roots(self, rows: slice, columns: slice) -> CrossRoots | None:
-        return self.whole.roots(self._placed(rows), self._placed(columns))
+    @property
+    def squares(self) -> tuple[Tensor, PointVectors] | None:
+        """See :attr:`CosineDerivatives.squares`."""
+        whole = self.whole.squares
+        return None if whole is None else (whole[0], whole[1][self._start : self._stop])
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
         """Return those of all N points."""

@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError
-from contrastive_curvature.hessian.cross import CrossRoots, PointVectors
+from contrastive_curvature.hessian.cross import PointVectors
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums
 from contrastive_curvature.hessian.moments import Moments
 from contrastive_curvature.hessian.sphere import normalize, project_tangent
@@ -147,37 +147,19 @@ class CoSENTDerivatives(CosineDerivatives):
         return NodeSums(self._y.sum(1), self._y @ self.u, self._ends, self._summed_value.double())
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`CosineDerivatives.rows`; all second derivatives are in :meth:`roots`."""
+        """See :meth:`CosineDerivatives.rows`; all second derivatives are in :attr:`squares`."""
         return self._y[start:stop, columns], None
 
-    @override
-    def second_matmul(self, t: Tensor) -> Tensor | None:
-        along = self._ends.along(t)
-        change = along.new_zeros(len(self._c), along.shape[1]).index_add_(0, self._ends.pair, along)
-        # Less what is between a point and itself.
-        return self._ends.spread((self._c @ change)[self._ends.pair] - self._ends.c @ along)
-
-    def roots(self, rows: slice, columns: slice) -> CrossRoots | None:
-        """See :meth:`CosineDerivatives.roots`; all of the second derivatives, as eigenvectors."""
-        signs, vectors = self._eigenvectors
-        if not len(signs):
-            return None
-        ends = [slice(*chosen.indices(self.n)[:2]) for chosen in (rows, columns)]
-        sides = [ListedVectors(self._ends[chosen], vectors) for chosen in ends]
-        low, high = max(ends[0].start, ends[1].start), min(ends[0].stop, ends[1].stop)
-        same = torch.arange(low, max(low, high), device=self.u.device)
-        return CrossRoots(signs, sides[0], sides[1], same - ends[0].start, same - ends[1].start)
-
     @cached_property
-    def _eigenvectors(self) -> tuple[Tensor, Tensor]:
-        """Return signs (A,) and vectors (A, P) whose squares add up to ``C``; zero at pairs that nothing moves."""
+    def squares(self) -> tuple[Tensor, ListedVectors] | None:
+        """See :attr:`CosineDerivatives.squares`; all second derivatives, as the eigenvectors of ``C``."""
         active = (self._c != 0).any(1).nonzero().flatten()
         values, vectors = torch.linalg.eigh(self._c[active][:, active])
         size = values.abs().max() if len(values) else values.sum()
         kept = values.abs() > torch.finfo(values.dtype).eps * size
         out = values.new_zeros(int(kept.sum()), len(self._c))
         out[:, active] = (vectors[:, kept] * values[kept].abs().sqrt()).T
-        return values[kept].sign(), out
+        return (values[kept].sign(), ListedVectors(self._ends, out)) if bool(kept.any()) else None
 
 
 def _moments(shares: Tensor, none: Tensor) -> tuple[Tensor, Tensor]:
@@ -280,6 +262,9 @@ class ListedVectors(PointVectors):
     ends: PairEnds
     vectors: Tensor
 
+    def __getitem__(self, points: slice) -> ListedVectors:
+        return ListedVectors(self.ends[points], self.vectors)
+
     @override
     def along(self, t: Tensor) -> Tensor:
         along = self.vectors[:, self.ends.pair] * self.ends.along(t.unsqueeze(2)).T
@@ -293,6 +278,6 @@ class ListedVectors(PointVectors):
     def spread(self, x: Tensor) -> Tensor:
         return self.ends.spread((self.vectors.T @ x)[self.ends.pair])
 
-    def blockwise(self, t: Tensor, signs: Tensor, points: Tensor) -> Tensor:
+    def blockwise(self, t: Tensor, signs: Tensor) -> Tensor:
         """See :meth:`PointVectors.blockwise`; the signs are part of ``C``."""
-        return self.ends.matmul(t)[points]
+        return self.ends.matmul(t)

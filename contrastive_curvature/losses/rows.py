@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -42,11 +41,6 @@ class RowTerms(NamedTuple):
     first: Tensor
     second: Tensor | None
     roots: tuple[Tensor, ...] = ()
-
-    def map(self, change: Callable[[Tensor], Tensor]) -> RowTerms:
-        """Return the same with every block changed."""
-        second = None if self.second is None else change(self.second)
-        return RowTerms(change(self.first), second, tuple(change(root) for root in self.roots))
 
 
 class RowLoss(CosineLoss):
@@ -238,8 +232,9 @@ class RowLoss(CosineLoss):
             raise InputError(f"{type(self).__name__}._terms", wanted, len(terms.roots))
         if bool(kept.all()):
             return terms
-        row = kept.unsqueeze(1)
-        return terms.map(lambda part: torch.where(row, part, 0.0))
+        first, second, roots = terms
+        row, second = kept.unsqueeze(1), None if second is None else torch.where(kept.unsqueeze(1), second, 0.0)
+        return RowTerms(torch.where(row, first, 0.0), second, tuple(torch.where(row, root, 0.0) for root in roots))
 
     def _scale(self, terms: float, sides: Sides, anchors: int, *, as_data: bool) -> float:
         """Return the factor of the sum over all anchors of all sides.

@@ -7,7 +7,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from contrastive_curvature import validate
-from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums
 from contrastive_curvature.losses.rows import RowLoss, RowTerms
 from contrastive_curvature.losses.sides import Sides, one_tower
@@ -15,9 +14,6 @@ from contrastive_curvature.options import Distance, PDFix
 from contrastive_curvature.pairs import Pairs
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import Relation
-
-_MOST_PAIRS = 2**24
-"""Anchors times candidates of the largest batch whose derivatives are formed."""
 
 
 class TripletLoss(RowLoss):
@@ -51,7 +47,7 @@ class TripletLoss(RowLoss):
 
     Raises:
         InputError: An option is unknown or out of range.
-        UnsupportedError: ``pd_fix="ggn"``; or derivatives of more than 2^24 pairs of anchors and candidates.
+        UnsupportedError: ``pd_fix="ggn"``.
 
     Source: Schroff et al., FaceNet: A Unified Embedding for Face Recognition and Clustering, 2015, section 3.1. Hermans
     et al., In Defense of the Triplet Loss for Person Re-Identification, 2017, average over active triplets.
@@ -81,13 +77,6 @@ class TripletLoss(RowLoss):
     def derivatives(
         self, relation: Relation, u: Tensor, *, sides: Sides | None = None, as_data: bool = False
     ) -> CosineDerivatives:
-        for side in sides or one_tower(len(u)):
-            anchors, candidates = side.shape
-            if anchors * candidates > _MOST_PAIRS:
-                raise UnsupportedError(
-                    f"TripletLoss: triplets are those of a batch, and its derivatives for {anchors} anchors with "
-                    f"{candidates} candidates each are not formed (at most {_MOST_PAIRS} pairs). Use smaller batches."
-                )
         if isinstance(relation, ListedTriplets):
             # Every negative counts in full.
             return ListedTripletDerivatives(self, relation, u, as_data=as_data)
