@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -176,6 +177,46 @@ class CosineDerivatives(ABC):
         """
         value = (totals or self.node_sums().totals(self.u)).value.to(self.u.dtype)
         return value, value
+
+
+class HeldDerivatives(CosineDerivatives):
+    """Derivatives of listed pairs of a batch, whose first derivatives are held whole.
+
+    Args:
+        u: Unit embeddings, shape (N, D).
+        y: Weights of the pairs, shape (N, N), symmetric.
+        value: The value of the loss.
+        moments: Moments of the second derivatives; ``None`` where these are zero.
+        squares: All second derivatives, see :attr:`CosineDerivatives.squares`.
+        anchors: See :class:`CosineDerivatives`; ``None`` for all points.
+    """
+
+    def __init__(
+        self,
+        u: Tensor,
+        y: Tensor,
+        value: Tensor,
+        moments: Moments | None = None,
+        squares: Callable[[], tuple[Tensor, PointVectors] | None] = lambda: None,
+        anchors: int | None = None,
+    ) -> None:
+        self.u, self.n, self._y = u, len(u), y
+        self.anchors = self.n if anchors is None else anchors
+        self._sums = NodeSums(y.sum(1), y @ u, moments, value.double())
+        self._squares = squares
+
+    @override
+    def node_sums(self) -> NodeSums:
+        return self._sums
+
+    @override
+    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
+        return self._y[start:stop, columns], None
+
+    @cached_property
+    def squares(self) -> tuple[Tensor, PointVectors] | None:
+        """See :attr:`CosineDerivatives.squares`."""
+        return self._squares()
 
 
 class PartOfDerivatives(CosineDerivatives):

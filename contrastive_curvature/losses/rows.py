@@ -200,14 +200,14 @@ class RowLoss(CosineLoss):
     def _value_of(self, u: Tensor, relation: Relation, sides: Sides) -> Tensor:
         total, terms = u.new_zeros((), dtype=torch.float64), 0.0
         for side in sides:
-            for rows in side.row_blocks():
-                positive, negative = (mask.to(u) for mask in relation.rows(rows.start, rows.stop, side.candidates))
-                kept = self._checked("_counts", positive, negative) > 0
-                if bool(kept.any()):
-                    cosine = u[rows][kept] @ u[side.candidates].T
-                    positive, negative = positive[kept], negative[kept]
-                    total = total + self._checked("_value", cosine, positive, negative).double().sum()
-                    terms += float(self._counts_at(cosine.detach(), positive, negative).sum())
+            masks = relation.rows(side.anchors.start, side.anchors.stop, side.candidates)
+            positive, negative = (mask.to(u) for mask in masks)
+            kept = self._checked("_counts", positive, negative) > 0
+            if bool(kept.any()):
+                cosine = u[side.anchors][kept] @ u[side.candidates].T
+                positive, negative = positive[kept], negative[kept]
+                total = total + self._checked("_value", cosine, positive, negative).double().sum()
+                terms += float(self._counts_at(cosine.detach(), positive, negative).sum())
         scale = self._scale(terms, sides, 0, as_data=False)
         return (scale * total).to(u.dtype) + 0 * u.sum()
 

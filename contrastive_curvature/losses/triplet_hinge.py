@@ -7,7 +7,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from contrastive_curvature import validate
-from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums
+from contrastive_curvature.hessian.derivatives import CosineDerivatives, HeldDerivatives
 from contrastive_curvature.losses.rows import RowLoss, RowTerms
 from contrastive_curvature.losses.sides import Sides, one_tower
 from contrastive_curvature.options import Distance, PDFix
@@ -78,9 +78,22 @@ class TripletLoss(RowLoss):
         self, relation: Relation, u: Tensor, *, sides: Sides | None = None, as_data: bool = False
     ) -> CosineDerivatives:
         if isinstance(relation, ListedTriplets):
-            # Every negative counts in full.
-            return ListedTripletDerivatives(self, relation, u, as_data=as_data)
+            return self._listed(relation, u, as_data)
         return super().derivatives(relation, u, sides=sides, as_data=as_data)
+
+    def _listed(self, relation: ListedTriplets, u: Tensor, as_data: bool) -> HeldDerivatives:
+        """Return the derivatives for triplets that are listed."""
+        cost = listed_violations(relation, u, self.margin)
+        active = cost > 0
+        anchors = int(relation.anchor.unique().numel())
+        scale = self._scale(float(active.sum()), one_tower(len(u)), anchors, as_data=as_data)
+        y = u.new_zeros(len(u), len(u))
+        weight = u.new_full((int(active.sum()),), 2 * scale)
+        for other, sign in ((relation.near, 1), (relation.far, -1)):
+            y.index_put_((relation.anchor[active], other[active]), sign * weight, accumulate=True)
+        y = y + y.T
+        y = y.clamp_(min=0) if self.pd_fix.attracting_only else y
+        return HeldDerivatives(u, y, scale * cost[active].double().sum(), anchors=anchors)
 
     def _value_of(self, u: Tensor, relation: Relation, sides: Sides) -> Tensor:
         if not isinstance(relation, ListedTriplets):
@@ -161,36 +174,3 @@ class ListedTriplets(EdgeRelation):
 def listed_violations(relation: ListedTriplets, u: Tensor, margin: float) -> Tensor:
     """Return ``2 s_an - 2 s_ap + margin`` of every triplet, shape (T,), for unit embeddings (N, D)."""
     return 2 * (u[relation.anchor] * (u[relation.far] - u[relation.near])).sum(1) + margin
-
-
-class ListedTripletDerivatives(CosineDerivatives):
-    """Pair weights of listed triplets, held whole: they are those of a batch.
-
-    Args:
-        loss: The loss.
-        relation: The triplets.
-        u: Unit embeddings, shape (N, D).
-        as_data: See :meth:`RowLoss.derivatives`.
-    """
-
-    def __init__(self, loss: TripletLoss, relation: ListedTriplets, u: Tensor, *, as_data: bool = False) -> None:
-        self.u, self.n = u, len(u)
-        cost = listed_violations(relation, u, loss.margin)
-        active = cost > 0
-        self.anchors = int(relation.anchor.unique().numel())
-        scale = loss._scale(float(active.sum()), one_tower(self.n), self.anchors, as_data=as_data)
-        self._value = scale * cost[active].double().sum()
-        y = u.new_zeros(self.n, self.n)
-        weight = u.new_full((int(active.sum()),), 2 * scale)
-        for other, sign in ((relation.near, 1), (relation.far, -1)):
-            y.index_put_((relation.anchor[active], other[active]), sign * weight, accumulate=True)
-        y = y + y.T
-        self._y = y.clamp_(min=0) if loss.pd_fix.attracting_only else y
-
-    @override
-    def node_sums(self) -> NodeSums:
-        return NodeSums(self._y.sum(1), self._y @ self.u, None, self._value)
-
-    @override
-    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        return self._y[start:stop, columns], None

@@ -37,7 +37,7 @@ class ModulePullback(Pullback):
     """
 
     def __init__(self, encoder: Encoder, only: set[str] | None = None) -> None:
-        self.encoder: Encoder = encoder
+        self.encoder = encoder
         trainable = {name: p for name, p in encoder.named_parameters() if p.requires_grad}
         self.params = {name: p.detach() for name, p in trainable.items() if only is None or name in only}
         self._places = parameter_places(encoder)
@@ -220,6 +220,18 @@ class SubnetworkPullback(Pullback):
         return self.inner.vjp(context, cotangents)[..., self.indices]
 
     @override
+    def jvp(self, x: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner.jvp(x, self._everywhere(v))
+
+    @override
+    def vjp_sum(self, x: Inputs, cotangents: Tensor) -> Tensor:
+        return self.inner.vjp_sum(x, cotangents)[self.indices]
+
+    def _everywhere(self, v: Tensor) -> Tensor:
+        """Return numbers (P,) as those of all parameters, zero elsewhere."""
+        return v.new_zeros(self.inner.n_params).index_copy(0, self.indices, v)
+
+    @override
     def diag(self, context: Any, blocks: Blocks) -> Tensor:
         return self.inner.diag(context, blocks)[self.indices]
 
@@ -229,8 +241,7 @@ class SubnetworkPullback(Pullback):
 
     def output_covariance(self, context: Any, variance: Tensor) -> Tensor:
         """See :meth:`Pullback.output_covariance`; the other parameters are known."""
-        everywhere = variance.new_zeros(self.inner.n_params).index_copy(0, self.indices, variance)
-        return self.inner.output_covariance(context, everywhere)
+        return self.inner.output_covariance(context, self._everywhere(variance))
 
     @override
     def tile_diag(self, dim: int) -> int:
