@@ -34,7 +34,7 @@ from contrastive_curvature.hessian.cross import CrossBlocks, tangent_axes
 from contrastive_curvature.hessian.node_blocks import NodeBlocks
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.network.encoder import Encoder
-from contrastive_curvature.network.inputs import Inputs, few_points, input_length
+from contrastive_curvature.network.inputs import Inputs, few_points, input_length, map_tensors
 from contrastive_curvature.network.layer_parts import MatrixJacobian
 from contrastive_curvature.network.layer_tape import (
     LayerAnalysis,
@@ -410,9 +410,7 @@ def _without_backward_hooks(encoder: Encoder) -> Encoder:
 
 def _outside_inference(x: Any) -> Any:
     """Return a batch that autograd can work with."""
-    if isinstance(x, Tensor):
-        return x.clone() if x.is_inference() else x
-    return {k: _outside_inference(v) if isinstance(v, Tensor) else v for k, v in x.items()}
+    return map_tensors(x, lambda t: t.clone() if t.is_inference() else t)
 
 
 def _refuse_gradients(encoder: nn.Module) -> None:

@@ -128,16 +128,12 @@ class ModulePullback(Pullback):
 
     def _vjp_vectorized(self, context: Any, cotangents: Tensor) -> Tensor:
         n = input_length(context)
-        if isinstance(context, Mapping):
-            batched = {k: isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == n for k, v in context.items()}
-            tensors = {k: v for k, v in context.items() if batched[k]}
-            others = {k: v for k, v in context.items() if not batched[k]}
-        else:
-            tensors, others = {"x": context}, {}
+        named = context if isinstance(context, Mapping) else {"x": context}
+        tensors = {k: v for k, v in named.items() if isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == n}
 
         def one(point: dict[str, Tensor], v: Tensor) -> Tensor:
-            single = {k: t.unsqueeze(0) for k, t in point.items()}
-            x = {**single, **others} if isinstance(context, Mapping) else single["x"]
+            single = {**named, **{k: t.unsqueeze(0) for k, t in point.items()}}
+            x = single if isinstance(context, Mapping) else single["x"]
             pull = torch.func.vjp(lambda params: self._at(x, params), self.params)[1]
             (gradients,) = torch.func.vmap(pull)(v.unsqueeze(1))
             return torch.cat([g.unsqueeze(-1).flatten(1) for g in gradients.values()], dim=1)

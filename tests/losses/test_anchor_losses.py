@@ -421,11 +421,3 @@ def test_promised_roots_survive_rounding(device: str) -> None:
 def test_malformed_partners_and_targets(pairs: Tensor, kind: type[Exception], words: str, device: str) -> None:
     with pytest.raises(kind, match=words):
         cc.SupConLoss(0.1)(torch.randn(3, 4, device=device), pairs=pairs.to(device))
-
-
-def test_what_the_triplet_loss_refuses(device: str) -> None:
-    z, labels = numbers(0, 4, 3).to(device), torch.tensor([0, 0, 1, 1], device=device)
-    with pytest.raises(cc.UnsupportedError, match=r"pd_fix='ggn': TripletLoss is piecewise linear"):
-        cc.TripletLoss().output_hessian(z, labels, pd_fix="ggn")
-    with pytest.raises(cc.InputError, match="pairs"):
-        cc.TripletLoss()(z, pairs=tuple(torch.tensor(part, device=device) for part in ([0], [1], [7])))
