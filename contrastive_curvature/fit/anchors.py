@@ -20,6 +20,7 @@ from contrastive_curvature.fit.loop import DatasetCurvature, Fit, Source, nothin
 from contrastive_curvature.fit.passes import Passes
 from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.hessian.output import OutputHessian
+from contrastive_curvature.losses.rows import RowDerivatives
 from contrastive_curvature.network.loader import check_not_empty
 
 _log = logging.getLogger("contrastive_curvature")
@@ -117,6 +118,10 @@ def collect_anchors(f: Fit, passes: Passes) -> WholeHessian:
         outputs.append(z)
         classes = None if classes is None or batch.classes is None else [*classes, batch.classes]
         parts.append(loss.data_hessian(z, loss.relate(z, batch.labels, batch.pairs)))
+        derivatives = parts[-1].derivatives
+        if isinstance(derivatives, RowDerivatives):
+            # All batches stay: what is large is computed again when it is asked for.
+            derivatives.release()
     check_not_empty(len(outputs))
     z = torch.cat(outputs)
     note_skipped(sum(p.derivatives.anchors for p in parts), sum(p.derivatives.skipped for p in parts))

@@ -156,10 +156,6 @@ class PointVectors(ABC):
     """Entries ``W_ab`` of A vectors at some points (R of them), before the projection and the norm of a point."""
 
     @abstractmethod
-    def __getitem__(self, points: slice) -> PointVectors:
-        """Return the entries at some of the points, a range with ends."""
-
-    @abstractmethod
     def along(self, t: Tensor) -> Tensor:
         """Return ``W_ab . t_b`` for tangents ``t`` (R, D), already divided by the norms, shape (A, R)."""
 
@@ -183,26 +179,19 @@ class RootSide(PointVectors):
     Args:
         anchors: ``u_i`` of the anchor that each vector belongs to, shape (A, D).
         weights: ``q``, shape (A, R).
-        vector: Vectors whose anchor is one of the points, shape (O,).
-        point: These anchors, shape (O,).
-        own: ``sum_j q_ij u_j`` of these vectors, shape (O, D).
+        own: For the points that are anchors themselves: the vector, the point and ``sum_j q_ij u_j``, shapes (O,), (O,)
+            and (O, D).
     """
 
     anchors: Tensor
     weights: Tensor
-    vector: Tensor
-    point: Tensor
-    own: Tensor
-
-    def __getitem__(self, points: slice) -> RootSide:
-        inside = ((self.point >= points.start) & (self.point < points.stop)).nonzero().flatten()
-        own = self.vector[inside], self.point[inside] - points.start, self.own[inside]
-        return RootSide(self.anchors, self.weights[:, points], *own)
+    own: tuple[Tensor, Tensor, Tensor]
 
     @override
     def along(self, t: Tensor) -> Tensor:
         out = self.weights * (self.anchors @ t.T)
-        return out.index_put_((self.vector, self.point), (self.own * t[self.point]).sum(1), accumulate=True)
+        vector, point, own = self.own
+        return out.index_put_((vector, point), (own * t[point]).sum(1), accumulate=True)
 
     @override
     def summed(self, t: Tensor) -> Tensor:
@@ -211,7 +200,8 @@ class RootSide(PointVectors):
         for some in row_ranges(len(out), dim * columns):
             moved = (self.weights[some] @ t.flatten(1)).view(-1, dim, columns)
             out[some] = torch.einsum("ad,adk->ak", self.anchors[some], moved)
-        return out.index_add_(0, self.vector, torch.einsum("od,odk->ok", self.own, t[self.point]))
+        vector, point, own = self.own
+        return out.index_add_(0, vector, torch.einsum("od,odk->ok", own, t[point]))
 
     @override
     def spread(self, x: Tensor) -> Tensor:
@@ -220,16 +210,17 @@ class RootSide(PointVectors):
         for some in row_ranges(len(x), dim * x.shape[1]):
             outer = (self.anchors[some].unsqueeze(2) * x[some].unsqueeze(1)).flatten(1)
             out.addmm_(self.weights[some].T, outer)
-        outer = self.own.unsqueeze(2) * x[self.vector].unsqueeze(1)
-        return out.view(points, dim, x.shape[1]).index_add_(0, self.point, outer)
+        vector, point, own = self.own
+        return out.view(points, dim, x.shape[1]).index_add_(0, point, own.unsqueeze(2) * x[vector].unsqueeze(1))
 
     @override
     def blockwise(self, t: Tensor, signs: Tensor) -> Tensor:
         out = torch.zeros_like(t)
+        vector, point, own = self.own
         for k in range(t.shape[2]):
             x = signs.unsqueeze(1) * self.along(t[..., k])
             out[..., k] = (x * self.weights).T @ self.anchors
-            out[..., k].index_add_(0, self.point, self.own * x[self.vector, self.point].unsqueeze(1))
+            out[..., k].index_add_(0, point, own * x[vector, point].unsqueeze(1))
         return out
 
 

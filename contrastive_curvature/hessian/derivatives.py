@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 from typing import ClassVar
 
 import torch
@@ -142,32 +141,30 @@ class CosineDerivatives(ABC):
             ``sum_j c_ij (u_i . t_jk) u_j`` and the coupling of a point's candidates, shape (N, D, K); ``None`` where
             the second derivatives are zero.
         """
-        out: Tensor | None = None
+        out = torch.zeros_like(t)
         for rows, _, c in self.row_blocks(t.shape[2]):
             if c is None:
-                break
-            out = torch.zeros_like(t) if out is None else out
+                return None
             along = c.unsqueeze(2) * torch.einsum("rd,cdk->rck", self.u[rows], t)
             out[rows] = torch.einsum("rck,cd->rdk", along, self.u)
-        roots = self.roots(slice(None), slice(None))
-        if roots is None:
-            return out
-        return roots.matmul(t) if out is None else out + roots.matmul(t)
+        return out
 
-    @property
-    def squares(self) -> tuple[Tensor, PointVectors] | None:
-        """Signs (A,) and vectors of the squares that couple a point's candidates; ``None`` for single pairs."""
+    def squares(self, points: slice) -> tuple[Tensor, PointVectors] | None:
+        """Return signs (A,) of the squares that couple a point's candidates, and their vectors at some points.
+
+        ``None`` for a loss of single pairs.
+        """
         return None
 
     def roots(self, rows: slice, columns: slice) -> CrossRoots | None:
-        """Return :attr:`squares` between some points and others, slices of step one."""
-        if self.squares is None:
-            return None
-        signs, vectors = self.squares
+        """Return :meth:`squares` between some points and others, slices of step one."""
         ends = [slice(*chosen.indices(self.n)[:2]) for chosen in (rows, columns)]
-        low, high = max(ends[0].start, ends[1].start), min(ends[0].stop, ends[1].stop)
-        same = torch.arange(low, max(low, high), device=signs.device)
-        return CrossRoots(signs, vectors[ends[0]], vectors[ends[1]], same - ends[0].start, same - ends[1].start)
+        left, right = (self.squares(end) for end in ends)
+        if left is None or right is None:
+            return None
+        low, high = max(end.start for end in ends), min(end.stop for end in ends)
+        same = torch.arange(low, max(low, high), device=self.u.device)
+        return CrossRoots(left[0], left[1], right[1], same - ends[0].start, same - ends[1].start)
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
         """Return the value of the loss, without a graph, and its non-negative version.
@@ -177,46 +174,6 @@ class CosineDerivatives(ABC):
         """
         value = (totals or self.node_sums().totals(self.u)).value.to(self.u.dtype)
         return value, value
-
-
-class HeldDerivatives(CosineDerivatives):
-    """Derivatives of listed pairs of a batch, whose first derivatives are held whole.
-
-    Args:
-        u: Unit embeddings, shape (N, D).
-        y: Weights of the pairs, shape (N, N), symmetric.
-        value: The value of the loss.
-        moments: Moments of the second derivatives; ``None`` where these are zero.
-        squares: All second derivatives, see :attr:`CosineDerivatives.squares`.
-        anchors: See :class:`CosineDerivatives`; ``None`` for all points.
-    """
-
-    def __init__(
-        self,
-        u: Tensor,
-        y: Tensor,
-        value: Tensor,
-        moments: Moments | None = None,
-        squares: Callable[[], tuple[Tensor, PointVectors] | None] = lambda: None,
-        anchors: int | None = None,
-    ) -> None:
-        self.u, self.n, self._y = u, len(u), y
-        self.anchors = self.n if anchors is None else anchors
-        self._sums = NodeSums(y.sum(1), y @ u, moments, value.double())
-        self._squares = squares
-
-    @override
-    def node_sums(self) -> NodeSums:
-        return self._sums
-
-    @override
-    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        return self._y[start:stop, columns], None
-
-    @cached_property
-    def squares(self) -> tuple[Tensor, PointVectors] | None:
-        """See :attr:`CosineDerivatives.squares`."""
-        return self._squares()
 
 
 class PartOfDerivatives(CosineDerivatives):
@@ -256,11 +213,9 @@ class PartOfDerivatives(CosineDerivatives):
         out = self.whole.second_matmul(padded)
         return None if out is None else out[self._start : self._stop]
 
-    @property
-    def squares(self) -> tuple[Tensor, PointVectors] | None:
-        """See :attr:`CosineDerivatives.squares`."""
-        whole = self.whole.squares
-        return None if whole is None else (whole[0], whole[1][self._start : self._stop])
+    @override
+    def roots(self, rows: slice, columns: slice) -> CrossRoots | None:
+        return self.whole.roots(self._placed(rows), self._placed(columns))
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
         """Return those of all N points."""

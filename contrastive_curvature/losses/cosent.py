@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from typing_extensions import override
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.hessian.cross import PointVectors
-from contrastive_curvature.hessian.derivatives import HeldDerivatives
+from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums
 from contrastive_curvature.hessian.moments import Moments
 from contrastive_curvature.hessian.sphere import normalize, project_tangent
 from contrastive_curvature.losses.cosine import CosineLoss
@@ -89,29 +90,11 @@ class CoSENTLoss(CosineLoss):
         index = torch.arange(len(z), device=z.device)
         return self._at(normalize(z)[0], self.relate(z, None, (index[:count], index[count:], grades)))
 
-    def derivatives(self, relation: Relation, u: Tensor) -> HeldDerivatives:
-        """See :meth:`CosineLoss.derivatives`; of graded pairs.
-
-        Its second derivatives are a matrix ``C`` (P, P) over the P different ones among the K listed pairs.
-        """
+    def derivatives(self, relation: Relation, u: Tensor) -> CoSENTDerivatives:
+        """See :meth:`CosineLoss.derivatives`; of graded pairs."""
         if not isinstance(relation, GradedPairs):
             raise InputError("relation", "graded pairs", f"a {type(relation).__name__}")
-        n = len(u)
-        low, high = torch.minimum(relation.a, relation.b), torch.maximum(relation.a, relation.b)
-        keys, place = (low * n + high).unique(return_inverse=True)
-        i, j, count = keys // max(1, n), keys % max(1, n), len(keys)
-        shares, none, value = self.shares((u[low] * u[high]).sum(1), relation.grades)
-        first, second = _moments(shares, none)
-        slopes = -self.scale * first.new_zeros(count).index_add_(0, place, first)
-        if self.pd_fix.second_only:
-            slopes = torch.zeros_like(slopes)
-        if self.pd_fix.attracting_only:
-            slopes = slopes.clamp(min=0)
-        y = u.new_zeros(n, n).index_put_((torch.cat([i, j]), torch.cat([j, i])), slopes.repeat(2))
-        rows = second.new_zeros(count, len(place)).index_add_(0, place, second)
-        c = self.scale**2 * second.new_zeros(count, count).index_add_(1, place, rows)
-        ends = PairEnds.of(i, j, u, c)
-        return HeldDerivatives(u, y, value, ends, lambda: _squares(c, ends))
+        return CoSENTDerivatives(self, relation, u)
 
     def _at(self, u: Tensor, relation: GradedPairs) -> Tensor:
         cosine = (u[relation.a] * u[relation.b]).sum(1)
@@ -130,15 +113,65 @@ def _higher(grades: Tensor) -> Tensor:
     return grades.unsqueeze(1) > grades
 
 
-def _squares(c: Tensor, ends: PairEnds) -> tuple[Tensor, ListedVectors] | None:
-    """Return ``C`` (P, P) as signs (A,) and eigenvectors over pairs, zero at pairs that nothing moves."""
-    active = (c != 0).any(1).nonzero().flatten()
-    values, vectors = torch.linalg.eigh(c[active][:, active])
-    size = values.abs().max() if len(values) else values.sum()
-    kept = values.abs() > torch.finfo(values.dtype).eps * size
-    out = values.new_zeros(int(kept.sum()), len(c))
-    out[:, active] = (vectors[:, kept] * values[kept].abs().sqrt()).T
-    return (values[kept].sign(), ListedVectors(ends, out)) if bool(kept.any()) else None
+class CoSENTDerivatives(CosineDerivatives):
+    """``y`` (N, N) and second derivatives ``C`` (P, P) of a :class:`~contrastive_curvature.losses.cosent.CoSENTLoss`.
+
+    The pairs are the P different ones among the K listed. All is held whole: the pairs are those of a batch.
+
+    Args:
+        loss: The loss.
+        pairs: Which pairs there are.
+        u: Unit embeddings, shape (N, D).
+    """
+
+    def __init__(self, loss: CoSENTLoss, pairs: GradedPairs, u: Tensor) -> None:
+        self.u, self.n = u, len(u)
+        self.anchors = self.n
+        low, high = torch.minimum(pairs.a, pairs.b), torch.maximum(pairs.a, pairs.b)
+        keys, place = (low * self.n + high).unique(return_inverse=True)
+        i, j, count = keys // max(1, self.n), keys % max(1, self.n), len(keys)
+        shares, none, self._summed_value = loss.shares((u[low] * u[high]).sum(1), pairs.grades)
+        first, second = _moments(shares, none)
+        y = -loss.scale * first.new_zeros(count).index_add_(0, place, first)
+        if loss.pd_fix.second_only:
+            y = torch.zeros_like(y)
+        if loss.pd_fix.attracting_only:
+            y = y.clamp(min=0)
+        self._y = u.new_zeros(self.n, self.n).index_put_((torch.cat([i, j]), torch.cat([j, i])), y.repeat(2))
+        rows = second.new_zeros(count, len(place)).index_add_(0, place, second)
+        self._c = loss.scale**2 * second.new_zeros(count, count).index_add_(1, place, rows)
+        self._ends = PairEnds.of(i, j, u, self._c)
+
+    @override
+    def node_sums(self) -> NodeSums:
+        return NodeSums(self._y.sum(1), self._y @ self.u, self._ends, self._summed_value.double())
+
+    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
+        """See :meth:`CosineDerivatives.rows`; all second derivatives are in :meth:`squares`."""
+        return self._y[start:stop, columns], None
+
+    @override
+    def second_matmul(self, t: Tensor) -> Tensor | None:
+        along = self._ends.along(t)
+        change = along.new_zeros(len(self._c), along.shape[1]).index_add_(0, self._ends.pair, along)
+        # Less what is between a point and itself.
+        return self._ends.spread((self._c @ change)[self._ends.pair] - self._ends.c @ along)
+
+    def squares(self, points: slice) -> tuple[Tensor, PointVectors] | None:
+        """See :meth:`CosineDerivatives.squares`; all of the second derivatives, as eigenvectors."""
+        signs, vectors = self._eigenvectors
+        return (signs, ListedVectors(self._ends[points], vectors)) if len(signs) else None
+
+    @cached_property
+    def _eigenvectors(self) -> tuple[Tensor, Tensor]:
+        """Return signs (A,) and vectors (A, P) whose squares add up to ``C``; zero at pairs that nothing moves."""
+        active = (self._c != 0).any(1).nonzero().flatten()
+        values, vectors = torch.linalg.eigh(self._c[active][:, active])
+        size = values.abs().max() if len(values) else values.sum()
+        kept = values.abs() > torch.finfo(values.dtype).eps * size
+        out = values.new_zeros(int(kept.sum()), len(self._c))
+        out[:, active] = (vectors[:, kept] * values[kept].abs().sqrt()).T
+        return values[kept].sign(), out
 
 
 def _moments(shares: Tensor, none: Tensor) -> tuple[Tensor, Tensor]:
@@ -240,9 +273,6 @@ class ListedVectors(PointVectors):
 
     ends: PairEnds
     vectors: Tensor
-
-    def __getitem__(self, points: slice) -> ListedVectors:
-        return ListedVectors(self.ends[points], self.vectors)
 
     @override
     def along(self, t: Tensor) -> Tensor:

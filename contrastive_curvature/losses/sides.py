@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.hessian.sphere import check_outputs
-from contrastive_curvature.pairs.relation import LabelRelation, check_labels
+from contrastive_curvature.pairs.relation import LabelRelation, check_labels, row_ranges
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,22 @@ class Side:
 
     anchors: slice
     candidates: slice
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Return the numbers A of anchors and M of candidates."""
+        return self.anchors.stop - self.anchors.start, self.candidates.stop - self.candidates.start
+
+    def row_blocks(self, width: int = 1) -> Iterator[slice]:
+        """Iterate over ranges of anchors, in blocks of pairs for which the caller stores ``width`` numbers each."""
+        count, candidates = self.shape
+        for rows in row_ranges(count, candidates * width):
+            yield moved(rows, self.anchors.start)
+
+
+def moved(part: slice, by: int) -> slice:
+    """Return a range of points that are counted from another one."""
+    return slice(part.start + by, part.stop + by)
 
 
 Sides = tuple[Side, ...]

@@ -7,13 +7,17 @@ from torch import Tensor
 from typing_extensions import override
 
 from contrastive_curvature import validate
-from contrastive_curvature.hessian.derivatives import CosineDerivatives, HeldDerivatives
+from contrastive_curvature.errors import UnsupportedError
+from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums
 from contrastive_curvature.losses.rows import RowLoss, RowTerms
 from contrastive_curvature.losses.sides import Sides, one_tower
 from contrastive_curvature.options import Distance, PDFix
 from contrastive_curvature.pairs import Pairs
 from contrastive_curvature.pairs.edges import EdgeRelation
 from contrastive_curvature.pairs.relation import Relation
+
+_MOST_PAIRS = 2**24
+"""Anchors times candidates of the largest batch whose derivatives are formed."""
 
 
 class TripletLoss(RowLoss):
@@ -47,7 +51,7 @@ class TripletLoss(RowLoss):
 
     Raises:
         InputError: An option is unknown or out of range.
-        UnsupportedError: ``pd_fix="ggn"``.
+        UnsupportedError: ``pd_fix="ggn"``; or derivatives of more than 2^24 pairs of anchors and candidates.
 
     Source: Schroff et al., FaceNet: A Unified Embedding for Face Recognition and Clustering, 2015, section 3.1. Hermans
     et al., In Defense of the Triplet Loss for Person Re-Identification, 2017, average over active triplets.
@@ -77,23 +81,17 @@ class TripletLoss(RowLoss):
     def derivatives(
         self, relation: Relation, u: Tensor, *, sides: Sides | None = None, as_data: bool = False
     ) -> CosineDerivatives:
+        for side in sides or one_tower(len(u)):
+            anchors, candidates = side.shape
+            if anchors * candidates > _MOST_PAIRS:
+                raise UnsupportedError(
+                    f"TripletLoss: triplets are those of a batch, and its derivatives for {anchors} anchors with "
+                    f"{candidates} candidates each are not formed (at most {_MOST_PAIRS} pairs). Use smaller batches."
+                )
         if isinstance(relation, ListedTriplets):
-            return self._listed(relation, u, as_data)
+            # Every negative counts in full.
+            return ListedTripletDerivatives(self, relation, u, as_data=as_data)
         return super().derivatives(relation, u, sides=sides, as_data=as_data)
-
-    def _listed(self, relation: ListedTriplets, u: Tensor, as_data: bool) -> HeldDerivatives:
-        """Return the derivatives for triplets that are listed."""
-        cost = listed_violations(relation, u, self.margin)
-        active = cost > 0
-        anchors = int(relation.anchor.unique().numel())
-        scale = self._scale(float(active.sum()), one_tower(len(u)), anchors, as_data=as_data)
-        y = u.new_zeros(len(u), len(u))
-        weight = u.new_full((int(active.sum()),), 2 * scale)
-        for other, sign in ((relation.near, 1), (relation.far, -1)):
-            y.index_put_((relation.anchor[active], other[active]), sign * weight, accumulate=True)
-        y = y + y.T
-        y = y.clamp_(min=0) if self.pd_fix.attracting_only else y
-        return HeldDerivatives(u, y, scale * cost[active].double().sum(), anchors=anchors)
 
     def _value_of(self, u: Tensor, relation: Relation, sides: Sides) -> Tensor:
         if not isinstance(relation, ListedTriplets):
@@ -174,3 +172,36 @@ class ListedTriplets(EdgeRelation):
 def listed_violations(relation: ListedTriplets, u: Tensor, margin: float) -> Tensor:
     """Return ``2 s_an - 2 s_ap + margin`` of every triplet, shape (T,), for unit embeddings (N, D)."""
     return 2 * (u[relation.anchor] * (u[relation.far] - u[relation.near])).sum(1) + margin
+
+
+class ListedTripletDerivatives(CosineDerivatives):
+    """Pair weights of listed triplets, held whole: they are those of a batch.
+
+    Args:
+        loss: The loss.
+        relation: The triplets.
+        u: Unit embeddings, shape (N, D).
+        as_data: See :meth:`RowLoss.derivatives`.
+    """
+
+    def __init__(self, loss: TripletLoss, relation: ListedTriplets, u: Tensor, *, as_data: bool = False) -> None:
+        self.u, self.n = u, len(u)
+        cost = listed_violations(relation, u, loss.margin)
+        active = cost > 0
+        self.anchors = int(relation.anchor.unique().numel())
+        scale = loss._scale(float(active.sum()), one_tower(self.n), self.anchors, as_data=as_data)
+        self._value = scale * cost[active].double().sum()
+        y = u.new_zeros(self.n, self.n)
+        weight = u.new_full((int(active.sum()),), 2 * scale)
+        for other, sign in ((relation.near, 1), (relation.far, -1)):
+            y.index_put_((relation.anchor[active], other[active]), sign * weight, accumulate=True)
+        y = y + y.T
+        self._y = y.clamp_(min=0) if loss.pd_fix.attracting_only else y
+
+    @override
+    def node_sums(self) -> NodeSums:
+        return NodeSums(self._y.sum(1), self._y @ self.u, None, self._value)
+
+    @override
+    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
+        return self._y[start:stop, columns], None

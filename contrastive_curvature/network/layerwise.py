@@ -340,10 +340,6 @@ class LayerwisePullback(ModulePullback):
             raise NotVerifiedError(wrong)
         return tape
 
-    def split(self, flat: Tensor) -> Sequence[Tensor]:
-        """Return views of a vector (P,), one a parameter."""
-        return flat.split([p.numel() for p in self.trainable])
-
     def _diagonal(
         self,
         like: Tensor,
@@ -368,10 +364,9 @@ class LayerwisePullback(ModulePullback):
         out = self.run_layers(context, compute)
         if self.general is not None:
             with torch.no_grad():
-                by_name = self.general._split(general(self.general))
-            for name, entries in zip(self.names, self.split(out), strict=True):
-                if name in by_name:
-                    entries.copy_(by_name[name].flatten())
+                parts, entries = self.general.split(general(self.general)), self.split(out)
+            for number, part in zip(sorted(self.by_func), parts, strict=True):
+                entries[number].copy_(part)
         return out
 
     def _add_squares(self, vectors: Sequence[Tensor], tape: Tape, factor: SignedFactor) -> None:

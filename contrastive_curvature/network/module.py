@@ -7,7 +7,7 @@ that runs the model at that time would get outputs of other weights. So it is ca
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import FunctionType
 from typing import Any
@@ -122,9 +122,12 @@ class ModulePullback(Pullback):
         how = {"allow_unused": True, "materialize_grads": True, "create_graph": create_graph}
         return list(torch.autograd.grad(z, params, cotangents, **how))
 
+    def split(self, flat: Tensor) -> Sequence[Tensor]:
+        """Return views of a vector (P,), one a parameter."""
+        return flat.split([p.numel() for p in self.params.values()])
+
     def _split(self, flat: Tensor) -> dict[str, Tensor]:
-        pieces = flat.split([p.numel() for p in self.params.values()])
-        return {name: piece.view_as(p) for (name, p), piece in zip(self.params.items(), pieces, strict=True)}
+        return {name: part.view_as(p) for (name, p), part in zip(self.params.items(), self.split(flat), strict=True)}
 
     def _vjp_vectorized(self, context: Any, cotangents: Tensor) -> Tensor:
         n = input_length(context)

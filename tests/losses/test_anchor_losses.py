@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import contrastive_curvature as cc
+from contrastive_curvature.losses import rows, triplet_hinge
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.losses.sides import joined_towers, two_towers
 from contrastive_curvature.pairs import relation
@@ -126,9 +127,10 @@ def size_of(loss: RowLoss, z: Tensor, **pairs: Any) -> float:
 
 @contextmanager
 def pieces(small: bool) -> Iterator[None]:
-    """Blocks of one anchor, or all at once."""
+    """Blocks of one anchor, and derivatives that are computed again each time; or all at once."""
     with pytest.MonkeyPatch.context() as patch:
         if small:
+            patch.setattr(rows, "_HELD_ELEMENTS", 0)
             patch.setattr(relation, "BLOCK_ELEMENTS", 1)
         yield
 
@@ -421,3 +423,14 @@ def test_promised_roots_survive_rounding(device: str) -> None:
 def test_malformed_partners_and_targets(pairs: Tensor, kind: type[Exception], words: str, device: str) -> None:
     with pytest.raises(kind, match=words):
         cc.SupConLoss(0.1)(torch.randn(3, 4, device=device), pairs=pairs.to(device))
+
+
+def test_what_the_triplet_loss_refuses(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    z, labels = numbers(0, 4, 3).to(device), torch.tensor([0, 0, 1, 1], device=device)
+    with pytest.raises(cc.UnsupportedError, match=r"pd_fix='ggn': TripletLoss is piecewise linear"):
+        cc.TripletLoss().output_hessian(z, labels, pd_fix="ggn")
+    with pytest.raises(cc.InputError, match="pairs"):
+        cc.TripletLoss()(z, pairs=tuple(torch.tensor(part, device=device) for part in ([0], [1], [7])))
+    monkeypatch.setattr(triplet_hinge, "_MOST_PAIRS", 15)
+    with pytest.raises(cc.UnsupportedError, match=r"4 anchors with 4 candidates.*smaller batches"):
+        cc.TripletLoss().output_hessian(z, labels)
