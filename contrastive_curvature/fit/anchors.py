@@ -20,7 +20,7 @@ from contrastive_curvature.fit.loop import DatasetCurvature, Fit, Source, nothin
 from contrastive_curvature.fit.passes import Passes
 from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.losses.row_derivatives import RowDerivatives
+from contrastive_curvature.losses.rows import RowDerivatives
 from contrastive_curvature.network.loader import check_not_empty
 
 _log = logging.getLogger("contrastive_curvature")

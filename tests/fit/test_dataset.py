@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.fit import cross_terms, lowrank
-from contrastive_curvature.losses import contrastive_classes
+from contrastive_curvature.losses import contrastive
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.structures import Dense, Diagonal, Kron, Structure
 from contrastive_curvature.testing import dense_jacobian
@@ -177,7 +177,7 @@ def test_memory_of_a_last_layer_fit_does_not_grow_with_pairs(device: str) -> Non
 
     with Watch():
         fit(model, loader, {}, Diagonal, True)
-    assert largest <= contrastive_classes._TILE_ROWS * contrastive_classes._TILE_COLUMNS
+    assert largest <= contrastive._TILE_ROWS * contrastive._TILE_COLUMNS
 
 
 def test_a_batch_seldom_waits_for_the_device(device: str) -> None:
