@@ -6,27 +6,35 @@ classical formula (Koh and Liang, 2017) takes the item's own term alone. Neither
 numbers is formed: the gradients of the queries are solved for, pushed forward to the outputs of the training points,
 and multiplied there with the gradients of the loss.
 
+:func:`without` forgets items: it is a fit of the rest, and on request moves a last layer by what the items did to it.
 How well the predictions agree with retraining is in ``docs/influence.md``.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils import vector_to_parameters
 
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.fit.readers import Batch, Reader
+from contrastive_curvature.fit.share import Rest
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.rows import RowLoss
+from contrastive_curvature.network.digest import Watch
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import input_length
 from contrastive_curvature.network.loader import in_fixed_order
 from contrastive_curvature.network.pullback import Pullback
+
+if TYPE_CHECKING:
+    from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 
 
 def margin(query: Tensor, match: Tensor, other: Tensor) -> Tensor:
@@ -64,26 +72,78 @@ def influence(
 
     Takes Q P numbers of memory for P weights, and N values of the loss of N points (of a loss of anchors: of a batch).
     """
-    clamped, loss = la.require_clamped(), _supported(la)
+    clamped, loss = la.require_clamped(), _supported("influence", la)
     items, asked = (Reader(in_fixed_order(given), la.backend.points_of) for given in (loader, queries))
     with evaluation_mode(la.model), torch.no_grad():
         pullback = la.backend.pullback(next(iter(items)).x)
-        groups: list[tuple[Tensor, Any]] = [(pullback.forward(batch.x)[0], batch.labels) for batch in items]
-        z, labels = (torch.cat(part) for part in zip(*groups, strict=True))
+        groups = _outputs(pullback, items)
+        [(z, labels)] = whole = _together(groups)
         of_queries = torch.cat([_gradients(pullback, batch, items, z, labels, of) for batch in asked])
         moves = clamped.solve(of_queries, la.prior_precision, la.likelihood_factor) * la.likelihood_factor
         shifts = [torch.stack([pullback.jvp(batch.x, move)[1] for move in moves]) for batch in items]
     if la.curvature_options.over_dataset:
-        groups, shifts = [(z, labels)], [torch.cat(shifts, dim=1)]
+        groups, shifts = whole, [torch.cat(shifts, dim=1)]
     return torch.cat([_without_each(loss, *group, shift) for group, shift in zip(groups, shifts, strict=True)], dim=1)
 
 
-def _supported(la: ContrastiveLaplace) -> PairLoss | RowLoss:
+def without(
+    la: ContrastiveLaplace, train_loader: Iterable[Any], gone: Any, newton_step: bool, progress_bar: bool | None
+) -> ContrastiveLaplace:
+    """Return a fit of the rest, see :meth:`.ContrastiveLaplace.without`."""
+    la.check_fitted()
+    validate.flag("newton_step", newton_step)
+    if newton_step and not la.on_last_layer:
+        raise UnsupportedError(f"newton_step: moves a last layer. This posterior has {la.subset_of_weights!r} weights.")
+    loss = _supported("newton_step", la) if newton_step else None
+    rest, points = copy.copy(la), Rest(in_fixed_order(train_loader), gone)
+    # Each has a backend of its own, and what compared with the points of the old fit goes.
+    rest._backend = rest.snapshot = None
+    rest.fit(points, progress_bar=progress_bar)
+    # In shares, as two views of an input are two points.
+    if rest.n_data * points.count != la.n_data * (points.count - len(points.gone)):
+        hint = "Pass the data of the fit, whole; of several fits that were added up, fit the rest of each again."
+        raise InputError("train_loader", f"the {la.n_data} points of the fit", f"{points.count}", hint)
+    if loss is not None:
+        move = _newton_step(rest, loss, points)
+        rest.model, rest.watch, rest._backend = copy.deepcopy(la.model), Watch(shared=False), None
+        vector_to_parameters(rest.mean + move, rest.model.last_layer.parameters())
+        rest.fit(points, progress_bar=progress_bar)
+    return rest
+
+
+def _newton_step(rest: ContrastiveLaplace, loss: PairLoss | RowLoss, points: Rest) -> Tensor:
+    """Return ``(H / T + prior)^-1 g / T`` of the rest, with the gradient ``g`` of all terms of the removed points."""
+    items = Reader(points.loader, rest.backend.points_of)
+    views = rest.n_data // (points.count - len(points.gone))
+    with evaluation_mode(rest.model), torch.no_grad():
+        pullback = rest.backend.pullback(next(iter(items)).x)
+        groups = _outputs(pullback, items)
+        kept = [points.kept(batch.numbers // views).to(z.device) for batch, (z, _) in zip(items, groups, strict=True)]
+        sizes = [len(keep) for keep in kept]
+        if rest.curvature_options.over_dataset:
+            groups, kept = _together(groups), [torch.cat(kept)]
+        lost = torch.cat([_lost(loss, *group, keep) for group, keep in zip(groups, kept, strict=True)])
+        parts = [pullback.vjp_sum(batch.x, part) for batch, part in zip(items, lost.split(sizes), strict=True)]
+    factor = rest.likelihood_factor
+    return rest.require_clamped().solve(torch.stack(parts).sum(0), rest.prior_precision, factor) * factor
+
+
+def _together(groups: list[tuple[Tensor, Any]]) -> list[tuple[Tensor, Any]]:
+    z, labels = (torch.cat(part) for part in zip(*groups, strict=True))
+    return [(z, labels)]
+
+
+def _outputs(pullback: Pullback, items: Iterable[Batch]) -> list[tuple[Tensor, Any]]:
+    """Return raw outputs and labels of every batch."""
+    return [(pullback.forward(batch.x)[0], batch.labels) for batch in items]
+
+
+def _supported(argument: str, la: ContrastiveLaplace) -> PairLoss | RowLoss:
     options, loss = la.curvature_options, la.curvature_options.loss
     known = loss.compares == "anchors" or options.over_dataset
     if options.relation is not None or not known:
         raise UnsupportedError(
-            "influence: takes losses of pairs over the data set (pairs='dataset') and losses of anchors, with labels "
+            f"{argument}: takes losses of pairs over the data set (pairs='dataset') and losses of anchors, with labels "
             f"and without a relation. This posterior has {type(loss).__name__} with pairs={options.pairs!r}."
         )
     return cast("PairLoss | RowLoss", loss)
@@ -130,10 +190,15 @@ def _without_each(loss: PairLoss | RowLoss, z: Tensor, labels: Tensor, shifts: T
     whole, out = _slope(loss, z, labels), shifts.new_empty(shifts.shape[:2])
     for k in range(len(z)):
         keep = torch.arange(len(z), device=z.device) != k
-        lost = whole.clone()
-        lost[keep] -= _slope(loss, z[keep], labels[keep])
-        out[:, k] = shifts.flatten(1) @ lost.flatten()
+        out[:, k] = shifts.flatten(1) @ _lost(loss, z, labels, keep, whole).flatten()
     return out
+
+
+def _lost(loss: PairLoss | RowLoss, z: Tensor, labels: Tensor, keep: Tensor, whole: Tensor | None = None) -> Tensor:
+    """Return the gradient (N, D) of ``L - L_of_the_kept``, for boolean ``keep`` (N,); ``whole`` is that of ``L``."""
+    lost = (_slope(loss, z, labels) if whole is None else whole).clone()
+    lost[keep] -= _slope(loss, z[keep], labels[keep])
+    return lost
 
 
 def _slope(loss: PairLoss | RowLoss, z: Tensor, labels: Tensor) -> Tensor:
