@@ -27,6 +27,7 @@ from contrastive_curvature.fit.share import Rest
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.rows import RowLoss
+from contrastive_curvature.losses.weighting import class_pairs, count_shares, weigh_pairs
 from contrastive_curvature.network.digest import Watch
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import input_length
@@ -70,20 +71,22 @@ def influence(
         UnsupportedError: The loss compares neither pairs nor anchors, the fit takes the pairs of batches for those of
             the data set, or a relation in place of labels; or the structure has no matrix of weights.
 
-    Takes Q P numbers of memory for P weights, and N values of the loss of N points (of a loss of anchors: of a batch).
+    Takes Q (N D + P) numbers of memory for P weights and D outputs; of pairs Q N^2 D products, of anchors a value of
+    the loss of a batch for each of its points.
     """
     clamped, loss = la.require_clamped(), _supported("influence", la)
     items, asked = (Reader(in_fixed_order(given), la.backend.points_of) for given in (loader, queries))
     with evaluation_mode(la.model), torch.no_grad():
         pullback = la.backend.pullback(next(iter(items)).x)
         groups = _outputs(pullback, items)
-        [(z, labels)] = whole = _together(groups)
+        [(z, labels)] = _together(groups)
         of_queries = torch.cat([_gradients(pullback, batch, items, z, labels, of) for batch in asked])
         moves = clamped.solve(of_queries, la.prior_precision, la.likelihood_factor) * la.likelihood_factor
         shifts = [torch.stack([pullback.jvp(batch.x, move)[1] for move in moves]) for batch in items]
-    if la.curvature_options.over_dataset:
-        groups, shifts = whole, [torch.cat(shifts, dim=1)]
-    return torch.cat([_without_each(loss, *group, shift) for group, shift in zip(groups, shifts, strict=True)], dim=1)
+    if isinstance(loss, PairLoss):
+        return _pairs_without_each(loss, z, labels, torch.cat(shifts, dim=1))
+    without = [_anchors_without_each(loss, *group, shift) for group, shift in zip(groups, shifts, strict=True)]
+    return torch.cat(without, dim=1)
 
 
 def without(
@@ -185,8 +188,43 @@ def _gradients(
     return rows
 
 
-def _without_each(loss: PairLoss | RowLoss, z: Tensor, labels: Tensor, shifts: Tensor) -> Tensor:
-    """Return the products (Q, N) of every ``g_k`` with moves of the weights, from the shifts (Q, N, D) of outputs."""
+def _pairs_without_each(loss: PairLoss, z: Tensor, labels: Tensor, shifts: Tensor) -> Tensor:
+    """Return the products (Q, N) of every ``g_k`` with moves of the weights, from the shifts (Q, N, D) of outputs.
+
+    What a pair weighs depends on the sizes of its two classes alone. So the sums of the pairs' changes by class, of all
+    points and of every point k, say what is lost without k: its own pairs, and the change of all weights.
+    """
+    (u, norm), (_, index) = normalize(z), labels.unique(return_inverse=True)
+    turns = (shifts - (shifts * u).sum(2, keepdim=True) * u) / norm[:, None]
+    member = torch.nn.functional.one_hot(index).double()
+    counts, each = member.sum(0).long(), torch.eye(member.shape[1], dtype=torch.int64, device=z.device)
+    own_weights = torch.stack([_class_weights(loss, counts - one)[c] for c, one in enumerate(each)])
+    own, sums = member.new_empty(shifts.shape[:2]), member.new_zeros(len(shifts), *each.shape)
+    for rows, positive, negative in loss.relate(z, labels, None).row_blocks():
+        cosine = u[rows] @ u.T
+        cosine.diagonal(rows.start).fill_(0)
+        slope = loss._terms(cosine, positive.to(u), negative.to(u)).first
+        for query, turn in enumerate(turns):
+            of_class = (slope * (turn[rows] @ u.T + u[rows] @ turn.T)).double() @ member
+            sums[query] += member[rows].T @ of_class
+            own[query, rows] = (of_class * own_weights[index[rows]]).sum(1)
+    whole = _class_weights(loss, counts)
+    # Every pair stands in the sums twice.
+    others = [((whole - _class_weights(loss, counts - one)) * sums).sum((1, 2)) / 2 for one in each]
+    return (own + torch.stack(others, dim=1)[:, index]).to(shifts)
+
+
+def _class_weights(loss: PairLoss, counts: Tensor) -> Tensor:
+    """Return what a pair weighs, as a fit counts the loss, by its two classes of these sizes, float64 (C, C)."""
+    positive, negative, totals = class_pairs(counts)
+    shares = count_shares(positive, negative, loss.normalization, torch.float64, totals)
+    same = torch.eye(len(counts), dtype=torch.float64, device=counts.device)
+    attract, repel = weigh_pairs(loss.negative_weight, same, 1 - same, shares, shares)
+    return loss.data_scale(int(counts.sum())) * (attract + repel)
+
+
+def _anchors_without_each(loss: RowLoss, z: Tensor, labels: Tensor, shifts: Tensor) -> Tensor:
+    """Return the same of a loss of anchors, whose weights change with every candidate: from its value without each."""
     whole, out = _slope(loss, z, labels), shifts.new_empty(shifts.shape[:2])
     for k in range(len(z)):
         keep = torch.arange(len(z), device=z.device) != k

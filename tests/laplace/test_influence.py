@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import contrastive_curvature as cc
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 
-LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 2, 0, 1])
+LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 3, 1, 2, 2, 0, 3])
 PRIOR = 3.0
 
 
