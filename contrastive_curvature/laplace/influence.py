@@ -83,10 +83,12 @@ def influence(
         of_queries = torch.cat([_gradients(pullback, batch, items, z, labels, of) for batch in asked])
         moves = clamped.solve(of_queries, la.prior_precision, la.likelihood_factor) * la.likelihood_factor
         shifts = [torch.stack([pullback.jvp(batch.x, move)[1] for move in moves]) for batch in items]
-    if isinstance(loss, PairLoss):
-        return _pairs_without_each(loss, z, labels, torch.cat(shifts, dim=1))
-    without = [_anchors_without_each(loss, *group, shift) for group, shift in zip(groups, shifts, strict=True)]
-    return torch.cat(without, dim=1)
+    if la.curvature_options.over_dataset:
+        return _pairs_without_each(cast("PairLoss", loss), z, labels, torch.cat(shifts, dim=1))
+    anchors = cast("RowLoss", loss)
+    return torch.cat(
+        [_anchors_without_each(anchors, *part, shift) for part, shift in zip(groups, shifts, strict=True)], 1
+    )
 
 
 def without(

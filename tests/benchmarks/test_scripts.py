@@ -21,6 +21,7 @@ from benchmarks import (
     curvature,
     drift_delay,
     fast_path,
+    influence,
     machine,
     match,
     scale,
@@ -215,3 +216,19 @@ def test_the_delay_of_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found = json.loads((tmp_path / "drift_delay.json").read_text(encoding="utf-8"))
     assert found["simulated"][-1]["delays"][0] <= found["simulated"][0]["delays"][0]
     assert set(found["encoders"]["text"]) == {"noise 1", "noise 2"}
+
+
+def test_influence_adds_a_column_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"POINTS": 40, "FEATURES": 6, "DIM": 4, "RETRAININGS": 5, "SPARE": 2, "LEFT_OUT": 3, "QUERIES": 10}
+    for name, number in small.items():
+        monkeypatch.setattr(influence, name, number)
+    try:
+        for kind in ("soft", "contrastive"):
+            influence.main(["digits", kind, "--out", str(tmp_path)])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    columns = json.loads((tmp_path / "influence.json").read_text())["columns"]
+    assert set(columns) == {"digits, soft", "digits, contrastive"}
+    for column in columns.values():
+        assert column["rows"]["all terms, exact Hessian"][0] > 0.8
+        assert max(column["newton"]) < 1
