@@ -332,12 +332,12 @@ def draw() -> Figure:
         near, far = unit(x[torch.stack(pair)] @ weight.T)
         return float(unit(weight @ xq[query], dim=0) @ (near - far))
 
-    figure = Figure(figsize=(9, 2.5), layout="constrained", facecolor="white")
+    figure = Figure(figsize=(9, 2.25), layout="constrained", facecolor="white")
     shown = [(asked[query], "query"), (images[pair[0]], f"its answer: {int(y[pair[0]])}\nmargin {margin(weight):.3f}")]
     for item in effects[query].argsort()[:3].tolist():
         again = problem.trained(weight, every.clone().index_fill(0, torch.tensor([item]), False))
         real, predicted = margin(again) - margin(weight), float(effects[query, item])
-        shown.append((images[item], f"without it {predicted:+.3f}\nretrained {real:+.3f}"))
+        shown.append((images[item], f"{int(y[item])}: without it {predicted:+.3f}\nretrained {real:+.3f}"))
         print(f"item {item}, class {int(y[item])}: predicted {predicted:+.4f}, retrained {real:+.4f}")
     for number, (axes, (image, title)) in enumerate(zip(figure.subplots(1, 5), shown, strict=True)):
         axes.imshow(image.view(8, 8), cmap="gray_r")
