@@ -396,7 +396,8 @@ class Retriever(Fitted):
 
         How firm an answer is, is the cosine to the match less that to the nearest point of another class.
         :func:`contrastive_curvature.influence` predicts what it would lose if an item had been left out of the training
-        of the weights of the posterior, and were still searched.
+        of the weights of the posterior, and were still searched. Which posterior predicts best, ``docs/influence.md``
+        compares; that of an encoder which ``fit`` fits was not compared with retraining.
 
         Args:
             queries: Inputs as of :meth:`fit`, Q of them.
@@ -421,6 +422,7 @@ class Retriever(Fitted):
             raise UnsupportedError("because: embeddings have no posterior. Give an encoder, or head=True.")
         if validate.count("k", k) > len(points.identifiers):
             raise InputError("k", f"at most {len(points.identifiers)}, the points of the gallery", k)
+        asked, inputs_of = batches(la.model, queries, _ASKED, "queries")
         items, classes = self._embedded("x", x, y)
         names, self._codes = list(self._codes), known
         same = items.directions.shape == points.directions.shape and torch.equal(classes, points.classes)
@@ -428,12 +430,13 @@ class Retriever(Fitted):
             hint = "Items that were added or removed, or a gallery of its own, taught the posterior nothing."
             raise InputError("x, y", "the points of the gallery, in its order", f"{len(items)} other ones", hint)
         loader, labels = (_batched(la, x, classes), classes) if _in_memory(x) else (x, torch.tensor(names)[classes])
-        asked, inputs_of = batches(la.model, queries, _ASKED, "queries")
         weakest = []
         for batch in map(inputs_of, asked):
             match = self._search(embedded(la, [batch], "queries"))[1]
             change = influence(la, loader, [(batch, labels[torch.from_numpy(match)])])
             weakest.append(change.double().cpu().topk(k, largest=False))
+        if not weakest:
+            raise InputError("queries", "at least one input", "none")
         changes, rows = (torch.cat(part).numpy() for part in zip(*weakest, strict=True))
         return points.identifiers[rows], changes
 

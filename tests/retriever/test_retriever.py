@@ -572,3 +572,5 @@ def test_because_refuses_what_it_cannot_explain(retriever: cc.Retriever) -> None
     for argument, x, y, k in refused:
         with pytest.raises(cc.InputError, match=f"{argument}: expected"):
             retriever.because(TEST.x, x, y, k=k)
+    with pytest.raises(cc.InputError, match="queries: expected at least one input"):
+        retriever.because(TEST.x[:0], TRAIN.x, TRAIN.names)
