@@ -396,8 +396,8 @@ class Retriever(Fitted):
 
         How firm an answer is, is the cosine to the match less that to the nearest point of another class.
         :func:`contrastive_curvature.influence` predicts what it would lose if an item had been left out of the training
-        of the weights of the posterior, and were still searched. Which posterior predicts best, ``docs/influence.md``
-        compares; that of an encoder which ``fit`` fits was not compared with retraining.
+        of the weights of the posterior, and were still searched. A posterior with the loss and the prior of the
+        training and the structure ``"full"`` predicts best; the default one less well (``docs/influence.md``).
 
         Args:
             queries: Inputs as of :meth:`fit`, Q of them.
