@@ -55,8 +55,8 @@ def influence(
 
     Args:
         la: A fitted posterior, of a loss of pairs over the data set or of anchors with the candidates of their batch.
-            Its prior should be that of the training; ``pd_fix="full"`` of the loss and the structure ``"full"`` are closest
-            to retraining.
+            Closest to retraining are the prior of the training, ``pd_fix="full"`` of the loss, and the structure
+            ``"full"``.
         loader: The batches of the fit, ``(x, labels)`` or as the fit takes them; N points in all. Of a ``DataLoader``
             that shuffles, the data set is read in its own order.
         queries: Batches ``(x, labels)`` of Q queries, each of a class that training items have, too.
