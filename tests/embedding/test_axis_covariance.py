@@ -47,19 +47,12 @@ def test_every_figure_is_that_of_the_dense_covariances(
     found, wanted = (d.raw_samples(3, g) for d, g in zip((out, truth), generators, strict=True))
     assert found.shape == wanted.shape
     torch.testing.assert_close(copy.deepcopy(out).covariance, truth.covariance)
-
-
-@given(dim=st.integers(2, 40), common=st.booleans())
-def test_in_single_precision(dim: int, common: bool) -> None:
-    made = parts(4, dim, common)
-    z = torch.randn(4, dim, dtype=torch.float64)
-    truth = cc.EmbeddingDistribution.trusted(z, Dense(by_hand(made)))
     shared = None if made.common is None else made.common.float()
     single = Axes(made.axes.float(), made.values.float(), shared, torch.float32)
-    out = cc.EmbeddingDistribution.trusted(z.float(), single)
+    low = cc.EmbeddingDistribution.trusted(z.float(), single).relative_to(2.0)
     for name in ("variance", "uncertainty", "covariance"):
-        assert getattr(out, name).dtype == torch.float32
-        torch.testing.assert_close(getattr(out, name).double(), getattr(truth, name), rtol=1e-4, atol=1e-4)
+        assert getattr(low, name).dtype == torch.float32
+        torch.testing.assert_close(getattr(low, name).double(), getattr(truth, name), rtol=1e-3, atol=1e-4 * size)
 
 
 def test_autocast_changes_nothing() -> None:
