@@ -190,7 +190,7 @@ MUTANTS = [
       "(la.n_data + la.effective", "(la.n_data - la.effective", "laplace/test_laplace_predict.py"),
     M("effective parameters without the prior", "sum h / (h + d)", "structures/base.py",
       "total = basis.values.double() + d", "total = basis.values.double() + 1",
-      "laplace/test_laplace_predict.py::test_effective_parameters_of_any_prior"),
+      "structures/test_structures.py"),
     M("influence of an item's own gradient alone", "g_k = grad (L - L_without_k)", "laplace/influence.py",
       "lost[keep] -= _slope(loss, z[keep], labels[keep])", "lost[keep] = 0", "laplace/test_influence.py"),
     M("influence without the temperature", "(H / T + prior)^-1 g / T", "laplace/influence.py",

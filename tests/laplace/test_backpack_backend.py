@@ -32,22 +32,15 @@ def curvature(drawn: Drawn, device: str, structure: str, kind: type = BackPackPu
 
 
 @given(drawn=backpack_cases(HOSTED, 5))
-def test_diag_and_full_are_exact(drawn: Drawn, device: str) -> None:
+def test_diag_and_full_are_exact_and_kron_has_the_factors_of_the_shared_code(drawn: Drawn, device: str) -> None:
+    """Of indefinite blocks too."""
     truth, size = truth_and_size(drawn)
     assert close(curvature(drawn, device, "diag").cpu(), truth.diagonal(), size)
     assert close(curvature(drawn, device, "full").cpu(), truth, size)
-
-
-@given(drawn=backpack_cases(HOSTED, 5))
-def test_kron_factors_are_those_of_the_shared_code(drawn: Drawn, device: str) -> None:
-    """Of indefinite blocks too."""
-    if cc.PDFix(drawn[2].options["pd_fix"]).coupled:
-        drawn[2].options["pd_fix"] = "fixed"
-    _, size = truth_and_size(drawn)
-    found, wanted = (curvature(drawn, device, "kron", kind) for kind in (BackPackPullback, LayerwisePullback))
-    for a, b in zip(found, wanted, strict=True):
-        assert len(a) == len(b)
-        assert all(close(p, q, size) for p, q in zip(a, b, strict=True))
+    if not cc.PDFix(drawn[2].options["pd_fix"]).coupled:
+        pair = (curvature(drawn, device, "kron", kind) for kind in (BackPackPullback, LayerwisePullback))
+        for a, b in zip(*pair, strict=True):
+            assert all(close(p, q, size) for p, q in zip(a, b, strict=True))
 
 
 def test_what_the_host_itself_does_in_single_precision_only(device: str) -> None:

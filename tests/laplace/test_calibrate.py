@@ -274,19 +274,13 @@ def test_another_posterior_is_noticed(weights: str, change: Callable[[Any], None
     if weights == "last_layer":
         la.prior_precision = torch.tensor([10.0, 0.1])
     la.calibrate(given())
-    before, again = la(x), la(x)
-    novelty, p_value, flagged = again.novelty, again.p_value, again.is_known(0.2)
+    before = la(x)
     change(la)
     for ask in (lambda: la(x).p_value, lambda: la(x).is_known(0.2)):
         with pytest.raises(cc.NotFittedError, match=r"another posterior.*la\.calibrate\(loader\) again"):
             ask()
     la.calibrate(given())
     assert la(x).p_value.shape == (3,)
-    # A prediction answers as of when it was made.
-    assert torch.equal(before.novelty, novelty)
-    assert torch.equal(before.p_value, p_value)
-    assert torch.equal(before.is_known(0.2), flagged)
-    assert cc.EmbeddingDistribution.cat([before, again]).p_value.tolist() == [*p_value.tolist()] * 2
     with pytest.raises(cc.UnsupportedError, match="two states of a posterior"):
         _ = cc.EmbeddingDistribution.cat([before, la(x)]).p_value
 
@@ -296,7 +290,7 @@ def _prior_in_place(la: Any) -> None:
 
 
 @each("calibrated", [True, False])
-@each("change", [_other_prior, _prior_in_place, _other_temperature, _weights, lambda la: la.fit(training(1))])
+@each("change", [*CHANGES[:-1], _prior_in_place, lambda la: la.fit(training(1))])
 def test_a_prediction_is_frozen(change: Callable[[Any], None], calibrated: bool) -> None:
     """It answers the same after a change as before, whether it was asked before or not."""
     la, x = fitted("last_layer", "kron"), inputs(9, 8)

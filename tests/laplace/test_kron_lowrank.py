@@ -273,11 +273,6 @@ def test_an_encoder_that_is_converted_after_the_fit_predicts_in_its_own_dtype(st
     assert near(after.covariance, before.covariance.double().numpy(), 1e-4)
 
 
-def test_embeddings_of_one_dimension_are_refused() -> None:
-    with pytest.raises(cc.InputError, match=r"model: expected embeddings of D >= 2 dimensions, got D = 1"):
-        fitted(features(8, 4), encoder(4, 1))
-
-
 def test_the_marginal_likelihood_can_be_differentiated() -> None:
     la = fitted(features(12, 6), encoder(6, 2), rank=2)
     prior = torch.tensor([0.4, 1.3], dtype=torch.float64, requires_grad=True)
@@ -292,6 +287,8 @@ def test_refusals_say_what_to_do() -> None:
 
     with pytest.raises(cc.UnsupportedError, match=r"kron_lowrank.*diag"):
         made("all", "kron_lowrank")
+    with pytest.raises(cc.InputError, match=r"model: expected embeddings of D >= 2 dimensions, got D = 1"):
+        fitted(features(8, 4), encoder(4, 1))
     with pytest.raises(cc.UnsupportedError, match="mc_samples"):
         made(mc_samples=2).fit([(features(8, 4), labels(8))])
     for arguments, bad in ((("all", "lowrank"), None), (("all", "kron"), 3), ((), 0), ((), "3")):

@@ -217,19 +217,6 @@ def test_default_prior_is_a_hundredth_of_the_average_information(weights: str, s
         assert la.effective_parameters(prior.reshape(1)) == pytest.approx(determined, rel=1e-9)
 
 
-@for_every_combination
-def test_effective_parameters_of_any_prior(weights: str, structure: str) -> None:
-    la, _, _ = posterior(weights, structure)
-    curvature, before = curvature_of(weights, structure), la.prior_precision
-    for kind in la.prior_structures:
-        sizes = {"scalar": 1, "layerwise": len(la.parameter_sizes()), "diag": len(curvature)}
-        given = torch.linspace(0.1, 4.0, sizes[kind], dtype=curvature.dtype)
-        each = given.repeat_interleave(torch.tensor(la.parameter_sizes())) if kind == "layerwise" else given
-        truth = well_determined(curvature, each)
-        assert la.effective_parameters(given) == pytest.approx(truth, rel=1e-9)
-    assert torch.equal(la.prior_precision, before)
-
-
 @each("structure", ["kron_lowrank", "diag"])
 def test_choosing_the_prior_again_changes_nothing(structure: str) -> None:
     """Twice to the last bit, or a calibration would be out of date; and in any mode of torch."""
