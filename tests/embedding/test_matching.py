@@ -63,8 +63,6 @@ def plain_pairs(n: int, seed: int, slope: float = 6.0) -> tuple[Tensor, Tensor, 
     return a, b, torch.rand(n, generator=g, dtype=DOUBLE) < truth, truth
 
 
-
-
 def spread_along(one: EmbeddingDistribution, other: EmbeddingDistribution) -> Tensor:
     """Variance of directions on the way to others, pair by pair, from dense matrices."""
     out = []

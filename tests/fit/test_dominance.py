@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from laplace import Laplace
-from tables import covering, each
+from tables import covering
 from tiny import in_batches
 from torch import Tensor, nn
 
@@ -106,13 +106,6 @@ def test_every_fix_and_both_kinds_of_fit(structure: str, pd_fix: str, kind: str,
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         make().fit(in_batches(x, labels, 20))
-
-
-@each("weights, structure, more", STRUCTURES)
-def test_ordinary_data_cause_no_warning(weights: str, structure: str, more: dict[str, Any], device: str) -> None:
-    x, labels = data(device)
-    # `make test` turns warnings into errors.
-    Laplace(encoder(device), "contrastive", weights, structure, **more).fit(in_batches(x, labels, 7))
 
 
 @settings(max_examples=10)

@@ -76,15 +76,9 @@ for kind in (cc.BackPackContrastiveGGN, cc.CurvlinopsContrastiveGGN, cc.StochMan
 model = extend(net())
 with backpack(extensions.DiagGGNExact()):
     extend(cc.ContrastiveLoss(pd_fix="psd"))(model(x), y).backward()
-out["used"] = bool(torch.isfinite(model[0].weight.diag_ggn_exact).all())
 out["afterwards"] = results()
 cc.unregister()
 out["undone"] = results()
-try:
-    with backpack(extensions.DiagGGNExact()):
-        extend(cc.ContrastiveLoss(pd_fix="psd"))(model(x), y).backward()
-except NotImplementedError as error:
-    out["unknown"] = str(error)
 print(json.dumps(out))
 """
 
@@ -104,8 +98,3 @@ def test_the_comparison_is_one_of_numbers(found: Any) -> None:
     worked = {key: value for key, value in plain.items() if isinstance(value, list)}
     assert len(worked) >= 34, {key: value for key, value in plain.items() if key not in worked}
     assert len({value[0] for value in worked.values()}) >= 30
-
-
-def test_backpack_knows_the_loss_until_it_is_unregistered(found: Any) -> None:
-    assert found["used"]
-    assert "ContrastiveLoss" in found["unknown"]

@@ -90,20 +90,6 @@ def test_diag_and_full_are_exact(drawn: tuple[nn.Module, Tensor, Case], elements
     assert close(full.cpu(), truth, size)
 
 
-@given(seed=st.integers(0, 99), size=st.integers(1, 12))
-def test_jacobians_subnetwork_and_last_layer(seed: int, size: int, device: str) -> None:
-    torch.manual_seed(seed)
-    model = build("conv", 2).to(device)
-    x, labels = torch.randn(5, 4, dtype=torch.float64).to(device), torch.arange(5, device=device) % 2
-    jacobian, z = StochManContrastiveGGN(model).jacobians(x)
-    assert torch.equal(z, model(x))
-    assert close(jacobian.flatten(0, 1), dense_jacobian(model, x))
-    indices = torch.randperm(dense_jacobian(model, x).shape[1])[:size].to(device)
-    truth = dense_ggn(model, x, labels)
-    found = StochManContrastiveGGN(model, subnetwork_indices=indices).full(x, labels)[1]
-    assert close(found, truth[indices][:, indices], float(truth.abs().max()))
-
-
 def test_conversion_shares_parameters_and_leaves_the_model_alone(device: str) -> None:
     torch.manual_seed(0)
     for kind in NETWORKS:
@@ -120,17 +106,6 @@ def test_conversion_shares_parameters_and_leaves_the_model_alone(device: str) ->
         with torch.no_grad():
             next(model.parameters()).mul_(2)
         assert close(made(x).detach(), model(x).detach())
-
-
-def test_one_normalisation_in_two_places(device: str) -> None:
-    norm = cc.L2Norm()
-    raw = nn.Sequential(nn.Linear(4, 3), norm, nn.Linear(3, 2)).double().to(device)
-    model = nn.Sequential(*raw, norm)
-    x, labels = torch.randn(5, 4, dtype=torch.float64, device=device), torch.arange(5, device=device) % 2
-    truth = dense_ggn(raw, x, labels, pd_fix="full")
-    backend = StochManContrastiveGGN(model, pd_fix="full")
-    assert close(backend.full(x, labels)[1], truth)
-    assert close(backend.diag(x, labels)[1], truth.diagonal(), float(truth.abs().max()))
 
 
 def hooked() -> nn.Module:
