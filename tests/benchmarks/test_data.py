@@ -1,7 +1,6 @@
 """The data sets, in small files of the formats in which they are published."""
 
 import csv
-import pickle
 import shutil
 
 import numpy as np
@@ -11,7 +10,6 @@ from benchmark_data_files import paint, write_cars, write_cub, write_lfw, write_
 from PIL import Image
 
 from benchmarks.experiments.data import load_data
-from benchmarks.experiments.data.ood import shuffle_quarters
 from benchmarks.experiments.data.photos import IMAGENET_DEVIATION, IMAGENET_MEAN
 from benchmarks.experiments.data.places import TEST_CITIES, TRAINING_CITIES
 from contrastive_curvature.errors import InputError
@@ -27,40 +25,6 @@ def test_fashionmnist_is_read_as_it_is(tmp_path):
         assert images.dtype == torch.float32
         assert torch.equal(images.squeeze(1), pixels.float() / 255)
         assert torch.equal(split.targets, torch.arange(len(split)) % 10)
-
-
-@pytest.fixture
-def cifar(tmp_path, monkeypatch):
-    """CIFAR10's pickles and SVHN's matrices in small; what torchvision checks them against is taken from them."""
-    from scipy.io import savemat
-    from torchvision.datasets import CIFAR10, SVHN
-
-    folder = tmp_path / "cifar-10-batches-py"
-    folder.mkdir()
-    pixels = np.random.default_rng(0).integers(0, 256, (6, 4, 3072), dtype=np.uint8)
-    for batch, (name, _) in zip(pixels, CIFAR10.train_list + CIFAR10.test_list, strict=True):
-        (folder / name).write_bytes(pickle.dumps({"data": batch, "labels": [3, 1, 4, 1]}))
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [f"class{n}" for n in range(10)]}))
-    numbers = np.random.default_rng(1).integers(0, 256, (32, 32, 3, 5), dtype=np.uint8)
-    savemat(tmp_path / "test_32x32.mat", {"X": numbers, "y": np.array([[10], [1], [2], [3], [9]], dtype=np.uint8)})
-    for table in ("train_list", "test_list"):
-        monkeypatch.setattr(CIFAR10, table, [[name, None] for name, _ in getattr(CIFAR10, table)])
-    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": None})
-    monkeypatch.setattr(SVHN, "split_list", {"test": [None, "test_32x32.mat", None]})
-    return tmp_path, pixels, numbers
-
-
-def test_cifar10_and_svhn_are_read(cifar):
-    root, pixels, numbers = cifar
-    data = load_data("cifar10", root)
-    assert (data.title, data.ood_title) == ("CIFAR10", "SVHN")
-    assert data.classes[4] == "class4"
-    wanted = torch.from_numpy(pixels).reshape(24, 3, 32, 32).float() / 255
-    assert torch.equal(data.train.images(range(20)), wanted[:20])
-    assert torch.equal(data.test.images(range(4)), wanted[20:])
-    assert data.train.targets.tolist() == [3, 1, 4, 1] * 5
-    assert torch.equal(data.ood.images(range(5)), torch.from_numpy(numbers).permute(3, 2, 0, 1).float() / 255)
-    assert data.ood.targets.tolist() == [0, 1, 2, 3, 9]
 
 
 def blank_with_ink(alphabet, character, n):
@@ -195,21 +159,3 @@ def test_msls_leaves_out_panoramas_and_queries_without_an_answer(msls):
     assert relevant.tolist() == [[True, False, False, False], [False, False, True, False]]
     assert torch.equal(other, ~relevant)
     assert (data.test.targets[0] - data.gallery.targets[0]).abs().tolist() == pytest.approx([0, 24.9], abs=1e-6)
-
-
-def test_shuffled_quarters_keep_pixels_and_leave_no_side():
-    # every quarter has values of its own
-    images = torch.arange(4.0).view(2, 2).repeat_interleave(4, 0).repeat_interleave(4, 1)
-    images = (images + torch.rand(50, 1, 8, 8) / 2).contiguous()
-    moved = shuffle_quarters(images, torch.Generator().manual_seed(0))
-    assert torch.equal(moved.flatten(1).sort(1).values, images.flatten(1).sort(1).values)
-    left, right = images[..., :4].floor(), moved[..., :4].floor()
-    assert set(left.unique().tolist()) == {0.0, 2.0}
-    assert set(right.unique().tolist()) == {1.0, 3.0}
-    assert len(moved.floor().unique(dim=0)) > 1
-    assert torch.equal(moved, shuffle_quarters(images, torch.Generator().manual_seed(0)))
-    whole = {tuple(image.flatten().tolist()) for image in images[:, 0, :4, :4]}
-    quarters = moved[:, 0].reshape(50, 2, 4, 2, 4).permute(0, 1, 3, 2, 4).reshape(200, 16)
-    assert whole <= {tuple(quarter.tolist()) for quarter in quarters}  # a quarter arrives in one piece
-    with pytest.raises(InputError, match="even"):
-        shuffle_quarters(images[..., :7], torch.Generator())

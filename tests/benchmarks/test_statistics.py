@@ -19,16 +19,11 @@ from benchmarks.experiments.methods.pfe import mutual_likelihood_score
 from benchmarks.experiments.methods.scores import VMFMixture
 from benchmarks.experiments.methods.triplet import (
     FORMS,
-    MARGIN,
-    TEMPERATURES,
     BayesianStep,
-    TripletStep,
-    calibrated_temperature,
     gaussians,
     mine_triplets,
 )
 from contrastive_curvature import metrics, triplet, vmf
-from contrastive_curvature.metrics import brier_score, retrieval_votes
 
 close = torch.testing.assert_close
 
@@ -234,15 +229,6 @@ def test_triplets_are_those_of_a_loop(device, margin):
     assert 0 < len(wanted) <= len(by_loop(z, labels, 1e9))
 
 
-def test_the_triplet_loss_is_the_mean_of_what_is_above_zero():
-    z, labels = points()
-    u = z / z.norm(dim=1, keepdim=True)
-    terms = [
-        (u[a] - u[p]).square().sum() - (u[a] - u[n]).square().sum() + MARGIN for a, p, n in by_loop(u, labels, MARGIN)
-    ]
-    torch.testing.assert_close(TripletStep(torch.nn.Identity(), negatives=None)(z, labels), torch.stack(terms).mean())
-
-
 @pytest.mark.parametrize("name", FORMS)
 def test_the_bayesian_loss_is_the_packages_over_the_triplets(name):
     form = FORMS[name]
@@ -254,24 +240,6 @@ def test_the_bayesian_loss_is_the_packages_over_the_triplets(name):
     kind = {"prior_variance": 1.0} if name == "gaussian" else {"moments": "gaussian"}
     wanted = triplet.bayesian_triplet_loss(a, p, n, 0.0, distribution=name, kl_weight=form.kl_weight, **kind)
     torch.testing.assert_close(BayesianStep(torch.nn.Identity(), form, negatives=None)(raw, labels), wanted)
-
-
-def test_the_temperature_has_the_best_votes():
-    """Two overlapping clouds, with the votes' probabilities known but for their sampling."""
-    generator = torch.Generator().manual_seed(0)
-    labels = torch.arange(100) % 2
-    clouds = torch.stack([labels + 0.6 * torch.randn(100, generator=generator), torch.zeros(100)], 1)
-
-    def draw(temperature):
-        g = torch.Generator().manual_seed(1)
-        return [clouds + (2 * temperature) ** 0.5 * torch.randn(clouds.shape, generator=g) for _ in range(30)]
-
-    scores = {t: brier_score(retrieval_votes(draw(t), labels, metric="euclidean"), labels) for t in TEMPERATURES}
-    chosen = calibrated_temperature(draw, labels, "euclidean")
-    assert chosen == min(TEMPERATURES, key=scores.get)
-    # Neither chance, whose score is about 1/2, nor votes that are all the same.
-    assert scores[chosen] < min(scores[4.0] - 0.1, scores[1 / 1024] - 0.02)
-    assert calibrated_temperature(lambda _: [labels.float().unsqueeze(1)] * 2, labels, "euclidean") == 4.0
 
 
 def test_pairs_of_a_batch():
