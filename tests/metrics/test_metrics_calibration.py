@@ -63,14 +63,6 @@ def test_calibration_by_hand() -> None:
     assert metrics.brier_score(votes, labels) == pytest.approx((0 + 9 / 8 + 1 / 2) / 3)
 
 
-def test_full_agreement_counts() -> None:
-    # the authors' released code drops it: its last bin excludes 1
-    votes = torch.zeros(10, 4, dtype=torch.long)
-    bins = metrics.calibration_bins(votes, torch.tensor([0, 0, 0, 1]))
-    assert bins.count.tolist() == [0] * 9 + [4]
-    assert bins.expected_calibration_error == pytest.approx(0.25)
-
-
 @given(st.integers(0, 10**6), st.integers(1, 25), st.integers(1, 20), st.integers(1, 5), st.integers(1, 12))
 def test_bins_and_brier_agree_with_a_table_of_shares(seed: int, s: int, n: int, classes: int, n_bins: int) -> None:
     votes = torch.randint(classes, (s, n), generator=generator(seed))

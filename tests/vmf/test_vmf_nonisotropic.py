@@ -44,24 +44,6 @@ def test_density_integrates_to_one_above(dim: int, low: float, ratio: float, pro
     assert abs(weights.mean().item() - 1) < 4.5 * error
 
 
-@pytest.mark.parametrize("dim", [2, 3, 7])
-def test_surface_factor_is_the_volume_that_the_map_spans(dim: int) -> None:
-    x, kappa = torch.nn.functional.normalize(random(dim, seed=3), dim=0), axis_kappas(dim, 4, 0.5, 5.0)
-
-    def image(v: Tensor) -> Tensor:
-        return torch.nn.functional.normalize(kappa * v, dim=0)
-
-    def tangents(v: Tensor) -> Tensor:
-        return torch.linalg.svd(v[None]).Vh[1:]
-
-    derivative = torch.autograd.functional.jacobian(image, x)
-    volume = torch.linalg.det(tangents(image(x)) @ derivative @ tangents(x).T).abs().item()
-    assert volume == pytest.approx((kappa.prod() / (kappa * x).norm() ** dim).item(), rel=1e-12)
-    # erratum: Eq. 19 takes the projection of K and leaves out the factor 1 / |K mu| of Eq. 18, D - 1 times
-    printed = (kappa.prod() / (kappa * x).norm()).item()
-    assert volume == pytest.approx(printed / (kappa * x).norm().item() ** (dim - 1), rel=1e-12)
-
-
 @given(st.integers(0, 10**6), st.integers(2, 200), st.floats(-3, 5))
 def test_equal_concentrations_are_the_isotropic_distribution(seed: int, dim: int, log_kappa: float) -> None:
     x, mu, kappa = random(3, dim, seed=seed), random(dim, seed=seed + 1), 10.0**log_kappa
