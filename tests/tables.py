@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-__all__ = ["covering", "each"]
+__all__ = ["covering", "each", "refuses"]
 
 Test = Callable[..., None]
 
@@ -34,6 +34,21 @@ def each(names: str, rows: Iterable[Any]) -> Callable[[Test], Test]:
         return run
 
     return decorate
+
+
+def refuses(kind: type[Exception], *rows: tuple[Any, ...]) -> Test:
+    """Make a test of calls ``(call, words)``, each of which raises this error, or a third entry, with these words."""
+
+    def test() -> None:
+        for call, words, *other in rows:
+            try:
+                with pytest.raises(*(other or [kind]), match=words):
+                    call()
+            except BaseException as error:
+                error.add_note(f"in the row of {words!r}")
+                raise
+
+    return test
 
 
 def covering(strength: int, /, **options: Iterable[Any]) -> Any:

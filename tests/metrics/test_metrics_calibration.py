@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import each
+from tables import refuses
 from torchmetrics.functional.classification import binary_calibration_error
 
 from contrastive_curvature import metrics
@@ -104,22 +104,17 @@ POINTS = torch.tensor([0, 0, 1])
 SAMPLES = torch.ones(2, 3, 2)
 
 
-@each(
-    "call, error_type, message",
-    [
-        (lambda: metrics.retrieval_votes(SAMPLES[0], POINTS), InputError, r"samples: expected shape \(S, N, D\)"),
-        (lambda: metrics.retrieval_votes([], POINTS), InputError, "at least one sample"),
-        (lambda: metrics.retrieval_votes(SAMPLES, POINTS[:2]), InputError, "N = 2 points"),
-        (lambda: metrics.retrieval_votes(SAMPLES, POINTS.float()), InputTypeError, "labels: expected an integer"),
-        (lambda: metrics.retrieval_votes(SAMPLES * torch.nan, POINTS), InputError, "samples: expected finite"),
-        (lambda: metrics.retrieval_votes(SAMPLES, POINTS, SAMPLES), InputError, "both or neither"),
-        (lambda: metrics.retrieval_votes(SAMPLES, POINTS, SAMPLES[:1], POINTS), ValueError, "shorter"),
-        (lambda: metrics.retrieval_votes(SAMPLES, POINTS, metric="l1"), InputError, "metric: expected one of 'cosine'"),
-        (lambda: metrics.retrieval_ece(SAMPLES, POINTS, n_bins=0), InputError, "n_bins: expected a positive"),
-        (lambda: metrics.calibration_bins(torch.ones(2, 3), POINTS), InputTypeError, "votes: expected an integer"),
-        (lambda: metrics.brier_score(torch.ones(2, 0).long(), POINTS[:0]), InputError, "not empty"),
-    ],
+test_refusals = refuses(
+    InputError,
+    (lambda: metrics.retrieval_votes(SAMPLES[0], POINTS), r"samples: expected shape \(S, N, D\)"),
+    (lambda: metrics.retrieval_votes([], POINTS), "at least one sample"),
+    (lambda: metrics.retrieval_votes(SAMPLES, POINTS[:2]), "N = 2 points"),
+    (lambda: metrics.retrieval_votes(SAMPLES, POINTS.float()), "labels: expected an integer", InputTypeError),
+    (lambda: metrics.retrieval_votes(SAMPLES * torch.nan, POINTS), "samples: expected finite"),
+    (lambda: metrics.retrieval_votes(SAMPLES, POINTS, SAMPLES), "both or neither"),
+    (lambda: metrics.retrieval_votes(SAMPLES, POINTS, SAMPLES[:1], POINTS), "shorter", ValueError),
+    (lambda: metrics.retrieval_votes(SAMPLES, POINTS, metric="l1"), "metric: expected one of 'cosine'"),
+    (lambda: metrics.retrieval_ece(SAMPLES, POINTS, n_bins=0), "n_bins: expected a positive"),
+    (lambda: metrics.calibration_bins(torch.ones(2, 3), POINTS), "votes: expected an integer", InputTypeError),
+    (lambda: metrics.brier_score(torch.ones(2, 0).long(), POINTS[:0]), "not empty"),
 )
-def test_refusals(call, error_type, message) -> None:
-    with pytest.raises(error_type, match=message):
-        call()
