@@ -10,11 +10,7 @@ from hypothesis import strategies as st
 from torch.distributions import Normal
 
 from benchmarks.experiments import figures, plan
-from benchmarks.experiments.data import RetrievalData, TensorSplit
-from benchmarks.experiments.evaluate import retrieve
 from benchmarks.experiments.methods import embed
-from benchmarks.experiments.methods.embed import SphereSpread
-from benchmarks.experiments.methods.hedged import choose_pairs
 from benchmarks.experiments.methods.pfe import mutual_likelihood_score
 from benchmarks.experiments.methods.scores import VMFMixture
 from benchmarks.experiments.methods.triplet import (
@@ -90,53 +86,6 @@ def test_trapezoid_of_the_precision_recall_curve():
     assert metrics.auprc(inside, outside) == pytest.approx(0.5 + 1 / 3)
 
 
-def split(targets):
-    return TensorSplit(torch.zeros(len(targets), 1, 8, 8, dtype=torch.uint8), targets)
-
-
-def by_hand(same, queries, gallery, leave_one_out):
-    similarity = torch.nn.functional.cosine_similarity(queries.unsqueeze(1), gallery, dim=2)
-    if leave_one_out:
-        similarity.fill_diagonal_(-2)
-        same = same & ~torch.eye(len(same), dtype=torch.bool)
-    order = similarity.argsort(1, descending=True)[:, :10]
-    return same.gather(1, order), same.sum(1), order[:, 0]
-
-
-@pytest.mark.parametrize("with_gallery", [True, False])
-@pytest.mark.parametrize("positions", [True, False])
-def test_retrieval_by_labels_and_by_positions(with_gallery, positions):
-    queries, gallery = torch.randn(30, 4), torch.randn(40, 4)
-    held = gallery if with_gallery else queries
-
-    def near(a, b):
-        apart = torch.cdist(a, b)
-        return apart <= 25, apart > 25
-
-    if positions:
-        targets, held_targets = torch.rand(30, 2).double() * 80, torch.rand(40, 2).double() * 80
-        same = near(targets, held_targets if with_gallery else targets)[0]
-    else:
-        targets, held_targets = torch.randint(4, (30,)), torch.randint(4, (40,))
-        same = targets.unsqueeze(1) == (held_targets if with_gallery else targets)
-    data = RetrievalData(
-        "fake",
-        "Fake",
-        "",
-        split(targets),
-        split(targets),
-        gallery=split(held_targets) if with_gallery else None,
-        # what trains is stricter than what counts as right
-        relation=(lambda a, b: (torch.cdist(a, b) <= 5, torch.cdist(a, b) > 25)) if positions else None,
-        relevance=near if positions else None,
-    )
-    got = retrieve(data, queries, gallery if with_gallery else None)
-    relevant, counts, nearest = by_hand(same, queries, held, not with_gallery)
-    assert torch.equal(got.ranking.relevant, relevant)
-    assert torch.equal(got.ranking.n_positives, counts)
-    assert torch.equal(got.nearest, nearest)
-
-
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=17, unique=True))
 def test_ensembles_share_no_encoder_and_are_planned_when_their_seeds_are_done(seeds):
     groups = plan.ensembles(seeds)
@@ -149,21 +98,6 @@ def test_ensembles_share_no_encoder_and_are_planned_when_their_seeds_are_done(se
     for number, cell in enumerate(cells):
         assert cell.row.is_ensemble == bool(cell.members)
         assert all(place[seed] < number for seed in cell.members if seed in place)
-
-
-@given(st.integers(2, 30), st.integers(2, 9), st.sampled_from([1e-4, 0.1, 1.0, 100.0]), st.integers(0, 999))
-def test_sums_give_what_all_samples_give(n_samples, dim, noise, seed):
-    torch.manual_seed(seed)
-    samples = torch.randn(5, dim) + noise * torch.randn(n_samples, 5, dim)
-    samples = torch.nn.functional.normalize(samples, dim=2)
-    spread = SphereSpread()
-    for u in samples:
-        spread.add(u)
-    found = spread.prediction()
-    mu, kappa = vmf.fit(samples.double())
-    assert torch.allclose(found.mean, mu.float(), atol=1e-5)
-    assert torch.allclose(1 / found.uncertainty, kappa.float(), rtol=1e-2)
-    assert torch.allclose(found.variants["sum_std"], samples.double().std(0).sum(1).float(), rtol=1e-2)
 
 
 @given(st.integers(1, 9), st.integers(0, 999))
@@ -240,18 +174,3 @@ def test_the_bayesian_loss_is_the_packages_over_the_triplets(name):
     kind = {"prior_variance": 1.0} if name == "gaussian" else {"moments": "gaussian"}
     wanted = triplet.bayesian_triplet_loss(a, p, n, 0.0, distribution=name, kl_weight=form.kl_weight, **kind)
     torch.testing.assert_close(BayesianStep(torch.nn.Identity(), form, negatives=None)(raw, labels), wanted)
-
-
-def test_pairs_of_a_batch():
-    targets = torch.tensor([0, 0, 1, 2, 1, 1, 0, 3])
-    i, j, weight = choose_pairs(targets, 100)
-    same = targets[i] == targets[j]
-    assert set(zip(i.tolist(), j.tolist(), strict=True)) == {(x, y) for y in range(8) for x in range(y)}
-    assert int(same.sum()) == 6
-    assert weight[same].sum() == pytest.approx(0.5)
-    assert torch.allclose(weight[~same], torch.full((22,), 0.5 / 22))
-    i, j, weight = choose_pairs(targets, 5)
-    assert len(set(zip(i.tolist(), j.tolist(), strict=True))) == 11
-    assert weight[targets[i] != targets[j]].sum() == pytest.approx(0.5)
-    for alone in ([4, 4, 4, 4], [0, 1, 2, 3]):
-        assert choose_pairs(torch.tensor(alone), 10)[2].sum() == pytest.approx(1.0)

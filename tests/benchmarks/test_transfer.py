@@ -95,23 +95,6 @@ def test_class_gaussians_are_those_of_sklearn(n: int, width: int, limit: int, mo
     torch.testing.assert_close(gaussians.relative(queries), expected, rtol=1e-4, atol=1e-3)
 
 
-@pytest.mark.parametrize(("n", "width", "limit"), [(90, 12, 2048), (40, 60, 2048), (40, 60, 30)])
-def test_residual_is_outside_of_the_principal_space(
-    n: int, width: int, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(baselines, "_RANK", limit)
-    g = torch.Generator().manual_seed(n)
-    features, queries = (torch.randn(k, width, generator=g) * torch.arange(width) + 3 for k in (n, 7))
-    weight, bias = torch.randn(5, width, generator=g), torch.randn(5, generator=g)
-    origin, axes = baselines.principal_space(features, weight, bias)
-    torch.testing.assert_close(weight @ origin + bias, torch.zeros(5), rtol=0, atol=1e-4)
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
-    left = (features - origin)[order[:limit] if width > limit else order].double()
-    vectors = np.linalg.svd(left.numpy())[2]
-    expected = np.linalg.norm((queries - origin).double().numpy() @ vectors[min(width // 2, limit) :].T, axis=1)
-    np.testing.assert_allclose(baselines.residual(queries, origin, axes).numpy(), expected, rtol=1e-4)
-
-
 def test_unknown_and_corruption_figures_are_those_of_sklearn_and_scipy(content: FeatureFile, judged: Judgement) -> None:
     from scipy.stats import spearmanr
     from sklearn.metrics import average_precision_score, roc_auc_score

@@ -1,4 +1,4 @@
-"""BackPACK's and curvlinops' own numbers are bit-identical before, with and after our import. In a fresh process."""
+"""BackPACK's own numbers are bit-identical before, with and after our import, and use. In a fresh process."""
 
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from backpack import backpack, extend
 from backpack import extensions
-import curvlinops
 
 NAMES = ("DiagGGNExact", "DiagGGNMC", "BatchDiagGGNExact", "BatchDiagGGNMC", "SqrtGGNExact", "SqrtGGNMC", "KFAC",
          "KFLR", "KFRA", "DiagHessian", "BatchDiagHessian", "GGNMP", "HMP", "PCHMP",
@@ -52,16 +51,6 @@ def results():
                 continue
             found = [t for p in model.parameters() for t in flat(getattr(p, extension.savefield), p)]
             out[f"backpack/{task}/{name}"] = [digest(found)]
-        for name in ("GGNLinearOperator", "HessianLinearOperator", "KFACLinearOperator", "EKFACLinearOperator"):
-            torch.manual_seed(3)
-            model = net()
-            kwargs = {"separate_weight_and_bias": True} if "KFAC" in name else {}
-            operator = getattr(curvlinops, name)(model, loss(), list(model.parameters()), [(x, y)], **kwargs)
-            v = torch.randn(operator.shape[1], 2)
-            parts = [operator @ v]
-            if name == "GGNLinearOperator":
-                parts.append(torch.as_tensor(curvlinops.hutchinson_trace(operator, 4)))
-            out[f"curvlinops/{task}/{name}"] = [digest(parts)]
     return out
 
 out = {"plain": results()}
@@ -96,5 +85,5 @@ def test_ordinary_results_are_bit_identical(found: Any, when: str) -> None:
 def test_the_comparison_is_one_of_numbers(found: Any) -> None:
     plain = found["plain"]
     worked = {key: value for key, value in plain.items() if isinstance(value, list)}
-    assert len(worked) >= 34, {key: value for key, value in plain.items() if key not in worked}
-    assert len({value[0] for value in worked.values()}) >= 30
+    assert len(worked) >= 26, {key: value for key, value in plain.items() if key not in worked}
+    assert len({value[0] for value in worked.values()}) >= 22

@@ -262,17 +262,6 @@ def test_autocast_touches_the_encoder_alone(structure: str) -> None:
         assert near(joint, plain(new, joint=True).joint_covariance.double().numpy(), 1e-4)
 
 
-@each("structure", ["kron_lowrank", "kron", "diag", "full"])
-def test_an_encoder_that_is_converted_after_the_fit_predicts_in_its_own_dtype(structure: str) -> None:
-    x = features(40, 30)
-    la = fitted(x.float(), encoder(30, 3, dtype=torch.float32), structure)
-    before = la(x.float())
-    la.model.double()
-    after = la(x)
-    assert after.raw_mean.dtype == after.covariance.dtype == after.uncertainty.dtype == torch.float64
-    assert near(after.covariance, before.covariance.double().numpy(), 1e-4)
-
-
 def test_the_marginal_likelihood_can_be_differentiated() -> None:
     la = fitted(features(12, 6), encoder(6, 2), rank=2)
     prior = torch.tensor([0.4, 1.3], dtype=torch.float64, requires_grad=True)

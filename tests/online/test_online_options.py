@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from laplace import Laplace
 from tables import covering, each
 from torch import Tensor, nn
 
@@ -126,19 +125,6 @@ def classes(device: str) -> tuple[Tensor, Tensor]:
 def tanh_encoder(device: str, *tail: nn.Module) -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 3), *tail).double().to(device)
-
-
-def test_refitting_takes_all_pairs_of_the_data_set(device: str) -> None:
-    x, labels = classes(device)
-    batches = [(x[:10], labels[:10]), (x[10:], labels[10:])]
-    online = cc.OnlineLaplace(tanh_encoder(device), probe=x[:4], n_data=24)
-    for batch in batches:
-        online(*batch)
-    la = online.laplace()
-    la.fit(batches)
-    post_hoc = Laplace(online.encoder, "contrastive", hessian_structure="diag")
-    post_hoc.fit(batches)
-    assert torch.allclose(la.H_raw, post_hoc.H_raw, rtol=1e-12)
 
 
 def within(z: Tensor, labels: Tensor, margin: float) -> Tensor:
