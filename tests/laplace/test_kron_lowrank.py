@@ -149,17 +149,6 @@ def test_everything_is_that_of_the_dense_posterior(data: st.DataObject) -> None:
     assert float(la.prior_precision) == pytest.approx(average / 0.3, rel=1e-9)
 
 
-def test_at_full_rank_it_is_kron() -> None:
-    x, new = features(30, 8, decay=0.5), features(5, 8, seed=1)
-    mine, theirs = (fitted(x, encoder(8, 3), rank=rank, pd_fix="fixed") for rank in (8, "full"))
-    assert (mine.hessian_structure, theirs.hessian_structure) == ("kron_lowrank", "kron")
-    for how in ({"prior_structure": "layerwise"}, {"method": "marglik", "n_steps": 5}):
-        for la in (mine, theirs):
-            la.optimize_prior_precision(**how)
-        assert near(mine.prior_precision, theirs.prior_precision.numpy(), 1e-8)
-        assert near(mine(new).covariance, theirs(new).covariance.numpy(), 1e-8)
-
-
 @given(
     width=st.integers(1, 40),
     n=st.integers(1, 12),
