@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from backpack_networks import Drawn, hosted_cases
 from hypothesis import given
 from hypothesis import strategies as st
 from stochman import nnj
-from strategies import Case, close, options, pair_kinds
+from strategies import Case, close
 from tables import each
 from test_stochman_rules import scatter_statistics
 from torch import Tensor, nn
@@ -55,24 +56,12 @@ def build(kind: str, dim: int) -> nn.Module:
     return model.eval()
 
 
-@st.composite
-def drawn_cases(draw: st.DrawFn) -> tuple[nn.Module, Tensor, Case]:
-    n, dim, seed = draw(st.integers(1, 6)), draw(st.integers(1, 3)), draw(st.integers(0, 2**16))
-    torch.manual_seed(seed)
-    model = build(draw(st.sampled_from(tuple(NETWORKS))), dim)
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, 4, generator=generator, dtype=torch.float64)
-    labels, pairs = draw(pair_kinds(n, generator))
-    case = Case(model(x).detach(), labels, pairs, draw(options))
-    return model, x, case
-
-
 def labelled(case: Case, n: int) -> Tensor:
     return torch.arange(n) % 3 if case.labels is None else case.labels
 
 
-@given(drawn=drawn_cases(), elements=st.sampled_from((2**25, 40)))
-def test_diag_and_full_are_exact(drawn: tuple[nn.Module, Tensor, Case], elements: int, device: str) -> None:
+@given(drawn=hosted_cases(NETWORKS, build), elements=st.sampled_from((2**25, 40)))
+def test_diag_and_full_are_exact(drawn: Drawn, elements: int, device: str) -> None:
     model, x, case = drawn
     labels = labelled(case, len(x))
     # A mean over pairs is scaled by the host's contract, so that it grows with the data.

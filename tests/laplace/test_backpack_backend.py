@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from backpack_networks import HOSTED, Drawn, backpack_cases, truth_and_size
+from backpack_networks import HOSTED, Drawn, hosted_cases, truth_and_size
 from hypothesis import given
 from strategies import INPUTS, close
 from tables import each
@@ -31,7 +31,7 @@ def curvature(drawn: Drawn, device: str, structure: str, kind: type = BackPackPu
         return STRUCTURES[structure].coupled_term(made, context, hessian).plain()
 
 
-@given(drawn=backpack_cases(HOSTED, 5))
+@given(drawn=hosted_cases(HOSTED))
 def test_diag_and_full_are_exact_and_kron_has_the_factors_of_the_shared_code(drawn: Drawn, device: str) -> None:
     """Of indefinite blocks too."""
     truth, size = truth_and_size(drawn)
