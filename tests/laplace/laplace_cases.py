@@ -10,8 +10,6 @@ from tiny import data, encoder
 
 import contrastive_curvature as cc
 
-__all__ = ["INDICES", "fitted", "make", "refused"]
-
 INDICES = torch.tensor([0, 3, 26, 30, 41])
 """The subnetwork, of 43 parameters."""
 
