@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import covering, each
+from tables import covering, each, refused
 from torch import Tensor
 
 import contrastive_curvature as cc
@@ -29,14 +29,6 @@ def mean(device: str = "cpu", dtype: torch.dtype = torch.float32) -> Tensor:
 def matrices(device: str = "cpu", dtype: torch.dtype = torch.float32, n: int = B, dim: int = D) -> Tensor:
     root = torch.randn(n, dim, dim, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
     return (root @ root.mT).to(device, dtype)
-
-
-def refused(call: Callable[[], Any], *words: str, kind: type[Exception] = cc.InputError) -> str:
-    with pytest.raises(kind) as caught:
-        call()
-    message = str(caught.value)
-    assert all(word in message for word in words), message
-    return message
 
 
 def spoilt(value: Tensor, place: Any, number: float) -> Tensor:
