@@ -98,6 +98,11 @@ ATTACKS: list[tuple[str, str, str, Callable[[Any], Any], str]] = [
     ("last_layer", "diag", "prior_precision", lambda p: -p, "positive numbers"),
     ("last_layer", "kron", "prior_precision", lambda p: p.repeat(18), "entries"),
     ("last_layer", "diag", "subset_of_weights", lambda _: "all", "same arguments"),
+    ("last_layer", "diag", "n_data", lambda _: torch.ones(2), "a value of type.*got a tensor of torch.float32, shape"),
+    ("last_layer", "diag", "_last_layer_name", lambda _: "head", "_last_layer_name.*got 'head'"),
+    ("all", "full", "curvature", lambda h: {**h, "matrix": "text"}, "a tensor of shape.*got 'text'"),
+    ("all", "lowrank", "curvature", lambda h: {**h, "values": None}, "curvature"),
+    ("last_layer", "kron", "curvature", lambda h: {**h, "factors": 3}, "curvature"),
     ("last_layer", "diag", "likelihood", lambda _: "regression", "contrastive"),
 ]
 
