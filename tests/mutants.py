@@ -145,7 +145,6 @@ MUTANTS = [
     M("pairs inside batches count for themselves alone", "all pairs / pairs inside batches (Prop. B.1)",
       "fit/batches.py", "every.shares[every.index(targets)].standing_for(every.totals, inside)",
       "every.shares[every.index(targets)]",
-
       "laplace/test_laplace.py::test_pairs_inside_batches_stand_for_all_pairs_of_their_type"),
     M("a batch stands for one point too many", "N (N - 1) / (B (B - 1)) pairs", "losses/weighting.py",
       "[n_data - 1] * 2", "[n_data] * 2", "online/test_online_step.py"),
