@@ -216,8 +216,8 @@ def certified(
             reasons["wrong_answers"] = f"nothing is answered: of {n:,} held-out queries, {found}. {hint}"
     sides = {"wrong_answers": score > limit, "false_matches": near > present_limit, "false_alarms": ~known}
     kept_back = {name: float(side.mean()) for name, side in sides.items()}
-    answered = float((left & (score <= limit)).mean())
-    return Rule(right, limit, present, present_limit, novelties, rates.false_alarms, answered, kept_back, reasons)
+    share = float((left & (score <= limit)).mean())
+    return Rule(right, limit, present, present_limit, novelties, rates.false_alarms, share, kept_back, reasons)
 
 
 def _p_value(novelties: _Numbers, novelty: _Numbers) -> _Numbers:
