@@ -1,6 +1,6 @@
-"""Which pairs are positive and which negative: from class labels, a miner's index tuples, masks or a callable.
+"""The positive and negative pairs: from class labels, a miner's index tuples, masks or a callable.
 
-Everything here is about unordered pairs. Embeddings, the margin, weights and normalisation belong to ``losses``.
+This package describes unordered pairs. Embeddings, the margin, weights and normalisation belong to ``losses``.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def make_relation(n: int, device: torch.device, labels: Tensor | None = None, pa
         The relation.
 
     Raises:
-        InputError: Neither or both of ``labels`` and ``pairs`` are given, or one is malformed; the message names it.
+        InputError: ``labels`` and ``pairs`` are both passed or both missing, or one is malformed; the message names it.
     """
     if pairs is None:
         if labels is None:
