@@ -162,7 +162,8 @@ class PairLoss(CosineLoss):
         Args:
             related: Which points are positives of each other, and their shares.
             table: Numbers and sums of all classes; ``None`` with a relation.
-            points: All points, where they are known. bank: Sampled points that represent all negatives.
+            points: All points, if known.
+            bank: Sampled points that represent all negatives.
         """
         return DatasetHessian(self, related, points, bank)
 

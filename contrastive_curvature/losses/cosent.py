@@ -166,7 +166,7 @@ class CoSENTDerivatives(CosineDerivatives):
 
     @cached_property
     def _eigenvectors(self) -> tuple[Tensor, Tensor]:
-        """Return signs (A,) and vectors (A, P) whose squares add up to ``C``; zero where a row of ``C`` is."""
+        """Return signs (A,) and vectors (A, P) with squares that add up to ``C``; zero at zero rows of ``C``."""
         active = (self._c != 0).any(1).nonzero().flatten()
         values, vectors = torch.linalg.eigh(self._c[active][:, active])
         size = values.abs().max() if len(values) else values.sum()

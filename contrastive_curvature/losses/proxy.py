@@ -269,7 +269,7 @@ class ProxyDerivatives(CosineDerivatives):
         return degree.squeeze(1), neighbors, factor**0.5 * torch.stack(vectors), factor * size.squeeze(1)
 
     def _shares(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the softmax, the softmax without the own and the largest share, each (B, C), and the largest's place."""
+        """Return the softmax, the softmax without own and largest share, each (B, C), and the largest share's place."""
         labels = self.labels[start:stop]
         p = self.loss.logits(self.u[start:stop], self.proxies, labels).softmax(1)
         # Shares near the smallest representable number have lost their digits.

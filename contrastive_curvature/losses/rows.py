@@ -1,6 +1,6 @@
 """Losses that compare all candidates of an anchor with each other: four rules per loss, and their derivatives.
 
-The derivatives in the cosines are stored whole for at most one batch.
+Derivatives in the cosines are stored whole for at most one batch.
 """
 
 from __future__ import annotations
@@ -236,7 +236,7 @@ class RowLoss(CosineLoss):
     def _checked_terms(
         self, cosine: Tensor, positive: Tensor, negative: Tensor, statistics: Tensor, kept: Tensor
     ) -> RowTerms:
-        """Return the checked :meth:`_terms`, each (B, C), with zeros for anchors without a term (not ``kept``, (B,))."""
+        """Return the checked :meth:`_terms`, each (B, C), with zeros for anchors without a term: not ``kept``."""
         terms = self._check_terms(self._terms(cosine, positive, negative, statistics), RowTerms, cosine)
         if len(terms.roots) != len(self.root_signs):
             wanted = f"{len(self.root_signs)} roots, as root_signs says"

@@ -1,10 +1,10 @@
 """The weight of a pair, the same for every pair loss: the bias correction (paper, Eq. 10) and the normalisation.
 
 A listed pair {i, j} counts ``(1 - w_n) m+_ij (r+_i + r+_j) / 2`` as a positive and ``w_n m-_ij (r-_i + r-_j) / 2`` as a
-negative, with the multiplicities ``m`` of the relation and, at every point, a share ``r`` that carries the
-normalisation: 1 for ``sum``, one over the number of pairs of the type for ``type`` (Eq. 23), one over the number at the
-point for ``anchor`` (Eq. 119). Counts run over all listed pairs, also over negatives that do not enter the loss. Where
-only some of the pairs are formed, their shares stand for all (:meth:`Shares.standing_for`).
+negative, with the multiplicities ``m`` of the relation and, at every point, a share ``r`` for the normalisation: 1 for
+``sum``, one over the number of pairs of this type for ``type`` (Eq. 23), one over this number at the point for
+``anchor`` (Eq. 119). Counts include all listed pairs, also negatives that do not enter the loss. If only some pairs are
+formed, their shares are scaled to represent all (:meth:`Shares.standing_for`).
 """
 
 from __future__ import annotations
