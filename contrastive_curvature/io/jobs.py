@@ -78,7 +78,8 @@ class ParquetParts:
 
     Raises:
         InputError: A file is missing, files have different columns, there is no row, or there are more parts than row
-        groups; at reading, a column is missing or does not hold numbers. UnsupportedError: pyarrow is not installed.
+        groups; at reading, a column is missing or does not hold numbers.
+        UnsupportedError: pyarrow is not installed.
     """
 
     def __init__(
@@ -264,7 +265,8 @@ class EmbeddingFolder:
     Raises:
         NotFittedError: Before ``fit``, or the calibration is of another posterior.
         InputError: The folder contains other files, or embeddings of another posterior, source or number of parts; or a
-        column to pass through is missing, or has the name of a result. UnsupportedError: pyarrow is not installed.
+        column to pass through is missing, or has the name of a result.
+        UnsupportedError: pyarrow is not installed.
     """
 
     def __init__(
@@ -446,7 +448,8 @@ def embed_on_ray(
     Raises:
         NotFittedError: Before ``fit``, or the calibration is of another posterior.
         InputError: An argument, a file or a batch is malformed; this machine has no room for a process; or the folder
-        contains other files. UnsupportedError: ray or pyarrow is not installed.
+        contains other files.
+        UnsupportedError: ray or pyarrow is not installed.
         ProcessError: A process has died too often. What is done is kept.
     """
     ray = validate.package("jobs", "ray", "ray")

@@ -229,7 +229,8 @@ class EmbeddingJacobian(BlockJacobian):
     """Rows of a matrix that tokens select.
 
     Args:
-        tokens: Shape (n, T); negative at a position without a row. Gradients have shape (K, n, T, E). shape: (V, E).
+        tokens: Shape (n, T); negative at a position without a row. Gradients have shape (K, n, T, E).
+        shape: (V, E).
         entries: See :class:`BlockJacobian`.
     """
 

@@ -143,8 +143,8 @@ class LayerAnalysis:
     """Results of a run of a few points through an encoder; empty by default.
 
     Args:
-        places: Where the points lie at each use: by number of the parameter and of its use. lookups: Numbers of the
-            embeddings whose tokens do not depend on the points.
+        places: Where the points lie at each use: by number of the parameter and of its use.
+        lookups: Numbers of the embeddings whose tokens do not depend on the points.
         matrices: Numbers of the parameters that are one matrix for the inputs of every position, without groups.
         used: Numbers of the parameters that a function uses.
         gradients: Number of entries in one point's gradients at the outputs of all layers.

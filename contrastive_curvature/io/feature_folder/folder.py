@@ -151,7 +151,8 @@ class FeatureFolder:
     Attributes:
         path: The absolute path of the folder, since other processes may have other working directories.
         batch_size: Points of a batch.
-        seed: Seed of the order of the points. dtype: torch's dtype of the stored features.
+        seed: Seed of the order of the points.
+        dtype: torch's dtype of the stored features.
         width: Number F of features of a point.
         last_layer_name: Name of the layer whose inputs the features are.
         source: The encoder that computed the features.
