@@ -44,7 +44,7 @@ class SignedFactor:
 
 
 class Blocks(ABC):
-    """N symmetric (D, D) matrices, one a point.
+    """N symmetric (D, D) matrices, one per point.
 
     Attributes:
         u: Unit embeddings, shape (N, D).
@@ -186,10 +186,10 @@ class DenseBlocks(Blocks):
 class SampledBlocks(Blocks):
     """Blocks with a random square root: K columns per point, not one column per output.
 
-    A block ``H = V+ V+^T - V- V-^T`` has the sampled columns ``V+ e / sqrt(K)``, K of them with the sign +1, and, if
-    some block has a negative eigenvalue, K columns ``V- e / sqrt(K)`` with the sign -1, for vectors ``e`` of random
-    signs. The sum of ``sign v v^T`` over the columns has the mean ``H``. Random signs have the smallest fourth moment
-    of all noise with unit covariance.
+    A block ``H = V+ V+^T - V- V-^T`` has K sampled columns ``V+ e / sqrt(K)`` with the sign +1, for vectors ``e`` of
+    random signs. If any block has a negative eigenvalue, there are also K columns ``V- e / sqrt(K)`` with the sign -1.
+    The sum of ``sign v v^T`` over the columns has the mean ``H``. Random signs have the smallest fourth moment of all
+    noise with unit covariance.
 
     Args:
         exact: The blocks of N points.

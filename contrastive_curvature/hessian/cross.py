@@ -127,7 +127,7 @@ class CrossBlocks:
         return (present.triu(1) if self.symmetric else present).nonzero()
 
     def itself(self) -> Tensor | None:
-        """Return the diagonals of the blocks ``H_ii`` here, shape (R, D); ``None`` if they are zero."""
+        """Return the diagonals of each row's block with itself, shape (R, D); ``None`` if they are zero."""
         if not self.symmetric or not bool(self.y.diagonal().any()):
             return None
         # ``c`` adds nothing here: P_i u_i = 0.

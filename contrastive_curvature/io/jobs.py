@@ -44,7 +44,7 @@ _OWN = ("identifier", "mu", "kappa", "uncertainty", "p_value")
 
 
 class _Group(NamedTuple):
-    """A row group of a Parquet file, and its first row among those of all files."""
+    """A row group of a Parquet file, with its first row counted over all files."""
 
     file: Path
     number: int
@@ -192,7 +192,7 @@ class StateFolder:
     started several times still has one state.
 
     Args:
-        path: The folder; it is made if need be, inside a folder that exists.
+        path: The folder; created if missing, inside an existing folder.
         count: Number of parts.
         source: A text that identifies the data, such as ``ParquetParts(...).fingerprint``; may be empty. The file names
             end in its digest.
@@ -257,7 +257,7 @@ class EmbeddingFolder:
     names end in a digest of posterior, source and columns.
 
     Args:
-        path: The folder; it is made if need be, inside a folder that exists.
+        path: The folder; created if missing, inside an existing folder.
         la: The fitted posterior.
         source: The data.
         keep: Columns of the source to pass through; ``None`` for all except features.
@@ -380,7 +380,7 @@ def fit_on_ray(
         folder: Folder of the states, on such a file system. For a list of loaders, stored states are not compared with
             the loaders: use another folder for other data.
         parts: Number of parts for a path; ``None`` for one per 50,000 rows, at least 16 and at most 1,000.
-        progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
+        progress_bar: Whether to show a progress bar; ``None`` shows it after ten seconds.
         **options: Options of ``ray.remote``: the needs of a part, such as ``num_cpus`` (1), ``num_gpus`` (0) and
             ``memory``; and ``max_retries`` (3), the number of restarts of a part whose process has died.
 

@@ -160,7 +160,7 @@ class PairLoss(CosineLoss):
         """Return the Hessian over all pairs of a data set.
 
         Args:
-            related: Which points are positives of each other, and their shares.
+            related: Relation and shares of the points, by class.
             table: Numbers and sums of all classes; ``None`` with a relation.
             points: All points, if known.
             bank: Sampled points that represent all negatives.

@@ -1,4 +1,4 @@
-"""Number of points and sum of embeddings of every class."""
+"""Number of points and sum of embeddings for every class."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ class ContrastiveLoss(PairLoss):
 
 
 class ContrastiveDerivatives(PairDerivatives):
-    """``y`` (N, N) of the contrastive loss; for class labels, computed from sums over classes."""
+    """``y`` (N, N) of the contrastive loss; class labels need only sums over classes."""
 
     loss: ContrastiveLoss
 

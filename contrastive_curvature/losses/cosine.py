@@ -146,7 +146,7 @@ class CosineLoss(_Loss, ABC):
         """Return the derivatives of this loss in the cosines of N points with unit embeddings ``u`` (N, D)."""
 
     def data_hessian(self, z: Tensor, relation: Relation, n_data: int | None = None) -> OutputHessian:
-        """Return the Hessian of a batch as its part of the Hessian of a data set.
+        """Return a batch's part of the Hessian of a data set.
 
         Args:
             z: Checked raw outputs, shape (B, D).

@@ -1,9 +1,9 @@
 """The output Hessian over all pairs of a data set, for points in batches, in any order.
 
 A point is compared with columns: all points of the data set, or a bank, which is a uniform sample that represents all
-negatives. The bank differs only in its weights. If n points of the data set and m points of the bank have another class
-than a point, each of the m points counts ``n / m`` times, so every sum over neighbours is unbiased; positives are
-exact.
+negatives. The bank differs only in its weights. Let n points of the data set and m points of the bank have another
+class than the point of a row. Then each of the m points counts ``n / m`` times, so every sum over neighbours is
+unbiased; positives are exact.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class DatasetHessian(CosineDerivatives):
 
     Args:
         loss: The loss, with the distance and the fix of its curvature; with a bank, the fix must not couple points.
-        related: Which points are positives of each other, and their shares.
+        related: Relation and shares of the points, by class.
         points: All N points by ascending numbers; ``None`` where a loss does not need them.
         bank: Sampled points that represent all negatives; ``None`` compares with all points.
 
@@ -273,7 +273,7 @@ class DatasetHessian(CosineDerivatives):
             yield self._by_class.at(shift + torch.arange(len(shift), device=shift.device)), here.sort().values
 
     def _check_numbers(self, part: HessianPart) -> None:
-        """Refuse rows whose numbers belonged to other points in the first pass."""
+        """Refuse rows whose numbers belonged to other points in the first pass: pairs with themselves would count."""
         assert self.points is not None
         known = self.points.numbers
         place = torch.searchsorted(known, part.numbers).clamp(max=len(known) - 1)

@@ -55,8 +55,8 @@ class ProxyLoss(CosineLoss):
         scale: ``a``, positive.
         margin: ``m``: a cosine for ``cosface``; an angle in radians, at most pi, for ``arcface``; zero for ``softmax``.
         kind: ``"softmax"``, ``"arcface"`` or ``"cosface"``.
-        reduction: ``"mean"`` over the embeddings, or ``"sum"``. A fit of a posterior takes the mean of every batch
-            times its number of embeddings.
+        reduction: ``"mean"`` over the embeddings, or ``"sum"``. A fit of a posterior multiplies the mean of every batch
+            by its number of embeddings.
         distance: See :class:`~contrastive_curvature.options.Distance`.
         pd_fix: See :class:`~contrastive_curvature.options.PDFix`. By default ``"psd_parts"``; ``"psd"`` for
             ``arcface`` with a margin.

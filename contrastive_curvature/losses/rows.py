@@ -33,7 +33,7 @@ _SMALLEST_TEMPERATURE = 1e-6
 
 
 class RowTerms(NamedTuple):
-    """Derivatives of the loss of anchors in a block of their cosines (B, M).
+    """Derivatives of the anchors' losses in a block of their cosines (B, M).
 
     The second derivatives of anchor i are ``diag(second_i) + sum_r sign_r roots_ri roots_ri^T``, with the signs of
     :attr:`RowLoss.root_signs`.
@@ -59,7 +59,7 @@ class RowLoss(CosineLoss):
 
     ``L = sum_i l(s_i)`` over anchors i, with the row ``s_i`` of cosines between the anchor and its candidates. In one
     tower all points are anchors, and the candidates of an anchor are all other points; with two towers
-    (:class:`~contrastive_curvature .TwoTowers`) the candidates of a point of one tower are the points of the other.
+    (:class:`~contrastive_curvature .TwoTowers`) the candidates of a point are the points of the other tower.
 
     A subclass writes four rules on a block of rows: :meth:`_counts`, :meth:`_value`, :meth:`_statistics` and
     :meth:`_terms`. It inherits the output Hessian, every structure of the parameter curvature, and the hosts.

@@ -20,8 +20,8 @@ class SigLIPLoss(RowLoss):
 
     A pair that counts m times adds m terms. Anchors without a candidate are left out of the mean.
 
-    With two towers of N points each and ``directions="both"`` this is the published loss: both directions have the same
-    sum over all pairs, divided by the batch size N and not by the number of pairs. So the loss equals ``N *
+    With two towers of N points each and ``directions="both"`` this is the published loss: each direction sums the same
+    pairs, and the sum is divided by the batch size N, not by the number of pairs. So the loss equals ``N *
     binary_cross_entropy_with_logits(a * s + b, eye(N))`` in torch, whose mean runs over the ``N^2`` pairs. In one tower
     every unordered pair counts twice, once for each of its points.
 

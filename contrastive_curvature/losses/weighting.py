@@ -2,9 +2,9 @@
 
 A listed pair {i, j} counts ``(1 - w_n) m+_ij (r+_i + r+_j) / 2`` as a positive and ``w_n m-_ij (r-_i + r-_j) / 2`` as a
 negative, with the multiplicities ``m`` of the relation and, at every point, a share ``r`` for the normalisation: 1 for
-``sum``, one over the number of pairs of this type for ``type`` (Eq. 23), one over this number at the point for
-``anchor`` (Eq. 119). Counts include all listed pairs, also negatives that do not enter the loss. If only some pairs are
-formed, their shares are scaled to represent all (:meth:`Shares.standing_for`).
+``sum``; for ``type`` (Eq. 23) one over the number of pairs of this type; for ``anchor`` (Eq. 119) one over the number
+of such pairs at the point. Counts include all listed pairs, also negatives that do not enter the loss. If only some
+pairs are formed, their shares are scaled to represent all (:meth:`Shares.standing_for`).
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield names and values of the parameters, then of the buffers, each tensor once.
 
     Buffers that ``state_dict`` omits (``persistent=False``) are omitted here too: they are computed from the other
-    tensors, often late and in the size of the inputs, such as the tables of rotary positions.
+    tensors, often late and with a size that depends on the inputs, such as tables of rotary positions.
     """
     yield from model.named_parameters()
     seen: set[int] = set()

@@ -1,8 +1,8 @@
 """Analysis of an encoder: its raw outputs, before a final l2-normalisation, and the layer that computes them.
 
 An encoder may end in an l2-normalisation module of any class, or its ``forward`` may apply ``F.normalize`` to the
-output of a module; the curvature needs the raw outputs before that. An encoder whose raw outputs cannot be reached is
-refused: every Jacobian would silently belong to another function.
+output of a module; the curvature needs the raw outputs before this normalisation. An encoder whose raw outputs cannot
+be reached is refused: every Jacobian would silently belong to another function.
 
 One run of the encoder on a probe is recorded, and searched backwards from the output. Equal numbers alone may be a
 coincidence: an adapter that starts at zero adds nothing to a layer's output, and a momentum copy of a layer has the
@@ -102,7 +102,7 @@ def find_raw(records: Sequence[Record], out: Tensor, made_of: Callable[[Record],
                 break
             entry = record.rescaled()
             if entry is False:
-                # The rows of a layer norm have a common norm other than one, which is no l2-normalisation.
+                # The output rows of a layer norm have a common norm other than one: this is not an l2-normalisation.
                 return raw, place, has_unit_norm(raw)
             raw, place = record.inputs[entry], Place(record.module, record.run, entry, record.key, normalizes=True)
             end = k
@@ -388,8 +388,8 @@ class Features(NamedTuple):
 class Encoder(nn.Module):
     """An analysed encoder; calling it returns the raw outputs, before any l2-normalisation.
 
-    This class also replaces laplace-torch's feature extractor for a last-layer posterior, which assumes that the last
-    module to run is the last layer; in an encoder, this module is often a normalisation.
+    This class also replaces laplace-torch's feature extractor for a last-layer posterior. That extractor assumes that
+    the last module to run is the last layer; in an encoder, the last module is often a normalisation.
 
     Args:
         model: Any module that maps a batch to (N, D), or to a mapping or an object with the embeddings; parameters are
@@ -589,7 +589,7 @@ class Encoder(nn.Module):
     def passed(
         self, module: nn.Module, x: Inputs, run: int = 0, entry: Key = None, key: Key = None
     ) -> tuple[Tensor, Tensor]:
-        """Return copies of the input and output of a module of the encoder for a batch.
+        """Run a batch, and return copies of a module's input and output.
 
         Args:
             module: The module.

@@ -70,8 +70,8 @@ def few_points(x: Inputs, count: int = 5) -> Inputs:
 def made_up_inputs(x: Inputs, n: int = 2) -> Inputs:
     """Make up to n points with a batch's dtypes and shapes, for files that must not hold the user's data.
 
-    Real numbers lie between 0 and 1, and integers in the range of these points' integers, so that they are valid
-    tokens. A tensor of zeros and ones, such as a mask, becomes all ones, or all zeros if it has no one. Of the
+    Real numbers lie between 0 and 1, and integers between 0 and the largest of these points, so that they are valid
+    tokens. A tensor of zeros and ones, such as a mask, becomes all ones, or all zeros if it has no one. From the
     mapping's other entries, only single values stay.
     """
     few, draw = slice_inputs(x, slice(0, n)), torch.Generator().manual_seed(0)
@@ -95,7 +95,7 @@ def made_up_inputs(x: Inputs, n: int = 2) -> Inputs:
 
 @contextmanager
 def asks_for_example(example: object) -> Iterator[None]:
-    """Name the argument ``example`` in errors if the encoder refuses :func:`made_up_inputs`."""
+    """Name the argument ``example`` in errors on :func:`made_up_inputs`, if the user passed no example."""
     try:
         yield
     except Exception as error:  # encoders' errors on wrong inputs have no common base class

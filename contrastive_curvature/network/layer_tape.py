@@ -216,7 +216,7 @@ def _batch_axes(
     """Return the axis of the points at every use, and the uses without one; found by gradients unless ``plain``.
 
     Args:
-        uses: Of n points.
+        uses: Uses by n points.
         z: The outputs (n, D).
         plain: Whether the layers keep the points in front (:func:`is_plain`).
     """
@@ -345,7 +345,7 @@ def make_blocks(
     """Group the uses of a batch by parameter and entries, and make the Jacobian of each group.
 
     Args:
-        uses: Of n points.
+        uses: Uses by n points.
         places: Where the points lie at each use: by number of the parameter and of its use.
         z: The outputs (n, D).
         lacking: Numbers of the parameters that are left out.

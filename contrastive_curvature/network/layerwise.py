@@ -6,9 +6,9 @@ of those functions. These gradients and the inputs determine the diagonal exactl
 (:mod:`contrastive_curvature.network.layer_parts`), for any connection of the layers.
 
 A parameter may have no rule: a function changes it before it is applied, or its layer runs in another thread or in a
-script. Only such parameters go through ``torch.func``, with one warning. They are detected when a function without a
-rule uses a parameter, and by a comparison of every batch with autograd
-(:mod:`contrastive_curvature.network.layer_tape`), which a sequence of torch's own layers does not need.
+script. Only such parameters go through ``torch.func``, with one warning. Such parameters are detected when a function
+without a rule uses them, or by the comparison of every batch with autograd
+(:mod:`contrastive_curvature.network.layer_tape`). A sequence of torch's own layers needs no comparison.
 
 Kronecker factors treat every point separately. A layer's weight has ``G (x) A``: ``A = mean_i a_i a_i^T`` of its inputs
 and ``G = sum_i B_i^T H_ii B_i`` with the Jacobian ``B_i`` of the raw outputs with respect to the layer's outputs. This
@@ -476,8 +476,8 @@ def _shared_columns(hessian: OutputHessian) -> tuple[Tensor, Tensor, SignedFacto
     """Split a coupled Hessian of N points into shared columns and columns of single points.
 
     ``H_ij = sum_k w_ij a_ki a_kj^T + [i = j] sum_c sign_ci v_ci v_ci^T`` with the tangent axes ``a_ki = P_i e_k /
-    n_i``: the projector's multiple in the diagonal blocks adds to the weights of these axes, so only two columns remain
-    for the rest of the blocks.
+    n_i``: the multiple of the projector ``P_i`` in a diagonal block is one more weight of these axes, so the rest of
+    the block needs only two columns.
 
     Returns:
         The columns ``a`` (D, N, D), the weights ``w`` (N, N) and the columns of single points; ``None`` for a Hessian

@@ -45,8 +45,8 @@ class Views(NamedTuple):
         first: The inputs, or their first views.
         second: Second views, or ``None``.
         targets: Labels, or targets of a relation or grades of pairs, shape (B, ...); ``None`` without any.
-        unusable: Description of an object in place of the targets of two views that is not a tensor with one entry per
-            point; ``None`` without such an object.
+        unusable: Description of the object after two views if it is not a tensor of targets with one entry per point;
+            ``None`` otherwise.
     """
 
     first: Inputs
@@ -254,7 +254,8 @@ def uncoordinated_workers(loader: Any) -> int:
 def in_fixed_order(loader: Any) -> Any:
     """Return an unshuffled copy of a shuffling ``DataLoader``, any other loader unchanged.
 
-    The order of a user's own sampler or loader is known only in the next pass; callers that need the order compare.
+    The order of a user's own sampler or loader is known only in the next pass. A caller that needs the same order
+    compares both passes.
     """
     # Subclasses may have other arguments. With drop_last, a fixed order would silently omit the same points in every
     # pass.

@@ -255,8 +255,8 @@ class SubnetworkPullback(Pullback):
 class _FunctionalEncoder:
     """Raw outputs of an encoder at given values of its parameters, computed on copies of its modules.
 
-    If its modules cannot be copied, or a copy still uses an original parameter, the modules themselves are used, and no
-    other thread may run the modules at the same time.
+    If the modules cannot be copied, or a copy still uses an original parameter, the modules themselves run, and no
+    other thread may run them at the same time.
     """
 
     def __init__(self, encoder: Encoder) -> None:

@@ -259,11 +259,11 @@ class Pullback(ABC):
         return out
 
     def tile_diag(self, dim: int) -> int:
-        """Return the largest number of points with D outputs on each side of a tile of :meth:`cross_diag`."""
+        """Return the largest number of points, with D outputs, per side of a tile of :meth:`cross_diag`."""
         return self._points_at_once(dim)
 
     def tile_full(self, dim: int) -> int:
-        """Return the largest number of points with D outputs on each side of a tile of :meth:`cross_full`."""
+        """Return the largest number of points, with D outputs, per side of a tile of :meth:`cross_full`."""
         return self._points_at_once(dim)
 
     def _points_at_once(self, dim: int) -> int:

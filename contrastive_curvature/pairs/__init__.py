@@ -31,7 +31,7 @@ def make_relation(n: int, device: torch.device, labels: Tensor | None = None, pa
         labels: Integer class labels (N,); with a callable ``pairs``, any targets of shape (N, ...).
         pairs: Used instead of class labels: index tuples as the miners of pytorch-metric-learning return them (repeated
             pairs add up), two boolean masks (N, N), or ``function(targets_a, targets_b)`` that returns two boolean
-            masks (A, B). Without ``labels``, the targets given to a callable are the indices of the points.
+            masks (A, B). Without ``labels``, a callable receives the indices of the points as targets.
 
     Returns:
         The relation.

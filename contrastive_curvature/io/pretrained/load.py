@@ -54,7 +54,7 @@ def load_pretrained(
 
     Args:
         source: The folder; or, if there is no such folder, a repository of the Hugging Face hub, as ``"user/name"``.
-        encoder: The encoder with its weights, on the device and in the precision of its use; a
+        encoder: The encoder with its weights, on its final device and in its final precision; a
             :class:`~contrastive_curvature.TwoTowers` for a posterior of two towers.
         loss: The loss of the fit, if it is a loss of your own, whose code is not in the folder.
         relation: The relation of the fit, if it had one.

@@ -29,9 +29,9 @@ class ServedEncoder(nn.Module):
     """``mu, kappa, uncertainty, p_value = module(x)``: a copy of the encoder with the arrays of its posterior.
 
     The module computes the same as ``la(x)``, in evaluation mode and without gradients of its weights. Later changes of
-    the posterior or the encoder do not affect it. If ``la(x)`` would raise an error about the values of an input, the
-    input's row is NaN: in all four results for an input without finite outputs, in all except ``p_value`` for an output
-    of zeros.
+    the posterior or the encoder do not affect it. Where ``la(x)`` would raise an error about an input's values, the
+    input's row is NaN: in all four results if its outputs are not finite, in all except ``p_value`` if its outputs are
+    zero.
 
     Args:
         la: A fitted posterior of a last layer (``diag``, ``kron``, ``full`` or ``kron_lowrank``).
@@ -94,8 +94,8 @@ class ScoreHead(nn.Module):
 
     The scores equal :class:`.EmbeddingDistribution`, but use only operations of every graph format and no control flow
     on values: where ``la(x)`` raises an error, the result is NaN. ONNX cannot search sorted arrays, so the known
-    statistics are stored in rows of about ``sqrt(n)`` numbers, whose last numbers determine the row to search; by
-    class, each class has one row.
+    statistics are stored in rows of about ``sqrt(n)`` numbers, and the last numbers of the rows determine the row to
+    search. For p-values by class, each class has one row.
 
     Attributes:
         float32_arctan: Whether the arc tangent is computed in float32, the only precision in ONNX's runtime.

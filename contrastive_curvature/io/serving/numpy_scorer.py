@@ -127,7 +127,7 @@ class Scorer:
             float64 if the posterior was calibrated. A row without finite outputs holds NaN.
 
         Raises:
-            ValueError: The features are no numbers or of another shape.
+            ValueError: The features are not numbers or have another shape.
         """
         return self._score(features)[0]
 
@@ -143,7 +143,7 @@ class Scorer:
             zero.
 
         Raises:
-            ValueError: The file has no match, or the features are no numbers or of another shape.
+            ValueError: The file has no match, or the features are not numbers or have another shape.
         """
         fitted = self._under("match.pairs.")
         if not fitted:
@@ -172,7 +172,7 @@ class Scorer:
             of the retriever. A row without finite outputs is ``"unsure"``, and its numbers are NaN.
 
         Raises:
-            ValueError: The file has no retriever, or the features are no numbers or of another shape.
+            ValueError: The file has no retriever, or the features are not numbers or have another shape.
         """
         r = self._under("retriever.")
         if not r:
