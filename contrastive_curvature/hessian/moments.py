@@ -50,7 +50,7 @@ class Moments(ABC):
 
     @abstractmethod
     def bound(self) -> Tensor:
-        """Bound the absolute entries of ``M_i``, shape (N,); not finite where an entry is not."""
+        """Bound the absolute entries of ``M_i``, shape (N,); not finite for an entry that is not finite."""
 
 
 @dataclass

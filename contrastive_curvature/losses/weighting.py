@@ -146,7 +146,7 @@ def weigh_pairs(
 
 
 def lone_shares(relation: Relation, normalization: Normalization, dtype: torch.dtype, n_data: int) -> Shares:
-    """Return the shares of a batch's pairs, scaled to a data set of ``n_data`` points of which nothing else is known.
+    """Return the shares of a batch's pairs, scaled to an otherwise unknown data set of ``n_data`` points.
 
     For ``anchor``, the points with a positive in the batch also represent the points without one, and likewise for
     negatives. There is no such scaling if a miner lists the pairs or the batch has all points. For ``type``, batches

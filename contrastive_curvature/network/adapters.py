@@ -156,7 +156,7 @@ def with_last_layer(encoder: nn.Module, x: Any) -> WithLastLayer:
 
 
 def _linear_end(encoder: Encoder, x: Inputs) -> tuple[str, Tensor, Tensor] | None:
-    """Find the last module from whose input (N, F) the raw outputs (N, D) follow linearly, mixing entries.
+    """Find the last module with raw outputs (N, D) that are linear in its input (N, F) and mix its entries.
 
     Returns:
         The name of the module, the matrix (D, F) and the bias (D,); ``None`` without such a module.

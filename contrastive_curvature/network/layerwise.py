@@ -1,8 +1,8 @@
 """The pullback to all trainable parameters of any module, layer by layer, without a Jacobian of the whole network.
 
 One forward pass notes every function that applies parameters (:mod:`contrastive_curvature.network.recorder`). The
-Hessian's blocks have a signed factor, and one backward pass for each of its columns yields the gradients at the outputs
-of those functions. These gradients and the inputs determine the diagonal exactly
+Hessian's blocks have a signed factor; one backward pass for each column of the factor yields the gradients at the
+outputs of these functions. These gradients and the inputs determine the diagonal exactly
 (:mod:`contrastive_curvature.network.layer_parts`), for any connection of the layers.
 
 A parameter may have no rule: a function changes it before it is applied, or its layer runs in another thread or in a

@@ -202,7 +202,8 @@ def check_loader(loader: Any, argument: str = "train_loader", *, once: bool = Fa
         came = f"{'the iterator' if iterator else 'a'} {type(loader).__name__}"
         raise InputTypeError(argument, wanted, came, hint)
     for part in [] if shares else loader_parts(loader):
-        # Samplers of torch and Lightning; shards of Accelerate, whose attribute a user's data set may also have.
+        # Samplers of torch and Lightning have num_replicas; Accelerate's shards have num_processes, but so may a user's
+        # data set.
         shards = isinstance(part, (Sampler, IterableDataset)) or type(part).__module__.startswith("accelerate")
         names = ("num_replicas", "num_processes") if shards else ("num_replicas",)
         counts = [count for name in names if isinstance(count := getattr(part, name, None), int)]

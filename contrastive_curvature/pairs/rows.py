@@ -27,8 +27,8 @@ _INCREMENT, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB
 def point_keys(numbers: Tensor, seed: int = 0) -> Tensor:
     """Return a pseudo-random key for each point's number; different numbers have different keys.
 
-    The points with the smallest keys are a uniform sample without replacement. The sample depends on the numbers only,
-    not on the parts and order in which the points arrive.
+    The points with the smallest keys are a uniform sample without replacement. The sample depends only on the numbers,
+    not on the parts and the order of the stream.
 
     Source: the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
     """
