@@ -116,6 +116,45 @@ class Share:
                 yield _selected(batch, real), numbers[real]
 
 
+class Rest:
+    """The batches of a loader without some of its points; a batch of which nothing is left is not given.
+
+    Args:
+        loader: Gives the same points in the same order in every pass.
+        gone: Numbers of these points as a fit counts them, whole numbers, shape (M,).
+
+    Attributes:
+        count: Number of points of the loader, after a pass.
+
+    Raises:
+        InputError: ``gone`` is something else, or, after a pass, not in the loader.
+    """
+
+    def __init__(self, loader: Any, gone: Any) -> None:
+        numbers = torch.as_tensor(gone, device="cpu")
+        if numbers.ndim != 1 or numbers.is_floating_point() or numbers.dtype == torch.bool:
+            came = f"{numbers.dtype} of shape {tuple(numbers.shape)}"
+            raise InputError(
+                "gone", "positions of points, whole numbers (M,)", came, "Of a mask: mask.nonzero()[:, 0]."
+            )
+        self.loader, self.gone, self.count = loader, numbers.unique(), 0
+
+    def kept(self, numbers: Tensor) -> Tensor:
+        """Return which points stay, boolean (B,), by their numbers (B,)."""
+        return ~torch.isin(numbers, self.gone)
+
+    def __iter__(self) -> Iterator[Any]:
+        count, left = 0, self.gone
+        for batch, numbers in Share(self.loader):
+            count, left = count + len(numbers), left[~torch.isin(left, numbers)]
+            keep = self.kept(numbers)
+            if bool(keep.any()):
+                yield _selected(batch, keep)
+        if len(left):
+            raise InputError("gone", f"positions among the {count} points of the loader", left[:5].tolist())
+        self.count = count
+
+
 def _whole_numbers(source: Any) -> Tensor:
     """Return the numbers of points that a loader has as an attribute, int64, shape (N,)."""
     numbers = torch.as_tensor(source if isinstance(source, Tensor) else list(source))

@@ -39,7 +39,7 @@ from contrastive_curvature.fit.exchange import ProcessGroup, check_agreed, curre
 from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.fit.state import CURVATURE, STATISTICS, State
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
-from contrastive_curvature.laplace import batches, calibration, parts, prediction
+from contrastive_curvature.laplace import batches, calibration, influence, parts, prediction
 from contrastive_curvature.laplace.advice import DefaultPriorWarning, LabelRange, advise_on_labels, advise_on_norms
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend, ContrastiveGGN
 from contrastive_curvature.laplace.options import CONTRASTIVE, check_options
@@ -762,6 +762,37 @@ class ContrastiveLaplace(ParametricLaplace):
         self.check_fitted()
         self.fit(loader, override=False, progress_bar=progress_bar)
         self._prior_chosen = self._advised_on_prior = False
+
+    def without(
+        self, train_loader: Iterable[Any], gone: Any, newton_step: bool = False, progress_bar: bool | None = None
+    ) -> Self:
+        """Return the posterior without some training points: that of a fit of the rest at the same weights.
+
+        It has the prior precision, the temperature and the options of this one, which stays as it is, and holds nothing
+        of the points but in its weights: the encoder keeps what it learned of them. It is not calibrated. Without a
+        point, terms of other points change too (shares, denominators), so this takes the time of a fit; of batches of a
+        loss that compares within batches, the rest stays together.
+
+        Args:
+            train_loader: All points of the fit, in the same batches, as ``fit`` takes them.
+            gone: Positions of the points that go, whole numbers (M,), counted from 0 in the order of the loader; of a
+                ``DataLoader`` that shuffles, in the order of its data set.
+            newton_step: Whether the last layer moves too, in a copy of the encoder: by one Newton step towards the
+                minimum of the rest, from the gradient of all terms in which the points stand. The layers below keep
+                what they learned. ``rest.mean`` are the new weights, where the curvature is computed again. How far it
+                is from training again: ``docs/influence.md``.
+            progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
+
+        Returns:
+            A new posterior. Choose its prior precision and calibrate it again.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: See ``fit``; a position is not in the loader, or the loader has not the points of the fit.
+            UnsupportedError: ``newton_step`` of other weights than the last layer's, of a loss of neither pairs nor
+                anchors, or with the pairs of batches or a relation.
+        """
+        return influence.without(self, train_loader, gone, newton_step, progress_bar)
 
     def part_statistics(self, loader: Iterable[Any], part: tuple[int, int], progress_bar: bool | None = None) -> State:
         """Run the first pass over a part of the data: its statistics, which all parts need.
