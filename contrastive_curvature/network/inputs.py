@@ -142,7 +142,7 @@ def same_tokens(parts: Sequence[Inputs]) -> list[Inputs]:
 
 
 def _padded_side(mask: Tensor) -> str | None:
-    """Return the side of the zeros in a mask (N, T), ``"left"`` or ``"right"``; ``None`` for neither or both."""
+    """Return the side of a mask (N, T) that has zeros, ``"left"`` or ``"right"``; ``None`` if both or no sides do."""
     in_front, behind = bool((mask[:, :1] == 0).any()), bool((mask[:, -1:] == 0).any())
     return None if in_front == behind else "left" if in_front else "right"
 

@@ -78,7 +78,7 @@ class TargetRelation(Relation):
     """A relation computed from one target per point, so that it also relates points outside the data set.
 
     Attributes:
-        targets: One entry a point, shape (n, ...).
+        targets: One entry per point, shape (n, ...).
     """
 
     targets: Tensor
@@ -149,7 +149,7 @@ class CallableRelation(TargetRelation):
     """A relation computed from targets, such as positions in metres for place recognition.
 
     Args:
-        targets: One entry a point, shape (n, ...).
+        targets: One entry per point, shape (n, ...).
         function: ``function(a, b)`` with targets (A, ...) and (B, ...) returns boolean positives and negatives, each
             (A, B); it must be symmetric.
 
