@@ -1,4 +1,4 @@
-"""The diagonal blocks ``H_ii`` of the output Hessian, as everything downstream sees them."""
+"""The diagonal blocks ``H_ii`` of the output Hessian: their common interface."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from contrastive_curvature.errors import InputError, UnsupportedError
 
 
 class UnrepresentableError(InputError):
-    """The dtype cannot hold the Hessian: of outputs of these norms, or with these derivatives of the loss."""
+    """The dtype cannot hold the Hessian, because of the outputs' norms or the loss's derivatives."""
 
     @classmethod
     def at(cls, n: Tensor, held: Tensor) -> UnrepresentableError:
-        """Make the error for points of the norms ``n`` (N,), with the blocks of some ``held`` by the dtype (N,)."""
+        """Make the error for points with norms ``n`` (N,); ``held`` (N,) marks the blocks that it can hold."""
         rows = (~held).nonzero().flatten()[:5].tolist()
         wanted = f"embeddings whose Hessian, which goes with 1 / norm^2, {n.dtype} can hold"
         came = f"norms {[float(f'{float(n[row]):.3g}') for row in rows]} in rows {rows}"
@@ -39,12 +39,12 @@ class SignedFactor:
 
     @property
     def sums_batch(self) -> bool:
-        """Return whether a column has to be summed over the points before it is squared."""
+        """Return whether a column is summed over the points before it is squared."""
         return self.signs.ndim == 1
 
 
 class Blocks(ABC):
-    """N symmetric (D, D) matrices, one a point.
+    """N symmetric (D, D) matrices, one per point.
 
     Attributes:
         u: Unit embeddings, shape (N, D).
@@ -57,7 +57,7 @@ class Blocks(ABC):
 
     @abstractmethod
     def __getitem__(self, rows: slice) -> Blocks:
-        """Return the blocks of some of the points, a slice of step one."""
+        """Return the blocks of a slice of the points, with step one."""
 
     @abstractmethod
     def matmul(self, v: Tensor) -> Tensor:
@@ -81,7 +81,7 @@ class Blocks(ABC):
         return self.formed().add_projector(weight)
 
     def eigenvalue_bounds(self) -> tuple[Tensor, Tensor]:
-        """Return the smallest and the largest eigenvalue of every block, each (N,); a zero along ``u`` counts too."""
+        """Return every block's smallest and largest eigenvalue, each (N,), including a zero along ``u``."""
         return self.formed().eigenvalue_bounds()
 
     def is_psd(self) -> bool:
@@ -93,11 +93,11 @@ class Blocks(ABC):
         return bool((low >= -16 * torch.finfo(low.dtype).eps * torch.maximum(scale, self.terms())).all())
 
     def terms(self) -> Tensor:
-        """Return a bound of the terms of a block, shape (N,) or one number, where they may cancel in their sum."""
+        """Bound the terms that may cancel in the sum of a block, shape (N,) or one number."""
         return self.u.new_zeros(())
 
     def require_psd(self) -> None:
-        """Raise ``UnsupportedError`` if a block has a negative eigenvalue, and so no real square root."""
+        """Raise ``UnsupportedError`` if a block has a negative eigenvalue, so no real square root."""
         if not self.is_psd():
             low = self.eigenvalue_bounds()[0]
             raise UnsupportedError(
@@ -111,21 +111,21 @@ class Blocks(ABC):
         return self.formed().project_psd()
 
     def factor(self) -> Tensor:
-        """Return the symmetric square root ``S_i`` with ``S_i S_i^T = H_ii``, shape (N, D, D), if there is one."""
+        """Return the symmetric square root ``S_i`` with ``S_i S_i^T = H_ii``, shape (N, D, D), if it exists."""
         return self.formed().factor()
 
     def signed_factor(self) -> SignedFactor:
-        """Return the eigenvectors of every block times the root of the absolute eigenvalue, C <= D columns."""
+        """Return each block's eigenvectors times the root of the absolute eigenvalue, C <= D columns."""
         return self.formed().signed_factor()
 
     def formed(self) -> DenseBlocks:
-        """Return the same blocks, held as matrices."""
+        """Return the same blocks, stored as matrices."""
         return DenseBlocks(self.u, self.dense())
 
 
 @dataclass(frozen=True)
 class DenseBlocks(Blocks):
-    """Blocks held as matrices, where nothing shorter describes them.
+    """Blocks stored as matrices, for blocks without a shorter description.
 
     Args:
         u: Unit embeddings, shape (N, D).
@@ -184,16 +184,16 @@ class DenseBlocks(Blocks):
 
 
 class SampledBlocks(Blocks):
-    """Blocks with a random square root, K columns a point in place of one an output.
+    """Blocks with a random square root: K columns per point, not one column per output.
 
-    A block ``H = V+ V+^T - V- V-^T`` has the sampled columns ``V+ e / sqrt(K)``, K of them with the sign +1, and, if
-    some block has a negative eigenvalue, K columns ``V- e / sqrt(K)`` with the sign -1, for vectors ``e`` of random
-    signs. The sum over the columns of ``sign v v^T`` has the mean ``H``; of all noise of unit covariance, random signs
-    have the smallest fourth moment.
+    A block ``H = V+ V+^T - V- V-^T`` has K sampled columns ``V+ e / sqrt(K)`` with the sign +1, for vectors ``e`` of
+    random signs. If any block has a negative eigenvalue, there are also K columns ``V- e / sqrt(K)`` with the sign -1.
+    The sum of ``sign v v^T`` over the columns has the mean ``H``. Random signs have the smallest fourth moment of all
+    noise with unit covariance.
 
     Args:
         exact: The blocks of N points.
-        mc_samples: Number K of samples, of the positive and of the negative part each.
+        mc_samples: Number K of samples for the positive part, and K for the negative part.
         generator: Source of randomness, on the CPU.
     """
 
@@ -213,10 +213,10 @@ class SampledBlocks(Blocks):
         return self.exact.diagonal()
 
     def signed_factor(self) -> SignedFactor:
-        """Sample the columns: (K, N, D), or (2 K, N, D) where some block has a negative eigenvalue, -1 behind."""
+        """Sample columns (K, N, D), or (2 K, N, D) if a block has a negative eigenvalue, signs -1 last."""
         exact = self.exact.signed_factor()
         size = exact.columns.square().sum(2)
-        # Projected blocks have eigenvalues of the size of rounding errors, which would double the backward passes.
+        # Projected blocks have negative eigenvalues by rounding, which would double the number of backward passes.
         rounding = 32 * torch.finfo(size.dtype).eps * (size.max() if size.numel() else 0.0)
         columns, signs = [], []
         for sign in (1, -1):

@@ -1,13 +1,13 @@
-"""The blocks ``H_ij`` between two points, in closed form and never formed.
+"""The blocks ``H_ij`` between two points, in closed form, without storing their matrices.
 
 For a loss of the cosines ``s_ij = u_i . u_j`` with the pair weights ``y_ij = -dL/ds_ij`` and the second derivatives
 ``c_ij = d2L/ds_ij^2``, both distances have
 
 ``H_ij = [ -y_ij P_i P_j + c_ij (P_i u_j) (P_j u_i)^T ] / (n_i n_j)``
 
-and losses that compare all candidates of an anchor add squares:
-a softmax over the candidates j of an anchor i has the second derivative ``diag(c_i) - sum_r q_ri q_ri^T`` in the
-cosines. Its diagonal is about single pairs; every square ``q_ri q_ri^T`` is one vector over all outputs, with the entry
+and losses that compare all candidates of an anchor add squares: a softmax over the candidates j of an anchor i has the
+second derivative ``diag(c_i) - sum_r q_ri q_ri^T`` in the cosines. Its diagonal belongs to single pairs; every square
+``q_ri q_ri^T`` is one vector over all outputs, with the entry
 
 ``W_rib = [ q_rib P_b u_i + (b = i) P_i sum_j q_rij u_j ] / n_b``
 
@@ -36,9 +36,9 @@ def tangent_axes(u: Tensor, n: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class CrossBlocks:
-    """``H_ij`` for points i of one set (R of them, the rows) and j of another (C, the columns).
+    """``H_ij`` for R points i of one set (the rows) and C points j of another (the columns).
 
-    Where a point stands in both sets, it is treated as a pair with itself, with whatever weight ``y`` has there.
+    A point in both sets forms a pair with itself, with its weight in ``y``.
 
     Args:
         u_rows: Unit embeddings, shape (R, D).
@@ -91,7 +91,7 @@ class CrossBlocks:
         return out
 
     def axis(self, k: int, cosine: Tensor | None = None) -> Tensor:
-        """Return the entry ``(k, k)`` of every block, shape (R, C); ``cosine`` (R, C) where it is known."""
+        """Return the entry ``(k, k)`` of every block, shape (R, C); a known ``cosine`` (R, C) saves its product."""
         cosine = self.cosine() if cosine is None else cosine
         x, y = self.u_rows[:, k, None], self.u_columns[:, k]
         first, second = self._scaled
@@ -100,7 +100,7 @@ class CrossBlocks:
         return out if self.roots is None else out + self.roots.forms(*self._axis(k))[0]
 
     def _axis(self, k: int) -> tuple[Tensor, Tensor]:
-        """Return ``P e_k / n`` of the rows (R, D, 1) and of the columns (C, D, 1)."""
+        """Return ``P e_k / n`` for the rows (R, D, 1) and for the columns (C, D, 1)."""
         out = []
         for u, n in ((self.u_rows, self.n_rows), (self.u_columns, self.n_columns)):
             axis = -u * u[:, k : k + 1]
@@ -119,7 +119,7 @@ class CrossBlocks:
         return self.u_rows @ self.u_columns.T
 
     def pairs(self) -> Tensor:
-        """Return row and column of every pair with a block, (K, 2); each once where rows and columns are the same."""
+        """List row and column of each pair with a block, (K, 2); if symmetric, each pair once."""
         # Squares couple any two candidates of an anchor.
         present = self.y != 0 if self.roots is None else torch.ones_like(self.y, dtype=torch.bool)
         if self.c is not None:
@@ -127,15 +127,15 @@ class CrossBlocks:
         return (present.triu(1) if self.symmetric else present).nonzero()
 
     def itself(self) -> Tensor | None:
-        """Return the diagonals of the blocks of a point with itself, shape (R, D); ``None`` where these are zero."""
+        """Return the diagonals of each row's block with itself, shape (R, D); ``None`` if they are zero."""
         if not self.symmetric or not bool(self.y.diagonal().any()):
             return None
-        # c has no part: P_i u_i = 0.
+        # ``c`` adds nothing here: P_i u_i = 0.
         weight = self.y.diagonal() / self.n_rows / self.n_rows
         return -weight.unsqueeze(1) * (1 - self.u_rows.square())
 
     def diagonals(self, i: Tensor, j: Tensor) -> Tensor:
-        """Return the diagonals of the blocks of pairs (i, j), each (K,); shape (K, D)."""
+        """Return the diagonals of the blocks ``H_ij`` for pairs ``i`` and ``j``, each (K,); shape (K, D)."""
         u, v = self.u_rows[i], self.u_columns[j]
         product = u * v
         cosine = product.sum(1, keepdim=True)
@@ -153,7 +153,7 @@ class CrossBlocks:
 
 
 class PointVectors(ABC):
-    """Entries ``W_ab`` of A vectors at some points (R of them), before the projection and the norm of a point."""
+    """Entries ``W_ab`` of A vectors at R points, before the projection and the norm of a point."""
 
     @abstractmethod
     def along(self, t: Tensor) -> Tensor:
@@ -179,8 +179,8 @@ class RootSide(PointVectors):
     Args:
         anchors: ``u_i`` of the anchor that each vector belongs to, shape (A, D).
         weights: ``q``, shape (A, R).
-        own: For the points that are anchors themselves: the vector, the point and ``sum_j q_ij u_j``, shapes (O,), (O,)
-            and (O, D).
+        own: For points that are also anchors: the vector's index, the point's index and ``sum_j q_ij u_j``, shapes
+            (O,), (O,) and (O, D).
     """
 
     anchors: Tensor
@@ -230,10 +230,10 @@ class CrossRoots:
 
     Args:
         signs: Shape (A,).
-        rows: At the rows.
-        columns: At the columns.
-        same_rows: Rows that are also among the columns, shape (O,): their blocks with themselves are left out.
-        same_columns: Which columns they are, shape (O,).
+        rows: The vectors at the rows.
+        columns: The vectors at the columns.
+        same_rows: Rows that are also columns, shape (O,): a point's block with itself is left out.
+        same_columns: The columns of the same points, shape (O,).
     """
 
     signs: Tensor
@@ -253,7 +253,7 @@ class CrossRoots:
         return out
 
     def forms(self, a: Tensor, b: Tensor) -> Tensor:
-        """Return ``a_ik^T H_ij b_jk`` of tangents divided by the norms, (R, D, K) and (C, D, K); shape (K, R, C)."""
+        """Return ``a_ik^T H_ij b_jk`` for tangents, divided by the norms, (R, D, K) and (C, D, K); shape (K, R, C)."""
         out = a.new_empty(a.shape[2], a.shape[0], b.shape[0])
         for k in range(len(out)):
             left = self.signs.unsqueeze(1) * self.rows.along(a[..., k])

@@ -1,4 +1,4 @@
-"""What the output Hessian needs of a loss: its derivatives in the cosines of N points, never held whole."""
+"""Derivatives of a loss in the cosines of N points, for the output Hessian; the N x N matrices are never stored."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _CHUNK_ROWS = 2**16
 
 @dataclass(frozen=True)
 class Totals:
-    """Sums over points from which a loss knows its value; those of batches add up.
+    """Sums over points that yield the value of a loss; the sums of batches add up.
 
     Args:
         degree: ``sum_i d_i``, float64.
         along: ``sum_i u_i . s_i`` for ``u`` of length one, float64.
-        value: The loss itself, float64; zero for losses that know it from the two sums above.
+        value: The loss itself, float64; zero for losses that follow from the two sums above.
     """
 
     degree: Tensor
@@ -40,7 +40,7 @@ class Totals:
 
 @dataclass(frozen=True)
 class NodeSums:
-    """Sums over the neighbours of every point, the point itself left out.
+    """Sums over the neighbours of every point, without the point itself.
 
     Args:
         degree: ``d_i = sum_j y_ij``, shape (N,).
@@ -48,7 +48,7 @@ class NodeSums:
         moments: ``M_i = sum_j c_ij u_j u_j^T`` and the coupling of a point's candidates, see
             :mod:`contrastive_curvature.hessian.moments`; ``None`` where the second derivatives are zero.
         value: Half the loss of the pairs of these points, float64, see :class:`Totals`.
-        counted: Their part in the value of the loss, where that does not follow from the other sums.
+        counted: Part of these points in the loss's value, where it does not follow from the other sums.
     """
 
     degree: Tensor
@@ -58,11 +58,11 @@ class NodeSums:
     counted: Totals | None = None
 
     def totals(self, u: Tensor) -> Totals:
-        """Return the part of these points, unit embeddings (N, D), in the value of the loss."""
+        """Return the part of these points, with unit embeddings (N, D), in the value of the loss."""
         if self.counted is not None:
             return self.counted
-        # In float64 and in chunks: the loss is the small difference of the two sums. Of points that are close together
-        # it is smaller than what rounding makes the length of u differ from one, so that is taken out.
+        # In float64 and in chunks: the loss is the small difference of two sums. For close points the difference is
+        # smaller than the rounding error in the length of u, so this error is removed.
         degree = self.degree.double()
         along = degree.sum()
         parts = (part.split(_CHUNK_ROWS) for part in (u, self.neighbors, degree))
@@ -72,7 +72,7 @@ class NodeSums:
         return Totals(degree.sum(), along, self.value)
 
     def checked(self, loss: str, hint: str = "") -> NodeSums:
-        """Return these sums, if they are finite, as outputs are; the error names the loss and the points."""
+        """Return these sums if they are finite; the error names the loss and the points."""
         finite = self.degree.isfinite() & self.neighbors.isfinite().all(1)
         if self.moments is not None:
             finite &= self.moments.bound().isfinite()
@@ -91,9 +91,9 @@ class CosineDerivatives(ABC):
 
     Attributes:
         n: Number N of points.
-        u: Their unit embeddings, shape (N, D).
-        anchors: Number of points whose comparisons the loss sums up; for a loss of pairs all points.
-        skipped: Number of points that have nothing to be compared with, and are left out.
+        u: Unit embeddings of the points, shape (N, D).
+        anchors: Number of points whose comparisons the loss sums; all points for a loss of pairs.
+        skipped: Number of points that are left out because they have nothing to be compared with.
         couples: Whether points are compared with each other, so that there are cross terms.
     """
 
@@ -110,7 +110,7 @@ class CosineDerivatives(ABC):
 
     @abstractmethod
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        """Return rows ``start..stop`` of ``y`` and of ``c``, each (stop - start, C); ``None`` where ``c`` is zero.
+        """Return rows ``start..stop`` of ``y`` and of ``c``, each (stop - start, C); ``None`` for a zero ``c``.
 
         ``columns`` is a slice of step one.
         """
@@ -132,7 +132,7 @@ class CosineDerivatives(ABC):
         return out
 
     def second_matmul(self, t: Tensor) -> Tensor | None:
-        """Return what the second derivatives add between a point and all others, before the tangent projection.
+        """Return the second derivatives' part between each point and all others, before the tangent projection.
 
         Args:
             t: Changes of the unit embeddings, tangent, shape (N, D, K).
@@ -150,14 +150,14 @@ class CosineDerivatives(ABC):
         return out
 
     def squares(self, points: slice) -> tuple[Tensor, PointVectors] | None:
-        """Return signs (A,) of the squares that couple a point's candidates, and their vectors at some points.
+        """Return the signs (A,) of the squares that couple a point's candidates, and their vectors at ``points``.
 
         ``None`` for a loss of single pairs.
         """
         return None
 
     def roots(self, rows: slice, columns: slice) -> CrossRoots | None:
-        """Return :meth:`squares` between some points and others, slices of step one."""
+        """Return :meth:`squares` between the points ``rows`` and ``columns``, slices of step one."""
         ends = [slice(*chosen.indices(self.n)[:2]) for chosen in (rows, columns)]
         left, right = (self.squares(end) for end in ends)
         if left is None or right is None:
@@ -170,21 +170,22 @@ class CosineDerivatives(ABC):
         """Return the value of the loss, without a graph, and its non-negative version.
 
         Args:
-            totals: Of all points, where the caller has them already.
+            totals: Totals of all points, if the caller already has them.
         """
         value = (totals or self.node_sums().totals(self.u)).value.to(self.u.dtype)
         return value, value
 
 
 class PartOfDerivatives(CosineDerivatives):
-    """Derivatives of R of N points that move while the others, still candidates, stand still.
+    """Derivatives of R of N points that move; the others remain candidates and do not move.
 
-    So ``OutputHessian(z[points], PartOfDerivatives(whole, points, sums), distance, pd_fix)`` is the block of those
-    points in ``OutputHessian(z, whole, distance, pd_fix)``, as the outputs of one of two encoders need it.
+    So ``OutputHessian(z[points], PartOfDerivatives(whole, points, sums), distance,
+    pd_fix)`` is the block of those points in ``OutputHessian(z, whole, distance, pd_fix)``, for the outputs of one of
+    two encoders.
 
     Args:
-        whole: Of all N points; ``anchors``, ``skipped`` and the value of the loss are theirs.
-        points: Some of them, a slice of step one.
+        whole: Derivatives of all N points, which also determine ``anchors``, ``skipped`` and the loss's value.
+        points: The R points that move, a slice of step one.
         sums: ``whole.node_sums()``.
     """
 
@@ -207,7 +208,7 @@ class PartOfDerivatives(CosineDerivatives):
         return self.whole.rows(start + self._start, stop + self._start, self._placed(columns))
 
     def second_matmul(self, t: Tensor) -> Tensor | None:
-        """See :meth:`CosineDerivatives.second_matmul`; the other points stand still."""
+        """See :meth:`CosineDerivatives.second_matmul`; the other points do not move."""
         padded = t.new_zeros(self.whole.n, *t.shape[1:])
         padded[self._start : self._stop] = t
         out = self.whole.second_matmul(padded)
@@ -218,10 +219,10 @@ class PartOfDerivatives(CosineDerivatives):
         return self.whole.roots(self._placed(rows), self._placed(columns))
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
-        """Return those of all N points."""
+        """Return the value and the cost of all N points."""
         return self.whole.loss_and_cost()
 
     def _placed(self, part: slice) -> slice:
-        """Return a range of these points as one of all points."""
+        """Convert a range of these points to a range of all points."""
         start, stop, _ = part.indices(self.n)
         return slice(start + self._start, stop + self._start)

@@ -1,4 +1,4 @@
-"""The second-order part of the diagonal blocks, from weights of pairs: no matrix of a point is formed unless asked for.
+"""The second-order part of the diagonal blocks, from weights of pairs; matrices of points only on request.
 
 A loss with second derivatives adds ``P_i M_i P_i / n_i^2`` to the block of point i, with the tangent projector ``P_i``
 and the weighted moment of its candidates
@@ -6,7 +6,7 @@ and the weighted moment of its candidates
 ``M_i = sum_j w_ij o_j o_j^T + sum_r sign_r v_ri v_ri^T``
 
 A loss of single pairs has weights ``w_ij = d2L/ds_ij^2`` only; the vectors ``v`` come from losses that compare all
-candidates of an anchor, whose second derivatives are a diagonal and few squares (``losses/rows.py``).
+candidates of an anchor: the second derivatives of such a loss are a diagonal and a few squares (``losses/rows.py``).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Moments(ABC):
 
     @abstractmethod
     def __getitem__(self, rows: slice) -> Moments:
-        """Return those of some of the points, a slice of step one."""
+        """Return the moments of a slice of the points, with step one."""
 
     @abstractmethod
     def dense(self) -> Tensor:
-        """Return them as matrices, shape (N, D, D)."""
+        """Return the moments as matrices, shape (N, D, D)."""
 
     @abstractmethod
     def matmul(self, x: Tensor) -> Tensor:
@@ -50,20 +50,20 @@ class Moments(ABC):
 
     @abstractmethod
     def bound(self) -> Tensor:
-        """Return a bound of the entries of ``M_i`` in absolute value, shape (N,); not finite where an entry is not."""
+        """Bound the absolute entries of ``M_i``, shape (N,); not finite for an entry that is not finite."""
 
 
 @dataclass
 class MomentPart:
-    """Weights of some points with the candidates that they have in common.
+    """Weights of a block of points and their shared candidates.
 
     Args:
-        points: Which points, in rising order, shape (P,).
-        weigh: Weights of the points from one to another, (B, M); and their cosines with the candidates, (B, M), where
-            these are known.
+        points: Numbers of the points, ascending, shape (P,).
+        weigh: Function of a first and a last number that returns the weights of these points, (B, M), and their cosines
+            with the candidates, (B, M), if known.
         others: ``o``, shape (M, D).
         first: Number of the first point for ``weigh``.
-        last: Range and weights of the last block, kept as one operation follows another.
+        last: Range and weights of the last block, kept for the next operation.
     """
 
     points: Tensor
@@ -73,12 +73,12 @@ class MomentPart:
     last: tuple[tuple[int, int], tuple[Tensor, Tensor | None]] | None = None
 
     def between(self, low: int, high: int) -> MomentPart:
-        """Return the part of points ``low..high``, counted from the first one of them."""
+        """Return the part of points ``low..high``, numbered from ``low``."""
         start, stop = (int(torch.searchsorted(self.points, end)) for end in (low, high))
         return MomentPart(self.points[start:stop] - low, self.weigh, self.others, self.first + start)
 
     def blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:
-        """Iterate over points, their weights, known cosines and candidates, in blocks of bounded size."""
+        """Iterate over points, their weights, cosines (if known) and candidates, in blocks of bounded size."""
         for some in row_ranges(len(self.points), len(self.others)):
             numbers = self.first + some.start, self.first + some.stop
             if self.last is None or self.last[0] != numbers:
@@ -87,16 +87,16 @@ class MomentPart:
 
 
 class PairMoments(Moments):
-    """Moments from weights of pairs, which are asked for in blocks of points.
+    """Moments from weights of pairs, which are computed in blocks of points.
 
-    All is computed in the type of the vectors.
+    The moments are computed in the dtype of the vectors.
 
     Args:
-        parts: Points with the same candidates; a point may be in several of them.
-        signs: Of the vectors, shape (R,).
+        parts: Points with the same candidates; a point may be in several parts.
+        signs: Signs of the vectors, shape (R,).
         vectors: ``v``, shape (R, N, D).
         bound: See :meth:`Moments.bound`, shape (N,).
-        dtype: Of the results, where it is another one.
+        dtype: Dtype of the results; by default the dtype of the vectors.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class PairMoments(Moments):
     def matmul(self, x: Tensor) -> Tensor:
         _, n, dim = self.vectors.shape
         if x.shape[2] > dim:
-            # More columns than a matrix has: forming it is cheaper.
+            # With more columns than a matrix has, forming the matrix is cheaper.
             parts = [self[rows].dense() @ x[rows] for rows in row_ranges(n, dim * dim)]
             return torch.cat(parts) if parts else torch.zeros_like(x)
         x = x.to(self.vectors.dtype)
@@ -298,7 +298,7 @@ class ProjectedBlocks(Blocks):
 
 
 def _by_chunks(blocks: CurvedBlocks, compute: Callable[[DenseBlocks, slice], Tensor]) -> Tensor:
-    """Compute something of every point's matrix, with a bounded number of matrices at a time."""
+    """Apply ``compute`` to the matrices of all points, a bounded number of matrices at a time."""
     n, dim = blocks.u.shape
     step = max(1, _DENSE_ELEMENTS // (dim * dim))
     parts = []

@@ -1,11 +1,11 @@
-"""The diagonal blocks ``H_ii`` of a loss that is linear in the cosines, in closed form.
+"""Closed form of the diagonal blocks ``H_ii`` for a loss that is linear in the cosines.
 
 Every block, before and after its projection on the positive semidefinite cone, has the form
 
 ``H_ii = c P + p t t^T + q (u t^T + t u^T) + r u u^T``
 
 with the tangent projector ``P = I - u u^T`` and a unit tangent ``t``, so products, diagonals, eigenvalues and square
-roots cost O(D) a point instead of O(D^2) or O(D^3).
+roots cost O(D) per point instead of O(D^2) or O(D^3).
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class NodeBlocks(Blocks):
 
     @classmethod
     def from_sums(cls, u: Tensor, n: Tensor, d: Tensor, s: Tensor, distance: Distance) -> NodeBlocks:
-        """Build the blocks from the degrees and the neighbour sums of the pair weights.
+        """Build the blocks from the pair weights' degrees and neighbour sums.
 
         Args:
             u: Unit embeddings, shape (N, D).
             n: Norms of the raw outputs, shape (N,).
-            d: ``sum_j y_ij``, shape (N,), of the type of ``u`` or wider.
-            s: ``sum_j y_ij u_j``, shape (N, D), the same.
+            d: ``sum_j y_ij``, shape (N,), in the dtype of ``u`` or a wider one.
+            s: ``sum_j y_ij u_j``, shape (N, D), in the dtype of ``d``.
             distance: ``euclidean``: ``d P / n^2``. ``arccos``: ``(a P + u t^T + t u^T) / n^2`` with ``a = u . s`` and
                 ``t = s - a u`` (paper, appendices F.1 and F.2, summed over the pairs of a point).
         """
@@ -58,11 +58,11 @@ class NodeBlocks(Blocks):
             return cls(u, torch.zeros_like(u), d.to(n.dtype) / n / n, zero, zero, zero)._representable(n)
         wide = u.to(s.dtype)
         a = (wide * s).sum(1).to(n.dtype)
-        # Projected twice: the first projection leaves a radial residue of the size of the rounding error of s.
+        # Projected twice: the first projection leaves a radial residue as large as the rounding error of s.
         t = project_tangent(u, project_tangent(wide, s).to(u.dtype))
         length = t.norm(dim=1)
         direction = t / torch.where(length > 0, length, torch.ones_like(length)).unsqueeze(1)
-        # Where s is along u, what is left is rounding, which may be along u too: no tangent, then.
+        # If s is along u, only rounding remains, which may also be along u: then the tangent is zero.
         direction = project_tangent(u, direction)
         tangent = direction.norm(dim=1)
         moves = tangent > 0.5
@@ -71,12 +71,12 @@ class NodeBlocks(Blocks):
         return cls(u, direction, a / n / n, zero, length / n / n, zero)._representable(n)
 
     def _representable(self, n: Tensor) -> NodeBlocks:
-        """Return these blocks, if they are finite and have all their digits."""
+        """Return these blocks if they are finite and did not lose digits to underflow."""
         info = torch.finfo(n.dtype)
         low, high = info.tiny**0.5, info.tiny**-0.5
         size = torch.maximum(self.c.abs(), self.q.abs())
-        # Weights that vanish in the loss already, as of a far pair in a logistic loss, may lose digits; and so may
-        # those that vanish beside the weights of other points.
+        # Weights that already vanish in the loss (a far pair in a logistic loss) may lose digits, as may weights that
+        # are negligible against other points' weights.
         weight = size * n * n
         floor = info.eps**2 * weight.max() if weight.numel() else info.tiny
         lost = (size > 0) & (size < info.tiny) & (weight >= floor) & (weight >= info.tiny)
@@ -108,7 +108,7 @@ class NodeBlocks(Blocks):
         return c * v + u * ((r - c) * along_u + q * along_t) + t * (p * along_t + q * along_u)
 
     def total(self) -> Tensor:
-        """See :meth:`Blocks.total`; no matrix of a point is formed."""
+        """See :meth:`Blocks.total`; forms no matrix of a point."""
         c, p, q, r = (w.unsqueeze(1) for w in (self.c, self.p, self.q, self.r))
         mixed = self.u.T @ (q * self.t)
         eye = torch.eye(self.u.shape[1], dtype=self.u.dtype, device=self.u.device)
@@ -120,7 +120,7 @@ class NodeBlocks(Blocks):
         mean, half = (inside + self.r) / 2, torch.hypot((inside - self.r) / 2, self.q)
         values = [mean - half, mean + half]
         moves = (self.t != 0).any(1)
-        # Without a tangent the plane of u and t shrinks to the line of u.
+        # Without a tangent the plane of u and t shrinks to the line along u.
         low = torch.where(moves, values[0], self.r)
         high = torch.where(moves, values[1], self.r)
         others = self.u.shape[1] - 1 - moves.long()
@@ -128,7 +128,7 @@ class NodeBlocks(Blocks):
         return low, torch.where(others > 0, torch.maximum(high, self.c), high)
 
     def project_psd(self) -> NodeBlocks:
-        """See :meth:`Blocks.project_psd`; one 2 x 2 eigenproblem a point."""
+        """See :meth:`Blocks.project_psd`; solves one 2 x 2 eigenproblem per point."""
         c = self.c.clamp(min=0)
         value, along_u, along_t = self._plane_eigenpair()
         moves = (self.t != 0).any(1)
@@ -153,8 +153,8 @@ class NodeBlocks(Blocks):
     def signed_factor(self) -> SignedFactor:
         """See :meth:`Blocks.signed_factor`.
 
-        An orthonormal basis with ``u`` and ``t`` in front leaves one 2 x 2 eigenproblem a point; columns that vanish
-        for all points (the radial one of ``euclidean``) are left out.
+        In an orthonormal basis that starts with ``u`` and ``t``, each point has one 2 x 2 eigenproblem; columns that
+        are zero for all points (the radial one of ``euclidean``) are left out.
         """
         n, dim = self.u.shape
         if dim == 1:
@@ -168,12 +168,12 @@ class NodeBlocks(Blocks):
             t = torch.where(moves, self.t, complement[:, :, 0]).unsqueeze(2)
             plane = torch.stack([self.r, self.q, self.q, self.c + self.p], dim=1).view(n, 2, 2)
             inside, turn = torch.linalg.eigh(plane)
-            # The larger in absolute value first, so that what vanishes shares a column.
+            # Largest absolute value first, so that the zeros of all points share a column.
             order = inside.abs().argsort(dim=1, descending=True)
             inside, turn = inside.gather(1, order), turn.gather(2, order.unsqueeze(1).expand(n, 2, 2))
             vectors = torch.cat([torch.cat([u, t], dim=2) @ turn, complement[:, :, 1:]], dim=2)
             values = torch.cat([inside, self.c.unsqueeze(1).expand(n, dim - 2)], dim=1)
-        # One column stays where all vanish: convolutions take no empty batches.
+        # If all columns are zero, one stays: convolutions accept no empty batches.
         keep = (values != 0).any(0)
         keep[0] |= ~keep.any()
         values, vectors = values[:, keep], vectors[:, :, keep]
@@ -183,15 +183,16 @@ class NodeBlocks(Blocks):
     def _plane_eigenpair(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return the larger eigenvalue (clamped at zero) and its unit eigenvector on span(u, t).
 
-        The smaller one is never positive for ``arccos``: before the projection the determinant is ``-q^2``, after it 0.
+        For ``arccos`` the smaller eigenvalue is never positive: the determinant is ``-q^2`` before the projection and 0
+        after.
         """
-        # Blocks go with 1 / n^2, so that their squares would overflow or vanish.
+        # Blocks are proportional to 1 / n^2, so their squares would overflow or vanish.
         size = torch.stack([self.c + self.p, self.r, self.q]).abs().amax(0)
         size = torch.where(size > 0, size, torch.ones_like(size))
         inside, r, q = (self.c + self.p) / size, self.r / size, self.q / size
         gap = inside - r
         root = torch.hypot(gap, 2 * q)
-        # (inside - r + root) / 2 without cancellation where inside < r.
+        # This is (inside - r + root) / 2, without cancellation where inside < r.
         rise = torch.where(gap >= 0, (gap + root) / 2, 2 * q**2 / torch.where(gap < 0, root - gap, 1.0))
         length = torch.hypot(rise, q)
         safe = torch.where(length > 0, length, torch.ones_like(length))
@@ -201,7 +202,7 @@ class NodeBlocks(Blocks):
 
 
 def _reflection(v: Tensor) -> Tensor:
-    """Return Householder reflections (N, D, D) with a first column parallel to ``v`` (N, D), a unit vector or zero."""
+    """Return Householder reflections (N, D, D), first column parallel to ``v`` (N, D), unit vectors or zeros."""
     w = v.clone()
     w[:, 0] += torch.where(v[:, 0] < 0, -1.0, 1.0).to(v.dtype)
     w = w / w.norm(dim=1, keepdim=True)

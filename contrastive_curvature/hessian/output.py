@@ -1,4 +1,4 @@
-"""The core object: the Hessian of a loss with respect to the raw network outputs, in node form.
+"""The core object: the Hessian of a loss with respect to the raw network outputs, by blocks of points.
 
 With ``u_i = z_i / n_i``, the pair weights ``y_ij`` and the second derivatives ``c_ij`` of a loss of the cosines
 (:mod:`contrastive_curvature.hessian.derivatives`), for N outputs of D numbers each:
@@ -6,8 +6,8 @@ With ``u_i = z_i / n_i``, the pair weights ``y_ij`` and the second derivatives `
 - off-diagonal blocks, both distances: see :mod:`contrastive_curvature.hessian.cross`;
 - diagonal blocks: see :mod:`contrastive_curvature.hessian.node_blocks`.
 
-The network is none of its business: a pullback multiplies it with the Jacobian of the RAW network, ``J^T H J``. What
-``pd_fix`` does to the blocks is decided here; losses read it only to leave out what a fix drops.
+The Hessian does not know the network: a pullback multiplies it with the Jacobian of the RAW network, ``J^T H J``. This
+module applies ``pd_fix`` to the blocks; losses read ``pd_fix`` only to omit the terms that the fix drops.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ DENSE_LIMIT = 2**13
 
 
 def make_blocks(u: Tensor, n: Tensor, sums: NodeSums, distance: Distance, pd_fix: PDFix) -> Blocks:
-    """Return the diagonal blocks of N points, directions (N, D) and norms (N,), with the fix applied.
+    """Make the diagonal blocks of N points from directions (N, D) and norms (N,), and apply the fix.
 
-    The fix ``positive`` is a matter of the sums.
+    ``sums`` already contains the fix ``positive``.
     """
     blocks: Blocks = NodeBlocks.from_sums(u, n, sums.degree, sums.neighbors, distance)
     if pd_fix is PDFix.PSD_PARTS:
@@ -46,8 +46,8 @@ class OutputHessian:
 
     Args:
         z: Raw outputs, shape (N, D), checked.
-        derivatives: Of the loss in the cosines of the same points.
-        distance: Which split of the generalised Gauss-Newton.
+        derivatives: Derivatives of the loss in the cosines of the same points.
+        distance: The split of the generalised Gauss-Newton.
         pd_fix: The fix for positive definiteness.
 
     Attributes:
@@ -79,7 +79,7 @@ class OutputHessian:
         return self.derivatives.loss_and_cost(self._totals)
 
     def cross(self, rows: slice, columns: slice) -> CrossBlocks:
-        """Return the blocks ``H_ij`` between points i and points j, zero where i = j; of coupled fixes."""
+        """Return the blocks ``H_ij`` between points i and j, zero where i = j; for coupled fixes only."""
         start, stop, _ = rows.indices(len(self))
         first, second = self.derivatives.rows(start, stop, columns)
         roots = self.derivatives.roots(rows, columns)
@@ -101,7 +101,7 @@ class OutputHessian:
             The product, of the shape of ``v``.
 
         Raises:
-            InputTypeError: ``v`` is no tensor of the outputs' type.
+            InputTypeError: ``v`` is not a tensor of the outputs' dtype.
             InputError: ``v`` has another N or D, or is not finite.
         """
         if not isinstance(v, Tensor) or v.dtype != self.z.dtype or v.layout != torch.strided:
@@ -124,7 +124,7 @@ class OutputHessian:
         return out
 
     def diagonal(self) -> Tensor:
-        """Return the diagonal of ``H``, shape (N, D). Cross blocks have no part in it."""
+        """Return the diagonal of ``H``, shape (N, D). It contains no cross blocks."""
         return self.blocks.diagonal()
 
     def point_blocks(self) -> Tensor:
@@ -138,7 +138,6 @@ class OutputHessian:
         if self.coupled:
             everywhere = self.cross(slice(0, n), slice(0, n))
             eye = torch.eye(dim, dtype=self.z.dtype, device=self.z.device)
-            # The columns (k, l) of forms run over all pairs of axes.
             left = eye.repeat_interleave(dim, dim=1).expand(n, dim, dim * dim)
             right = eye.repeat(1, dim).expand(n, dim, dim * dim)
             out = everywhere.forms(left, right).view(dim, dim, n, n).permute(2, 0, 3, 1).clone()
@@ -150,11 +149,11 @@ class OutputHessian:
         """Return whether ``H`` is positive semidefinite, up to rounding.
 
         Returns:
-            For block-diagonal fixes the exact answer from closed-form eigenvalues; for coupled ones that of the dense
-            matrix.
+            For block-diagonal fixes, the exact answer from closed-form eigenvalues; for coupled fixes, the answer for
+            the dense matrix.
 
         Raises:
-            UnsupportedError: Coupled and too large to be formed.
+            UnsupportedError: ``H`` is coupled and too large to be formed.
         """
         if not self.coupled:
             return self.blocks.is_psd()
@@ -163,7 +162,7 @@ class OutputHessian:
         return bool(low >= -16 * self.z.numel() * torch.finfo(self.z.dtype).eps * size)
 
     def factor(self) -> Tensor:
-        """Return a factor ``S`` of the Hessian, where it is positive semidefinite.
+        """Return a factor ``S`` of a positive semidefinite Hessian.
 
         Returns:
             Block-diagonal fixes: shape (N, D, D), ``H_ii = S_i S_i^T``. Coupled fixes: shape (N, D, C) with C the rank,
@@ -188,10 +187,10 @@ class OutputHessian:
         """Return a signed factor of the whole Hessian, which may be indefinite.
 
         Returns:
-            That of the blocks, or, where the points are coupled, C <= N D columns (C, N, D) over the batch, signs (C,).
+            The factor of the blocks; for coupled points C <= N D columns (C, N, D) over the batch and signs (C,).
 
         Raises:
-            UnsupportedError: Coupled and too large for an eigendecomposition.
+            UnsupportedError: ``H`` is coupled and too large for an eigendecomposition.
         """
         if not self.coupled:
             return self.blocks.signed_factor()

@@ -12,8 +12,8 @@ from contrastive_curvature.errors import InputError, InputTypeError
 class L2Norm(nn.Module):
     """Divide every row by its Euclidean norm: the last module of an encoder that embeds on the unit sphere.
 
-    No epsilon is added, so that value and derivative belong to the same function ``z / |z|``; a row of zeros, where
-    that function is undefined, stays zero.
+    No epsilon is added, so value and derivative belong to the same function ``z / |z|``. This function is undefined for
+    a row of zeros, which stays zero.
     """
 
     def forward(self, z: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ class L2Norm(nn.Module):
 
 
 def check_outputs(z: Tensor, argument: str = "z") -> Tensor:
-    """Return checked raw outputs (N, D), finite and without a row of zeros; half precision is lifted to float32."""
+    """Check that raw outputs (N, D) are finite and nonzero in every row; half precision becomes float32."""
     if not isinstance(z, Tensor):
         raise InputTypeError(argument, "a torch.Tensor of shape (N, D)", f"a {type(z).__name__}")
     validate.dense(argument, z)
@@ -36,7 +36,7 @@ def check_outputs(z: Tensor, argument: str = "z") -> Tensor:
     if z.dtype in (torch.float16, torch.bfloat16):
         z = z.float()
     with torch.no_grad():
-        # One look at the device for both: the largest entry of a row is NaN where one of them is.
+        # One device synchronisation for both checks: the largest entry of a row is NaN if any entry is.
         size = z.abs().amax(dim=1)
         if bool(((size > 0) & (size < torch.inf)).all()):
             return z
@@ -61,16 +61,16 @@ def normalize(z: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def norms(z: Tensor) -> Tensor:
-    """Return ``|z|`` of shape (...) for ``z`` of shape (..., D), zero rows included, whose squares may not overflow."""
+    """Return ``|z|``, shape (...), for ``z`` (..., D), which may have zero rows; no square overflows."""
     scale = _power_of_two(z)
     return ((z / scale).norm(dim=-1, keepdim=True) * scale).squeeze(-1)
 
 
 def _power_of_two(z: Tensor) -> Tensor:
-    """Return a power of two of the size of every row, shape (..., 1), without a graph.
+    """Return a power of two near the largest entry of every row, shape (..., 1), without a graph.
 
-    The squares of numbers beyond 1e19 overflow in float32, those below 1e-23 vanish. Dividing by a power of two rounds
-    nothing, so results in the usual range are the same to the last bit.
+    In float32 the squares of numbers above 1e19 overflow, and squares of numbers below 1e-23 vanish. Dividing by a
+    power of two rounds nothing, so results in the usual range are the same to the last bit.
     """
     largest = z.detach().abs().amax(dim=-1, keepdim=True)
     return largest.log2().floor().exp2().clamp(min=torch.finfo(z.dtype).tiny)

@@ -1,4 +1,4 @@
-"""What is written to disk and read back: saved posteriors, features, states, exports, indices of galleries, jobs."""
+"""Files and other programs: saved posteriors, features, states, exports, indices of galleries, jobs."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""Galleries that are searched elsewhere: an index of FAISS, a table of LanceDB, or an object of your own."""
+"""Galleries in another search engine: an index of FAISS, a table of LanceDB, or an object of your own."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _LARGEST = 1.1
 
 
 class Index(Protocol):
-    """Anything that searches unit vectors, such as ``la(x).mu``, by cosine.
+    """An object that searches unit vectors, such as ``la(x).mu``, by cosine.
 
-    The adapters for FAISS and LanceDB have this one method, and so may an object of your own.
+    The adapters for FAISS and LanceDB have this one method; an object of your own needs no more.
     """
 
     def search(self, vectors: Tensor, k: int) -> tuple[Tensor, Ids]:
@@ -35,7 +35,7 @@ class Index(Protocol):
 
         Args:
             vectors: Queries, shape (N, D).
-            k: Number of hits of each query.
+            k: Number of hits for each query.
 
         Returns:
             Cosine distances ``1 - cosine``, nearest first, and the identifiers of the hits, both of shape (N, k).
@@ -45,16 +45,17 @@ class Index(Protocol):
 class FaissIndex:
     """Searches an index of FAISS (``pip install faiss-cpu``) that holds unit vectors.
 
-    The distances are those of the index, in float32. How much of an approximate index is searched is set on the index
-    itself: ``index.nprobe = 16``, ``index.hnsw.efSearch = 100``.
+    The distances come from the index, in float32. The index itself sets the searched part of an approximate index:
+    ``index.nprobe = 16``, ``index.hnsw.efSearch = 100``.
 
     Args:
         index: An index of inner products or of Euclidean distances, to which unit vectors were added.
-        ids: Identifiers of the vectors, in the order in which they were added; by default what the index returns.
+        ids: Identifiers of the vectors, in the order in which they were added; by default the numbers that the index
+            returns.
 
     Raises:
-        InputTypeError: ``index`` is no index of FAISS.
-        InputError: The index has another metric, or there is not one identifier for each vector.
+        InputTypeError: ``index`` is not an index of FAISS.
+        InputError: The index has another metric, or the number of identifiers is not the number of vectors.
     """
 
     def __init__(self, index: Any, ids: Sequence[Any] | Tensor | NDArray[Any] | None = None) -> None:
@@ -74,7 +75,7 @@ class FaissIndex:
         """Find the k nearest of the vectors in the index, see :class:`.Index`.
 
         Raises:
-            InputError: A shape is wrong, the index finds fewer than k, or what it holds are no unit vectors.
+            InputError: A shape is wrong, the index finds fewer than k vectors, or its vectors are not unit vectors.
         """
         queries = _unit(vectors, self.index.d)
         found, rows = self.index.search(queries.cpu().numpy(), validate.count("k", k))
@@ -93,14 +94,14 @@ class LanceIndex:
     """Searches a table of LanceDB (``pip install lancedb``) by cosine.
 
     Args:
-        table: The table, as ``lancedb.connect(folder).open_table(name)`` opens it.
+        table: The table, from ``lancedb.connect(folder).open_table(name)``.
         ids: Name of the column with the identifiers.
         vectors: Name of the column with the vectors.
         where: A condition in SQL on the columns; rows that do not meet it are left out before the search.
 
     Raises:
-        InputTypeError: ``table`` is no table of LanceDB.
-        InputError: The table has no such column.
+        InputTypeError: ``table`` is not a table of LanceDB.
+        InputError: A column is missing.
     """
 
     def __init__(self, table: Any, ids: str = "id", vectors: str = "vector", *, where: str | None = None) -> None:
@@ -114,7 +115,7 @@ class LanceIndex:
         """Find the k nearest of the vectors in the table, see :class:`.Index`.
 
         Raises:
-            InputError: A shape or ``where`` is wrong, or fewer than k rows are there.
+            InputError: A shape or ``where`` is wrong, or there are fewer than k rows.
         """
         queries = _unit(vectors, self.table.schema.field(self.vectors).type.list_size).cpu().numpy()
         validate.count("k", k)
@@ -131,7 +132,7 @@ class LanceIndex:
                 raise InputError("where", "a condition in SQL", f"{self.where!r} ({error})") from None
             if len(found) < k * len(block):
                 raise InputError("k", f"at most {len(found) // len(block)}, the hits of the table", k)
-            # A single query has no such column.
+            # The result of a single query has no such column.
             if "query_index" in found.column_names:
                 found = found.sort_by([("query_index", "ascending"), ("_distance", "ascending")])
             distances.append(found.column("_distance").to_numpy().reshape(-1, k))
@@ -140,7 +141,7 @@ class LanceIndex:
 
 
 def _unit(vectors: Tensor, dim: int) -> Tensor:
-    """Return queries (N, D) as unit vectors in float32, which both libraries search."""
+    """Normalise queries (N, D) to unit vectors in float32, as both libraries need."""
     points = check_embeddings("vectors", vectors)
     if points.shape[1] != dim:
         raise InputError("vectors", f"D = {dim}, that of the index", f"D = {points.shape[1]}")

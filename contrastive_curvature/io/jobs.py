@@ -1,6 +1,6 @@
-"""Fits and embeddings of data that many machines share: in parts, on Ray or as a job array.
+"""Fits and embeddings of data in parts, by many machines: on Ray or as a job array.
 
-Importing this needs neither ray nor pyarrow; what needs one of them says so when it is used.
+Importing this module needs neither ray nor pyarrow; a function that needs one of them raises an error without it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _OWN = ("identifier", "mu", "kappa", "uncertainty", "p_value")
 
 
 class _Group(NamedTuple):
-    """A row group of a Parquet file, and its first row among those of all files."""
+    """A row group of a Parquet file, with its first row counted over all files."""
 
     file: Path
     number: int
@@ -55,28 +55,30 @@ class _Group(NamedTuple):
 class ParquetParts:
     """Parquet files, divided into contiguous parts of whole row groups; ``parts[k]`` is a loader of part ``k``.
 
-    The parts depend on the files and the number of parts only, so that a job that goes on later finds the same ones.
+    The parts depend only on the files and the number of parts, so a continued job has the same parts.
 
     Args:
         path: A Parquet file, a folder of them, or a list of files; all with the same columns.
-        parts: How many, at most one a row group; ``None`` for one per 50,000 rows, at least 16 and at most 1,000.
-        batch_size: Rows of a batch, at most; a batch ends with its file.
-        read: Turns a batch, a dictionary of numpy arrays, into ``(x, targets)``: tensors, or for ``x`` a mapping of
-            them. ``None``: ``x`` is the column ``features``, lists of floating-point numbers of a fixed length, that
-            the posterior's encoder takes as its inputs.
-        columns: Columns to read for batches; ``None`` for all, or without ``read`` for features and target.
+        parts: Number of parts, at most one per row group; ``None`` for one per 50,000 rows, at least 16 and at most
+            1,000.
+        batch_size: Largest number of rows in a batch; a batch ends with its file.
+        read: Function that turns a batch, a dictionary of numpy arrays, into ``(x, targets)``: tensors, or for ``x`` a
+            mapping of tensors. With ``None``, ``x`` is the column ``features``: lists of floating-point numbers of a
+            fixed length, as inputs of the posterior's encoder.
+        columns: Columns to read for batches; ``None`` for all columns, or without ``read`` for features and target.
         features: Name of the column of features.
-        target: Name of the column of targets: whole numbers, or what a relation takes.
-        identifier: Name of the column of identifiers, for embeddings; without it, rows are numbered.
+        target: Name of the column of targets: integers, or targets of a relation.
+        identifier: Name of the column of identifiers, for embeddings; without this column, rows are numbered.
 
     Attributes:
         rows: Number of all rows.
-        fingerprint: A text that other files, rows or columns change: names, sizes and footers of the files, which have
-            the least and the largest value of every column and row group. It does not see a change between these.
+        fingerprint: A text that changes with the files, rows or columns: it covers names, sizes and footers of the
+            files. The footers hold the smallest and the largest value of every column and row group; a change between
+            these values goes unnoticed.
 
     Raises:
-        InputError: No such file, other columns in another file, no row, or more parts than row groups; when it is read,
-            no such column, or one that does not hold numbers.
+        InputError: A file is missing, files have different columns, there is no row, or there are more parts than row
+        groups; at reading, a column is missing or does not hold numbers.
         UnsupportedError: pyarrow is not installed.
     """
 
@@ -126,11 +128,11 @@ class ParquetParts:
                 raise InputError("parts", f"at most {most:,}", parts, hint)
 
     def __len__(self) -> int:
-        """Number of parts."""
+        """Return the number of parts."""
         return self._count
 
     def __getitem__(self, part: int) -> ParquetPart:
-        """The loader of a part, by its index from 0."""
+        """Return the loader of a part, by its index from 0."""
         if not 0 <= part < self._count:
             # An IndexError ends a loop over the parts.
             raise IndexError(f"part: expected an index from 0 to {self._count - 1}, got {part}.")
@@ -138,7 +140,7 @@ class ParquetParts:
         return ParquetPart(self, self._groups[n * part // self._count : n * (part + 1) // self._count])
 
     def inputs(self, table: Any) -> Any:
-        """Return what ``read`` makes of the rows of a table; without it, their features."""
+        """Apply ``read`` to the rows of a table; without ``read``, return their features."""
         if self.read is None:
             return _numbers(table, self.features)
         return self.read({name: _array(table.column(name)) for name in self.columns or table.column_names})
@@ -152,7 +154,7 @@ class ParquetPart:
         self.dataset = range(groups[0].start, groups[-1].start + groups[-1].rows)
 
     def __iter__(self) -> Iterator[Any]:
-        """Batches, as ``read`` makes them, or of features and targets."""
+        """Yield the batches of ``read``, or batches of features and targets."""
         parts = self._parts
         for table in self.tables(parts.columns if parts.read else [parts.features, parts.target]):
             x = parts.inputs(table)
@@ -160,11 +162,11 @@ class ParquetPart:
 
     @property
     def numbers(self) -> Tensor:
-        """Numbers of the rows among those of all parts, int64, shape (N,): a fit samples by them."""
+        """Return the numbers of the rows among all parts, int64, shape (N,): a fit samples by them."""
         return torch.arange(self.dataset.start, self.dataset.stop)
 
     def tables(self, columns: Sequence[str] | None) -> Iterator[Any]:
-        """Yield Arrow tables of one batch each, of some columns or of all."""
+        """Yield Arrow tables of one batch each, with some columns or all."""
         names, rows = self._parts.schema.names, 0
         if missing := [name for name in columns or () if name not in names]:
             hint = "Name the columns with features=, target= and identifier=, or say what batches are with read=."
@@ -184,19 +186,19 @@ Source = ParquetParts | str | PathLike[str]
 
 
 class StateFolder:
-    """Where the states of the parts of one fit are kept, ``statistics-00003-of-00008-1f2e3d4c.safetensors`` and so on.
+    """The folder of a fit's states by part, ``statistics-00003-of-00008-1f2e3d4c.safetensors`` and so on.
 
-    Each is written completely or not at all, so a process that is killed leaves no half of one, and what is there is
-    there once, however often a part was started.
+    Each state is written completely or not at all, so a killed process leaves no incomplete state, and a part that was
+    started several times still has one state.
 
     Args:
-        path: The folder; it is made if need be, inside a folder that exists.
+        path: The folder; created if missing, inside an existing folder.
         count: Number of parts.
-        source: What tells the data from other data, as ``ParquetParts(...).fingerprint``; may be empty. The names of
-            the files end in its digest.
+        source: A text that identifies the data, such as ``ParquetParts(...).fingerprint``; may be empty. The file names
+            end in its digest.
 
     Raises:
-        InputError: The folder has something else in it, as states of another source or number of parts.
+        InputError: The folder contains other files, such as states of another source or another number of parts.
     """
 
     def __init__(self, path: str | PathLike[str], count: int, source: str = "") -> None:
@@ -205,8 +207,8 @@ class StateFolder:
         _open(self.path, "folder", [self.file(kind, part) for kind in (STATISTICS, CURVATURE) for part in range(count)])
 
     def save(self, state: State) -> None:
-        """Keep the state of one part."""
-        # Somebody else may have put a link into the folder: it is replaced, and never written through.
+        """Write the state of one part."""
+        # A symbolic link in the folder is replaced, and never written through.
         save_state(state, self.file(state.kind, next(iter(state.origins))), follow=False)
 
     def load(self, kind: str, part: int) -> State:
@@ -217,12 +219,12 @@ class StateFolder:
             part: Index of the part.
 
         Raises:
-            InputError: It is not there or damaged.
+            InputError: The state is missing or damaged.
         """
         return load_state(self.file(kind, part))
 
     def has(self, kind: str, part: int) -> bool:
-        """Whether the state of a part is there and whole; arguments as of :meth:`load`."""
+        """Return whether the state of a part exists and is undamaged; arguments as for :meth:`load`."""
         try:
             self.load(kind, part)
         except InputError:
@@ -230,14 +232,14 @@ class StateFolder:
         return True
 
     def missing(self, kind: str) -> list[int]:
-        """Parts whose state is not there or damaged, to be computed (again)."""
+        """Return the parts whose state is missing or damaged."""
         return [part for part in range(self.count) if not self.has(kind, part)]
 
     def merged(self, kind: str) -> State:
-        """Merge the states of all parts; one after the other is in memory.
+        """Merge the states of all parts, reading one at a time.
 
         Raises:
-            InputError: One is missing or damaged, or they do not fit together.
+            InputError: A state is missing or damaged, or the states do not fit together.
         """
         return reduce(State.merge, (self.load(kind, part) for part in range(self.count)))
 
@@ -247,23 +249,23 @@ class StateFolder:
 
 
 class EmbeddingFolder:
-    """Where the embeddings of a corpus are written, ``part-00003-of-00008-1f2e3d4c.parquet`` and so on.
+    """The folder of a corpus's embeddings, ``part-00003-of-00008-1f2e3d4c.parquet`` and so on.
 
-    Columns ``identifier``, ``mu`` (a list of D float32), ``kappa``, ``uncertainty``, and ``p_value`` of a calibrated
-    posterior (see :class:`~contrastive_curvature.EmbeddingDistribution`), then those that are passed through. Each file
-    is written completely or not at all, so every input is there once, however often a part was started. The names of
-    the files end in a digest of posterior, source and columns.
+    Columns ``identifier``, ``mu`` (a list of D float32), ``kappa``, ``uncertainty``, and ``p_value`` for a calibrated
+    posterior (see :class:`~contrastive_curvature.EmbeddingDistribution`), then the columns passed through. Each file is
+    written completely or not at all, so every input appears once, even if a part was started several times. The file
+    names end in a digest of posterior, source and columns.
 
     Args:
-        path: The folder; it is made if need be, inside a folder that exists.
+        path: The folder; created if missing, inside an existing folder.
         la: The fitted posterior.
         source: The data.
-        keep: Columns of the source to pass through; ``None`` for all but features.
+        keep: Columns of the source to pass through; ``None`` for all except features.
 
     Raises:
         NotFittedError: Before ``fit``, or the calibration is of another posterior.
-        InputError: The folder has something else in it, or embeddings of another posterior, source or number of parts;
-            or a column to pass through is not there, or has the name of a result.
+        InputError: The folder contains other files, or embeddings of another posterior, source or number of parts; or a
+        column to pass through is missing, or has the name of a result.
         UnsupportedError: pyarrow is not installed.
     """
 
@@ -291,7 +293,7 @@ class EmbeddingFolder:
             *((name, types[name]) for name in self._keep),
         ]
         self._schema = arrow.schema(columns)
-        # Of the posterior, its state has a checksum.
+        # The checksum in its state identifies the posterior.
         self._digest = _digest(
             f"{encoder_digest(la.model)} {la.state_dict()['checksum']} {self._parts.fingerprint} {columns}"
         )
@@ -299,7 +301,7 @@ class EmbeddingFolder:
         _open(self.path, "destination", list(map(self.file, range(self.count))))
 
     def has(self, part: int) -> bool:
-        """Whether the file of a part is there, with all its rows."""
+        """Return whether the file of a part exists with all its rows."""
         try:
             rows = _pyarrow("parquet").read_metadata(self.file(part)).num_rows
         except (OSError, ValueError):
@@ -307,7 +309,7 @@ class EmbeddingFolder:
         return bool(rows == len(self._parts[part].dataset))
 
     def missing(self) -> list[int]:
-        """Parts that are not there, or cannot be read, to be written (again)."""
+        """Return the parts whose file is missing or cannot be read."""
         return [part for part in range(self.count) if not self.has(part)]
 
     def write(self, la: Any, part: int) -> None:
@@ -318,7 +320,7 @@ class EmbeddingFolder:
             part: Index of the part.
 
         Raises:
-            InputError: A batch is malformed, or the encoder gives no finite output for it.
+            InputError: A batch is malformed, or the encoder's outputs for it are not finite.
         """
 
         def write(file: Any) -> None:
@@ -363,27 +365,27 @@ def fit_on_ray(
     progress_bar: bool | None = None,
     **options: Any,
 ) -> Any:
-    """Fit a posterior to data that many processes read, a part at a time.
+    """Fit a posterior on Ray: many processes read the data, one part at a time.
 
     Every part's state is written to ``folder`` as soon as it is computed. The part of a process that dies is computed
-    again; after the death of this process, the same call goes on with the missing parts. Ray is started if it does not
-    run, and then stopped at the end.
+    again; after the death of this process, the same call continues with the missing parts. Ray is started if it does
+    not run, and then stopped at the end.
 
     Args:
         posterior: A posterior that is not fitted yet, copied to every process; or a function without arguments that
-            makes one, in every process and here. On GPUs use a function that brings the encoder to ``"cuda"``.
+            makes the posterior, in every process and here. On GPUs use a function that moves the encoder to ``"cuda"``.
         source: A :class:`ParquetParts`; the path of a Parquet file or a folder of them, with the columns ``features``
-            and ``target``, on a file system that all machines see; or a list of loaders, one a part, as the shards of
-            a feature folder.
-        folder: Where the states are kept, on such a file system. The states of a list of loaders are not compared with
+            and ``target``, on a file system that all machines share; or a list of loaders, one per part, such as the
+            shards of a feature folder.
+        folder: Folder of the states, on such a file system. For a list of loaders, stored states are not compared with
             the loaders: use another folder for other data.
-        parts: Number of parts of a path; ``None`` for one per 50,000 rows, at least 16 and at most 1,000.
-        progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
-        **options: Of ``ray.remote``, such as ``num_cpus`` (1), ``num_gpus`` (0) and ``memory``, what a part needs, and
-            ``max_retries`` (3), how often a part is started again whose process has died.
+        parts: Number of parts for a path; ``None`` for one per 50,000 rows, at least 16 and at most 1,000.
+        progress_bar: Whether to show a progress bar; ``None`` shows it after ten seconds.
+        **options: Options of ``ray.remote``: the needs of a part, such as ``num_cpus`` (1), ``num_gpus`` (0) and
+            ``memory``; and ``max_retries`` (3), the number of restarts of a part whose process has died.
 
     Returns:
-        The fitted posterior: the given one, or the one that the function has made.
+        The fitted posterior: ``posterior`` itself, or the result of the function.
 
     Raises:
         InputError: An argument, a file or a batch is malformed; this machine has no room for a process; or the folder
@@ -395,7 +397,7 @@ def fit_on_ray(
     data: Any = _divided(source, parts)
     count = len(data)
     la = _called(posterior)
-    # A first pass without data has only what the states of all parts have in common: encoder and options.
+    # A first pass without data has only the identity that the states of all parts share: encoder and options.
     identity = sorted(la.part_statistics([], (0, count)).identity.items())
     states = StateFolder(folder, count, f"{getattr(data, 'fingerprint', '')} {identity}")
 
@@ -425,18 +427,18 @@ def embed_on_ray(
 ) -> EmbeddingFolder:
     """Embed a corpus in processes of Ray that hold encoder and posterior once.
 
-    Writes one Parquet file a part (:class:`EmbeddingFolder`). The part of a process that dies is computed again; after
-    the death of this process, the same call goes on with the missing parts. Ray is started if it does not run, and then
-    stopped at the end.
+    Each part becomes one Parquet file (:class:`EmbeddingFolder`). The part of a process that dies is computed again;
+    after the death of this process, the same call continues with the missing parts. Ray is started if it does not run,
+    and then stopped at the end.
 
     Args:
-        posterior: The fitted posterior, which every process gets a copy of; or a function without arguments that makes
-            it in every process and here, as on GPUs.
+        posterior: The fitted posterior, copied to every process; or a function without arguments that makes it in every
+            process and here, for example on GPUs.
         source: A :class:`ParquetParts` or a path, see :func:`fit_on_ray`; targets are not used, and ``read`` may return
-            ``x`` alone. Identifiers are the column ``identifier``, or else the numbers of the rows.
-        destination: A folder, on a file system that all machines see.
-        parts: Number of parts, each a file; ``None`` as in :func:`fit_on_ray`.
-        keep: Columns of the source to pass through; ``None`` for all but ``features``.
+            ``x`` alone. The column ``identifier`` holds the identifiers; without it, the row numbers are used.
+        destination: A folder, on a file system that all machines share.
+        parts: Number of parts, and so of files; ``None`` as in :func:`fit_on_ray`.
+        keep: Columns of the source to pass through; ``None`` for all except ``features``.
         progress_bar: See :func:`fit_on_ray`.
         **options: See :func:`fit_on_ray`.
 
@@ -446,7 +448,7 @@ def embed_on_ray(
     Raises:
         NotFittedError: Before ``fit``, or the calibration is of another posterior.
         InputError: An argument, a file or a batch is malformed; this machine has no room for a process; or the folder
-            has something else in it.
+        contains other files.
         UnsupportedError: ray or pyarrow is not installed.
         ProcessError: A process has died too often. What is done is kept.
     """
@@ -462,13 +464,13 @@ def embed_on_ray(
 
 @contextmanager
 def _running(ray: Any, options: Mapping[str, Any]) -> Iterator[None]:
-    """Let Ray run: the one that does, or one that is started here and stopped at the end."""
+    """Use the running Ray, or start Ray here and stop it at the end."""
     if ray.is_initialized():
         yield
         return
     ray.init()
     try:
-        # A cluster may grow, this machine does not: a task without room would wait for ever.
+        # A cluster may grow, but this machine does not: a task without room would wait forever.
         if "RAY_ADDRESS" not in os.environ:
             there = ray.cluster_resources()
             for option, name in (("num_cpus", "CPU"), ("num_gpus", "GPU")):
@@ -488,15 +490,15 @@ def _run(
     progress_bar: bool | None,
     options: Mapping[str, Any],
 ) -> None:
-    """Call ``work`` with the posterior and every part, in processes of Ray; it writes its result itself.
+    """Call ``work`` with the posterior and every part, in processes of Ray; ``work`` writes its own result.
 
     Raises:
         ProcessError: A process has died too often.
-        Exception: What a part raised, as it is, with a note that names the part.
+        Exception: The error of a part, unchanged, with a note that names the part.
     """
-    # Ray starts a new process for every task on a GPU, unless max_calls says that a process may go on.
+    # Ray starts a new process for every task on a GPU, unless max_calls=0 lets a process continue.
     task = ray.remote(max_calls=0, **options)(_part)
-    # Once in Ray's store, however many processes take it; in a list, because Ray reads it for every part otherwise.
+    # Stored once for all processes; in a list, because otherwise Ray reads it again for every part.
     stored = [ray.put((posterior, work))]
     running = {task.remote(stored, part): part for part in parts}
     try:
@@ -530,13 +532,13 @@ def _part(stored: list[Any], part: int) -> None:
 
 @lru_cache(maxsize=1)
 def _held(stored: Any) -> tuple[Any, Callable[[Any, int], None]]:
-    """Return the posterior and the work of a process, which are read or made once for all its parts."""
+    """Return the posterior and the work, which a process reads or makes once for all its parts."""
     posterior, work = validate.package("jobs", "ray", "ray").get(stored)
     return _called(posterior), work
 
 
 def _divided(source: Any, parts: int | None) -> Any:
-    """Return data in parts; those of a path are made."""
+    """Return data in parts; a path is divided into parts."""
     if isinstance(source, (str, PathLike)):
         return ParquetParts(source, parts)
     if parts is not None:
@@ -545,8 +547,8 @@ def _divided(source: Any, parts: int | None) -> Any:
 
 
 def _called(posterior: Any) -> Any:
-    """Return the posterior, or what a function without arguments makes."""
-    # A posterior is callable, too.
+    """Return the posterior, or the result of a function without arguments."""
+    # A posterior is also callable.
     la = posterior() if callable(posterior) and not isinstance(posterior, ContrastiveLaplace) else posterior
     if not isinstance(la, ContrastiveLaplace):
         wanted = "a posterior of likelihood='contrastive', or a function that returns one"
@@ -556,7 +558,7 @@ def _called(posterior: Any) -> Any:
 
 
 def _open(folder: Path, argument: str, files: list[Path]) -> None:
-    """Make the folder of a job if need be; refuse one with other files than these."""
+    """Create the folder of a job if missing; refuse a folder with files other than these."""
     try:
         folder.mkdir(exist_ok=True)
     except FileNotFoundError:
@@ -574,10 +576,10 @@ def _digest(text: str) -> str:
 
 
 def _files(path: Any) -> list[Path]:
-    """Return the files, absolute, because processes elsewhere have other working directories."""
+    """Return the files with absolute paths, since other processes may have other working directories."""
     if isinstance(path, (str, os.PathLike)):
         one = Path(path).absolute()
-        # Other tools skip names that begin with a dot or an underscore, too.
+        # Other tools also skip names that begin with a dot or an underscore.
         files = [file for file in sorted(one.glob("*.parquet")) if file.name[0] not in "._"] if one.is_dir() else [one]
     else:
         files = [Path(part).absolute() for part in path]
@@ -587,7 +589,7 @@ def _files(path: Any) -> list[Path]:
 
 
 def _numbers(table: Any, name: str) -> Tensor:
-    """Return a column of numbers, or of lists of them, as a tensor; half precision lifted to float32."""
+    """Convert a column of numbers, or lists of numbers, to a tensor; half precision becomes float32."""
     column = table.column(name).combine_chunks()
     missing = column.null_count + (column.flatten().null_count if hasattr(column.type, "list_size") else 0)
     if missing:
@@ -601,7 +603,7 @@ def _numbers(table: Any, name: str) -> Tensor:
 
 
 def _array(column: Any) -> NDArray[Any]:
-    """Return a column as an array: lists of a fixed length as rows, what numpy has no type for as objects."""
+    """Convert a column to an array: lists of a fixed length become rows, types unknown to numpy objects."""
     whole = column.combine_chunks() if hasattr(column, "combine_chunks") else column
     if _pyarrow("types").is_fixed_size_list(whole.type) and not whole.null_count:
         flat = _array(whole.flatten())

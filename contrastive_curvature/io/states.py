@@ -16,7 +16,7 @@ from contrastive_curvature.structures import STRUCTURES
 
 
 class StateHeader(Header):
-    """What stands in a state besides tensors: its tree, with names in the place of tensors."""
+    """Header of a state's file: the state's tree, with names in place of tensors."""
 
     kind: ClassVar[str] = "part"
     described: ClassVar[str] = "a state of a part of a data set"
@@ -32,10 +32,10 @@ def save_state(state: State, path: Path | str, *, follow: bool = True) -> None:
     Args:
         state: The state.
         path: The file; its folder must exist.
-        follow: Whether a symbolic link there is followed; otherwise it is replaced.
+        follow: Whether to follow a symbolic link at this path; otherwise the link is replaced.
 
     Raises:
-        InputError: The path is no regular file in a folder that exists.
+        InputError: The path is not a regular file in an existing folder.
         OSError: The file cannot be written.
     """
     table = TensorTable()
@@ -44,10 +44,10 @@ def save_state(state: State, path: Path | str, *, follow: bool = True) -> None:
 
 
 def load_state(path: Path | str) -> State:
-    """Read what :func:`save_state` wrote. Nothing in the file is executed.
+    """Read a state that :func:`save_state` wrote. Nothing in the file is executed.
 
     Raises:
-        InputError: There is no such file, or it is something else, damaged, or of another version.
+        InputError: The file does not exist, has another format or version, or is damaged.
     """
     header, tensors = read_tensors(path, StateHeader)
     known = (State, Origin, Total, Rows, ClassTable, Contributions, Largest, Place, *STRUCTURES.values())

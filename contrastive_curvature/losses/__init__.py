@@ -1,4 +1,4 @@
-"""Losses of cosines between embeddings: their values, and the derivatives that output Hessians are made of."""
+"""Losses of cosines between embeddings: values, and derivatives for the output Hessians."""
 
 from contrastive_curvature.losses.base import PairLoss, Terms
 from contrastive_curvature.losses.contrastive import ContrastiveLoss

@@ -1,4 +1,4 @@
-"""Losses of pairs of embeddings: the shared part, and the two rules that each of them has."""
+"""Losses of pairs of embeddings: the shared part, and the two rules of each loss."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Terms(NamedTuple):
 
 
 class PairLoss(CosineLoss):
-    """A loss that sees the embeddings only through the cosines of their pairs.
+    """A loss that depends on the embeddings only through the cosines of their pairs.
 
-    ``L = sum_{i<j} [ a_ij l+(s_ij) + r_ij l-(s_ij) ]`` with the cosines ``s_ij = u_i . u_j`` of the unit embeddings,
-    and how much every pair counts as a positive (``a``) and as a negative (``r``), which the arguments below decide
-    (:mod:`contrastive_curvature.losses.weighting`).
+    ``L = sum_{i<j} [ a_ij l+(s_ij) + r_ij l-(s_ij) ]`` with the cosines ``s_ij = u_i . u_j`` of the unit embeddings.
+    The arguments below determine the weight of every pair as a positive (``a``) and as a negative (``r``), see
+    :mod:`contrastive_curvature.losses.weighting`.
 
     A subclass writes two rules on a block of pairs, :meth:`_value` and :meth:`_terms`, and inherits the output Hessian,
     every structure of the parameter curvature, the data-set fits and the hosts.
@@ -56,11 +56,12 @@ class PairLoss(CosineLoss):
         negative_weight: ``w_n`` of the paper's Eq. 10 in [0, 1]: positives are scaled by ``1 - w_n``, negatives by
             ``w_n``.
         normalization: ``"sum"``: every unordered pair counts once. ``"type"``: the mean over all positive pairs plus
-            the mean over all negative pairs (Eq. 23). ``"anchor"``: each point's positives average to one, its
-            negatives too, and a pair takes the mean of its two points' shares (Eq. 119); the loss then grows like N.
-        distance: Of no effect on the loss; how its curvature is split, see
+            the mean over all negative pairs (Eq. 23). ``"anchor"``: at each point the weights of the positives sum to
+            one, and so do the weights of the negatives; a pair gets the mean of its two points' shares (Eq. 119). The
+            loss then grows like N.
+        distance: How the curvature of the loss is split, without effect on the loss, see
             :class:`~contrastive_curvature.options.Distance`.
-        pd_fix: Of no effect on the loss; how its curvature is made positive definite, see
+        pd_fix: How the curvature is made positive definite, without effect on the loss, see
             :class:`~contrastive_curvature.options.PDFix`.
 
     Raises:
@@ -93,8 +94,8 @@ class PairLoss(CosineLoss):
 
         Args:
             cosine: ``s``, shape (B, M).
-            attract: How much each pair counts as a positive, of a shape that broadcasts to that of ``cosine``.
-            repel: How much each pair counts as a negative.
+            attract: Weight of each pair as a positive, of a shape that broadcasts to the shape of ``cosine``.
+            repel: Weight of each pair as a negative.
 
         Returns:
             The sum over the block, one number.
@@ -102,7 +103,7 @@ class PairLoss(CosineLoss):
 
     @abstractmethod
     def _terms(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Terms:
-        """Compute the derivatives of :meth:`_value` in the cosines; arguments as there."""
+        """Compute the derivatives of :meth:`_value` in the cosines, from the same arguments."""
 
     def _at(self, u: Tensor, relation: Relation) -> Tensor:
         counts = relation.counts()
@@ -112,16 +113,16 @@ class PairLoss(CosineLoss):
         for rows, positive, negative in relation.row_blocks():
             weights = weigh_pairs(self.negative_weight, positive, negative, shares[rows], shares)
             cosine = u[rows] @ u.T
-            # A point with itself has no weight, but a value or a slope there may be infinite.
+            # A point's pair with itself has no weight, but its value or slope may be infinite.
             itself = torch.zeros_like(cosine, dtype=torch.bool)
             itself.diagonal(rows.start).fill_(True)
-            # Every unordered pair stands in the matrix twice.
+            # The matrix contains every unordered pair twice.
             total = total + self._checked_value(cosine.masked_fill(itself, 0), *weights).double() / 2
-        # With a gradient for no points, too.
+        # The zero term keeps a gradient even without points.
         return total.to(u.dtype) + 0 * u.sum()
 
     def _checked_value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
-        """Return what :meth:`_value` gives, if it is one number."""
+        """Return the value of :meth:`_value`, checked to be one number."""
         value = self._value(cosine, attract, repel)
         if not isinstance(value, Tensor) or value.numel() != 1:
             name, wanted = f"{type(self).__name__}._value", "the sum over the block, a tensor with one number"
@@ -130,7 +131,7 @@ class PairLoss(CosineLoss):
         return value.reshape(())
 
     def _checked_terms(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Terms:
-        """Return what :meth:`_terms` gives, each of the shape of the cosines."""
+        """Return the derivatives of :meth:`_terms`, checked to have the shape of the cosines."""
         return self._check_terms(self._terms(cosine, attract, repel), Terms, cosine)
 
     def derivatives(self, relation: Relation, u: Tensor, *, shares: Shares | None = None) -> PairDerivatives:
@@ -139,17 +140,18 @@ class PairLoss(CosineLoss):
         Args:
             relation: Which pairs are positive and negative.
             u: Unit embeddings, shape (N, D).
-            shares: Of the points, for a batch that stands for a data set; ``None`` counts the pairs of ``relation``.
+            shares: Shares of the points, for a batch that represents a data set; ``None`` counts the pairs of
+                ``relation``.
         """
         return PairDerivatives(self, relation, u, shares)
 
     def data_hessian(self, z: Tensor, relation: Relation, n_data: int | None = None) -> OutputHessian:
-        """See :meth:`CosineLoss.data_hessian`; its pairs stand for those of other batches (paper, Proposition B.1)."""
+        """See :meth:`CosineLoss.data_hessian`; scales the batch's pairs to all pairs (paper, Proposition B.1)."""
         shares = lone_shares(relation, self.normalization, z.dtype, len(z) if n_data is None else n_data)
         return self.hessian_at(z, relation, shares=shares)
 
     def data_scale(self, n: int) -> float:
-        """See :meth:`CosineLoss.data_scale`; a mean over pairs counts once for every two points."""
+        """See :meth:`CosineLoss.data_scale`; ``n / 2`` for a mean over pairs."""
         return n / 2 if self.normalization is Normalization.TYPE else 1.0
 
     def hessian_over(
@@ -158,10 +160,10 @@ class PairLoss(CosineLoss):
         """Return the Hessian over all pairs of a data set.
 
         Args:
-            related: Which points are positives of each other, and their shares.
+            related: Relation and shares of the points, by class.
             table: Numbers and sums of all classes; ``None`` with a relation.
-            points: All points, where they are known.
-            bank: Points that stand for all negatives.
+            points: All points, if known.
+            bank: Sampled points that represent all negatives.
         """
         return DatasetHessian(self, related, points, bank)
 
@@ -169,9 +171,9 @@ class PairLoss(CosineLoss):
         """Return the value of the loss, and its non-negative version.
 
         Args:
-            totals: Of all points.
-            attract: Shares of the positives, summed over all of them and all points.
-            dtype: Of the result.
+            totals: Totals of all points.
+            attract: Shares of the positives, summed over all positives of all points.
+            dtype: Dtype of the result.
         """
         del attract
         value = totals.value.to(dtype)
@@ -180,11 +182,11 @@ class PairLoss(CosineLoss):
     def mine(
         self, z: Tensor, targets: Tensor, relation: RelationFunction | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return the pairs of a batch to train on: all of them, each once.
+        """Return the pairs of a batch to train on: all pairs, each once.
 
         Args:
             z: Raw outputs, shape (N, D).
-            targets: Class labels, shape (N,), or what ``relation`` takes, shape (N, ...).
+            targets: Class labels, shape (N,), or targets for ``relation``, shape (N, ...).
             relation: ``None`` for class labels, or a callable on targets that returns two boolean masks.
 
         Returns:

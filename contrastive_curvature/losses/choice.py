@@ -1,4 +1,4 @@
-"""The loss that a user asks for: an object, or the options of the contrastive one."""
+"""The loss that a user chooses: an object, or the options of the contrastive loss."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PD_FIX: Any = default(PDFix.FIXED)
 
 
 def choose_loss(loss: CosineLoss | None = None, **options: Any) -> CosineLoss:
-    """Return a loss with another distance and fix, if given, or the contrastive loss with its options."""
+    """Return the loss, with another distance and fix if passed, or the contrastive loss with these options."""
     given = {name: value for name, value in options.items() if not isinstance(value, Default)}
     if loss is None:
         return ContrastiveLoss(**given)
@@ -58,11 +58,11 @@ def output_hessian(
     """Return the Hessian of a loss with respect to raw outputs.
 
     Args:
-        z: Raw outputs, before any l2-normalisation, shape (N, D); half precision is lifted to float32.
+        z: Raw outputs, before any l2-normalisation, shape (N, D); half precision becomes float32.
         labels: Integer class labels, shape (N,).
         pairs: Instead of labels: index tuples, masks, or a callable
             (:func:`contrastive_curvature.pairs.make_relation`).
-        loss: A loss; ``None`` takes the contrastive one with ``margin``, ``negative_weight`` and ``normalization``.
+        loss: A loss; ``None`` takes the contrastive loss with ``margin``, ``negative_weight`` and ``normalization``.
         distance: See :class:`~contrastive_curvature.options.Distance`; with a ``loss``, by default its own.
         pd_fix: See :class:`~contrastive_curvature.options.PDFix`; with a ``loss``, by default its own.
         margin: See :class:`~contrastive_curvature.ContrastiveLoss`.

@@ -1,4 +1,4 @@
-"""How many points every class has, and the sum of their embeddings."""
+"""Number of points and sum of embeddings for every class."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class ClassTable:
     """Sums over the points of every class.
 
     Args:
-        labels: Different class labels, ascending, int64, shape (C,).
-        counts: Number of points of each, int64, shape (C,).
-        sums: Sum of their unit embeddings, float64, shape (C, D).
+        labels: Class labels, each once, ascending, int64, shape (C,).
+        counts: Number of points of each class, int64, shape (C,).
+        sums: Sum of each class's unit embeddings, float64, shape (C, D).
     """
 
     labels: Tensor
@@ -32,7 +32,7 @@ class ClassTable:
 
     @classmethod
     def of(cls, outputs: Tensor, labels: Tensor, *, unit: bool = False) -> ClassTable:
-        """Sum over points with class labels."""
+        """Make the table of outputs (N, D) with labels (N,); ``unit`` marks outputs that are already unit vectors."""
         kinds, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
         sums = torch.zeros(len(kinds), outputs.shape[1], dtype=torch.float64, device=outputs.device)
         for rows, index in zip(outputs.split(_CHUNK_ROWS), inverse.split(_CHUNK_ROWS), strict=True):
@@ -40,11 +40,11 @@ class ClassTable:
         return cls(kinds, counts, sums)
 
     def to(self, device: torch.device) -> ClassTable:
-        """Return the same on a device."""
+        """Move the table to a device."""
         return ClassTable(self.labels.to(device), self.counts.to(device), self.sums.to(device))
 
     def merged(self, *others: ClassTable | None) -> ClassTable:
-        """Return that of all points of both."""
+        """Return the table of the points of all these tables."""
         parts = [self, *(other for other in others if other is not None)]
         if len(parts) == 1:
             return self
@@ -63,23 +63,23 @@ class ClassTableCollector:
     """Makes a :class:`ClassTable` from batches."""
 
     def __init__(self) -> None:
-        # The first is the sum so far; the others wait, with so many numbers.
+        # The first part is the sum so far; the others wait, with ``_waiting`` numbers in all.
         self._parts: list[ClassTable] = []
         self._waiting = 0
 
     def add(self, outputs: Tensor, labels: Tensor, *, unit: bool = False) -> None:
-        """Take outputs with class labels into account; arguments as in :meth:`ClassTable.of`."""
+        """Add outputs with class labels; arguments as in :meth:`ClassTable.of`."""
         self._parts.append(ClassTable.of(outputs, labels, unit=unit))
         self._waiting += self._parts[-1].sums.numel()
-        # As many as there are sums already, or every batch would go over all classes.
+        # Merge only as many numbers as the sum has already, or every batch would visit all classes.
         if self._waiting >= max(_WAITING, self.size):
             self._parts, self._waiting = [self._parts[0].merged(*self._parts[1:])], 0
 
     @property
     def size(self) -> int:
-        """Numbers in the sums so far, at least."""
+        """Return the number of entries in the sums so far, a lower bound."""
         return self._parts[0].sums.numel() if self._parts else 0
 
     def table(self) -> ClassTable | None:
-        """Return what was added so far; ``None`` for nothing."""
+        """Return the table of all added points; ``None`` without any."""
         return self._parts[0].merged(*self._parts[1:]) if self._parts else None

@@ -1,11 +1,11 @@
-"""The contrastive loss of the paper, and its derivatives of points with class labels.
+"""The contrastive loss of the paper, and its derivatives for points with class labels.
 
-Positives, and negatives without a margin, come from sums per class in O(N D). With a margin there is a blocked
-N x M x D product with M columns: all points inside the margin, minus those of the same class. The columns are all N
-points, or a uniform sample that stands for them.
+Positives, and negatives without a margin, come from sums per class in O(N D). With a margin there is a blocked N x M x
+D product with M columns: all points inside the margin, minus the points of the same class. The columns are all N
+points, or a uniform sample that represents them.
 
-Sums over points are kept in float64: attraction and repulsion nearly cancel in them, and float32 would lose digits with
-every point that is added.
+Sums over points are kept in float64: attraction and repulsion nearly cancel, and float32 would lose digits with every
+added point.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ class ContrastiveLoss(PairLoss):
         L = \sum_{pos} w^+_{ij} \tfrac12 |u_i - u_j|^2
           + \sum_{neg} w^-_{ij} \tfrac12 \max(0, m^2 - |u_i - u_j|^2)
 
-    ``margin`` is a threshold ``m`` on the distance itself: a negative inside it adds ``(m^2 - |u_i - u_j|^2) / 2``,
-    one outside adds nothing. The paper's Eq. 1 writes ``max(0, m' - |u_a - u_n|^2)``, so ``m = sqrt(m')``;
+    ``margin`` is a threshold ``m`` on the distance itself: a negative inside it adds ``(m^2 - |u_i - u_j|^2) / 2``, a
+    negative outside adds nothing. The paper's Eq. 1 writes ``max(0, m' - |u_a - u_n|^2)``, so ``m = sqrt(m')``;
     pytorch-metric-learning's ``ContrastiveLoss(neg_margin=m)`` (LpDistance) has the same threshold with the linear term
     ``m - |u_i - u_j|``.
 
     Args:
-        margin: In (0, 2]; ``None`` lets every negative count, with the term ``-|u_i - u_j|^2 / 2``.
+        margin: ``m``, in (0, 2]; with ``None`` every negative counts, with the term ``-|u_i - u_j|^2 / 2``.
         negative_weight: ``w_n`` of Eq. 10 in [0, 1]: positives are scaled by ``1 - w_n``, negatives by ``w_n``.
         normalization: ``"sum"``, ``"type"`` or ``"anchor"``, see :class:`~contrastive_curvature.losses.PairLoss`.
-        distance: Of no effect on the loss; how its curvature is split, see
+        distance: How the curvature of the loss is split, without effect on the loss, see
             :class:`~contrastive_curvature.options.Distance`.
-        pd_fix: Of no effect on the loss; how its curvature is made positive definite, see
+        pd_fix: How the curvature is made positive definite, without effect on the loss, see
             :class:`~contrastive_curvature.options.PDFix`.
 
     Raises:
@@ -82,18 +82,18 @@ class ContrastiveLoss(PairLoss):
 
     @property
     def threshold(self) -> float | None:
-        """Return the cosine above which a negative counts; ``None`` lets all count."""
+        """Return the cosine above which a negative counts; with ``None`` all negatives count."""
         masks = self.margin is not None and self.margin < LARGEST_DISTANCE
         return 1 - self.margin**2 / 2 if masks else None  # type: ignore[operator]
 
     @property
     def sums_suffice(self) -> bool:
-        """See :attr:`CosineLoss.sums_suffice`; with a margin it takes the distances to all negatives."""
+        """See :attr:`CosineLoss.sums_suffice`; a margin needs the distances to all negatives."""
         return self.threshold is None or not self.negative_weight
 
     @property
     def pairs_by_class(self) -> bool:
-        """See :attr:`CosineLoss.pairs_by_class`; a margin decides by the distance which negatives count."""
+        """See :attr:`CosineLoss.pairs_by_class`; with a margin, negatives count by their distance."""
         return self.pd_fix.attracting_only or self.sums_suffice
 
     def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class ContrastiveLoss(PairLoss):
         return (attract * squared + repel * repelled).sum() / 2
 
     def _terms(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Terms:
-        # The margin mask is constant, as the derivative of the loss has it everywhere but on the margin itself.
+        # The margin mask is constant: the loss has this derivative everywhere except on the margin itself.
         inside = repel if self.threshold is None else repel * (cosine > self.threshold)
         return Terms((inside - attract).expand_as(cosine), None)
 
@@ -115,7 +115,7 @@ class ContrastiveLoss(PairLoss):
     def hessian_over(
         self, related: Related, table: ClassTable | None, points: Columns | None, bank: Columns | None = None
     ) -> DatasetHessian:
-        """See :meth:`PairLoss.hessian_over`; of class labels, from sums over classes."""
+        """See :meth:`PairLoss.hessian_over`; class labels need only sums over classes."""
         if table is None:
             return super().hessian_over(related, table, points, bank)
         return ContrastiveOfClasses(self, related, table, points, bank)
@@ -123,13 +123,13 @@ class ContrastiveLoss(PairLoss):
     def loss_and_cost(self, totals: Totals, attract: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """See :meth:`PairLoss.loss_and_cost`; the cost counts repelling pairs from the margin.
 
-        Without a margin it counts them from the largest distance, 2, as ``(4 - |u_i - u_j|^2) / 2``.
+        Without a margin the cost counts repelling pairs from the largest distance, 2, as ``(4 - |u_i - u_j|^2) / 2``.
         """
         value = cost = (totals.degree - totals.along) / 2
         attract = (1 - self.negative_weight) * attract
         if self.negative_weight:
             cost = value + (2 if self.margin is None else self.margin**2 / 2) * (attract - totals.degree) / 2
-        # What is left of positives that are equal but for the rounding of their outputs is no loss.
+        # If the positives are equal up to rounding, the remainder is not a cost.
         eps = torch.finfo(dtype).eps
         cost = torch.where(cost > 64 * max(eps**2, torch.finfo(torch.float64).eps) * attract, cost, 0.0)
         return (value if self.margin is None else cost).to(dtype), cost.to(dtype)
@@ -137,11 +137,11 @@ class ContrastiveLoss(PairLoss):
     def mine(
         self, z: Tensor, targets: Tensor, relation: RelationFunction | None = None
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """See :meth:`PairLoss.mine`; negatives inside the margin only.
+        """See :meth:`PairLoss.mine`; keeps only negatives inside the margin.
 
-        Negatives outside the margin add nothing to the loss, but would count in the mean and make the repulsion weaker
-        the better the classes are apart; so the mean is taken over those inside, as metric learning usually does. On
-        Fashion-MNIST, one epoch then reaches mAP@1 0.73 where the mean over all negatives reaches 0.61.
+        Negatives outside the margin add nothing to the loss. In the mean, they would weaken the repulsion as the
+        classes separate; so the mean runs over the negatives inside, as usual in metric learning. On Fashion-MNIST, one
+        epoch reaches mAP@1 0.73 with this mean, and 0.61 with the mean over all negatives.
         """
         a1, p, a2, n = super().mine(z, targets, relation)
         if self.margin is not None and self.margin < LARGEST_DISTANCE:
@@ -152,7 +152,7 @@ class ContrastiveLoss(PairLoss):
 
 
 class ContrastiveDerivatives(PairDerivatives):
-    """``y`` (N, N) of the contrastive loss; for class labels, sums over neighbours come from sums over classes."""
+    """``y`` (N, N) of the contrastive loss; class labels need only sums over classes."""
 
     loss: ContrastiveLoss
 
@@ -186,13 +186,13 @@ _LISTED_NUMBERS = 2**25
 
 
 class InsideColumns:
-    """Points that others may have inside the margin, sorted by class.
+    """Points that may lie inside the margin of others, sorted by class.
 
     Args:
         u: Unit embeddings, shape (M, D).
-        index: Their classes, as rows of the table of all classes, shape (M,).
-        shares: Of the negatives of every class, shape (C,).
-        cosine: A negative counts where ``u_i . u_j`` exceeds this.
+        index: Classes of the points, as rows of the table of all classes, shape (M,).
+        shares: Shares of every class's negatives, shape (C,).
+        cosine: A negative counts if ``u_i . u_j`` exceeds this number.
     """
 
     def __init__(self, u: Tensor, index: Tensor, shares: Tensor, cosine: float) -> None:
@@ -203,28 +203,28 @@ class InsideColumns:
         self.counts, self.starts = sizes, ends - sizes
         self.bounds = list(zip((ends - sizes).tolist(), ends.tolist(), strict=True))
         self.u = u[order]
-        # One column of ones beside u gives the count and the sum of the points inside the margin in one product.
+        # A column of ones before u yields count and sum of the points inside the margin in one product.
         self.extended = torch.cat([torch.ones_like(self.u[:, :1]), self.u], dim=1)
         self.uniform = bool((shares == shares[:1]).all())
         if not self.uniform:
             self.extended = torch.cat([self.extended, shares[index[order]].unsqueeze(1) * self.extended], dim=1)
 
     def sums(self, u: Tensor, index: Tensor) -> Tensor:
-        """Return ``sum_j (r-_i + r-_j) / 2 [1, u_j]`` over the columns inside the margin, but for their own class."""
+        """Return ``sum_j (r-_i + r-_j) / 2 [1, u_j]`` over the columns of other classes inside the margin."""
         sums = self._inside(u, 0, self.u.shape[0])
         self._subtract_same(sums, u, index)
         own, width = self.shares[index].unsqueeze(1).double(), u.shape[1] + 1
         return own * sums if self.uniform else (own * sums[:, :width] + sums[:, width:]) / 2
 
     def _subtract_same(self, sums: Tensor, u: Tensor, index: Tensor) -> None:
-        """Take the columns of the same class out of sums (B, ...) over all columns inside the margin."""
-        # One look at the device: the classes decide what is computed.
+        """Subtract the columns of the same class from sums (B, ...) over all columns inside the margin."""
+        # One device synchronisation: the computation depends on the classes.
         classes, order = index.cpu().sort(stable=True)
         groups, sizes = (found.tolist() for found in classes.unique_consecutive(return_counts=True))
         bounds = [self.bounds[group] for group in groups]
         pairs = sum(size * (stop - start) for size, (start, stop) in zip(sizes, bounds, strict=True))
         if len(groups) > _MANY_GROUPS and pairs * u.shape[1] <= _LISTED_NUMBERS:
-            # One product for each of many small classes would take longer than all others.
+            # For many small classes, one product each would take longer than the rest of the work.
             columns = self.counts[index]
             rows = torch.arange(len(u), device=u.device).repeat_interleave(columns)
             first = columns.cumsum(0) - columns
@@ -253,15 +253,14 @@ class InsideColumns:
 
 
 class ContrastiveOfClasses(DatasetHessian):
-    """Output Hessian of the contrastive loss with class labels; no point has to know of all others.
+    """Output Hessian of the contrastive loss with class labels, without comparing all pairs of points where possible.
 
     Args:
         loss: The loss.
         related: Shares of the classes.
         table: Numbers and sums of all classes.
-        points: All N points by ascending numbers, where they are known; with a margin and without a bank they are
-            needed.
-        bank: Points that stand for all negatives inside the margin; of no effect without a margin.
+        points: All N points by ascending numbers, if known; required with a margin and without a bank.
+        bank: Sampled points that represent all negatives inside the margin; without effect if there is no margin.
     """
 
     loss: ContrastiveLoss
@@ -275,14 +274,14 @@ class ContrastiveOfClasses(DatasetHessian):
         bank: Columns | None = None,
     ) -> None:
         super().__init__(loss, related, points, bank)
-        # The counts stand in front of the sums, as the ones in front of an embedding.
+        # The counts come before the sums, as the ones come before an embedding.
         self._class_sums = torch.cat([table.counts.unsqueeze(1).double(), table.sums], dim=1)
-        # Over all classes, once for all batches.
+        # Sums over all classes, computed once for all batches.
         self._total = self._class_sums.sum(0)
         self._weighted = related.shares.negative @ self._class_sums
 
     def sums_for(self, part: HessianPart) -> NodeSums:
-        """See :meth:`DatasetHessian.sums_for`; a point is left out by its class, whatever its number."""
+        """See :meth:`DatasetHessian.sums_for`; a point is excluded by its class, not by its number."""
         return self.sums(part.u, self.related.index(part.targets), part.numbers)
 
     @override
@@ -297,7 +296,7 @@ class ContrastiveOfClasses(DatasetHessian):
         return ClassWeights(classes, (attract - repel).to(self.related.dtype))
 
     def sums(self, u: Tensor, index: Tensor, numbers: Tensor) -> NodeSums:
-        """Return ``sum_j y_ij [1, u_j]`` for B rows: of positives by class, minus that of negatives."""
+        """Return ``sum_j y_ij [1, u_j]`` for B rows: the sum over positives (by class) minus the sum over negatives."""
         itself = torch.cat([torch.ones_like(u[:, :1]), u], dim=1).double()
         attract = (1 - self.loss.negative_weight) * self.related.shares.positive[index].unsqueeze(1)
         attract = attract * (self._class_sums[index] - itself)
@@ -308,7 +307,7 @@ class ContrastiveOfClasses(DatasetHessian):
         sums = NodeSums(whole[:, 0], whole[:, 1:], None, zero)
         if not self.loss.pd_fix.attracting_only:
             return sums
-        # The repelling pairs are left out of the curvature, not of the loss.
+        # The repelling pairs are left out of the curvature, but not of the loss.
         return NodeSums(attract[:, 0], attract[:, 1:], None, zero, sums.totals(u))
 
     def _negatives(self, u: Tensor, index: Tensor) -> Tensor:
@@ -321,7 +320,7 @@ class ContrastiveOfClasses(DatasetHessian):
 
     @cached_property
     def _inside(self) -> InsideColumns:
-        """The points that may lie inside the margin of others."""
+        """Return the points that may lie inside the margin of others."""
         columns = cast("Columns", self.points if self.bank is None else self.bank)
         shares = self.related.shares.negative.to(columns.u.dtype)
         return InsideColumns(columns.u, columns.index, shares, cast("float", self.loss.threshold))

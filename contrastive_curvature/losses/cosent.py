@@ -1,4 +1,4 @@
-"""CoSENT: pairs of graded similarity, whose cosines should be in the order of their grades."""
+"""CoSENT: pairs with grades of similarity, whose cosines should have the order of the grades."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from contrastive_curvature.pairs.relation import Relation
 
 
 class CoSENTLoss(CosineLoss):
-    r"""CoSENT: compares the cosines of any two pairs of different grades, all of a batch at once.
+    r"""CoSENT: compares the cosines of any two pairs with different grades, for a whole batch at once.
 
     With the cosine ``s_k`` and the grade ``y_k`` of each of K listed pairs, and the scale ``a``:
 
     .. math::
         L = \log \Big( 1 + \sum_{(k, l) : y_k > y_l} e^{a (s_l - s_k)} \Big)
 
-    Only the order of the grades counts; with fewer than two different ones, the loss is zero. It is one number for a
-    batch, not a mean over pairs, and a fit of a posterior takes the sum over batches.
+    Only the order of the grades counts; with fewer than two different grades, the loss is zero. The loss is one number
+    for a batch, not a mean over pairs, and a fit of a posterior sums it over batches.
 
-    Its second derivatives couple all pairs with each other, a matrix (K, K) that is held in memory; they are positive
-    semidefinite. It is ``CoSENTLoss`` of sentence-transformers.
+    The second derivatives couple all pairs with each other, in a positive semidefinite matrix (K, K) that is stored in
+    memory. The loss is ``CoSENTLoss`` of sentence-transformers.
 
     Args:
         scale: ``a``, positive: one over the temperature.
@@ -73,25 +73,26 @@ class CoSENTLoss(CosineLoss):
     def between(self, z_a: Tensor, z_b: Tensor, grades: Tensor) -> Tensor:
         """Compute the loss of pairs of two towers.
 
-        Its output Hessian is that of ``torch.cat([z_a, z_b])`` with ``pairs=(arange(K), arange(K, 2 * K), grades)``.
+        The output Hessian of this loss is the Hessian at ``torch.cat([z_a, z_b])`` with
+        ``pairs=(arange(K), arange(K, 2 * K), grades)``.
 
         Args:
             z_a: Raw or normalised embeddings of the first points, shape (K, D).
-            z_b: Of the second points, in the same order, shape (K, D).
+            z_b: Embeddings of the second points, in the same order, shape (K, D).
             grades: Shape (K,).
 
         Returns:
             A scalar.
 
         Raises:
-            InputError: The towers have another shape, or the grades are malformed.
+            InputError: The towers have different shapes, or the grades are malformed.
         """
         z, _, count = joined_towers(z_a, z_b)
         index = torch.arange(len(z), device=z.device)
         return self._at(normalize(z)[0], self.relate(z, None, (index[:count], index[count:], grades)))
 
     def derivatives(self, relation: Relation, u: Tensor) -> CoSENTDerivatives:
-        """See :meth:`CosineLoss.derivatives`; of graded pairs."""
+        """See :meth:`CosineLoss.derivatives`; ``relation`` holds graded pairs."""
         if not isinstance(relation, GradedPairs):
             raise InputError("relation", "graded pairs", f"a {type(relation).__name__}")
         return CoSENTDerivatives(self, relation, u)
@@ -116,11 +117,12 @@ def _higher(grades: Tensor) -> Tensor:
 class CoSENTDerivatives(CosineDerivatives):
     """``y`` (N, N) and second derivatives ``C`` (P, P) of a :class:`~contrastive_curvature.losses.cosent.CoSENTLoss`.
 
-    The pairs are the P different ones among the K listed. All is held whole: the pairs are those of a batch.
+    P is the number of different pairs among the K listed pairs. The matrices are stored whole, since the pairs come
+    from one batch.
 
     Args:
         loss: The loss.
-        pairs: Which pairs there are.
+        pairs: The listed pairs.
         u: Unit embeddings, shape (N, D).
     """
 
@@ -154,17 +156,17 @@ class CoSENTDerivatives(CosineDerivatives):
     def second_matmul(self, t: Tensor) -> Tensor | None:
         along = self._ends.along(t)
         change = along.new_zeros(len(self._c), along.shape[1]).index_add_(0, self._ends.pair, along)
-        # Less what is between a point and itself.
+        # Without the part between a point and itself.
         return self._ends.spread((self._c @ change)[self._ends.pair] - self._ends.c @ along)
 
     def squares(self, points: slice) -> tuple[Tensor, PointVectors] | None:
-        """See :meth:`CosineDerivatives.squares`; all of the second derivatives, as eigenvectors."""
+        """See :meth:`CosineDerivatives.squares`; all second derivatives, as eigenvectors."""
         signs, vectors = self._eigenvectors
         return (signs, ListedVectors(self._ends[points], vectors)) if len(signs) else None
 
     @cached_property
     def _eigenvectors(self) -> tuple[Tensor, Tensor]:
-        """Return signs (A,) and vectors (A, P) whose squares add up to ``C``; zero at pairs that nothing moves."""
+        """Return signs (A,) and vectors (A, P) with squares that add up to ``C``; zero at zero rows of ``C``."""
         active = (self._c != 0).any(1).nonzero().flatten()
         values, vectors = torch.linalg.eigh(self._c[active][:, active])
         size = values.abs().max() if len(values) else values.sum()
@@ -177,8 +179,8 @@ class CoSENTDerivatives(CosineDerivatives):
 def _moments(shares: Tensor, none: Tensor) -> tuple[Tensor, Tensor]:
     """Return mean (K,) and covariance (K, K) of ``e_l - e_k`` under the shares (K, K) of comparisons (k, l).
 
-    The differences are counted from that of the largest share, so that a softmax that is nearly all one comparison
-    loses no digits; ``none`` is the share of no comparison, whose difference is zero.
+    The differences are measured from the difference with the largest share, so that a softmax concentrated on one
+    comparison loses no digits; ``none`` is the share of "no comparison", with difference zero.
     """
     count = len(shares)
     origin = shares.new_zeros(count)
@@ -203,8 +205,8 @@ class PairEnds(Moments):
 
     Args:
         points: Number R of points.
-        point: Where an end is, shape (E,).
-        pair: Which pair it belongs to, shape (E,).
+        point: Point of each end, shape (E,).
+        pair: Pair of each end, shape (E,).
         other: ``o``, the unit embedding at the other end, shape (E, D).
         c: ``C`` between the pairs of two ends at the same point, zero elsewhere, shape (E, E).
     """
@@ -217,7 +219,7 @@ class PairEnds(Moments):
 
     @classmethod
     def of(cls, i: Tensor, j: Tensor, u: Tensor, c: Tensor) -> PairEnds:
-        """Make both ends of pairs of points (i, j), each (P,), with unit embeddings (N, D) and ``C`` (P, P)."""
+        """Make both ends of the pairs (i, j), each (P,), with unit embeddings (N, D) and ``C`` (P, P)."""
         point, order = torch.cat([i, j]).sort(stable=True)
         pair = torch.arange(len(i), device=i.device).repeat(2)[order]
         here = point.unsqueeze(1) == point
@@ -267,7 +269,7 @@ class ListedVectors(PointVectors):
     """Vectors over pairs, ``C = sum_a sign_a v_a v_a^T``, as vectors over the outputs of some points.
 
     Args:
-        ends: At the points.
+        ends: Ends of the pairs at the points.
         vectors: ``v``, shape (A, P).
     """
 
@@ -288,5 +290,5 @@ class ListedVectors(PointVectors):
         return self.ends.spread((self.vectors.T @ x)[self.ends.pair])
 
     def blockwise(self, t: Tensor, signs: Tensor) -> Tensor:
-        """See :meth:`PointVectors.blockwise`; the signs are part of ``C``."""
+        """See :meth:`PointVectors.blockwise`; ``C`` already contains the signs."""
         return self.ends.matmul(t)

@@ -1,4 +1,4 @@
-"""What all losses share: a value, an output Hessian, and how its curvature is split and made positive definite."""
+"""The base of all losses: a value, an output Hessian, and the options of its curvature."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _T = TypeVar("_T", bound=Any)
 
 
 class _LastCall:
-    """Labels and pairs of a call, kept as long as the embeddings of that call; a copy or a saved file has none."""
+    """Labels and pairs of a call, kept as long as its embeddings exist; copies and saved files do not keep them."""
 
     def __init__(self, z: Tensor | None = None, labels: Any = None, pairs: Any = None) -> None:
         self.given = labels, pairs
@@ -41,16 +41,16 @@ class _LastCall:
 
 
 class CosineLoss(_Loss, ABC):
-    """A loss that sees embeddings only through cosines ``s_ij = u_i . u_j`` of unit vectors.
+    """A loss that depends on embeddings only through cosines ``s_ij = u_i . u_j`` of unit vectors.
 
     Its Hessian in the raw outputs is ``F + K``: the first-order part ``F`` from the first derivatives in the cosines,
     indefinite in general, and the second-order part ``K`` from the second derivatives, positive semidefinite where the
     loss is convex in the cosines (``docs/losses.md``).
 
     Args:
-        distance: Of no effect on the loss; how its curvature is split, see
+        distance: How the curvature of the loss is split, without effect on the loss, see
             :class:`~contrastive_curvature.options.Distance`.
-        pd_fix: Of no effect on the loss; how its curvature is made positive definite, see
+        pd_fix: How the curvature is made positive definite, without effect on the loss, see
             :class:`~contrastive_curvature.options.PDFix`.
 
     Raises:
@@ -96,16 +96,16 @@ class CosineLoss(_Loss, ABC):
 
     @property
     def sums_suffice(self) -> bool:
-        """Return whether sums over classes say all about the negatives of class labels, so that none are sampled."""
+        """Return whether sums over classes suffice for the negatives of class labels, so no sampling is needed."""
         return False
 
     @property
     def pairs_by_class(self) -> bool:
-        """Return whether the weight of a pair in the curvature depends on the classes of its points only."""
+        """Return whether a pair's weight in the curvature depends only on the classes of its points."""
         return False
 
     def uncoupled(self) -> Self:
-        """Return this loss with the fix of the same blocks of single points without cross terms, if there is one."""
+        """Return this loss with the fix that has the same diagonal blocks but no cross terms, if it exists."""
         fixes = {PDFix.FULL: PDFix.FIXED, PDFix.GGN: PDFix.GGN_FIXED}
         return self.replaced(pd_fix=fixes.get(self.pd_fix, self.pd_fix))
 
@@ -118,12 +118,12 @@ class CosineLoss(_Loss, ABC):
 
         Args:
             z: Raw or normalised embeddings, shape (N, D); half precision is computed in float32.
-            labels: Integer class labels, shape (N,); of a loss of graded pairs ``None``.
-            pairs: Instead: what the loss takes (``docs/losses.md``), among it index tuples, masks or a callable, see
-                :func:`contrastive_curvature.pairs.make_relation`.
+            labels: Integer class labels, shape (N,); ``None`` for a loss of graded pairs.
+            pairs: Instead of labels, in a form that the loss accepts (``docs/losses.md``): index tuples, masks or a
+                callable, among others, see :func:`contrastive_curvature.pairs.make_relation`.
 
         Returns:
-            A scalar; zero, with a zero gradient, where there is nothing to compare.
+            A scalar; zero, with a zero gradient, if there is nothing to compare.
 
         Raises:
             InputError: Embeddings, labels or pairs are malformed.
@@ -135,10 +135,10 @@ class CosineLoss(_Loss, ABC):
 
     @abstractmethod
     def _at(self, u: Tensor, relation: Any) -> Tensor:
-        """Compute the loss of unit embeddings (N, D), differentiable by autograd, from what :meth:`relate` gives."""
+        """Compute the loss of unit embeddings (N, D) and a relation, differentiable by autograd."""
 
     def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> Relation:
-        """Return which pairs of checked outputs (N, D) are positive and negative, from what the user gave."""
+        """Make the relation of checked outputs (N, D) from the user's labels or pairs."""
         return make_relation(len(z), z.device, labels, pairs)
 
     @abstractmethod
@@ -146,11 +146,11 @@ class CosineLoss(_Loss, ABC):
         """Return the derivatives of this loss in the cosines of N points with unit embeddings ``u`` (N, D)."""
 
     def data_hessian(self, z: Tensor, relation: Relation, n_data: int | None = None) -> OutputHessian:
-        """Return the Hessian of a batch as its part of a data set's.
+        """Return a batch's part of the Hessian of a data set.
 
         Args:
             z: Checked raw outputs, shape (B, D).
-            relation: What :meth:`relate` gives for them.
+            relation: Relation of these points, from :meth:`relate`.
             n_data: Number of points of the data set, for a loss whose pairs lie in different batches.
         """
         return self.hessian_at(z, relation)
@@ -158,7 +158,7 @@ class CosineLoss(_Loss, ABC):
     def given_with(self, z: Tensor) -> tuple[Tensor | None, Pairs | None] | None:
         """Return labels and pairs of the last differentiable call, for hosts that need them in the backward pass.
 
-        ``None`` where that call was with other embeddings than this very tensor. They are kept as long as it is.
+        ``None`` if the last call had another tensor. Labels and pairs are kept as long as the tensor exists.
         """
         last = self._last_call
         return last.given if last.z is not None and last.z() is z else None
@@ -175,14 +175,14 @@ class CosineLoss(_Loss, ABC):
         """Return the Hessian of this loss with respect to raw outputs.
 
         Args:
-            z: Raw outputs, before any l2-normalisation, shape (N, D); half precision is lifted to float32.
+            z: Raw outputs, before any l2-normalisation, shape (N, D); half precision becomes float32.
             labels: Integer class labels, shape (N,).
             pairs: Instead of labels, see :meth:`forward`.
-            distance: Instead of this loss's own.
-            pd_fix: Instead of this loss's own.
+            distance: Used instead of this loss's own distance.
+            pd_fix: Used instead of this loss's own fix.
 
         Returns:
-            The Hessian. With ``distance="arccos"`` and ``pd_fix="full"`` it is exactly that of the loss.
+            The Hessian. With ``distance="arccos"`` and ``pd_fix="full"`` it is the exact Hessian of the loss.
 
         Raises:
             InputError: An argument is malformed, or the norms of the outputs are so large or small that the dtype
@@ -193,7 +193,7 @@ class CosineLoss(_Loss, ABC):
         return chosen.hessian_at(z, chosen.relate(z, labels, pairs))
 
     def hessian_at(self, z: Tensor, relation: Relation, **how: Any) -> OutputHessian:
-        """Return the Hessian at checked raw outputs (N, D) for a relation of them, see :meth:`derivatives`."""
+        """Return the Hessian at checked raw outputs (N, D) with a relation, see :meth:`derivatives`."""
         return self.hessian_of(z, self.derivatives(relation, normalize(z)[0], **how))
 
     def hessian_of(self, z: Tensor, derivatives: CosineDerivatives) -> OutputHessian:
@@ -201,10 +201,10 @@ class CosineLoss(_Loss, ABC):
         return OutputHessian(z, derivatives, self.distance, self.pd_fix)
 
     def replaced(self, **options: Any) -> Self:
-        """Return this loss with other values of the options that all losses of its kind have; ``None`` keeps a value.
+        """Return this loss with other values of the options shared by losses of its kind; ``None`` keeps a value.
 
         Args:
-            **options: ``distance`` or ``pd_fix``; of a loss of pairs also ``normalization`` and ``negative_weight``.
+            **options: ``distance`` or ``pd_fix``; for a loss of pairs also ``normalization`` and ``negative_weight``.
         """
         foreign = sorted(set(options) - set(self._options))
         if foreign:
@@ -220,7 +220,7 @@ class CosineLoss(_Loss, ABC):
         return made
 
     def _check_fix(self) -> None:
-        """Refuse a fix that leaves nothing, or does not do what it promises."""
+        """Refuse a fix that leaves no curvature, or does not keep its promise."""
         name = type(self).__name__
         if self.pd_fix.second_only and self.linear:
             raise UnsupportedError(
@@ -235,7 +235,7 @@ class CosineLoss(_Loss, ABC):
             )
 
     def _check_terms(self, terms: Any, kind: type[_T], cosine: Tensor) -> _T:
-        """Return the first and second derivatives and the roots of a block of cosines, of their shape, as ``kind``."""
+        """Check derivatives and roots of a block of cosines, expand them to its shape, and return them as ``kind``."""
         name, wanted = f"{type(self).__name__}._terms", f"{kind.__name__}({', '.join(kind._fields)})"
         if not isinstance(terms, tuple) or len(terms) != len(kind._fields):
             raise InputTypeError(name, wanted, f"a {type(terms).__name__}")
@@ -249,7 +249,7 @@ class CosineLoss(_Loss, ABC):
 
     @classmethod
     def arguments(cls) -> dict[str, inspect.Parameter]:
-        """Return the arguments of the constructor by name, with those that ``**options`` hands to the base classes."""
+        """Return the constructor's arguments by name, including the ``**options`` for the base classes."""
         found: dict[str, inspect.Parameter] = {}
         for kind in (kind for kind in cls.__mro__ if "__init__" in vars(kind)):
             given = inspect.signature(vars(kind)["__init__"]).parameters
@@ -260,11 +260,11 @@ class CosineLoss(_Loss, ABC):
         return found
 
     def config(self) -> dict[str, Any]:
-        """Return the options of this loss, which :meth:`from_config` takes.
+        """Return the options of this loss, for :meth:`from_config`.
 
         Returns:
-            Every argument of the constructors of its class and of its base classes that the loss keeps under the same
-            name: numbers, strings, and tensors without a graph.
+            Every constructor argument, of the class and its base classes, that the loss keeps under the same name:
+            numbers, strings, and tensors without a graph.
         """
         kept = {**vars(self), **self._buffers, **self._parameters}
         kinds = [kind for kind in type(self).__mro__ if issubclass(kind, CosineLoss)]
@@ -276,8 +276,8 @@ class CosineLoss(_Loss, ABC):
         """Make the loss of a :meth:`config`.
 
         Args:
-            config: Options by name. Those that the constructor does not take, since the class decides them, are only
-                compared.
+            config: Options by name. Options that the class fixes, so that its constructor does not accept them, are
+                only compared.
 
         Raises:
             InputError: The constructor makes a loss with other options.
@@ -291,7 +291,7 @@ class CosineLoss(_Loss, ABC):
 
     @property
     def description(self) -> str:
-        """Return the class and the options on one line, the same for losses that are the same."""
+        """Return the class and the options on one line, equal for equal losses."""
         return " ".join(repr(self).split())
 
     def extra_repr(self) -> str:
@@ -300,7 +300,7 @@ class CosineLoss(_Loss, ABC):
 
 
 def _plain(value: Any) -> Any:
-    """Return an option as saved posteriors have it: a tensor without a graph, a string of no other class."""
+    """Return an option as saved posteriors store it: a tensor without a graph, a string as plain ``str``."""
     if isinstance(value, Tensor):
         return value.detach()
     return str(value) if isinstance(value, str) else value
@@ -318,12 +318,12 @@ def _text_of(config: Mapping[str, Any]) -> str:
 
 
 def _check_block(name: str, value: object, cosine: Tensor) -> Tensor:
-    """Return what a rule gave for a block of cosines, of the same shape and type; one zero stands for zeros."""
+    """Check a rule's result for a block of cosines, of the same shape and dtype; one zero expands to zeros."""
     if isinstance(value, Tensor) and (value.dtype, value.device) == (cosine.dtype, cosine.device):
         if value.shape == cosine.shape:
             return value
         if value.ndim == 0 and not bool(value):
-            # No pair of one kind counts, so that its weights are a single zero.
+            # No pair of one kind counts, so the weights are a single zero.
             return value.expand_as(cosine)
     wanted = f"a tensor of {cosine.dtype} on {cosine.device}, of the shape of the cosines, {tuple(cosine.shape)}"
     came = f"a {type(value).__name__}"

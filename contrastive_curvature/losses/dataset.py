@@ -1,8 +1,8 @@
-"""The output Hessian over all pairs of a data set, for points that arrive in batches, in any order.
+"""The output Hessian over all pairs of a data set, for points in batches, in any order.
 
-A point is compared with columns: all points of the data set, or a bank, a uniform sample that stands for all negatives.
-A bank has other weights than all points, and nothing else differs. For a point of class c that has n points of other
-classes in the data set and m of them in the bank, one of these counts ``n / m`` times, so every sum over neighbours is
+A point is compared with columns: all points of the data set, or a bank, which is a uniform sample that represents all
+negatives. The bank differs only in its weights. Let n points of the data set and m points of the bank have another
+class than the point of a row. Then each of the m points counts ``n / m`` times, so every sum over neighbours is
 unbiased; positives are exact.
 """
 
@@ -48,11 +48,11 @@ class Columns:
 
     Args:
         u: Unit embeddings, shape (M, D).
-        index: Their classes, see :class:`~contrastive_curvature.losses.weighting.Related`, shape (M,).
-        numbers: Of the points, so that none is compared with itself, int64, shape (M,).
-        positives: Whether a row counts those of its own class, or the others; ``None`` counts both.
-        weight: How many points one of other classes stands for, by the class of the ROW, float64, shape (C,); ``None``
-            for one.
+        index: Classes of the points, see :class:`~contrastive_curvature.losses.weighting.Related`, shape (M,).
+        numbers: Numbers of the points, so that no point is compared with itself, int64, shape (M,).
+        positives: ``True`` counts only a row's positives, ``False`` only its negatives, ``None`` both.
+        weight: How often a point of another class counts, by the class of the ROW, float64, shape (C,); ``None`` for
+            once.
     """
 
     u: Tensor
@@ -63,12 +63,12 @@ class Columns:
 
     @classmethod
     def bank(cls, u: Tensor, index: Tensor, numbers: Tensor, counts: Tensor) -> Columns:
-        """Return points that stand for all points of other classes; ``counts`` (C,) are of the whole data set."""
+        """Make columns that represent all points of other classes; ``counts`` (C,) is for the whole data set."""
         there, drawn = (every.sum() - every for every in (counts, index.bincount(minlength=len(counts))))
         return cls(u, index, numbers, False, there.double() / drawn.clamp(min=1))
 
     def at(self, places: Tensor) -> Columns:
-        """Return some of them."""
+        """Return some of the points."""
         return replace(self, u=self.u[places], index=self.index[places], numbers=self.numbers[places])
 
 
@@ -80,7 +80,7 @@ class HessianPart:
         u: Unit embeddings, shape (B, D).
         n: Norms of the raw outputs, shape (B,).
         targets: Labels or targets, shape (B, ...).
-        numbers: Of the points, int64, shape (B,).
+        numbers: Numbers of the points, int64, shape (B,).
     """
 
     u: Tensor
@@ -89,17 +89,17 @@ class HessianPart:
     numbers: Tensor
 
     def __getitem__(self, rows: slice) -> HessianPart:
-        """Return some of them."""
+        """Return some of the points."""
         return HessianPart(self.u[rows], self.n[rows], self.targets[rows], self.numbers[rows])
 
 
 @dataclass(frozen=True)
 class HessianPoints(HessianPart):
-    """Some points of a data set, with their diagonal blocks over ALL its pairs.
+    """Some points of a data set, with their diagonal blocks over ALL pairs of the data set.
 
     Args:
-        blocks: Their diagonal blocks.
-        totals: Their part in the value of the loss.
+        blocks: Diagonal blocks of these points.
+        totals: Part of these points in the value of the loss.
     """
 
     blocks: Blocks
@@ -107,11 +107,11 @@ class HessianPoints(HessianPart):
 
 
 class ClassWeights(NamedTuple):
-    """Weights of pairs that depend on the classes of the two points only.
+    """Weights of pairs that depend only on the classes of the two points.
 
     Args:
         classes: Class labels, ascending, shape (C,).
-        y: ``y`` between any two classes, shape (C, C); or (C,), the diagonal, where all others are zero.
+        y: ``y`` between any two classes, shape (C, C); or the diagonal (C,), if all other weights are zero.
     """
 
     classes: Tensor
@@ -119,16 +119,16 @@ class ClassWeights(NamedTuple):
 
 
 class DatasetHessian(CosineDerivatives):
-    """Output Hessian over all pairs of a data set, from one block of rows by columns after the other.
+    """Output Hessian over all pairs of a data set, computed block by block.
 
     Args:
-        loss: The loss, with the distance and the fix of its curvature; with a bank, one that couples no points.
-        related: Which points are positives of each other, and their shares.
+        loss: The loss, with the distance and the fix of its curvature; with a bank, the fix must not couple points.
+        related: Relation and shares of the points, by class.
         points: All N points by ascending numbers; ``None`` where a loss does not need them.
-        bank: Points that stand for all negatives; ``None`` counts all.
+        bank: Sampled points that represent all negatives; ``None`` compares with all points.
 
     Attributes:
-        halves: The same with each half of the bank, as independent estimates.
+        halves: Hessians with each half of the bank, as independent estimates.
         coupled: Whether the fix keeps cross terms.
     """
 
@@ -157,8 +157,8 @@ class DatasetHessian(CosineDerivatives):
 
         Args:
             z: Raw outputs, shape (B, D).
-            targets: Their targets, shape (B, ...).
-            numbers: Of the points, as in the first pass, int64, shape (B,).
+            targets: Targets of the points, shape (B, ...).
+            numbers: Numbers of the points, as in the first pass, int64, shape (B,).
         """
         part = self.place(z, targets, numbers)
         sums = self.sums_for(part)
@@ -166,14 +166,14 @@ class DatasetHessian(CosineDerivatives):
         return HessianPoints(part.u, part.n, targets, part.numbers, blocks, sums.totals(part.u))
 
     def among(self, z: Tensor, targets: Tensor, numbers: Tensor) -> OutputHessian:
-        """Return the Hessian of some of the points among themselves, which stands for that of the whole set."""
+        """Return the Hessian of some points among themselves, scaled to represent the whole data set."""
         relation = self.related.relation.of(targets)
         shares = self.related.shares[self.related.index(targets, numbers.to(z.device))]
         shares = shares.standing_for(self.related.totals, pair_totals(*relation.counts()))
         return self.loss.hessian_at(z, relation, shares=shares.to(z.dtype))
 
     def cross(self, rows: HessianPart, columns: HessianPart) -> CrossBlocks:
-        """Return the blocks ``H_ij`` between two parts, zero for a point with itself; with a bank, columns of it."""
+        """Return the blocks ``H_ij`` between two parts, zero where i = j; with a bank, its points are the columns."""
         if self.bank is None:
             for part in (rows, columns):
                 self._check_numbers(part)
@@ -185,9 +185,9 @@ class DatasetHessian(CosineDerivatives):
         return CrossBlocks(rows.u, rows.n, columns.u, columns.n, block.y, block.c)
 
     def class_weights(self) -> ClassWeights | None:
-        """Return the weights of pairs by class; ``None`` where they depend on more than the two classes.
+        """Return the weights of pairs by class; ``None`` if they depend on more than the two classes.
 
-        Where a sample stands for all negatives and a margin decides which of them count, those of the positives.
+        With a bank and a margin, these are the weights of the positives only.
         """
         return None
 
@@ -202,7 +202,7 @@ class DatasetHessian(CosineDerivatives):
         return self.sums(self.points.u, self.points.index, self.points.numbers)
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        """Refuse; blocks between two points are those of :meth:`cross`."""
+        """Refuse; :meth:`cross` has the blocks between two points."""
         refuse_sampled("blocks between two points are asked for, which a sample of the negatives does not give")
 
     def sums_for(self, part: HessianPart) -> NodeSums:
@@ -211,13 +211,13 @@ class DatasetHessian(CosineDerivatives):
         return self.sums(part.u, self.related.index(part.targets, part.numbers), part.numbers)
 
     def sums(self, u: Tensor, index: Tensor, numbers: Tensor) -> NodeSums:
-        """Return the sums over the neighbours of B points, unit embeddings (B, D), of classes ``index`` (B,)."""
+        """Return the neighbour sums of B points, unit embeddings (B, D), with classes ``index`` (B,)."""
         assert self.points is not None
         if self.bank is None:
             return sum_pairs(self.loss, u, [self._met(u, index, numbers, self.points)])
         if self.loss.coupled:
             refuse_sampled(f"pd_fix={str(self.loss.pd_fix)!r} couples points with each other")
-        # One column of a bank counts many times, and so does its rounding.
+        # In float64: a column of a bank counts many times, and so does its rounding error.
         x = u.detach().double()
         x = x / x.norm(dim=1, keepdim=True)
         met = []
@@ -228,7 +228,7 @@ class DatasetHessian(CosineDerivatives):
         return sum_pairs(self.loss, x, met, u.dtype, _PAIRS)
 
     def pairs(self, x: Tensor, index: Tensor, numbers: Tensor, columns: Columns, value: bool = False) -> PairBlock:
-        """Return the derivatives between B rows, unit embeddings (B, D) of classes ``index``, and M columns."""
+        """Return the derivatives between B rows, unit embeddings (B, D) with classes ``index``, and M columns."""
         targets, shares = self.related.relation.targets, self.related.shares.to(x.dtype)
         positive, negative = self.related.relation.relate(targets[index], targets[columns.index])
         itself = numbers.unsqueeze(1) == columns.numbers
@@ -236,12 +236,12 @@ class DatasetHessian(CosineDerivatives):
         repels = None if columns.positives else negative & ~itself
         if repels is not None and columns.weight is not None:
             repels = columns.weight.to(x.dtype)[index].unsqueeze(1) * repels
-        # No rule of a loss sees a point with itself, where derivatives may be infinite.
+        # The rules never see a point's pair with itself, where derivatives may be infinite.
         cosine = (x @ columns.u.to(x.dtype).T).masked_fill_(itself, 0)
         return pair_block(self.loss, cosine, attracts, repels, shares[index], shares[columns.index], value)
 
     def _met(self, x: Tensor, index: Tensor, numbers: Tensor, columns: Columns, rows: Tensor | None = None) -> Met:
-        """Return the derivatives of some rows, by default all, with the same columns, to be asked for in blocks."""
+        """Return the derivatives of some rows (by default all) with the same columns, computed in blocks on demand."""
         rows = torch.arange(len(x), device=x.device) if rows is None else rows
         if columns.u.dtype != x.dtype:
             wide = columns.u.to(x.dtype)
@@ -254,9 +254,9 @@ class DatasetHessian(CosineDerivatives):
         return Met(rows, columns.u, block)
 
     def _same_classes(self, index: Tensor) -> Iterator[tuple[Columns, Tensor]]:
-        """Iterate over all points of some classes, and the rows of classes ``index`` (B,) that are of the same ones.
+        """Iterate over groups of classes: all points of the group, and the rows with these classes in ``index`` (B,).
 
-        Small classes come together.
+        Small classes share a group.
         """
         assert self._by_class is not None
         order = index.argsort(stable=True)
@@ -267,13 +267,13 @@ class DatasetHessian(CosineDerivatives):
         rows = group.repeat_interleave(counts).unique_consecutive(return_counts=True)[1].tolist()
         starts = self._sizes.cumsum(0) - self._sizes
         for some, here in zip(classes.split(split), order.split(rows), strict=True):
-            # Ranges of points that are sorted by class, after each other.
+            # The points are sorted by class; this joins the ranges of several classes.
             length = self._sizes[some]
             shift = (starts[some] - (length.cumsum(0) - length)).repeat_interleave(length)
             yield self._by_class.at(shift + torch.arange(len(shift), device=shift.device)), here.sort().values
 
     def _check_numbers(self, part: HessianPart) -> None:
-        """Refuse rows whose numbers belonged to other points in the first pass, as those would not be left out."""
+        """Refuse rows whose numbers belonged to other points in the first pass: pairs with themselves would count."""
         assert self.points is not None
         known = self.points.numbers
         place = torch.searchsorted(known, part.numbers).clamp(max=len(known) - 1)
@@ -297,9 +297,9 @@ def dataset_hessian(
     Args:
         loss: The loss, with the distance and the fix of its curvature.
         table: Numbers and sums of all classes; ``None`` with a relation.
-        relation: Which pairs are positive and negative; ``None`` for class labels.
-        rows: All points by ascending numbers, where they were kept.
-        bank: Points that stand for all negatives; ``None`` counts all.
+        relation: Callable that decides which pairs are positive and negative; ``None`` for class labels.
+        rows: All points by ascending numbers, if they were kept.
+        bank: Sampled points that represent all negatives; ``None`` compares with all points.
         dtype: Floating-point type of the outputs.
     """
 
@@ -334,7 +334,7 @@ def dataset_hessian(
 
 
 def refuse_sampled(why: str) -> NoReturn:
-    """Refuse to sample negatives, for a reason that is a clause."""
+    """Refuse to sample negatives; ``why`` is a clause of the message."""
     raise UnsupportedError(
         f"negative_samples: {why}. Use pd_fix='psd_parts', 'psd', 'fixed' or 'ggn_fixed', or "
         "negative_samples=None, which takes all negatives."

@@ -1,4 +1,4 @@
-"""The softmax loss of single positive pairs: InfoNCE, NT-Xent, multiple negatives ranking, CLIP's."""
+"""The softmax loss of single positive pairs: InfoNCE, NT-Xent, multiple negatives ranking, CLIP."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _TEMPERATURE = 0.1
 
 
 class InfoNCELoss(RowLoss):
-    r"""InfoNCE: every positive pair is told apart from the negatives of its anchor, by a softmax of its own.
+    r"""InfoNCE: a separate softmax for every positive pair against the negatives of its anchor.
 
     With the temperature ``tau``, the positives ``P(i)`` and the negatives ``N(i)`` of anchor i, over all positive pairs
     of an anchor and another point:
@@ -24,26 +24,26 @@ class InfoNCELoss(RowLoss):
         L = \operatorname{mean}_{(i, p)} \; - \log
             \frac{\exp(s_{ip} / \tau)}{\exp(s_{ip} / \tau) + \sum_{n \in N(i)} \exp(s_{in} / \tau)}
 
-    Other positives of the anchor are not in the denominator; in :class:`~contrastive_curvature.losses.supcon
-    .SupConLoss` they are. A positive that counts m times adds m terms, a negative that counts m times adds m addends.
+    Unlike :class:`~contrastive_curvature.losses.supcon .SupConLoss`, the denominator does not contain the anchor's
+    other positives. A positive that counts m times adds m terms, a negative that counts m times adds m addends.
 
-    Anchors without a positive are left out of the mean. An anchor without a negative has nothing to be told apart from:
-    its terms are zero and count in the mean.
+    Anchors without a positive are left out of the mean. For an anchor without a negative, the terms are zero and count
+    in the mean.
 
-    The same loss elsewhere: ``NTXentLoss`` of pytorch-metric-learning and SimCLR's NT-Xent (one tower, where labels say
-    which views belong together), ``MultipleNegativesRankingLoss`` of sentence-transformers (two towers with
-    ``directions="a"``, ``scale=20.0``), and CLIP's (two towers, ``directions="both"``).
+    The same loss elsewhere: ``NTXentLoss`` of pytorch-metric-learning and NT-Xent of SimCLR (one tower, with labels for
+    the views of one input), ``MultipleNegativesRankingLoss`` of sentence-transformers (two towers with
+    ``directions="a"``, ``scale=20.0``), and the loss of CLIP (two towers, ``directions="both"``).
 
     Args:
         temperature: ``tau``, positive; by default 0.1.
         reduction: See :class:`~contrastive_curvature.losses.rows.RowLoss`; the terms are the positive pairs.
         directions: See :class:`~contrastive_curvature.losses.rows.RowLoss`.
-        scale: Instead of the temperature: ``1 / tau``, positive.
+        scale: ``1 / tau``, positive; used instead of the temperature.
         distance: See :class:`~contrastive_curvature.options.Distance`.
         pd_fix: See :class:`~contrastive_curvature.options.PDFix`.
 
     Raises:
-        InputError: An option is unknown or out of range, or both a temperature and a scale are given.
+        InputError: An option is unknown or out of range, or both a temperature and a scale are passed.
 
     Source: van den Oord et al., Representation Learning with Contrastive Predictive Coding, 2018, Eq. 4; Chen et al., A
     Simple Framework for Contrastive Learning of Visual Representations, 2020, Eq. 1.
@@ -72,7 +72,7 @@ class InfoNCELoss(RowLoss):
     def _value(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         logits = cosine / self.temperature
         gap = logits - weighted_logsumexp(logits, negative).unsqueeze(1)
-        # softplus is linear from 20 on, and loses eight digits there.
+        # ``logsigmoid`` instead of torch's softplus, which is linear above 20 and loses eight digits there.
         return -(positive * F.logsigmoid(gap)).sum(1)
 
     def _statistics(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
@@ -83,9 +83,9 @@ class InfoNCELoss(RowLoss):
         return torch.stack([log_sum, miss.sum(1), (miss * torch.sigmoid(gap)).sum(1)], dim=1)
 
     def _terms(self, cosine: Tensor, positive: Tensor, negative: Tensor, statistics: Tensor) -> RowTerms:
-        # With pi_p = sigma(a_p - log Z), the shares nu of the negatives in Z, G = sum_p m_p (1 - pi_p),
-        # w_p = m_p pi_p (1 - pi_p) and V = sum_p w_p, the second derivatives are diag(w, G nu) - w nu^T - nu w^T
-        # - (G - V) nu nu^T. All parts of the two roots are of the size of sqrt(G), so that nothing large cancels.
+        # With pi_p = sigma(a_p - log Z), the shares nu of the negatives in Z, G = sum_p m_p (1 - pi_p), w_p = m_p pi_p
+        # (1 - pi_p) and V = sum_p w_p, the second derivatives are diag(w, G nu) - w nu^T - nu w^T - (G - V) nu nu^T.
+        # All parts of the two roots are as large as sqrt(G), so nothing large cancels.
         log_sum, miss, spread = statistics.unsqueeze(2).unbind(1)
         logits = cosine / self.temperature
         gap = logits - log_sum

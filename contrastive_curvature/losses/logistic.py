@@ -12,7 +12,7 @@ from contrastive_curvature.options import Distance, Normalization, PDFix
 
 
 class LogisticLoss(PairLoss):
-    r"""Logistic regression of "same class?" on the cosine of a pair (SigLIP's loss, for pairs of one encoder).
+    r"""Logistic regression of "same class?" on the cosine of a pair (the SigLIP loss for pairs of one encoder).
 
     With ``s_ij = u_i . u_j``, over unordered pairs ``{i, j}``:
 
@@ -58,8 +58,8 @@ class LogisticLoss(PairLoss):
 
 
 def same_or_not(logit: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-    """Compute the loss of each pair that counts some times as the same and some times as another, from its logit."""
-    # Unlike softplus, which is linear from 20 on, exact everywhere.
+    """Compute the loss of each pair from its logit; it counts ``positive`` times as same, ``negative`` as other."""
+    # Exact everywhere, unlike torch's softplus, which is linear above 20.
     return -(positive * F.logsigmoid(logit) + negative * F.logsigmoid(-logit))
 
 

@@ -12,7 +12,7 @@ from contrastive_curvature.options import Distance, PDFix
 
 
 class MultiSimilarityLoss(RowLoss):
-    r"""Multi-similarity loss: soft maxima over the positives that are too far and the negatives that are too close.
+    r"""Multi-similarity loss: soft maxima over too distant positives and over too close negatives.
 
     With the positives ``P(i)`` and the negatives ``N(i)`` of anchor i and ``base`` as ``lambda``, over anchors:
 
@@ -21,14 +21,14 @@ class MultiSimilarityLoss(RowLoss):
             \frac1\alpha \log \Bigl( 1 + \sum_{p \in P(i)} \exp(-\alpha (s_{ip} - \lambda)) \Bigr)
           + \frac1\beta \log \Bigl( 1 + \sum_{n \in N(i)} \exp(\beta (s_{in} - \lambda)) \Bigr)
 
-    A candidate that counts m times adds m addends. The pair mining of the paper is not part of it: pass what a miner
-    found as ``pairs``. Anchors without any candidate are left out of the mean; ``MultiSimilarityLoss`` of
-    pytorch-metric-learning, otherwise the same, counts those that a miner left without pairs as zeros.
+    A candidate that counts m times adds m addends. The loss does not contain the paper's pair mining: pass a miner's
+    tuples as ``pairs``. Anchors without any candidate are left out of the mean. ``MultiSimilarityLoss`` of
+    pytorch-metric-learning is the same, except that it counts anchors without mined pairs as zeros.
 
     Args:
         alpha: Steepness for positives, positive.
         beta: Steepness for negatives, positive.
-        base: ``lambda``, the cosine from which on a negative counts, and below which a positive does.
+        base: ``lambda``, the cosine above which negatives count and below which positives count.
         reduction: See :class:`~contrastive_curvature.losses.rows.RowLoss`; the terms are the anchors.
         directions: See :class:`~contrastive_curvature.losses.rows.RowLoss`.
         distance: See :class:`~contrastive_curvature.options.Distance`.

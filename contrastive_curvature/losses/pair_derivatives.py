@@ -1,4 +1,4 @@
-"""The derivatives of any pair loss in the cosines, never held whole: rows are made in blocks and used up."""
+"""The derivatives of any pair loss in the cosines, computed in blocks of rows and never stored whole."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ class PairBlock(NamedTuple):
     """Derivatives of a block of pairs, each of the shape of the cosines.
 
     Args:
-        y: ``-dL/ds``, of what the fix keeps.
+        y: ``-dL/ds`` of the pairs that the fix keeps.
         c: Second derivatives; ``None`` for a linear loss.
-        whole: ``-dL/ds`` of the loss, where its value comes from sums of it and the fix leaves some out.
+        whole: ``-dL/ds`` of all pairs, if the loss's value needs them and the fix omits some.
         cosine: Cosines of the pairs.
-        value: The value of the loss, if asked for.
+        value: The value of the loss, if requested.
     """
 
     y: Tensor
@@ -55,7 +55,7 @@ def pair_block(
     columns: Shares,
     value: bool = False,
 ) -> PairBlock:
-    """Return the derivatives of pairs with given multiplicities, ``None`` for zero, and cosines."""
+    """Compute the derivatives of pairs from their cosines and multiplicities; ``None`` for zero."""
     nothing = cosine.new_zeros(())
     attract, repel = weigh_pairs(loss.negative_weight, positive, negative, rows, columns)
     first, second = loss._checked_terms(cosine, attract, repel)
@@ -69,12 +69,13 @@ def pair_block(
 
 
 class Met(NamedTuple):
-    """Some rows and the columns that they have in common.
+    """Some rows and their shared columns.
 
     Args:
-        rows: Which rows, in rising order, shape (P,).
+        rows: Numbers of the rows, ascending, shape (P,).
         others: Unit embeddings of the columns, shape (M, D).
-        block: Derivatives of a range of these rows, with the value if the second argument says so.
+        block: Function that returns the derivatives of a range of these rows, with the value if its second argument is
+            true.
     """
 
     rows: Tensor
@@ -90,11 +91,11 @@ def sum_pairs(
     Args:
         loss: The loss.
         x: Unit embeddings of the points, shape (B, D).
-        met: The points that each is compared with.
-        dtype: Of the moments; by default that of ``x``.
-        entries: Pairs whose derivatives are computed at once.
+        met: The columns that the points are compared with.
+        dtype: Dtype of the moments; by default the dtype of ``x``.
+        entries: Number of pairs whose derivatives are computed at once.
     """
-    # In float64 where the value is the difference of sums.
+    # In float64 if the value is a difference of sums.
     wide = torch.float64 if loss.from_sums else x.dtype
     kept, whole = ((x.new_zeros(len(x), dtype=wide), x.new_zeros(x.shape, dtype=wide)) for _ in range(2))
     value, bound = x.new_zeros((), dtype=torch.float64), x.new_zeros(len(x))
@@ -118,7 +119,7 @@ def sum_pairs(
     moments = None
     if not loss.linear:
         moments = PairMoments(parts, x.new_zeros(0), x.new_zeros(0, *x.shape), bound, dtype)
-    # The repelling pairs are left out of the curvature, not of the loss.
+    # The repelling pairs are left out of the curvature, but not of the loss.
     partial_sums = loss.from_sums and loss.pd_fix.attracting_only
     counted = NodeSums(*whole, None, value).totals(x) if partial_sums else None
     return NodeSums(*kept, moments, value, counted).checked(type(loss).__name__)
@@ -132,7 +133,7 @@ def _seconds(
     start: int,
     stop: int,
 ) -> tuple[Tensor, Tensor]:
-    """Return second derivatives of rows ``start..stop``, and their cosines."""
+    """Return second derivatives and cosines of rows ``start..stop``."""
     if held:
         held[:] = [_joined(held)]
         return held[0][0][start:stop], held[0][1][start:stop]
@@ -150,7 +151,7 @@ def _joined(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
 
 
 def warn_of_many(n: int, dim: int) -> None:
-    """Warn where all pairs of n points take minutes or more."""
+    """Warn if all pairs of n points take minutes or more."""
     if n**2 * dim >= _MANY_PRODUCTS:
         warnings.warn(
             f"Forming the {n * (n - 1) / 2:.3g} pairs of {n} points takes a time of order N^2. "
@@ -164,10 +165,10 @@ class PairDerivatives(CosineDerivatives):
     """``y`` and ``c`` (N, N) of a pair loss: symmetric, with a zero diagonal.
 
     Args:
-        loss: The loss; with its ``positive`` fix ``y`` keeps the positive pairs only (Eq. 109), with ``ggn`` none.
+        loss: The loss; with the fix ``positive``, ``y`` keeps only the positive pairs (Eq. 109); with ``ggn``, none.
         relation: Which pairs are positive and negative.
         u: Unit embeddings, shape (N, D).
-        shares: Of the points; ``None`` counts the pairs of ``relation``.
+        shares: Shares of the points; ``None`` counts the pairs of ``relation``.
     """
 
     def __init__(self, loss: PairLoss, relation: Relation, u: Tensor, shares: Shares | None = None) -> None:
@@ -193,7 +194,7 @@ class PairDerivatives(CosineDerivatives):
     @override
     def second_matmul(self, t: Tensor) -> Tensor | None:
         if self.loss.linear:
-            # Before any block of pairs is formed: every product with a Hessian asks.
+            # Returned before any block of pairs is formed, since every product with a Hessian calls this method.
             return None
         return super().second_matmul(t)
 
@@ -205,7 +206,7 @@ class PairDerivatives(CosineDerivatives):
     def _rows(self, start: int, stop: int, columns: slice = slice(None), value: bool = False) -> PairBlock:
         positive, negative = self.relation.rows(start, stop, columns)
         cosine = self.u[start:stop] @ self.u[columns].T
-        # No rule of a loss sees a point with itself, where derivatives may be infinite.
+        # The rules never see a point's pair with itself, where derivatives may be infinite.
         cosine.diagonal(start - columns.indices(self.n)[0]).zero_()
         shares = self.shares[start:stop], self.shares[columns]
         return pair_block(self.loss, cosine, positive, negative, *shares, value)

@@ -1,4 +1,4 @@
-"""A softmax over one weight vector a class, with or without a margin: normalised softmax, CosFace and ArcFace."""
+"""A softmax over one weight vector per class, optionally with a margin: normalised softmax, CosFace and ArcFace."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ _KINDS = ("softmax", "arcface", "cosface")
 
 
 class ProxyLoss(CosineLoss):
-    r"""Softmax of the scaled cosines between an embedding and one proxy (weight vector) a class.
+    r"""Softmax of the scaled cosines between an embedding and one proxy (weight vector) per class.
 
-    With the cosines ``s_j`` of an embedding and the C proxies, its label y, and a margin at its own proxy:
+    For an embedding with label y, with its cosines ``s_j`` to the C proxies and a margin at its own proxy:
 
     .. math::
         l = - \log \frac{e^{a \varphi(s_y)}}{e^{a \varphi(s_y)} + \sum_{j \ne y} e^{a s_j}}
@@ -35,12 +35,13 @@ class ProxyLoss(CosineLoss):
     - ``softmax``: ``phi(s) = s``;
     - ``cosface``: ``phi(s) = s - m``;
     - ``arcface``: ``phi(s) = cos(theta + m)`` with the angle ``theta = arccos(s)`` to the own proxy. Beyond
-      ``theta = pi - m``, where that would rise again, ``phi(s) = s - m sin(m)``, as in pytorch-metric-learning.
+      ``theta = pi - m``, where ``cos(theta + m)`` would rise again, ``phi(s) = s - m sin(m)``, as in
+      pytorch-metric-learning.
 
     The curvature treats the proxies as constants, so ``pd_fix="full"`` and ``"fixed"`` are the same. ``"positive"``
     keeps the first-order part of the own proxy. The second-order part is positive semidefinite for ``softmax`` and
-    ``cosface``; for ``arcface`` with a margin it can be indefinite, and the derivatives are infinite where an embedding
-    lies on its own proxy.
+    ``cosface``; for ``arcface`` with a margin it can be indefinite, and the derivatives are infinite for an embedding
+    on its own proxy.
 
     The same losses in pytorch-metric-learning, with its weights ``W`` of shape (D, C):
 
@@ -49,20 +50,20 @@ class ProxyLoss(CosineLoss):
     - ``ArcFaceLoss(margin=degrees, scale=a)``: ``ProxyLoss(W.T, a, math.radians(degrees), "arcface")``.
 
     Args:
-        proxies: Weight vectors of any non-zero norm, shape (C, D), kept as they are. A parameter becomes one of this
-            module and is trained with it; of any other tensor a copy becomes a buffer.
+        proxies: Weight vectors of any non-zero norm, shape (C, D), stored without normalisation. A parameter becomes a
+            parameter of this module and is trained; any other tensor is copied into a buffer.
         scale: ``a``, positive.
-        margin: ``m``: of ``cosface`` a cosine; of ``arcface`` an angle in radians, at most pi; none for ``softmax``.
+        margin: ``m``: a cosine for ``cosface``; an angle in radians, at most pi, for ``arcface``; zero for ``softmax``.
         kind: ``"softmax"``, ``"arcface"`` or ``"cosface"``.
-        reduction: ``"mean"`` over the embeddings, or ``"sum"``. A fit of a posterior takes the mean of every batch
-            times its number of embeddings.
+        reduction: ``"mean"`` over the embeddings, or ``"sum"``. A fit of a posterior multiplies the mean of every batch
+            by its number of embeddings.
         distance: See :class:`~contrastive_curvature.options.Distance`.
         pd_fix: See :class:`~contrastive_curvature.options.PDFix`. By default ``"psd_parts"``; ``"psd"`` for
             ``arcface`` with a margin.
 
     Raises:
-        InputTypeError: The proxies are no floating-point tensor.
-        InputError: The proxies are malformed or one of them is zero; an option is unknown or out of range.
+        InputTypeError: The proxies are not a floating-point tensor.
+        InputError: The proxies are malformed or a proxy is zero; an option is unknown or out of range.
         UnsupportedError: ``pd_fix="ggn"``, ``"ggn_fixed"`` or ``"psd_parts"`` for ``arcface`` with a margin.
 
     Source: Zhai and Wu, Classification is a strong baseline for deep metric learning, 2019 (``softmax``); Wang et al.,
@@ -96,7 +97,7 @@ class ProxyLoss(CosineLoss):
         super().__init__(distance=distance, pd_fix=chosen)
         self.scale = validate.number("scale", scale, positive=True)
         self.margin, self.kind, self.convex = margin, kind, convex
-        # The attribute of torch's losses is read by hosts, which want a sum over points there.
+        # Not named ``reduction``: hosts read this attribute of torch's losses and need a sum over points.
         self.averages = reduction == "mean"
         check_outputs(proxies, "proxies")
         if isinstance(proxies, nn.Parameter):
@@ -106,7 +107,7 @@ class ProxyLoss(CosineLoss):
         self._check_fix()
 
     def relate(self, z: Tensor, labels: Tensor | None, pairs: Pairs | None) -> LabelRelation:
-        """See :meth:`CosineLoss.relate`; the labels are rows of the proxies."""
+        """See :meth:`CosineLoss.relate`; the labels are row numbers of the proxies."""
         classes, dim = self.proxies.shape
         if pairs is not None:
             raise InputError("pairs", "None", "pairs", "Points have no pairs here; pass their class labels.")
@@ -126,14 +127,14 @@ class ProxyLoss(CosineLoss):
         return self.value(u, self.unit_proxies(u), relation.targets, self.weight(len(u)))
 
     def derivatives(self, relation: Relation, u: Tensor, *, as_data: bool = False) -> ProxyDerivatives:
-        """See :meth:`CosineLoss.derivatives`; a fit multiplies a mean by its number of embeddings (``as_data``)."""
+        """See :meth:`CosineLoss.derivatives`; ``as_data`` multiplies a mean by its number of embeddings, for a fit."""
         if not isinstance(relation, TargetRelation):
             raise InputError("relation", "one of class labels", f"a {type(relation).__name__}")
         labels = self.relate(u, relation.targets, None).targets
         return ProxyDerivatives(self, labels, u, 1.0 if as_data else self.weight(len(u)))
 
     def data_hessian(self, z: Tensor, relation: Relation, n_data: int | None = None) -> OutputHessian:
-        """See :meth:`CosineLoss.data_hessian`: a mean counts times its number of embeddings."""
+        """See :meth:`CosineLoss.data_hessian`; multiplies a mean by its number of embeddings."""
         return self.hessian_at(z, relation, as_data=True)
 
     def weight(self, count: int) -> float:
@@ -141,7 +142,7 @@ class ProxyLoss(CosineLoss):
         return 1 / max(1, count) if self.averages else 1.0
 
     def unit_proxies(self, like: Tensor) -> Tensor:
-        """Return the proxies on the unit sphere, (C, D), of the type and on the device of the embeddings ``like``."""
+        """Return the proxies on the unit sphere, (C, D), with dtype and device of the embeddings ``like``."""
         return normalize(check_outputs(self.proxies, "proxies").to(like))[0]
 
     def value(self, u: Tensor, proxies: Tensor, labels: Tensor, weight: float) -> Tensor:
@@ -177,12 +178,12 @@ class ProxyLoss(CosineLoss):
         return torch.where(cosine >= -turn, turn * cosine - rise * _sine(u, own), cosine - self.margin * rise)
 
     def config(self) -> dict[str, Any]:
-        """Return the options, with the reduction of this loss and not the one that torch's losses have."""
+        """Return the options, with this loss's own ``reduction`` instead of torch's attribute."""
         return {**super().config(), "reduction": "mean" if self.averages else "sum"}
 
 
 def _sine(u: Tensor, own: Tensor) -> Tensor:
-    """Return the sine of the angle between unit vectors (B, D), with all its digits at small angles, shape (B,)."""
+    """Return the sine of the angle between unit vectors (B, D), accurate at small angles, shape (B,)."""
     return (u - own).norm(dim=1) * (u + own).norm(dim=1) / 2
 
 
@@ -190,18 +191,19 @@ _SIGNS = (-1.0, 1.0, -1.0, 1.0, -1.0)
 
 
 class ProxyDerivatives(CosineDerivatives):
-    """What the points of a :class:`~contrastive_curvature.losses.proxy.ProxyLoss` see of the proxies ``w_j``.
+    """Derivatives of a :class:`~contrastive_curvature.losses.proxy.ProxyLoss` between points and proxies ``w_j``.
 
-    Between points all is zero. With the proxies, a point has ``y_ij = -dL/ds_ij`` and the second derivatives
-    ``a^2 J (diag(p) - p p^T) J + a phi'' (p_y - 1) e_y e_y^T``, with the scale ``a`` and the diagonal matrix ``J`` of
-    ``phi'`` at the own proxy and ones at the others. The first term makes the moment ``a^2`` times the variance of the
-    vectors ``J_jj w_j`` under the softmax, which may be counted from any origin.
+    All derivatives between two points are zero. With the proxies, a point has ``y_ij = -dL/ds_ij`` and the second
+    derivatives ``a^2 J (diag(p) - p p^T) J + a phi'' (p_y - 1) e_y
+    e_y^T``, with the scale ``a`` and the diagonal matrix ``J`` of ``phi'`` at the own proxy and ones at the others. The
+    first term makes the moment ``a^2`` times the variance of the vectors ``J_jj w_j`` under the softmax; this variance
+    may be computed from any origin.
 
     Args:
         loss: The loss.
-        labels: Own proxies, shape (N,).
+        labels: Numbers of the points' own proxies, shape (N,).
         u: Unit embeddings, shape (N, D).
-        weight: By what the sum over points is multiplied.
+        weight: Factor of the sum over points.
     """
 
     couples = False
@@ -233,9 +235,9 @@ class ProxyDerivatives(CosineDerivatives):
         return self.u.new_zeros(stop - start, max(0, last - first)), None
 
     def _sums(self, here: slice) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return of B points the sums of ``y`` (B,) and ``y w`` (B, D), vectors (5, B, D) and sums of weights (B,).
+        """Return, for B points, sums of ``y`` (B,) and ``y w`` (B, D), vectors (5, B, D) and sums of weights (B,).
 
-        The moments have the vector of the largest weight as their origin, where its share is zero: a concentrated
+        The origin of the moments is the vector with the largest weight, whose share is then zero, so a concentrated
         softmax loses no digits.
         """
         scale, label, own = self.loss.scale, self.labels[here].unsqueeze(1), self.proxies[self.labels[here]]
@@ -243,7 +245,7 @@ class ProxyDerivatives(CosineDerivatives):
         others, p_own = p.scatter(1, label, 0.0), p.gather(1, label)
         rest = others.sum(1, keepdim=True)
         first, second = (slope.unsqueeze(1) for slope in self.loss.slopes(self.u[here], own))
-        # Where the others have no weight left, the loss is flat, whatever the angle.
+        # If the other proxies have no weight left, the loss is flat at any angle.
         first, second = first.masked_fill(rest == 0, 1.0), second.masked_fill(rest == 0, 0.0)
 
         kept = 0.0 if self.fix.second_only else self.weight * scale
@@ -267,10 +269,10 @@ class ProxyDerivatives(CosineDerivatives):
         return degree.squeeze(1), neighbors, factor**0.5 * torch.stack(vectors), factor * size.squeeze(1)
 
     def _shares(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the softmax, and it without the own and the largest share, each (B, C); and where that one is."""
+        """Return the softmax, the softmax without own and largest share, each (B, C), and the largest share's place."""
         labels = self.labels[start:stop]
         p = self.loss.logits(self.u[start:stop], self.proxies, labels).softmax(1)
-        # Shares close to the smallest number there is have lost their digits.
+        # Shares near the smallest representable number have lost their digits.
         p = p * (p > torch.finfo(p.dtype).tiny ** 0.75)
         top = p.argmax(1, keepdim=True)
         return p, p.scatter(1, labels.unsqueeze(1), 0.0).scatter(1, top, 0.0), top

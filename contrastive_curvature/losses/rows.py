@@ -1,6 +1,6 @@
-"""Losses that compare all candidates of an anchor with each other: the four rules of each, and what follows from them.
+"""Losses that compare all candidates of an anchor with each other: four rules per loss, and their derivatives.
 
-The derivatives in the cosines are never held whole beyond a batch.
+Derivatives in the cosines are stored whole for at most one batch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _SMALLEST_TEMPERATURE = 1e-6
 
 
 class RowTerms(NamedTuple):
-    """Derivatives of the loss of anchors in a block of their cosines (B, M).
+    """Derivatives of the anchors' losses in a block of their cosines (B, M).
 
     The second derivatives of anchor i are ``diag(second_i) + sum_r sign_r roots_ri roots_ri^T``, with the signs of
     :attr:`RowLoss.root_signs`.
@@ -49,30 +49,30 @@ class RowTerms(NamedTuple):
     roots: tuple[Tensor, ...] = ()
 
     def map(self, change: Callable[[Tensor], Tensor]) -> RowTerms:
-        """Return the same with every block changed."""
+        """Apply ``change`` to every block."""
         second = None if self.second is None else change(self.second)
         return RowTerms(change(self.first), second, tuple(change(root) for root in self.roots))
 
 
 class RowLoss(CosineLoss):
-    """A loss of anchors: each compares its positives with its negatives, all at once, through their cosines.
+    """A loss of anchors: each anchor compares all its positives with all its negatives through their cosines.
 
     ``L = sum_i l(s_i)`` over anchors i, with the row ``s_i`` of cosines between the anchor and its candidates. In one
-    tower all points are anchors, and the others are their candidates; with two towers (:class:`~contrastive_curvature
-    .TwoTowers`) the candidates of a point of one tower are the points of the other.
+    tower all points are anchors, and the candidates of an anchor are all other points; with two towers
+    (:class:`~contrastive_curvature .TwoTowers`) the candidates of a point are the points of the other tower.
 
     A subclass writes four rules on a block of rows: :meth:`_counts`, :meth:`_value`, :meth:`_statistics` and
     :meth:`_terms`. It inherits the output Hessian, every structure of the parameter curvature, and the hosts.
 
     Args:
-        reduction: ``"mean"`` over the terms of :meth:`_counts`, as the libraries that people train with have it, or
-            ``"sum"``. A fit of a posterior takes the mean of every batch times its number of anchors, of two towers in
-            both directions times their mean.
-        directions: With two towers, which one has the anchors: ``"both"`` (each direction counts one half), ``"a"`` or
-            ``"b"``. Of no effect in one tower.
-        distance: Of no effect on the loss; how its curvature is split, see
+        reduction: ``"mean"`` over the terms of :meth:`_counts`, as in libraries for training, or ``"sum"``. A fit of a
+            posterior multiplies the mean of every batch by its number of anchors; with both directions of two towers,
+            by the mean number per direction.
+        directions: The tower of the anchors: ``"both"`` (each direction counts one half), ``"a"`` or ``"b"``. Without
+            effect in one tower.
+        distance: How the curvature of the loss is split, without effect on the loss, see
             :class:`~contrastive_curvature.options.Distance`.
-        pd_fix: Of no effect on the loss; how its curvature is made positive definite, see
+        pd_fix: How the curvature is made positive definite, without effect on the loss, see
             :class:`~contrastive_curvature.options.PDFix`.
 
     Raises:
@@ -107,15 +107,15 @@ class RowLoss(CosineLoss):
 
     @abstractmethod
     def _counts(self, positive: Tensor, negative: Tensor) -> Tensor:
-        """Return how many terms of the loss every anchor has, shape (B,); an anchor with zero is left out.
+        """Count the terms of the loss for every anchor, shape (B,); an anchor without a term is left out.
 
         Args:
             positive: How often each candidate counts as a positive, shape (B, M); zero for the anchor itself.
-            negative: How often it counts as a negative, shape (B, M).
+            negative: How often each candidate counts as a negative, shape (B, M).
         """
 
     def _counts_at(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        """Return how many terms a mean is over, (B,), where that depends on the cosines; otherwise :meth:`_counts`."""
+        """Count each anchor's terms in a mean, (B,), if they depend on the cosines; otherwise :meth:`_counts`."""
         return self._counts(positive, negative)
 
     @abstractmethod
@@ -132,11 +132,11 @@ class RowLoss(CosineLoss):
         """
 
     def _cost(self, value: Tensor, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        """Return how far the loss of an anchor is above the least at any embeddings, shape (B,); mostly all of it.
+        """Return the loss of every anchor minus its minimum over all embeddings, shape (B,); by default ``value``.
 
         Args:
-            value: What :meth:`_value` gives, shape (B,).
-            cosine: The other arguments as there.
+            value: Losses from :meth:`_value`, shape (B,).
+            cosine: See :meth:`_value`.
             positive: See :meth:`_counts`.
             negative: See :meth:`_counts`.
         """
@@ -144,10 +144,10 @@ class RowLoss(CosineLoss):
 
     @abstractmethod
     def _statistics(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        """Compute what :meth:`_terms` needs to know of a whole row; arguments as in :meth:`_value`.
+        """Compute the numbers of a whole row that :meth:`_terms` needs; arguments as in :meth:`_value`.
 
         Returns:
-            Shape (B, K), best with a K that does not depend on the number of candidates.
+            Shape (B, K); K should not depend on the number of candidates.
         """
 
     @abstractmethod
@@ -156,9 +156,9 @@ class RowLoss(CosineLoss):
 
         Args:
             cosine: ``s``, shape (B, C), with C of the M candidates.
-            positive: Of the same.
-            negative: Of the same.
-            statistics: Of the whole rows, shape (B, K).
+            positive: Multiplicities as positives, shape (B, C).
+            negative: Multiplicities as negatives, shape (B, C).
+            statistics: Statistics of the whole rows, shape (B, K).
         """
 
     @override
@@ -181,13 +181,13 @@ class RowLoss(CosineLoss):
         Args:
             relation: Which pairs are positive and negative.
             u: Unit embeddings, shape (N, D).
-            sides: Which points are anchors, and of which candidates; by default all points of one tower.
-            as_data: Whether a mean is multiplied by its number of anchors, as a fit has it.
+            sides: The anchors and their candidates; by default all points of one tower.
+            as_data: Whether a mean is multiplied by its number of anchors, as in a fit.
         """
         return RowDerivatives(self, relation, u, sides or one_tower(len(u)), as_data=as_data)
 
     def data_hessian(self, z: Tensor, relation: Relation, n_data: int | None = None) -> OutputHessian:
-        """See :meth:`CosineLoss.data_hessian`: a mean over terms counts times its number of anchors."""
+        """See :meth:`CosineLoss.data_hessian`; multiplies a mean over terms by the number of anchors."""
         return self.hessian_at(z, relation, as_data=True)
 
     def between(self, z_a: Tensor, z_b: Tensor, labels: tuple[Tensor, Tensor] | None = None) -> Tensor:
@@ -195,15 +195,15 @@ class RowLoss(CosineLoss):
 
         Args:
             z_a: Raw or normalised embeddings of the first tower, shape (N, D).
-            z_b: Of the second tower, shape (M, D).
-            labels: Labels of both, (N,) and (M,): points of the same label are positives. ``None`` where ``z_a[i]``
-                belongs to ``z_b[i]``.
+            z_b: Embeddings of the second tower, shape (M, D).
+            labels: Labels of both towers, (N,) and (M,): points with the same label are positives. With ``None``,
+                ``z_a[i]`` belongs to ``z_b[i]``.
 
         Returns:
             A scalar.
 
         Raises:
-            InputError: The towers have another width or, without labels, another number of points.
+            InputError: The towers have different widths or, without labels, different numbers of points.
         """
         z, relation, first = joined_towers(z_a, z_b, labels)
         return self._value_of(normalize(z)[0], relation, two_towers(first, len(z), self.directions))
@@ -223,7 +223,7 @@ class RowLoss(CosineLoss):
         return (scale * total).to(u.dtype) + 0 * u.sum()
 
     def _checked(self, rule: str, *blocks: Tensor) -> Tensor:
-        """Return what a rule gives of blocks (B, M), if it is one number for each anchor, shape (B,)."""
+        """Apply a rule to blocks (B, M), and check that it returns one number per anchor, shape (B,)."""
         numbers, rows = getattr(self, rule)(*blocks), len(blocks[0])
         name = f"{type(self).__name__}.{rule}"
         if not isinstance(numbers, Tensor) or tuple(numbers.shape) != (rows,):
@@ -236,7 +236,7 @@ class RowLoss(CosineLoss):
     def _checked_terms(
         self, cosine: Tensor, positive: Tensor, negative: Tensor, statistics: Tensor, kept: Tensor
     ) -> RowTerms:
-        """Return what :meth:`_terms` gives, each (B, C), with zeros where an anchor has no term (``kept``, (B,))."""
+        """Return the checked :meth:`_terms`, each (B, C), with zeros for anchors without a term: not ``kept``."""
         terms = self._check_terms(self._terms(cosine, positive, negative, statistics), RowTerms, cosine)
         if len(terms.roots) != len(self.root_signs):
             wanted = f"{len(self.root_signs)} roots, as root_signs says"
@@ -247,12 +247,12 @@ class RowLoss(CosineLoss):
         return terms.map(lambda part: torch.where(row, part, 0.0))
 
     def _scale(self, terms: float, sides: Sides, anchors: int, *, as_data: bool) -> float:
-        """Return the factor of the sum over all anchors of all sides.
+        """Return the factor of the sum over the anchors of all sides.
 
         Args:
             terms: Number of terms.
-            sides: One tower, or both directions of two.
-            anchors: Number of anchors that have a term.
+            sides: One tower, or the directions of two towers.
+            anchors: Number of anchors with a term.
             as_data: See :meth:`derivatives`.
         """
         if not self.averages:
@@ -261,7 +261,7 @@ class RowLoss(CosineLoss):
 
 
 def check_temperature(value: object) -> float:
-    """Return ``value`` if it is a temperature that cosines can be divided by."""
+    """Return ``value`` if it is a usable temperature: cosines are divided by it."""
     number = validate.number("temperature", value, positive=True)
     if number < _SMALLEST_TEMPERATURE:
         raise InputError("temperature", f"a number of at least {_SMALLEST_TEMPERATURE:g}", number)
@@ -272,7 +272,7 @@ def weighted_logsumexp(logits: Tensor, times: Tensor) -> Tensor:
     """Return ``log sum_j m_j exp(logit_j)``, shape (B,), over candidates that count ``m_j`` times; -inf without any."""
     weighted = torch.where(times > 0, logits + times.log(), -torch.inf)
     some = (times > 0).any(1)
-    # Kept out of the sum: the gradient of the logarithm of zero is NaN.
+    # Rows without a candidate are kept out of the sum: the gradient of the logarithm of zero is NaN.
     inside = torch.where(some.unsqueeze(1), weighted, 0.0).logsumexp(1)
     return torch.where(some, inside, -torch.inf)
 
@@ -290,7 +290,7 @@ class RowDerivatives(CosineDerivatives):
         loss: The loss.
         relation: Which pairs are positive and negative.
         u: Unit embeddings, shape (N, D).
-        sides: Which points are anchors, and of which candidates.
+        sides: The anchors and their candidates.
         as_data: See :meth:`RowLoss.derivatives`.
     """
 
@@ -313,7 +313,7 @@ class RowDerivatives(CosineDerivatives):
         shifted = self.loss.shift_invariant and not self.loss.linear
         signs = torch.cat([self.signs, self.u.new_tensor([1.0, -1.0])]) if shifted else self.signs
         vectors, bound = self.u.new_zeros(len(signs), *self.u.shape), self.u.new_zeros(self.n)
-        # Which pairs attract shows only once both directions of a pair are together.
+        # The sign of a pair's weight is known only after both directions are added.
         summed = not (self.fix.second_only or self.fix.attracting_only)
         for known in self._sides:
             theirs = known.side.candidates
@@ -366,7 +366,7 @@ class RowDerivatives(CosineDerivatives):
     @override
     def matmul(self, x: Tensor) -> Tensor:
         if self.fix.attracting_only:
-            # Which pairs attract shows only once both directions of a pair are together.
+            # The sign of a pair's weight is known only after both directions are added.
             return super().matmul(x)
         out = torch.zeros_like(x)
         for known in () if self.fix.second_only else self._sides:
@@ -391,7 +391,7 @@ class RowDerivatives(CosineDerivatives):
                 squares = torch.zeros_like(second)
                 for sign, root in zip(self.signs, terms.roots, strict=True):
                     squares.addcmul_(root, root, value=float(sign))
-                # What the change of a point itself does to its own row, and to its own column, is left out.
+                # The effect of a point's change on its own row and its own column is left out.
                 for k in range(t.shape[2]):
                     of_anchor, of_candidate = t[here, :, k] @ candidates.T, anchors @ changes[..., k].T
                     out[here, :, k] += (second * of_candidate) @ candidates
@@ -407,14 +407,14 @@ class RowDerivatives(CosineDerivatives):
         return out
 
     def release(self) -> None:
-        """Forget the numbers of all pairs of points; they are computed again when they are asked for."""
+        """Free the stored numbers of all pairs; they are computed again when needed."""
         for known in self._sides:
             known.held = known.cosines = None
         for part in self._moment_parts:
             part.last = None
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
-        """See :meth:`CosineDerivatives.loss_and_cost`; the cost is the loss above the least that it can be."""
+        """See :meth:`CosineDerivatives.loss_and_cost`; cost: the loss minus its minimum."""
         if self._values is None:
             total, cost = torch.zeros(2, dtype=torch.float64, device=self.u.device)
             for known in self._sides:
@@ -429,7 +429,7 @@ class RowDerivatives(CosineDerivatives):
         return self._values
 
     def _parts(self) -> Iterator[MomentPart]:
-        """Iterate over the weights of the moments for every range of points that has the same candidates."""
+        """Iterate over the weights of the moments, for every range of points with the same candidates."""
         ranges: dict[tuple[int, int], tuple[slice, slice]] = {}
         for side in (known.side for known in self._sides):
             for mine, other in ((side.anchors, side.candidates), (side.candidates, side.anchors)):
@@ -439,7 +439,7 @@ class RowDerivatives(CosineDerivatives):
             yield MomentPart(points, partial(self._moment_weights, mine), self.u[other], first=start)
 
     def _moment_weights(self, points: slice, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        """Return the weights of the candidates of points ``start..stop``, in both directions; and known cosines."""
+        """Return the candidates' weights for points ``start..stop``, in both directions; and known cosines."""
         here, cosine = slice(start, stop), None
         found: list[Tensor] = []
         for known in self._sides:
@@ -454,7 +454,7 @@ class RowDerivatives(CosineDerivatives):
         terms = known.at(known.side.anchors, candidates)
         out = self._own_second(terms)
         if self.loss.shift_invariant and len(self.signs):
-            # Rows of second derivatives sum to zero: where one weight is nearly all, it is minus those of the others.
+            # Rows of second derivatives sum to zero, so a dominant weight is minus the sum of the other weights.
             column = known.top + known.side.candidates.start - candidates.start
             inside = (column >= 0) & (column < candidates.stop - candidates.start)
             anchor, at = inside.nonzero().flatten(), column[inside]
@@ -466,7 +466,7 @@ class RowDerivatives(CosineDerivatives):
         return out.T
 
     def _own_second(self, terms: RowTerms) -> Tensor:
-        """Return the second derivatives of each cosine alone, the squares of the roots included."""
+        """Return the second derivative in each single cosine, including the squares of the roots."""
         out = cast("Tensor", terms.second)
         for sign, root in zip(self.signs, terms.roots, strict=True):
             out = torch.addcmul(out, root, root, value=float(sign))
@@ -498,16 +498,16 @@ class RowDerivatives(CosineDerivatives):
 
 
 class _Anchors:
-    """The A anchors of one side, from one look at all their candidates; ranges of points are among all N.
+    """The A anchors of one side, after one pass over all their candidates; ranges count among all N points.
 
     Attributes:
         count: Number of terms of the loss.
         statistics: See :meth:`RowLoss._statistics`, shape (A, K).
         kept: Whether an anchor has a term, shape (A,).
-        top: Its candidate of the largest weight, shape (A,).
-        rest: ``sum_j q_rj`` over all others, shape (R, A).
-        held: First and second derivatives and roots of all pairs, scaled, (A, M) each, where these are few.
-        cosines: Of the same pairs.
+        top: Candidate of each anchor with the largest weight, shape (A,).
+        rest: ``sum_j q_rj`` over all other candidates, shape (R, A).
+        held: First and second derivatives and roots of all pairs, scaled, (A, M) each; ``None`` for many pairs.
+        cosines: Cosines of the same pairs.
     """
 
     def __init__(self, loss: RowLoss, relation: Relation, u: Tensor, side: Side) -> None:
@@ -539,11 +539,11 @@ class _Anchors:
             self.held = _joined([terms for _, terms in found])
 
     def local(self, anchors: slice) -> slice:
-        """Return a range of the anchors, counted from the first one of this side."""
+        """Shift a range of anchors so that it counts from the first anchor of this side."""
         return moved(anchors, -self.side.anchors.start)
 
     def given(self, anchors: slice, candidates: slice | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Return cosines, positives and negatives of some anchors and some or all of their candidates."""
+        """Return cosines, positives and negatives between some anchors and some or all candidates."""
         chosen = self.side.candidates if candidates is None else candidates
         positive, negative = (mask.to(self.u) for mask in self.relation.rows(anchors.start, anchors.stop, chosen))
         if self.cosines is None:
@@ -551,7 +551,7 @@ class _Anchors:
         return self.cosines[self.local(anchors), moved(chosen, -self.side.candidates.start)], positive, negative
 
     def at(self, anchors: slice, candidates: slice | None = None) -> RowTerms:
-        """Return the derivatives of the loss, scaled, for some anchors and some or all of their candidates."""
+        """Return the scaled derivatives of the loss for some anchors and some or all of their candidates."""
         rows = self.local(anchors)
         if self.held is None:
             given = self.given(anchors, candidates)
@@ -564,16 +564,16 @@ class _Anchors:
         self.scale, self.held = scale, None if self.held is None else _scaled(self.held, scale)
 
     def without_top(self, anchors: slice, terms: RowTerms) -> Tensor:
-        """Return the weights ``c`` (B, M) of the candidates, but for one that is the origin of the others."""
+        """Return the weights ``c`` (B, M) of the candidates, with zero for a candidate that serves as origin."""
         second = cast("Tensor", terms.second)
         return second.scatter(1, self.top[self.local(anchors), None], 0.0) if self.loss.shift_invariant else second
 
     def vectors(self, anchors: slice, terms: RowTerms) -> list[Tensor]:
-        """Return the vectors of the moments of anchors, (B, D) each: their roots, and those of another origin.
+        """Return the vectors of the anchors' moments, (B, D) each: the roots, and the vectors for another origin.
 
-        Where a shift of all cosines changes nothing, the candidates may be counted from any point. From the one of the
-        largest weight, a concentrated softmax loses no digits: its variance is small, not a difference of large
-        numbers.
+        If a shift of all cosines changes nothing, the candidates may be measured from any origin. With the origin at
+        the candidate of largest weight, a concentrated softmax loses no digits: its small variance is not a difference
+        of large numbers.
         """
         candidates = self.u[self.side.candidates]
         if not self.loss.shift_invariant:
@@ -604,7 +604,7 @@ def _joined(parts: list[RowTerms]) -> RowTerms:
 
 
 def _scaled(terms: RowTerms, scale: float) -> RowTerms:
-    """Return the terms of a loss that is multiplied by a number."""
+    """Return the terms of the loss times ``scale``."""
     if scale == 1:
         return terms
     second = None if terms.second is None else scale * terms.second

@@ -1,4 +1,4 @@
-"""Which points are anchors and which are their candidates: all of one tower, or those of the other of two."""
+"""Anchors and their candidates: all points of one tower, or the points of two towers against each other."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from contrastive_curvature.pairs.relation import LabelRelation, check_labels, ro
 
 @dataclass(frozen=True)
 class Side:
-    """One direction: a range of points that are anchors, and one of their candidates.
+    """One direction: a range of anchors, and the range of their candidates.
 
     Args:
-        anchors: Among all N points.
-        candidates: The same.
+        anchors: Range among all N points.
+        candidates: Range among all N points.
     """
 
     anchors: slice
@@ -38,7 +38,7 @@ class Side:
 
 
 def moved(part: slice, by: int) -> slice:
-    """Return a range of points that are counted from another one."""
+    """Shift a range by ``by``."""
     return slice(part.start + by, part.stop + by)
 
 
@@ -47,12 +47,12 @@ Sides = tuple[Side, ...]
 
 
 def one_tower(n: int) -> Sides:
-    """Make every point an anchor, and a candidate of all others."""
+    """Make every point an anchor, and a candidate of all other points."""
     return (Side(slice(0, n), slice(0, n)),)
 
 
 def two_towers(first: int, n: int, directions: str = "both") -> Sides:
-    """Make points of tower a, the ``first`` of n, and of tower b each other's candidates, in some directions."""
+    """Make the points of tower a (the ``first`` of n) and tower b candidates of each other, by ``directions``."""
     a, b = slice(0, first), slice(first, n)
     sides = {"a": Side(a, b), "b": Side(b, a)}
     return (sides["a"], sides["b"]) if directions == "both" else (sides[directions],)
@@ -61,7 +61,7 @@ def two_towers(first: int, n: int, directions: str = "both") -> Sides:
 def joined_towers(
     z_a: Tensor, z_b: Tensor, labels: tuple[Tensor, Tensor] | None = None
 ) -> tuple[Tensor, LabelRelation, int]:
-    """Return the outputs of both towers (N + M, D), which of them belong together, and N."""
+    """Join the outputs of both towers: outputs (N + M, D), the relation of their labels, and N."""
     z_a, z_b = check_outputs(z_a, "z_a"), check_outputs(z_b, "z_b")
     if z_a.shape[1] != z_b.shape[1]:
         wanted = f"as many dimensions as the first tower, {z_a.shape[1]}"

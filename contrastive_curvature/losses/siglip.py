@@ -11,7 +11,7 @@ from contrastive_curvature.options import Distance, PDFix
 
 
 class SigLIPLoss(RowLoss):
-    r"""Sigmoid loss: for every anchor and candidate, whether they belong together, each pair by itself.
+    r"""Sigmoid loss: a logistic loss of "same class?" for every pair of an anchor and a candidate.
 
     With ``y_ij = 1`` for positives and ``-1`` for negatives, and the candidates ``A(i)`` of anchor i, over anchors:
 
@@ -20,14 +20,14 @@ class SigLIPLoss(RowLoss):
 
     A pair that counts m times adds m terms. Anchors without a candidate are left out of the mean.
 
-    With two towers of N points each and ``directions="both"`` this is the published loss: both directions have the same
-    sum over all pairs, which is divided by N, the size of the batch, and not by the number of pairs. So it is
-    ``N * binary_cross_entropy_with_logits(a * s + b, eye(N))`` in torch, whose mean runs over the ``N^2`` pairs. In one
-    tower every unordered pair counts twice, once for each of its points.
+    With two towers of N points each and ``directions="both"`` this is the published loss: each direction sums the same
+    pairs, and the sum is divided by the batch size N, not by the number of pairs. So the loss equals ``N *
+    binary_cross_entropy_with_logits(a * s + b, eye(N))`` in torch, whose mean runs over the ``N^2`` pairs. In one tower
+    every unordered pair counts twice, once for each of its points.
 
     Args:
-        scale: ``a``, positive; the published ``t`` (its parameter is ``t' = log t``), at the start of training 10.
-        bias: ``b``; at the start of training -10.
+        scale: ``a``, positive; the published ``t = exp(t')``, with parameter ``t'``; 10 at the start of training.
+        bias: ``b``; -10 at the start of training.
         reduction: See :class:`~contrastive_curvature.losses.rows.RowLoss`; the terms are the anchors.
         directions: See :class:`~contrastive_curvature.losses.rows.RowLoss`.
         distance: See :class:`~contrastive_curvature.options.Distance`.

@@ -1,4 +1,4 @@
-"""The contrastive loss with a soft threshold, of points on the sphere."""
+"""The contrastive loss with a soft threshold, for points on the sphere."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ class SoftContrastiveLoss(PairLoss):
         L = - \sum_{pos} w^+_{ij} \log \sigma(-a d_{ij} + b) - \sum_{neg} w^-_{ij} \log \sigma(a d_{ij} - b)
 
     The second derivative in the cosine is negative for close positives, so that the second-order part alone
-    (``pd_fix="ggn"``) is indefinite. It is unbounded where two embeddings meet (``d = 0``): the value exists, with a
-    zero gradient of that pair, and the Hessian is refused. Points that are close cost digits: a curvature of parameters
-    has a relative error of up to ``eps / d^3`` (``docs/theory.md``).
+    (``pd_fix="ggn"``) is indefinite. The second derivative is unbounded where two embeddings meet (``d = 0``): the loss
+    then has a value, with a zero gradient for this pair, but its Hessian is refused. Close points cost digits: a
+    curvature of parameters has a relative error of up to ``eps / d^3`` (``docs/theory.md``).
 
-    With the squared distance, ``b - a d^2``, it is the convex :class:`~contrastive_curvature.losses.LogisticLoss` with
-    ``scale=2 * a`` and ``bias=b - 2 * a``. The paper has points anywhere and not on the sphere:
-    :func:`contrastive_curvature.hedged.soft_contrastive_loss`.
+    With the squared distance, ``b - a d^2``, the loss would be the convex
+    :class:`~contrastive_curvature.losses.LogisticLoss` with ``scale=2 * a`` and ``bias=b - 2 * a``. The paper's points
+    are not restricted to the sphere: :func:`contrastive_curvature.hedged.soft_contrastive_loss`.
 
     Args:
         a: Slope per unit of distance, positive.
         b: Intercept; the probability of "same" is one half at the distance ``b / a``.
         negative_weight: See :class:`~contrastive_curvature.losses.PairLoss`.
         normalization: See :class:`~contrastive_curvature.losses.PairLoss`.
-        distance: See :class:`~contrastive_curvature.options.Distance`; not the one of this loss.
+        distance: See :class:`~contrastive_curvature.options.Distance`; not the distance ``d`` above.
         pd_fix: See :class:`~contrastive_curvature.options.PDFix`.
 
     Raises:
@@ -66,7 +66,7 @@ class SoftContrastiveLoss(PairLoss):
     def _value(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Tensor:
         squared = 2 - 2 * cosine
         met = _meet(squared)
-        # The root has no derivative at zero, and may not be taken there even where it is not used.
+        # The root has no derivative at zero, and autograd would return NaN even where the root is not used.
         length = torch.where(met, 0.0, torch.where(met, 1.0, squared).sqrt())
         return same_or_not(self.b - self.a * length, attract, repel).sum()
 

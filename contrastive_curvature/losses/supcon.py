@@ -19,13 +19,13 @@ class SupConLoss(RowLoss):
         L = \operatorname{mean}_i \; - \frac{1}{|P(i)|} \sum_{p \in P(i)}
             \log \frac{\exp(s_{ip} / \tau)}{\sum_{a \in A(i)} \exp(s_{ia} / \tau)}
 
-    Anchors without a positive are left out of the mean. Where a positive is listed several times, its share of the
-    targets grows, and it still stands once in the denominator; a negative stands there as often as it counts.
+    Anchors without a positive are left out of the mean. A positive listed several times has a larger share of the
+    targets, but only one term in the denominator; a negative has one term there each time it counts.
 
-    ``SupConLoss`` of pytorch-metric-learning is the same, but for batches without negatives, where it is zero, and for
-    anchors of zero loss, which it leaves out of the mean. Where every anchor has one positive, the loss is
+    ``SupConLoss`` of pytorch-metric-learning differs in two cases: it is zero for batches without negatives, and leaves
+    anchors with zero loss out of the mean. If every anchor has one positive, the loss equals
     :class:`~contrastive_curvature.losses.infonce.InfoNCELoss`, whose cross terms keep more digits in single precision
-    when all positives are surely told apart.
+    when the softmax is sure of all positives.
 
     Args:
         temperature: ``tau``, positive.
@@ -64,9 +64,9 @@ class SupConLoss(RowLoss):
         return weighted_logsumexp(logits, _candidate_weight(positive, negative)) - (target * logits).sum(1)
 
     def _cost(self, value: Tensor, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        # The least is the entropy of the targets, which the loss of a trained encoder may exceed by less than rounding.
-        # With d the logit less log(target), counted from its mean over the targets, the difference itself is
-        # log(1 + sum_p target_p (exp(d_p) - 1 - d_p) + sum_n exp(d_n)).
+        # The minimum is the entropy of the targets; a trained encoder may exceed it by less than a rounding error. So
+        # the difference is computed directly: with d = logit - log(target), minus its mean over the targets, the
+        # difference is log(1 + sum_p target_p (exp(d_p) - 1 - d_p) + sum_n exp(d_n)).
         row, column = positive.nonzero(as_tuple=True)
         sums = positive.new_zeros(len(positive), dtype=torch.float64)
         target = positive[row, column].double() / positive.double().sum(1)[row]
@@ -83,14 +83,14 @@ class SupConLoss(RowLoss):
     def _statistics(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         log_sum = weighted_logsumexp(cosine / self.temperature, _candidate_weight(positive, negative))
         p = self._shares(cosine, positive, negative, log_sum.unsqueeze(1))
-        # Of the candidates but for one that has more than half.
+        # The sum over the candidates, without a candidate that has more than half.
         rest = torch.where(p > 0.5, 0.0, p).sum(1)
         return torch.stack([log_sum, positive.sum(1), rest], dim=1)
 
     def _terms(self, cosine: Tensor, positive: Tensor, negative: Tensor, statistics: Tensor) -> RowTerms:
         log_sum, total, rest = statistics.unsqueeze(2).unbind(1)
         p, target = self._shares(cosine, positive, negative, log_sum), positive / total
-        # Where a positive has nearly all, what it lacks is the sum of the others, and has lost its digits in p.
+        # If a positive has nearly the whole share p, 1 - p has lost its digits; the sum of the other shares has not.
         first = torch.where(p > 0.5, (1 - target) - rest, p - target) / self.temperature
         return RowTerms(first, p / self.temperature**2, (p / self.temperature,))
 

@@ -28,30 +28,30 @@ class TripletLoss(RowLoss):
     .. math::
         \max(0, |u_i - u_p|^2 - |u_i - u_n|^2 + m) = \max(0, 2 s_{in} - 2 s_{ip} + m)
 
-    With ``reduction="mean"`` the loss is the mean over the active triplets, those above zero; with ``"sum"`` their sum.
-    A positive that counts k times beside a negative that counts l times makes k l triplets. Anchors without a positive
-    or without a negative have no triplet and are left out.
+    With ``reduction="mean"`` the loss is the mean over the active triplets, whose hinge is above zero; with ``"sum"``
+    their sum. A positive that counts k times and a negative that counts l times make k l triplets. Anchors without a
+    positive or without a negative have no triplet and are left out.
 
-    Index tensors ``pairs=(a, p, n)`` are exactly these triplets, and no others of the same points; one with the anchor
-    as its own positive or negative is left out. Four tensors ``(a1, p, a2, n)`` list unordered pairs, as masks do, of
-    which all triplets are taken.
+    Index tensors ``pairs=(a, p, n)`` list the triplets themselves, and no other triplets of the same points are formed;
+    a triplet with the anchor as its own positive or negative is left out. Four tensors ``(a1, p, a2, n)`` list
+    unordered pairs, like masks, and all their triplets are formed.
 
     The loss is piecewise linear in the cosines, so its second-order part is zero.
 
     The same loss elsewhere: ``TripletMarginLoss(margin, distance=LpDistance(power=2))`` of pytorch-metric-learning,
-    with its default reducer and without ``swap``. Its default distance is not squared, nor is that of
+    with its default reducer and without ``swap``. Its default distance is not squared, and neither is the distance of
     ``torch.nn.TripletMarginLoss``: these are other losses.
 
     Args:
         margin: ``m``, in units of squared distance (which is at most 4), not negative.
         reduction: See above.
         directions: See :class:`~contrastive_curvature.losses.rows.RowLoss`.
-        distance: See :class:`~contrastive_curvature.options.Distance`; not the one of this loss.
-        pd_fix: See :class:`~contrastive_curvature.options.PDFix`; not ``"ggn"``, which is zero.
+        distance: See :class:`~contrastive_curvature.options.Distance`; not the distance in the hinge.
+        pd_fix: See :class:`~contrastive_curvature.options.PDFix`; ``"ggn"`` is refused, since it is zero.
 
     Raises:
         InputError: An option is unknown or out of range.
-        UnsupportedError: ``pd_fix="ggn"``; or derivatives of more than 2^24 pairs of anchors and candidates.
+        UnsupportedError: ``pd_fix="ggn"``; or derivatives of more than 2^24 pairs of an anchor and a candidate.
 
     Source: Schroff et al., FaceNet: A Unified Embedding for Face Recognition and Clustering, 2015, section 3.1. Hermans
     et al., In Defense of the Triplet Loss for Person Re-Identification, 2017, average over active triplets.
@@ -89,7 +89,6 @@ class TripletLoss(RowLoss):
                     f"{candidates} candidates each are not formed (at most {_MOST_PAIRS} pairs). Use smaller batches."
                 )
         if isinstance(relation, ListedTriplets):
-            # Every negative counts in full.
             return ListedTripletDerivatives(self, relation, u, as_data=as_data)
         return super().derivatives(relation, u, sides=sides, as_data=as_data)
 
@@ -107,14 +106,14 @@ class TripletLoss(RowLoss):
         return self._active(cosine, positive, self._statistics(cosine, positive, negative))[0]
 
     def _value(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        # Linear in the cosines, as long as the same triplets are active.
+        # The loss is linear in the cosines while the same triplets are active.
         fixed = cosine.detach()
         statistics = self._statistics(fixed, positive, negative)
         first = self._terms(fixed, positive, negative, statistics).first
         return (first * cosine).sum(1) + self.margin * self._active(fixed, positive, statistics)[0]
 
     def _statistics(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
-        # One threshold per positive, for both ends of a triplet, so that rounding cannot make only one of them active.
+        # Both ends of a triplet use the positive's threshold, so that rounding cannot make only one end active.
         return torch.cat(
             [*_sorted(cosine - self.margin / 2, positive), *_sorted(cosine, negative)],
             dim=1,
@@ -129,7 +128,7 @@ class TripletLoss(RowLoss):
         return RowTerms(2 * (negative * of_negative - positive * of_positive), None)
 
     def _active(self, cosine: Tensor, positive: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the active triplets of every anchor, (B,), and of every candidate as a positive that counts once."""
+        """Count the active triplets of every anchor, (B,), and of every candidate as a positive that counts once."""
         many = (statistics.shape[1] - 2) // 4
         _, _, cosines, weights = statistics.split([many, many + 1, many, many + 1], dim=1)
         up_to = torch.searchsorted(cosines.contiguous(), (cosine - self.margin / 2).contiguous(), right=True)
@@ -138,14 +137,14 @@ class TripletLoss(RowLoss):
 
 
 def _sorted(numbers: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
-    """Sort the numbers that count, filled up with infinity (B, M), and count how many come before each (B, M + 1)."""
+    """Sort the numbers that count, padded with infinity (B, M), and count the numbers before each (B, M + 1)."""
     ordered, order = torch.where(times > 0, numbers, torch.inf).sort(dim=1)
     counted = times.gather(1, order).cumsum(1)
     return ordered, torch.cat([torch.zeros_like(counted[:, :1]), counted], dim=1)
 
 
 class ListedTriplets(EdgeRelation):
-    """Triplets of an anchor, a positive and a negative; one listed twice counts twice.
+    """Triplets of an anchor, a positive and a negative; a triplet listed twice counts twice.
 
     Args:
         tuples: Three integer index tensors of shape (K,).
@@ -157,9 +156,9 @@ class ListedTriplets(EdgeRelation):
         InputError: The lengths differ, a tensor is not one-dimensional, or an index is outside ``0..n-1``.
 
     Attributes:
-        anchor: Shape (T,), without the triplets whose anchor is its own positive or negative.
-        near: The positive of each.
-        far: The negative of each.
+        anchor: Anchors, shape (T,), without triplets whose anchor is its own positive or negative.
+        near: Positives, shape (T,).
+        far: Negatives, shape (T,).
     """
 
     def __init__(self, tuples: tuple[Tensor, ...], n: int, device: torch.device) -> None:
@@ -175,7 +174,7 @@ def listed_violations(relation: ListedTriplets, u: Tensor, margin: float) -> Ten
 
 
 class ListedTripletDerivatives(CosineDerivatives):
-    """Pair weights of listed triplets, held whole: they are those of a batch.
+    """Pair weights of listed triplets, stored whole, since the triplets come from one batch.
 
     Args:
         loss: The loss.

@@ -1,10 +1,10 @@
-"""What a pair counts before the loss is asked: the bias correction (paper, Eq. 10) and the normalisation.
+"""The weight of a pair, the same for every pair loss: the bias correction (paper, Eq. 10) and the normalisation.
 
 A listed pair {i, j} counts ``(1 - w_n) m+_ij (r+_i + r+_j) / 2`` as a positive and ``w_n m-_ij (r-_i + r-_j) / 2`` as a
-negative, with the multiplicities ``m`` of the relation and, at every point, a share ``r`` that carries the
-normalisation: 1 for ``sum``, one over the number of pairs of the type for ``type`` (Eq. 23), one over the number at the
-point for ``anchor`` (Eq. 119). Counts run over all listed pairs, also over negatives that do not enter the loss. Where
-only some of the pairs are formed, their shares stand for all (:meth:`Shares.standing_for`).
+negative, with the multiplicities ``m`` of the relation and, at every point, a share ``r`` for the normalisation: 1 for
+``sum``; for ``type`` (Eq. 23) one over the number of pairs of this type; for ``anchor`` (Eq. 119) one over the number
+of such pairs at the point. Counts include all listed pairs, also negatives that do not enter the loss. If only some
+pairs are formed, their shares are scaled to represent all (:meth:`Shares.standing_for`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from contrastive_curvature.pairs.relation import LabelRelation, Relation, Target
 
 @dataclass(frozen=True)
 class Shares:
-    """What one listing at a point weighs before the factors.
+    """Weight of one listed pair at a point, without the factors.
 
     Args:
         positive: ``r+``, shape (N,).
@@ -39,11 +39,11 @@ class Shares:
         return Shares(self.positive[rows], self.negative[rows])
 
     def to(self, dtype: torch.dtype) -> Shares:
-        """Return the same in another floating-point type."""
+        """Convert the shares to another floating-point type."""
         return Shares(self.positive.to(dtype), self.negative.to(dtype))
 
     def standing_for(self, every: Sequence[float], some: Sequence[float]) -> Shares:
-        """Return the shares with which ``some`` of the positive and negative pairs stand for ``every`` one."""
+        """Scale the shares so that ``some`` positive and negative pairs represent ``every`` pair."""
         positive, negative = (a / b if b else 0.0 for a, b in zip(every, some, strict=True))
         return Shares(positive * self.positive, negative * self.negative)
 
@@ -51,7 +51,7 @@ class Shares:
 def count_shares(
     positive: Tensor, negative: Tensor, normalization: Normalization, dtype: torch.dtype, totals: Sequence[float]
 ) -> Shares:
-    """Turn counts of positives and negatives at every point (N,), and in the whole set, into shares."""
+    """Turn counts of positives and negatives, per point (N,) and in total, into shares."""
 
     def share(count: Tensor, total: float) -> Tensor:
         if normalization is Normalization.SUM:
@@ -65,18 +65,19 @@ def count_shares(
 
 @dataclass(frozen=True)
 class Related:
-    """Which points of a data set are positives of each other, and their shares, by class.
+    """Relation and shares of the points of a data set, by class.
 
-    All points of a class are alike. With a relation that is no equality of labels, every point is a class by itself.
+    All points of a class are treated alike. If the relation is not equality of labels, every point is a class by
+    itself.
 
     Args:
-        relation: Between the C classes, whose targets are ascending labels, or those of all points.
-        shares: Of a point of every class, float64, shape (C,).
+        relation: Relation between the C classes; its targets are ascending labels, or the targets of all points.
+        shares: Shares of a point in each class, float64, shape (C,).
         totals: Number of positive and of negative pairs.
-        attract: Shares of the positives, summed over all of them and all points, float64.
+        attract: Shares of the positives, summed over all positives of all points, float64.
         n: Number of all points.
         dtype: Floating-point type of the embeddings.
-        numbers: Of all points, ascending, where every point is a class; ``None`` for labels.
+        numbers: Numbers of all points, ascending, if every point is a class; ``None`` for labels.
     """
 
     relation: TargetRelation
@@ -91,7 +92,7 @@ class Related:
     def of_labels(
         cls, table: ClassTable, normalization: Normalization, dtype: torch.dtype, shares: Shares | None = None
     ) -> Related:
-        """Relate points by class labels; ``shares`` of a point of every class, where these are known already."""
+        """Relate points by class labels; ``shares`` of a point in each class, if already known."""
         positive, negative, totals = class_pairs(table.counts)
         shares = shares or count_shares(positive, negative, normalization, torch.float64, totals)
         shares = shares.to(torch.float64)
@@ -102,14 +103,14 @@ class Related:
     def of_points(
         cls, relation: TargetRelation, numbers: Tensor, normalization: Normalization, dtype: torch.dtype
     ) -> Related:
-        """Relate points with ascending numbers (N,) by any relation of theirs."""
+        """Relate points with ascending numbers (N,) by any relation."""
         counts = relation.counts()
         totals = pair_totals(*counts)
         shares = count_shares(*counts, normalization, torch.float64, totals)
         return cls(relation, shares, totals, (shares.positive * counts[0]).sum(), relation.n, dtype, numbers)
 
     def index(self, targets: Tensor, numbers: Tensor | None = None) -> Tensor:
-        """Return the class of every point, shape (B,), by its label, or by its number."""
+        """Return the class of every point, shape (B,), from its label or its number."""
         known = self.relation.targets
         keys, sought = (known, targets) if self.numbers is None or numbers is None else (self.numbers, numbers)
         index = torch.searchsorted(keys, sought.contiguous()).clamp(max=max(0, len(keys) - 1))
@@ -121,9 +122,9 @@ class Related:
 
 
 def class_pairs(counts: Tensor) -> tuple[Tensor, Tensor, tuple[float, float]]:
-    """Return positive and negative pairs at a point of every class (C,), and in the whole set, from sizes (C,)."""
+    """Count the positive and negative pairs, at a point of each class (C,) and in total, from class sizes (C,)."""
     positive, negative = counts - 1, counts.sum() - counts
-    # As Python's whole numbers, which do not overflow.
+    # Python integers do not overflow.
     every = counts.tolist()
     n, same = sum(every), sum(count * (count - 1) for count in every)
     return positive, negative, (same / 2, (n * (n - 1) - same) / 2)
@@ -132,7 +133,7 @@ def class_pairs(counts: Tensor) -> tuple[Tensor, Tensor, tuple[float, float]]:
 def weigh_pairs(
     negative_weight: float, positive: Tensor | None, negative: Tensor | None, rows: Shares, columns: Shares
 ) -> tuple[Tensor, Tensor]:
-    """Return how much each pair counts as a positive and as a negative; one zero for no pairs or a factor of zero."""
+    """Return each pair's weight as a positive and as a negative; a single zero for no pairs or a zero factor."""
 
     def weight(factor: float, a: Tensor, b: Tensor, count: Tensor | None) -> Tensor:
         if not factor or count is None:
@@ -145,11 +146,12 @@ def weigh_pairs(
 
 
 def lone_shares(relation: Relation, normalization: Normalization, dtype: torch.dtype, n_data: int) -> Shares:
-    """Return the shares of a batch's pairs, where nothing else is known of the data set of ``n_data`` points.
+    """Return the shares of a batch's pairs, scaled to an otherwise unknown data set of ``n_data`` points.
 
-    For ``anchor``, the points that have a positive in the batch stand for those that have none, and negatives alike;
-    but a miner lists all pairs that are to count, and a batch of all points has them. For ``type``, batches count by
-    their number of points. For ``sum``, there are N (N - 1) / (B (B - 1)) times the pairs of the batch.
+    For ``anchor``, the points with a positive in the batch also represent the points without one, and likewise for
+    negatives. There is no such scaling if a miner lists the pairs or the batch has all points. For ``type``, batches
+    count by their number of points. For ``sum``, the data set has N (N - 1) / (B (B - 1)) times as many pairs as the
+    batch.
     """
     counts = relation.counts()
     shares = count_shares(*counts, normalization, dtype, pair_totals(*counts))
@@ -163,5 +165,5 @@ def lone_shares(relation: Relation, normalization: Normalization, dtype: torch.d
 
 
 def pair_totals(positive: Tensor, negative: Tensor) -> tuple[float, float]:
-    """Return the number of positive and of negative pairs, from their numbers at every point, both (N,)."""
+    """Return the numbers of positive and negative pairs, from their numbers at every point, both (N,)."""
     return float(positive.sum()) / 2, float(negative.sum()) / 2

@@ -1,1 +1,1 @@
-"""Encoders, and how a Hessian at their outputs is pulled back to their parameters."""
+"""Encoders, and the pullback of a Hessian at their outputs to their parameters."""

@@ -1,4 +1,4 @@
-"""Encoders from elsewhere as this library needs them: which output is the embedding, and a last linear layer."""
+"""Adapters for other libraries' encoders: choose the output that is the embedding, or add a last linear layer."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ POOLINGS = ("mean", "first", "last")
 
 
 class EncoderOutput(nn.Module):
-    """An encoder that returns one of the outputs of a model, pooled over tokens if asked.
+    """An encoder that returns one output of a model, optionally pooled over tokens.
 
-    For models whose outputs leave open which of them is the embedding, such as those of transformers with
-    ``last_hidden_state`` and ``pooler_output``::
+    For models with several possible embeddings among their outputs, such as ``last_hidden_state`` and ``pooler_output``
+    in transformers::
 
         encoder = EncoderOutput(model, "last_hidden_state", pooling="mean")
 
     Args:
         model: A module that returns a mapping, an object with attributes, a tuple or a tensor.
-        output: Name of the output, its number in a tuple, or ``None`` where the model returns one tensor.
-        pooling: ``"mean"``, ``"first"`` (the token ``[CLS]``) or ``"last"`` of the tokens of an output (N, T, D);
-            ``"mean"`` also of the places of an output (N, D, H, W). ``None`` takes an output (N, D) as it is. Where the
-            batch is a mapping with an ``attention_mask`` (N, T), tokens with zeros in it do not count.
+        output: Name of the output, its number in a tuple, or ``None`` if the model returns one tensor.
+        pooling: ``"mean"``, ``"first"`` (the token ``[CLS]``) or ``"last"`` over the tokens of an output (N, T, D);
+            ``"mean"`` also over the places of an output (N, D, H, W). ``None`` keeps an output (N, D) unchanged. If the
+            batch is a mapping with an ``attention_mask`` (N, T), tokens with a zero in the mask do not count.
 
     Raises:
-        InputTypeError: An argument has another type.
-        InputError: The pooling is unknown; in ``forward``: there is no such output, or it has another shape.
+        InputTypeError: An argument has the wrong type.
+        InputError: The pooling is unknown; in ``forward``: the output does not exist or has the wrong shape.
     """
 
     def __init__(self, model: nn.Module, output: str | int | None = None, pooling: str | None = None) -> None:
@@ -73,7 +73,7 @@ class EncoderOutput(nn.Module):
             return tokens.mean(1) if self.pooling == "mean" else tokens[:, 0 if self.pooling == "first" else -1]
         weights = mask.to(tokens)
         if self.pooling == "last":
-            # The largest place with a one: padding may be on either side.
+            # The last token has the largest place with a one: padding may be on either side.
             places = torch.arange(1, mask.shape[1] + 1, device=mask.device) * (mask != 0)
             weights = nn.functional.one_hot(places.argmax(1), mask.shape[1]).to(tokens)
         elif self.pooling == "first":
@@ -88,8 +88,8 @@ class WithLastLayer(nn.Module):
     Attributes:
         encoder: The analysed encoder.
         last_layer: The linear layer.
-        replaced: Name of the first module in ``encoder.model`` that the layer replaces, with everything behind it;
-            ``None`` puts the layer behind the raw outputs.
+        replaced: Name of the first module in ``encoder.model`` that the layer replaces, together with all later
+            modules; with ``None`` the layer follows the raw outputs.
     """
 
     def __init__(self, encoder: Encoder, last_layer: nn.Linear, replaced: str | None = None) -> None:
@@ -105,29 +105,29 @@ class WithLastLayer(nn.Module):
 
 
 def with_last_layer(encoder: nn.Module, x: Any) -> WithLastLayer:
-    """Make an encoder that ends in a linear layer from one that does not: its embeddings are the same.
+    """Make an encoder with the same embeddings that ends in a linear layer.
 
-    Where the encoder ends in something that is linear in evaluation mode, the layer is exactly that, with the present
-    weights: a linear layer and the batch norm behind it, a layer with weight or spectral norm, or with a LoRA adapter.
+    If the end of the encoder is linear in evaluation mode, the new layer computes the same with the present weights.
+    Examples are a linear layer with a batch norm after it, and a layer with weight norm, spectral norm or a LoRA
+    adapter.
 
-    Otherwise the layer is the identity behind the raw outputs of the encoder, before any l2-normalisation at its end.
-    The posterior of the last layer is then one over small linear changes of the embedding space, with all closed forms
-    and the price of a last layer. It says less than the posterior of a trained layer (``docs/recipes/encoders.md``).
+    Otherwise the new layer is an identity after the raw outputs, before any l2-normalisation. The posterior of an
+    identity layer describes small linear changes of the embedding space, with the closed forms and the cost of a last
+    layer. It says less than the posterior of a trained layer (``docs/recipes/encoders.md``).
 
     Args:
         encoder: An encoder that ends in a batch norm, pooling, a norm layer or an activation function, such as timm's
-            models with ``num_classes=0`` and most models of sentence-transformers. It is not copied. Train it before:
-            the layer does not follow later changes of the weights that it was made of.
-        x: A batch of inputs as the encoder takes them, two or more, to see what it returns; texts where it has a
-            tokenizer.
+            models with ``num_classes=0`` and most models of sentence-transformers. The encoder is not copied. Train it
+            first: the layer does not follow later changes of the encoder's weights.
+        x: A batch of two or more inputs for the encoder, to examine its outputs; texts if it has a tokenizer.
 
     Returns:
-        The encoder with the layer, for ``Laplace(model, likelihood="contrastive")`` and everything else that takes an
-        encoder. It returns raw outputs, without normalisation.
+        The encoder with the layer, for ``Laplace(model, likelihood="contrastive")`` and every other function for
+        encoders. It returns raw outputs, without normalisation.
 
     Raises:
         InputError: The encoder ends in a linear layer already, or cannot process ``x``.
-        InputTypeError: The arguments have other types.
+        InputTypeError: An argument has the wrong type.
         UnsupportedError: The raw outputs of the encoder cannot be reached.
     """
     check_model(encoder, half=True)
@@ -142,36 +142,36 @@ def with_last_layer(encoder: nn.Module, x: Any) -> WithLastLayer:
             hint = "Pass it to laplace.Laplace as it is."
             raise InputError("encoder", wanted, f"layer {analysed.last_layer_name!r} at its end", hint)
         end = _linear_end(analysed, few)
-        raw = analysed(few)  # after the gradients, so that the modules keep no graph, which could not be copied
+        raw = analysed(few)  # run after the gradients: a graph that modules keep could not be copied
         name, weight, bias = end or (None, torch.eye(analysed.dim), torch.zeros(analysed.dim))
         layer = nn.Linear(weight.shape[1], analysed.dim, bias=bool(bias.any())).to(raw)
         layer.weight.copy_(weight)
         if layer.bias is not None:
             layer.bias.copy_(bias)
     out = WithLastLayer(analysed, layer, name)
-    # Not train(), which would switch the modules that the user froze in evaluation mode.
+    # Not train(), which would also switch modules that the user froze in evaluation mode.
     for module in (out, layer, analysed):
         module.training = encoder.training
     return out
 
 
 def _linear_end(encoder: Encoder, x: Inputs) -> tuple[str, Tensor, Tensor] | None:
-    """Find the last module from whose input (N, F) to the raw outputs (N, D) the encoder is linear, and mixes entries.
+    """Find the last module with raw outputs (N, D) that are linear in its input (N, F) and mix its entries.
 
     Returns:
-        The name of the module, the matrix (D, F) and the bias (D,); ``None`` where there is no such module.
+        The name of the module, the matrix (D, F) and the bias (D,); ``None`` without such a module.
     """
     runs: list[tuple[nn.Module, Any]] = []
     with watched(encoder.model.modules(), before=lambda m, args, _: runs.append((m, args[0] if args else None))):
         raw = encoder(x)
-    if bool((raw == raw[:1]).all()):  # equal points do not show what else the outputs depend on
+    if bool((raw == raw[:1]).all()):  # equal points would hide other dependences
         return None
     names = {module: name for name, module in encoder.model.named_modules()}
     ran = [module for module, _ in runs]
     for module, phi in reversed(runs):
         batch = isinstance(phi, Tensor) and phi.is_floating_point() and phi.ndim == 2 and len(phi) == len(raw)
         if batch and ran.count(module) == 1:
-            with suppress(UnsupportedError):  # forward normalises what does not come from here
+            with suppress(UnsupportedError):  # raised if ``forward`` normalises another tensor
                 end = _linear_from(encoder, x, module, phi)
                 # A diagonal matrix mixes no entries.
                 if end is not None and not torch.equal(end[0], end[0] * torch.eye(*end[0].shape).to(end[0])):
@@ -180,7 +180,7 @@ def _linear_end(encoder: Encoder, x: Inputs) -> tuple[str, Tensor, Tensor] | Non
 
 
 def _linear_from(encoder: Encoder, x: Inputs, module: nn.Module, like: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return matrix and bias from a module's input to the raw outputs; ``None`` where those are not linear in it."""
+    """Return matrix and bias from a module's input to the raw outputs; ``None`` if these are not linear in it."""
 
     def outputs(phi: Tensor) -> Tensor:
         with watched([module], before=lambda _, args, kwargs: ((phi.clone(), *args[1:]), kwargs)):
@@ -192,7 +192,7 @@ def _linear_from(encoder: Encoder, x: Inputs, module: nn.Module, like: Tensor) -
         if not at_zero.requires_grad or bool((at_zero != at_zero[:1]).any()):
             return None
         rows: list[Tensor] = []
-        for some in torch.eye(encoder.dim).to(at_zero).split(len(like)):  # every point gives a row of the matrix
+        for some in torch.eye(encoder.dim).to(at_zero).split(len(like)):  # each point yields one row of the matrix
             z = at_zero[: len(some)]
             rows += torch.autograd.grad(z, zeros, some, retain_graph=True, materialize_grads=True)[0][: len(some)]
     weight, bias = torch.stack(rows).to(at_zero), at_zero[0].detach()

@@ -1,8 +1,9 @@
-"""How an encoder is called, and where its embeddings are in what it returns.
+"""The call of an encoder, and the place of the embeddings in its result.
 
-Every call of a user's model goes through :class:`ModelCall`. A batch that is a mapping is passed whole to a ``forward``
-with one argument for it, and by keywords to one that names its entries, such as ``forward(input_ids,
-attention_mask)``. A mapping or an object that comes back holds the embeddings under a name.
+Every call of a user's model goes through :class:`ModelCall`. A mapping is passed whole to a ``forward`` with one
+argument for the batch, and by keywords to a ``forward`` that names its entries, such as
+``forward(input_ids, attention_mask)``. If the model returns a mapping or an object, one of its entries is the
+embeddings.
 """
 
 from __future__ import annotations
@@ -41,15 +42,14 @@ _RAISED = (RuntimeError, TypeError, LookupError, ValueError, AssertionError)
 
 
 class ModelCall:
-    """Calls a model with a batch, and takes the embeddings (N, D) out of what it returns.
+    """Calls a model with a batch, and selects the embeddings (N, D) from the result.
 
     Args:
-        label_key: Where batches that are mappings keep the labels; no ``forward`` gets them by keyword. An entry
-            ``"labels"`` is left out in any case.
+        label_key: Key of the labels in batches that are mappings; ``forward`` never receives labels by keyword. An
+            entry ``"labels"`` is always left out.
 
     Attributes:
-        output: Name of the embeddings among the outputs, ``None`` where the model returns a tensor; found by the first
-            call.
+        output: Name of the embeddings among the outputs, set by the first call; ``None`` if the model returns a tensor.
     """
 
     def __init__(self, label_key: str = _LABELS) -> None:
@@ -58,7 +58,7 @@ class ModelCall:
         self._labels = frozenset((_LABELS, label_key))
 
     def __call__(self, model: nn.Module, x: Inputs) -> Tensor:
-        """Return the embeddings of a batch; of any shape, where the model returns one tensor."""
+        """Return the embeddings of a batch, in any shape if the model returns one tensor."""
         out = self.raw(model, x)
         if isinstance(out, Tensor):
             return out
@@ -71,7 +71,7 @@ class ModelCall:
         return embeddings
 
     def raw(self, model: nn.Module, x: Inputs) -> Any:
-        """Return what the model returns."""
+        """Call the model, and return its whole result."""
         if not isinstance(x, Mapping):
             return model(x)
         whole, keywords = _arguments(model, {name: value for name, value in x.items() if name not in self._labels})
@@ -79,9 +79,9 @@ class ModelCall:
             whole = self._whole
         if whole is not False:
             try:
-                # A copy, as some modules write what they compute into their argument.
+                # A copy, because some modules write their results into their argument.
                 out = model(dict(x))
-            except (AttributeError, *_RAISED):  # it wants a tensor
+            except (AttributeError, *_RAISED):  # the model expects a tensor
                 if whole:
                     raise
             else:
@@ -93,7 +93,7 @@ class ModelCall:
 
 
 def named_entries(out: Any) -> Iterator[tuple[str | int, Any]]:
-    """Yield names and values of what a model returns: of a mapping, a tuple or an object with attributes."""
+    """Yield names and values from a model's result: a mapping, a tuple or an object with attributes."""
     if isinstance(out, Mapping):
         yield from out.items()
     elif isinstance(out, (tuple, list)):
@@ -105,12 +105,12 @@ def named_entries(out: Any) -> Iterator[tuple[str | int, Any]]:
 
 
 def entry_of(out: Any, name: str | int | None) -> Any:
-    """Return one of the entries of what a model returns; ``None`` where there is none of that name."""
+    """Return the entry of a model's result with this name; ``None`` if it does not exist."""
     return next((value for key, value in named_entries(out) if key == name), None)
 
 
 def embedding_name(out: Any) -> str:
-    """Return the name of the embeddings among the outputs of a model, where there can be no doubt."""
+    """Return the name of the embeddings among a model's outputs, or refuse an ambiguous result."""
     entries = {name: value for name, value in named_entries(out) if isinstance(value, Tensor)}
     known = [name for name in EMBEDDING_NAMES if name in entries]
     flat = [name for name, value in entries.items() if value.ndim == 2 and value.is_floating_point()]
@@ -132,7 +132,7 @@ def embedding_name(out: Any) -> str:
 
 
 def _arguments(model: nn.Module, x: dict[str, Any]) -> tuple[bool | None, dict[str, Any]]:
-    """Return whether ``forward`` takes a batch whole, ``None`` where only running it tells; and its keywords."""
+    """Return whether ``forward`` accepts a whole batch, ``None`` if only a run can show it; and its keywords."""
     while (name := type(model).__name__) in _WRAPPED:
         model = getattr(model, _WRAPPED[name])
     parameters = inspect.signature(model.forward).parameters.values()
@@ -145,12 +145,12 @@ def _arguments(model: nn.Module, x: dict[str, Any]) -> tuple[bool | None, dict[s
         return None, keywords
     if not entries or any(name not in entries for name in required):
         return True, {}
-    # forward(self, x) and a batch with an entry "x": it may want the entry or the batch.
+    # With forward(self, x) and a batch with an entry "x", the model may expect the entry or the batch.
     return (None if required == entries else False), keywords
 
 
 def check_output(out: Tensor) -> None:
-    """Refuse outputs of another shape than (N, D)."""
+    """Refuse outputs without the shape (N, D)."""
     if out.ndim != 2 or out.shape[1] == 0:
         hint = "One row is one embedding: pool or flatten inside the encoder."
         if out.ndim == 3:
@@ -173,19 +173,19 @@ def describe_points(x: Any) -> str:
 
 @contextmanager
 def naming_the_input(x: Any, known: str | None = None) -> Iterator[None]:
-    """Convert errors that the user's model raises on ``x`` to errors that name ``x``.
+    """Convert errors of the user's model on ``x`` to errors that name ``x``.
 
     Args:
         x: The batch.
-        known: Description by :func:`describe_points` of points that the model could process before. An error on points
-            of the same description has another cause than their shape, and is raised unchanged.
+        known: Description, by :func:`describe_points`, of points that the model has processed before. An error on
+            points with this description is not caused by their shape, and is raised unchanged.
     """
     try:
         yield
     except (ContrastiveCurvatureError, NotImplementedError, torch.OutOfMemoryError):
         raise
     except _RAISED as error:
-        accelerator = getattr(torch, "AcceleratorError", ())  # torch before 2.8 says it in the message alone
+        accelerator = getattr(torch, "AcceleratorError", ())  # torch before 2.8 names it only in the message
         hardware = isinstance(error, accelerator) or any(word in str(error).lower() for word in _HARDWARE_WORDS)
         if hardware or type(error).__module__.startswith("torch._dynamo") or known == describe_points(x):
             raise
@@ -198,13 +198,13 @@ def naming_the_input(x: Any, known: str | None = None) -> Iterator[None]:
 
 
 def uncompiled(model: nn.Module) -> nn.Module:
-    """Return the module that ``torch.compile(module)`` was called with; any other as it is."""
+    """Return the original of a module compiled by ``torch.compile(module)``; any other module unchanged."""
     inside = model._modules.get("_orig_mod")
     return model if inside is None else inside
 
 
 def _compiled(model: nn.Module) -> Iterator[tuple[str, str, str]]:
-    """Yield the name of each compiled part of a model, how a message calls it, and what was called to compile it."""
+    """Yield each compiled part of a model: its name, its name in messages, and the call that compiled it."""
     for name, module in model.named_modules():
         wrapper = "_orig_mod" in module._modules
         if wrapper or getattr(module, "_compiled_call_impl", None) is not None:
@@ -214,7 +214,7 @@ def _compiled(model: nn.Module) -> Iterator[tuple[str, str, str]]:
 
 @contextmanager
 def eager(model: nn.Module) -> Iterator[None]:
-    """Run compiled parts of a model without their compiled code, so that hooks on their layers see what they do."""
+    """Run compiled parts of a model without their compiled code, so that hooks on their layers work."""
     if next(_compiled(model), None) is None:
         yield
         return
@@ -223,9 +223,10 @@ def eager(model: nn.Module) -> Iterator[None]:
 
 
 def refuse_compiled(model: nn.Module) -> None:
-    """Refuse an encoder with compiled parts, whose weights need Jacobians; one that is compiled as a whole is fine.
+    """Refuse an encoder with compiled parts where weights need Jacobians; compiling the whole encoder is allowed.
 
-    ``torch.func`` traces them again for every batch and every direction, until torch gives up, and fails in some.
+    ``torch.func`` would trace compiled parts again for every batch and direction until torch gives up, and fails on
+    some.
     """
     for _, which, how in _compiled(uncompiled(model)):
         raise UnsupportedError(
@@ -236,7 +237,7 @@ def refuse_compiled(model: nn.Module) -> None:
 
 
 def refuse_compiled_layer(model: nn.Module, layer: str) -> None:
-    """Refuse a last layer inside a compiled part of an encoder, where nothing can watch it."""
+    """Refuse a last layer inside a compiled part of an encoder, where hooks cannot observe it."""
     for name, which, how in _compiled(model):
         if not name or f"{layer}.".startswith(f"{name}."):
             raise UnsupportedError(

@@ -1,7 +1,7 @@
-"""Whether an encoder has the weights that it had: all of this library's answers.
+"""Checks whether the weights of an encoder have changed.
 
-In one process, :func:`versions` of the same tensors tell, at no cost. A file holds a digest, which any change of a bit
-changes; or, where a conversion or another device is to be no change, the few numbers of :func:`summary`.
+Within one process, :func:`versions` of the same tensors show it at no cost. A file stores a digest, which changes with
+any bit; or, if a conversion or another device should not count as a change, the few numbers of :func:`summary`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 
 def encoder_digest(model: nn.Module) -> str:
-    """Return a short text that any change of a parameter or buffer changes, see :func:`state_tensors`."""
+    """Return a short text that changes with any parameter or buffer, see :func:`state_tensors`."""
     digest = hashlib.sha256()
     for _, tensor in state_tensors(model):
         digest.update(f"{tensor.dtype} {tuple(tensor.shape)}".encode())
@@ -27,7 +27,7 @@ def encoder_digest(model: nn.Module) -> str:
 
 
 def versions(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
-    """Return how often torch saw each tensor change, and where it is in memory: enough for the same objects."""
+    """Return torch's count of changes and the memory address of each tensor: enough to compare the same objects."""
     return [
         (
             0 if t.is_inference() else t._version,
@@ -38,7 +38,7 @@ def versions(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
 
 
 def trunk_tensors(model: nn.Module, last_layer_name: str) -> list[Tensor]:
-    """Return the parameters and buffers before the last layer; with a weight of it that another layer uses, too."""
+    """Return the parameters and buffers before the last layer, and its weights if another layer also uses them."""
     prefix = f"{last_layer_name}." if last_layer_name else ""
     named = list(model.named_parameters(remove_duplicate=False))
     own = {id(p) for name, p in named if name in (f"{prefix}weight", f"{prefix}bias")}
@@ -49,8 +49,8 @@ def trunk_tensors(model: nn.Module, last_layer_name: str) -> list[Tensor]:
 def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield names and values of the parameters, then of the buffers, each tensor once.
 
-    Buffers that ``state_dict`` leaves out (``persistent=False``) are left out here, too: they are made from the rest,
-    often late and of the size of the inputs, as the tables of rotary positions are.
+    Buffers that ``state_dict`` omits (``persistent=False``) are omitted here too: they are computed from the other
+    tensors, often late and with a size that depends on the inputs, such as tables of rotary positions.
     """
     yield from model.named_parameters()
     seen: set[int] = set()
@@ -64,7 +64,7 @@ def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensor itself, or indices and values of a sparse one."""
+    """Return a dense tensor itself, or the indices and values of a sparse tensor."""
     tensor = tensor.detach()
     if tensor.layout is torch.strided:
         return (tensor,)
@@ -83,10 +83,10 @@ _PERIOD = 65521
 
 
 class Watch:
-    """The fingerprint of an encoder, computed again only where its weights may have changed.
+    """The fingerprint of an encoder, computed again only if its weights may have changed.
 
-    Torch counts the changes of a tensor, but neither those of fused optimizers nor of writes to ``.data``. Where an
-    encoder is trained elsewhere (``shared``), the norms of all tensors tell these.
+    Torch counts the changes of a tensor, but not changes by fused optimizers or by writes to ``.data``. If an encoder
+    is trained elsewhere (``shared``), the norms of all tensors show these changes.
     """
 
     def __init__(self, *, shared: bool) -> None:
@@ -94,7 +94,7 @@ class Watch:
         self._seen: tuple[list[Tensor], list[Any], Tensor] | None = None
 
     def __call__(self, model: nn.Module) -> Tensor:
-        """Return the fingerprint: the same object as long as the weights are the same."""
+        """Return the fingerprint: the same object while the weights are the same."""
         tensors = _held(model)
         norms = [dense_parts(t)[-1].norm() for t in tensors if self.shared and t.is_floating_point()]
         counted = [versions(tensors), torch.stack([n.double().cpu() for n in norms]).tolist() if norms else None]
@@ -104,13 +104,13 @@ class Watch:
         fingerprint = summary(tensor for _, tensor in state_tensors(model))
         if last is not None and same_encoder(last[2], fingerprint):
             fingerprint = last[2]
-        # The tensors are held, so that no other object has their identity or memory.
+        # The tensors are kept alive, so that no other object reuses their identity or memory.
         self._seen = tensors, counted, fingerprint
         return fingerprint
 
 
 def _held(model: nn.Module) -> list[Tensor]:
-    """Return the tensors of :func:`state_tensors`, some of them twice, in a fraction of its time."""
+    """Return the tensors of :func:`state_tensors` in a fraction of its time; a tensor may appear twice."""
     held: list[Tensor | None] = []
     for module in model.modules():
         held += module._parameters.values()
@@ -120,15 +120,15 @@ def _held(model: nn.Module) -> list[Tensor]:
 
 
 def trunk_fingerprint(model: nn.Module, last_layer_name: str) -> Tensor:
-    """Return the :func:`summary` of all that the inputs of the last layer depend on."""
+    """Return the :func:`summary` of the tensors that determine the last layer's inputs."""
     return summary(trunk_tensors(model, last_layer_name))
 
 
 def same_encoder(first: Tensor, second: Tensor) -> bool:
-    """Return whether two fingerprints are of one encoder, up to the order of sums on another device."""
+    """Return whether two fingerprints belong to one encoder, up to the order of sums on another device."""
     if first.shape != second.shape or not torch.equal(first[:1], second[:1]):
         return False
-    # Sums may cancel, so their rounding is that of the norm.
+    # Sums may cancel, so their rounding error is measured against the norm.
     size = float(first[1:].abs().max())
     return torch.allclose(first[1:], second[1:], rtol=0, atol=1e-11 * size)
 
@@ -136,15 +136,15 @@ def same_encoder(first: Tensor, second: Tensor) -> bool:
 def summary(tensors: Iterable[Tensor]) -> Tensor:
     """Return number, norm, sum and weighted sum of the entries of tensors, float64 on the CPU, shape (4,).
 
-    The weights depend on the place in a tensor, so that exchanged entries show. Nothing depends on the order of the
-    tensors, which wrappers around an encoder may list in another one, and on their precision.
+    The weights depend on the place in a tensor, so exchanged entries change the result. The result does not depend on
+    the precision of the tensors or on their order, which wrappers around an encoder may change.
     """
     number, sums = 0, [torch.zeros(3, dtype=torch.float64)]
     for values in (part for tensor in tensors for part in dense_parts(tensor)):
         flat = (torch.view_as_real(values) if values.is_complex() else values).flatten()
         number += flat.numel()
         weights = _weights().to(flat.device)
-        # A part at a time, so that no second copy of the encoder is in memory.
+        # One part at a time, so that memory holds no second copy of the encoder.
         for part in flat.split(_PERIOD):
             wide = part.double()
             sums.append(torch.stack([wide @ wide, wide.sum(), wide @ weights[: len(wide)]]).cpu())
@@ -154,11 +154,11 @@ def summary(tensors: Iterable[Tensor]) -> Tensor:
 
 @functools.cache
 def _weights() -> Tensor:
-    """Return weights of the entries by their place: fractions of the multiples of the golden mean, shape (_PERIOD,)."""
+    """Return the weights of the entries by place: fractional parts of multiples of the golden mean, (_PERIOD,)."""
     return torch.arange(1, _PERIOD + 1, dtype=torch.float64) * 0.6180339887498949 % 1
 
 
 def weight_norms(model: nn.Module) -> Tensor:
-    """Return the norms of all parameters, float64 on the CPU: enough to tell one trained encoder from another."""
-    # Sorted, because wrappers around an encoder may list its modules in another order.
+    """Return the norms of all parameters, float64 on the CPU: enough to distinguish trained encoders."""
+    # Sorted, because wrappers around an encoder may change the order of its modules.
     return torch.stack([p.detach().norm().cpu().double() for p in model.parameters()]).sort().values

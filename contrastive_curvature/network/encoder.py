@@ -1,13 +1,13 @@
-"""Analysis of an encoder: its raw outputs, before the l2-normalisation at its end, and the layer that computes them.
+"""Analysis of an encoder: its raw outputs, before a final l2-normalisation, and the layer that computes them.
 
-An encoder may end in an l2-normalisation module, of any class, or its ``forward`` in ``F.normalize`` of what a module
-puts out; the curvature is that of the raw outputs before. An encoder whose raw outputs cannot be reached is refused:
-every Jacobian would be that of another function, without any sign of it.
+An encoder may end in an l2-normalisation module of any class, or its ``forward`` may apply ``F.normalize`` to the
+output of a module; the curvature needs the raw outputs before this normalisation. An encoder whose raw outputs cannot
+be reached is refused: every Jacobian would silently belong to another function.
 
-One run of the encoder on a probe is recorded, and followed back from the output. Equal numbers alone may be a
-coincidence: an adapter that starts at zero adds nothing to a layer's output, and a momentum copy of a layer puts out
-the same. Only the layer whose output the embeddings are made of carries other values on to them, and nothing else has a
-gradient then (:func:`carries`).
+One run of the encoder on a probe is recorded, and searched backwards from the output. Equal numbers alone may be a
+coincidence: an adapter that starts at zero adds nothing to a layer's output, and a momentum copy of a layer has the
+same output. So other values replace a layer's output. Only if the embeddings come from this layer do they follow the
+other values, and no parameter has a gradient then (:func:`carries`).
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ _OF_BATCH = (
 
 
 class Place(NamedTuple):
-    """Where the raw outputs are: in what the model returns, or at a run of one of its modules.
+    """The place of the raw outputs: the model's result, or a run of one of its modules.
 
     Attributes:
-        module: The module; ``None``: the model's own output is the raw output.
-        run: Which run of it, counted from zero.
-        entry: Name of the tensor among its inputs, ``None`` where it takes a tensor.
-        key: Name of the tensor among its outputs, ``None`` where it puts out a tensor.
-        normalizes: Whether it takes the raw outputs and normalises them. Otherwise it puts them out, and ``forward``
-            normalises them.
+        module: The module; with ``None`` the model's own output is the raw output.
+        run: Number of the module's run, counted from zero.
+        entry: Name of the tensor among the module's inputs; ``None`` if the input is one tensor.
+        key: Name of the tensor among the module's outputs; ``None`` if the output is one tensor.
+        normalizes: Whether the module's input is the raw outputs, which the module normalises. Otherwise its output is
+            the raw outputs, which ``forward`` normalises.
     """
 
     module: nn.Module | None = None
@@ -77,19 +77,19 @@ class Place(NamedTuple):
 
 
 def find_raw(records: Sequence[Record], out: Tensor, made_of: Callable[[Record], bool]) -> tuple[Tensor, Place, bool]:
-    """Go back from the output (N, D) through normalisations, and through modules that return their input unchanged.
+    """Go back from the output (N, D) through normalisations and modules that return their input unchanged.
 
     Args:
-        records: What the innermost modules of an encoder did, in order.
-        out: Its output.
-        made_of: Returns whether the directions of the output are those of a record's output, for all values of both.
+        records: Records of an encoder's innermost modules, in order.
+        out: Output of the encoder.
+        made_of: Function that returns whether the output always has the directions of a record's output.
 
     Returns:
-        The raw outputs (N, D), where they are, and whether they are normalised still.
+        The raw outputs (N, D), their place, and whether they are still normalised.
     """
 
     def last(matches: Callable[[Any, Tensor], bool], end: int) -> int:
-        """Return the index of the last record before ``end`` that matches, and that the output is made of, or -1."""
+        """Return the index of the last record before ``end`` that matches and determines the output, or -1."""
         indices = reversed(range(end))
         return next((k for k in indices if matches(records[k].output, raw) and made_of(records[k])), -1)
 
@@ -102,7 +102,7 @@ def find_raw(records: Sequence[Record], out: Tensor, made_of: Callable[[Record],
                 break
             entry = record.rescaled()
             if entry is False:
-                # A layer norm gives rows of a common norm other than one; that is no l2-normalisation.
+                # The output rows of a layer norm have a common norm other than one: this is not an l2-normalisation.
                 return raw, place, has_unit_norm(raw)
             raw, place = record.inputs[entry], Place(record.module, record.run, entry, record.key, normalizes=True)
             end = k
@@ -114,13 +114,13 @@ def find_raw(records: Sequence[Record], out: Tensor, made_of: Callable[[Record],
                 _refuse_hidden_normalization(raw)
                 break
             raw, place = records[k].output, Place(records[k].module, records[k].run, key=records[k].key)
-            # The module may be a normalisation, too.
+            # The module itself may also be a normalisation.
             end = k + 1
     return raw, place, False
 
 
 def _refuse_hidden_normalization(out: Tensor) -> None:
-    """Refuse outputs of one norm that no module makes, except those of a layer norm whose scale is still one."""
+    """Refuse outputs with one common norm from no module, except outputs of a layer norm with scale one."""
     norm, of_layer_norm = float(out.float().norm(dim=1).mean()), out.shape[1] ** 0.5
     if _LAYER_NORM[0] * of_layer_norm < norm < _LAYER_NORM[1] * of_layer_norm:
         return
@@ -134,14 +134,14 @@ def _refuse_hidden_normalization(out: Tensor) -> None:
 
 @dataclass
 class Record:
-    """A tensor that a run of a module put out, and what went in; copies, as in-place operations may change them.
+    """An output tensor of a module's run, and its inputs; all copied, since in-place operations may change them.
 
     Attributes:
         module: The module.
-        run: How often the module had run before.
-        inputs: Tensors that it took, by their names.
-        key: Name of the tensor that it put out.
-        output: That tensor.
+        run: Number of earlier runs of the module.
+        inputs: Input tensors by name.
+        key: Name of the output tensor.
+        output: The output tensor.
     """
 
     module: nn.Module
@@ -151,8 +151,7 @@ class Record:
     output: Any
 
     def rescaled(self) -> Key | bool:
-        """Return the name of the input whose rows are positive multiples of the output's; ``False``: there is none."""
-        # A module with parameters is no rescaling.
+        """Return the name of the input with rows that are positive multiples of the output's rows, or ``False``."""
         if next(self.module.parameters(), None) is not None:
             return False
         names = sorted(self.inputs, key=lambda name: name != self.key)
@@ -160,10 +159,10 @@ class Record:
 
 
 def trace(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Record], Tensor]:
-    """Run an encoder; return what its innermost modules did, in order, and the outputs (N, D).
+    """Run an encoder; return the records of its innermost modules, in order, and the outputs (N, D).
 
-    One point, or equal ones, of another norm than one do not show whether the encoder gives all points that norm: then
-    made-up points take their place, where the encoder takes them.
+    One point (or equal points) with a norm other than one cannot show whether all points have that norm. Then made-up
+    points replace them, if the encoder accepts these.
     """
     if any(isinstance(m, _BatchNorm) and m.running_mean is None for m in model.modules()):
         raise UnsupportedError(_OF_BATCH)
@@ -185,7 +184,7 @@ def trace(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Record
 
 
 def _recorded(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Record], Tensor]:
-    """Return what the innermost modules do in one run, and the outputs."""
+    """Record the innermost modules in one run; return the records and the outputs."""
     started: dict[int, tuple[dict[Key, Tensor], dict[Key, Tensor]]] = {}
     runs: Counter[int] = Counter()
     records: list[Record] = []
@@ -197,12 +196,12 @@ def _recorded(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Re
     def finish(module: nn.Module, _: tuple[Any, ...], output: Any) -> None:
         inputs, copies = started.pop(id(module))
         for key, value in _tensors(output).items():
-            # What a mapping only passes on is of the module that made it.
+            # A tensor that a mapping only passes on belongs to the module that made it.
             if key is None or value is not inputs.get(key):
                 records.append(Record(module, runs[id(module)], copies, key, value.clone()))
         runs[id(module)] += 1
 
-    # Modules in script have no hooks.
+    # Script modules have no hooks.
     leaves = [m for m in model.modules() if not any(m.children()) and not isinstance(m, torch.jit.ScriptModule)]
     with watched(leaves, before=start, after=finish), naming_the_input(probe):
         out = call(model, probe)
@@ -210,11 +209,11 @@ def _recorded(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Re
 
 
 def has_constant_norm(out: Tensor) -> bool:
-    """Return whether all rows have norm one or, where they differ, one common norm."""
+    """Return whether all rows have norm one or, if the rows differ, a common norm."""
     if has_unit_norm(out):
         return len(out) > 0
     norms = out.float().norm(dim=1)
-    # Equal embeddings have equal norms, whatever the encoder.
+    # Equal embeddings have equal norms for any encoder.
     return bool((out[1:] != out[:1]).any()) and bool(((norms / norms[0] - 1).abs() < _tolerance(out)).all())
 
 
@@ -224,12 +223,12 @@ def has_unit_norm(out: Tensor) -> bool:
 
 
 def _tolerance(out: Tensor) -> float:
-    """Return how far norms may be from one: an encoder in half precision rounds them, and then every entry."""
+    """Return the tolerance of unit norms: half precision rounds the norms, and then every entry."""
     return max(_UNIT_TOLERANCE, 2 * torch.finfo(_precision(out)).eps) if out.is_floating_point() else _UNIT_TOLERANCE
 
 
 def _precision(out: Tensor) -> torch.dtype:
-    """Return the type in which numbers were computed, also where ``forward`` made them float32 at its end."""
+    """Return the dtype in which numbers were computed, even if ``forward`` converted them to float32 at the end."""
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if torch.finfo(dtype).eps >= torch.finfo(out.dtype).eps and torch.equal(out.to(dtype).to(out.dtype), out):
             return dtype
@@ -237,8 +236,8 @@ def _precision(out: Tensor) -> torch.dtype:
 
 
 def is_same(output: Any, raw: Tensor) -> bool:
-    """Return whether a module put out these numbers, in whatever precision."""
-    # Nested tensors, and those within torch.vmap, have no equal.
+    """Return whether a module's output has these numbers, in any precision."""
+    # torch.equal does not support nested tensors and tensors inside torch.vmap.
     if not isinstance(output, Tensor) or output.is_nested or output.shape != raw.shape:
         return False
     both = torch.promote_types(output.dtype, raw.dtype)
@@ -246,21 +245,21 @@ def is_same(output: Any, raw: Tensor) -> bool:
 
 
 def feeds(output: Any, normalized: Tensor) -> bool:
-    """Return whether ``normalized`` (N, D) is a module's output with every row divided by its norm, up to rounding."""
+    """Return whether ``normalized`` (N, D) is a module's output divided by its row norms, up to rounding."""
     if not isinstance(output, Tensor) or output.is_nested or output.shape != normalized.shape:
         return False
     raw = output.detach().double()
     one, other = (nn.functional.normalize(t, dim=1) for t in (raw, normalized.detach().double()))
-    # Rows of NaN, which somebody else reports, are equal.
+    # Rows of NaN count as equal; another check reports them.
     apart = (one - other).masked_fill(one.isnan() & other.isnan(), 0).abs()
-    # Rounding is relative to an entry; the smallest numbers of half precision are rounded as if they were larger.
+    # Rounding is relative to an entry; subnormal numbers of half precision have a larger relative error.
     info = torch.finfo(_precision(normalized))
     smallest = info.smallest_normal * info.eps * (1 + 1 / raw.norm(dim=1, keepdim=True).clamp(min=info.tiny))
     return bool((apart <= 4 * info.eps * one.nan_to_num().abs() + 4 * smallest.nan_to_num()).all())
 
 
 def _tensors(value: Any) -> dict[Key, Tensor]:
-    """Return a tensor, or those of a mapping that may be embeddings; others would take memory for nothing."""
+    """Return a tensor, or a mapping's tensors that may be embeddings; other tensors would waste memory."""
     if isinstance(value, Tensor):
         return {None: value}
     if not isinstance(value, Mapping):
@@ -271,17 +270,17 @@ def _tensors(value: Any) -> dict[Key, Tensor]:
 def carries(
     model: nn.Module, run: Callable[[], Tensor], record: Record, matches: Callable[[Tensor, Tensor], bool]
 ) -> bool:
-    """Return whether the result of a run comes from one output of a module, and from nothing else.
+    """Return whether the result of a run depends on one output of a module, and on nothing else.
 
-    Other values are put in the place of that output. An encoder with hooks of the user's runs without a graph, so that
-    only values are compared.
+    The test replaces this output by other values. An encoder with the user's hooks runs without a graph, so that only
+    values are compared.
 
     Args:
         model: The encoder.
-        run: Runs it on a few points.
+        run: Function that runs the encoder on a few points.
         record: The output.
-        matches: Returns whether the values in its place (N, D) and the result (N, D) belong together. With
-            :func:`feeds`, other parameters may change the norms of the result, such as a learned temperature.
+        matches: Function that returns whether the replacing values (N, D) and the result (N, D) belong together. With
+            :func:`feeds`, other parameters, such as a learned temperature, may change the norms of the result.
     """
 
     def passes() -> Tensor | None:
@@ -289,7 +288,7 @@ def carries(
             out = run()
         return out if put and matches(put[0], out.detach()) else None
 
-    # A hook, such as those of a module that BackPACK extended, may keep what belongs to the user's own backward pass.
+    # A hook, for example by BackPACK's ``extend``, may keep tensors for the user's own backward pass.
     hooked = any(users_hooks(m) or m._backward_hooks or m._backward_pre_hooks for m in model.modules())
     try:
         with torch.set_grad_enabled(not hooked):
@@ -301,11 +300,11 @@ def carries(
     except torch.OutOfMemoryError:
         raise
     except RuntimeError:
-        # Some encoders run only without a graph; they have no gradients that could be wrong.
+        # Some encoders run only without a graph; then there are no gradients that could be wrong.
         with torch.no_grad(), suppress(UnsupportedError):
             return passes() is not None
         return False
-    # A module may keep what it computed last: other values, with a graph that cannot be copied.
+    # A module may keep its last results, here the other values with a graph that cannot be copied.
     with torch.no_grad():
         run()
     return carried
@@ -313,7 +312,7 @@ def carries(
 
 @contextmanager
 def _substituted(record: Record) -> Iterator[list[Tensor]]:
-    """Put other values in the place of one output of a module, and give a list that will hold them."""
+    """Replace one output of a module by other values; yield a list that will hold these values."""
     put: list[Tensor] = []
     run, generator = count(), torch.Generator().manual_seed(0)
 
@@ -321,7 +320,7 @@ def _substituted(record: Record) -> Iterator[list[Tensor]]:
         if next(run) != record.run:
             return None
         put.append(other_values(out if record.key is None else entry_of(out, record.key), generator))
-        # A copy, because an in-place operation may change what goes on.
+        # A copy, because a later in-place operation may change it.
         values = put[0].clone()
         if record.key is None:
             return values
@@ -335,14 +334,14 @@ def _substituted(record: Record) -> Iterator[list[Tensor]]:
 
 
 def other_values(like: Tensor, generator: torch.Generator) -> Tensor:
-    """Draw normal numbers of the shape, type and root mean square of a tensor, without a graph."""
+    """Draw normal numbers with a tensor's shape, dtype and root mean square, without a graph."""
     size = like.detach().float().square().mean().sqrt()
     size = torch.where(size.isfinite() & (size > 0), size, torch.ones_like(size))
     return (torch.randn(like.shape, generator=generator).to(like.device) * size).to(like.dtype)
 
 
 def _has_gradient(model: nn.Module, out: Tensor, direction_only: bool) -> bool:
-    """Return whether parameters change the result though the values that it should be made of are constants."""
+    """Return whether parameters change the result although its supposed source is constant."""
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not out.requires_grad or not parameters:
         return False
@@ -353,7 +352,8 @@ def _has_gradient(model: nn.Module, out: Tensor, direction_only: bool) -> bool:
         v = nn.functional.normalize(v - (v * unit).sum(1, keepdim=True) * unit, dim=1)
         v = v / values.norm(dim=1, keepdim=True).clamp(min=1e-12)
     gradients = torch.autograd.grad(out, parameters, v.to(out.dtype), allow_unused=True)
-    # The gradient of a temperature is zero but for the rounding of v; that of a weight of a layer has no such excuse.
+    # The gradient of a temperature is zero up to the rounding of v. This tolerance applies only to single numbers, not
+    # to the weights of a layer.
     rounding = 32 * torch.finfo(out.dtype).eps if direction_only else 0.0
     return any(
         float(g.coalesce().values().norm() if g.is_sparse else g.norm()) > (rounding if g.numel() == 1 else 0.0)
@@ -374,7 +374,7 @@ def at_least_float32(t: Tensor) -> Tensor:
 
 
 class Features(NamedTuple):
-    """What the last layer makes of a batch, and what it takes in; a last-layer posterior takes it in place of inputs.
+    """Outputs and inputs of the last layer for a batch; a last-layer posterior accepts them in place of inputs.
 
     Attributes:
         outputs: Raw outputs, shape (B, D).
@@ -386,28 +386,28 @@ class Features(NamedTuple):
 
 
 class Encoder(nn.Module):
-    """An analysed encoder; calling it gives the raw outputs, before any l2-normalisation.
+    """An analysed encoder; calling it returns the raw outputs, before any l2-normalisation.
 
-    It is the feature extractor of a last-layer posterior, too: laplace-torch's own takes the last module that runs for
-    the last layer, and in an encoder that is often a normalisation.
+    This class also replaces laplace-torch's feature extractor for a last-layer posterior. That extractor assumes that
+    the last module to run is the last layer; in an encoder, the last module is often a normalisation.
 
     Args:
         model: Any module that maps a batch to (N, D), or to a mapping or an object with the embeddings; parameters are
             shared, not copied.
-        probe: A batch for :meth:`analyse`; ``None`` where that is called later, or by the first inputs.
+        probe: A batch for :meth:`analyse`; with ``None``, call it later, or the first inputs will.
         last_layer_name: Name of the linear layer that computes the raw outputs; ``None`` detects the layer.
-        takes_features: Whether saved features (:mod:`contrastive_curvature.network.given_features`) may take the place
-            of inputs, of the probe too.
-        label_key: Where batches that are mappings keep the labels, which no ``forward`` gets by keyword.
+        takes_features: Whether saved features (:mod:`contrastive_curvature.network.given_features`) may replace inputs,
+            including the probe.
+        label_key: Key of the labels in batches that are mappings; ``forward`` never receives labels by keyword.
 
     Attributes:
         model: The wrapped module.
-        dim: D; of a ``SentenceTransformer`` with a ``truncate_dim``, that many.
+        dim: D; for a ``SentenceTransformer`` with a ``truncate_dim``, this number.
         last_layer_name: Name in ``model.named_modules()`` of the linear layer whose output is the raw output, or
             ``None``.
-        place: Where the raw outputs are.
+        place: The place of the raw outputs.
         normalized: Whether the raw outputs have unit norm, because no earlier output could be reached.
-        call: How the model is called, and which of its outputs are the embeddings.
+        call: Calls the model, and selects the embeddings among its outputs.
     """
 
     dim: int
@@ -435,14 +435,14 @@ class Encoder(nn.Module):
             self.analyse(probe)
 
     def analyse(self, probe: Inputs) -> None:
-        """Find the raw outputs and the last layer, once: the first points of a batch are run and recorded.
+        """Find the raw outputs and the last layer, once, by a recorded run of a batch's first points.
 
         One point is enough; with two or more, common norms and dependence on the batch are detected too. Saved features
-        say what was found when they were written; the analysis is then made up for as soon as there are inputs.
+        contain the result of the analysis when they were written; the encoder itself is analysed with the first inputs.
 
         Raises:
-            InputError: Outputs are not finite, the layer that was named is not the last one, or saved features are of
-                another encoder.
+            InputError: Outputs are not finite, the named layer is not the last one, or saved features belong to another
+                encoder.
             UnsupportedError: The raw outputs cannot be reached.
         """
         if self._saw_inputs:
@@ -484,7 +484,7 @@ class Encoder(nn.Module):
         self._saw_inputs = True
 
     def _check_source(self, x: Mapping[str, Any]) -> FeatureSource:
-        """Refuse features of another encoder, or where inputs are needed; return where the features are from."""
+        """Refuse features of another encoder, or where inputs are needed; return the features' source."""
         if not self._takes_features:
             raise UnsupportedError(
                 "features: this needs the encoder's own inputs. Use subset_of_weights='last_layer' of laplace.Laplace, "
@@ -492,7 +492,7 @@ class Encoder(nn.Module):
             )
         source = FeatureSource.of_plain(json.loads(x[SOURCE]))
         name = self.last_layer_name or self._wanted_layer or source.last_layer
-        # Weights are read again only where one of them may have changed.
+        # Weights are read again only if a weight may have changed.
         state = (source, name, versions(trunk_tensors(self.model, name)))
         if state != self._checked:
             received = difference(self.model, source, name)
@@ -506,7 +506,7 @@ class Encoder(nn.Module):
         return source
 
     def _kept(self, outputs: int) -> int:
-        """Return how many outputs are embeddings: sentence-transformers' ``encode`` cuts what ``forward`` returns."""
+        """Return the embeddings' width: ``encode`` of sentence-transformers truncates the result of ``forward``."""
         cut = getattr(self.model, "truncate_dim", None)
         return min(outputs, cut) if isinstance(cut, int) and hasattr(self.model, "encode") else outputs
 
@@ -519,7 +519,7 @@ class Encoder(nn.Module):
         return layer
 
     def require_last_layer(self) -> nn.Linear:
-        """Return the last layer, if a last-layer curvature of it is exact."""
+        """Return the last layer, if its last-layer curvature is exact; otherwise refuse."""
         layer, name = self.last_layer, self.last_layer_name
         if layer is None or layer.out_features != self.dim:
             why = "no linear layer computes the raw outputs of this encoder"
@@ -551,7 +551,6 @@ class Encoder(nn.Module):
         if module is None:
             z = at_least_float32(self._run(x))
         else:
-            # Inputs and outputs of the module.
             z = self.passed(module, x, run, entry, key)[0 if normalizes else 1]
         return z[..., : self.dim]
 
@@ -562,11 +561,11 @@ class Encoder(nn.Module):
 
     @property
     def normalizes_inside(self) -> bool:
-        """Return whether ``forward`` normalises what a module puts out, and that output is the raw output."""
+        """Return whether the raw output is a module's output that ``forward`` then normalises."""
         return self.place.module is not None and not self.place.normalizes
 
     def embeddings(self, z: Tensor) -> Tensor:
-        """Return what the model makes of raw outputs (N, D): they themselves, or normalised."""
+        """Return the model's embeddings for raw outputs (N, D): unchanged, or normalised."""
         if self.normalizes_inside:
             return nn.functional.normalize(z, dim=1)
         if self.normalization is None:
@@ -576,28 +575,28 @@ class Encoder(nn.Module):
         return out if entry is None else entry_of(out, self.place.key)
 
     def forward_with_features(self, x: Inputs) -> Features:
-        """Return raw outputs (N, D), and the inputs of the last layer, (N, F); saved features come back as they are."""
+        """Return raw outputs (N, D) and last-layer inputs (N, F); saved features are returned unchanged."""
         if not has_features(x):
             self.analyse(x)
             phi, z = self.passed(self.require_last_layer(), x)
             return Features(z, phi)
         self._check_source(x)
         layer = self.require_last_layer()
-        # A layer in half precision computes its outputs in it, but curvatures are sums of products of features.
+        # A half-precision layer computes its outputs in half precision, but curvatures sum products of features.
         phi = x[FEATURES].to(layer.weight.device, torch.promote_types(layer.weight.dtype, torch.float32))
         return Features(at_least_float32(layer(phi.to(layer.weight.dtype))), phi)
 
     def passed(
         self, module: nn.Module, x: Inputs, run: int = 0, entry: Key = None, key: Key = None
     ) -> tuple[Tensor, Tensor]:
-        """Return what a module of the encoder takes in and puts out for a batch, copies.
+        """Run a batch, and return copies of a module's input and output.
 
         Args:
             module: The module.
             x: The batch.
-            run: Which run of the module, counted from zero.
-            entry: Name of the tensor in a mapping that the module takes.
-            key: Name of the tensor in a mapping that it puts out.
+            run: Number of the module's run, counted from zero.
+            entry: Name of the tensor, if the module's input is a mapping.
+            key: Name of the tensor, if the module's output is a mapping.
         """
         inputs: list[Any] = []
         outputs: list[Any] = []
@@ -621,9 +620,9 @@ class Encoder(nn.Module):
         return inputs[run], outputs[run]
 
     def _check_feeds(self, raw: Tensor, out: Tensor) -> None:
-        """Refuse a batch whose output is not the normalised output ``raw`` of a layer, as that of the first one."""
+        """Refuse a batch whose output, unlike the probe's, is not the normalised layer output ``raw``."""
         vectorised: Any = torch._C._functorch
-        # A graph that is traced, and a function that is vectorised, are of inputs that were compared before.
+        # A traced graph or a vectorised function has inputs that were compared before.
         if torch.compiler.is_compiling() or vectorised.is_functorch_wrapped_tensor(out) or feeds(raw, out):
             return
         raise UnsupportedError(
@@ -643,6 +642,6 @@ def _name_of(module: nn.Module, model: nn.Module) -> str:
 
 
 def _copied(value: Any, entry: Key) -> Any:
-    """Copy a tensor, or the one under a name: a later in-place operation may change it."""
+    """Copy a tensor, or the tensor under a name, since a later in-place operation may change it."""
     part = value if entry is None else entry_of(value, entry)
     return at_least_float32(part.clone()) if isinstance(part, Tensor) else part

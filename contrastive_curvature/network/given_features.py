@@ -1,8 +1,8 @@
-"""Saved features in the place of inputs: what the last linear layer takes in, and which encoder it came from.
+"""Saved features in place of inputs: the inputs of the last linear layer, and the encoder that computed them.
 
-A batch of them is a mapping like any other batch of inputs, so that it passes wherever inputs do. Its two entries are
-the features, and a text that says which encoder wrote them; a text passes unchanged through copies to another device,
-slices and saved states.
+A batch of saved features is a mapping like any other batch of inputs, so it works wherever inputs do. Its two entries
+are the features and a text that identifies the encoder; copies to another device, slices and saved states keep a text
+unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SOURCE = "contrastive_curvature.source"
 
 @dataclass(frozen=True)
 class FeatureSource:
-    """The encoder that features came from, and what the analysis of its inputs found.
+    """The encoder that computed features, and the results of its analysis.
 
     Attributes:
         last_layer: Name of the linear layer whose outputs are the raw outputs, in ``model.named_modules()``.
@@ -42,23 +42,23 @@ class FeatureSource:
 
     @classmethod
     def of(cls, model: nn.Module, last_layer_name: str) -> FeatureSource:
-        """Return the source of features that this encoder computes now."""
+        """Return the source for features that this encoder computes now."""
         layer: Any = model.get_submodule(last_layer_name)
         trunk = tuple(trunk_fingerprint(model, last_layer_name).tolist())
         return cls(last_layer_name, layer.in_features, layer.out_features, trunk)
 
     @classmethod
     def of_plain(cls, plain: Mapping[str, Any]) -> FeatureSource:
-        """Return the inverse of :meth:`to_plain`."""
+        """Make the source from the result of :meth:`to_plain`."""
         return cls(**{**plain, "trunk": tuple(plain["trunk"])})
 
     def to_plain(self) -> dict[str, Any]:
-        """Return strings and numbers only, for JSON."""
+        """Return a dictionary of strings and numbers, for JSON."""
         return {**asdict(self), "trunk": list(self.trunk)}
 
 
 def feature_inputs(features: Tensor, source: FeatureSource) -> dict[str, Any]:
-    """Return a batch of saved features (B, F), as a last-layer posterior takes it in the place of inputs."""
+    """Return a batch of saved features (B, F) that a last-layer posterior accepts in place of inputs."""
     return {FEATURES: features, SOURCE: json.dumps(source.to_plain())}
 
 
@@ -68,9 +68,9 @@ def has_features(x: Any) -> TypeGuard[Mapping[str, Any]]:
 
 
 def difference(model: nn.Module, source: FeatureSource, last_layer_name: str | None = None) -> str | None:
-    """Say how features of a source are not those of an encoder; ``None`` where they are.
+    """Say how the source of features differs from an encoder; ``None`` if they agree.
 
-    The last layer alone may have other weights. Its name is that of the source, if none is given.
+    Only the last layer may have other weights. By default its name is the source's ``last_layer``.
     """
     if last_layer_name not in (None, source.last_layer):
         return f"what layer {source.last_layer!r} takes in, and the last layer is {last_layer_name!r}"

@@ -1,4 +1,4 @@
-"""A batch of inputs: a tensor, a mapping of tensors, or texts, which the encoder's own tokenizer turns into one."""
+"""A batch of inputs: a tensor, a mapping of tensors, or texts, which the encoder's tokenizer turns into a mapping."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MOST = 2**61
 
 
 def check_inputs(x: object, argument: str = "x") -> Inputs:
-    """Return a batch; refuse anything that cannot be a batch of dense inputs with at least one point."""
+    """Return a batch; refuse an object that cannot be a batch of dense inputs with at least one point."""
     wanted = "a tensor or a mapping of tensors, one point a row"
     if not isinstance(x, (Tensor, Mapping)):
         raise InputTypeError(argument, wanted, f"a {type(x).__name__}")
@@ -43,12 +43,12 @@ def input_length(x: Inputs) -> int:
 
 
 def move_inputs(x: Inputs, device: torch.device) -> Inputs:
-    """Return a batch on a device."""
+    """Move a batch to a device."""
     return map_tensors(x, lambda t: t.to(device))
 
 
 def map_tensors(x: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
-    """Return a batch with every tensor changed; entries of a mapping that are no tensors stay as they are."""
+    """Apply ``change`` to every tensor of a batch; other entries of a mapping stay unchanged."""
     if isinstance(x, Mapping):
         return {k: change(v) if isinstance(v, Tensor) else v for k, v in x.items()}
     return change(x)
@@ -63,16 +63,16 @@ def slice_inputs(x: Inputs, rows: slice | Tensor) -> Inputs:
 
 
 def few_points(x: Inputs, count: int = 5) -> Inputs:
-    """Return some points of a batch, repeated where there are too few; few other axes have the length 5."""
+    """Return ``count`` points of a batch, repeated if there are fewer; 5 is a rare length of other axes."""
     return slice_inputs(x, torch.arange(count) % input_length(x))
 
 
 def made_up_inputs(x: Inputs, n: int = 2) -> Inputs:
-    """Make up to n points of the types and shapes of those in a batch, for files that must not hold the user's data.
+    """Make up to n points with a batch's dtypes and shapes, for files that must not hold the user's data.
 
-    Numbers lie between 0 and 1, whole numbers between 0 and the largest of these points, so that they are valid tokens.
-    What is 0 or 1 everywhere, as a mask, becomes all ones, or all zeros. Of the entries of a mapping that are no
-    tensors, only single values stay.
+    Real numbers lie between 0 and 1, and integers between 0 and the largest of these points, so that they are valid
+    tokens. A tensor of zeros and ones, such as a mask, becomes all ones, or all zeros if it has no one. From the
+    mapping's other entries, only single values stay.
     """
     few, draw = slice_inputs(x, slice(0, n)), torch.Generator().manual_seed(0)
 
@@ -84,7 +84,7 @@ def made_up_inputs(x: Inputs, n: int = 2) -> Inputs:
         if value.is_floating_point() or value.is_complex():
             return torch.rand(value.shape, generator=draw, dtype=torch.float64).to(value)
         whole = value.long()
-        # torch draws from ranges of less than 2^63 numbers.
+        # torch draws integers only from ranges of fewer than 2^63 numbers.
         ends = max(-_MOST, min(0, int(whole.min()))), min(_MOST, int(whole.max())) + 1
         return torch.randint(ends[0], max(1, ends[1]), value.shape, generator=draw).to(value)
 
@@ -95,10 +95,10 @@ def made_up_inputs(x: Inputs, n: int = 2) -> Inputs:
 
 @contextmanager
 def asks_for_example(example: object) -> Iterator[None]:
-    """Name the argument ``example`` where the encoder refuses :func:`made_up_inputs` and no example was given."""
+    """Name the argument ``example`` in errors on :func:`made_up_inputs`, if the user passed no example."""
     try:
         yield
-    except Exception as error:  # what an encoder raises at inputs of another kind has no common base
+    except Exception as error:  # encoders' errors on wrong inputs have no common base class
         if example is not None:
             raise
         reason = (str(error) or type(error).__name__).splitlines()[0]
@@ -108,10 +108,10 @@ def asks_for_example(example: object) -> Iterator[None]:
 
 
 def same_tokens(parts: Sequence[Inputs]) -> list[Inputs]:
-    """Pad batches of tokens, mappings with an ``attention_mask`` (N, T), to one length; return others as they are.
+    """Pad batches of tokens, mappings with an ``attention_mask`` (N, T), to one length; keep others unchanged.
 
-    The padding goes to the side where the masks have zeros already: an encoder may take its embedding from the first or
-    the last token, and then it is not the same on both sides.
+    The padding goes to the side where the masks already have zeros: the side matters for an encoder that takes its
+    embedding from the first or the last token.
     """
     masks = [part.get("attention_mask") if isinstance(part, Mapping) else None for part in parts]
     tokens = [mask for mask in masks if isinstance(mask, Tensor) and mask.ndim == 2]
@@ -129,7 +129,7 @@ def same_tokens(parts: Sequence[Inputs]) -> list[Inputs]:
             came = f"batches of {mask.shape[1]} and {longest} tokens whose masks do not show on which side to pad"
             raise InputError("train_loader", "batches of one number of tokens", came, hint)
         in_front = (side or next(iter(known), "")) == "left"
-        # Of the shape of the mask are the tokens themselves, their types and their positions.
+        # Entries with the mask's shape are the tokens, their types and their positions.
         padded.append(
             {
                 key: nn.functional.pad(value, (missing, 0) if in_front else (0, missing))
@@ -142,21 +142,21 @@ def same_tokens(parts: Sequence[Inputs]) -> list[Inputs]:
 
 
 def _padded_side(mask: Tensor) -> str | None:
-    """Return ``"left"`` or ``"right"``, where the zeros of a mask (N, T) are; ``None`` where it has none, or both."""
+    """Return the side of a mask (N, T) that has zeros, ``"left"`` or ``"right"``; ``None`` if both or no sides do."""
     in_front, behind = bool((mask[:, :1] == 0).any()), bool((mask[:, -1:] == 0).any())
     return None if in_front == behind else "left" if in_front else "right"
 
 
 def is_texts(x: Any) -> bool:
-    """Return whether this is a batch of texts: a list or tuple of strings, with one at least."""
+    """Return whether this is a batch of texts: a list or tuple of at least one string."""
     return isinstance(x, (list, tuple)) and bool(x) and all(isinstance(text, str) for text in x)
 
 
 def tokenized(model: Any, x: Any, argument: str = "x") -> Any:
-    """Return texts as what the encoder takes in, anything else as it is.
+    """Turn texts into inputs of the encoder; return other objects unchanged.
 
-    The first module of the encoder that has a method ``preprocess`` or ``tokenize``, as sentence-transformers' models
-    have, turns texts into a mapping.
+    The encoder's first module with a method ``preprocess`` or ``tokenize``, such as a sentence-transformers model,
+    turns texts into a mapping.
     """
     if isinstance(x, str):
         raise InputTypeError(argument, "a list of texts", "one text", "Pass [text].")
@@ -169,7 +169,7 @@ def tokenized(model: Any, x: Any, argument: str = "x") -> Any:
         wanted = "a tensor or a mapping of tensors, one point a row"
         raise InputTypeError(argument, wanted, f"a {type(x).__name__} of texts", hint)
     owner, name = known[0]
-    # The text that sentence-transformers' encode puts before every other by default.
+    # The default prompt, which ``encode`` of sentence-transformers puts before every text.
     prompts = getattr(owner, "prompts", None)
     prompt = prompts.get(getattr(owner, "default_prompt_name", None)) if isinstance(prompts, Mapping) else None
     out = getattr(owner, name)(list(x), **({} if prompt is None else {"prompt": prompt}))

@@ -2,9 +2,9 @@
 
 Parameters are ordered as ``[W.flatten(), b]``, the order of ``nn.Linear.parameters()``.
 
-A sketch of the second moments ``A`` (F, F) of its inputs is their product with a fixed test matrix, and their trace.
-Both are linear in ``A``, so sketches of batches, of data sets and of discounted sums add up as the matrices would. No
-(F, F) matrix is formed where the sketch is smaller. The leading eigenvectors are recovered by
+A sketch of the inputs' second moments ``A`` (F, F) is the product of ``A`` with a fixed test matrix, and the trace of
+``A``. Both are linear in ``A``, so sketches of batches, data sets and discounted sums add up like the matrices. No (F,
+F) matrix is formed if the sketch is smaller. The leading eigenvectors are recovered by
 :mod:`contrastive_curvature.structures.nystrom`.
 """
 
@@ -41,12 +41,12 @@ _CHUNK_ELEMENTS = 2**21
 
 
 class LastLayerPullback(Pullback):
-    """Weight and bias of the linear layer that makes the raw outputs; the context is its input ``phi`` (N, F).
+    """Weight and bias of the linear layer that computes the raw outputs; the context is its input ``phi`` (N, F).
 
     Args:
         encoder: The analysed encoder, in evaluation mode.
-        sketch: Number of columns of a sketch (:func:`sketch_moment`) that takes the place of the input factor of
-            Kronecker pairs; ``None`` for the factor itself.
+        sketch: Number of columns of a sketch (:func:`sketch_moment`) that replaces the input factor in Kronecker pairs;
+            ``None`` keeps the factor itself.
     """
 
     def __init__(self, encoder: Encoder, sketch: int | None = None) -> None:
@@ -63,7 +63,7 @@ class LastLayerPullback(Pullback):
         return [(prefix + name, p.numel()) for name, p in layer.named_parameters()]
 
     def input_sizes(self, context: Any) -> dict[str, Tensor]:
-        """See :meth:`Pullback.input_sizes`; the context is what the layer takes in."""
+        """See :meth:`Pullback.input_sizes`; the context is the layer's input."""
         return {self.encoder.last_layer_name or "": context.double().square().sum(1)}
 
     @override
@@ -120,7 +120,7 @@ class LastLayerPullback(Pullback):
     def cross_diag(self, rows: Any, columns: Any, cross: CrossBlocks) -> Tensor:
         """See :meth:`Pullback.cross_diag`.
 
-        Entry (k, f) is ``sum_ij H_ij[k, k] phi_if phi_jf``; by points for few outputs, by pairs for many.
+        Entry (k, f) is ``sum_ij H_ij[k, k] phi_if phi_jf``; computed by points for few outputs, by pairs for many.
         """
         dim = cross.u_rows.shape[1]
         if not cross.y.numel():
@@ -138,7 +138,7 @@ class LastLayerPullback(Pullback):
         return torch.diag_embed(diag_last_layer_variance(context, variance, self.encoder.dim))
 
     def tile_diag(self, dim: int) -> int:
-        """See :meth:`Pullback.tile_diag`; without Jacobians only the pair weights are held."""
+        """See :meth:`Pullback.tile_diag`; without Jacobians only the pair weights are stored."""
         del dim
         return 2048
 
@@ -146,7 +146,7 @@ class LastLayerPullback(Pullback):
     def kron(self, context: Any, blocks: Blocks) -> KronFactors:
         """See :meth:`Pullback.kron`: ``[[G (D, D), sum phi phi^T (F, F)]]``, and ``[G]`` for the bias.
 
-        A sketch of S columns has its product with the test matrix (F, S) and its trace (1,) in the place of the sum.
+        A sketch of S columns replaces the sum by its product with the test matrix, (F, S), and its trace, (1,).
         """
         g = blocks.total()
         moment = [context.T @ context] if self.sketch is None else sketch_moment(context, self.sketch)
@@ -163,11 +163,11 @@ class LastLayerPullback(Pullback):
         return out
 
     def _extended(self, phi: Tensor) -> Tensor:
-        """Return features with a one for the bias, (N, F + 1)."""
+        """Append a one for the bias to the features, (N, F + 1)."""
         return torch.cat([phi, torch.ones_like(phi[:, :1])], dim=1) if self.bias else phi
 
     def _flat(self, by_output: Tensor) -> Tensor:
-        """Return entries (..., D, F + 1), the last one that of the bias, in the order of the parameters (..., P)."""
+        """Flatten entries (..., D, F + 1), the bias last, into the order of the parameters (..., P)."""
         if not self.bias:
             return by_output.flatten(-2)
         return torch.cat([by_output[..., :-1].flatten(-2), by_output[..., -1]], dim=-1)
@@ -177,14 +177,14 @@ class LastLayerPullback(Pullback):
 def diag_last_layer_variance(phi: Tensor, variance: Tensor, dim: int) -> Tensor:
     """Return ``v_k = sum_f var(W_kf) phi_f^2 + var(b_k)`` (B, D), for variances (P,) of ``[W.flatten(), b]``."""
     weights = dim * phi.shape[1]
-    # An encoder that was converted after the fit has features of another type.
+    # An encoder that was converted after the fit has features of another dtype.
     variance = variance.to(phi.dtype)
     out = phi.square() @ variance[:weights].view(dim, -1).T
     return out + variance[weights:] if variance.numel() > weights else out
 
 
 def _cross_by_points(cross: CrossBlocks, left: Tensor, right: Tensor) -> Tensor:
-    """Return one quadratic form ``phi_f^T M_k phi_f`` an output (D, F), in O(R C F D), for few outputs."""
+    """Return the quadratic forms ``phi_f^T M_k phi_f`` (D, F) for every output k, in O(R C F D); for few outputs."""
     out = left.new_empty(cross.u_rows.shape[1], left.shape[1])
     cosine = cross.cosine()
     for k in range(out.shape[0]):
@@ -206,10 +206,10 @@ def _cross_by_pairs(cross: CrossBlocks, left: Tensor, right: Tensor, pairs: Tens
 
 
 def sketch_size(width: int, rank: int | None) -> int:
-    """Return the number of columns of a sketch: twice the rank and a few more, as Tropp et al. (2017) advise.
+    """Return the number of columns of a sketch: twice the rank plus a few, as Tropp et al. (2017) advise.
 
-    It is F, for the matrix itself, where the sketch would have half as many columns or more, and without a rank up to
-    :data:`EXACT_WIDTH`.
+    The number is F, for the matrix itself, if the sketch would need at least F / 2 columns, or if there is no rank and
+    F is at most :data:`EXACT_WIDTH`.
     """
     if rank is None and width <= EXACT_WIDTH:
         return width
@@ -221,9 +221,9 @@ def sketch_size(width: int, rank: int | None) -> int:
 def sketch_matrix(width: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return the test matrix (F, size) of a sketch: independent Gaussian entries of variance 1 / F, always the same.
 
-    The entries are those of float64 on the CPU, rounded, so that devices agree; they are not to be changed.
+    The entries are drawn in float64 on the CPU and rounded, so that devices agree; do not change the result in place.
     """
-    # Drawing a million numbers takes longer than a training step's product with them, hence the cache.
+    # Cached, because drawing a million numbers takes longer than their product in a training step.
     with torch.inference_mode(mode=False):
         generator = torch.Generator("cpu").manual_seed(0)
         drawn = torch.randn(width, size, generator=generator, dtype=torch.float64, device="cpu")
@@ -235,7 +235,7 @@ def sketch_moment(features: Tensor, size: int) -> list[Tensor]:
     """Sketch ``features^T features`` (F, F) in ``size`` columns.
 
     Returns:
-        The product with the test matrix (F, size), or the matrix itself where ``size`` is F; and the trace, shape (1,).
+        The product with the test matrix, (F, size), or the matrix itself if ``size`` is F; and the trace, shape (1,).
     """
     width = features.shape[1]
     trace = features.square().sum().reshape(1)

@@ -1,9 +1,9 @@
-"""The Jacobian of the outputs with respect to one parameter, from the gradients at what its layers put out.
+"""The Jacobian of the outputs with respect to one parameter, from the gradients at the outputs of its layers.
 
-With ``B_i`` the Jacobian of the raw outputs of point i with respect to a layer's output, a matrix has
-``J_i = sum_t B_it a_it^T`` over positions t with inputs ``a``, a bias, a scale or a token ``J_i = sum_t B_it h_it``,
-and an embedding the sum of ``B_it`` over the positions of each token. No Jacobian of a matrix is formed where it has
-one position; elsewhere a few at a time.
+Let ``B_i`` be the Jacobian of point i's raw outputs with respect to a layer's output. A matrix has
+``J_i = sum_t B_it a_it^T`` over positions t with inputs ``a``; a bias, a scale or a token has
+``J_i = sum_t B_it h_it``; an embedding has the sum of ``B_it`` over the positions of each token. For a matrix with one
+position no Jacobian is formed; otherwise a few at a time.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Entries = slice | Tensor
 
 
 class BlockJacobian(ABC):
-    """Some entries of one parameter, and how they enter the network; n points.
+    """The Jacobian of n points with respect to some entries of one parameter.
 
     Attributes:
-        size: How many entries.
-        entries: Their places in the flat parameter, or ``None`` where it is the whole parameter.
-        is_vector: Whether it is a matrix that multiplies one vector of inputs of every point.
+        size: Number of entries.
+        entries: Places of the entries in the flat parameter; ``None`` for the whole parameter.
+        is_vector: Whether the entries are a matrix that multiplies one input vector per point.
     """
 
     size: int
@@ -42,7 +42,7 @@ class BlockJacobian(ABC):
 
     @property
     def place(self) -> Entries:
-        """The entries, as an index into the flat parameter."""
+        """Return the entries as an index into the flat parameter."""
         return slice(None) if self.entries is None else self.entries
 
     @abstractmethod
@@ -57,21 +57,21 @@ class BlockJacobian(ABC):
     def jacobians(
         self, b: Tensor, points: int | None = None, other: BlockJacobian | None = None
     ) -> Iterator[tuple[Entries, Tensor]]:
-        """Yield ``J_i^T v_ki`` in chunks of entries, each with its places: (n, K, entries).
+        """Yield ``J_i^T v_ki`` in chunks of entries: their places, and the numbers (n, K, entries).
 
         Args:
             b: Gradients of K columns.
-            points: How many points the chunks are small enough for; ``None`` takes n.
-            other: Leave out entries that do not enter the other Jacobian of other points.
+            points: Number of points that the chunks must be small enough for; by default n.
+            other: Jacobian of other points; entries that do not occur in it are left out.
         """
 
     def cross(self, left: Tensor, right_side: BlockJacobian, right: Tensor, blocks: CrossBlocks) -> Tensor:
-        """Return the diagonal of ``sum_ij J_i^T H_ij J_j``, from gradients of the D axes at both sides."""
+        """Return the diagonal of ``sum_ij J_i^T H_ij J_j``, from gradients of the D axes on both sides."""
         return self._bilinear(left, right_side, right, blocks.matmul)
 
     def weighted(self, left: Tensor, right_side: BlockJacobian, right: Tensor, weight: Tensor) -> Tensor:
-        """Return ``sum_kij weight_ij (J_i^T v_ki) (J_j^T v_kj)`` (size,), from gradients of K columns at both sides."""
-        # Small chunks: they are read four times.
+        """Return ``sum_kij weight_ij (J_i^T v_ki) (J_j^T v_kj)`` (size,), from gradients of K columns on both sides."""
+        # Smaller chunks, because they are read four times.
         return self._bilinear(
             left, right_side, right, lambda b: (weight @ b.flatten(1)).view(-1, *b.shape[1:]), finer=32
         )
@@ -108,7 +108,7 @@ class MatrixJacobian(BlockJacobian):
 
     Args:
         inputs: Shape (n, G, T, F): G groups of F inputs at T positions. Gradients have shape (K, n, G, T, C).
-        channels: C, the outputs of a group.
+        channels: Number C of outputs of a group.
         entries: See :class:`BlockJacobian`.
     """
 
@@ -125,7 +125,7 @@ class MatrixJacobian(BlockJacobian):
             return (squares.T @ self.inputs[:, 0, 0].square()).flatten()
         out = b.new_zeros(self.size)
         step = max(1, min(len(self.inputs), _CACHE_ELEMENTS // self.size))
-        # New memory for every chunk would take as long as the products.
+        # One buffer: new memory for every chunk would take as long as the products.
         buffer = b.new_empty(step * self.groups, self.channels, self.width)
         for column, sign in zip(b.unbind(), signs.unbind(), strict=True):
             for rows in chunks(len(sign), step):
@@ -147,7 +147,7 @@ class MatrixJacobian(BlockJacobian):
         many, n = b.shape[:2]
         count = max(1, many * (n if points is None else points))
         step = max(1, _CHUNK_ELEMENTS // (count * self.width))
-        # Less than the width only where the step is a single channel.
+        # This is less than the width only if the step is a single channel.
         width = max(1, min(self.width, _CHUNK_ELEMENTS // count))
         for group in range(self.groups):
             for channels in chunks(self.channels, step):
@@ -161,9 +161,9 @@ class MatrixJacobian(BlockJacobian):
     def weighted(self, left: Tensor, right_side: BlockJacobian, right: Tensor, weight: Tensor) -> Tensor:
         if not (self.is_vector and isinstance(right_side, MatrixJacobian) and right_side.is_vector):
             return super().weighted(left, right_side, right, weight)
-        # Of one position, sum_ij forms_cij a_if a_jf over pairs; where both sides are the same, i < j counts twice.
+        # With one position: sum_ij forms_cij a_if a_jf over pairs; if both sides are the same, i < j counts twice.
         same, a, b = right_side is self, self.inputs[:, 0, 0], right_side.inputs[:, 0, 0]
-        # A product of many small matrices takes three times as long where their rows are apart in memory.
+        # Contiguous: a product of many small matrices takes three times as long if their rows are apart in memory.
         first = left[:, :, 0, 0].permute(2, 1, 0).contiguous()
         second = first if same else right[:, :, 0, 0].permute(2, 1, 0).contiguous()
         forms = torch.bmm(first, second.mT).mul_(weight)
@@ -185,12 +185,12 @@ class MatrixJacobian(BlockJacobian):
 
 
 class EntrywiseJacobian(BlockJacobian):
-    """Entries that are multiplied with one number each at every position, and summed: biases, scales, tokens.
+    """Entries that are each multiplied by one number at every position, and summed: biases, scales, tokens.
 
     Args:
         factors: ``h``, shape (n, T, M), or ``None`` for ones. Gradients have shape (K, n, T, M).
-        size: M, or the number of different entries.
-        places: Which entry each of the M is, where several are the same; ``None`` where each is its own.
+        size: Number of different entries, at most M.
+        places: Number of the entry at each of the M places; ``None`` if all entries are different.
         entries: See :class:`BlockJacobian`.
     """
 
@@ -226,10 +226,10 @@ class EntrywiseJacobian(BlockJacobian):
 
 
 class EmbeddingJacobian(BlockJacobian):
-    """Rows of a matrix that tokens pick.
+    """Rows of a matrix that tokens select.
 
     Args:
-        tokens: Shape (n, T); negative where a position picks none. Gradients have shape (K, n, T, E).
+        tokens: Shape (n, T); negative at a position without a row. Gradients have shape (K, n, T, E).
         shape: (V, E).
         entries: See :class:`BlockJacobian`.
     """
@@ -241,11 +241,11 @@ class EmbeddingJacobian(BlockJacobian):
         keys = torch.arange(len(tokens), device=tokens.device).unsqueeze(1) * shape[0] + tokens
         self._used = (tokens >= 0).flatten().nonzero().flatten()
         distinct, self._place = keys.flatten()[self._used].unique(return_inverse=True)
-        # One row a point and token: positions of the same token add up before they are squared.
+        # One row per point and token: positions of the same token add up before they are squared.
         self._point, self._token = distinct // shape[0], distinct % shape[0]
 
     def _rows(self, b: Tensor) -> Tensor:
-        """Return a row of every point for each of its tokens, shape (K, U, E)."""
+        """Return one row for each of the U pairs of a point and its token, shape (K, U, E)."""
         flat = b.flatten(1, 2)[:, self._used]
         return flat.new_zeros(flat.shape[0], len(self._token), flat.shape[2]).index_add_(1, self._place, flat)
 

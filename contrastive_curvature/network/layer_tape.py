@@ -1,11 +1,11 @@
-"""A batch that has run through an encoder, with the blocks of its parameters and the gradients that arrive at them.
+"""A batch's run through an encoder, with the blocks of the parameters and the gradients at these blocks.
 
-A few points tell where the points lie along the axes of what the layers put out (:func:`analyse_layers`). Two backward
-passes of a batch prove the rest (:func:`unproven`). For a random cotangent ``v``, the sum over points ``J_i^T v_i`` is
-that of autograd: both sides are linear in ``v``, so that they are equal for every cotangent. And where a cotangent is a
-multiple, another one for every point, the gradients at the layers are these multiples: every row is that of its point
-alone. Together, every ``J_i`` is right, up to rounding, with probability one. An encoder of torch's own layers in a row
-is right as it is built (:func:`is_plain`).
+A run of a few points finds the axes of the layers' outputs that hold the points (:func:`analyse_layers`). Two backward
+passes of a batch check the rest (:func:`unproven`). First, for a random cotangent ``v``, the sum over points
+``J_i^T v_i`` equals autograd's; both sides are linear in ``v``, so they are equal for every cotangent. Second, if each
+point's cotangent is multiplied by a number of its own, so are its gradients at the layers: every row depends on its
+point alone. Together, every ``J_i`` is right, up to rounding, with probability one. A sequence of torch's own layers is
+right by construction (:func:`is_plain`).
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ Gradients = dict[Call, Tensor]
 
 @dataclass
 class ParameterBlock:
-    """Some or all entries of a parameter, and the uses that they have in common.
+    """Some or all entries of a parameter, and their common uses.
 
     Args:
-        number: Which parameter.
+        number: Number of the parameter.
         jacobian: The Jacobian with respect to these entries.
-        uses: Its uses.
+        uses: Uses of these entries.
     """
 
     number: int
@@ -71,11 +71,11 @@ class ParameterBlock:
 
     @property
     def calls(self) -> list[Call]:
-        """The calls whose gradients it needs."""
+        """Return the calls whose gradients the block needs."""
         return [use.call for use in self.uses]
 
     def gradients(self, at_calls: Gradients, n: int) -> Tensor | None:
-        """Return gradients of K cotangents of n points as its Jacobian takes them; ``None`` where none arrives."""
+        """Return gradients for K cotangents of n points in the Jacobian's layout; ``None`` if no gradient arrives."""
         reached = [at_calls[call] for call in self.calls if call in at_calls]
         if not reached:
             return None
@@ -93,7 +93,7 @@ class Tape:
 
     Args:
         z: Shape (n, D).
-        blocks: Of the parameters that the network uses in ways with a rule.
+        blocks: Blocks of the parameters that have a rule for every use.
     """
 
     z: Tensor
@@ -101,17 +101,17 @@ class Tape:
 
     @property
     def axes(self) -> Tensor:
-        """The cotangents of every output alone, shape (D, n, D)."""
+        """Return the unit cotangents of every output, shape (D, n, D)."""
         eye = torch.eye(self.z.shape[1], dtype=self.z.dtype, device=self.z.device)
         return eye.unsqueeze(1).expand(-1, len(self.z), -1)
 
     def gradients(self, columns: Tensor, blocks: Sequence[ParameterBlock] | None = None) -> Gradients:
-        """Return gradients of cotangents (K, n, D) at the calls of some blocks, or of all."""
+        """Return gradients for cotangents (K, n, D) at the calls of some blocks, by default all."""
         calls = [call for block in (self.blocks if blocks is None else blocks) for call in block.calls]
         return gradients_at(self.z, calls, columns)
 
     def reached(self, at_calls: Gradients) -> Iterator[tuple[ParameterBlock, Tensor]]:
-        """Yield blocks with the gradients at their calls, without those that none reaches."""
+        """Yield the blocks that gradients reach, with the gradients at their calls."""
         for block in self.blocks:
             b = block.gradients(at_calls, len(self.z))
             if b is not None:
@@ -119,7 +119,7 @@ class Tape:
 
 
 def gradients_at(z: Tensor, calls: Iterable[Call], columns: Tensor) -> Gradients:
-    """Return gradients of cotangents (K, n, D) of the outputs at some calls, in the type of the outputs."""
+    """Return gradients for cotangents (K, n, D) at some calls, in the dtype of the outputs."""
     distinct = list(dict.fromkeys(calls))
     if not z.requires_grad or not distinct:
         return {}
@@ -132,7 +132,7 @@ def gradients_at(z: Tensor, calls: Iterable[Call], columns: Tensor) -> Gradients
                 by_call[call].append(gradient.to(z.dtype))
     out: Gradients = {}
     for call in list(by_call):
-        # One call at a time is held twice.
+        # Only one call at a time is in memory twice.
         several = by_call.pop(call)
         out[call] = several[0].unsqueeze(0) if len(several) == 1 else torch.stack(several)
     return out
@@ -140,16 +140,16 @@ def gradients_at(z: Tensor, calls: Iterable[Call], columns: Tensor) -> Gradients
 
 @dataclass(frozen=True)
 class LayerAnalysis:
-    """What a few points tell about an encoder; by default nothing is known.
+    """Results of a run of a few points through an encoder; empty by default.
 
     Args:
         places: Where the points lie at each use: by number of the parameter and of its use.
         lookups: Numbers of the embeddings whose tokens do not depend on the points.
         matrices: Numbers of the parameters that are one matrix for the inputs of every position, without groups.
-        used: Numbers of the parameters that some function takes.
-        gradients: Numbers that one gradient of a point at the outputs of all layers has.
-        inputs: Numbers that the inputs of a point have.
-        lacking: Numbers of the parameters that have a use without a rule.
+        used: Numbers of the parameters that a function uses.
+        gradients: Number of entries in one point's gradients at the outputs of all layers.
+        inputs: Number of entries in one point's inputs of matrices.
+        lacking: Numbers of the parameters with a use that has no rule.
     """
 
     places: Mapping[tuple[int, int], BatchAxis] = field(default_factory=dict)
@@ -162,7 +162,7 @@ class LayerAnalysis:
 
 
 def is_plain(encoder: Encoder) -> bool:
-    """Return whether an encoder is torch's own layers in a row, each of which keeps every point in its place."""
+    """Return whether an encoder is a sequence of torch's own layers, which keep every point in its place."""
     return all(
         (type(module) in _PLAIN or (type(module) is nn.Flatten and module.start_dim > 0))
         and "forward" not in vars(module)
@@ -172,12 +172,12 @@ def is_plain(encoder: Encoder) -> bool:
 
 
 def analyse_layers(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> LayerAnalysis:
-    """Run a few points, and see where the gradients of one of them arrive.
+    """Run a few points, and find where the gradients of one point arrive.
 
     Args:
         encoder: The analysed encoder, in evaluation mode; gradients are enabled.
-        params: Its trainable parameters.
-        few: From :func:`.few_points`.
+        params: Trainable parameters of the encoder.
+        few: Inputs from :func:`.few_points`.
     """
     lookups, plain = frozenset[int](), is_plain(encoder)
     while True:
@@ -192,7 +192,7 @@ def analyse_layers(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> L
     if not plain:
         again = encoder(few).detach()
         if not bool(_agree(z.detach(), again, again, coarsest_dtype([use.call for use in recorder.uses], z.dtype))):
-            # Every run of the encoder gives other outputs.
+            # The encoder is random: its outputs change with every run.
             lacking = set(range(len(params)))
     blocks, wrong = make_blocks(recorder.uses, places, z, lacking)
     lacking |= wrong
@@ -213,10 +213,10 @@ def analyse_layers(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> L
 def _batch_axes(
     uses: Sequence[ParameterUse], z: Tensor, plain: bool
 ) -> tuple[dict[tuple[int, int], BatchAxis], list[ParameterUse]]:
-    """Return where the points lie at every use, and the uses without such an axis; gradients tell it but of plain ones.
+    """Return the axis of the points at every use, and the uses without one; found by gradients unless ``plain``.
 
     Args:
-        uses: Of n points.
+        uses: Uses by n points.
         z: The outputs (n, D).
         plain: Whether the layers keep the points in front (:func:`is_plain`).
     """
@@ -245,14 +245,14 @@ def _batch_axes(
 
 
 def unproven(tape: Tape, params: Sequence[Tensor], without: Collection[int] = ()) -> set[int]:
-    """Return the numbers of the parameters whose blocks do not give the Jacobian of every point.
+    """Return the numbers of the parameters with blocks that do not yield the Jacobian of every point.
 
-    There are none where gradients overflow: such a curvature is refused later.
+    The set is empty if gradients overflow: such a curvature is refused later.
 
     Args:
         tape: A run of n points; gradients are enabled.
         params: The trainable parameters.
-        without: Numbers of those that are computed in another way.
+        without: Numbers of the parameters that are computed in another way.
     """
     tracked = [k for k, p in enumerate(params) if k not in without and p.numel()]
     z, n = tape.z, len(tape.z)
@@ -265,7 +265,7 @@ def unproven(tape: Tape, params: Sequence[Tensor], without: Collection[int] = ()
     gradients = torch.autograd.grad(z, inputs, v, retain_graph=True, allow_unused=True)
     one = {call: g.to(z.dtype).unsqueeze(0) for call, g in zip(calls, gradients, strict=False) if g is not None}
     truth = {
-        # Those of nn.Embedding(sparse=True) are sparse.
+        # Gradients of nn.Embedding(sparse=True) are sparse.
         k: (torch.zeros_like(params[k]) if g is None else g.to_dense() if g.is_sparse else g).to(z.dtype).flatten()
         for k, g in zip(tracked, gradients[len(calls) :], strict=True)
     }
@@ -276,7 +276,7 @@ def unproven(tape: Tape, params: Sequence[Tensor], without: Collection[int] = ()
         terms[block.number].append((block.jacobian, b))
     right = _read(_agree(_total(terms[k], g), g, g, coarsest) for k, g in truth.items())
     apart = [k for k, agrees in zip(truth, right, strict=True) if not agrees]
-    # A gradient that is a cancellation has the rounding error of its terms.
+    # A gradient whose terms cancel has the rounding error of its terms.
     sizes = {k: _total(terms[k], truth[k], absolute=True) for k in apart}
     right = _read(_agree(_total(terms[k], truth[k]), truth[k], sizes[k], coarsest) for k in apart)
     wrong = {k for k, agrees in zip(apart, right, strict=True) if not agrees}
@@ -293,7 +293,7 @@ def unproven(tape: Tape, params: Sequence[Tensor], without: Collection[int] = ()
 
 
 def _read(checks: Iterable[Tensor]) -> list[bool]:
-    """Read tensors of one boolean, such that a device is waited for once."""
+    """Read tensors of one boolean with a single device synchronisation."""
     several = list(checks)
     return torch.stack([check.to(several[0].device) for check in several]).tolist() if several else []
 
@@ -307,13 +307,13 @@ def _total(terms: Sequence[tuple[BlockJacobian, Tensor]], like: Tensor, absolute
 
 
 def _scales(one: Tensor, other: Tensor, use: ParameterUse, multiples: Tensor) -> Tensor:
-    """Return whether the rows of every point in ``other`` are its multiple of those in ``one``."""
+    """Return whether every point's rows in ``other`` are its multiple of its rows in ``one``."""
     a, b = (by_point(t, use.batch_axis, len(multiples)).flatten(1) for t in (one, other))
     if not a.numel():
         return torch.ones((), dtype=torch.bool, device=a.device)
     expected = a * multiples.unsqueeze(1)
     size = expected.abs().amax(1)
-    # Rows whose numbers lose digits near the smallest one say nothing.
+    # Rows of numbers near the smallest representable number have lost digits and are ignored.
     kind = torch.finfo(use.call.dtype)
     ignored = kind.tiny * (16 if kind.bits == 16 else 1 / kind.eps)
     return ((b - expected).abs().amax(1) <= _TOLERANCE * size + ignored).all()
@@ -331,7 +331,7 @@ def _agree(computed: Tensor, truth: Tensor, size: Tensor, dtype: torch.dtype) ->
 
 
 def coarsest_dtype(calls: Iterable[Call], dtype: torch.dtype) -> torch.dtype:
-    """Return the type of the outputs, or of a layer that autocast computes in fewer digits."""
+    """Return the least precise dtype among the outputs and the calls: autocast may compute a layer in fewer digits."""
     return max((dtype, *(call.dtype for call in calls)), key=lambda kind: torch.finfo(kind).eps)
 
 
@@ -342,17 +342,17 @@ def _random_like(z: Tensor, seed: int) -> Tensor:
 def make_blocks(
     uses: Iterable[ParameterUse], places: Mapping[tuple[int, int], BatchAxis], z: Tensor, lacking: Collection[int]
 ) -> tuple[list[ParameterBlock], set[int]]:
-    """Sort the uses of a batch by parameter and entries, and prepare what their gradients need.
+    """Group the uses of a batch by parameter and entries, and make the Jacobian of each group.
 
     Args:
-        uses: Of n points.
+        uses: Uses by n points.
         places: Where the points lie at each use: by number of the parameter and of its use.
         z: The outputs (n, D).
-        lacking: Numbers of parameters that are left out.
+        lacking: Numbers of the parameters that are left out.
 
     Returns:
         The blocks; and the numbers of parameters without blocks, because a use is not in ``places`` or has another
-        shape, or because their uses do not add up to blocks.
+        shape, or because their uses do not form blocks.
     """
     n, wrong = len(z), set[int]()
     seen: Counter[int] = Counter()
@@ -383,15 +383,15 @@ def make_blocks(
         else:
             blocks.append(ParameterBlock(number, jacobian, group))
             jacobians.setdefault(number, []).append(jacobian)
-    # Squares of sums over several blocks are no sums of squares.
+    # If blocks share an entry, its square is not the sum of the blocks' squares.
     wrong |= {number for number, several in jacobians.items() if _overlap(several)}
     return [block for block in blocks if block.number not in wrong], wrong
 
 
 def _way(use: ParameterUse) -> tuple[Any, ...]:
-    """Return the parameter, the rule and the shape of the entries, without axes only aligned with an output.
+    """Return the parameter, the rule and the shape of the entries, without leading axes of length one.
 
-    Positions of uses of the same entries in the same way fit into one row.
+    Uses of the same entries in the same way can join their positions in one axis.
     """
     kind = "matrix" if use.kind in ("linear", "convolution") else use.kind
     aligned = takewhile(lambda size: size == 1, use.shape) if use.kind == "entrywise" else ()
@@ -414,7 +414,7 @@ def _overlap(jacobians: list[BlockJacobian]) -> bool:
 
 
 def _make_jacobian(group: list[ParameterUse], n: int, dtype: torch.dtype) -> BlockJacobian | None:
-    """Prepare uses of the same entries in the same way; ``None`` where a matrix has an entry twice."""
+    """Make the Jacobian of uses of the same entries in the same way; ``None`` if a matrix repeats an entry."""
     first, entries = group[0], group[0].subset.entries
     flat = None if entries is None else entries.flatten().to(first.call.device)
     if first.kind == "entrywise":
@@ -436,7 +436,7 @@ def _make_jacobian(group: list[ParameterUse], n: int, dtype: torch.dtype) -> Blo
 
 
 def _ordered(use: ParameterUse, b: Tensor) -> Tensor:
-    """Return gradients (K, n, m, *rest) as the Jacobian takes them."""
+    """Bring gradients (K, n, m, *rest) into the Jacobian's layout."""
     many, n, m = b.shape[:3]
     if use.kind == "linear":
         return b.reshape(many, n, 1, -1, b.shape[-1])
@@ -450,7 +450,7 @@ def _ordered(use: ParameterUse, b: Tensor) -> Tensor:
 
 
 def _entries_last(use: ParameterUse, t: Tensor, start: int) -> Tensor:
-    """Reshape (..., m, *rest) to (..., positions, entries); the axes of the output begin at ``start``."""
+    """Reshape (..., m, *rest) to (..., positions, entries); the output's axes begin at ``start``."""
     aligned = list(use.shape)
     del aligned[use.batch_axis.axis]
     kept = [start + j for j, size in enumerate(aligned) if size != 1]
@@ -470,7 +470,7 @@ def _factors(group: list[ParameterUse], n: int, dtype: torch.dtype) -> Tensor | 
 
 
 def _tokens(use: ParameterUse, n: int) -> Tensor:
-    """Return tokens (n, T), -1 for the padding index, whose row has no gradient."""
+    """Return tokens (n, T), with -1 for the padding index, whose row has no gradient."""
     tokens = by_point(use.source, use.batch_axis, n).reshape(n, -1)
     padding = use.options.get("padding_idx")
     if padding is None:

@@ -1,21 +1,20 @@
-"""The pullback to all trainable parameters of any module, layer by layer: no Jacobian of the whole network is formed.
+"""The pullback to all trainable parameters of any module, layer by layer, without a Jacobian of the whole network.
 
-One forward pass notes every function that applies parameters (:mod:`contrastive_curvature.network.recorder`). One
-backward pass for every column of the signed factor of the Hessian's blocks gives the gradients at the outputs of those
-functions. From these and from the inputs the diagonal follows exactly
-(:mod:`contrastive_curvature.network.layer_parts`), whatever connects the layers.
+One forward pass notes every function that applies parameters (:mod:`contrastive_curvature.network.recorder`). The
+Hessian's blocks have a signed factor; one backward pass for each column of the factor yields the gradients at the
+outputs of these functions. These gradients and the inputs determine the diagonal exactly
+(:mod:`contrastive_curvature.network.layer_parts`), for any connection of the layers.
 
-A parameter without a rule (a function changes it before it is applied, its layer runs in another thread or in a script)
-goes through ``torch.func`` instead, that parameter alone, with one warning. It is noticed where a function without a
-rule takes a parameter, and by a comparison of every batch with autograd
-(:mod:`contrastive_curvature.network.layer_tape`), which torch's own layers in a row do not need.
+A parameter may have no rule: a function changes it before it is applied, or its layer runs in another thread or in a
+script. Only such parameters go through ``torch.func``, with one warning. Such parameters are detected when a function
+without a rule uses them, or by the comparison of every batch with autograd
+(:mod:`contrastive_curvature.network.layer_tape`). A sequence of torch's own layers needs no comparison.
 
-For Kronecker factors, every point is on its own. A layer's weight gets ``G (x) A``: ``A = mean_i a_i a_i^T`` of its
-inputs and ``G = sum_i B_i^T H_ii B_i`` with the Jacobian ``B_i`` of the raw outputs with respect to the layer's
-outputs. The approximation is that of K-FAC: inputs and output curvature are taken as independent over the points (and,
-for convolutions, over the positions: K-FAC-expand). It is exact for one point, or where all points share the inputs or
-the blocks. Biases and other vectors get their exact block of what is kept. Fixes whose output Hessian couples points
-have cross terms besides, which are left out.
+Kronecker factors treat every point separately. A layer's weight has ``G (x) A``: ``A = mean_i a_i a_i^T`` of its inputs
+and ``G = sum_i B_i^T H_ii B_i`` with the Jacobian ``B_i`` of the raw outputs with respect to the layer's outputs. This
+is the K-FAC approximation: inputs and output curvature count as independent over the points (and, for convolutions,
+over the positions: K-FAC-expand). It is exact for one point, or if all points share the inputs or the blocks. Biases
+and other vectors have their exact block. The cross terms of fixes that couple points are left out.
 """
 
 from __future__ import annotations
@@ -80,10 +79,10 @@ _PRODUCT_ELEMENTS = 2**23
 
 
 class NotVerifiedError(Exception):
-    """Uses of some parameters have no rule, are other ones than those of the first batch, or disagree with autograd.
+    """Uses of some parameters have no rule, differ from the first batch, or disagree with autograd.
 
     Args:
-        numbers: Of those parameters.
+        numbers: Numbers of these parameters.
     """
 
     def __init__(self, numbers: set[int]) -> None:
@@ -94,18 +93,18 @@ class NotVerifiedError(Exception):
 class LayerwisePullback(ModulePullback):
     """All trainable parameters of any module: ``diag``, ``kron``, cross terms and covariances of the outputs.
 
-    Other structures and products are those of :class:`ModulePullback`.
+    :class:`ModulePullback` computes the other structures and products.
 
     Args:
         encoder: The analysed encoder, in evaluation mode.
-        only: Names of the parameters to take; ``None`` takes all trainable ones.
+        only: Names of the parameters to use; ``None`` uses all trainable parameters.
 
     Attributes:
         by_func: Numbers of the parameters that go through ``torch.func``.
-        analysis: What a few points of the first batch told about the layers.
+        analysis: Results of a run of the first batch's first points.
 
     Raises:
-        UnsupportedError: Gradients of a parameter are no derivatives.
+        UnsupportedError: Gradients of a parameter are not derivatives.
     """
 
     def __init__(self, encoder: Encoder, only: set[str] | None = None) -> None:
@@ -127,7 +126,7 @@ class LayerwisePullback(ModulePullback):
         return super().forward(x)
 
     def diag(self, context: Any, blocks: Blocks) -> Tensor:
-        """See :meth:`Pullback.diag`; without a Jacobian of the network."""
+        """See :meth:`Pullback.diag`; uses no Jacobian of the network."""
 
         def add(vectors: Sequence[Tensor]) -> None:
             for rows, tape in self.tapes(context):
@@ -136,7 +135,7 @@ class LayerwisePullback(ModulePullback):
         return self._diagonal(blocks.u, context, add, lambda general: general.diag(context, blocks))
 
     def coupled_diag(self, context: Any, hessian: OutputHessian) -> Tensor:
-        """See :meth:`Pullback.coupled_diag`; in one tile, blocks and cross terms share their backward passes."""
+        """See :meth:`Pullback.coupled_diag`; in a single tile, blocks and cross terms share their backward passes."""
         fits = hessian.coupled and 0 < len(hessian) <= self.tile_diag(hessian.z.shape[1])
         shared = _shared_columns(hessian) if fits else None
         if shared is None:
@@ -153,7 +152,7 @@ class LayerwisePullback(ModulePullback):
         return self._diagonal(hessian.z, context, add, lambda general: general.coupled_diag(context, hessian))
 
     def cross_diag(self, rows: Any, columns: Any, cross: CrossBlocks) -> Tensor:
-        """See :meth:`Pullback.cross_diag`; without a Jacobian of the network."""
+        """See :meth:`Pullback.cross_diag`; uses no Jacobian of the network."""
         if not all(cross.shape):
             return cross.u_rows.new_zeros(self.n_params)
 
@@ -166,17 +165,16 @@ class LayerwisePullback(ModulePullback):
         return self._diagonal(cross.u_rows, rows, add, lambda general: general.cross_diag(rows, columns, cross))
 
     def kron(self, context: Any, blocks: Blocks) -> KronFactors:
-        """See :meth:`Pullback.kron`: the ``A`` are sums over points.
+        """See :meth:`Pullback.kron`; each ``A`` is a sum over points.
 
-        A matrix that multiplies the inputs of every position has ``[G, A]``; several calls with it count as more
-        positions. A vector has its exact block. Other parameters (tokens and tables that are added, embeddings, grouped
-        convolutions) have their exact block up to :data:`BLOCK_ENTRIES` entries, and above that ``[G, A]`` too: their
-        first axis takes the place of a layer's outputs, and the other axes that of positions whose inputs are unit
-        vectors.
+        A matrix that multiplies the inputs of every position has ``[G, A]``; several calls of the matrix count as more
+        positions. A vector has its exact block. Other parameters (added tokens and tables, embeddings, grouped
+        convolutions) have their exact block up to :data:`BLOCK_ENTRIES` entries, and ``[G, A]`` above: their first axis
+        acts as a layer's outputs, and the other axes act as positions whose inputs are unit vectors.
 
         Raises:
-            UnsupportedError: A parameter has other factors in this batch than in the batches before, so that their sum
-                would have no meaning.
+            UnsupportedError: A parameter has other factors in this batch than in earlier batches, so their sum would be
+                meaningless.
         """
         factors = self.run_layers(context, lambda: self._layer_factors(context, blocks))
         kinds = [self._kind(number) for number in range(len(self.trainable))]
@@ -198,7 +196,7 @@ class LayerwisePullback(ModulePullback):
         return factors
 
     def _kind(self, number: int) -> str:
-        """Return what the factors of a parameter are; those of batches add up where it stays the same."""
+        """Return the kind of a parameter's factors; factors of two batches add up only if they have the same kind."""
         p = self.trainable[number]
         if p.ndim > 1 and number in self.analysis.matrices and number not in self.by_func:
             return "matrix"
@@ -207,7 +205,7 @@ class LayerwisePullback(ModulePullback):
         return "block" if p.ndim <= 1 or p.numel() <= BLOCK_ENTRIES else "entries"
 
     def _layer_factors(self, context: Any, blocks: Blocks) -> KronFactors:
-        """Return factors of all parameters that are seen in layers; those of the others are zero."""
+        """Return factors of all parameters in layers; the factors of other parameters are zero."""
         kinds = [self._kind(number) for number in range(len(self.trainable))]
         out = [self._zeros(number, kind, blocks.u) for number, kind in enumerate(kinds)]
         for rows, tape in self.tapes(context):
@@ -253,10 +251,10 @@ class LayerwisePullback(ModulePullback):
         return [like.new_zeros(size, size) for size in sizes]
 
     def output_covariance(self, context: Any, variance: Tensor) -> Tensor:
-        """See :meth:`Pullback.output_covariance`; without a Jacobian of the network.
+        """See :meth:`Pullback.output_covariance`; uses no Jacobian of the network.
 
         Raises:
-            InputError: There is not one variance a trainable parameter.
+            InputError: The number of variances is not the number of trainable parameters.
         """
         if variance.shape != (self.n_params,):
             hint = "Was a parameter frozen, added or replaced since the variances were computed?"
@@ -282,7 +280,7 @@ class LayerwisePullback(ModulePullback):
         return covariance
 
     def tile_diag(self, dim: int) -> int:
-        """See :meth:`Pullback.tile_diag`; as many points as one graph may have."""
+        """See :meth:`Pullback.tile_diag`; the largest number of points in one graph."""
         if self.analysis is _UNKNOWN and self._example is None:
             return super().tile_diag(dim)
         self.run_layers(self._example, lambda: None)
@@ -292,7 +290,7 @@ class LayerwisePullback(ModulePullback):
         return max(1, min(_TILE_POINTS, 4 * _CHUNK_ELEMENTS // size))
 
     def run_layers(self, context: Any, compute: Callable[[], _T]) -> _T:
-        """Compute something from the layers; again, where a batch turns out to use parameters in another way."""
+        """Run ``compute`` on the layers; run it again if the batch uses parameters in an unknown way."""
         with torch.inference_mode(False), torch.enable_grad():
             if self.analysis is _UNKNOWN and input_length(context):
                 self.analysis = analyse_layers(self._running, self.trainable, _outside_inference(few_points(context)))
@@ -306,7 +304,7 @@ class LayerwisePullback(ModulePullback):
                     self._give_up(error.numbers)
 
     def tapes(self, context: Any, columns: int = 1) -> Iterator[tuple[slice, Tape]]:
-        """Run chunks of points, of bounded memory, for gradients of some columns at once."""
+        """Run points in chunks of bounded memory, for gradients of ``columns`` columns at once."""
         size = self.analysis.inputs + (1 + columns) * self.analysis.gradients
         for rows in chunks(input_length(context), _CHUNK_ELEMENTS * (1 if columns == 1 else 2) // size):
             yield rows, self.tape(self.slice_context(context, rows))
@@ -314,18 +312,18 @@ class LayerwisePullback(ModulePullback):
     def backward(
         self, tape: Tape, columns: Tensor, signs: Tensor
     ) -> Iterator[tuple[Iterator[tuple[ParameterBlock, Tensor]], Tensor]]:
-        """Yield the gradients of all blocks for columns (K, n, D) and the signs (K, n), several columns at a time."""
+        """Yield the gradients of all blocks for columns (K, n, D), and the signs (K, n), several columns at a time."""
         step = max(1, _COLUMN_ELEMENTS // max(1, len(tape.z) * self.analysis.gradients))
         for v, s in zip(columns.split(step), signs.split(step), strict=True):
             yield tape.reached(tape.gradients(v)), s
 
     def tape(self, context: Any) -> Tape:
-        """Run the encoder once, and compare with autograd where a layer is not known to be right.
+        """Run the encoder once, and compare with autograd unless all layers are known to be right.
 
         Raises:
-            NotVerifiedError: Parameters have a use without a rule, or in another way than in the first points, or
+            NotVerifiedError: Parameters have a use without a rule, are used differently than for the first points, or
                 disagree with autograd.
-            UnsupportedError: The encoder puts out something else where no gradients are asked for.
+            UnsupportedError: The encoder has other outputs without gradients.
         """
         x = _outside_inference(context)
         with torch.enable_grad(), Recorder(list(self.trainable), self.analysis.lookups) as recorder:
@@ -347,13 +345,13 @@ class LayerwisePullback(ModulePullback):
         add: Callable[[Sequence[Tensor]], None],
         general: Callable[[ModulePullback], Tensor],
     ) -> Tensor:
-        """Return a vector (P,), of the type of another tensor.
+        """Compute a vector (P,) from the layers and from ``torch.func``.
 
         Args:
-            like: The other tensor.
-            context: Of some points.
-            add: Adds what the layers give to views of the vector, one a parameter.
-            general: Computes what belongs to the parameters that go through ``torch.func``.
+            like: A tensor with the vector's dtype and device.
+            context: Context of some points.
+            add: Function that adds the layers' part to views of the vector, one per parameter.
+            general: Function that computes the part of the parameters that go through ``torch.func``.
         """
 
         def compute() -> Tensor:
@@ -370,13 +368,13 @@ class LayerwisePullback(ModulePullback):
         return out
 
     def _add_squares(self, vectors: Sequence[Tensor], tape: Tape, factor: SignedFactor) -> None:
-        """Add ``sum_ki sign_ki (J_i^T v_ki)^2`` of columns (K, n, D) to views of a vector, one a parameter."""
+        """Add ``sum_ki sign_ki (J_i^T v_ki)^2`` of columns (K, n, D) to views of a vector, one per parameter."""
         for group, signs in self.backward(tape, factor.columns, factor.signs):
             for block, b in group:
                 vectors[block.number][block.jacobian.place] += block.jacobian.diagonal(b, signs)
 
     def _give_up(self, numbers: set[int]) -> None:
-        """Take parameters through ``torch.func`` from now on."""
+        """Use ``torch.func`` for these parameters from now on."""
         new = numbers - self.by_func
         self.by_func |= numbers
         self.general = ModulePullback(self.encoder, only={self.names[k] for k in self.by_func})
@@ -394,7 +392,7 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _without_backward_hooks(encoder: Encoder) -> Encoder:
-    """Return the encoder, or a copy where hooks would compute for the user in every backward pass (BackPACK's do)."""
+    """Return the encoder, or a copy without backward hooks, which may compute in every pass (BackPACK's do)."""
     if not any(module._backward_hooks or module._backward_pre_hooks for module in encoder.modules()):
         return encoder
     try:
@@ -404,12 +402,12 @@ def _without_backward_hooks(encoder: Encoder) -> Encoder:
 
 
 def _outside_inference(x: Any) -> Any:
-    """Return a batch that autograd can work with."""
+    """Return a batch that autograd accepts."""
     return map_tensors(x, lambda t: t.clone() if t.is_inference() else t)
 
 
 def _refuse_gradients(encoder: nn.Module) -> None:
-    """Refuse parameters whose gradients are no derivatives of the outputs.
+    """Refuse parameters whose gradients are not derivatives of the outputs.
 
     Raises:
         UnsupportedError: A complex parameter, or an embedding with ``scale_grad_by_freq``.
@@ -428,10 +426,10 @@ def _refuse_gradients(encoder: nn.Module) -> None:
 
 
 def _check_fast_path(encoder: nn.Module, x: Inputs, z: Tensor) -> None:
-    """Refuse a transformer whose outputs ``z`` are others without gradients.
+    """Refuse a transformer whose outputs without gradients differ from ``z``.
 
     Raises:
-        UnsupportedError: They are: without gradients, ``nn.TransformerEncoder`` puts zeros in padded positions.
+        UnsupportedError: They differ: without gradients, ``nn.TransformerEncoder`` sets padded positions to zero.
     """
     if not any(isinstance(module, (nn.TransformerEncoder, nn.TransformerEncoderLayer)) for module in encoder.modules()):
         return
@@ -455,7 +453,7 @@ def _add_products(out: Tensor, jacobian: Tensor, signs: Tensor) -> None:
 
 
 def _refuse_kron(why: str) -> None:
-    """Refuse what has no Kronecker factors.
+    """Refuse parameters or a batch without Kronecker factors.
 
     Raises:
         UnsupportedError: Always.
@@ -464,25 +462,26 @@ def _refuse_kron(why: str) -> None:
 
 
 def _rows(p: Tensor) -> int:
-    """Return the length of the first axis that has one."""
+    """Return the length of the first axis longer than one."""
     return next((size for size in p.shape if size > 1), 1)
 
 
 def _identity(p: Tensor, share: float) -> Tensor:
-    """Return the second moment of the unit vectors in the place of the inputs of a parameter outside layers."""
+    """Return the second moment of the unit vectors that replace a parameter's inputs outside layers."""
     others = p.numel() // _rows(p)
     return torch.eye(others, dtype=p.dtype, device=p.device) * (share / others)
 
 
 def _shared_columns(hessian: OutputHessian) -> tuple[Tensor, Tensor, SignedFactor] | None:
-    """Split a coupled Hessian of N points into columns that all points share, and columns of each point.
+    """Split a coupled Hessian of N points into shared columns and columns of single points.
 
-    ``H_ij = sum_k w_ij a_ki a_kj^T + [i = j] sum_c sign_ci v_ci v_ci^T`` with the tangent axes
-    ``a_ki = P_i e_k / n_i``: the multiple of the projector in the diagonal blocks is one more weight of these axes, so
-    that two columns stay for the rest of the blocks.
+    ``H_ij = sum_k w_ij a_ki a_kj^T + [i = j] sum_c sign_ci v_ci v_ci^T`` with the tangent axes ``a_ki = P_i e_k /
+    n_i``: the multiple of the projector ``P_i`` in a diagonal block is one more weight of these axes, so the rest of
+    the block needs only two columns.
 
     Returns:
-        The columns ``a`` (D, N, D), the weights ``w`` (N, N) and the other columns; ``None`` for another Hessian.
+        The columns ``a`` (D, N, D), the weights ``w`` (N, N) and the columns of single points; ``None`` for a Hessian
+        of another form.
     """
     blocks = hessian.blocks
     everything = slice(0, len(hessian))
@@ -499,7 +498,7 @@ def _shared_columns(hessian: OutputHessian) -> tuple[Tensor, Tensor, SignedFacto
 
 
 def _cross_diagonals(left: Tape, right: Tape, cross: CrossBlocks) -> Iterator[tuple[ParameterBlock, Tensor]]:
-    """Yield the diagonal of ``sum_ij J_i^T H_ij J_j`` by block, of points i and j; both sides may be the same object.
+    """Yield the diagonal of ``sum_ij J_i^T H_ij J_j`` by block; ``left`` and ``right`` may be the same object.
 
     Raises:
         NotVerifiedError: The two sides use the parameters in different ways.
@@ -510,7 +509,7 @@ def _cross_diagonals(left: Tape, right: Tape, cross: CrossBlocks) -> Iterator[tu
     pairs = list(zip(left.blocks, right.blocks, strict=True))
     if cross.c is None and cross.roots is None:
         of_rows, of_columns = tangent_axes(cross.u_rows, cross.n_rows), tangent_axes(cross.u_columns, cross.n_columns)
-        # One axis at a time; the gradients of all axes at all layers are never held.
+        # One axis at a time: the gradients of all axes at all layers are never in memory together.
         for a, b in zip(of_rows.transpose(0, 1).split(1), of_columns.transpose(0, 1).split(1), strict=True):
             for one, rows, other, columns in _at_both(left, right, pairs, a, b):
                 yield one, one.jacobian.weighted(rows, other.jacobian, columns, -cross.y)
@@ -524,7 +523,7 @@ def _cross_diagonals(left: Tape, right: Tape, cross: CrossBlocks) -> Iterator[tu
 def _at_both(
     left: Tape, right: Tape, pairs: list[_Pair], of_left: Tensor, of_right: Tensor
 ) -> Iterator[tuple[ParameterBlock, Tensor, ParameterBlock, Tensor]]:
-    """Yield pairs of blocks, each with its gradients of columns (K, n, D) at its side, where both are reached."""
+    """Yield the pairs of blocks that gradients reach, each block with its gradients for columns (K, n, D)."""
     at_left = left.gradients(of_left, [one for one, _ in pairs])
     at_right = at_left if right is left else right.gradients(of_right, [other for _, other in pairs])
     for one, other in pairs:
@@ -535,7 +534,7 @@ def _at_both(
 
 
 def _groups(pairs: list[_Pair], copies: int) -> Iterator[list[_Pair]]:
-    """Yield blocks whose gradients fit into memory together, from the last layers, whose passes are short, on."""
+    """Yield groups of blocks whose gradients fit into memory together, last layers first: their passes are short."""
     group: list[_Pair] = []
     for pair in reversed(pairs):
         calls = {call for block, _ in [*group, pair] for call in block.calls}

@@ -1,4 +1,4 @@
-"""What a loader yields, taken apart; and what is checked of models and loaders before they are run over."""
+"""Parses the batches of a loader, and checks models and loaders before a run."""
 
 from __future__ import annotations
 
@@ -44,9 +44,9 @@ class Views(NamedTuple):
     Args:
         first: The inputs, or their first views.
         second: Second views, or ``None``.
-        targets: Labels, or what a relation or a loss of graded pairs takes, shape (B, ...); ``None`` without any.
-        unusable: What stood in their place beside two views and is no tensor of one entry a point; ``None`` for nothing
-            or ``None``.
+        targets: Labels, or targets of a relation or grades of pairs, shape (B, ...); ``None`` without any.
+        unusable: Description of the object after two views if it is not a tensor of targets with one entry per point;
+            ``None`` otherwise.
     """
 
     first: Inputs
@@ -64,16 +64,16 @@ def read_views(
     related: bool = False,
     labelled: bool = True,
 ) -> Views:
-    """Take apart what a loader yields, with texts tokenised, and bring it to the encoder's device.
+    """Parse a batch of a loader, tokenise its texts, and move it to the encoder's device.
 
     Args:
-        model: The encoder; or those of two views, ``(encoder_a, encoder_b)``, where a pair is always two views.
-        batch: ``(x, labels)``; ``(view, view)``; ``((view, view), labels)``, whose labels may be anything, as they need
+        model: The encoder; or two encoders ``(encoder_a, encoder_b)``, for which a pair always means two views.
+        batch: ``(x, labels)``; ``(view, view)``; ``((view, view), labels)``, with labels of any kind, since they need
             not be used; ``(view, view, labels)``; or a mapping that holds the labels too.
-        label_key: Where a mapping keeps the labels.
+        label_key: Key of the labels in a mapping.
         argument: Name of the loader for the error message.
-        related: Whether a pair of tensors is inputs and targets, whatever their shapes.
-        labelled: Whether one view needs labels.
+        related: Whether a pair of tensors is always inputs and targets, for any shapes.
+        labelled: Whether a batch of one view needs labels.
     """
     encoders = model if isinstance(model, tuple) else (model, model)
     device, inputs = next(encoders[0].parameters()).device, f"{argument}: inputs of a batch"
@@ -108,7 +108,7 @@ def read_views(
         came = f"a {type(batch).__name__}" + (f" of {count}" if isinstance(batch, (tuple, list)) else "")
         hint = "Of three entries, a second one with one number a point is no second view."
         raise InputTypeError(argument, _FORMS, came, hint)
-    # Data sets of views often carry along something that is no label, and that nobody uses.
+    # Data sets of views often contain an unused object in place of the labels.
     nested = count == 2 and _several(batch[0])
     first, second, y = (*batch[0], batch[1]) if nested else (*batch, None)[:3]
     unusable = f"a {type(y).__name__}" if nested and y is not None and not (isinstance(y, Tensor) and y.ndim) else None
@@ -116,7 +116,7 @@ def read_views(
         hint = "Views are compared two by two: yield two of them, or the third beside other two in a further batch."
         raise InputError(argument, "two views of every input", "three", hint)
     if not isinstance(model, tuple) and is_texts(first) and is_texts(second):
-        # Together, so that they have one length.
+        # Tokenised together, so that both views have one length.
         both = tokenized(encoders[0], [*first, *second], inputs)
         first, second = slice_inputs(both, slice(len(first))), slice_inputs(both, slice(len(first), None))
     first, second = moved(encoders[0], first), moved(encoders[1], second)
@@ -127,25 +127,25 @@ def read_views(
 
 
 def _has_views(batch: Any, related: bool) -> bool:
-    """Return whether two or three entries hold two views of every input, and not one view and its labels."""
+    """Return whether two or three entries are two views of every input, and not one view and its labels."""
     first, second = batch[:2]
     if len(batch) == 3:
         # (x, labels, index) has no second view.
         return not (isinstance(second, Tensor) and second.ndim < 2)
     if _several(first):
         return len(first) == 2
-    # Labels are whole numbers, one a point; a second view looks like the first.
+    # Labels have one axis; a second view has the shape and dtype of the first.
     pair_of_texts = is_texts(first) and is_texts(second)
     return pair_of_texts or isinstance(second, Mapping) or (_alike(first, second) and not related)
 
 
 def _several(x: Any) -> bool:
-    """Return whether this holds several things, and is no batch of texts."""
+    """Return whether this is a tuple or list, but not a batch of texts."""
     return isinstance(x, (tuple, list)) and not is_texts(x)
 
 
 def inputs_alone(batch: Any, argument: str = "loader") -> Any:
-    """Return the inputs of a batch ``(x, labels)``, ``(x,)`` or ``x``, whose labels are not looked at."""
+    """Return the inputs of a batch ``(x, labels)``, ``(x,)`` or ``x``; labels are ignored."""
     several = _several(batch)
     if several and len(batch) in (1, 2):
         return batch[0]
@@ -156,7 +156,7 @@ def inputs_alone(batch: Any, argument: str = "loader") -> Any:
 
 
 def _alike(first: Any, second: Any) -> bool:
-    """Return whether two objects are tensors that look like two views."""
+    """Return whether two objects are tensors of one shape and dtype, like two views."""
     tensors = isinstance(first, Tensor) and isinstance(second, Tensor)
     return tensors and second.ndim > 1 and second.shape == first.shape and second.dtype == first.dtype
 
@@ -182,27 +182,28 @@ def joined_inputs(first: Inputs, second: Inputs, argument: str = "train_loader")
 
 
 def check_loader(loader: Any, argument: str = "train_loader", *, once: bool = False, shares: bool = False) -> None:
-    """Refuse arrays, tables and data sets, which would be read as batches of points, and loaders of a part of the data.
+    """Refuse arrays, tables, data sets (a point would be read as a batch) and loaders of a part of the data.
 
     Args:
-        loader: What the user passed.
-        argument: Its name.
-        once: Whether it is run over once, so that an iterator will do.
-        shares: Whether it may give each of several processes its own part of the data. Where all of it is needed, each
-            process would get another result, and none the right one.
+        loader: The user's object.
+        argument: Name of the argument.
+        once: Whether the loader is read only once, so that an iterator suffices.
+        shares: Whether the loader may give each of several processes a part of the data. If a process needs all data, a
+            part would give a wrong result, and another one in each process.
     """
     wanted = "batches (x, labels)" if once else "something that can be iterated several times"
     iterator = isinstance(loader, Iterator) and not once
     runs = hasattr(loader, "__iter__") or hasattr(loader, "__getitem__")
     points = isinstance(loader, Dataset) and not isinstance(loader, IterableDataset)
-    # NumPy's numbers have an index operator.
+    # NumPy's numbers also have an index operator.
     other = isinstance(loader, (str, bytes, Mapping, type, Number)) or hasattr(loader, "__array__")
     if iterator or points or other or not runs:
         hint = "Pass a DataLoader or a list of batches, as DataLoader(TensorDataset(x, labels), batch_size=256)."
         came = f"{'the iterator' if iterator else 'a'} {type(loader).__name__}"
         raise InputTypeError(argument, wanted, came, hint)
     for part in [] if shares else loader_parts(loader):
-        # torch's and Lightning's samplers; Accelerate's shards, whose name a data set of the user's may have too.
+        # Samplers of torch and Lightning have num_replicas; Accelerate's shards have num_processes, but so may a user's
+        # data set.
         shards = isinstance(part, (Sampler, IterableDataset)) or type(part).__module__.startswith("accelerate")
         names = ("num_replicas", "num_processes") if shards else ("num_replicas",)
         counts = [count for name in names if isinstance(count := getattr(part, name, None), int)]
@@ -217,7 +218,7 @@ def check_loader(loader: Any, argument: str = "train_loader", *, once: bool = Fa
 
 
 def check_not_empty(count: int, argument: str = "train_loader") -> None:
-    """Refuse a loader that gave no batch, or batches without a point."""
+    """Refuse a loader without a batch or without a point."""
     if not count:
         raise InputError(argument, "at least one batch", "an empty loader")
 
@@ -230,13 +231,13 @@ def first_batch(loader: Iterable[Any], argument: str = "train_loader") -> Any:
 
 
 def loader_parts(loader: Any) -> list[Any]:
-    """Return a loader and what it is made of: samplers, data sets, and loaders that it wraps under any name."""
+    """Return a loader and its parts: samplers, data sets, and wrapped loaders under any name."""
     parts: list[Any] = [loader]
     for part in parts:
         named = [getattr(part, name, None) for name in ("sampler", "batch_sampler", "dataset")]
         wrapped = [v for v in getattr(part, "__dict__", {}).values() if isinstance(v, (DataLoader, Sampler))]
         for inner in (*named, *wrapped):
-            # Bounded, as a property may make a new object whenever it is read.
+            # Bounded, because a property may make a new object at every access.
             if inner is not None and len(parts) < _MOST_PARTS and all(inner is not known for known in parts):
                 parts.append(inner)
     return parts
@@ -246,19 +247,19 @@ _MOST_PARTS = 32
 
 
 def uncoordinated_workers(loader: Any) -> int:
-    """Return how many workers read one ``IterableDataset``; each gives all of it unless it splits itself."""
+    """Return the number of workers that read one ``IterableDataset``; each yields all data unless it splits."""
     streams = [part for part in loader_parts(loader) if isinstance(getattr(part, "dataset", None), IterableDataset)]
     return max((part.num_workers for part in streams if isinstance(part, DataLoader)), default=0)
 
 
 def in_fixed_order(loader: Any) -> Any:
-    """Return a loader of the same batches in every pass for a shuffling ``DataLoader``, any other as it is.
+    """Return an unshuffled copy of a shuffling ``DataLoader``, any other loader unchanged.
 
-    What a sampler or a loader of the user's own does in the next pass shows in that pass only; callers that need the
-    order compare.
+    The order of a user's own sampler or loader is known only in the next pass. A caller that needs the same order
+    compares both passes.
     """
-    # Subclasses may be built from other arguments; and with drop_last in a fixed order the same points would be missing
-    # in every pass, and nobody would see it.
+    # Subclasses may have other arguments. With drop_last, a fixed order would silently omit the same points in every
+    # pass.
     if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or loader.drop_last:
         return loader
     if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
@@ -270,7 +271,7 @@ def in_fixed_order(loader: Any) -> Any:
         order = sampler.indices
     else:
         return loader
-    # A loader refuses another sampler after it was made.
+    # A loader refuses another sampler after its construction, so the attributes are set directly.
     ordered = copy.copy(loader)
     batches = None if loader.batch_sampler is None else BatchSampler(order, loader.batch_size, drop_last=False)  # type: ignore[arg-type]
     vars(ordered).update(sampler=order, batch_sampler=batches, _iterator=None)
@@ -278,7 +279,7 @@ def in_fixed_order(loader: Any) -> Any:
 
 
 def check_model(model: object, *, half: bool = False) -> None:
-    """Refuse what cannot be an encoder, or may not be in half precision."""
+    """Refuse an object that cannot be an encoder, and half precision unless ``half`` allows it."""
     if not isinstance(model, nn.Module):
         raise InputTypeError("model", "a torch.nn.Module", f"a {type(model).__name__}")
     check_one_encoder(model)
@@ -300,7 +301,7 @@ def check_model(model: object, *, half: bool = False) -> None:
 
 
 def check_one_encoder(model: nn.Module) -> None:
-    """Refuse two towers where one encoder is meant, and an encoder on a device that cannot be used."""
+    """Refuse two towers in place of one encoder, and an encoder on an unusable device."""
     if hasattr(model, "get_image_features") and hasattr(model, "get_text_features"):
         came = f"a {type(model).__name__}, which holds one of images and one of texts"
         hint = "Pass one, such as CLIPVisionModelWithProjection, or contrastive_curvature.TwoTowers of both."

@@ -1,7 +1,8 @@
-"""The pullback to the trainable parameters of any module by ``torch.func``, and that to some of their entries.
+"""The pullback to the trainable parameters of any module by ``torch.func``, and the pullback to some entries.
 
 While ``torch.func.functional_call`` runs, it replaces the parameters of the module for every thread: another thread
-that runs the model at that time would get outputs of other weights. So it is called on a copy of the modules.
+that runs the model at that time would get outputs of other weights. So ``functional_call`` runs on a copy of the
+modules.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class ModulePullback(Pullback):
 
     Args:
         encoder: The analysed encoder, in evaluation mode.
-        only: Names of the parameters to take; ``None`` takes all trainable ones.
+        only: Names of the parameters to use; ``None`` uses all trainable parameters.
     """
 
     def __init__(self, encoder: Encoder, only: set[str] | None = None) -> None:
@@ -48,7 +49,7 @@ class ModulePullback(Pullback):
         self.n_params = sum(p.numel() for p in self.params.values())
 
     def keep_values(self) -> None:
-        """Hold on to the present values of parameters and buffers, whatever becomes of the encoder's."""
+        """Keep the present values of parameters and buffers, even if the encoder changes later."""
         self.params = {k: p.clone() for k, p in self.params.items()}
         self._constants = {k: t.clone() for k, t in self._constants.items()}
 
@@ -76,7 +77,7 @@ class ModulePullback(Pullback):
             except torch.OutOfMemoryError:
                 raise
             except (RuntimeError, InputError) as error:
-                # torch.func.vmap fails in many words; the loop below either works or raises the encoder's own error.
+                # torch.func.vmap fails with many error types; the loop below works or raises the encoder's own error.
                 flat = self._vjp_one_by_one(context, cotangents)
                 self._vectorizes = False
                 reason = str(error).splitlines()[0]
@@ -88,10 +89,10 @@ class ModulePullback(Pullback):
         return self._at(x, self._split(theta))
 
     def jvp(self, x: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`Pullback.jvp`: the derivative of a reverse pass with respect to its cotangent.
+        """See :meth:`Pullback.jvp`; the derivative of a reverse pass with respect to its cotangent.
 
-        Not forward mode: that ignores ``torch.no_grad()`` and the padding index of an embedding, which reverse mode
-        respects, so that a product with the curvature would not be symmetric; and some modules do not have it.
+        Forward mode is not used: some modules lack it, and it ignores ``torch.no_grad()`` and the padding index of an
+        embedding. Reverse mode respects both, so a product with the curvature would not be symmetric.
         """
         keep_graph = torch.is_grad_enabled()
         z, params = self._graph(x)
@@ -105,25 +106,25 @@ class ModulePullback(Pullback):
         return (z, moved) if keep_graph else (z.detach(), moved)
 
     def vjp_sum(self, x: Inputs, cotangents: Tensor) -> Tensor:
-        """See :meth:`Pullback.vjp_sum`: one reverse pass."""
+        """See :meth:`Pullback.vjp_sum`; one reverse pass."""
         return torch.cat([g.flatten() for g in self._pull(*self._graph(x), cotangents)])
 
     def _graph(self, x: Inputs) -> tuple[Tensor, list[Tensor]]:
-        """Return raw outputs with a graph to copies of the parameters, and those."""
+        """Return raw outputs with a graph to copies of the parameters, and these copies."""
         params = {k: p.clone().requires_grad_() for k, p in self.params.items()}
         with torch.enable_grad():
             return self._at(x, params), list(params.values())
 
     @staticmethod
     def _pull(z: Tensor, params: list[Tensor], cotangents: Tensor, create_graph: bool = False) -> list[Tensor]:
-        """Return ``J^T v`` by parameter, zero where the outputs do not depend on it."""
+        """Return ``J^T v`` by parameter, zero if the outputs do not depend on the parameter."""
         if not z.requires_grad:
             return [torch.zeros_like(p) for p in params]
         how = {"allow_unused": True, "materialize_grads": True, "create_graph": create_graph}
         return list(torch.autograd.grad(z, params, cotangents, **how))
 
     def split(self, flat: Tensor) -> Sequence[Tensor]:
-        """Return views of a vector (P,), one a parameter."""
+        """Return views of a vector (P,), one per parameter."""
         return flat.split([p.numel() for p in self.params.values()])
 
     def _split(self, flat: Tensor) -> dict[str, Tensor]:
@@ -144,7 +145,7 @@ class ModulePullback(Pullback):
         return torch.func.vmap(one)(tensors, cotangents)
 
     def _vjp_one_by_one(self, context: Any, cotangents: Tensor) -> Tensor:
-        """Compute :meth:`vjp` of modules that cannot be vectorised over points; as exact, and slower."""
+        """Compute :meth:`vjp` for modules that cannot be vectorised over points: as exact, but slower."""
         keep_graph = torch.is_grad_enabled()
         points: list[Tensor] = []
         for i, rows in enumerate(cotangents):
@@ -158,12 +159,12 @@ class ModulePullback(Pullback):
         return self._outputs({**self._everywhere(params), **self._constants}, x)
 
     def _everywhere(self, params: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return values of parameters under every name that each of them has."""
+        """Return the values under all names of each parameter."""
         return {place: value for name, value in params.items() for place in self._places[name]}
 
 
 def parameter_places(module: nn.Module) -> dict[str, list[str]]:
-    """Return every place of a parameter by its first name, each module counted once however many names it has."""
+    """Return all places of each parameter by its first name; a module counts once, even with several names."""
     first = {id(p): name for name, p in module.named_parameters()}
     out: dict[str, list[str]] = {name: [] for name in first.values()}
     for prefix, part in module.named_modules():
@@ -176,13 +177,13 @@ class SubnetworkPullback(Pullback):
     """Some entries of the parameters of another pullback.
 
     Args:
-        inner: All trainable parameters.
+        inner: Pullback to all trainable parameters.
         indices: Entries of the flattened parameters, shape (P,).
     """
 
     @classmethod
     def of_touched(cls, encoder: Encoder, indices: Tensor) -> SubnetworkPullback:
-        """Return the pullback to entries of all trainable parameters, which leaves out parameters without any."""
+        """Return the pullback to some entries of all trainable parameters; skips parameters without such entries."""
         names, moved, start, kept = set(), torch.empty_like(indices), 0, 0
         for name, p in encoder.named_parameters():
             inside = (indices >= start) & (indices < start + p.numel())
@@ -227,7 +228,7 @@ class SubnetworkPullback(Pullback):
         return self.inner.vjp_sum(x, cotangents)[self.indices]
 
     def _everywhere(self, v: Tensor) -> Tensor:
-        """Return numbers (P,) as those of all parameters, zero elsewhere."""
+        """Place numbers (P,) in a vector of all parameters, zero elsewhere."""
         return v.new_zeros(self.inner.n_params).index_copy(0, self.indices, v)
 
     @override
@@ -239,7 +240,7 @@ class SubnetworkPullback(Pullback):
         return self.inner.cross_diag(rows, columns, cross)[self.indices]
 
     def output_covariance(self, context: Any, variance: Tensor) -> Tensor:
-        """See :meth:`Pullback.output_covariance`; the other parameters are known."""
+        """See :meth:`Pullback.output_covariance`; the other parameters have variance zero."""
         return self.inner.output_covariance(context, self._everywhere(variance))
 
     @override
@@ -254,8 +255,8 @@ class SubnetworkPullback(Pullback):
 class _FunctionalEncoder:
     """Raw outputs of an encoder at given values of its parameters, computed on copies of its modules.
 
-    If its modules cannot be copied, or a copy still uses an original parameter, the modules themselves are used, and no
-    other thread may run the modules at the same time.
+    If the modules cannot be copied, or a copy still uses an original parameter, the modules themselves run, and no
+    other thread may run them at the same time.
     """
 
     def __init__(self, encoder: Encoder) -> None:
@@ -265,7 +266,7 @@ class _FunctionalEncoder:
         self._can_be_copied = True
 
     def __call__(self, values: dict[str, Tensor], x: Inputs) -> Tensor:
-        """Run the encoder with values of all parameters and buffers, under every name that each of them has."""
+        """Run the encoder with values of all parameters and buffers, under all names of each."""
         own = self._free_copy()
         if own is not None:
             try:
@@ -280,7 +281,7 @@ class _FunctionalEncoder:
             return _call(self._encoder, values, x)
 
     def _free_copy(self) -> Encoder | None:
-        """Return a copy that no thread runs at the moment; ``None`` if the encoder cannot be copied."""
+        """Return a copy that no thread is running; ``None`` if the encoder cannot be copied."""
         with suppress(IndexError):
             return self._free_copies.pop() if self._can_be_copied else None
         try:
@@ -291,15 +292,15 @@ class _FunctionalEncoder:
 
 
 def _call(encoder: Encoder, values: dict[str, Tensor], x: Inputs) -> Tensor:
-    # Tied by torch, a module with two names would keep the replaced tensors afterwards.
+    # With torch's tie_weights, a module with two names would keep the replaced tensors afterwards.
     return torch.func.functional_call(encoder, values, (x,), tie_weights=False)
 
 
 class MathAttention(TorchFunctionMode):
-    """Computes attention in plain operations, in this thread only; torch's own settings hold for the whole process.
+    """Computes attention in plain operations, in this thread only; torch's own settings affect the whole process.
 
     Args:
-        originals: Tensors to watch for, by their ``id``.
+        originals: Tensors whose use is detected, by their ``id``.
 
     Attributes:
         original_used: Whether an operation has used one of these tensors.
@@ -340,7 +341,7 @@ def _math_attention(
 
 
 def with_globals(function: Any, **names: Any) -> Any:
-    """Return a copy of a function that finds other objects under some global names."""
+    """Copy a function, with other objects under some global names."""
     names = {**function.__globals__, **names}
     copied = FunctionType(function.__code__, names, function.__name__, function.__defaults__, function.__closure__)
     copied.__kwdefaults__ = function.__kwdefaults__

@@ -1,9 +1,9 @@
 """From the output Hessian to the curvature of the parameters: ``J^T H J`` with the Jacobian of the RAW outputs.
 
-A pullback knows one thing, the per-point vector-Jacobian product; what the structures
-(:mod:`contrastive_curvature.structures`) ask for is written on top of it once, by name. The last linear layer replaces
-what has a closed form (:mod:`contrastive_curvature.network.last_layer`), the layerwise pullback what needs no Jacobian
-of any point (:mod:`contrastive_curvature.network.layerwise`).
+A pullback only needs the per-point vector-Jacobian product; the methods for the structures
+(:mod:`contrastive_curvature.structures`) are built on it here, once. The pullback of the last linear layer overrides
+methods by closed forms (:mod:`contrastive_curvature.network.last_layer`); the layerwise pullback overrides methods that
+need no Jacobian of a point (:mod:`contrastive_curvature.network.layerwise`).
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ JACOBIAN_ELEMENTS = 2**25
 def full_precision(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Run a function without autocast, on the device of its first tensor.
 
-    Autocast would take products in bfloat16, whose differences are all rounding.
+    Autocast would compute products in bfloat16, whose differences are all rounding error.
     """
 
     @functools.wraps(function)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         device = next(value.device for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
-        # Entering the context takes longer than a small product.
+        # Skipped if possible: entering the context takes longer than a small product.
         if not torch.is_autocast_enabled(device.type):
             return function(*args, **kwargs)
         with torch.autocast(device.type, enabled=False):
@@ -51,7 +51,7 @@ def full_precision(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def own_name(name: str) -> str:
-    """Return the name that a parameter of an analysed encoder has in the user's model."""
+    """Return a parameter's name in the user's model, from its name in the analysed encoder."""
     return name.removeprefix("model.")
 
 
@@ -61,11 +61,11 @@ format of laplace-torch's ``Kron``."""
 
 
 class Pullback(ABC):
-    """Per-point vector-Jacobian products of a network, and the curvatures that follow.
+    """Per-point vector-Jacobian products of a network, and the curvatures computed from them.
 
     Attributes:
         n_params: Number P of parameters.
-        width: How many numbers one product needs while it is made; at least P.
+        width: Number of entries in memory during one product; at least P.
         encoder: The analysed encoder.
     """
 
@@ -74,11 +74,11 @@ class Pullback(ABC):
 
     @property
     def width(self) -> int:
-        """See the class."""
+        """Return the class's ``width``."""
         return self.n_params
 
     def named_sizes(self) -> list[tuple[str, int]]:
-        """Return name and number of entries of every parameter, in order; those of the user's model."""
+        """Return name (in the user's model) and number of entries of every parameter, in order."""
         return [(own_name(name), p.numel()) for name, p in self.encoder.named_parameters() if p.requires_grad]
 
     def parameter_name(self, number: int) -> str:
@@ -86,7 +86,7 @@ class Pullback(ABC):
         return self.named_sizes()[number][0]
 
     def parameter_at(self, position: int) -> str:
-        """Return the name of the parameter that an entry of the flat vector (P,) belongs to."""
+        """Return the name of the parameter with the entry ``position`` of the flat vector (P,)."""
         for name, size in self.named_sizes():
             if position < size:
                 return name
@@ -94,7 +94,7 @@ class Pullback(ABC):
         raise IndexError(f"there is no entry {position}")
 
     def input_sizes(self, context: Any) -> dict[str, Tensor]:
-        """Return sums of squares (N,), in float64, of each point's inputs to every layer with a matrix, by its name."""
+        """Return sums of squares (N,), float64, of each point's inputs to every layer with a matrix, by layer name."""
         names = {
             id(module): own_name(name)
             for name, module in self.encoder.named_modules()
@@ -105,7 +105,7 @@ class Pullback(ABC):
 
         def note(module: nn.Module, args: tuple[Any, ...], _: dict[str, Any]) -> None:
             a = args[0] if args else None
-            # Whose rows are not the points, as of tokens in a list, cannot be told apart.
+            # Inputs whose rows are not the points (such as tokens in a list) cannot be assigned to points.
             if isinstance(a, Tensor) and a.is_floating_point() and a.ndim and a.shape[0] == n:
                 size = a.detach().double().reshape(n, -1).square().sum(1)
                 name = names[id(module)]
@@ -137,11 +137,11 @@ class Pullback(ABC):
         """Return ``sum_i J_i^T v_i`` (P,) for cotangents (N, D)."""
 
     def coupled_diag(self, context: Any, hessian: OutputHessian) -> Tensor:
-        """Return the diagonal (P,) of ``J^T H J`` of points that are coupled with each other alone, unclamped."""
+        """Return the diagonal (P,) of ``J^T H J``, unclamped, for points that are coupled only with each other."""
         return self._coupled(context, hessian, self.diag, self.cross_diag, self.tile_diag)
 
     def coupled_full(self, context: Any, hessian: OutputHessian) -> Tensor:
-        """Return ``J^T H J`` (P, P) of points that are coupled with each other alone, unclamped."""
+        """Return ``J^T H J`` (P, P), unclamped, for points that are coupled only with each other."""
         if hessian.coupled and hessian.z.numel() * self.width <= JACOBIAN_ELEMENTS:
             # One product of large matrices instead of one for the blocks and one for the cross terms.
             jacobian = self.jacobians(context, hessian.z)
@@ -168,7 +168,7 @@ class Pullback(ABC):
         return out
 
     def jacobians(self, context: Any, like: Tensor) -> Tensor:
-        """Return Jacobians of N points (N, D, P); ``like`` has the shape (N, D) and the type of the outputs."""
+        """Return Jacobians of N points (N, D, P); ``like`` has the outputs' shape (N, D) and dtype."""
         n, dim = like.shape
         return self.vjp(context, torch.eye(dim, dtype=like.dtype, device=like.device).expand(n, dim, dim))
 
@@ -184,9 +184,9 @@ class Pullback(ABC):
             if axes == slice(0, dim):
                 curved = blocks[rows].matmul(jacobian)
             else:
-                # Not all rows of the Jacobian fit at once: row k of H J is the product with row k of H.
+                # The rows of the Jacobian do not all fit: row k of H J is the vector-Jacobian product with row k of H.
                 curved = self.vjp(part, blocks[rows].matmul(unit.mT).mT)
-            # An einsum would become one small matrix product a parameter.
+            # An einsum would become one small matrix product per parameter.
             out += (jacobian * curved).sum((0, 1))
         return out
 
@@ -207,18 +207,18 @@ class Pullback(ABC):
     def cross_full(self, rows: Any, columns: Any, cross: CrossBlocks) -> Tensor:
         """Return ``sum_ij J_i^T H_ij J_j`` (P, P) for points i and j.
 
-        Only the sum over all tiles of a symmetric Hessian has a meaning.
+        Only the sum over all tiles of a symmetric Hessian is meaningful.
 
         Args:
             rows: Context of R points.
             columns: Context of C points.
-            cross: The blocks between them; ``cross.symmetric`` where both are the same points.
+            cross: The blocks between them; ``cross.symmetric`` if both are the same points.
         """
         left, curved = self._crossed(rows, columns, cross)
         return left.flatten(0, 1).T @ curved.flatten(0, 1)
 
     def _crossed(self, rows: Any, columns: Any, cross: CrossBlocks) -> tuple[Tensor, Tensor]:
-        """Return Jacobians of the rows (R, D, P), and the blocks times those of the columns."""
+        """Return the Jacobians of the rows (R, D, P), and the blocks times the Jacobians of the columns."""
         right = self.jacobians(columns, cross.u_columns)
         return right if cross.symmetric else self.jacobians(rows, cross.u_rows), cross.matmul(right)
 
@@ -235,14 +235,14 @@ class Pullback(ABC):
         """Return Kronecker factors of some points (:mod:`contrastive_curvature.network.layerwise`); batches add up.
 
         Args:
-            context: Of N points.
-            blocks: Their Hessian blocks.
+            context: Context of N points.
+            blocks: Hessian blocks of these points.
 
         Returns:
-            ``[G, sum_i a_i a_i^T]`` of a matrix and ``[block]`` of a vector, in the order of the parameters.
+            ``[G, sum_i a_i a_i^T]`` for a matrix and ``[block]`` for a vector, in the order of the parameters.
 
         Raises:
-            UnsupportedError: These parameters have none.
+            UnsupportedError: These parameters have no Kronecker factors.
         """
         raise UnsupportedError(
             "structure 'kron': this pullback has no Kronecker factors (a subnetwork has none). Use the structure "
@@ -259,19 +259,19 @@ class Pullback(ABC):
         return out
 
     def tile_diag(self, dim: int) -> int:
-        """Return how many points with D outputs a tile of :meth:`cross_diag` may have on each side."""
+        """Return the largest number of points, with D outputs, per side of a tile of :meth:`cross_diag`."""
         return self._points_at_once(dim)
 
     def tile_full(self, dim: int) -> int:
-        """Return how many points with D outputs a tile of :meth:`cross_full` may have on each side."""
+        """Return the largest number of points, with D outputs, per side of a tile of :meth:`cross_full`."""
         return self._points_at_once(dim)
 
     def _points_at_once(self, dim: int) -> int:
-        """Return how many points may have their Jacobians of D outputs in memory."""
+        """Return the largest number of points whose Jacobians of D outputs may be in memory."""
         return max(1, JACOBIAN_ELEMENTS // max(1, self.width * dim))
 
     def _chunks(self, n: int, dim: int) -> Iterator[tuple[slice, slice]]:
-        """Yield points by output axes, such that a chunk of Jacobian rows stays within bounds."""
+        """Yield slices of points and output axes with a bounded number of Jacobian entries each."""
         for rows in chunks(n, self._points_at_once(dim)):
             for axes in chunks(dim, JACOBIAN_ELEMENTS // max(1, (rows.stop - rows.start) * self.width)):
                 yield rows, axes

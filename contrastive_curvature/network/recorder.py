@@ -1,9 +1,8 @@
-"""Operations that apply parameters, noted while an encoder runs: what they take in, and where their gradients arrive.
+"""Records operations that apply parameters while an encoder runs: their inputs, and where their gradients arrive.
 
-A function mode of torch sees every call of a function in its own thread, whichever module or ``forward`` makes it. That
-is more than hooks on modules see: layers called through ``torch.nn.functional``, the projections inside of
-``nn.MultiheadAttention``, tokens that are added or concatenated. Hooks of the user's, other threads and the modules
-themselves are not touched.
+A function mode of torch sees every function call in its own thread, from any module or ``forward``. Unlike hooks on
+modules, it sees layers called through ``torch.nn.functional``, the projections inside ``nn.MultiheadAttention``, and
+tokens that are added or concatenated. It does not touch the user's hooks, other threads or the modules themselves.
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from contrastive_curvature.network.module import with_globals
 
 
 class BatchAxis(NamedTuple):
-    """Where the points lie.
+    """The axis of a tensor that holds the points.
 
     Attributes:
-        axis: The axis, which holds ``(points, positions)``, flattened; one position where it holds the points alone.
-        minor: Whether it holds ``(positions, points)`` instead.
+        axis: The axis, which holds ``(points, positions)``, flattened; one position if it holds only the points.
+        minor: Whether the axis holds ``(positions, points)`` instead.
     """
 
     axis: int
@@ -46,18 +45,18 @@ def by_point(t: Tensor, batch_axis: BatchAxis, n: int) -> Tensor:
 
 
 def possible_axes(shape: torch.Size, axes: Iterable[int], n: int) -> list[BatchAxis]:
-    """Return where points may lie along some axes of a tensor, the likely places first."""
+    """Return the possible axes of the points among some axes of a tensor, the likely ones first."""
     alone = [BatchAxis(j) for j in axes if shape[j] == n]
     folded = [j for j in axes if shape[j] > n and shape[j] % n == 0]
     return alone + [BatchAxis(j, minor) for minor in (False, True) for j in folded]
 
 
 class ParameterSubset(NamedTuple):
-    """Entries of a parameter, in the shape of a tensor that has them: of the whole parameter, or of a view of it.
+    """Entries of a parameter, in the shape of a tensor with these entries: the whole parameter, or a view.
 
     Args:
-        number: Which parameter.
-        entries: Index of every entry in the flat parameter, or ``None`` where the tensor is the parameter.
+        number: Number of the parameter.
+        entries: Index of every entry in the flat parameter; ``None`` if the tensor is the parameter.
     """
 
     number: int
@@ -73,10 +72,10 @@ class Call:
     """One call of a function that applies parameters.
 
     Args:
-        edge: Where the gradient with respect to its output arrives.
-        shape: Of the output.
-        device: Of the output.
-        dtype: Of the output.
+        edge: The place where the gradient with respect to the call's output arrives.
+        shape: Shape of the output.
+        device: Device of the output.
+        dtype: Dtype of the output.
     """
 
     edge: GradientEdge
@@ -87,18 +86,19 @@ class Call:
 
 @dataclass
 class ParameterUse:
-    """How one parameter enters a call.
+    """The use of one parameter in a call.
 
     Args:
         call: The call.
-        subset: Its entries.
+        subset: The parameter's entries.
         kind: ``"linear"``, ``"convolution"``, ``"embedding"`` or ``"entrywise"``.
-        shape: Of the tensor with the entries, as the function takes it; of ``entrywise`` ones aligned with the output.
-        axes: Axes of the output that points can lie along.
-        source: What the entries are multiplied with: the input of a linear layer or a convolution, the tokens of an
-            embedding, the other factor of an ``entrywise`` product (``None``: a sum).
-        options: Of the function.
-        batch_axis: Where the points lie, once that is known.
+        shape: Shape of the tensor with the entries, as passed to the function; for ``entrywise``, aligned with the
+            output.
+        axes: Axes of the output that may hold the points.
+        source: The factor of the entries: the input of a linear layer or a convolution, the tokens of an embedding, the
+            other factor of an ``entrywise`` product (``None`` for a sum).
+        options: Options of the function.
+        batch_axis: The axis of the points, once known.
     """
 
     call: Call
@@ -115,25 +115,25 @@ class Recorder(TorchFunctionMode):
     """Notes how parameters are used while it is active, in this thread.
 
     Args:
-        parameters: What to look for.
-        lookups: Numbers of the embeddings whose tokens do not depend on the points, as those of positions.
+        parameters: The parameters to track.
+        lookups: Numbers of the embeddings whose tokens do not depend on the points, such as position embeddings.
 
     Attributes:
-        uses: In the order of the calls.
-        unknown: Numbers of parameters that a function without a rule takes, or a function within another one.
+        uses: Uses of the parameters, in the order of the calls.
+        unknown: Numbers of the parameters used by a function without a rule, or by a function inside another one.
     """
 
     def __init__(self, parameters: list[Tensor], lookups: frozenset[int] = frozenset()) -> None:
         super().__init__()
         self._tracked = {id(p): ParameterSubset(k) for k, p in enumerate(parameters) if p.numel()}
-        # The identity of a tensor that is gone may be another one's.
+        # Kept alive, because a new tensor could reuse the ``id`` of a freed one.
         self._kept = list(parameters)
         self._lookups = lookups
         self.uses: list[ParameterUse] = []
         self.unknown: set[int] = set()
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run a function, and note what it does with the parameters."""
+        """Run a function, and record its use of the parameters."""
         kwargs = kwargs or {}
         if func is F.multi_head_attention_forward:
             with self:
@@ -150,11 +150,11 @@ class Recorder(TorchFunctionMode):
             del self.uses[before:]
             self.unknown.update(subset.number for subset in subsets)
             return out
-        # An operation in place on a view goes back to what the view is of, past the noted edge.
+        # A clone, because an in-place operation on a view would lead to the view's base, past the recorded edge.
         return out.clone() if out._is_view() else out
 
     def _select(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Any) -> bool:
-        """Follow a function that only picks and moves entries of its first argument, if that is a parameter."""
+        """Track a function that only selects and moves entries of its first argument, if that is a parameter."""
         subset = self._subset(args[0]) if args else None
         if subset is None:
             return False
@@ -165,14 +165,14 @@ class Recorder(TorchFunctionMode):
             on_cpu = tree_map(lambda a: a.cpu() if isinstance(a, Tensor) else a, args[1:])
             entries = func(subset.indices(args[0].shape), *on_cpu, **kwargs)
         except RuntimeError:
-            # A view that needs the parameter's own order of memory.
+            # This view needs the parameter's own memory order.
             return False
         for part, chosen in zip(tree_leaves(out), tree_leaves(entries), strict=True):
             self._track(part, ParameterSubset(subset.number, chosen))
         return True
 
     def _apply(self, func: Any, args: tuple[Any, ...], kwargs: Any, out: Tensor) -> int:
-        """Note a function that applies parameters; return for how many of its arguments there is a rule."""
+        """Record a function that applies parameters; return the number of its arguments with a rule."""
         kind, names = _RULES.get(func, ("", ()))
         if not kind or len(args) > len(names):
             return 0
@@ -185,7 +185,7 @@ class Recorder(TorchFunctionMode):
         ):
             return 0
         call = _call(out)
-        # The axes of the output that a bias has.
+        # The output's axes that the bias spans.
         channels = out.ndim - len(options["normalized_shape"]) if kind == "layer norm" else out.ndim - 1
         ends = range(channels, out.ndim) if kind in ("linear", "embedding", "layer norm") else (1,)
         axes = tuple(j for j in range(out.ndim) if j not in ends)
@@ -204,7 +204,7 @@ class Recorder(TorchFunctionMode):
         return (weight is not None) + (bias is not None)
 
     def _entrywise(self, func: Any, options: dict[str, Any], out: Tensor) -> int:
-        """Note a sum or a product with a parameter, or a parameter that is repeated for every point."""
+        """Record a sum or a product with a parameter, or a parameter that is repeated for every point."""
         value, other = options["input"], None if func in _REPEATING else options.get("other")
         if options.get("alpha", 1) != 1 or (func not in _REPEATING and not isinstance(other, Tensor)):
             return 0
@@ -240,7 +240,7 @@ def _call(out: Tensor) -> Call:
     return Call(get_gradient_edge(out), out.shape, out.device, out.dtype)
 
 
-# Its body runs under a mode then, which sees its calls.
+# Without torch's override, the function's body runs under the mode, which then sees the calls inside.
 _ATTENTION = with_globals(F.multi_head_attention_forward, has_torch_function=lambda _: False)
 
 _CONVOLUTION = ("convolution", ("input", "weight", "bias", "stride", "padding", "dilation", "groups"))

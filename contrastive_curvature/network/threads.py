@@ -145,7 +145,7 @@ def private_copy(module: _Module, *, backward_hooks: bool = True) -> _Module:
 
     Raises:
         UnsupportedError: The module has a ``__deepcopy__`` that copies its parameters.
-        Exception: An object in the module cannot be copied; the error is that of its class.
+        Exception: An object in the module cannot be copied; the object's class determines the error.
     """
     memo: dict[int, Any] = {}
     for part in module.modules():

@@ -1,4 +1,4 @@
-"""Two encoders into one space: of images and texts, or of queries and documents."""
+"""Two encoders into one space, for example for images and texts, or for queries and documents."""
 
 from __future__ import annotations
 
@@ -11,21 +11,22 @@ from contrastive_curvature.errors import InputTypeError
 
 
 class TwoTowers(nn.Module):
-    """Two encoders that were trained with one loss, each of whose inputs finds its partner among those of the other.
+    """Two encoders trained with one loss; an input of one encoder has its partner among the other's inputs.
 
-    Give it to ``laplace.Laplace(..., likelihood="contrastive")`` for a posterior of both
+    Pass the towers to ``laplace.Laplace(..., likelihood="contrastive")`` for a posterior of both
     (:class:`~contrastive_curvature.laplace.towers.TwoTowerLaplace`).
 
     Args:
         encoder_a: Maps a batch of the first kind, a tensor or a mapping, to (N, D).
-        encoder_b: Maps a batch of the second kind to (M, D). The same module for one encoder that embeds both kinds.
+        encoder_b: Maps a batch of the second kind to (M, D). Pass the same module twice if one encoder embeds both
+            kinds.
 
     Attributes:
         encoder_a: See above.
         encoder_b: See above.
 
     Raises:
-        InputTypeError: One of them is no module.
+        InputTypeError: An encoder is not a module.
     """
 
     def __init__(self, encoder_a: nn.Module, encoder_b: nn.Module) -> None:
@@ -39,7 +40,7 @@ class TwoTowers(nn.Module):
 
     @property
     def shared(self) -> bool:
-        """Whether both are the same module."""
+        """Return whether both encoders are the same module."""
         return self.encoder_a is self.encoder_b
 
     def forward(self, a: Tensor | Mapping[str, Any], b: Tensor | Mapping[str, Any]) -> tuple[Tensor, Tensor]:
@@ -47,7 +48,7 @@ class TwoTowers(nn.Module):
 
         Args:
             a: N inputs of the first encoder.
-            b: M inputs of the second.
+            b: M inputs of the second encoder.
 
         Returns:
             Embeddings (N, D) and (M, D).

@@ -1,6 +1,6 @@
-"""Which pairs are positive and which negative: from class labels, a miner's index tuples, masks or a callable.
+"""The positive and negative pairs: from class labels, a miner's index tuples, masks or a callable.
 
-Everything here is about unordered pairs. Embeddings, the margin, weights and normalisation belong to ``losses``.
+This package describes unordered pairs. Embeddings, the margin, weights and normalisation belong to ``losses``.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def make_relation(n: int, device: torch.device, labels: Tensor | None = None, pa
         labels: Integer class labels (N,); with a callable ``pairs``, any targets of shape (N, ...).
         pairs: Used instead of class labels: index tuples as the miners of pytorch-metric-learning return them (repeated
             pairs add up), two boolean masks (N, N), or ``function(targets_a, targets_b)`` that returns two boolean
-            masks (A, B). Without ``labels``, the targets given to a callable are the indices of the points.
+            masks (A, B). Without ``labels``, a callable receives the indices of the points as targets.
 
     Returns:
         The relation.
 
     Raises:
-        InputError: Neither or both of ``labels`` and ``pairs`` are given, or one is malformed; the message names it.
+        InputError: ``labels`` and ``pairs`` are both passed or both missing, or one is malformed; the message names it.
     """
     if pairs is None:
         if labels is None:

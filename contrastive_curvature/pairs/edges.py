@@ -1,6 +1,6 @@
-"""Listed pairs of a batch: index tuples as a miner returns them, pairs with a grade each, and pairs with a direction.
+"""Listed pairs of a batch: a miner's index tuples, pairs with grades, and pairs with a direction.
 
-Pairs with a direction name one partner of every anchor, or how much each candidate is its target.
+Pairs with a direction name one partner of every anchor, or the share of each candidate in the anchor's target.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MOST_POINTS = 2**14
 
 
 class EdgeRelation(HeldRelation):
-    """Listed pairs of a batch, as the miners of pytorch-metric-learning return them; a pair listed twice counts twice.
+    """Pairs listed by a miner of pytorch-metric-learning; a pair listed twice counts twice.
 
     ``(a, p, n)`` lists for every triplet the positive pair ``{a, p}`` and the negative pair ``{a, n}``;
     ``(a1, p, a2, n)`` lists the positive pairs ``{a1, p}`` and the negative pairs ``{a2, n}``.
@@ -43,12 +43,12 @@ class EdgeRelation(HeldRelation):
 
 
 class GradedPairs(Relation):
-    """K pairs of points in an order of similarity. None of them is positive or negative by itself.
+    """K pairs of points with grades of similarity. No pair is positive or negative by itself.
 
     Args:
         a: First point of every pair, integers, shape (K,).
         b: Second point, shape (K,). A point may be in several pairs, and a pair may be listed several times.
-        grades: How similar they are, finite numbers on any scale, shape (K,); only their order counts.
+        grades: Similarities of the pairs, finite numbers on any scale, shape (K,); only their order counts.
         n: Number of points.
         device: Device of the points.
     """
@@ -73,19 +73,19 @@ class GradedPairs(Relation):
             raise InputError("pairs (grades)", "finite numbers", f"NaN or infinity in pairs {wrong}")
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """See :meth:`Relation.rows`; all of them are positives."""
+        """See :meth:`Relation.rows`; all pairs are positives."""
         listed = _times_listed(self.a, self.b, self.n)[start:stop, columns]
         return listed, torch.zeros_like(listed)
 
 
 def _times_listed(a: Tensor, b: Tensor, n: int) -> Tensor:
-    """Return how often pairs of two points are listed, in either order, shape (n, n)."""
+    """Count how often each pair is listed, in either order, shape (n, n)."""
     listed = torch.bincount((a * n + b)[a != b], minlength=n * n).view(n, n)
     return listed + listed.T
 
 
 def _indices(argument: str, tensor: object, n: int, device: torch.device) -> Tensor:
-    """Return checked indices of n points, int64, shape (K,)."""
+    """Check indices of n points, and return them as int64, shape (K,)."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS or tensor.layout != torch.strided:
         came = f"dtype {tensor.dtype}, {tensor.layout}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
         raise InputTypeError(argument, "integer index tensors", came)
@@ -122,7 +122,7 @@ class TargetMatrix(HeldRelation):
 
 
 def _of_partners(partner: Tensor, n: int) -> TargetMatrix:
-    """Return targets of one positive a point, by its index, shape (N,); no point is its own."""
+    """Return targets where each point has one positive, by index, shape (N,), never the point itself."""
     if n and not bool(((partner >= 0) & (partner < n)).all()):
         came = f"{int(partner.min())}..{int(partner.max())}"
         raise InputError("pairs", f"a partner in 0..{n - 1} for every point", came)
@@ -133,7 +133,7 @@ def _of_partners(partner: Tensor, n: int) -> TargetMatrix:
 
 
 def make_targets(pairs: Tensor, n: int, device: torch.device) -> Relation:
-    """Return the relation of a single tensor: partners, whole numbers (N,), or targets (N, N)."""
+    """Make the relation from one tensor: the partners' indices, integers (N,), or targets (N, N)."""
     wanted = f"the index of the partner of each of the {n} points, shape ({n},), or targets of shape ({n}, {n})"
     whole = not (pairs.is_floating_point() or pairs.is_complex() or pairs.dtype == torch.bool)
     if (pairs.ndim == 1 and not whole) or (pairs.ndim == 2 and not pairs.is_floating_point()):

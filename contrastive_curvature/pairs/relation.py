@@ -1,7 +1,7 @@
-"""Which pairs of points are positive, which negative, and how often each is listed.
+"""Relations: how often each pair of points is listed as positive and as negative.
 
-A relation is symmetric: it is about unordered pairs ``{i, j}``, ``i != j``. A point paired with itself has distance
-zero for every encoder, so such pairs are never counted. Embeddings, margins and weights are not used here.
+A relation is symmetric: its pairs are unordered, ``{i, j}``, ``i != j``. A point paired with itself has distance zero
+for every encoder, so such pairs are never counted. Embeddings, margins and weights are not used here.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ machine."""
 
 
 def chunks(n: int, step: int) -> Iterator[slice]:
-    """Yield slices of ``step`` of n rows at a time, but of one at least."""
+    """Cut n rows into slices of ``step`` rows; a step below 1 counts as 1."""
     for start in range(0, n, max(1, step)):
         yield slice(start, min(start + max(1, step), n))
 
 
 def row_ranges(rows: int, width: int, entries: int | None = None) -> Iterator[slice]:
-    """Iterate over ranges of so many rows of some width, with a bounded number of entries each."""
+    """Cut ``rows`` rows of ``width`` entries into ranges with a bounded number of entries each."""
     return chunks(rows, (entries or BLOCK_ELEMENTS) // max(1, width))
 
 
@@ -47,7 +47,7 @@ class Relation(ABC):
 
     @abstractmethod
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """Return how often each pair of points ``start..stop`` with some of the points is listed.
+        """Count how often each pair is listed, for points ``start..stop`` against the points ``columns``.
 
         Args:
             start: First point.
@@ -65,7 +65,7 @@ class Relation(ABC):
             yield rows, *self.rows(rows.start, rows.stop)
 
     def counts(self) -> tuple[Tensor, Tensor]:
-        """Return the number of positive and of negative listings at every point, each (n,) int64."""
+        """Count the positive and the negative pairs listed for every point, each (n,) int64."""
         positive = torch.zeros(self.n, dtype=torch.int64, device=self.device)
         negative = torch.zeros_like(positive)
         for rows, pos, neg in self.row_blocks():
@@ -75,17 +75,17 @@ class Relation(ABC):
 
 
 class TargetRelation(Relation):
-    """A relation computed from one target per point, which therefore also relates points outside the data set.
+    """A relation computed from one target per point, so that it also relates points outside the data set.
 
     Attributes:
-        targets: One entry a point, shape (n, ...).
+        targets: One entry per point, shape (n, ...).
     """
 
     targets: Tensor
 
     @abstractmethod
     def relate(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-        """Relate any points to any others; a point that occurs on both sides is also related to itself.
+        """Relate A points to B points; a point on both sides is also related to itself.
 
         Args:
             a: Targets of A points, shape (A, ...).
@@ -97,10 +97,10 @@ class TargetRelation(Relation):
 
     @abstractmethod
     def of(self, targets: Tensor) -> TargetRelation:
-        """Return the same relation between other points, given by their targets, shape (B, ...)."""
+        """Apply the same rule to other points, with targets of shape (B, ...)."""
 
     def counts_of(self, targets: Tensor) -> Tensor:
-        """Return the number of positives and negatives of some of the n points, by their targets, shape (2, B)."""
+        """Count the positives and negatives of B of the n points, from their targets; shape (2, B)."""
         counts = [
             torch.stack([mask.sum(1) for mask in self.relate(targets[rows], self.targets)])
             for rows in row_ranges(len(targets), self.n)
@@ -139,7 +139,7 @@ class LabelRelation(TargetRelation):
         return LabelRelation(targets)
 
     def counts(self) -> tuple[Tensor, Tensor]:
-        """See :meth:`Relation.counts`; from the sizes of the classes."""
+        """See :meth:`Relation.counts`; computed from the sizes of the classes."""
         _, inverse, sizes = self.targets.unique(return_inverse=True, return_counts=True)
         own = sizes[inverse]
         return own - 1, self.n - own
@@ -149,7 +149,7 @@ class CallableRelation(TargetRelation):
     """A relation computed from targets, such as positions in metres for place recognition.
 
     Args:
-        targets: One entry a point, shape (n, ...).
+        targets: One entry per point, shape (n, ...).
         function: ``function(a, b)`` with targets (A, ...) and (B, ...) returns boolean positives and negatives, each
             (A, B); it must be symmetric.
 
@@ -183,7 +183,7 @@ class CallableRelation(TargetRelation):
 
 
 class HeldRelation(Relation):
-    """How often all pairs of a batch are listed, held as two matrices with a zero diagonal.
+    """A relation stored as two matrices with a zero diagonal: how often each pair of a batch is listed.
 
     Args:
         positive: Shape (n, n).
@@ -200,7 +200,7 @@ class HeldRelation(Relation):
 
 
 class MaskRelation(HeldRelation):
-    """A relation given as two boolean matrices; the diagonal is ignored.
+    """A relation from two boolean matrices; the diagonal is ignored.
 
     Args:
         positive: Shape (n, n), symmetric.
@@ -238,7 +238,7 @@ def make_target_relation(
 
     Raises:
         InputTypeError: The targets have a wrong type, or the function is not callable.
-        InputError: There is not one target per point, or the function returns something else than two masks.
+        InputError: The number of targets is not ``n``, or the masks of the function are wrong.
     """
     if function is None:
         return LabelRelation(check_labels(targets, n).to(device))
@@ -252,7 +252,7 @@ def make_target_relation(
 
 
 def check_labels(labels: object, n: int | None = None) -> Tensor:
-    """Return class labels as int64, if they are integers of shape (N,), one for each of ``n`` embeddings."""
+    """Check class labels, integers of shape (N,) with N = ``n`` if passed, and return them as int64."""
     if not isinstance(labels, Tensor):
         raise InputTypeError("labels", "an integer tensor of shape (N,)", f"a {type(labels).__name__}")
     if labels.is_floating_point() or labels.is_complex():

@@ -1,4 +1,4 @@
-"""Points kept out of a stream: all of them, or a uniform sample that does not depend on how the data is divided."""
+"""Points kept from a stream: all points, or a uniform sample that does not depend on the division of the data."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _INCREMENT, _FIRST, _SECOND = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB
 
 
 def point_keys(numbers: Tensor, seed: int = 0) -> Tensor:
-    """Return a pseudo-random key for the number of every point, different for different numbers.
+    """Return a pseudo-random key for each point's number; different numbers have different keys.
 
-    The points with the smallest keys are a uniform sample without replacement. It depends on the numbers only, so it is
-    the same in whatever parts and order the points arrive.
+    The points with the smallest keys are a uniform sample without replacement. The sample depends only on the numbers,
+    not on the parts and the order of the stream.
 
     Source: the finaliser of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014).
     """
@@ -42,11 +42,11 @@ def point_keys(numbers: Tensor, seed: int = 0) -> Tensor:
 
 
 def content_numbers(outputs: Tensor) -> Tensor:
-    """Return a number (n,) for raw outputs (n, D) that depends on nothing else: not on their order, batch or part.
+    """Compute a number for each raw output (n, D) from its content alone, not its order or batch; shape (n,).
 
-    Eight projections of the direction and the logarithm of the norm are rounded so coarsely that of a thousand outputs
-    that were computed in float32 in batches of another size, about one gets another number, and so finely that
-    different inputs hardly share one, even in tight classes.
+    Eight projections of the direction and the logarithm of the norm are rounded. The rounding is coarse: if float32
+    outputs are computed again in batches of another size, about one in a thousand changes its number. The rounding is
+    also fine: different inputs rarely share a number, even in tight classes.
     """
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(outputs.shape[1], 8, generator=generator, dtype=torch.float64).to(outputs.device)
@@ -62,10 +62,10 @@ class Rows:
     """Points that were kept.
 
     Args:
-        size: How many are kept at most; ``None`` for all.
-        numbers: Of the points, int64 on the CPU, shape (m,); different, or by :func:`content_numbers`.
-        columns: What is known of them, each of shape (m, ...); without any point, empty.
-        seed: Of the sample, see :func:`point_keys`.
+        size: Largest number of kept points; ``None`` for all.
+        numbers: Numbers of the points, int64 on the CPU, shape (m,); all different, or from :func:`content_numbers`.
+        columns: Values of the points by name, each of shape (m, ...); empty without points.
+        seed: Seed of the sample, see :func:`point_keys`.
     """
 
     size: int | None
@@ -77,7 +77,7 @@ class Rows:
         return len(self.numbers)
 
     def merged(self, other: Rows) -> Rows:
-        """Return what would have been kept of both streams as one."""
+        """Return the points that the two streams, joined into one, would keep."""
         if not len(other):
             return self
         if not len(self):
@@ -85,21 +85,21 @@ class Rows:
         return _joined([self, other], self.size, self.seed)._smallest()
 
     def to(self, device: torch.device) -> Rows:
-        """Return the same with its columns on a device."""
+        """Move the columns to a device."""
         return replace(self, columns={name: part.to(device) for name, part in self.columns.items()})
 
     def in_order(self) -> Rows:
-        """Return the same, by their numbers."""
+        """Sort the points by their numbers."""
         if bool((self.numbers[1:] > self.numbers[:-1]).all()):
             return self
         return self._at(self.numbers.argsort())
 
     def subsample(self, size: int) -> Rows:
-        """Return a sample of ``size`` of a sample: that which would have been kept with this size."""
+        """Cut the sample down to ``size`` points: the points that a sample of this size would have kept."""
         return Rows(size, self.numbers, self.columns, self.seed)._smallest()
 
     def halves(self) -> tuple[Rows, Rows]:
-        """Return two samples, independent of each other as far as samples without replacement are."""
+        """Split the sample into two random halves, independent except for sampling without replacement."""
         order = point_keys(self.numbers, self.seed).argsort()
         return self._at(order[::2]), self._at(order[1::2])
 
@@ -118,7 +118,7 @@ class RowCollector:
     """Collects :class:`Rows` from batches.
 
     Args:
-        size: How many are kept at most; ``None`` for all.
+        size: Largest number of kept points; ``None`` for all.
         seed: See :func:`point_keys`.
     """
 
@@ -129,7 +129,7 @@ class RowCollector:
         self._bound: int | None = None
 
     def add(self, numbers: Tensor, columns: dict[str, Tensor]) -> None:
-        """Take a batch into account."""
+        """Add a batch of points."""
         if self._size == 0:
             return
         if self._bound is not None:
@@ -138,7 +138,7 @@ class RowCollector:
                 return
             columns = {name: part[fits.to(part.device)] for name, part in columns.items()}
             numbers = numbers[fits.to(numbers.device)]
-        # Copied, or a kept row would hold its whole batch.
+        # A view would keep the whole batch in memory.
         columns = {name: part.detach().clone() for name, part in columns.items()}
         self._kept.append(Rows(None, numbers.detach().cpu(), columns, self._seed))
         self._waiting += len(numbers)
@@ -146,24 +146,25 @@ class RowCollector:
             self._kept = [self.rows()]
             self._waiting = len(self._kept[0])
             keys = point_keys(self._kept[0].numbers, self._seed).sort().values
-            # Where points stand in for others that are yet to come, any may be one of those.
+            # If the sample holds points of later turns, a point with any key may still replace them, so there is no
+            # bound.
             if not bool(_turns(keys, self._size).any()):
                 self._bound = int(keys[-1])
 
     def rows(self) -> Rows:
-        """Return what is kept so far."""
+        """Return the points kept so far."""
         if not self._kept:
             return Rows(self._size, torch.zeros(0, dtype=torch.int64), {}, self._seed)
         return _joined(self._kept, self._size, self._seed)._smallest()
 
 
 def _turns(keys: Tensor, size: int) -> Tensor:
-    """Return in which turn a sample takes points with these keys, ascending, (m,): of one key, few in each."""
+    """Return each point's turn in a sample, from ascending keys (m,); a turn takes few points of one key."""
     return (torch.arange(len(keys)) - torch.searchsorted(keys, keys)) // max(1, size // _MOST_ALIKE)
 
 
 def united(first: Mapping[str, _T], second: Mapping[str, _T], merge: Callable[[_T, _T], _T]) -> dict[str, _T]:
-    """Return what either has by a name, merged where both have it."""
+    """Unite two mappings; the values of a shared key are merged."""
     out = dict(first)
     for name, part in second.items():
         out[name] = merge(out[name], part) if name in out else part
@@ -171,7 +172,7 @@ def united(first: Mapping[str, _T], second: Mapping[str, _T], merge: Callable[[_
 
 
 def _joined(parts: list[Rows], size: int | None, seed: int) -> Rows:
-    # The labels of some of the points would not say of which.
+    # A column that only some points have is dropped, because its values could not be matched to points.
     first = {name: column for name, column in parts[0].columns.items() if all(name in rows.columns for rows in parts)}
     for name, column in first.items():
         other = next((rows for rows in parts if rows.columns[name].shape[1:] != column.shape[1:]), None)

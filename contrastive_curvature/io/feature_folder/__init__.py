@@ -1,4 +1,4 @@
-"""What the last layer of an encoder takes in, on disk, once: :func:`features` writes it and ``fit`` reads it."""
+"""The inputs of an encoder's last layer on disk: :func:`features` writes them and ``fit`` reads them."""
 
 from contrastive_curvature.io.feature_folder.folder import FeatureFolder
 from contrastive_curvature.io.feature_folder.write import features

@@ -1,4 +1,4 @@
-"""``FeatureFolder(path)``: saved features as a loader of batches, whole or a shard of them."""
+"""``FeatureFolder(path)``: saved features, or a shard of them, as a loader of batches."""
 
 from __future__ import annotations
 
@@ -32,18 +32,19 @@ _WRITE_AGAIN = "Call contrastive_curvature.features with the same arguments: it 
 
 
 class FeatureHeader(Header):
-    """What a feature folder holds.
+    """The contents of a feature folder.
 
     Args:
-        dtype: Type of the features.
+        dtype: Dtype of the features.
         source: The encoder that computed the features.
-        target_type: torch's and NumPy's name of the type of the targets.
+        target_type: Name of the targets' dtype in torch and NumPy.
         target_shape: Shape of one target.
-        identifiers: NumPy's name of their type: ``int64``, or ``S`` and the bytes of the longest text in UTF-8.
+        identifiers: NumPy's name of the identifiers' dtype: ``int64``, or ``S`` and the length in bytes of the longest
+            text in UTF-8.
         rows_per_part: Number of points of every part but the last.
         class_names: Names of the classes that the targets number; ``None`` without.
-        parts: Checksums of the parts that are written.
-        points: Number N of points; ``None`` until all are written.
+        parts: Checksums of the written parts.
+        points: Number N of points; ``None`` until all points are written.
     """
 
     kind: ClassVar[str] = "features"
@@ -63,11 +64,12 @@ class FeatureHeader(Header):
 
 
 class Arrays:
-    """``features.bin``, ``targets.bin`` and ``identifiers.bin``: rows after each other, nothing else.
+    """``features.bin``, ``targets.bin`` and ``identifiers.bin``: consecutive rows, without a header.
 
     Args:
-        folder: Where they are.
-        header: Their types, all little-endian; ``bfloat16``, unknown to NumPy, is stored as its bits, ``uint16``.
+        folder: Folder of the files.
+        header: Header with the dtypes, all stored little-endian; ``bfloat16``, unknown to NumPy, is stored as its bits,
+            ``uint16``.
     """
 
     def __init__(self, folder: Path, header: FeatureHeader) -> None:
@@ -82,7 +84,7 @@ class Arrays:
         self._mapped: dict[str, NDArray[Any]] = {}
 
     def keep(self, parts: int) -> None:
-        """Leave so many parts in the files, after which :meth:`write` writes."""
+        """Truncate the files to this number of parts; :meth:`write` appends to them."""
         for name, path in self.paths.items():
             if path.is_symlink():
                 received = "a symbolic link, which would be written through"
@@ -91,7 +93,7 @@ class Arrays:
             os.truncate(path, parts * self._rows_per_part * self.kinds[name].itemsize)
 
     def write(self, rows: dict[str, NDArray[Any]]) -> None:
-        """Write a part after the others."""
+        """Append a part to the files."""
         self._mapped.clear()
         for name, path in self.paths.items():
             with path.open("ab") as file:
@@ -100,7 +102,7 @@ class Arrays:
                 os.fsync(file.fileno())
 
     def checksum(self, part: int) -> str:
-        """Return the checksum of a part as it is on disk, whole or not."""
+        """Return the checksum of a part on disk, even of an incomplete part."""
         digest = hashlib.sha256()
         for name, path in self.paths.items():
             size = self._rows_per_part * self.kinds[name].itemsize
@@ -116,18 +118,18 @@ class Arrays:
     def read(self, name: str, rows: slice | NDArray[np.int64]) -> NDArray[Any]:
         """Return rows of an array."""
         if name not in self._mapped:
-            # Copy-on-write: torch warns of arrays that cannot be written to, and the file must not change.
+            # Copy-on-write: torch warns about read-only arrays, and the file must not change.
             self._mapped[name] = np.memmap(self.paths[name], dtype=self.kinds[name], mode="c")
         mapped = self._mapped[name]
         if isinstance(rows, slice):
             return mapped[rows]
-        # Neighbours on disk are read together.
+        # Read in the order on disk, then restored to the requested order.
         order = rows.argsort()
         return mapped[rows[order]][order.argsort()]
 
 
 def decode(stored: NDArray[Any], dtype: str) -> Tensor:
-    """Return stored features as float32, or from float64 as float64; a copy."""
+    """Copy stored features to float32; float64 stays float64."""
     features = _as_tensor(stored)
     if dtype == "bfloat16":
         features = features.view(torch.bfloat16)
@@ -135,29 +137,29 @@ def decode(stored: NDArray[Any], dtype: str) -> Tensor:
 
 
 class FeatureFolder:
-    """What :func:`contrastive_curvature.features` wrote, as a loader of batches ``(inputs, targets)``.
+    """The folder of :func:`contrastive_curvature.features`, as a loader of batches ``(inputs, targets)``.
 
-    It goes wherever a last-layer posterior takes a loader, as often as it is needed, and ``la(inputs)`` takes the
-    inputs of one batch. Batches are read when they are needed: a batch of B points takes 4 B F bytes.
+    A last-layer posterior accepts the folder wherever it accepts a loader, any number of times, and ``la(inputs)``
+    accepts the inputs of one batch. Batches are read on demand: a batch of B points needs 4 B F bytes.
 
     Args:
         path: The folder.
         batch_size: Points of a batch.
-        seed: ``None``: points in the order in which they were written. A whole number: in a random order, the same in
-            every pass, for what takes the pairs or candidates inside a batch (``pairs="batch"``, losses of anchors).
+        seed: ``None`` for the order in which the points were written. An integer for a random order, the same in every
+            pass; needed if pairs or candidates come from one batch (``pairs="batch"``, losses of anchors).
 
     Attributes:
-        path: The folder, absolute: processes elsewhere have other working directories.
+        path: The absolute path of the folder, since other processes may have other working directories.
         batch_size: Points of a batch.
-        seed: Of the order of the points.
-        dtype: torch's type that the features are stored in.
+        seed: Seed of the order of the points.
+        dtype: torch's dtype of the stored features.
         width: Number F of features of a point.
-        last_layer_name: Name of the layer that takes them in.
-        source: The encoder that computed them.
+        last_layer_name: Name of the layer whose inputs the features are.
+        source: The encoder that computed the features.
         class_names: Names of the classes that the targets number; ``None`` without.
 
     Raises:
-        InputError: It is no feature folder, not complete, damaged, or has files of another size.
+        InputError: The folder is not a feature folder, is incomplete or damaged, or has files of the wrong size.
     """
 
     def __init__(self, path: str | PathLike[str], batch_size: int = 4096, *, seed: int | None = None) -> None:
@@ -182,11 +184,11 @@ class FeatureFolder:
         self.width, self.last_layer_name = self.source.width, self.source.last_layer
 
     def __len__(self) -> int:
-        """Number of batches."""
+        """Return the number of batches."""
         return -(-len(self._rows) // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[dict[str, Any], Tensor]]:
-        """Batches of features, lifted to float32 (from float64: as they are), and targets."""
+        """Yield batches of features, converted to float32 (float64 stays float64), and targets."""
         order = None if self.seed is None else self.numbers.numpy()
         for start in range(0, len(self._rows), self.batch_size):
             stop = start + self.batch_size
@@ -195,7 +197,7 @@ class FeatureFolder:
             yield feature_inputs(features, self.source), _as_tensor(self._arrays.read("targets", rows))
 
     def __repr__(self) -> str:
-        """Path, shape and type."""
+        """Show path, shape and dtype."""
         rows = self._rows
         some = "" if len(rows) == self._header.points else f", points {rows.start} to {rows.stop}"
         shape = f"{self._header.points} x {self.width}, {self._header.dtype}"
@@ -203,14 +205,14 @@ class FeatureFolder:
 
     @property
     def dataset(self) -> range:
-        """Rows of the folder, under the name that a ``DataLoader`` has for what tells how long a fit will take."""
+        """Return the rows of the folder, named as in a ``DataLoader``: a fit estimates its duration from it."""
         return self._rows
 
     @property
     def numbers(self) -> Tensor:
-        """Rows of the folder that the points are, in the order of the batches, int64, shape (N,).
+        """Return the row of every point in the folder, in the order of the batches, int64, shape (N,).
 
-        With them, fits in several processes know which points their shards are.
+        Fits in several processes identify the points of their shards by these numbers.
         """
         if self.seed is None:
             return torch.arange(self._rows.start, self._rows.stop)
@@ -219,33 +221,33 @@ class FeatureFolder:
 
     @property
     def targets(self) -> Tensor:
-        """Targets of all points, shape (N, ...), in the order in which they were written."""
+        """Return the targets of all points, shape (N, ...), in the order in which they were written."""
         return _as_tensor(self._arrays.read("targets", self._slice()))
 
     @property
     def identifiers(self) -> NDArray[Any]:
-        """Identifiers of all points, shape (N,): int64, or texts."""
+        """Return the identifiers of all points, shape (N,): int64, or texts."""
         stored = self._arrays.read("identifiers", self._slice())
         return np.char.decode(stored, "utf-8") if stored.dtype.kind == "S" else stored.copy()
 
     @property
     def features(self) -> NDArray[Any]:
-        """All features as they are stored, shape (N, F), mapped into memory; ``bfloat16`` as its bits, ``uint16``.
+        """Return the stored features, shape (N, F), mapped into memory; ``bfloat16`` as its bits, ``uint16``.
 
-        The array is a private copy-on-write mapping: what is written to it does not reach the file.
+        The array is a private copy-on-write mapping: writing to it does not change the file.
         """
-        # A mapping of its own, so that what is written to it changes no batch either.
+        # A separate mapping, so that writing to it does not change a batch either.
         return Arrays(self.path, self._header).read("features", self._slice())
 
     def numpy(self, start: int = 0, stop: int | None = None) -> NDArray[Any]:
-        """Features of some points in memory, shape (stop - start, F), float32 (from float64: float64).
+        """Return the features of some points, shape (stop - start, F), as float32 (float64 stays float64).
 
         Args:
             start: First point, counted from the first of this folder or shard.
             stop: The point after the last one; ``None`` for all.
 
         Raises:
-            InputError: There are not so many points.
+            InputError: ``start`` or ``stop`` is out of range.
         """
         n = len(self._rows)
         stop = n if stop is None else stop
@@ -257,17 +259,17 @@ class FeatureFolder:
         return features
 
     def shard(self, index: int, count: int) -> FeatureFolder:
-        """One of ``count`` contiguous parts of nearly equal size, as for one of several processes.
+        """Return one of ``count`` contiguous parts of nearly equal size, for example one per process.
 
         Args:
-            index: Which of them, from 0.
-            count: How many there are. With more of them than points some are empty.
+            index: Number of the part, from 0.
+            count: Number of parts. With more parts than points, some parts are empty.
 
         Returns:
-            A folder of these points alone; :attr:`numbers` says which rows of the whole folder they are.
+            A folder of these points alone; its :attr:`numbers` are their rows in the whole folder.
 
         Raises:
-            InputError: There is no such part.
+            InputError: ``index`` is out of range.
         """
         validate.count("count", count)
         if not 0 <= index < count:
@@ -277,7 +279,7 @@ class FeatureFolder:
         return _opened(self.path, self.batch_size, self.seed, rows)
 
     def verify(self) -> None:
-        """Read everything, and compare it with the checksums that were taken when it was written.
+        """Read the whole folder, and compare it with the checksums from its writing.
 
         Raises:
             InputError: A part is damaged; the message names its points.
@@ -295,7 +297,7 @@ class FeatureFolder:
         return slice(some.start, some.stop)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """What another process needs to open the same points: no features are copied."""
+        """Pickle only the arguments to open the same points in another process, without features."""
         return _opened, (self.path, self.batch_size, self.seed, self._rows)
 
 
@@ -306,5 +308,5 @@ def _opened(path: Path, batch_size: int, seed: int | None, rows: range) -> Featu
 
 
 def _as_tensor(stored: NDArray[Any]) -> Tensor:
-    """Return a copy in memory, in the byte order of the machine."""
+    """Copy an array into memory, in the byte order of the machine."""
     return torch.from_numpy(np.array(stored, dtype=stored.dtype.newbyteorder("=")))

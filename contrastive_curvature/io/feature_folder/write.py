@@ -1,4 +1,4 @@
-"""``features(encoder, loader, path)``: one pass of the encoder over the data, kept on disk."""
+"""``features(encoder, loader, path)``: one pass of the encoder over the data, stored on disk."""
 
 from __future__ import annotations
 
@@ -59,37 +59,39 @@ def features(
     class_names: Sequence[str] | None = None,
     progress_bar: bool | None = None,
 ) -> FeatureFolder:
-    """Write what the last linear layer of an encoder takes in, with targets and identifiers, into a folder.
+    """Write the inputs of an encoder's last linear layer, with targets and identifiers, into a folder.
 
-    ``fit``, ``optimize_prior_precision``, ``calibrate`` and ``measure_classes`` of a last-layer posterior take the
-    folder in place of the loader. The last layer may be trained further; everything before it must stay as it is.
+    ``fit``, ``optimize_prior_precision``, ``calibrate`` and ``measure_classes`` of a last-layer posterior accept the
+    folder in place of the loader. The last layer may be trained further; the layers before it must not change.
 
-    A run that was interrupted goes on when it is called again with the same arguments. A complete folder is checked and
-    returned. Features of another encoder, other options or other data overwrite nothing.
+    After an interruption, the same call continues the run. A complete folder is checked and returned. A call with
+    another encoder, other options or other data overwrites nothing.
 
     Args:
         encoder: Any module that maps a batch to (N, D) and ends in a linear layer, after which only an l2-normalisation
             module may follow. It runs in evaluation mode.
-        loader: Batches ``(x, targets)`` or mappings; run over once. A shuffling ``DataLoader`` is read in the order of
-            its data set. Targets are tensors with one entry a point: class labels, or whatever a relation takes.
-        path: The folder; it is made if need be, inside a folder that exists.
+        loader: Batches ``(x, targets)`` or mappings, read once. A shuffling ``DataLoader`` is read in the order of its
+            data set. Targets are tensors with one entry per point: class labels, or targets of a relation.
+        path: The folder; created if missing, inside an existing folder.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` (at most 65504 in absolute value) or ``"float64"``.
-        identifiers: One whole number or one text a point, all different; ``None`` numbers the points from 0.
-        last_layer_name: Name of the last layer, ``None`` to find it.
-        label_key: Where batches that are mappings keep the targets; ``dict_key_y`` of laplace-torch.
-        rows_per_part: Points of one part, which is written, checked and lost as a whole; ``None`` for 64 MiB of
+        identifiers: One integer or one text per point, all different; ``None`` numbers the points from 0.
+        last_layer_name: Name of the last layer; ``None`` detects it.
+        label_key: Key of the targets in batches that are mappings; ``dict_key_y`` of laplace-torch.
+        rows_per_part: Number of points in a part, which is written, checked and lost as a whole; ``None`` for 64 MiB of
             features.
-        class_names: Names of the classes 0, 1, ... that the targets number, for the command line, which compares names.
-        progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
+        class_names: Names of the classes 0, 1, ... that the targets number, for the command line, which compares the
+            names.
+        progress_bar: Whether to show a progress bar; ``None`` shows it after ten seconds.
 
     Returns:
         The folder, with batches of 4,096 points.
 
     Raises:
         InputError: An argument or a batch is malformed; a feature is not finite, or too large for ``dtype``; the loader
-            is empty; the folder is of another encoder, of other options or of other data, or somebody else writes it.
-        UnsupportedError: Batches of two views; a loader that leaves points out; no last linear layer, or raw outputs
-            that cannot be reached.
+            is empty; the folder belongs to another encoder, other options or other data, or another process is writing
+            it.
+        UnsupportedError: Batches have two views; the loader leaves points out; there is no last linear layer, or the
+            raw outputs cannot be reached.
     """
     check_model(encoder, half=True)
     dtype = str(dtype).removeprefix("torch.")
@@ -138,7 +140,7 @@ def features(
         writer = _Writer(folder, header, analysed, numbers)
         for x, y in itertools.chain([first], batches):
             writer.add(x, y)
-            # Of a folder that is complete, the first batch alone is compared.
+            # For a complete folder, only the first batch is compared.
             if writer.header.points is not None and writer.header.points == n:
                 break
         else:
@@ -147,7 +149,7 @@ def features(
 
 
 def _check_same(folder: Path, header: FeatureHeader, encoder: nn.Module, options: dict[str, Any]) -> None:
-    """Refuse to go on with a folder of another encoder or other options."""
+    """Refuse to continue with a folder of another encoder or other options."""
     there = {**header.model_dump(), "last_layer_name": header.source.last_layer}
     for name, value in options.items():
         if value not in (None, there[name]):
@@ -174,13 +176,13 @@ def _batches(encoder: nn.Module, loader: Iterable[Any], label_key: str) -> Itera
 
 
 class _Writer:
-    """Takes batches in order, computes the features of those that are not there, and writes whole parts.
+    """Accepts batches in order, computes the missing features, and writes whole parts.
 
     Args:
         folder: The folder.
-        header: What an earlier run wrote of it, or one without parts.
+        header: Header of an earlier run, or a header without parts.
         encoder: The encoder, in evaluation mode.
-        identifiers: Of all points; ``None`` for their numbers.
+        identifiers: Identifiers of all points; ``None`` for their numbers.
     """
 
     def __init__(self, folder: Path, header: FeatureHeader, encoder: Encoder, identifiers: NDArray[Any] | None) -> None:
@@ -194,7 +196,7 @@ class _Writer:
         self.points, self.waiting = 0, list[dict[str, NDArray[Any]]]()
 
     def add(self, x: Inputs, y: Tensor) -> None:
-        """Take one batch."""
+        """Add one batch."""
         header, start, n = self.header, self.points, input_length(x)
         if (_target_type(y), tuple(y.shape[1:])) != (header.target_type, header.target_shape):
             known = f"targets of {header.target_type} and shape (B, {', '.join(map(str, header.target_shape))})"
@@ -224,7 +226,7 @@ class _Writer:
             self._write(header.rows_per_part)
 
     def finish(self) -> None:
-        """Write the last part, and close the folder."""
+        """Write the last part, and complete the folder."""
         _check_number(self.identifiers, self.points)
         if self.points < self.kept:
             self._refuse(f"{self.points} points, and {self.kept} are there")
@@ -241,10 +243,10 @@ class _Writer:
         return phi.detach().cpu()
 
     def _compare(self, x: Inputs, rows: dict[str, NDArray[Any]]) -> None:
-        """Refuse other data than the points that are there; of the features, compare a few of a part."""
+        """Refuse data other than the stored points; for features, compare a few points per part."""
         start, kept = self.points, len(rows["targets"])
         for name, values in rows.items():
-            # By their bytes: NaN is a target like any other.
+            # Compared as bytes, so that NaN targets are equal too.
             if self.arrays.read(name, slice(start, start + kept)).tobytes() != values.tobytes():
                 self._refuse(f"other {name} for the points from row {start} on")
         first = -start % self.header.rows_per_part
@@ -259,7 +261,7 @@ class _Writer:
             self._refuse(f"other features for the points from row {start + first} on", hint)
 
     def _write(self, count: int) -> None:
-        """Write so many of the points that wait as one part, onto the disk and then into the header."""
+        """Write ``count`` waiting points as one part, first to the disk and then into the header."""
         rows = {name: np.concatenate([some[name] for some in self.waiting]) for name in self.arrays.kinds}
         self.arrays.write({name: values[:count] for name, values in rows.items()})
         self.waiting = [{name: values[count:] for name, values in rows.items()}]
@@ -276,7 +278,7 @@ class _Writer:
 
 
 def _target_type(targets: Tensor) -> str:
-    """Return the name of the type that targets are stored in."""
+    """Return the name of the dtype of the stored targets."""
     name = str(targets.dtype).removeprefix("torch.")
     if name not in get_args(TargetType):
         wanted = f"targets of one of the types {', '.join(get_args(TargetType))}"
@@ -285,7 +287,7 @@ def _target_type(targets: Tensor) -> str:
 
 
 def _stored_identifiers(value: Sequence[int] | Sequence[str] | NDArray[Any] | Tensor) -> NDArray[Any]:
-    """Return the identifiers that a user gave as they are stored: int64, or texts in UTF-8."""
+    """Convert a user's identifiers to their stored form: int64, or texts in UTF-8."""
     plain: list[Any] = value.tolist() if isinstance(value, (Tensor, np.ndarray)) else list(value)
     stored = np.asarray(plain)
     if stored.ndim == 1 and stored.dtype.kind in "iu" and np.can_cast(stored.dtype, np.int64):
@@ -296,7 +298,7 @@ def _stored_identifiers(value: Sequence[int] | Sequence[str] | NDArray[Any] | Te
         if other is not None or not plain:
             raise InputTypeError("identifiers", wanted, f"a {type(other).__name__} among them" if plain else "none")
         if any(one.endswith("\0") for one in plain):
-            # NumPy pads with them.
+            # NumPy pads texts with zero bytes.
             raise InputError("identifiers", "texts that do not end in a zero byte", "one that does")
         stored = np.array([one.encode() for one in plain])
     different, counts = np.unique(stored, return_counts=True)
@@ -308,16 +310,16 @@ def _stored_identifiers(value: Sequence[int] | Sequence[str] | NDArray[Any] | Te
 
 
 def _check_number(identifiers: NDArray[Any] | None, points: int) -> None:
-    """Refuse another number of identifiers than of points."""
+    """Refuse a number of identifiers that differs from the number of points."""
     if identifiers is not None and len(identifiers) != points:
         received = f"{len(identifiers)} identifiers, and {points} points"
         raise InputError("identifiers", "one for each point of the loader", received)
 
 
 def _encoded(wide: Tensor, dtype: str, first_row: int) -> NDArray[Any]:
-    """Return features (B, F) as they are stored; refuse those that the precision cannot hold.
+    """Convert features (B, F) to their stored form; refuse numbers that the precision cannot hold.
 
-    ``first_row`` is the number of the first of them in the data.
+    ``first_row`` is the row of the first point in the data.
     """
     rounded = wide.to(getattr(torch, dtype)).contiguous()
     sizes = wide.abs().amax(dim=1)

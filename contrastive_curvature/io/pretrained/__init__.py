@@ -1,7 +1,7 @@
 """Saved posteriors: one folder with a safetensors file and a model card.
 
 ``la.save_pretrained(folder)`` writes it, :func:`load_pretrained` reads it back around the encoder, :func:`read_info`
-says what is in it without an encoder. Nothing in such a folder is executed.
+describes its contents without an encoder. Nothing in such a folder is executed.
 """
 
 from contrastive_curvature.io.pretrained.folder import PosteriorInfo, PretrainedInfo

@@ -1,7 +1,7 @@
-"""What is in the folder of a saved posterior, and what writing and reading it share.
+"""The contents of a saved posterior's folder, and helpers for writing and reading it.
 
-``posterior.safetensors`` is everything that is read back: numbers, and all else in its header. ``README.md`` is a model
-card. So each save replaces the posterior in one step.
+``posterior.safetensors`` holds everything that is read back: numbers, and the rest in its header. So each save replaces
+the posterior in one step. ``README.md`` is a model card.
 """
 
 from __future__ import annotations
@@ -47,29 +47,29 @@ class PosteriorInfo(_Model):
     """One posterior in a folder.
 
     Attributes:
-        name: ``"encoder"``; of two towers ``"a"`` or ``"b"``.
-        kind: Name of its class.
+        name: ``"encoder"``; for two towers ``"a"`` or ``"b"``.
+        kind: Name of the posterior's class.
         subset_of_weights: ``"last_layer"``, ``"all"`` or ``"subnetwork"``.
         hessian_structure: ``"diag"``, ``"kron"``, ``"kron_lowrank"``, ``"full"``, ``"lowrank"`` or ``"gp"``.
-        dtype: Precision of the encoder, as ``"torch.float32"``.
+        dtype: Precision of the encoder, such as ``"torch.float32"``.
         n_outputs: Number D of dimensions of an embedding.
-        n_params: Number P of weights that the posterior is about.
-        n_data: Number of points that it was fitted on.
+        n_params: Number P of weights in the posterior.
+        n_data: Number of points of the fit.
         loss: The loss with its options.
-        needs_loss: Whether ``loss`` has to be given for loading, because its code is not in the folder.
-        relation: Name of the relation that has to be given for loading, or None.
+        needs_loss: Whether loading needs the argument ``loss``, because the loss's code is not in the folder.
+        relation: Name of the relation that loading needs as an argument, or None.
         options: Options of the curvature.
-        prior_precision: The prior precision, where it is one number; else None.
-        prior_precisions: How many there are, the smallest and the largest.
+        prior_precision: The prior precision, if it is one number; else None.
+        prior_precisions: Number of prior precisions, the smallest and the largest.
         temperature: Temperature.
         typical_norm: Mean norm of the raw outputs in training, or None.
         n_classes: Number of class centres, or None.
         calibrated: Whether p-values are calibrated.
-        n_calibration: With how many inputs, or None.
-        score: What p-values are of: ``"novelty"``, ``"uncertainty"`` or the name of a function, perhaps ``by class``.
+        n_calibration: Number of calibration inputs, or None.
+        score: Score of the p-values: ``"novelty"``, ``"uncertainty"`` or the name of a function, perhaps ``by class``.
         curvature_error: Relative standard error of a sampled curvature, or None.
         encoder: Checksum of the weights and buffers of the encoder.
-        n_encoder_tensors: Number of these.
+        n_encoder_tensors: Number of these weights and buffers.
     """
 
     name: str
@@ -98,7 +98,7 @@ class PosteriorInfo(_Model):
 
 
 class Contents(_Model):
-    """What is said of a saved posterior, see :class:`PretrainedInfo`."""
+    """Description of a saved posterior, see :class:`PretrainedInfo`."""
 
     versions: dict[str, str]
     towers: bool
@@ -110,19 +110,19 @@ class Contents(_Model):
 
 
 class PretrainedInfo(Contents):
-    """What is in a saved posterior.
+    """Description of a saved posterior and its file.
 
     Attributes:
-        folder: Where it is.
+        folder: Folder of the posterior.
         format_version: Version of the format.
         versions: Versions of the libraries that wrote it: ``contrastive_curvature``, ``torch``, ``laplace-torch``.
         towers: Whether it is for two towers.
         shared: Whether both towers are one module.
-        posteriors: One; of two towers with two modules, two.
-        match: Whether a :class:`~contrastive_curvature.MatchProbability` is in it.
-        metrics: What was measured, by name.
-        about: What else its author said: ``fitted_on``, ``encoder_source``, ``license``, ``evaluated_on``, ...
-        size: Bytes of its file.
+        posteriors: One posterior; for two towers with two modules, two.
+        match: Whether the folder contains a :class:`~contrastive_curvature.MatchProbability`.
+        metrics: Measured values by name.
+        about: Other statements of the author: ``fitted_on``, ``encoder_source``, ``license``, ``evaluated_on``, ...
+        size: Size of the file in bytes.
     """
 
     folder: Path
@@ -130,17 +130,17 @@ class PretrainedInfo(Contents):
     size: int
 
     def to_plain(self) -> dict[str, Any]:
-        """Return the same as strings, numbers, lists and dictionaries, for JSON."""
+        """Convert the description to strings, numbers, lists and dictionaries, for JSON."""
         return self.model_dump(mode="json")
 
 
 class Saved(Header):
-    """What stands in the file of a saved posterior besides tensors.
+    """Header of a saved posterior's file.
 
     Args:
-        contents: What is said of it.
-        trees: What each posterior is made from, as :func:`.packed` gives it.
-        match: The state of a :class:`~contrastive_curvature.MatchProbability`, packed too; ``None`` without.
+        contents: Description of the posterior.
+        trees: Constructor arguments and state of each posterior, from :func:`.packed`.
+        match: The packed state of a :class:`~contrastive_curvature.MatchProbability`; ``None`` without.
     """
 
     kind: ClassVar[str] = "pretrained"
@@ -158,7 +158,7 @@ class Saved(Header):
 
 
 def state_checksum(folder: Path) -> str:
-    """Return a text that tells the posterior in a folder from every other one."""
+    """Return a text that identifies the posterior in a folder."""
     return str(read_header(folder / FILE, Saved).trees[0]["state"]["checksum"])
 
 
@@ -178,7 +178,7 @@ def encoder_records(model: nn.Module) -> Iterator[list[Any]]:
 
 
 def raw_outputs(la: Any, x: Any) -> Tensor:
-    """Return raw outputs (B, D) of a last-layer posterior's encoder for inputs on its device."""
+    """Compute raw outputs (B, D) of a last-layer posterior's encoder for inputs on its device."""
     with evaluation_mode(la.model), torch.no_grad():
         z: Tensor = la.model(x)
     return z.detach()

@@ -1,7 +1,7 @@
 """The Hugging Face hub: download and upload of saved posteriors.
 
-``huggingface_hub.ModelHubMixin`` does not fit: it makes an object from its class and its constructor's arguments, while
-here the class stands in the folder and the encoder comes from the user.
+``huggingface_hub.ModelHubMixin`` is not suitable: it makes an object from its class and constructor arguments, while
+here the folder names the class and the user passes the encoder.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _SECONDS = 10
 
 
 class PushOptions(SaveOptions):
-    """Options of ``push_to_hub``, besides those of :class:`SaveOptions`.
+    """Options of ``push_to_hub``, in addition to :class:`SaveOptions`.
 
     Attributes:
         private: Whether a new repository is private; None for the default of the account.
-        token: Of the hub; None takes the one of ``hf auth login``.
-        revision: Branch to upload to; None for the main one.
+        token: Token of the hub; with None, the token of ``hf auth login``.
+        revision: Branch for the upload; None for the main branch.
         create_pr: Whether to open a pull request instead.
-        commit_message: Of the upload.
+        commit_message: Message of the upload's commit.
     """
 
     private: StrictBool | None = None
@@ -49,17 +49,17 @@ def local_folder(
     cache_dir: Path | str | None = None,
     local_files_only: bool = False,
 ) -> Path:
-    """Return the folder of a saved posterior on this machine, downloaded where it is one of the hub.
+    """Return the local folder of a saved posterior, downloaded if it is a repository of the hub.
 
     Args:
         source: A folder, or a repository as ``"user/name"``.
         revision: Branch, tag or commit of the repository.
-        token: Of the hub.
-        cache_dir: Where the hub's files are kept.
-        local_files_only: Whether only files that were downloaded before are used.
+        token: Token of the hub.
+        cache_dir: Folder for the hub's files.
+        local_files_only: Whether to use only files that were downloaded before.
 
     Raises:
-        InputTypeError: ``source`` is no path.
+        InputTypeError: ``source`` is not a path.
         InputError: There is neither such a folder nor such a repository.
     """
     validate.flag("local_files_only", local_files_only)
@@ -82,7 +82,7 @@ def local_folder(
             library_name=LIBRARY,
             allow_patterns=[FILE, CARD],
         )
-    except Exception as error:  # the hub's errors have no common base: of HTTP, of its cache, of names
+    except Exception as error:  # the hub's errors (HTTP, cache, names) have no common base class
         where = "no answer from the hub" if silence else "not on the hub"
         received = f"{source!r}: no folder of that name here, and {where} ({_reason(silence or error)})"
         raise InputError("source", "a folder, or a repository that you may read", received, _HINT) from error
@@ -90,7 +90,7 @@ def local_folder(
 
 
 def push_to_hub(la: Any, repo_id: str, **options: Any) -> str:
-    """Do what :meth:`.ContrastiveLaplace.push_to_hub` says."""
+    """See :meth:`.ContrastiveLaplace.push_to_hub`."""
     import huggingface_hub
 
     push = parsed(PushOptions, {**options, "repo_id": repo_id})
@@ -114,7 +114,7 @@ def push_to_hub(la: Any, repo_id: str, **options: Any) -> str:
 
 
 def _silence(source: str, revision: str | None, token: str | bool | None) -> Exception | None:
-    """Return the error of a hub that does not answer in time; None where it answers."""
+    """Return the error if the hub does not answer in time; None if it answers."""
     import huggingface_hub
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -122,7 +122,7 @@ def _silence(source: str, revision: str | None, token: str | bool | None) -> Exc
         huggingface_hub.HfApi(token=token, library_name=LIBRARY).repo_info(source, revision=revision, timeout=_SECONDS)
     except HfHubHTTPError:
         return None
-    except Exception as error:  # of one HTTP client or another
+    except Exception as error:  # from one of several HTTP clients
         return error
     return None
 

@@ -50,29 +50,28 @@ def load_pretrained(
     cache_dir: Path | str | None = None,
     local_files_only: bool = False,
 ) -> Any:
-    """Load what ``la.save_pretrained`` wrote. Nothing in the files is executed.
+    """Load a posterior that ``la.save_pretrained`` wrote. Nothing in the files is executed.
 
     Args:
-        source: The folder; or, where there is none of that name, a repository of the Hugging Face hub, as
-            ``"user/name"``.
-        encoder: The encoder with its weights, on the device and in the precision that it will be used in;
-            a :class:`~contrastive_curvature.TwoTowers` for a posterior of two towers.
-        loss: The loss of the fit, where it is one of your own, whose code is not in the folder.
-        relation: The relation of the fit, where there was one.
+        source: The folder; or, if there is no such folder, a repository of the Hugging Face hub, as ``"user/name"``.
+        encoder: The encoder with its weights, on its final device and in its final precision; a
+            :class:`~contrastive_curvature.TwoTowers` for a posterior of two towers.
+        loss: The loss of the fit, if it is a loss of your own, whose code is not in the folder.
+        relation: The relation of the fit, if it had one.
         backend: A backend for further fits; None for the default.
         revision: Branch, tag or commit of a repository of the hub.
         token: Of the hub, see ``huggingface_hub.snapshot_download``.
-        cache_dir: Where the hub's files are kept.
-        local_files_only: Whether only files that were downloaded before are used.
+        cache_dir: Folder for the hub's files.
+        local_files_only: Whether to use only files that were downloaded before.
 
     Returns:
-        The posterior; ``la(x)`` predicts what it did when it was saved.
+        The posterior; ``la(x)`` predicts the same as before saving.
 
     Raises:
         InputError: There is no such folder or repository; a file is missing, damaged, foreign, or of another version;
-            the encoder is another one; or the loss, the relation or the backend is missing or another one.
-        InputTypeError: An argument has another type.
-        UnsupportedError: The encoder is of a kind without a posterior.
+            the encoder is another one; or the loss, the relation or the backend is missing or wrong.
+        InputTypeError: An argument has the wrong type.
+        UnsupportedError: There is no posterior for this kind of encoder.
     """
     if not isinstance(encoder, nn.Module):
         hint = "The folder holds the posterior; build the encoder and load its weights first."
@@ -116,11 +115,11 @@ def load_match(source: Path | str, **hub: Any) -> MatchProbability:
     """Load the :class:`~contrastive_curvature.MatchProbability` that was saved with a posterior; needs no encoder.
 
     Args:
-        source: As of :func:`load_pretrained`.
-        **hub: ``revision``, ``token``, ``cache_dir`` and ``local_files_only``, as of :func:`load_pretrained`.
+        source: See :func:`load_pretrained`.
+        **hub: ``revision``, ``token``, ``cache_dir`` and ``local_files_only``, see :func:`load_pretrained`.
 
     Raises:
-        InputError: See :func:`load_pretrained`; or none was saved with it.
+        InputError: See :func:`load_pretrained`; or no match probability was saved with the posterior.
     """
     folder = local_folder(source, **hub)
     saved, tensors = read_tensors(folder / FILE, Saved)
@@ -134,11 +133,11 @@ def load_match(source: Path | str, **hub: Any) -> MatchProbability:
 
 
 def read_info(source: Path | str, **hub: Any) -> PretrainedInfo:
-    """Read what is in a saved posterior; needs no encoder.
+    """Read the description of a saved posterior; needs no encoder.
 
     Args:
         source: The folder, or a repository of the Hugging Face hub, as ``"user/name"``.
-        **hub: ``revision``, ``token``, ``cache_dir`` and ``local_files_only``, as of :func:`load_pretrained`.
+        **hub: ``revision``, ``token``, ``cache_dir`` and ``local_files_only``, see :func:`load_pretrained`.
 
     Raises:
         InputError: There is no such folder or repository, or its file is missing, damaged, foreign, or of another
@@ -155,15 +154,15 @@ def _constructor(
     """Return class and arguments of a saved posterior.
 
     Args:
-        info: What is said of it.
-        tree: What it is made from, with tensors on the CPU.
+        info: Description of the posterior.
+        tree: Constructor arguments and state of the posterior, with tensors on the CPU.
         encoder: The encoder.
         loss: A loss of the user's own, which cannot be rebuilt.
         relation: The relation, which cannot be rebuilt.
         backend: A backend, or None for the default.
 
     Raises:
-        InputError: Something that has to be given is missing or another one.
+        InputError: A required argument is missing or differs from the saved one.
     """
     received = None if relation is None else name_of(relation)
     if received != info.relation:
@@ -175,7 +174,7 @@ def _constructor(
     arguments, options = dict(tree["arguments"]), dict(tree["options"])
     if relation is not None:
         options["relation"] = relation
-    # A contrastive loss may have been given by its options alone, as margin=0.5.
+    # The user may have passed a contrastive loss only by its options, such as margin=0.5.
     as_object = "loss" in tree["state"]["contrastive"]
     if as_object or loss is not None:
         same = _loss(info, tree["loss"], loss)
@@ -189,7 +188,7 @@ def _constructor(
 
 
 def _loss(info: PosteriorInfo, saved: tuple[str, Any], loss: object) -> CosineLoss:
-    """Return the loss of a saved posterior: the one that the user passed, if it is the same, or the rebuilt one."""
+    """Return the loss of a saved posterior: the user's loss, if it is the same, or the rebuilt loss."""
     name, options = saved
     if isinstance(loss, CosineLoss) and (type(loss).__qualname__, loss.description) == (name, info.loss):
         return loss
@@ -208,9 +207,9 @@ def _check_encoder(model: nn.Module, digest: str, saved: Sequence[Sequence[Any]]
     """Refuse another encoder, and name some parameters or buffers that differ.
 
     Args:
-        model: From the user.
-        digest: Of the encoder that was saved.
-        saved: Its :func:`.encoder_records`.
+        model: Encoder from the user.
+        digest: Digest of the saved encoder.
+        saved: :func:`.encoder_records` of the saved encoder.
         argument: Name of the encoder in the message.
     """
     if any(tensor.is_meta for _, tensor in state_tensors(model)):
@@ -239,18 +238,18 @@ def _check_encoder(model: nn.Module, digest: str, saved: Sequence[Sequence[Any]]
 
 
 def _check_outputs(la: Any, x: Any, saved: Tensor, argument: str) -> None:
-    """Refuse an encoder that has the weights and still computes something else.
+    """Refuse an encoder that has the saved weights but other outputs.
 
     Args:
         la: A loaded posterior of a last layer.
-        x: Inputs that were saved.
-        saved: Raw outputs for them, shape (B, D).
+        x: Saved inputs.
+        saved: Saved raw outputs for these inputs, shape (B, D).
         argument: Name of the encoder in the message.
     """
     off = float((raw_outputs(la, x).double() - saved.double()).norm())
     # Outputs of zero inputs may be zero.
     size = max(float(saved.double().norm()), torch.finfo(torch.float32).tiny)
-    # Written so that NaN is refused too.
+    # This form of the comparison also refuses NaN.
     if not off <= _SAME_OUTPUTS.get(saved.dtype, 0.1) * size:
         hint = "It has the same weights but other layers between them, as another activation or pooling."
         wanted = "the encoder's outputs for the example inputs in the folder"
@@ -258,7 +257,7 @@ def _check_outputs(la: Any, x: Any, saved: Tensor, argument: str) -> None:
 
 
 def _by_name(records: Iterable[Sequence[Any]]) -> dict[str, tuple[str, list[int], str]]:
-    # torch.compile and DistributedDataParallel put these before the names.
+    # torch.compile and DistributedDataParallel add these prefixes to the names.
     return {
         name.removeprefix("_orig_mod.").removeprefix("module."): (kind, shape, checksum)
         for name, kind, shape, checksum in records

@@ -1,4 +1,4 @@
-"""``la.save_pretrained`` and ``la.push_to_hub``: a posterior as a folder to keep or to share, with a model card."""
+"""``la.save_pretrained`` and ``la.push_to_hub``: write a posterior, with a model card, to keep or to share."""
 
 from __future__ import annotations
 
@@ -54,17 +54,17 @@ _Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
 
 class About(BaseModel):
-    """What the model card says beyond the posterior itself.
+    """Statements for the model card that the posterior does not contain.
 
     Attributes:
-        fitted_on: What data the posterior was fitted on.
-        encoder_source: Where the encoder comes from: a repository of the hub, as ``"user/name"``, or a sentence.
-        license: Licence of what is shared, as the hub names it: ``"mit"``, ``"apache-2.0"``, ``"cc-by-nc-4.0"``.
-        metrics: Names and values of what was measured, as ``{"auroc": 0.97}``.
-        evaluated_on: What data that was measured on.
-        pipeline_tag: The hub's name of the task; ``"feature-extraction"``, unless it is given.
-        tags: Further tags.
-        notes: Anything else, Markdown.
+        fitted_on: Data of the posterior's fit.
+        encoder_source: Source of the encoder: a repository of the hub, as ``"user/name"``, or a sentence.
+        license: Licence of the shared files, by the hub's names: ``"mit"``, ``"apache-2.0"``, ``"cc-by-nc-4.0"``.
+        metrics: Names and values of measurements, such as ``{"auroc": 0.97}``.
+        evaluated_on: Data of these measurements.
+        pipeline_tag: The hub's name of the task; by default ``"feature-extraction"``.
+        tags: Additional tags.
+        notes: Other remarks, in Markdown.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
@@ -80,15 +80,15 @@ class About(BaseModel):
 
 
 class SaveOptions(About):
-    """Options of ``save_pretrained``, besides those of :class:`About`.
+    """Options of ``save_pretrained``, in addition to :class:`About`.
 
     Attributes:
         match: A fitted :class:`~contrastive_curvature.MatchProbability` for the same encoder, saved with the posterior;
             :func:`contrastive_curvature.io.pretrained.load_match` reads it back.
-        example: One or two inputs to save in the place of the made-up ones that a last layer's state keeps, where the
-            encoder does not take those; for two towers a pair of them. They are in the folder.
-        repo_id: A repository of the Hugging Face hub, ``"user/name"``, that the folder will go to: the model card says
-            how to load it from there. Nothing is uploaded.
+        example: One or two inputs to save instead of the made-up inputs in a last layer's state, if the encoder refuses
+            the made-up inputs; for two towers a pair of inputs. The folder contains these inputs.
+        repo_id: The future repository of the folder on the Hugging Face hub, ``"user/name"``, for the loading
+            instructions in the model card. Nothing is uploaded.
     """
 
     match: MatchProbability | None = None
@@ -100,17 +100,17 @@ _Options = TypeVar("_Options", bound=SaveOptions)
 
 
 def save_pretrained(la: Any, folder: Path | str, *, overwrite: bool = False, **options: Any) -> Path:
-    """Do what :meth:`.ContrastiveLaplace.save_pretrained` says."""
+    """See :meth:`.ContrastiveLaplace.save_pretrained`."""
     validate.flag("overwrite", overwrite)
     return write_posterior(la, folder, parsed(SaveOptions, options), overwrite=overwrite)
 
 
 def parsed(kind: type[_Options], options: Mapping[str, Any]) -> _Options:
-    """Return options as an object.
+    """Parse options into an object of ``kind``.
 
     Raises:
-        InputTypeError: One is unknown.
-        InputError: One has another type, is empty or not finite.
+        InputTypeError: An option is unknown.
+        InputError: An option has the wrong type, is empty or not finite.
     """
     try:
         checked = kind(**options)
@@ -130,8 +130,8 @@ def parsed(kind: type[_Options], options: Mapping[str, Any]) -> _Options:
 
 
 def is_repository(name: Any) -> bool:
-    """Return whether a name is that of a repository on the hub, ``"user/name"``."""
-    # Imported when used: the hub's package is not needed for a posterior in a folder.
+    """Return whether a name has the form of a repository on the hub, ``"user/name"``."""
+    # Imported here, because a posterior in a local folder does not need the hub's package.
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
@@ -143,7 +143,7 @@ def is_repository(name: Any) -> bool:
 
 
 def write_posterior(la: Any, folder: Path | str, options: SaveOptions, *, overwrite: bool) -> Path:
-    """Write a posterior, or two of two towers, to a folder."""
+    """Write a posterior, or the two posteriors of two towers, to a folder."""
     place = target_folder("folder", folder, FILE, Saved.described, overwrite=overwrite)
     table, match = TensorTable(), options.match
     posteriors, trees = zip(*_posteriors(la, table, options.example), strict=True)
@@ -152,7 +152,7 @@ def write_posterior(la: Any, folder: Path | str, options: SaveOptions, *, overwr
         versions={
             "contrastive_curvature": contrastive_curvature.__version__,
             "torch": str(torch.__version__),
-            # laplace-torch has no attribute of it.
+            # laplace-torch has no attribute with its version.
             "laplace-torch": metadata.version("laplace-torch"),
         },
         towers=isinstance(la, TwoTowerLaplace),
@@ -187,7 +187,7 @@ def _posteriors(la: Any, table: TensorTable, example: Any) -> list[tuple[Posteri
 
 
 def _posterior(la: Any, name: str, table: TensorTable, example: Inputs | None) -> tuple[PosteriorInfo, Any]:
-    """Return what is said of a fitted posterior, and what it is made from; the table takes its tensors."""
+    """Return description and packed contents of a fitted posterior; ``table`` receives the tensors."""
     if type(la) is not CLASSES.get(type(la).__name__):
         raise UnsupportedError(
             f"save_pretrained: {type(la).__name__} is a class of your own, which load_pretrained cannot construct. Use "
@@ -241,18 +241,18 @@ def _posterior(la: Any, name: str, table: TensorTable, example: Inputs | None) -
 
 
 def _example(la: Any, example: Any) -> tuple[Inputs, Tensor]:
-    """Return at most two inputs to save, those of the user or the made-up ones of the state, and their raw outputs.
+    """Return at most two inputs to save, from the user or made up by the state, and their raw outputs.
 
     Raises:
-        InputTypeError: Texts, and the encoder has no tokenizer; or no batch.
-        InputError: The encoder does not take them, or its outputs are not finite.
+        InputTypeError: The example is texts and the encoder has no tokenizer, or it is not a batch.
+        InputError: The encoder refuses the inputs, or its outputs are not finite.
     """
     given = la.data if example is None else tokenized(encoder_of(la), example, "example")
     few = slice_inputs(check_inputs(given, "example"), slice(0, 2))
     with asks_for_example(example):
         try:
             outputs = raw_outputs(la, moved_inputs(la.model, few, la._device))
-        except Exception as error:  # what an encoder raises at inputs of another kind has no common base
+        except Exception as error:  # encoders' errors on wrong inputs have no common base class
             reason = (str(error) or type(error).__name__).splitlines()[0]
             raise InputError("example", "inputs that the encoder takes", reason) from error
         if outputs.shape[1:] != (la.n_outputs,) or not bool(outputs.isfinite().all()):
@@ -262,7 +262,7 @@ def _example(la: Any, example: Any) -> tuple[Inputs, Tensor]:
 
 
 def _arguments(la: Any) -> dict[str, Any]:
-    """Return arguments of the constructor, besides the options of the curvature, that are not in the state."""
+    """Return the constructor's arguments that are neither in the state nor options of the curvature."""
     arguments = {name: getattr(la, name) for name in _ARGUMENTS if hasattr(la, name)}
     if isinstance(la, FunctionSpaceLaplace):
         del arguments["hessian_structure"]
@@ -274,7 +274,7 @@ def _arguments(la: Any) -> dict[str, Any]:
 
 
 def _given_options(la: Any) -> dict[str, Any]:
-    """Return the options of the curvature that are not the defaults, besides the loss and the relation."""
+    """Return the curvature's options that differ from the defaults, without loss and relation."""
     known, options = known_options(la._backend_cls), la.curvature_options
     left_out = ("loss", "relation", *(("distance", "pd_fix") if options.given_loss else ()))
     given = {**options.named(), **la._own_options}
@@ -283,7 +283,7 @@ def _given_options(la: Any) -> dict[str, Any]:
 
 
 def _loss_config(loss: CosineLoss) -> dict[str, Any] | None:
-    """Return the options that make this loss; None where it takes code of the user's own, or was changed by hand."""
+    """Return the options that make this loss; None if it needs the user's code or was changed by hand."""
     if type(loss) is KNOWN_LOSSES.get(type(loss).__name__):
         with suppress(InputError):
             return type(loss).from_config(loss.config()).config()
@@ -291,7 +291,7 @@ def _loss_config(loss: CosineLoss) -> dict[str, Any] | None:
 
 
 def _card(info: Contents, name: str, repo_id: str | None) -> str:
-    """Return the model card: Markdown, with metadata for the hub in front."""
+    """Write the model card: Markdown, with metadata for the hub at the top."""
     import jinja2
     from huggingface_hub import EvalResult, ModelCardData
 

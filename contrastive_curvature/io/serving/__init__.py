@@ -1,4 +1,4 @@
-"""Posteriors without the library that made them: exported graphs, and a scorer that needs numpy only."""
+"""Posteriors without this library: exported graphs, and a scorer that needs only numpy."""
 
 from contrastive_curvature.io.serving.export import export
 from contrastive_curvature.io.serving.module import ServedEncoder

@@ -76,7 +76,7 @@ def export(
         _check_onnx(la)
     with asks_for_example(example):
         batch = _batch(la, example)
-        # Its errors name the example; those of an encoder that is traced cannot.
+        # Run before tracing: this call's errors name the example, errors in tracing do not.
         prediction = la(batch)
     axes = _axes(dynamic_axes, batch)
     module = ServedEncoder(la, p_value)
@@ -88,7 +88,7 @@ def export(
 
 
 def format_of(path: Any, given: Any) -> str:
-    """Return the format of a file, from its name or as the user said."""
+    """Return the format of a file, from the user's argument or the file name."""
     if not isinstance(path, (str, Path)):
         raise InputTypeError("path", "a path, as 'model.pt2'", f"a {type(path).__name__}")
     if given is not None:
@@ -102,7 +102,7 @@ def format_of(path: Any, given: Any) -> str:
 
 
 def _match_arrays(match: Any, dim: int) -> dict[str, Tensor]:
-    """Return what was fitted, by name; an empty curve has no name."""
+    """Return the fitted tensors by name, without empty ones."""
     if not isinstance(match, MatchProbability):
         raise InputTypeError("match", "a fitted MatchProbability", f"a {type(match).__name__}")
     if match._fitted is None:
@@ -115,7 +115,7 @@ def _match_arrays(match: Any, dim: int) -> dict[str, Tensor]:
 
 def write_scorer(path: Path | str, kind: str, parts: Parts, **more: Any) -> None:
     """Write a file of the scorer, ``"npz"`` or ``"safetensors"``, with more metadata."""
-    # Any: numpy before 2.1 has no argument allow_pickle here; no array is one of objects.
+    # Typed Any: numpy before 2.1 has no argument allow_pickle here. No array contains objects.
     arrays: dict[str, Any] = {name: array.cpu().numpy() for name, array in parts.arrays.items()}
     about = {"form": parts.form, "structure": parts.structure, "score": parts.score}
     metadata = {"format": FORMAT, "version": VERSION, **about, **more}
@@ -127,7 +127,7 @@ def write_scorer(path: Path | str, kind: str, parts: Parts, **more: Any) -> None
 
 
 def _check_onnx(la: Any) -> None:
-    """Refuse, before anything is computed, ONNX without its packages, and an encoder that its runtime cannot load."""
+    """Refuse ONNX without its packages, and encoders that its runtime cannot load, before any computation."""
     for package in ("onnx", "onnxscript"):
         validate.package("format='onnx'", package, "onnx")
     if any(p.dtype == torch.bfloat16 for p in la.model.parameters()):
@@ -138,10 +138,10 @@ def _check_onnx(la: Any) -> None:
 
 
 def _batch(la: Any, example: Any) -> Example:
-    """Return a batch to trace with: tensors of two points or more, made up without an example."""
+    """Return a batch for tracing: tensors of two or more points; made-up points without an example."""
     given = la.data if example is None else tokenized(la.model, example, "example")
     if given is not example and not isinstance(given, Tensor):
-        # Of the first batch of ``fit`` and of a tokenizer.
+        # The first batch of ``fit`` and a tokenizer's result may contain other entries.
         given = {key: value for key, value in given.items() if isinstance(value, Tensor) and key != la.dict_key_y}
     batch = check_inputs(given, "example")
     if isinstance(batch, Mapping):
@@ -151,12 +151,12 @@ def _batch(la: Any, example: Any) -> Example:
                 hint = "What is no tensor is a part of the graph: set it in the encoder, and leave it out here."
                 raise InputTypeError("example", wanted, f"{key!r} of type {type(value).__name__}", hint)
     n, moved = input_length(batch), cast(Example, move_inputs(batch, la._device))
-    # A graph that was traced with one point may hold for one only.
+    # A graph traced with one point may be valid only for one point.
     return moved if n > 1 else _mapped(moved, lambda _, x: x.repeat_interleave(2, 0) if _of_batch(x, n) else x)
 
 
 def _mapped(example: Any, function: Callable[[str, Tensor], Any]) -> Any:
-    """Return a function of the name of every tensor (``""`` for the only one) and of the tensor."""
+    """Apply a function to every tensor and its name (``""`` for a single tensor)."""
     if isinstance(example, Tensor):
         return function("", example)
     return {key: function(key, value) for key, value in example.items()}
@@ -167,7 +167,7 @@ def _of_batch(value: Tensor, n: int) -> bool:
 
 
 def _axes(axes: Any, example: Example) -> dict[str, list[int]]:
-    """Return the axes besides that of the batch that may have other sizes, by tensor (``""`` for the only one)."""
+    """Return the axes of variable size besides the batch axis, by tensor name (``""`` for a single tensor)."""
     named = example if isinstance(example, dict) else {"": example}
     given = {} if axes is None else axes if isinstance(example, dict) else {"": axes}
     wanted = "{tensor: [axis, ...]}" if isinstance(example, dict) else "[axis, ...]"
@@ -185,12 +185,12 @@ def _axes(axes: Any, example: Example) -> dict[str, list[int]]:
 
 def _trace(module: ServedEncoder, example: Example, axes: dict[str, list[int]]) -> Any:
     """Return the exported program, for any number of points."""
-    # The bound says nothing of ours: torch 2.6 refuses a length that could be the largest integer.
+    # The bound is only for torch 2.6, which refuses a length that could be the largest integer.
     n, batch = input_length(example), torch.export.Dim("batch", max=2**31)
 
     def shape_of(key: str, value: Tensor) -> dict[int, Any]:
         shape: dict[int, Any] = {0: batch} if _of_batch(value, n) else {}
-        # Sizes that an encoder needs, such as those of a kernel, become the range of the axis.
+        # Size limits of the encoder, such as the size of a kernel, become the range of the axis.
         return shape | dict.fromkeys(axes[key], torch.export.Dim.DYNAMIC)
 
     message = (
@@ -204,7 +204,7 @@ def _trace(module: ServedEncoder, example: Example, axes: dict[str, list[int]]) 
 
 @torch.no_grad()
 def _check_same(program: Any, module: ServedEncoder, batch: Any, mu: Tensor) -> None:
-    """Refuse a graph that is another function than the encoder: one that draws random numbers, or keeps a state."""
+    """Refuse a graph that differs from the encoder because it draws random numbers or keeps a state."""
     found, again = program.module()(batch), module(batch)
     pairs = [("mu", found[0], mu), *zip(module.outputs, found, again, strict=True)]
     for name, new, old in pairs:
@@ -217,23 +217,23 @@ def _check_same(program: Any, module: ServedEncoder, batch: Any, mu: Tensor) -> 
 
 
 def _pt2_file(program: Any, module: ServedEncoder) -> Callable[[BinaryIO], object]:
-    # Without the inputs that it was traced with. The setter of torch 2.6 takes no None.
+    # The file must not contain the traced inputs. The setter of torch 2.6 refuses None.
     program._example_inputs = None
-    # Into memory: torch's archive writer, given a file on a full disk, throws in a destructor, which ends the process.
+    # Saved to memory first: on a full disk, torch's archive writer throws in a destructor, which ends the process.
     whole = io.BytesIO()
     torch.export.save(program, whole, extra_files={METADATA: json.dumps(module.metadata)})
     return lambda file: file.write(whole.getbuffer())
 
 
 def _onnx_file(program: Any, module: ServedEncoder, example: Example) -> Callable[[BinaryIO], object]:
-    """Write an ONNX model, with the inputs named as in the mapping, or ``x``."""
+    """Make an ONNX model with the mapping's input names, or ``x``; return the function that writes it."""
     names = list(example) if isinstance(example, dict) else ["x"]
     message = (
         "export: torch.onnx cannot write this encoder ({}). Use a path that ends in '.pt2', or replace the operation "
         "that it names."
     )
     with refusing(message), warnings.catch_warnings():
-        # Of torch's exporter about its own insides.
+        # Warnings of torch's exporter about its own internals.
         warnings.simplefilter("ignore")
         exported = torch.onnx.export(
             program, (example,), dynamo=True, verbose=False, input_names=names, output_names=list(module.outputs)

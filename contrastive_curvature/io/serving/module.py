@@ -28,25 +28,26 @@ FORMAT, VERSION = "contrastive_curvature.served", 1
 class ServedEncoder(nn.Module):
     """``mu, kappa, uncertainty, p_value = module(x)``: a copy of the encoder with the arrays of its posterior.
 
-    It computes what ``la(x)`` does, in evaluation mode and without gradients of its weights, and follows neither later
-    changes of the posterior nor of the encoder. Where ``la(x)`` raises an error about the values of an input, its row
-    holds NaN: all four for an input without finite outputs, all but ``p_value`` for an output of zeros.
+    The module computes the same as ``la(x)``, in evaluation mode and without gradients of its weights. Later changes of
+    the posterior or the encoder do not affect it. Where ``la(x)`` would raise an error about an input's values, the
+    input's row is NaN: in all four results if its outputs are not finite, in all except ``p_value`` if its outputs are
+    zero.
 
     Args:
         la: A fitted posterior of a last layer (``diag``, ``kron``, ``full`` or ``kron_lowrank``).
-        p_value: Whether to return p-values; ``None``: where ``la`` is calibrated.
+        p_value: Whether to return p-values; by default, if ``la`` is calibrated.
 
     Attributes:
-        outputs: Names of what a call returns, in order.
-        metadata: What exported files say of themselves: ``format``, ``version``, ``structure``, ``outputs``,
-            ``score``, what p-values are of, and ``calibration_inputs``, their number n; the smallest p-value is
+        outputs: Names of the results of a call, in order.
+        metadata: Metadata of exported files: ``format``, ``version``, ``structure``, ``outputs``, ``score`` (the score
+            of the p-values) and ``calibration_inputs``, the number n of these inputs; the smallest p-value is
             ``1 / (n + 1)``.
 
     Raises:
-        InputTypeError: ``la`` is no contrastive posterior.
-        UnsupportedError: It is one of other weights or of another structure, or the encoder cannot be copied.
-        NotFittedError: Before ``fit``; before ``la.calibrate``, where ``p_value``; or the calibration is of another
-            prior precision, temperature or encoder.
+        InputTypeError: ``la`` is not a contrastive posterior.
+        UnsupportedError: The posterior has other weights or another structure, or the encoder cannot be copied.
+        NotFittedError: Before ``fit``; before ``la.calibrate`` if ``p_value`` is true; or the calibration belongs to
+            another prior precision, temperature or encoder.
     """
 
     def __init__(self, la: Any, p_value: bool | None = None) -> None:
@@ -65,7 +66,7 @@ class ServedEncoder(nn.Module):
             "export: the encoder cannot be copied ({}). Remove what cannot, such as open files and locks, from its "
             "modules."
         ):
-            # Its hooks are what finds the inputs of the last layer, also where a normalisation follows.
+            # The copied encoder's hooks find the inputs of the last layer, also before a normalisation.
             self.encoder = copy.deepcopy(la.model)
         self.head = ScoreHead(parts)
         self.eval().requires_grad_(False)
@@ -74,7 +75,7 @@ class ServedEncoder(nn.Module):
         """Score B inputs.
 
         Args:
-            x: As for ``la(x)``.
+            x: Inputs as for ``la(x)``.
 
         Returns:
             ``mu`` (B, D), ``kappa`` (B,), ``uncertainty`` (B,) and, if the posterior was calibrated, ``p_value`` (B,),
@@ -89,14 +90,15 @@ class ServedEncoder(nn.Module):
 
 
 class ScoreHead(nn.Module):
-    """The scores of B inputs from what the last layer takes in and gives out.
+    """The scores of B inputs, from the inputs and outputs of the last layer.
 
-    The same numbers as those of :class:`.EmbeddingDistribution`, in operations that every graph format has, and without
-    a look at values: NaN stands where ``la(x)`` raises an error. Sorted arrays cannot be searched in ONNX, so the known
-    statistics lie in rows of about ``sqrt(n)``: the last of each says which row to search; by class, in a row a class.
+    The scores equal :class:`.EmbeddingDistribution`, but use only operations of every graph format and no control flow
+    on values: where ``la(x)`` raises an error, the result is NaN. ONNX cannot search sorted arrays, so the known
+    statistics are stored in rows of about ``sqrt(n)`` numbers, and the last numbers of the rows determine the row to
+    search. For p-values by class, each class has one row.
 
     Attributes:
-        float32_arctan: Whether the arc tangent is computed in float32, as ONNX's runtime has no other.
+        float32_arctan: Whether the arc tangent is computed in float32, the only precision in ONNX's runtime.
     """
 
     typical_norm: Tensor | None
@@ -144,13 +146,13 @@ class ScoreHead(nn.Module):
             of_class = arrays["statistics"].split(arrays["counts"].tolist())
             arrays["rows"] = pad_sequence(list(of_class), batch_first=True, padding_value=torch.inf)
         elif self.n:
-            # The last place of the last row is infinite, so that there is always a row to search.
+            # The last entry of the last row is infinite, so that there is always a row to search.
             width = math.isqrt(self.n) + 1
             rows = arrays["statistics"].new_full(((self.n // width + 1) * width,), torch.inf)
             rows[: self.n] = arrays["statistics"]
             arrays["rows"] = rows.view(-1, width)
         self.tolerance = float(arrays.get("rounding", 0.0))
-        # As tensors, because ONNX would round plain numbers to float32 first.
+        # Stored as tensors, because ONNX would first round plain numbers to float32.
         limits = torch.finfo(torch.float64)
         arrays["tiny"] = torch.tensor(limits.tiny, dtype=torch.float64, device=weight.device)
         arrays["largest"] = torch.tensor(limits.max, dtype=torch.float64, device=weight.device)
@@ -179,7 +181,7 @@ class ScoreHead(nn.Module):
         rounding = z.shape[1] * torch.finfo(z.dtype).eps
         spread = torch.maximum(total - radial, rounding * total)
         log_norm = torch.maximum(self._log(length) + size.log(), self.tiny.log())
-        # What is not finite is no known input.
+        # A row that is not finite is not a known input.
         known = size + spread <= self.largest
         classes = None
         if self.counts is not None and self.centres is not None:
@@ -190,7 +192,7 @@ class ScoreHead(nn.Module):
         return (*out, torch.where(known, self._p_value(score, classes), torch.nan))
 
     def _spread(self, phi: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Return trace, and variance along unit vectors (B, D), of the outputs at features; float64, shape (B,)."""
+        """Return the output covariances' trace, and their variance along unit vectors (B, D); float64, (B,)."""
         if self.form == "diagonal":
             values = phi.square() @ self.variance.to(phi.dtype).T
             if self.bias_variance is not None:
@@ -212,7 +214,7 @@ class ScoreHead(nn.Module):
         return ((wide @ self.trace) * wide).sum(1), ((weights @ self.covariance) * weights).sum(1)
 
     def _novelty(self, spread: Tensor, length: Tensor, phi: Tensor, z: Tensor) -> Tensor:
-        """Return the novelty of the logarithms of spread and norm; see :mod:`.known`."""
+        """Return the novelty from the logarithms of spread and norm; see :mod:`.known`."""
         wide = phi.double()
         norms = torch.maximum(wide.square().sum(1).sqrt(), self.tiny)
         features = self._log(norms)
@@ -255,7 +257,7 @@ def _traces(covariance: Tensor, dim: int, width: int) -> Tensor:
 
 @contextmanager
 def refusing(message: str) -> Iterator[None]:
-    """Refuse an encoder for the error inside, which a message names at ``{}``; such errors have no common base."""
+    """Refuse an encoder for an error inside the context, named at ``{}`` in the message."""
     try:
         yield
     except Exception as error:
@@ -268,14 +270,14 @@ def refusing(message: str) -> Iterator[None]:
 
 
 def _combine(standardised: Tensor) -> Tensor:
-    """Return :func:`.known.combine` of components (B, K), by operations that ONNX has."""
+    """Return :func:`.known.combine` of components (B, K), with operations of ONNX."""
     tails = torch.cat([standardised, -standardised[:, :1]], dim=1)
     z = tails.abs()
     t = 1 / (1 + z / 8**0.5)
     series = torch.zeros_like(t)
     for coefficient in reversed(TAIL):
         series = series * t + coefficient
-    # Of the tail beyond |z|.
+    # Logarithm of the tail probability beyond |z|.
     log_p = t.log() + series - z.square() / 2 - math.log(2)
     both = torch.where(tails > 0, -log_p, -torch.log1p(-log_p.exp()))
     return (2 * both.sum(1)).sqrt()

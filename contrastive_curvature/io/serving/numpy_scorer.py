@@ -1,14 +1,14 @@
-"""Scores of embeddings from the features of the last layer, with numpy and the standard library alone.
+"""Scores of embeddings from the features of the last layer, with only numpy and the standard library.
 
-``la.export("scorer.npz")`` writes what this file reads. It imports nothing of the package that it is part of: copy it
-to where there is no torch, and import it there::
+``la.export("scorer.npz")`` writes files for this module. The module does not import its own package: copy it to a
+machine without torch, and import it there::
 
     from numpy_scorer import Scorer
 
     scorer = Scorer.load("scorer.npz")
     mu, kappa, uncertainty, p_value = scorer(features)
 
-``features`` (N, F) are what the last linear layer of the encoder takes in, however they are computed. After
+``features`` (N, F) are the inputs of the encoder's last linear layer, computed by any program. After
 ``la.export("scorer.npz", match=match)``, ``scorer.same`` gives the probabilities of ``match``; after
 ``retriever.export("scorer.npz")``, ``scorer.answer`` gives the answers of the retriever.
 """
@@ -55,20 +55,20 @@ _Raw = tuple[Array, Array, Array, _Times]
 
 
 class Scorer:
-    """``mu, kappa, uncertainty, p_value = scorer(features)``; without calibration the first three.
+    """``mu, kappa, uncertainty, p_value = scorer(features)``; without calibration only the first three.
 
     Args:
-        arrays: By name, as :func:`Scorer.load` reads them.
+        arrays: Arrays by name, as :func:`Scorer.load` reads them.
         metadata: ``format``, ``version``, ``form``, ``structure``, ``score`` and ``checksum``.
 
     Attributes:
-        outputs: Names of what a call returns, in order.
-        structure: Structure of the posterior; ``"none"`` for the embeddings of a retriever without one.
-        score: What p-values are of, ``"novelty"`` or ``"uncertainty"``.
+        outputs: Names of the results of a call, in order.
+        structure: Structure of the posterior; ``"none"`` for the embeddings of a retriever without a posterior.
+        score: Score of the p-values, ``"novelty"`` or ``"uncertainty"``.
         n: Number of calibration inputs; the smallest p-value is ``1 / (n + 1)``. Zero without calibration.
 
     Raises:
-        ValueError: They are of another format or version, or not what was written.
+        ValueError: The arrays have another format or version, or their checksum is wrong.
     """
 
     def __init__(self, arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> None:
@@ -95,11 +95,11 @@ class Scorer:
         """Read a file that ``la.export`` wrote; nothing in it is executed.
 
         Args:
-            path: Of a ``.npz`` or ``.safetensors`` file; its content says which.
+            path: Path of a ``.npz`` or ``.safetensors`` file; the content determines the format.
 
         Raises:
-            OSError: It cannot be read.
-            ValueError: It is no such file, is damaged, or of a later version.
+            OSError: The file cannot be read.
+            ValueError: The file has another format, is damaged, or has a later version.
         """
         with open(path, "rb") as file:
             start = file.read(2)
@@ -127,23 +127,23 @@ class Scorer:
             float64 if the posterior was calibrated. A row without finite outputs holds NaN.
 
         Raises:
-            ValueError: The features are no numbers or of another shape.
+            ValueError: The features are not numbers or have another shape.
         """
         return self._score(features)[0]
 
     def same(self, features_a: Array, features_b: Array) -> Array:
-        """Return the probability that row i of one and row i of the other are of one class: ``MatchProbability.same``.
+        """Return the probability that rows i of both have one class, as ``MatchProbability.same`` does.
 
         Args:
             features_a: Inputs of the last layer, shape (N, F).
-            features_b: Those of the other sides. Exchanging both changes nothing.
+            features_b: Inputs of the last layer for the other side of each pair. Exchanging the sides changes nothing.
 
         Returns:
-            Probabilities, shape (N,), in the dtype of the layer; NaN where an output of either side is not finite or
+            Probabilities, shape (N,), in the dtype of the layer; NaN if an output of either side is not finite or is
             zero.
 
         Raises:
-            ValueError: The file has no match, or the features are no numbers or of another shape.
+            ValueError: The file has no match, or the features are not numbers or have another shape.
         """
         fitted = self._under("match.pairs.")
         if not fitted:
@@ -161,18 +161,18 @@ class Scorer:
             return _regression(columns, fitted).astype(mu.dtype)
 
     def answer(self, features: Array) -> dict[str, Array]:
-        """Answer queries as the retriever does that was exported.
+        """Answer queries like the exported retriever.
 
         Args:
-            features: Inputs of the last layer, shape (N, F); of a retriever with a head the outputs of its encoder, of
-                one without a posterior its embeddings.
+            features: Inputs of the last layer, shape (N, F); for a retriever with a head, the outputs of its encoder;
+                for a retriever without a posterior, its embeddings.
 
         Returns:
-            ``decision``, ``label``, ``neighbour``, ``confidence`` and ``p_value``, each of shape (N,), as of a call of
-            the retriever. A row without finite outputs is ``"unsure"``, and its numbers are NaN.
+            ``decision``, ``label``, ``neighbour``, ``confidence`` and ``p_value``, each of shape (N,), as from a call
+            of the retriever. A row without finite outputs is ``"unsure"``, and its numbers are NaN.
 
         Raises:
-            ValueError: The file has no retriever, or the features are no numbers or of another shape.
+            ValueError: The file has no retriever, or the features are not numbers or have another shape.
         """
         r = self._under("retriever.")
         if not r:
@@ -215,11 +215,11 @@ class Scorer:
             }
 
     def _under(self, start: str) -> dict[str, Array]:
-        """Return the arrays whose names begin so, by the rest of their names."""
+        """Return the arrays whose names begin with ``start``, by the rest of their names."""
         return {name.removeprefix(start): a for name, a in self._arrays.items() if name.startswith(start)}
 
     def _score(self, features: Array) -> tuple[tuple[Array, ...], _Raw, Any]:
-        """Return the outputs for N inputs, of which they are computed, and what p-values are of."""
+        """Return the results for N inputs, the intermediate numbers, and the scores of the p-values."""
         a = self._arrays
         if self.structure == "none":
             raise ValueError("expected a file with a posterior, got one of embeddings. Call scorer.answer(embeddings).")
@@ -292,7 +292,7 @@ class Scorer:
         return ((ones @ trace) * ones).sum(1), times
 
     def _between(self, mu: Array) -> Array:
-        """What angles are multiplied with: more than 1 between two class centres, less near one."""
+        """Return the factors of angles: more than 1 between two class centres, less than 1 near one."""
         centres = self._arrays["centres"].astype(mu.dtype)
         cosine = np.where(np.isnan(mu[:, :1]), 0, mu @ centres.T)
         few = min(NEAREST, len(centres))
@@ -320,7 +320,7 @@ class Scorer:
         return combine((np.stack(components, axis=1) - a["location"]) / a["scale"])
 
     def _p_value(self, score: Array, mu: Array) -> Array:
-        """Compare with all calibration inputs, or with those of the nearest class centre."""
+        """Compare with all calibration inputs, or with the calibration inputs of the nearest class centre."""
         a, least = self._arrays, score - self._arrays["rounding"]
         if "counts" not in a:
             return np.asarray((1 + self.n - np.searchsorted(a["statistics"], least)) / (self.n + 1))
@@ -340,7 +340,7 @@ def _checked(features: Any, width: int) -> Array:
 
 
 def _search(u: Array, gallery: Array, classes: Array) -> tuple[Array, Array]:
-    """Return what a search says (N, 4), and the rows of the matches (N,): the library's ``evidence``."""
+    """Return the evidence of a search (N, 4), and the rows of the matches (N,): the library's ``evidence``."""
     cosine, k = np.where(np.isnan(u[:, :1]), 0, u @ gallery.T), min(HITS, len(gallery))
     hits = np.argpartition(-cosine, k - 1, axis=1)[:, :k]
     hits = np.take_along_axis(hits, np.argsort(-np.take_along_axis(cosine, hits, 1), axis=1, kind="stable"), 1)
@@ -396,12 +396,12 @@ def _regression(features: Array, fitted: Mapping[str, Array]) -> Array:
 
 
 def between_classes(ratio: Array, typical: Any) -> Array:
-    """Factors of angles: the library's function of this name."""
+    """Return factors of angles, like the library's function of this name."""
     return np.asarray(np.exp(WEIGHT * (np.minimum(ratio, CAP) - typical)))
 
 
 def combine(standardised: Array) -> Array:
-    """Fisher's combination of normal tails: the library's function of this name."""
+    """Return Fisher's combination of normal tails, like the library's function of this name."""
     tails = np.concatenate([standardised, -standardised[:, :1]], axis=1)
     z = np.abs(tails)
     t = 1 / (1 + z / math.sqrt(8))
@@ -411,14 +411,14 @@ def combine(standardised: Array) -> Array:
 
 
 def _kappa(tangential: Array, dim: int) -> Array:
-    """Concentrations of tangential variances (Sra, 2012)."""
+    """Return the concentrations for tangential variances (Sra, 2012)."""
     spread = np.maximum(tangential / (1 + tangential), np.square(np.finfo(tangential.dtype).eps))
     kappa: Array = (dim - 1 + spread) / spread / np.sqrt(1 + tangential)
     return kappa
 
 
 def _traces(covariance: Array, dim: int, width: int) -> Array:
-    """Covariances of the inputs' weights, summed over the outputs; a bias is the last input."""
+    """Return the covariances of the inputs' weights, summed over the outputs; a bias is the last input."""
     rows = np.arange(dim * width).reshape(dim, width)
     if len(covariance) > dim * width:
         rows = np.concatenate([rows, np.arange(dim * width, len(covariance))[:, None]], axis=1)
@@ -426,7 +426,7 @@ def _traces(covariance: Array, dim: int, width: int) -> Array:
 
 
 def checksum(arrays: Mapping[str, Array], metadata: Mapping[str, Any]) -> str:
-    """SHA-256 of all arrays with their names, dtypes and shapes, and of the other metadata."""
+    """Return the SHA-256 of all arrays with their names, dtypes and shapes, and of the other metadata."""
     told = {name: value for name, value in metadata.items() if name != "checksum"}
     found = hashlib.sha256(json.dumps(told, sort_keys=True).encode())
     for name, array in sorted(arrays.items()):
@@ -442,7 +442,7 @@ def _read_npz(path: Any) -> tuple[dict[str, Array], dict[str, Any]]:
 
 
 def _read_safetensors(path: Any) -> tuple[dict[str, Array], dict[str, Any]]:
-    """Eight bytes with the length of a JSON header, the header, and the bytes of the arrays."""
+    """Read eight bytes with the length of a JSON header, the header, and the bytes of the arrays."""
     with open(path, "rb") as file:
         content = file.read()
     start = 8 + int.from_bytes(content[:8], "little")

@@ -1,19 +1,19 @@
-"""What a fitted last layer needs to score an input, as named arrays: no object of laplace-torch is left in it.
+"""A fitted last layer as named arrays for scoring inputs, without any object of laplace-torch.
 
-All structures come down to three forms of the covariance of the outputs at features ``phi`` (F,):
+All structures reduce to three forms of the outputs' covariance at features ``phi`` (F,):
 
 - ``diagonal`` (``diag``): variances ``V (phi * phi) + v`` with ``variance`` V (D, F) and ``bias_variance`` v (D,);
 - ``axes`` (``kron``, ``kron_lowrank``): variances ``along (Q^T phi)^2 + across |phi - Q Q^T phi|^2`` on the columns of
   ``axes`` (D, D), with ``basis`` Q (F, R), ``along`` (D, R) and ``across`` (D,), and ``common`` (D, D) of the bias;
 - ``dense`` (``full``): ``covariance`` (P, P) of ``[W.flatten(), b]``.
 
-Besides, ``weight`` (D, F) and ``bias`` (D,) of the layer; ``typical_norm`` (); ``centres`` (K, D) and ``typical_ratio``
-() of the classes; ``location`` (3,), ``scale`` (3,) and ``statistics`` (n,) of the calibration, with ``rounding`` () of
-the scores and ``counts`` (K,) where p-values are by class. Of a novelty with distances to training inputs
-``known_centre`` (D,), ``known_axes`` (D, Q), ``known_inside`` (Q,) and ``known_outside`` (), with classes of training
+In addition: ``weight`` (D, F) and ``bias`` (D,) of the layer; ``typical_norm`` (); ``centres`` (K, D) and
+``typical_ratio`` () of the classes; ``location`` (3,), ``scale`` (3,) and ``statistics`` (n,) of the calibration, with
+``rounding`` () of the scores and, for p-values by class, ``counts`` (K,). A novelty with distances to training inputs
+has ``known_centre`` (D,), ``known_axes`` (D, Q), ``known_inside`` (Q,) and ``known_outside`` (); with training classes
 also ``known_basis`` (F, M), ``known_weights`` (M,), ``known_slopes`` (C, F) and ``known_offsets`` (C,); ``location``
-and ``scale`` then have four or five entries. What is not there has no name. In a file of the scorer also the tensors of
-``MatchProbability.state_dict``, after ``match.``.
+and ``scale`` then have four or five entries. A missing array has no name. A file of the scorer also contains the
+tensors of ``MatchProbability.state_dict``, with the prefix ``match.``.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Parts:
     Attributes:
         form: ``"diagonal"``, ``"axes"`` or ``"dense"``.
         structure: Structure of the posterior, as the user typed it.
-        score: What p-values are of, ``"novelty"`` or ``"uncertainty"``.
-        arrays: By name; see the module. Detached copies on the device of the posterior.
+        score: Score of the p-values, ``"novelty"`` or ``"uncertainty"``.
+        arrays: Arrays by name, see the module: detached copies on the device of the posterior.
     """
 
     form: str
@@ -50,13 +50,13 @@ class Parts:
 
     @property
     def outputs(self) -> tuple[str, ...]:
-        """Names of what is returned for an input, in order."""
+        """Return the names of the results for an input, in order."""
         names = ("mu", "kappa", "uncertainty")
         return (*names, "p_value") if "statistics" in self.arrays else names
 
 
 def check_exportable(la: Any) -> None:
-    """Refuse what has no fitted last-layer posterior in closed form."""
+    """Refuse an object without a fitted last-layer posterior in closed form."""
     if not isinstance(la, ContrastiveLaplace):
         hint = "Of OnlineLaplace take online.laplace(), of two towers la.a and la.b."
         raise InputTypeError("la", "a contrastive last-layer posterior", f"a {type(la).__name__}", hint)
@@ -72,7 +72,7 @@ def check_exportable(la: Any) -> None:
 
 @torch.no_grad()
 def parts_of(la: Any, p_value: bool | None = None) -> Parts:
-    """Return the arrays of a fitted posterior; ``p_value`` of ``None`` gives p-values where ``la`` is calibrated."""
+    """Return the arrays of a fitted posterior; with ``p_value=None``, p-values if ``la`` is calibrated."""
     check_exportable(la)
     layer = la.model.last_layer
     weight = at_least_float32(layer.weight)
@@ -102,14 +102,14 @@ def parts_of(la: Any, p_value: bool | None = None) -> Parts:
         found["rounding"] = reference.statistics.new_tensor(reference.rounding)
         if calibration.gaussians is not None and score == NOVELTY:
             found |= {f"known_{name}": value for name, value in vars(calibration.gaussians).items()}
-    # Copies, so that they follow no later change.
+    # Copies, so that later changes do not affect them.
     contiguous = torch.contiguous_format
     arrays = {name: a.detach().clone(memory_format=contiguous) for name, a in found.items() if a is not None}
     return Parts(form, la.hessian_structure, score, arrays)
 
 
 def _spread(la: Any) -> tuple[str, dict[str, Tensor | None]]:
-    """Return the name of the form of the covariance, and its arrays."""
+    """Return the form of the covariance, and its arrays."""
     spread = la.output_spread()
     if isinstance(spread, DiagonalAtFeatures):
         dim, width = la.model.last_layer.weight.shape
