@@ -117,17 +117,17 @@ class Share:
 
 
 class Rest:
-    """The batches of a loader without some of its points; a batch of which nothing is left is not given.
+    """The batches of a loader without some of its points; a batch without any point left is skipped.
 
     Args:
-        loader: Gives the same points in the same order in every pass.
-        gone: Numbers of these points as a fit counts them, whole numbers, shape (M,).
+        loader: Loader that gives the same points in the same order in every pass.
+        gone: Numbers of the removed points as a fit counts them, whole numbers, shape (M,).
 
     Attributes:
         count: Number of points of the loader, after a pass.
 
     Raises:
-        InputError: ``gone`` is something else, or, after a pass, not in the loader.
+        InputError: ``gone`` is not such a tensor, or, after a pass, a number is not in the loader.
     """
 
     def __init__(self, loader: Any, gone: Any) -> None:

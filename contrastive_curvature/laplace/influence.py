@@ -1,13 +1,13 @@
-"""What a training item did to the answer to a query, for losses that couple points.
+"""The effect of a training item on the answer to a query, for losses that couple points.
 
 Without item k the loss loses every term in which k stands, and counts, shares and denominators change with it. With
-``g_k``, the gradient of ``L - L_without_k`` at the trained weights, these would move by ``(H + prior)^-1 g_k``. The
-classical formula (Koh and Liang, 2017) takes the item's own term alone. Neither ``g_k`` nor any other matrix of N by P
-numbers is formed: the gradients of the queries are solved for, pushed forward to the outputs of the training points,
+``g_k``, the gradient of ``L - L_without_k`` at the trained weights, the weights would move by ``(H + prior)^-1 g_k``.
+The classical formula (Koh and Liang, 2017) takes only the item's own term. No matrix of N by P numbers is formed: the
+inverse is applied to the gradients of the queries, the result is pushed forward to the outputs of the training points,
 and multiplied there with the gradients of the loss.
 
-:func:`without` forgets items: it is a fit of the rest, and on request moves a last layer by what the items did to it.
-How well the predictions agree with retraining is in ``docs/influence.md``.
+:func:`without` forgets items: it fits the rest, and on request moves the last layer by one Newton step.
+``docs/influence.md`` compares the predictions with retraining.
 """
 
 from __future__ import annotations
@@ -60,20 +60,20 @@ def influence(
         loader: The batches of the fit, ``(x, labels)`` or as the fit takes them; N points in all. Of a ``DataLoader``
             that shuffles, the data set is read in its own order.
         queries: Batches ``(x, labels)`` of Q queries, each of a class that training items have, too.
-        of: The number, from unit embeddings of the queries, of their nearest items of the same class, and of their
-            nearest items of another class, each (Q, D); it returns shape (Q,) and is differentiable.
+        of: Function of unit embeddings of the queries, of their nearest items of the same class, and of their nearest
+            items of another class, each (Q, D); it returns shape (Q,) and is differentiable.
 
     Returns:
-        Shape (Q, N), in the unit of ``of``; negative where the answer would be weaker without the item.
+        Shape (Q, N), in the unit of ``of``; negative if the answer would be weaker without the item.
 
     Raises:
         NotFittedError: Before ``fit``.
-        InputError: A query has no item of its class, or all items are of it.
+        InputError: A query has no item of its class, or no item of another class.
         UnsupportedError: The loss compares neither pairs nor anchors, the fit takes the pairs of batches for those of
             the data set, or a relation in place of labels; or the structure has no matrix of weights.
 
-    Takes Q (N D + P) numbers of memory for P weights and D outputs; of pairs Q N^2 D products, of anchors a value of
-    the loss of a batch for each of its points.
+    Memory: Q (N D + P) numbers for P weights and D outputs. Time: Q N^2 D products for losses of pairs; a value of the
+        loss of a batch for each of its points for losses of anchors.
     """
     clamped, loss = la.require_clamped(), _supported("influence", la)
     items, asked = (Reader(in_fixed_order(given), la.backend.points_of) for given in (loader, queries))
@@ -102,7 +102,7 @@ def without(
         raise UnsupportedError(f"newton_step: moves a last layer. This posterior has {la.subset_of_weights!r} weights.")
     loss = _supported("newton_step", la) if newton_step else None
     rest, points = copy.copy(la), Rest(in_fixed_order(train_loader), gone)
-    # Each has a backend of its own, and what compared with the points of the old fit goes.
+    # The new posterior has its own backend, and no snapshot of the old points.
     rest._backend = rest.snapshot = None
     rest.fit(points, progress_bar=progress_bar)
     # In shares, as two views of an input are two points.
@@ -194,8 +194,8 @@ def _gradients(
 def _pairs_without_each(loss: PairLoss, z: Tensor, labels: Tensor, shifts: Tensor) -> Tensor:
     """Return the products (Q, N) of every ``g_k`` with moves of the weights, from the shifts (Q, N, D) of outputs.
 
-    What a pair weighs depends on the sizes of its two classes alone. So the sums of the pairs' changes by class, of all
-    points and of every point k, say what is lost without k: its own pairs, and the change of all weights.
+    The weight of a pair depends only on the sizes of its two classes. So the sums of the pairs' changes by class, of
+    all points and of every point k, give the loss without k: its own pairs go, and all weights change.
     """
     (u, norm), (_, index) = normalize(z), labels.unique(return_inverse=True)
     turns = (shifts - (shifts * u).sum(2, keepdim=True) * u) / norm[:, None]
@@ -212,13 +212,13 @@ def _pairs_without_each(loss: PairLoss, z: Tensor, labels: Tensor, shifts: Tenso
             sums[query] += member[rows].T @ of_class
             own[query, rows] = (of_class * own_weights[index[rows]]).sum(1)
     whole = _class_weights(loss, counts)
-    # Every pair stands in the sums twice.
+    # The sums count every pair twice.
     others = [((whole - _class_weights(loss, counts - one)) * sums).sum((1, 2)) / 2 for one in each]
     return (own + torch.stack(others, dim=1)[:, index]).to(shifts)
 
 
 def _class_weights(loss: PairLoss, counts: Tensor) -> Tensor:
-    """Return what a pair weighs, as a fit counts the loss, by its two classes of these sizes, float64 (C, C)."""
+    """Return the weight of a pair in the loss of a fit, by its two classes of these sizes, float64 (C, C)."""
     positive, negative, totals = class_pairs(counts)
     shares = count_shares(positive, negative, loss.normalization, torch.float64, totals)
     same = torch.eye(len(counts), dtype=torch.float64, device=counts.device)
@@ -227,7 +227,7 @@ def _class_weights(loss: PairLoss, counts: Tensor) -> Tensor:
 
 
 def _anchors_without_each(loss: RowLoss, z: Tensor, labels: Tensor, shifts: Tensor) -> Tensor:
-    """Return the same of a loss of anchors, whose weights change with every candidate: from its value without each."""
+    """Return the same products for a loss of anchors, from the value of the loss without each point."""
     whole, out = _slope(loss, z, labels), shifts.new_empty(shifts.shape[:2])
     for k in range(len(z)):
         keep = torch.arange(len(z), device=z.device) != k
@@ -243,7 +243,7 @@ def _lost(loss: PairLoss | RowLoss, z: Tensor, labels: Tensor, keep: Tensor, who
 
 
 def _slope(loss: PairLoss | RowLoss, z: Tensor, labels: Tensor) -> Tensor:
-    """Return the gradient (N, D) of the loss as a fit counts it: growing with the data."""
+    """Return the gradient (N, D) of the loss as a fit counts it, a sum over the data."""
     z = z.detach().requires_grad_()
     with torch.enable_grad():
         (slope,) = torch.autograd.grad(loss(z, labels), z)

@@ -1,4 +1,4 @@
-"""What a search says about its match: six numbers a query, from the gallery and from the posterior."""
+"""Evidence for the match of a query: six numbers, from the gallery and from the posterior."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ COLUMNS = {
 
 @dataclass(frozen=True, eq=False)
 class Embedded:
-    """N inputs as they are kept: what the encoder and the posterior say of them, without a gallery.
+    """The embeddings of N inputs with the answers of the posterior, before any search.
 
     Attributes:
         directions: Unit vectors, float32, shape (N, D).
@@ -70,7 +70,7 @@ def evidence(
     without: Tensor | None = None,
     search: Callable[[Tensor, int], tuple[Tensor, Tensor]] | None = None,
 ) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
-    """Search a gallery, and return what speaks for each match.
+    """Search a gallery, and return the evidence for each match.
 
     Args:
         queries: N embedded inputs.
@@ -78,12 +78,13 @@ def evidence(
         classes: Their classes, int64, shape (M,).
         without: One class a query, int64, shape (N,), whose points are taken out of the gallery for this query.
         search: Called with directions (B, D) and a number k, returns cosines and rows of the gallery, both (B, k), with
-            a cosine of minus infinity for no row. It is asked for more until the others than ``without`` are ten and of
-            two classes, so that an exact search gives the numbers of the default, which compares with all.
+            a cosine of minus infinity for a missing row. It is called with a larger k until ten points of two classes
+            remain besides the class ``without``, so an exact search gives the same numbers as the default, which
+            compares with all points.
 
     Returns:
-        The numbers of :data:`COLUMNS`, shape (N, 6), and the rows of the matches in the gallery, shape (N,). Where no
-        other class, or no point at all, is left, its distance counts as the largest, 2, and nobody votes.
+        The numbers of :data:`COLUMNS`, shape (N, 6), and the rows of the matches in the gallery, shape (N,). If no
+        other class or no point is left, the distance is the largest possible, 2, and there are no votes.
     """
     columns, matches, classes, m = [], [], classes.to(gallery.device), len(gallery)
     step = max(1, _ENTRIES // (m + 2 * (_HITS + 1) * gallery.shape[1]))

@@ -1,4 +1,4 @@
-"""Encoders as they come: their outputs without a posterior, and a head that is trained on them in seconds."""
+"""Outputs of a frozen encoder, without a posterior, and a head that is trained on them in seconds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BATCH, _PASSES, _LEAST, _RATE, _TEMPERATURE = 500, 10, 60, 2e-3, 0.1
 
 
 class Headed(nn.Module):
-    """An encoder whose weights stay, and a head of two layers on its outputs.
+    """A frozen encoder, and a head of two layers on its outputs.
 
     Args:
         encoder: Its outputs are (N, F).
@@ -47,7 +47,7 @@ def outputs(encoder: nn.Module | None, inputs: Any, argument: str, progress_bar:
     """Return the outputs (N, F) of an encoder, in float32; for ``None``, inputs are embeddings already.
 
     Raises:
-        InputError: They are no finite vectors other than zero, or there is none.
+        InputError: An output is not finite, is zero or is not a vector, or there are no inputs.
     """
     weight, call = None if encoder is None else next(encoder.parameters(), None), ModelCall()
 
@@ -69,9 +69,9 @@ def outputs(encoder: nn.Module | None, inputs: Any, argument: str, progress_bar:
 
 
 def last_layer_features(la: ContrastiveLaplace, inputs: Any, argument: str, progress_bar: bool | None = None) -> Tensor:
-    """Return what the last layer takes in, shape (N, F), on the processor; an encoder that is not fitted is analysed.
+    """Return the inputs of the last layer, shape (N, F), on the CPU; an encoder that is not analysed yet is analysed.
 
-    With these in the place of inputs (:func:`.feature_inputs`) the encoder runs once.
+    The posterior takes them in place of inputs (:func:`.feature_inputs`), so the encoder runs once.
     """
 
     def run(x: Any) -> Tensor:
@@ -90,10 +90,10 @@ def last_layer_features(la: ContrastiveLaplace, inputs: Any, argument: str, prog
 def with_head(encoder: nn.Module | None, features: Tensor, classes: Tensor, progress_bar: bool | None = None) -> Headed:
     """Train a head on the outputs (N, F) of an encoder by SupCon; the same inputs give the same head.
 
-    Ten passes in batches of 500, at least 60 steps, of Adam; 400 steps were worse in a trial on CLINC150.
+    Adam takes ten passes in batches of 500, and at least 60 steps; 400 steps were worse in a trial on CLINC150.
 
     Args:
-        encoder: Called before the head from then on; ``None`` for inputs that are embeddings.
+        encoder: The encoder below the head; ``None`` if the inputs are embeddings.
         features: Shape (N, F).
         classes: int64, shape (N,).
         progress_bar: As of :meth:`.Retriever.fit`.

@@ -54,10 +54,10 @@ class Answers:
 
     Attributes:
         decision: ``"answer"``, ``"unsure"`` or ``"unknown"``.
-        label: Of the match, as it was given with the gallery.
+        label: Label of the match, as passed with the gallery.
         neighbour: Identifier of the match: its position in the gallery of the fit, or what ``add`` returned.
-        confidence: Probability that the match is right, in (0, 1), where one query in eleven is of a class that the
-            gallery lacks, and the others are like the held-out ones.
+        confidence: Probability that the match is right, in (0, 1), if one query in eleven is of a class that the
+            gallery lacks, and the other queries are like the held-out queries.
         p_value: Share of the held-out queries that are at least as unlike the known inputs, in (0, 1].
     """
 
@@ -82,14 +82,14 @@ class Answers:
 
 
 class Rate(NamedTuple):
-    """A rate as it was asked for and as it was observed.
+    """An asked rate and the observed rate.
 
     Attributes:
-        asked: At most so much, or ``None``.
-        observed: NaN where there are no queries.
-        low: End of the exact 95 % interval of the observed one (Clopper and Pearson, 1934).
-        high: Its other end.
-        queries: Number of queries that it is a share of.
+        asked: The asked bound, or ``None``.
+        observed: The observed rate; NaN if there are no queries.
+        low: Lower end of the exact 95 % interval of the observed rate (Clopper and Pearson, 1934).
+        high: Upper end of the interval.
+        queries: Number of queries in the denominator.
     """
 
     asked: float | None
@@ -120,47 +120,47 @@ class Points(NamedTuple):
 
 
 class Retriever(Fitted):
-    """Answer a query by its nearest gallery point, or say that it is unsure or the input unknown, at stated rates.
+    """Answer a query with its nearest gallery point, or say that it is unsure or unknown, at stated rates of errors.
 
-    P(right) is a logistic regression on six numbers of the search and the posterior (:mod:`.evidence`), and another one
-    looks for queries whose class the gallery lacks. Limits of both come from held-out queries with labels. Each rate
-    holds for queries drawn as these were, and ``None`` limits nothing:
+    P(right) is a logistic regression on six numbers of the search and the posterior (:mod:`.evidence`); a second
+    regression finds queries whose class the gallery lacks. Held-out queries with labels set the limits of both. Each
+    rate holds for queries drawn like the held-out queries, and ``None`` limits nothing:
 
-    - ``wrong_answers``: of the answers, at most this share is wrong, with probability ``confidence`` over the held-out
-      queries. An answer is wrong, too, where the gallery lacks the query's class.
-    - ``false_matches``: of such queries whose class is taken out of the gallery, at most this share is answered, on
-      average. Of kinds that neither the encoder nor the held-out queries know, more may be.
-    - ``false_alarms``: of such queries, at most this share is called unknown, on average.
+    - ``wrong_answers``: at most this share of the answers is wrong, with probability ``confidence`` over the held-out
+      queries. An answer is also wrong if the gallery lacks the query's class.
+    - ``false_matches``: at most this share of such queries is answered if their class is taken out of the gallery, on
+      average. More may be answered of kinds that neither the encoder nor the held-out queries know.
+    - ``false_alarms``: at most this share of such queries is called unknown, on average.
 
     The first two are tested with scores from other held-out queries, and hold in simulations (``docs/statistics.md``);
-    the third is a conformal p-value. Where no limit keeps a rate, nothing is answered: :attr:`reasons` and a warning
-    say why. The limits are made again whenever the gallery or the held-out queries change; each time the confidence is
-    that of one time.
+    the third is a conformal p-value. If no limit keeps a rate, nothing is answered: :attr:`reasons` and a warning say
+    why. The limits are computed again whenever the gallery or the held-out queries change; the confidence holds for
+    each computation alone.
 
     Args:
-        encoder: A trained encoder, whose posterior ``fit`` fits; or a fitted posterior of ``likelihood="contrastive"``;
-            or ``None`` for inputs that are embeddings (N, D). Without a posterior there is no uncertainty, and an
-            unknown input is one that is far from its ten nearest, whatever their classes.
+        encoder: A trained encoder, to which ``fit`` fits a posterior; or a fitted posterior of
+            ``likelihood="contrastive"``; or ``None`` if the inputs are embeddings (N, D). Without a posterior there is
+            no uncertainty, and an input is unknown if it is far from its ten nearest gallery points of any class.
         wrong_answers: In (0, 1), or ``None``.
         false_matches: In (0, 1), or ``None``.
         false_alarms: In (0, 1), or ``None``.
         confidence: In (0, 1).
         head: Whether ``fit`` trains a head of two layers on the outputs of the encoder, or on the embeddings, and fits
-            the posterior of that: for an encoder that has not seen ``x`` and ``y``. It takes seconds, and the same
-            inputs give the same head.
-        index: Searched in the place of the gallery, see :class:`.Index`: it holds the embeddings of the gallery, with
-            the identifiers of :class:`Answers`. Points that are added to or removed from one have to be in the other,
-            the index first. Without a posterior, embeddings are the inputs, normalised, else ``la(x).mu``.
+            a posterior to the head: for an encoder that was not trained on ``x`` and ``y``. It takes seconds, and the
+            same inputs give the same head.
+        index: Index that is searched in place of the gallery, see :class:`.Index`. It holds the embeddings of the
+            gallery, with the identifiers of :class:`Answers`. Add and remove points in both, first in the index. The
+            embeddings are ``la(x).mu``, or the normalised inputs without a posterior.
 
     Attributes:
-        la: The posterior; ``None`` where inputs are embeddings and there is no head.
+        la: The posterior; ``None`` if inputs are embeddings and there is no head.
         answered: Share of the held-out queries that are answered.
-        reasons: Why a rate lets nothing be answered, or nothing be unknown, by the name of the rate.
-        uncovered: Labels of the gallery that no held-out query has, and no rate covers.
+        reasons: Reasons why nothing is answered, or nothing is called unknown, by the name of the rate.
+        uncovered: Labels of the gallery without a held-out query; no rate covers them.
 
     Raises:
-        InputTypeError: The encoder is none, or a rate no number.
-        InputError: A rate is not in (0, 1), or ``head`` is for a fitted posterior.
+        InputTypeError: The encoder is not an encoder, or a rate is not a number.
+        InputError: A rate is not in (0, 1), or ``head`` is true for a fitted posterior.
 
     Source: Angelopoulos et al. (2021), arXiv 2110.01052, for the limits; Lowe (2004) for the gap to another class.
     """
@@ -207,16 +207,16 @@ class Retriever(Fitted):
     ) -> Self:
         """Fit the posterior, embed the gallery, and find the limits.
 
-        Inputs are a tensor, a mapping of tensors, a NumPy array, a list of texts where the encoder takes texts, or a
-        loader of batches ``(inputs, labels)``, which needs no labels beside it. Labels are a tensor, an array or a list
-        of N numbers, strings or other hashable values.
+        Inputs are a tensor, a mapping of tensors, a NumPy array, a list of texts if the encoder takes texts, or a
+        loader of batches ``(inputs, labels)``, without a second argument for labels. Labels are a tensor, an array or a
+        list of N numbers, strings or other hashable values.
 
         Args:
             x: Training inputs; not looked at where the encoder is a fitted posterior and ``gallery`` is given.
             y: Their labels.
-            held_out: ``(inputs, labels)``, or a loader: queries as those to come, none of which trained the encoder or
-                is in the gallery. At least two. A posterior that is not calibrated is calibrated with them.
-            gallery: What is searched, as ``held_out``; ``None`` for ``x`` and ``y``.
+            held_out: ``(inputs, labels)``, or a loader: at least two queries like the future ones, which neither
+                trained the encoder nor are in the gallery. A posterior that is not calibrated is calibrated with them.
+            gallery: The points that are searched, as ``held_out``; ``None`` for ``x`` and ``y``.
             progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
         Returns:
@@ -225,9 +225,8 @@ class Retriever(Fitted):
         Raises:
             InputTypeError: Inputs or labels have another type.
             InputError: Numbers of inputs and labels differ, there are too few, or the encoder does not take them.
-            UnsupportedError: The encoder is of a kind without a posterior.
-            NotFittedError: The posterior is of other weights than the last layer's, or was loaded, and is not
-                calibrated.
+            UnsupportedError: The library has no posterior for this encoder.
+            NotFittedError: The posterior is not calibrated, and was loaded or is not of the last layer. calibrated.
 
         Warns:
             UserWarning: Nothing is answered, or most held-out queries are in the gallery.
@@ -243,7 +242,7 @@ class Retriever(Fitted):
                 _checked_labels(argument, inputs, labels)
             else:
                 check_loader(inputs, argument)
-        # A fit that fails leaves nothing of an earlier one, in which labels have other numbers.
+        # A fit that fails leaves nothing of an earlier fit, which numbers labels in another way.
         for name in Retriever.__annotations__:
             vars(self).pop(name, None)
         self._codes = {}
@@ -266,7 +265,7 @@ class Retriever(Fitted):
         if len(held) < 2:
             raise InputError("held_out", "at least two queries", f"{len(held)}")
         if la is not None and not calibrated:
-            # It freezes what a novelty is, for a file; the p-values here are of all held-out queries, also later ones.
+            # For a saved file; p-values of the retriever compare with all held-out queries, later ones too.
             items, inputs_of = batches(la.model, queries[0], AT_ONCE, "held_out")
             la.calibrate((inputs_of(item) for item in items), progress_bar)
         points, classes = self._embedded("x" if gallery is None else "gallery", *searched, progress_bar)
@@ -282,12 +281,12 @@ class Retriever(Fitted):
         """Answer queries.
 
         Args:
-            queries: Inputs as of :meth:`fit`; labels of a loader are not looked at.
+            queries: Inputs as of :meth:`fit`; labels of a loader are ignored.
 
         Raises:
             NotFittedError: Before :meth:`fit`.
             InputTypeError: The queries have another type.
-            InputError: There is none, or the encoder does not take them.
+            InputError: There are no queries, or the encoder does not take them.
         """
         asked, rule = embedded(self.la, queries, "queries"), self._rule
         columns, match, novelty = self._search(asked)
@@ -301,7 +300,7 @@ class Retriever(Fitted):
         )
 
     def add(self, items: Any, labels: Any = None) -> NDArray[np.int64]:
-        """Add to the gallery, and make the limits again.
+        """Add points to the gallery, and compute the limits again.
 
         Args:
             items: Inputs as of :meth:`fit`, M of them.
@@ -316,7 +315,7 @@ class Retriever(Fitted):
             InputError: As of :meth:`fit`.
 
         Warns:
-            UserWarning: Some of the classes that are added have no held-out query: no rate covers them.
+            UserWarning: An added class has no held-out query: no rate covers it.
         """
         now, before = self._gallery, self.uncovered
         added, classes = self._embedded("items", items, labels)
@@ -333,17 +332,17 @@ class Retriever(Fitted):
         return identifiers
 
     def remove(self, identifiers: Any) -> Self:
-        """Take points out of the gallery, and make the limits again.
+        """Remove points from the gallery, and compute the limits again.
 
         Args:
-            identifiers: As ``answers.neighbour`` and :meth:`add` give them: whole numbers, shape (M,).
+            identifiers: Whole numbers from ``answers.neighbour`` or :meth:`add`, shape (M,).
 
         Returns:
             The object itself.
 
         Raises:
             NotFittedError: Before :meth:`fit`.
-            InputError: An identifier is not in the gallery, or nothing would be left.
+            InputError: An identifier is not in the gallery, or no point would be left.
         """
         now, gone = self._gallery, np.asarray(identifiers)
         missing = np.setdiff1d(gone, now.identifiers)
@@ -358,15 +357,15 @@ class Retriever(Fitted):
         return self
 
     def learn(self, queries: Any, labels: Any, asked: Literal["random", "answered"]) -> Self:
-        """Take in queries whose labels have become known, and make the limits again.
+        """Learn from queries with labels, and compute the limits again.
 
         Args:
             queries: Inputs as of :meth:`fit`.
             labels: Their labels.
-            asked: How those were chosen whose labels were asked for. ``"random"``: at random among all queries,
-                whatever the decision: they become held-out queries. ``"answered"``: because they were answered. Those
-                that the present limit answers are kept: they can lower it and cannot raise it, also later. As further
-                held-out queries they would hide the errors that are not answered yet.
+            asked: How the queries were chosen. ``"random"``: at random among all queries, answered or not; they become
+                held-out queries. ``"answered"``: because they were answered. The queries that the present limit answers
+                are kept: now and later they can only lower the limit. As held-out queries they would hide errors among
+                queries that are not answered yet.
 
         Returns:
             The object itself.
@@ -374,7 +373,7 @@ class Retriever(Fitted):
         Raises:
             NotFittedError: Before :meth:`fit`.
             InputTypeError: As of :meth:`fit`.
-            InputError: As of :meth:`fit`, or ``asked`` is something else.
+            InputError: As of :meth:`fit`, or ``asked`` has another value.
         """
         rule = self._rule
         validate.choice("asked", asked, ("random", "answered"))
@@ -399,15 +398,16 @@ class Retriever(Fitted):
     ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
         """Find the training items without which the answers to queries would weaken most.
 
-        How firm an answer is, is the cosine to the match less that to the nearest point of another class.
-        :func:`contrastive_curvature.influence` predicts what it would lose if an item had been left out of the training
-        of the weights of the posterior, and were still searched. A posterior with the loss and the prior of the
-        training and the structure ``"full"`` predicts best; the default one less well (``docs/influence.md``).
+        The margin of an answer is the cosine to the match minus the cosine to the nearest point of another class.
+        :func:`contrastive_curvature.influence` predicts the change of the margin if an item had been left out of the
+        training of the posterior's weights but were still searched. A posterior with the loss and the prior of the
+        training and the structure ``"full"`` predicts best; the default posterior predicts less well
+        (``docs/influence.md``).
 
         Args:
             queries: Inputs as of :meth:`fit`, Q of them.
-            x: The training inputs as ``fit`` took them, which it does not keep; they are the gallery. For a fitted
-                posterior whose loss compares within batches, a loader of these batches.
+            x: The training inputs as passed to ``fit``, which does not keep them; they must be the gallery. For a
+                fitted posterior whose loss compares within batches, a loader of these batches.
             y: Their labels.
             k: Number of items, at most N.
 
@@ -418,9 +418,9 @@ class Retriever(Fitted):
         Raises:
             NotFittedError: Before :meth:`fit`.
             InputTypeError: As of :meth:`fit`.
-            InputError: As of :meth:`fit`; ``x`` and ``y`` are not the gallery, or it has one class or less than ``k``
-                points.
-            UnsupportedError: There is no posterior, or one that :func:`contrastive_curvature.influence` does not take.
+            InputError: As of :meth:`fit`; ``x`` and ``y`` are not the gallery, or the gallery has one class or fewer
+                than ``k`` points.
+            UnsupportedError: There is no posterior, or :func:`contrastive_curvature.influence` does not take it.
         """
         points, la, known = self._gallery, self.la, self._codes
         if la is None:
@@ -446,16 +446,17 @@ class Retriever(Fitted):
         return points.identifiers[rows], changes
 
     def evaluate(self, test: Any, unknown: Any = None) -> dict[str, Rate]:
-        """Compare the rates that were asked for with those of test queries.
+        """Compare the asked rates with the observed rates of test queries.
 
         Args:
             test: ``(inputs, labels)``, or a loader, as ``held_out`` of :meth:`fit`.
             unknown: Inputs of an unknown kind, without labels.
 
         Returns:
-            By name, ``answered`` of all test queries, ``wrong_answers`` among those answered, ``false_matches`` of the
-            test queries with their class taken out of the gallery, and ``false_alarms``; with ``unknown``, the share of
-            these that is answered and that is called unknown, ``unknown_answered`` and ``unknown_found``.
+            Rates by name: ``answered`` among all test queries, ``wrong_answers`` among the answered, ``false_matches``
+            among the test queries with their class taken out of the gallery, and ``false_alarms``; with ``unknown``,
+            also the shares of unknown inputs that are answered and that are called unknown, ``unknown_answered`` and
+            ``unknown_found``.
 
         Raises:
             NotFittedError: Before :meth:`fit`.
@@ -463,7 +464,7 @@ class Retriever(Fitted):
             InputError: As of :meth:`fit`.
         """
         rule = self._rule
-        # Labels that no other query has are not kept.
+        # Labels of test queries alone are not kept.
         known = self._codes
         asked, truth = self._embedded("test", *_pair("test", test))
         self._codes = known
@@ -482,7 +483,7 @@ class Retriever(Fitted):
         return found
 
     def __repr__(self) -> str:
-        """What is promised, and what is not."""
+        """Say what is promised, and what is not."""
         rates = self.rates
         if "_rule" not in vars(self):
             return f"Retriever, not fitted: {', '.join(f'{name}={value}' for name, value in rates._asdict().items())}"
@@ -511,7 +512,7 @@ class Retriever(Fitted):
 
         Args:
             folder: The folder; missing parents are made.
-            overwrite: Whether a saved retriever that is there may be replaced.
+            overwrite: Whether an existing saved retriever may be replaced.
             **options: Of ``la.save_pretrained``.
 
         Returns:
@@ -519,8 +520,8 @@ class Retriever(Fitted):
 
         Raises:
             NotFittedError: Before :meth:`fit`.
-            InputError: The folder holds something else, or a retriever and ``overwrite`` is false.
-            UnsupportedError: Labels are no numbers and strings, or the posterior cannot be saved.
+            InputError: The folder has other content, or holds a retriever and ``overwrite`` is false.
+            UnsupportedError: Labels are neither numbers nor strings, or the posterior cannot be saved.
             OSError: The folder cannot be written.
         """
         from contrastive_curvature.retriever.saved import save
@@ -529,11 +530,11 @@ class Retriever(Fitted):
 
     @classmethod
     def load(cls, folder: Path | str, encoder: nn.Module | None, *, index: Index | None = None, **options: Any) -> Self:
-        """Load what :meth:`save` wrote. Nothing in the files is executed.
+        """Load a folder of :meth:`save`. Nothing in the files is executed.
 
         Args:
             folder: The folder.
-            encoder: As it was given, with its weights; another one is refused. A head is in the file.
+            encoder: The encoder of the fit, with its weights; another encoder is refused. The file contains the head.
             index: As of the class.
             **options: Of :func:`contrastive_curvature.load_pretrained`: ``loss``, ``relation``, ``backend``.
 
@@ -545,20 +546,20 @@ class Retriever(Fitted):
         return load(cls, folder, encoder, index, **options)
 
     def export(self, path: Path | str, *, format: Literal["npz", "safetensors"] | None = None) -> None:
-        """Write a file with which the numpy scorer answers without torch, see ``docs/keep_and_serve.md``.
+        """Write a file for the numpy scorer, which answers without torch, see ``docs/keep_and_serve.md``.
 
-        ``Scorer.load(path).answer(features)`` searches all points of the gallery, also where this retriever has an
-        index. Its features are the inputs of the last layer; with a head the outputs of the encoder; without a
-        posterior the embeddings.
+        ``Scorer.load(path).answer(features)`` searches all points of the gallery, even if this retriever has an index.
+        The features are the inputs of the last layer; with a head the outputs of the encoder; without a posterior the
+        embeddings.
 
         Args:
             path: The file, ``.npz`` or ``.safetensors``.
-            format: Which of them, where the path does not say it.
+            format: Format, if the path does not say it.
 
         Raises:
             NotFittedError: Before :meth:`fit`.
-            UnsupportedError: The posterior is of other weights than the last layer's, or calibrated for another score
-                than the novelty; or labels are no numbers and strings.
+            UnsupportedError: The posterior is not of the last layer, or is calibrated for another score than the
+                novelty; or labels are neither numbers nor strings.
             InputError: The folder does not exist, or the name says no format.
         """
         from contrastive_curvature.retriever.saved import export
@@ -624,9 +625,9 @@ class Retriever(Fitted):
         return columns, match, np.exp(columns[:, 1]) if self.la is None else queries.novelty
 
     def _certify(self, ceiling: float = math.inf) -> Labelled:
-        """Make the limits for the present gallery and held-out queries, and return the evidence of these.
+        """Compute the limits for the present gallery and held-out queries, and return the evidence of these queries.
 
-        ``ceiling`` is of the present score.
+        ``ceiling`` is a limit of the present score.
         """
         feedback = None if self._feedback is None else self._labelled(*self._feedback)[0]
         held, absent = self._labelled(self._held, self._truth)
@@ -658,10 +659,10 @@ def _batched(la: ContrastiveLaplace, x: Any, classes: Tensor) -> list[tuple[Any,
 
 
 def embedded(la: ContrastiveLaplace | None, inputs: Any, argument: str, progress_bar: bool | None = None) -> Embedded:
-    """Return what the encoder and the posterior say of inputs; arguments as of :func:`.predictions`."""
+    """Return embeddings, uncertainties and novelties of inputs; arguments as of :func:`.predictions`."""
     if la is None:
         directions = normalize(outputs(None, inputs, argument, progress_bar))[0]
-        # What is the same for all says nothing.
+        # A number that is the same for all says nothing.
         return Embedded(directions, np.zeros(len(directions)), np.zeros(len(directions)))
     inputs, places = by_length(inputs)
     parts = []
@@ -675,7 +676,7 @@ def embedded(la: ContrastiveLaplace | None, inputs: Any, argument: str, progress
 def _encoded(
     la: ContrastiveLaplace | None, argument: str, inputs: Any, labels: Any, progress_bar: bool | None
 ) -> tuple[Any, Any]:
-    """Return features and labels where the posterior takes features, for more than one use; else both as given."""
+    """Return features and labels if the posterior takes features, so that the encoder runs once; else both unchanged."""
     if la is None or not la.on_last_layer:
         return inputs, labels
     read = partial(last_layer_features, la, argument=argument, progress_bar=progress_bar)
@@ -684,7 +685,7 @@ def _encoded(
 
 
 def _read(argument: str, inputs: Any, labels: Any, read: Callable[[Any], _T]) -> tuple[_T, list[Hashable]]:
-    """Return what ``read`` makes of inputs without labels, and the labels."""
+    """Return the result of ``read`` for inputs without labels, and the labels."""
     if labels is not None or _in_memory(inputs):
         names = _checked_labels(argument, inputs, labels)
         return read(inputs), names
@@ -746,7 +747,7 @@ def _checked_labels(argument: str, inputs: Any, labels: Any) -> list[Hashable]:
 
 
 def _as_array(labels: Sequence[Hashable]) -> NDArray[Any]:
-    """Return labels as an array; of several types, or of others than numbers and strings, an array of objects."""
+    """Return labels as an array: of numbers or strings of one type, else of objects."""
     if len(kinds := {type(label) for label in labels}) == 1 and kinds <= {str, int, float, bool}:
         return np.array(labels)
     return np.fromiter(labels, dtype=object, count=len(labels))

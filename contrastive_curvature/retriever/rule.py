@@ -37,8 +37,8 @@ class Regression:
 
     Attributes:
         location: Mean of the evidence, shape (6,).
-        scale: Its standard deviation, shape (6,).
-        weights: Of the standardised evidence, and the intercept, shape (7,).
+        scale: Standard deviation of the evidence, shape (6,).
+        weights: Weights of the standardised evidence, and the intercept, shape (7,).
     """
 
     location: _Numbers
@@ -52,16 +52,16 @@ class Regression:
         """Fit the weights, in favour of right matches.
 
         Args:
-            evidence: Of N held-out queries, shape (N, 6).
+            evidence: Evidence of N held-out queries, shape (N, 6).
             right: Whether their matches are right, shape (N,).
             absent: Their evidence without their class in the gallery, where no match is right, shape (N, 6).
-            share: Weight of each of the latter.
+            share: Weight of each query without its class.
             ridge: Penalty of the weights of standardised columns, shape (6,).
         """
         from scipy.optimize import minimize
 
         location, scale = evidence.mean(0), evidence.std(0)
-        # What is the same for all queries says nothing.
+        # A column that is the same for all queries says nothing.
         scale = np.where(scale > 1e-9, scale, np.inf)
         rows = np.vstack([evidence, absent])
         a = np.column_stack([(rows - location) / scale, np.ones(len(rows))])
@@ -109,18 +109,18 @@ class Labelled(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Rule:
-    """What it takes to be answered.
+    """The limits of a fitted retriever: they decide whether a query is answered.
 
     Attributes:
-        right: Of P(right).
-        limit: Its largest score that is answered.
-        present: Of right matches against all that queries find without their class.
-        present_limit: Its largest score that is answered.
-        novelties: Of the held-out queries, ascending, shape (N,).
-        false_alarms: Largest p-value of an unknown input; ``None`` where none is.
+        right: Regression for P(right).
+        limit: Largest score of ``right`` that is answered.
+        present: Regression that separates right matches from matches of queries whose class is taken out.
+        present_limit: Largest score of ``present`` that is answered.
+        novelties: Novelties of the held-out queries, ascending, shape (N,).
+        false_alarms: Largest p-value that is called unknown; ``None`` if no query is called unknown.
         answered: Share of the held-out queries that are answered.
-        kept_back: Share of them that each rate alone would keep from being answered, by its name.
-        reasons: Why a rate lets nothing be answered, or nothing be unknown, by its name.
+        kept_back: Share of the held-out queries that each rate alone keeps back, by the name of the rate.
+        reasons: Reasons why nothing is answered, or nothing is called unknown, by the name of the rate.
     """
 
     right: Regression
@@ -152,24 +152,24 @@ def certified(
     """Fit two scores to held-out queries, and find the largest limits that keep all rates.
 
     Each held-out query is scored by regressions on the other four fifths of them, and the limits are used with the
-    regressions on all: in simulations that keeps the rates (``docs/statistics.md``), it is no proof.
+    regressions on all. Simulations show that this keeps the rates (``docs/statistics.md``); it is not proven.
 
     ``false_matches``: the limit of ``present`` is the ``floor(rate (N + 1))``-th smallest score of N queries without
-    their class, as conformal p-values have it. ``wrong_answers``: among the queries that this leaves, limits of
-    ``right`` are tested upwards by :class:`.RetrievalThreshold`.
+    their class, as for conformal p-values. ``wrong_answers``: among the remaining queries, growing limits of ``right``
+    are tested by :class:`.RetrievalThreshold`.
 
     Args:
-        rates: What is asked for.
-        held: N held-out queries, drawn as the queries to come.
-        absent: Their evidence without their class in the gallery, shape (N, 6).
-        feedback: Labelled queries that were answered. They are drawn from what a limit accepts, so they can say that it
-            is too high, and nothing of a higher one.
-        ceiling: Largest limit of ``right`` under which they were answered, for the same score.
+        rates: Rates that the limits must keep.
+        held: N held-out queries, drawn like future queries.
+        absent: Evidence of the held-out queries without their class in the gallery, shape (N, 6).
+        feedback: Labelled queries that were answered. They come from the queries that a limit accepts, so they can show
+            that the limit is too high, but not that a higher limit would do.
+        ceiling: Largest limit of ``right`` under which the feedback was answered, for the same score.
     """
     n = len(held.right)
     right, present = (Regression.fitted(held.evidence, held.right, absent, *how) for how in (RIGHT, PRESENT))
     score, near, lacking = np.empty(n), np.empty(n), np.empty(n)
-    # Not in their order, in which classes or days may follow each other.
+    # At random, because the queries may be sorted by class or by day.
     fold = np.random.default_rng(0).permutation(n) % min(_FOLDS, n)
     for k in range(min(_FOLDS, n)):
         inside, others = fold == k, fold != k
@@ -226,7 +226,7 @@ def _p_value(novelties: _Numbers, novelty: _Numbers) -> _Numbers:
 
 
 def _times(threshold: RetrievalThreshold, score: _Numbers, right: NDArray[np.bool_]) -> int | None:
-    """Return how many times as many queries, with the same scores and errors, allow a limit; ``None`` for over 64."""
+    """Return how many times as many queries, with the same scores and errors, allow a limit; ``None`` above 64."""
     for times in (2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64):
         with contextlib.suppress(InputError):
             threshold.fit(np.tile(score, times), np.tile(right, times))
