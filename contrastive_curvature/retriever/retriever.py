@@ -212,7 +212,8 @@ class Retriever(Fitted):
         list of N numbers, strings or other hashable values.
 
         Args:
-            x: Training inputs; not looked at where the encoder is a fitted posterior and ``gallery`` is given.
+            x: Training inputs; ignored if the encoder is a fitted posterior and ``gallery`` is passed. The encoder runs
+                once over each; the inputs of its last layer stay in memory during the fit.
             y: Their labels.
             held_out: ``(inputs, labels)``, or a loader: at least two queries like the future ones, which neither
                 trained the encoder nor are in the gallery. A posterior that is not calibrated is calibrated with them.
@@ -676,7 +677,7 @@ def embedded(la: ContrastiveLaplace | None, inputs: Any, argument: str, progress
 def _encoded(
     la: ContrastiveLaplace | None, argument: str, inputs: Any, labels: Any, progress_bar: bool | None
 ) -> tuple[Any, Any]:
-    """Return features and labels if the posterior takes features, so that the encoder runs once; else both unchanged."""
+    """Return features and labels if the posterior takes features, so the encoder runs once; else both unchanged."""
     if la is None or not la.on_last_layer:
         return inputs, labels
     read = partial(last_layer_features, la, argument=argument, progress_bar=progress_bar)
