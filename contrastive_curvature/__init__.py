@@ -1,9 +1,9 @@
-"""Curvature of contrastive losses, and what it is for: encoders that know how sure an embedding is.
+"""Curvature of contrastive losses, for encoders that know how certain an embedding is.
 
 labels -> pairs -> output Hessian -> parameter curvature -> Laplace posterior -> embedding distribution
 
 Importing the package registers ``likelihood="contrastive"`` with laplace-torch, and the loss and the normalisation with
-BackPACK's extensions; :func:`unregister` undoes both. The names in ``__init__.pyi`` are imported when they are used.
+BackPACK's extensions; :func:`unregister` undoes both. The names in ``__init__.pyi`` are imported at first use.
 """
 
 import lazy_loader

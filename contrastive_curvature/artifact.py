@@ -1,7 +1,7 @@
-"""Files that this library writes and reads back: written whole or not at all, with one kind of header.
+"""Files that this library writes and reads: written completely or not at all, with one kind of header.
 
-A header is a pydantic model in JSON, with the name of its format, a version, and a checksum. It is the one small file
-of an :class:`ArtifactFolder`, or stands in the metadata of a safetensors file. Nothing that is read is executed.
+A header is a pydantic model in JSON, with the name of its format, a version, and a checksum. It stands in the metadata
+of a safetensors file, with or without tensors. Nothing that is read is executed.
 """
 
 from __future__ import annotations
@@ -10,13 +10,12 @@ import contextlib
 import hashlib
 import json
 import os
-import re
 import secrets
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, Generic, NoReturn, Self, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NoReturn, Self, TypeVar
 
 from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -27,7 +26,7 @@ from contrastive_curvature.errors import InputError, InputTypeError
 if TYPE_CHECKING:
     from torch import Tensor
 
-VERSION = 3
+VERSION = 4
 """Of every format. It is raised where an older release would misread what this one writes."""
 
 _ABANDONED = 3600
@@ -47,11 +46,12 @@ def final_target(path: Path | str) -> Path:
 
 
 def write_whole(path: Path | str, write: Callable[[BinaryIO], object], *, follow: bool = True) -> None:
-    """Write a file such that at every moment its name refers to the complete old content or to the complete new one.
+    """Write a file so that its name always refers to the complete old content or to the complete new content.
 
-    If the path is a symbolic link, the link stays and its target is replaced; without ``follow``, for names in a folder
-    that somebody else may have made, the link itself is replaced. An existing file keeps its mode; a new file gets the
-    mode of the user's umask. What killed writers left of the same file an hour ago is removed.
+    If the path is a symbolic link, the link stays and its target is replaced. Without ``follow`` the link itself is
+    replaced; use this for names in a folder that somebody else may have created. An existing file keeps its mode; a new
+    file gets the mode of the user's umask. Unfinished copies of the same file that killed writers left more than an
+    hour ago are removed.
     """
     target = final_target(path) if follow else Path(path)
     for old in target.parent.glob(f".{target.name}.*.tmp"):
@@ -70,7 +70,7 @@ def write_whole(path: Path | str, write: Callable[[BinaryIO], object], *, follow
         unfinished.replace(target)
     except BaseException as error:
         unfinished.unlink(missing_ok=True)
-        # torch's writer replaces the OSError by a RuntimeError that does not give the reason.
+        # torch's writer replaces the OSError by a RuntimeError without the reason.
         if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
@@ -86,34 +86,26 @@ def folder_path(argument: str, path: object) -> Path:
     return found
 
 
-def sha256_of(path: Path) -> str:
-    """Return the checksum of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 class Header(BaseModel):
-    """What a file or a folder holds, as a subclass lists it in its fields.
+    """Header of a file or a folder; a subclass lists the content in its fields.
 
     Class attributes:
         kind: Name of the format.
-        file_name: Of the header in a folder.
-        described: What such a file or folder is called in error messages.
-        made_by: How a user gets one, a sentence.
-        repaired_by: What to do about a damaged one, a sentence.
+        described: Description of such a file or folder in error messages.
+        made_by: Sentence that says how a user creates one.
+        repaired_by: Sentence that says what to do if it is damaged.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     kind: ClassVar[str]
-    file_name: ClassVar[str] = "header.json"
     described: ClassVar[str]
     made_by: ClassVar[str] = ""
     repaired_by: ClassVar[str] = ""
 
     @classmethod
     def format_name(cls) -> str:
-        """Return the name of the format as it stands in files."""
+        """Return the name of the format in files."""
         return f"contrastive_curvature.{cls.kind}"
 
     def dumps(self) -> str:
@@ -126,7 +118,7 @@ class Header(BaseModel):
 
     @classmethod
     def loads(cls, text: str | bytes, name: str) -> Self:
-        """Return the header that :meth:`dumps` wrote; ``name`` stands for the file in error messages."""
+        """Read a header of :meth:`dumps`; ``name`` is the name of the file in error messages."""
         try:
             whole = json.loads(text)
         except (ValueError, RecursionError):
@@ -147,103 +139,83 @@ class Header(BaseModel):
 
     @classmethod
     def refuse(cls, name: str, received: str, hint: str = "", more: str = "") -> NoReturn:
-        """Raise the error for a file or folder that is none of this kind."""
+        """Raise the error for a file or folder that is not of this kind."""
         raise InputError(name, cls.described + more, received, hint)
 
 
 H = TypeVar("H", bound=Header)
 
 
-class ArtifactFolder(Generic[H]):
-    """A folder whose header says what its other files hold.
-
-    Writers put the other files first and the header last, so that a folder without a header is not there, and one with
-    a header is complete.
+def target_folder(
+    argument: str, path: object, file: str, described: str, *, overwrite: bool, how: str = "Pass overwrite=True"
+) -> Path:
+    """Return the path of a folder that may be written; refuse one with other content.
 
     Args:
-        path: The folder; it need not exist.
-        header: The class of its header.
         argument: Name of the path for error messages.
-        own: Names of further files that a killed writer may leave.
+        path: The folder; it need not exist.
+        file: Name of the file in it that says what it holds.
+        described: What such a folder is called in error messages.
+        overwrite: Whether one with that file may be written.
+        how: How a user says so.
+
+    Raises:
+        InputError: It has something in it and no such file, or that file without ``overwrite``.
     """
+    folder = folder_path(argument, path)
+    # Unfinished files and locks have names that begin with a dot.
+    names = sorted(name for name in os.listdir(folder) if not name.startswith(".")) if folder.exists() else []
+    if names and file not in names:
+        received = f"{folder}, which has {names[0]!r} in it and no {file}"
+        raise InputError(argument, f"a new or an empty folder, or {described}", received, "Name another folder.")
+    if names and not overwrite:
+        hint = f"{how} to replace it, or name another folder."
+        raise InputError(argument, "a new or an empty folder", f"{folder}, which holds {described}", hint)
+    return folder
 
-    def __init__(
-        self, path: object, header: type[H], argument: str = "path", own: re.Pattern[str] | None = None
-    ) -> None:
-        self.path, self._header, self._argument, self._own = folder_path(argument, path), header, argument, own
-        self.header_path = self.path / header.file_name
 
-    @property
-    def exists(self) -> bool:
-        """Whether there is a header, of this or of another kind."""
-        return self.header_path.is_file()
-
-    def make(self, *, parents: bool = False) -> None:
-        """Make the folder if need be; refuse one with other content, see :meth:`check`."""
-        try:
-            self.path.mkdir(parents=parents, exist_ok=True)
-        except FileNotFoundError:
-            received = f"no folder {self.path.parent}"
-            raise InputError(self._argument, "a folder in one that exists", received) from None
-        self.check()
-
-    def check(self) -> None:
-        """Refuse a folder with other content; one that does not exist is fine."""
-        if not self.path.exists():
-            return
-        # Unfinished files and the lock have names that begin with a dot.
-        others = [
-            name
-            for name in sorted(os.listdir(self.path))
-            if not name.startswith(".") and not (self._own and self._own.fullmatch(name))
-        ]
-        if others and not self.exists:
-            wanted = f"a new or an empty folder, or {self._header.described}"
-            received = f"{self.path}, which has {others[0]!r} in it and no {self._header.file_name}"
-            raise InputError(self._argument, wanted, received, "Name another folder.")
-
-    @contextlib.contextmanager
-    def locked(self, *, wait: bool = True) -> Iterator[None]:
-        """Keep other writers away; the system releases the lock when the process ends."""
-        lock = self.path / ".lock"
-        if lock.is_symlink():
-            received = f"{lock}, a symbolic link, which would be written through"
-            raise InputError(self._argument, "a folder with a lock of its own", received, "Remove the link.")
-        try:
-            with FileLock(lock, timeout=-1 if wait else 0):
-                yield
-        except Timeout:
-            hint = "Wait for it, or name another folder."
-            wanted = "a folder that nobody else is writing"
-            raise InputError(self._argument, wanted, str(self.path), hint) from None
-
-    def read(self) -> H:
-        """Return the header."""
-        try:
-            text = self.header_path.read_bytes()
-        except (FileNotFoundError, IsADirectoryError):
-            self._header.refuse(str(self.path), f"no {self._header.file_name} there", self._header.made_by)
-        return self._header.loads(text, str(self.header_path))
-
-    def write(self, header: H) -> None:
-        """Replace the header in one step."""
-        write_whole(self.header_path, lambda file: file.write(header.dumps().encode()), follow=False)
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Refuse a folder that another process writes; the system releases the lock when the process ends."""
+    lock = folder / ".lock"
+    if lock.is_symlink():
+        received = f"{lock}, a symbolic link, which would be written through"
+        raise InputError("path", "a folder with a lock of its own", received, "Remove the link.")
+    try:
+        with FileLock(lock, timeout=0):
+            yield
+    except Timeout:
+        hint = "Wait for it, or name another folder."
+        raise InputError("path", "a folder that nobody else is writing", str(folder), hint) from None
 
 
 def write_tensors(path: Path | str, header: Header, tensors: Mapping[str, Tensor], *, follow: bool = True) -> None:
     """Write a safetensors file with a header and a checksum, without a copy of the tensors in memory.
 
-    ``follow`` is that of :func:`write_whole`.
+    For ``follow`` see :func:`write_whole`.
     """
     from safetensors.torch import save_file
 
     plain = _plain(tensors)
-    metadata = _metadata(header, plain)
+    # Only one entry, because safetensors writes several in any order, but equal content should give equal files.
+    metadata = {_METADATA: json.dumps({"header": header.dumps(), "tensors": _tensors_checksum(plain)})}
     write_whole(path, lambda file: save_file(plain, file.name, metadata), follow=follow)
 
 
 def read_tensors(path: Path | str, kind: type[H]) -> tuple[H, dict[str, Tensor]]:
-    """Return what :func:`write_tensors` was given."""
+    """Read the header and the tensors of a file of :func:`write_tensors`."""
+    header, checksum, tensors = _read(path, kind, whole=True)
+    if checksum != _tensors_checksum(tensors):
+        kind.refuse(str(path), "a damaged one: its checksum is another", kind.repaired_by)
+    return header, tensors
+
+
+def read_header(path: Path | str, kind: type[H]) -> H:
+    """Return the header of a file that :func:`write_tensors` wrote; its tensors are not read."""
+    return _read(path, kind, whole=False)[0]
+
+
+def _read(path: Path | str, kind: type[H], *, whole: bool) -> tuple[H, str, dict[str, Tensor]]:
     from safetensors import safe_open
 
     if not Path(path).is_file():
@@ -251,14 +223,21 @@ def read_tensors(path: Path | str, kind: type[H]) -> tuple[H, dict[str, Tensor]]
     try:
         with safe_open(str(path), framework="pt") as file:
             metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  it is no dictionary
+            tensors = {name: file.get_tensor(name) for name in (file.keys() if whole else ())}
     except SafetensorError:
         kind.refuse(str(path), "a damaged one, or something else", kind.repaired_by)
-    return _checked(metadata, tensors, kind, str(path))
+    if _METADATA not in metadata:
+        kind.refuse(str(path), "a safetensors file of something else", kind.made_by)
+    try:
+        about = json.loads(metadata[_METADATA])
+        text, checksum = about["header"], about["tensors"]
+    except (ValueError, KeyError, TypeError):
+        kind.refuse(str(path), "a damaged one", kind.repaired_by)
+    return kind.loads(text, str(path)), checksum, tensors
 
 
 def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors on the CPU that share no memory, as safetensors wants them."""
+    """Return tensors on the CPU that share no memory, which safetensors requires."""
     plain: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in tensors.items():
@@ -269,27 +248,6 @@ def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         seen.add(own.untyped_storage().data_ptr())
         plain[name] = own
     return plain
-
-
-def _metadata(header: Header, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    # One entry: safetensors writes several in any order, and equal content shall be equal files.
-    return {_METADATA: json.dumps({"header": header.dumps(), "tensors": _tensors_checksum(tensors)})}
-
-
-def _checked(
-    metadata: Mapping[str, str], tensors: dict[str, Tensor], kind: type[H], name: str
-) -> tuple[H, dict[str, Tensor]]:
-    if _METADATA not in metadata:
-        kind.refuse(name, "a safetensors file of something else", kind.made_by)
-    try:
-        about = json.loads(metadata[_METADATA])
-        text, checksum = about["header"], about["tensors"]
-    except (ValueError, KeyError, TypeError):
-        kind.refuse(name, "a damaged one", kind.repaired_by)
-    header = kind.loads(text, name)
-    if checksum != _tensors_checksum(tensors):
-        kind.refuse(name, "a damaged one: its checksum is another", kind.repaired_by)
-    return header, tensors
 
 
 def _tensors_checksum(tensors: Mapping[str, Tensor]) -> str:

@@ -1,18 +1,21 @@
-"""One codec for everything that is saved: dataclasses of tensors and plain values as a tree, and back.
+"""One codec for all saved objects: it converts dataclasses of tensors and plain values to a tree, and back.
 
-A tree has tensors, numbers, texts, None, and dictionaries, lists and tuples of them. ``torch.load`` reads it with
-``weights_only=True``; :func:`packed` makes JSON and named tensors of it, for safetensors. Nothing that is read is
-executed: :func:`from_tree` makes objects of the classes that it is given, and of no others.
+A tree has tensors, arrays, numbers, texts, None, and dictionaries, lists and tuples of them. Without arrays,
+``torch.load`` reads it with ``weights_only=True``; :func:`packed` makes JSON and named tensors of it, for safetensors.
+Nothing that is read is executed: :func:`from_tree` makes objects of the classes that it is given, and of no others.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError
@@ -21,18 +24,19 @@ from contrastive_curvature.network.digest import tensor_bytes
 NOT_SAVED: Mapping[str, Any] = {"saved": False}
 """Metadata of a field of a dataclass that goes into no file: the user's data or code."""
 
-_CLASS, _TENSOR, _TUPLE, _ITEMS = "$class", "$tensor", "$tuple", "$items"
+_CLASS, _TENSOR, _ARRAY, _TUPLE, _ITEMS, _NUMBER = "$class", "$tensor", "$array", "$tuple", "$items", "$number"
 
 
 def to_tree(value: Any) -> Any:
-    """Return a value as a tree; a dataclass becomes a dictionary with the name of its class.
+    """Return a value as a tree; a dataclass or named tuple becomes a dictionary with the name of its class.
 
-    Views are copied, so that no file of the tree holds the rest of the memory that they look into.
+    Views are copied, so that a file of the tree does not hold the rest of their memory.
     """
     if isinstance(value, Tensor):
         return value.detach() if value.untyped_storage().nbytes() == value.nbytes else value.detach().clone()
-    if is_dataclass(value):
-        saved = (field.name for field in fields(value) if field.metadata.get("saved", True))
+    if is_dataclass(value) or hasattr(value, "_fields"):
+        names = getattr(value, "_fields", None)
+        saved = names or (field.name for field in fields(value) if field.metadata.get("saved", True))
         return {_CLASS: type(value).__name__, **{name: to_tree(getattr(value, name)) for name in saved}}
     if isinstance(value, Mapping):
         return {key: to_tree(part) for key, part in value.items()}
@@ -40,15 +44,15 @@ def to_tree(value: Any) -> Any:
 
 
 def from_tree(argument: str, tree: Any, classes: Iterable[type]) -> Any:
-    """Return what :func:`to_tree` was given.
+    """Return the value of a tree of :func:`to_tree`.
 
     Args:
         argument: Name of the tree, for messages.
         tree: The tree.
-        classes: Dataclasses that may be in it.
+        classes: Dataclasses and named tuples that may be in it.
 
     Raises:
-        InputError: There is another class in it, or one with other fields.
+        InputError: The tree contains another class, or other fields of a class.
     """
     known = {kind.__name__: kind for kind in classes}
 
@@ -70,15 +74,15 @@ def from_tree(argument: str, tree: Any, classes: Iterable[type]) -> Any:
 
 
 def sealed(state: Mapping[str, Any], keys: Iterable[str] | None = None) -> dict[str, Any]:
-    """Return a state with a checksum of the entries of these names, by default of all."""
+    """Return a state with a checksum of the entries with these names, by default of all entries."""
     return {**state, "checksum": _checksum(state, keys)}
 
 
 def check_seal(state: object, keys: Iterable[str] | None = None) -> None:
-    """Refuse a state that is damaged, or that :func:`sealed` never saw.
+    """Refuse a state that is damaged, or has no checksum of :func:`sealed`.
 
     Raises:
-        InputError: It is no dictionary, or its checksum is missing or another one.
+        InputError: The state is not a dictionary, or its checksum is missing or wrong.
     """
     if not isinstance(state, Mapping):
         raise InputError("state_dict", "what state_dict() gave", f"a {type(state).__name__}")
@@ -91,12 +95,12 @@ def check_seal(state: object, keys: Iterable[str] | None = None) -> None:
 
 
 def _checksum(state: Mapping[str, Any], keys: Iterable[str] | None) -> str:
-    """Return a text that any change of these entries changes."""
+    """Return a text that changes with any change of these entries."""
 
     def plain(value: object) -> str:
         if not isinstance(value, Tensor):
             return repr(value)
-        # A number in a shape of its own, () or (1,), is the same; other shapes are checked.
+        # The shapes () and (1,) count as equal; other code checks shapes.
         digest = hashlib.sha256(f"{value.dtype} {value.numel()}".encode())
         for content in tensor_bytes(value):
             digest.update(content)
@@ -108,15 +112,15 @@ def _checksum(state: Mapping[str, Any], keys: Iterable[str] | None) -> str:
 
 
 class TensorTable:
-    """Tensors by name, each kept once also where it stands in several places of a tree."""
+    """Tensors by name; a tensor that occurs several times in a tree is kept once."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, Tensor] = {}
-        # The given tensors are kept, because the address of one that is gone may come back.
+        # The original tensors are kept too, because the address of a deleted tensor may be used again.
         self._names: dict[Any, tuple[str, Tensor]] = {}
 
     def add(self, name: str, tensor: Tensor) -> str:
-        """Keep a tensor; return the name under which it is kept."""
+        """Add a tensor, and return its name in the table."""
         place = (tensor.data_ptr(), tensor.dtype, tensor.device, tensor.shape, tensor.stride())
         if tensor.numel() and place in self._names:
             return self._names[place][0]
@@ -126,26 +130,31 @@ class TensorTable:
 
 
 def packed(tree: Any, table: TensorTable, name: str) -> Any:
-    """Return a tree as JSON writes it, with names in the place of tensors.
+    """Return a tree in a form for JSON, with names instead of tensors.
 
     Args:
         tree: The tree.
-        table: Takes the tensors.
-        name: Of the tree, for the names of tensors and for messages.
+        table: Table that receives the tensors.
+        name: Name of the tree, for the names of tensors and for messages.
 
     Raises:
-        UnsupportedError: Something else stands in it.
+        UnsupportedError: The tree contains another type.
     """
     if isinstance(tree, Tensor):
         return {_TENSOR: table.add(name, tree)}
+    if isinstance(tree, np.ndarray):
+        return {_ARRAY: table.add(name, torch.from_numpy(tree))}
     if isinstance(tree, dict):
         parts = {key: packed(part, table, f"{name}.{key}") for key, part in tree.items()}
-        # JSON has no keys but texts.
+        # JSON keys must be texts.
         return parts if all(isinstance(key, str) for key in tree) else {_ITEMS: [list(item) for item in parts.items()]}
     if type(tree) in (list, tuple):
         several = [packed(part, table, f"{name}.{number}") for number, part in enumerate(tree)]
         return several if type(tree) is list else {_TUPLE: several}
-    # A text or a number may be of a class of its own, as an enumeration.
+    if isinstance(tree, float) and not math.isfinite(tree):
+        # JSON has no such numbers.
+        return {_NUMBER: str(float(tree))}
+    # A text or a number may be of a subclass, such as an enumeration.
     for plain in (bool, int, float, str):
         if isinstance(tree, plain):
             return plain(tree)
@@ -158,13 +167,17 @@ def packed(tree: Any, table: TensorTable, name: str) -> Any:
 
 
 def unpacked(plain: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the tree that :func:`packed` was given."""
+    """Return the tree from the output of :func:`packed`."""
     if isinstance(plain, list):
         return [unpacked(part, tensors) for part in plain]
     if not isinstance(plain, dict):
         return plain
     if _TENSOR in plain:
         return tensors[plain[_TENSOR]]
+    if _ARRAY in plain:
+        return tensors[plain[_ARRAY]].numpy()
+    if _NUMBER in plain:
+        return float(plain[_NUMBER])
     if _TUPLE in plain:
         return tuple(unpacked(plain[_TUPLE], tensors))
     if _ITEMS in plain:

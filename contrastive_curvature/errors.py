@@ -1,6 +1,6 @@
 """The exceptions of the library, and the one form of their messages.
 
-Every message names the argument, what was expected, what was received and, where it helps, what to do instead.
+Every message names the argument, the expected value, the received value and, if it helps, what to do instead.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ class ContrastiveCurvatureError(Exception):
     The message is ``"<argument>: expected <wanted>, got <got>. <hint>"``.
 
     Args:
-        argument: Name of the argument; or alone, the whole message.
-        wanted: What was expected.
-        got: What was received: shown as it is if it is a string, anything else with ``repr``.
+        argument: Name of the argument; without other arguments, the whole message.
+        wanted: The expected value.
+        got: The received value; a string is shown unchanged, any other object with ``repr``.
         hint: What to do instead, as a sentence.
     """
 
@@ -33,22 +33,22 @@ class InputTypeError(InputError, TypeError):
 
 
 class UnsupportedError(ContrastiveCurvatureError, ValueError, NotImplementedError):
-    """The request is valid, but this combination of options has no correct answer to it."""
+    """The request is valid, but there is no correct result for this combination of options."""
 
 
 class NotFittedError(ContrastiveCurvatureError, AttributeError, ValueError):
-    """A posterior was used before ``fit``. It is an ``AttributeError`` too, which laplace-torch raises here."""
+    """A posterior was used before ``fit``. It is also an ``AttributeError``, like laplace-torch's error."""
 
 
 class ProcessError(ContrastiveCurvatureError, RuntimeError):
-    """Another process of one fit has failed or gone, so that this one cannot go on."""
+    """Another process of the fit has failed or ended, so this process cannot continue."""
 
 
 class DivergenceError(ContrastiveCurvatureError, ArithmeticError):
     """Training has diverged: a loss, an output or a curvature is NaN or infinite, or a precision is not positive.
 
     Args:
-        reason: What is not finite or not positive, and what to do about it, as a sentence.
+        reason: Sentence that says which number is not finite or not positive, and what to do about it.
         step: Number of the training step, counted from one.
     """
 
@@ -61,5 +61,5 @@ class DivergenceError(ContrastiveCurvatureError, ArithmeticError):
 
 
 def to_install(extra: str) -> str:
-    """Say what to type for the packages of an extra of this library, whose own name no package index has."""
+    """Return the install command for an extra of this library, which is not on any package index."""
     return f"In a copy of the repository: pip install '.[{extra}]'."

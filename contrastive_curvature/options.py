@@ -1,6 +1,6 @@
 """Options of the contrastive curvature: enumerations with the meaning of each value, and checks of numbers.
 
-The Hessian of the pair loss has the same options wherever it is used, so all checks of them are here.
+All uses of the Hessian of a pair loss have the same options, so all their checks are here.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ _ALIASES = {"pos": "positive", "fix": "fixed"}
 
 
 def parse_option(kind: type[_E], argument: str, value: str) -> _E:
-    """Return the member of an enumeration that a string is; of ``PDFix`` also by its name in the authors' code."""
+    """Return the member of an enumeration for a string; for ``PDFix`` also from its name in the authors' code."""
     known_as = _ALIASES if kind is PDFix else {}
     try:
         return kind(known_as.get(value, value))
@@ -101,7 +101,7 @@ def parse_option(kind: type[_E], argument: str, value: str) -> _E:
 
 
 class Default:
-    """A default value that the library can distinguish from the same value given by the user."""
+    """A default value that the library can distinguish from the same value passed by the user."""
 
     def __init__(self, value: object) -> None:
         self.value = value

@@ -1,4 +1,4 @@
-"""Progress bars, and the warning of a computation that will take long."""
+"""Progress bars, and the warning about a computation that will take long."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Progress:
         self._start = time.monotonic()
 
     def bar(self, desc: str, total: int | None = None) -> Any:
-        """Return a bar whose ``update`` the caller calls."""
+        """Return a bar; the caller calls its ``update``."""
         return tqdm(desc=desc, total=total, **self._options())
 
     def over(self, items: Iterable[_T], desc: str) -> Iterable[_T]:

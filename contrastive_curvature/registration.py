@@ -1,8 +1,8 @@
-"""What importing the package adds to laplace-torch and BackPACK, and its undoing.
+"""Registration with laplace-torch and BackPACK when the package is imported, and its undoing.
 
-One function of laplace-torch is replaced, and one method is added to BackPACK. Neither package is imported for it: one
-that is not yet imported gets them at the end of its import. Ours that do the work are imported when they are called,
-since the import of a host may have been begun by one of them.
+One function of laplace-torch is replaced, and one method is added to BackPACK. Neither package is imported for this: a
+package that is not imported yet is changed at the end of its import. Our functions are imported when they are called,
+because one of our modules may have started the import of a host.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _classes_of_host: Any = None
 def register() -> None:
     """Make ``likelihood="contrastive"`` known to laplace-torch, and our losses and ``L2Norm`` to BackPACK.
 
-    Does nothing when they already are.
+    It does nothing if they are registered already.
     """
     if _AfterImport not in sys.meta_path:
         sys.meta_path.insert(0, _AfterImport)
@@ -35,7 +35,7 @@ def register() -> None:
 
 
 def unregister() -> None:
-    """Put both hosts back as they were; does nothing when nothing is registered."""
+    """Restore both hosts; do nothing if nothing is registered."""
     if _AfterImport in sys.meta_path:
         sys.meta_path.remove(_AfterImport)
     host: Any = sys.modules.get("laplace.laplace")
@@ -47,7 +47,7 @@ def unregister() -> None:
 
 
 def _entries(cls: type) -> Iterable[Any]:
-    """Return what ``laplace.Laplace`` chooses from, in place of the subclasses of ``BaseLaplace``."""
+    """Return the entries for ``laplace.Laplace``, which replace the subclasses of ``BaseLaplace``."""
     from laplace.baselaplace import BaseLaplace
 
     from contrastive_curvature.laplace.registry import entries
@@ -58,7 +58,7 @@ def _entries(cls: type) -> Iterable[Any]:
 
 
 def _call(extension: Any, module: Any, g_inp: Any, g_out: Any) -> None:
-    """Run a second-order extension of BackPACK on a module, by our rules where they are needed."""
+    """Run a second-order extension of BackPACK on a module, with our rules where the host has none."""
     from contrastive_curvature.hosts.backpack.registry import call
 
     call(extension, module, g_inp, g_out)
@@ -72,16 +72,16 @@ def _add_to_laplace() -> None:
         _classes_of_host = host._all_subclasses
         host._all_subclasses = _entries
     if "contrastive_curvature.laplace" not in sys.modules:
-        # Now, so that the first Laplace(...) does not wait for it.
+        # Import now, so that the first Laplace(...) does not have to wait.
         import contrastive_curvature.laplace.registry  # noqa: F401
 
 
 def _add_to_backpack() -> None:
     from backpack.extensions.secondorder.base import SecondOrderBackpropExtension
 
-    # BackPACK takes rules of other packages into one extension object at a time (`set_module_extension`), looks them up
-    # by exact class, and users make those objects. So the call of all second-order extensions, which they inherit,
-    # gets an override that finds ours where the host has none.
+    # BackPACK accepts rules of other packages only for one extension object at a time (`set_module_extension`), looks
+    # them up by exact class, and users create these objects. So `__call__`, which all second-order extensions inherit,
+    # gets an override that uses our rules where the host has none.
     SecondOrderBackpropExtension.__call__ = _call
 
 
@@ -89,11 +89,11 @@ _ADD: dict[str, Callable[[], None]] = {"laplace": _add_to_laplace, "backpack.ext
 
 
 class _AfterImport:
-    """A finder that finds a host as Python does, and registers with it when it has been imported."""
+    """A finder that finds a host as Python does, and registers with the host after its import."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: ModuleType | None = None) -> ModuleSpec | None:
-        """Return the specification of a host, whose loader does what it did, and then registers."""
+        """Return the specification of a host; its loader also registers after the import."""
         if name not in _ADD:
             return None
         spec = PathFinder.find_spec(name, path, target)
@@ -102,8 +102,9 @@ class _AfterImport:
         loader, execute = spec.loader, spec.loader.exec_module
 
         def exec_module(module: ModuleType) -> None:
-            # Of two packages that laplace-torch imports; users can do nothing about it. The filters that they add stay.
-            # The name makes this filter another than that of the other host, which may be imported meanwhile.
+            # Hide warnings of two packages that laplace-torch imports, because users cannot avoid them. Warning filters
+            # of these packages are kept. The name distinguishes this filter from the filter of the other host, which
+            # may be imported at the same time.
             warnings.filterwarnings("ignore", rf"`torch\.jit\.script` is deprecated(?#{name})", FutureWarning)
             ours = warnings.filters[0]
             try:

@@ -1,4 +1,4 @@
-"""Checks of public arguments: each returns the value, or names the argument and what it takes instead.
+"""Checks of public arguments: each returns the value, or raises an error that names the argument and its valid values.
 
 Use as ``validate.count("k", k)``.
 """
@@ -37,7 +37,7 @@ def number(argument: str, value: object, *, positive: bool = False, signed: bool
 
 
 def fraction(argument: str, value: object) -> float:
-    """Return ``value`` if it is a number between 0 and 1, neither of them."""
+    """Return ``value`` if it is a number in (0, 1)."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise InputTypeError(argument, "a number in (0, 1)", repr(value))
     if not 0 < value < 1:
@@ -46,7 +46,7 @@ def fraction(argument: str, value: object) -> float:
 
 
 def choice(argument: str, value: object, known: tuple[str, ...]) -> None:
-    """Refuse a string that is not one of the known ones."""
+    """Refuse a value that is not one of the known strings."""
     if not isinstance(value, str) or value not in known:
         raise InputError(argument, "one of " + ", ".join(map(repr, known)), value)
 
@@ -64,7 +64,7 @@ def dense(argument: str, value: Tensor) -> None:
 
 
 def device(argument: str, value: Tensor) -> None:
-    """Refuse a tensor on a device without float64, in which sums over points are kept."""
+    """Refuse a tensor on a device without float64, which sums over points need."""
     if value.device.type == "mps":
         hint = "Apple's mps has no float64, in which sums over points are kept. Use the CPU, as with model.to('cpu')."
         raise UnsupportedError(argument, "a tensor on the CPU or a CUDA GPU", "one on mps", hint)
@@ -75,7 +75,7 @@ def tensor(
 ) -> Tensor:
     """Return ``value`` if it is a dense tensor of finite floating-point numbers.
 
-    In its ``shape``, a letter is any size. ``like`` is a tensor with the dtype and on the device that it must have.
+    In ``shape``, a letter means any size. ``like`` sets the dtype and the device.
     """
     wanted = "any shape" if shape is None else f"shape ({', '.join(map(str, shape))})"
     if not isinstance(value, Tensor):
@@ -95,7 +95,7 @@ def tensor(
 
 
 def real(argument: str, value: object) -> Tensor:
-    """Return ``value`` as :func:`tensor` does, of any shape; half precision becomes float32."""
+    """Return a ``value`` of any shape as :func:`tensor` does; half precision becomes float32."""
     checked = tensor(argument, value)
     return checked.float() if checked.dtype in (torch.float16, torch.bfloat16) else checked
 
@@ -112,7 +112,7 @@ def generator(generator: object, device: torch.device) -> None:
 
 
 def package(argument: str, module: str, extra: str) -> Any:
-    """Import an optional module for ``argument``; ``extra`` is what to install where its package is missing."""
+    """Import an optional module for ``argument``; if its package is missing, the error says to install ``extra``."""
     name = module.partition(".")[0]
     try:
         return importlib.import_module(module)

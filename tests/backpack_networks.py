@@ -1,4 +1,6 @@
-"""Networks whose layers BackPACK knows, and the cases that the tests of it draw."""
+"""Networks whose layers BackPACK knows, and the cases that tests of hosts draw."""
+
+from collections.abc import Callable, Iterable
 
 import torch
 from backpack.custom_module.branching import SumModule
@@ -85,12 +87,12 @@ HOSTED = (*NETWORKS, "max pool", "groups", "unflatten", "branched")
 
 
 @st.composite
-def backpack_cases(draw: st.DrawFn, kinds: tuple[str, ...] = NETWORKS, max_points: int = 5) -> Drawn:
+def hosted_cases(draw: st.DrawFn, kinds: Iterable[str], build: Callable[[str, int], nn.Module] = build) -> Drawn:
     """A network, its inputs, and the pairs of its outputs."""
-    n, dim = draw(st.integers(1, max_points)), draw(st.integers(1, 4))
+    n, dim = draw(st.integers(1, 5)), draw(st.integers(1, 4))
     seed = draw(st.integers(0, 2**16))
     torch.manual_seed(seed)
-    model = build(draw(st.sampled_from(kinds)), dim)
+    model = build(draw(st.sampled_from(tuple(kinds))), dim)
     x = torch.randn(n, INPUTS, dtype=torch.float64)
     labels, pairs = draw(pair_kinds(n, torch.Generator().manual_seed(seed)))
     return model, x, Case(model(x).detach(), labels, pairs, draw(options))

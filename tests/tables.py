@@ -8,7 +8,9 @@ from typing import Any
 
 import pytest
 
-__all__ = ["covering", "each"]
+from contrastive_curvature.errors import ContrastiveCurvatureError, InputError
+
+__all__ = ["covering", "each", "refused", "refuses"]
 
 Test = Callable[..., None]
 
@@ -34,6 +36,29 @@ def each(names: str, rows: Iterable[Any]) -> Callable[[Test], Test]:
         return run
 
     return decorate
+
+
+def refused(call: Callable[[], Any], *words: str, kind: type[Exception] = InputError) -> None:
+    """Call what is to be refused, in a message with all these words."""
+    with pytest.raises(kind) as caught:
+        call()
+    assert isinstance(caught.value, (ContrastiveCurvatureError, AttributeError))
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def refuses(kind: type[Exception], *rows: tuple[Any, ...]) -> Test:
+    """Make a test of calls ``(call, words)``, each of which raises this error, or a third entry, with these words."""
+
+    def test() -> None:
+        for call, words, *other in rows:
+            try:
+                with pytest.raises(*(other or [kind]), match=words):
+                    call()
+            except BaseException as error:
+                error.add_note(f"in the row of {words!r}")
+                raise
+
+    return test
 
 
 def covering(strength: int, /, **options: Iterable[Any]) -> Any:

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature import artifact
-from contrastive_curvature.artifact import ArtifactFolder, Header, read_tensors, write_tensors
+from contrastive_curvature.artifact import Header, locked, read_header, read_tensors, target_folder, write_tensors
 
 
 class Box(Header):
@@ -44,7 +44,7 @@ def tensors() -> dict[str, Tensor]:
 def test_tensors_come_back_bit_for_bit(tmp_path: Path) -> None:
     write_tensors(tmp_path / "f", BOX, tensors())
     header, found = read_tensors(tmp_path / "f", Box)
-    assert header == BOX
+    assert header == read_header(tmp_path / "f", Box) == BOX
     assert {name: (part.dtype, part.tolist()) for name, part in found.items()} == {
         name: (part.dtype, part.tolist()) for name, part in tensors().items()
     }
@@ -61,18 +61,15 @@ REFUSED = [
     (BOX.dumps()[:-9], "no whole JSON"),
     ('{"format": "other"}', "something else. Make one"),
     (Crate(sizes=[]).dumps(), "something else. Make one"),
-    (changed(BOX.dumps(), version=9, written_by="7.1"), "a box of version 3, got version 9. contrastive_curvature 7.1"),
+    (changed(BOX.dumps(), version=9, written_by="7.1"), "a box of version 4, got version 9. contrastive_curvature 7.1"),
     (changed(BOX.dumps(), content={"sizes": [2, 4]}), "its checksum is another. Make it again"),
 ]
 
 
 @each("text, message", REFUSED)
-def test_a_header_of_something_else_is_refused(text: str, message: str, tmp_path: Path) -> None:
-    folder = ArtifactFolder(tmp_path, Box)
-    folder.header_path.write_text(text)
-    with pytest.raises(cc.InputError, match=message.replace(".", r"\.")) as caught:
-        folder.read()
-    assert str(folder.header_path) in str(caught.value)
+def test_a_header_of_something_else_is_refused(text: str, message: str) -> None:
+    with pytest.raises(cc.InputError, match="^here: .*" + message.replace(".", r"\.")):
+        Box.loads(text, "here")
 
 
 def test_every_changed_or_missing_byte_is_noticed(tmp_path: Path) -> None:
@@ -93,23 +90,22 @@ def test_every_changed_or_missing_byte_is_noticed(tmp_path: Path) -> None:
 
 def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
-    with pytest.raises(cc.InputError, match=r"'thesis\.tex' in it and no header\.json"):
-        ArtifactFolder(tmp_path, Box).make()
-    with pytest.raises(cc.InputError, match="expected a folder in one that exists"):
-        ArtifactFolder(tmp_path / "a" / "b", Box).make()
-    with pytest.raises(cc.InputError, match=r"a box, got no header\.json there. Make one"):
-        ArtifactFolder(tmp_path, Box).read()
-    assert os.listdir(tmp_path) == ["thesis.tex"]
+    with pytest.raises(cc.InputError, match=r"'thesis\.tex' in it and no box\.json"):
+        target_folder("out", tmp_path, "box.json", "a box", overwrite=True)
+    with pytest.raises(cc.InputError, match=r"^out: expected .*, which holds a box\. Give --overwrite to replace it"):
+        target_folder("out", tmp_path, "thesis.tex", "a box", overwrite=False, how="Give --overwrite")
+    assert target_folder("out", tmp_path, "thesis.tex", "a box", overwrite=True) == tmp_path
 
 
 def test_one_writer_at_a_time(tmp_path: Path) -> None:
-    folder, other = ArtifactFolder(tmp_path, Box), ArtifactFolder(tmp_path, Box)
-    with folder.locked():
-        with pytest.raises(cc.InputError, match="nobody else is writing"), other.locked(wait=False):
-            pass
-        folder.write(BOX)
-    with other.locked(wait=False):
-        assert other.read() == BOX
+    with locked(tmp_path), pytest.raises(cc.InputError, match="nobody else is writing"), locked(tmp_path):
+        pass
+    with locked(tmp_path):
+        pass
+    (tmp_path / ".lock").unlink(missing_ok=True)
+    (tmp_path / ".lock").symlink_to(tmp_path / "mine")
+    with pytest.raises(cc.InputError, match="a lock of its own"), locked(tmp_path):
+        pass
 
 
 def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:

@@ -1,11 +1,16 @@
 """The one codec: what comes back is what went in, and nothing else than known classes is made."""
 
 import io
+import json
+import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
 from contrastive_curvature.codec import NOT_SAVED, TensorTable, check_seal, from_tree, packed, sealed, to_tree, unpacked
@@ -43,6 +48,35 @@ def test_dataclasses_come_back_from_torch_and_from_json() -> None:
         assert (found.number, found.sample, found.inner.names) == (2.0, None, {3: ("a", 1.0)})
         for one, other in zip(found.inner.sums[0], value().inner.sums[0], strict=True):  # type: ignore[union-attr]
             assert torch.equal(one, other)
+
+
+class Row(NamedTuple):
+    at: np.ndarray
+    limit: float
+
+
+def test_named_tuples_and_arrays_come_back() -> None:
+    table = TensorTable()
+    plain = packed(to_tree([Row(np.arange(3), -math.inf)]), table, "x")
+    (row,) = from_tree("x", unpacked(json.loads(json.dumps(plain, allow_nan=False)), table.tensors), (Row,))
+    assert (type(row), row.at.tolist(), row.at.dtype, row.limit) == (Row, [0, 1, 2], np.int64, -math.inf)
+
+
+PLAIN = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text()
+
+
+@given(
+    st.recursive(
+        PLAIN | st.just(torch.tensor([[1.0, -0.0]])),
+        lambda part: st.lists(part) | st.tuples(part, part) | st.dictionaries(st.from_regex("[a-z_]+"), part),
+        max_leaves=12,
+    )
+)
+def test_any_tree_comes_back(value: Any) -> None:
+    table = TensorTable()
+    plain = json.loads(json.dumps(packed(value, table, "state"), allow_nan=False))
+    # repr tells types and signed zeros apart.
+    assert repr(unpacked(plain, table.tensors)) == repr(value)
 
 
 def test_other_classes_and_fields_are_refused() -> None:

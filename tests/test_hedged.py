@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from scipy.integrate import quad
-from tables import each
+from tables import refuses
 from torch import Tensor
 from torch.distributions import Categorical, Independent, MixtureSameFamily, Normal, kl_divergence
 
@@ -155,25 +155,20 @@ Z = torch.zeros(2, 3)
 YES = torch.ones(2, dtype=torch.bool)
 
 
-@each(
-    "call, says",
-    [
-        (lambda: match_logits(Z, Z[:, :2], 1.0, 0.0), "one dimension D, got z1 3, z2 2"),
-        (lambda: match_logits(Z, Z + math.nan, 1.0, 0.0), "z2: expected finite"),
-        (lambda: match_logits(Z, Z, 0.0, 0.0), "a: expected a finite number > 0"),
-        (lambda: match_logits(Z, Z, 1.0, math.inf), "b: expected a finite number"),
-        (lambda: match_probability(Z[0], Z, 1.0, 0.0), r"samples1: expected shape \(..., K, D\)"),
-        (lambda: soft_contrastive_loss(Z, Z, YES[:1].expand(3), 1.0, 0.0), "matches: expected a shape that broad"),
-        (lambda: soft_contrastive_loss(Z, Z, torch.ones(2), 1.0, 0.0), "matches: expected a tensor of booleans"),
-        (lambda: soft_contrastive_loss(Z[:0], Z[:0], YES[:0], 1.0, 0.0), "at least one pair"),
-        (lambda: hard_contrastive_loss(Z, Z, YES, 0.0), "margin: expected a finite number > 0"),
-        (lambda: hard_contrastive_loss(Z, Z, YES, reduction="max"), "reduction: expected one of"),  # type: ignore
-        (lambda: MatchParameters(0.0), "a: expected a finite number > 0"),
-    ],
+test_bad_values = refuses(
+    InputError,
+    (lambda: match_logits(Z, Z[:, :2], 1.0, 0.0), "one dimension D, got z1 3, z2 2"),
+    (lambda: match_logits(Z, Z + math.nan, 1.0, 0.0), "z2: expected finite"),
+    (lambda: match_logits(Z, Z, 0.0, 0.0), "a: expected a finite number > 0"),
+    (lambda: match_logits(Z, Z, 1.0, math.inf), "b: expected a finite number"),
+    (lambda: match_probability(Z[0], Z, 1.0, 0.0), r"samples1: expected shape \(..., K, D\)"),
+    (lambda: soft_contrastive_loss(Z, Z, YES[:1].expand(3), 1.0, 0.0), "matches: expected a shape that broad"),
+    (lambda: soft_contrastive_loss(Z, Z, torch.ones(2), 1.0, 0.0), "matches: expected a tensor of booleans"),
+    (lambda: soft_contrastive_loss(Z[:0], Z[:0], YES[:0], 1.0, 0.0), "at least one pair"),
+    (lambda: hard_contrastive_loss(Z, Z, YES, 0.0), "margin: expected a finite number > 0"),
+    (lambda: hard_contrastive_loss(Z, Z, YES, reduction="max"), "reduction: expected one of"),
+    (lambda: MatchParameters(0.0), "a: expected a finite number > 0"),
 )
-def test_bad_values(call: Any, says: str):
-    with pytest.raises(InputError, match=says):
-        call()
 
 
 FILLED = st.sampled_from([(), (1,), (2, 3)])
@@ -323,20 +318,15 @@ def test_gradients_of_the_objective(average, divergence):
 ONE = mixture(0, 2, 2, 3)
 
 
-@each(
-    "call, says",
-    [
-        (lambda: stratified_samples(*ONE, 3), "n_samples: expected a multiple of the 2 components"),
-        (lambda: stratified_samples(ONE[0][0, 0], ONE[1][0, 0]), r"mean: expected shape .*unsqueeze\(-2\)"),
-        (lambda: stratified_samples(ONE[0], 0 * ONE[1]), "variance: expected variances > 0"),
-        (lambda: kl_bound(ONE[0] + math.inf, ONE[1]), "mean: expected finite"),
-        (lambda: kl_estimate(ONE[0][..., :2], *ONE), "one dimension D, got samples"),
-        (lambda: match_loss(*ONE, YES, 1.0, 0.0, average="mean"), "average: expected one of"),  # type: ignore
-        (lambda: vib_objective(ONE, ONE, YES, 1.0, 0.0, kl_weight=-1.0), "kl_weight"),
-        (lambda: vib_objective(ONE, ONE, YES, 1.0, 0.0, kl_weight=1.0, divergence="kl"), "divergence"),  # type: ignore
-        (lambda: self_mismatch(*ONE, 0.0, 0.0), "a: expected a finite number > 0"),
-    ],
+test_bad_values_of_mixtures = refuses(
+    InputError,
+    (lambda: stratified_samples(*ONE, 3), "n_samples: expected a multiple of the 2 components"),
+    (lambda: stratified_samples(ONE[0][0, 0], ONE[1][0, 0]), r"mean: expected shape .*unsqueeze\(-2\)"),
+    (lambda: stratified_samples(ONE[0], 0 * ONE[1]), "variance: expected variances > 0"),
+    (lambda: kl_bound(ONE[0] + math.inf, ONE[1]), "mean: expected finite"),
+    (lambda: kl_estimate(ONE[0][..., :2], *ONE), "one dimension D, got samples"),
+    (lambda: match_loss(*ONE, YES, 1.0, 0.0, average="mean"), "average: expected one of"),
+    (lambda: vib_objective(ONE, ONE, YES, 1.0, 0.0, kl_weight=-1.0), "kl_weight"),
+    (lambda: vib_objective(ONE, ONE, YES, 1.0, 0.0, kl_weight=1.0, divergence="kl"), "divergence"),
+    (lambda: self_mismatch(*ONE, 0.0, 0.0), "a: expected a finite number > 0"),
 )
-def test_bad_values_of_mixtures(call: Any, says: str):
-    with pytest.raises(InputError, match=says):
-        call()

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 import contrastive_curvature as cc
 from benchmarks.machine import describe, machine_line, measure_time, options, table, write_results
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.losses.contrastive_classes import InsideColumns
+from contrastive_curvature.losses.contrastive import InsideColumns
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.last_layer import LastLayerPullback
 

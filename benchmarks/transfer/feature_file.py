@@ -38,7 +38,6 @@ from numpy.typing import NDArray
 
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.io.feature_folder import FeatureFolder
-from contrastive_curvature.io.feature_folder.header import HEADER, read_header
 
 Floats = NDArray[np.float32]
 Rows = NDArray[np.int64]
@@ -270,7 +269,7 @@ def load_features(path: Path) -> FeatureFile:
 
 def files_of(path: Path) -> list[Path]:
     """The files that tell features apart: the feature file itself, or headers, which have checksums of the others."""
-    return [*sorted(path.glob(f"*/{HEADER}")), path / _LAST_LAYER] if path.is_dir() else [path]
+    return [*sorted(path.glob("*/header.safetensors")), path / _LAST_LAYER] if path.is_dir() else [path]
 
 
 def _read(path: Path) -> dict[str, NDArray[Any]]:
@@ -291,9 +290,9 @@ def _read_folders(path: Path) -> dict[str, NDArray[Any]]:
     """The arrays of feature folders by the names that they have in an archive."""
     arrays = _read(path / _LAST_LAYER)
     source = None
-    for header in sorted(path.glob(f"*/{HEADER}")):
+    for header in sorted(path.glob("*/header.safetensors")):
         folder, name = FeatureFolder(header.parent), header.parent.name
-        about = read_header(folder.path).source
+        about = folder.source
         source = source or about
         if (about.last_layer, about.trunk) != (source.last_layer, source.trunk):
             wanted = "features of the encoder of the other folders"

@@ -1,4 +1,4 @@
-"""A scikit-learn transformer: embeddings of an encoder, and the posterior that says how sure they are."""
+"""A scikit-learn transformer: embeddings of an encoder, with a posterior for their uncertainty."""
 
 from __future__ import annotations
 
@@ -25,30 +25,30 @@ try:
 except ImportError:  # scikit-learn 1.5
 
     def validate_data(estimator: Any, /, *arrays: Any, **options: Any) -> Any:
-        """Check arrays by the method that this function was before."""
+        """Check arrays with the method of older scikit-learn versions."""
         return estimator._validate_data(*arrays, **options)
 
 
 class ContrastiveEmbedder(ClassNamePrefixFeaturesOutMixin, TransformerMixin, BaseEstimator):
     """Embeddings of norm 1 as a scikit-learn transformer, with a Laplace posterior of the encoder.
 
-    ``fit(X, y)`` trains a small network with a supervised contrastive loss, or takes a trained encoder, and fits the
+    ``fit(X, y)`` trains a small network with a supervised contrastive loss, or uses a trained encoder, and fits the
     posterior; ``transform(X)`` is ``mu``, ``predict_dist(X)`` the whole distribution.
 
     Args:
         encoder: A trained ``torch.nn.Module`` that maps rows of ``X`` to embeddings and ends in a linear layer. It is
-            copied and not trained. ``None`` trains one: a hidden layer, in float64.
-        loss: Loss of the library; ``None`` for ``SupConLoss(0.1)`` where an encoder is trained, else for the default of
-            the posterior.
-        dim: Dimension of the embeddings of the network that is trained.
-        hidden: Width of its hidden layer.
-        epochs: Epochs of its training, with Adam.
-        learning_rate: Of its training.
-        batch_size: Rows of a batch.
-        random_state: Seed of its weights and of the order of the rows; the generators of torch stay as they are.
+            copied and not trained. ``None`` trains a network with one hidden layer, in float64.
+        loss: Loss of the library; ``None`` for ``SupConLoss(0.1)`` if ``fit`` trains an encoder, else for the
+            posterior's default.
+        dim: Embedding dimension of the trained network.
+        hidden: Width of the hidden layer.
+        epochs: Epochs of the training, with Adam.
+        learning_rate: Learning rate of the training.
+        batch_size: Number of rows in a batch.
+        random_state: Seed of the weights and of the order of the rows; torch's generators do not change.
 
     Attributes:
-        la_: The posterior, as ``laplace.Laplace`` gives it.
+        la_: The posterior, as from ``laplace.Laplace``.
         classes_: Classes of ``y``, sorted.
         n_features_in_: Columns of ``X``.
     """
@@ -75,7 +75,7 @@ class ContrastiveEmbedder(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Bas
         self.random_state = random_state
 
     def fit(self, X: Any, y: Any) -> Self:
-        """Train the encoder if none was given, fit its posterior, and choose the prior.
+        """Train an encoder if there is none, fit its posterior, and choose the prior.
 
         Args:
             X: Numbers, shape (N, F).
@@ -85,8 +85,8 @@ class ContrastiveEmbedder(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Bas
             The object itself.
 
         Raises:
-            ValueError: ``X`` or ``y`` is not what scikit-learn takes, no class has two rows, or an argument is out of
-                range.
+            ValueError: scikit-learn does not accept ``X`` or ``y``, no class has two rows, or an argument is out of
+            range.
         """
         X, y = validate_data(self, X, y, dtype=np.float64, ensure_min_samples=2)
         for name in ("dim", "hidden", "epochs", "batch_size"):
@@ -107,7 +107,7 @@ class ContrastiveEmbedder(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Bas
             options = {} if loss is None else {"loss": loss}
             rows = TensorDataset(torch.from_numpy(X).to(_dtype(encoder)), torch.from_numpy(labels))
             self.la_: Any = Laplace(encoder.eval(), "contrastive", backend_kwargs=options)
-            # In a random order: y may be sorted, and some losses compare the rows of a batch.
+            # In a random order, because y may be sorted, and some losses compare the rows of a batch.
             order = torch.randperm(len(rows)).tolist()
             self.la_.fit(DataLoader(rows, batch_size=self.batch_size, sampler=order))
         self.la_.optimize_prior_precision()
@@ -126,7 +126,7 @@ class ContrastiveEmbedder(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Bas
         return encoder
 
     def calibrate(self, X: Any) -> Self:
-        """Take known rows that the fit has not seen, for p-values; see ``la.calibrate``.
+        """Calibrate p-values with known rows that the fit has not seen; see ``la.calibrate``.
 
         Args:
             X: Numbers, shape (M, F).
@@ -159,13 +159,13 @@ class ContrastiveEmbedder(ClassNamePrefixFeaturesOutMixin, TransformerMixin, Bas
         return validate_data(self, X, dtype=np.float64, reset=False)
 
     def __sklearn_tags__(self) -> Any:
-        """Return what scikit-learn asks of an estimator: this one needs classes."""
+        """Return the tags for scikit-learn: this estimator needs classes."""
         tags = super().__sklearn_tags__()
         tags.target_tags.required = True
         return tags
 
     def _more_tags(self) -> dict[str, bool]:
-        # The same, for scikit-learn 1.5.
+        # The same tags for scikit-learn 1.5.
         return {"requires_y": True}
 
 

@@ -26,10 +26,11 @@ EXPONENTS = (np.arange(20) + 0.5) / 20
 
 
 def sequential_p_values(pool: list[float], scores: _Numbers, uniform: _Numbers) -> _Numbers:
-    """Return the p-value of each new score (B,) among all before it, and insert the scores into the sorted ``pool``.
+    """Return the p-value of each new score (B,) among all earlier scores, and insert it into the sorted ``pool``.
 
-    ``(#{s > s_t} + U (#{s = s_t} + 1)) / (t + 1)``, with ``U`` uniform on (0, 1] (B,), which breaks ties at random:
-    independent and uniform on (0, 1] while the scores are exchangeable (Vovk, Nouretdinov and Gammerman, 2003).
+    The p-value is ``(#{s > s_t} + U (#{s = s_t} + 1)) / (t + 1)``, with ``U`` uniform on (0, 1], shape (B,), which
+    breaks ties at random. The p-values are independent and uniform on (0, 1] while the scores are exchangeable (Vovk,
+    Nouretdinov and Gammerman, 2003).
     """
     p_values = np.empty(len(scores))
     for t, (score, u) in enumerate(zip(scores.tolist(), uniform.tolist(), strict=True)):
@@ -43,48 +44,49 @@ def sequential_p_values(pool: list[float], scores: _Numbers, uniform: _Numbers) 
 def grow(capital: _Numbers, n_before: int, p_values: _Numbers) -> tuple[_Numbers, _Numbers]:
     """Return log capital after new p-values (T,), and the log evidence after each, shape (T,).
 
-    A share ``1 / log2(t + 2)`` of the capital 1 waits at time t. At each time some of it starts to bet, equal parts on
-    each exponent e, and is multiplied by ``e p^(e - 1)`` from then on: a mixture over e and over the start of the
-    shift. Without the latter, a shift after 10,000 unchanged inputs would be found some six times later.
+    At time t, a share ``1 / log2(t + 2)`` of the capital 1 still waits. At each time a part of it starts to bet, in
+    equal parts on each exponent e, and each p-value from then on multiplies this part by ``e p^(e - 1)``. So the bet is
+    a mixture over e and over the start of the shift. Without the mixture over starts, a shift after 10,000 unchanged
+    inputs would be detected about six times later.
 
     Args:
-        capital: Log of what bets on each exponent, shape (E,).
-        n_before: Number of p-values before.
-        p_values: In (0, 1].
+        capital: Log of the capital that bets on each exponent, shape (E,).
+        n_before: Number of earlier p-values.
+        p_values: New p-values in (0, 1], shape (T,).
     """
     waiting = -np.log(np.log2(np.arange(n_before, n_before + len(p_values) + 1) + 2))
     starts = waiting[:-1] + np.log(-np.expm1(waiting[1:] - waiting[:-1])) - math.log(len(EXPONENTS))
     gains = np.log(EXPONENTS) + (EXPONENTS - 1) * np.log(p_values)[:, None]
     total = gains.cumsum(0)
-    # What starts at t has the gains of t and later: those before are taken out of the sum.
+    # Capital that starts at t has the gains from t on, so earlier gains are subtracted from the sum.
     entered = np.logaddexp.accumulate(np.concatenate([capital[None], starts[:, None] - total + gains]))[1:]
     every = np.logaddexp(np.logaddexp.reduce(entered + total, axis=1), waiting[1:])
     return (entered + total)[-1], every
 
 
 class DriftMonitor:
-    """Tell when the inputs of a stream are no longer like those of ``la.calibrate``, with few false alarms, ever.
+    """Detect when a stream of inputs starts to differ from the calibration inputs, with few false alarms.
 
-    Each input is ranked by the score of the calibration among the calibration inputs and all inputs before it. While
+    Each input is ranked by the score of the calibration among the calibration inputs and all earlier inputs. While
     calibration inputs and stream are exchangeable (nothing changes), these ranks are uniform and independent, and a bet
-    on small p-values wins nothing on average. :attr:`evidence` is the capital of a mixture of such bets that begins
-    with 1: it reaches ``1 / delta`` with a probability of at most ``delta``, however long the stream (Ville, 1939).
+    on small p-values wins nothing on average. :attr:`evidence` is the capital of a mixture of such bets that starts
+    with 1: it reaches ``1 / delta`` with a probability of at most ``delta``, for a stream of any length (Ville, 1939).
 
     Sources: Vovk, Nouretdinov and Gammerman (2003), "Testing exchangeability on-line"; Vovk, Gammerman and Shafer
     (2005), chapter 7; Fedorova, Gammerman, Nouretdinov and Vovk (2012), arXiv 1204.3251.
 
     Args:
         la: A posterior after ``la.calibrate(loader)``, with inputs that the encoder was not trained on.
-        delta: Probability of ever giving a false alarm, in (0, 1).
-        seed: Of the random numbers that break ties.
+        delta: Largest probability of a false alarm over the whole stream, in (0, 1).
+        seed: Seed of the random numbers that break ties.
 
     Attributes:
-        drifted_at: How many inputs it took until the evidence first reached ``1 / delta``; ``None`` where it never has.
+        drifted_at: Number of inputs after which the evidence first reached ``1 / delta``; ``None`` before.
 
     Raises:
-        InputTypeError: ``la`` is no posterior, or ``delta`` no number.
+        InputTypeError: ``la`` is not a posterior, or ``delta`` is not a number.
         InputError: ``delta`` is not in (0, 1), or the seed is negative.
-        NotFittedError: The posterior is not calibrated, or has changed since.
+        NotFittedError: The posterior is not calibrated, or has changed since its calibration.
     """
 
     def __init__(self, la: ContrastiveLaplace, delta: float = 0.01, seed: int = 0) -> None:
@@ -101,20 +103,21 @@ class DriftMonitor:
         self._begin()
 
     def update(self, embedding: EmbeddingDistribution) -> bool:
-        """Take in the next inputs of the stream, in their order.
+        """Add the next inputs of the stream, in order.
 
         Args:
-            embedding: A prediction ``la(x)`` of the monitor's posterior, of one or more inputs. How the stream is cut
-                into batches makes no difference.
+            embedding: A prediction ``la(x)`` of the monitor's posterior, for one or more inputs. The division of the
+                stream into batches does not matter.
 
         Returns:
             :attr:`drifted`.
 
         Raises:
-            InputTypeError: It is no prediction.
-            InputError: It is of another posterior or another calibration than the monitor's, or has rows of NaN.
+            InputTypeError: ``embedding`` is not a prediction.
+            InputError: The prediction is of another posterior or another calibration than the monitor's, or has rows of
+                NaN.
             NotFittedError: When it made the prediction, the posterior had changed since its calibration.
-            UnsupportedError: It is no plain prediction ``la(x)``.
+            UnsupportedError: ``embedding`` is not a plain prediction ``la(x)``.
         """
         if not isinstance(embedding, EmbeddingDistribution):
             raise InputTypeError("embedding", "a prediction la(x)", f"a {type(embedding).__name__}")
@@ -133,32 +136,32 @@ class DriftMonitor:
 
     @property
     def log10_evidence(self) -> NDArray[np.float64]:
-        """Evidence after each input, shape (T,): what to plot over time, with a line at ``log10(1 / delta)``."""
+        """Evidence after each input, shape (T,), for a plot over time with a line at ``log10(1 / delta)``."""
         return np.array(self._log10_evidence)
 
     @property
     def evidence(self) -> float:
-        """Capital of the bets against "nothing has changed" after the last input: 1 at first, at most 1e308."""
+        """Capital of the bets against "nothing has changed" after the last input: 1 at the start, at most 1e308."""
         return _power(self._log10_evidence[-1:])
 
     @property
     def drifted(self) -> bool:
-        """Whether the evidence has ever reached ``1 / delta``. If so, calibrate anew and make another monitor."""
+        """Whether the evidence has ever reached ``1 / delta``. If so, calibrate again and make a new monitor."""
         return self.drifted_at is not None
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the monitor needs to go on: numbers and tensors, for ``torch.save``."""
+        """Return the whole state of the monitor: numbers and tensors, for ``torch.save``."""
         state = {"delta": self.delta, "seed": self.seed, "known": self._known.statistics.cpu()}
         return sealed({**state, "scores": torch.tensor(self._scores, dtype=torch.float64)})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave, in place of what was seen.
+        """Replace the state of the monitor by a state of :meth:`state_dict`.
 
         Args:
-            state: Of a monitor of the same calibrated posterior, which may have been saved and loaded.
+            state: State of a monitor of the same calibrated posterior; the posterior may have been saved and loaded.
 
         Raises:
-            InputError: It is of another calibration, or damaged. Then nothing is changed.
+            InputError: The state is of another calibration, or damaged. Then the monitor does not change.
         """
         check_seal(state)
         if not torch.equal(state["known"], self._known.statistics.cpu()):
@@ -169,7 +172,7 @@ class DriftMonitor:
         self._take(state["scores"].numpy())
 
     def __repr__(self) -> str:
-        """What was seen, and what it means."""
+        """Return the verdict, the number of inputs and the largest evidence."""
         at = self.drifted_at
         verdict = "no drift" if at is None else f"drift, found at input {at:,}"
         known = (
@@ -180,7 +183,8 @@ class DriftMonitor:
 
     def _begin(self) -> None:
         reference = self._known
-        # Equal up to rounding counts as equal, or inputs that repeat would be ranked by rounding, not at random.
+        # Scores that are equal up to rounding count as equal; otherwise rounding, not chance, would rank repeated
+        # inputs.
         self._grid = reference.rounding
         self._pool = np.sort(self._on_grid(reference.statistics.cpu().numpy())).tolist()
         self._scores: list[float] = []
@@ -195,7 +199,7 @@ class DriftMonitor:
         if not len(scores):
             return
         n = len(self._scores)
-        # One number of the generator an input, whatever the batches.
+        # Each input uses one number of the generator, for any division into batches.
         uniform = 1 - np.random.Generator(np.random.PCG64(self.seed).advance(n)).random(len(scores))
         p_values = sequential_p_values(self._pool, self._on_grid(scores), uniform)
         self._capital, evidence = grow(self._capital, n, p_values)
@@ -207,5 +211,5 @@ class DriftMonitor:
 
 
 def _power(exponents: list[float]) -> float:
-    """Return 10 to the largest exponent, as far as a float reaches; 1 where there is none."""
+    """Return 10 to the largest exponent, within the range of a float; 1 without exponents."""
     return float(10 ** min(max(exponents, default=0.0), 308.0))

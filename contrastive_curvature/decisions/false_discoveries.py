@@ -1,4 +1,4 @@
-"""Which of many inputs are unknown, with a bound on the share of the selected ones that are not."""
+"""Select unknown inputs among many, with a bound on the share of known inputs among the selected ones."""
 
 from __future__ import annotations
 
@@ -21,27 +21,28 @@ _Array = TypeVar("_Array", NDArray[np.floating], Tensor)
 
 
 def select_unknown(p_values: _Array, fdr: float = 0.1) -> _Array:
-    """Select unknown inputs among m so that on average at most a share ``fdr`` of the selected ones is known.
+    """Select unknown inputs among m, so that on average at most a share ``fdr`` of the selected inputs is known.
 
-    ``is_known(alpha)`` bounds the share of the *known* inputs that are flagged: where one input in ten is unknown, half
-    of what it flags at alpha 0.1 is known. This is the Benjamini-Hochberg procedure: it takes the k smallest p-values
-    for the largest k at which the k-th is at most ``k * fdr / m``. To select a single input takes a p-value of at most
-    ``fdr / m``, and so ``m / fdr - 1`` calibration inputs.
+    In contrast, ``is_known(alpha)`` bounds the share of the *known* inputs that are flagged: if one input in ten is
+    unknown, about half of the inputs that it flags at alpha 0.1 are known. This is the Benjamini-Hochberg procedure: it
+    selects the k smallest p-values, with the largest k for which the k-th is at most ``k * fdr / m``. A single selected
+    input needs a p-value of at most ``fdr / m``, and so ``m / fdr - 1`` calibration inputs.
 
     Args:
         p_values: Conformal p-values of the m inputs, ``la(x).p_value``, in (0, 1], shape (m,); an array or a tensor.
-        fdr: The share, in (0, 1). The bound is ``fdr`` times the share of known inputs among the m.
+        fdr: Largest share of known inputs among the selected ones, in (0, 1). The exact bound is ``fdr`` times the
+            share of known inputs among the m.
 
     Returns:
-        Booleans, shape (m,), true for selected inputs; an array or a tensor, as the p-values.
+        Booleans, shape (m,), true for selected inputs; an array or a tensor, like the p-values.
 
     Raises:
         InputTypeError: An argument has another type.
-        InputError: A p-value is NaN or not in (0, 1], as of an input without an embedding, or ``fdr`` not in (0, 1).
+        InputError: A p-value is NaN (an input without an embedding) or not in (0, 1], or ``fdr`` is not in (0, 1).
 
     Warns:
-        UserWarning: Nothing is selected, because the posterior has too few calibration inputs: an input was further out
-            than all of them.
+        UserWarning: No input is selected, because the posterior has too few calibration inputs: an input was further
+            out than all calibration inputs.
 
     Source: Bates, Candès, Lei, Romano and Sesia, Testing for outliers with conformal p-values, 2023, arXiv 2104.08279,
     Theorem 2; Benjamini and Hochberg, 1995.
@@ -64,7 +65,7 @@ def select_unknown(p_values: _Array, fdr: float = 0.1) -> _Array:
 
 
 def _say_if_too_few(p: NDArray[np.floating], fdr: float) -> None:
-    """Warn where the smallest p-value is ``1 / (n + 1)``: then all others are its multiples."""
+    """Warn if the smallest p-value is ``1 / (n + 1)``, which holds if all others are its multiples."""
     steps = p / p.min()
     if (np.abs(steps - steps.round()) < 1e-4 * steps).all():
         n, needed = round(1 / float(p.min())) - 1, math.ceil(len(p) / fdr - 1 - _ROUNDING)

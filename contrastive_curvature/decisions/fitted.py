@@ -1,4 +1,4 @@
-"""Parts of the thresholds: fitted attributes, scores with the wrong sign, an interval of a rate."""
+"""Shared parts of the thresholds: fitted attributes, a check of the sign of scores, the interval of a rate."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ class Fitted:
 
 
 def refuse_reversed(argument: str, lower: NDArray[np.float64], higher: NDArray[np.float64], meaning: str) -> None:
-    """Refuse scores that labels show to have the wrong sign: those that should be higher are significantly lower.
+    """Refuse scores with the wrong sign: by their labels, the higher scores are significantly lower.
 
     Args:
         argument: Name of the scores.
         lower: Scores that should be lower.
         higher: Scores that should be higher.
-        meaning: Of a higher score.
+        meaning: Meaning of a higher score.
     """
     if not len(lower) or not len(higher):
         return

@@ -17,29 +17,30 @@ from contrastive_curvature.metrics._checks import Array, like, numbers, truths
 
 
 class MatchThreshold(Fitted):
-    """Limit of a score above which two inputs count as the same, at a stated false match rate.
+    """Threshold of a score above which two inputs count as the same, at a stated false match rate.
 
-    Of new pairs of two classes, drawn as those of the fit were, at most ``false_match_rate`` lie above the threshold,
-    on average over the pairs of the fit: the threshold is the k-th largest score of n such pairs, with
-    ``k = floor(rate (n + 1))``. The mean is exact for independent pairs; pairs that share persons have more, unless
-    ``groups`` names the persons: each pair of two classes is then judged by the pairs that share neither of its
-    persons, and k is the largest with which at most the stated share of pairs matches. Intervals are those of Clopper
-    and Pearson, at 95 %. With ``groups``, that of the FMR counts those matches, and both take the number of independent
-    pairs whose rate would vary as much as that of pairs that share persons, less what few persons leave unknown of it.
+    At most a share ``false_match_rate`` of new pairs of two classes, drawn like the pairs of the fit, scores above the
+    threshold, on average over the pairs of the fit. The threshold is the k-th largest score of n such pairs, with
+    ``k = floor(rate (n + 1))``. The bound is exact for independent pairs. Pairs that share persons exceed it, unless
+    ``groups`` names the persons: each pair of two classes is then compared with the pairs that share neither of its
+    persons, and k is the largest number for which at most the stated share of pairs matches. Intervals are 95 %
+    intervals of Clopper and Pearson. With ``groups``, the interval of the FMR counts these matches, and both intervals
+    use an effective number of independent pairs: their rate would vary as much as the rate of pairs that share persons.
+    Few persons lower this number further, because then the variance itself is uncertain.
 
     Args:
         false_match_rate: Largest share of pairs of two classes that may count as the same (FMR), in (0, 1).
 
     Attributes:
-        threshold: Pairs with a higher score count as the same.
+        threshold: The threshold; pairs with a higher score count as the same.
         false_non_match_rate: Share of the fit's pairs of one class that do not count as the same (FNMR).
-        false_non_match_interval: In which the FNMR of this threshold lies, with 95 % confidence.
-        false_match_interval: In which its FMR lies.
+        false_non_match_interval: 95 % confidence interval of the FNMR at this threshold.
+        false_match_interval: 95 % confidence interval of the FMR at this threshold.
         pairs: Numbers of pairs of one class and of two classes in the fit.
 
     Raises:
-        InputTypeError: ``false_match_rate`` is no number.
-        InputError: It is not in (0, 1).
+        InputTypeError: ``false_match_rate`` is not a number.
+        InputError: ``false_match_rate`` is not in (0, 1).
 
     Source: ISO/IEC 19795-1 (the rates); Vovk et al. (2005), Algorithmic Learning in a Random World (the quantile);
         Vovk (2015), Cross-conformal predictors, Annals of Mathematics and Artificial Intelligence 74 (pairs judged
@@ -66,11 +67,11 @@ class MatchThreshold(Fitted):
         """Find the threshold from labelled pairs that neither trained the encoder nor fitted the score.
 
         Args:
-            scores: Of N pairs, finite, shape (N,). Higher means more alike, as a cosine or P(match) is; negate a
+            scores: Scores of N pairs, finite, shape (N,). Higher means more alike, like a cosine or P(match); negate a
                 distance.
             same: Whether each pair is of one class, bool (or integers 0 and 1), shape (N,).
             groups: Persons (or other groups) of both ends of each pair, integers, shape (N, 2). Pairs that share a
-                person depend on each other; with them, the threshold and the intervals count that.
+                person depend on each other; with ``groups``, the threshold and the intervals account for this.
 
         Returns:
             The object itself.
@@ -90,7 +91,7 @@ class MatchThreshold(Fitted):
         rate, n = self.false_match_rate, len(impostor)
         if not len(genuine):
             raise InputError("same", "pairs of one class too, for the false non-match rate", "none")
-        # What rounding takes from a whole number is given back.
+        # The small number undoes the rounding of a whole number.
         k = math.floor(rate * (n + 1) + 1e-9)
         if not k:
             wanted = (
@@ -125,7 +126,7 @@ class MatchThreshold(Fitted):
         """Return which pairs count as the same.
 
         Args:
-            scores: Of any number of pairs, as in the fit.
+            scores: Scores of any number of pairs, of the same kind as in the fit.
 
         Returns:
             Whether each score is above the threshold: a bool tensor for a tensor, an array for an array.
@@ -133,7 +134,7 @@ class MatchThreshold(Fitted):
         Raises:
             NotFittedError: Before :meth:`fit`.
             InputTypeError: ``scores`` is neither a tensor nor an array of numbers.
-            InputError: Its shape is not (N,), or a score is NaN or infinite.
+            InputError: The shape is not (N,), or a score is NaN or infinite.
         """
         return like(scores, numbers("scores", scores) > self.threshold)
 
@@ -159,7 +160,7 @@ def _persons(groups: object, length: int) -> NDArray[np.int64]:
 
 
 def _apart(scores: NDArray[np.float64], persons: NDArray[np.int64]) -> tuple[NDArray[np.float64], int]:
-    """Return the p-values of pairs among those that share neither of their persons; the number of pairs of persons."""
+    """Return p-values of pairs among the pairs that share none of their persons, and the number of pairs of persons."""
     left, right = np.sort(persons, axis=1).T
     two = left != right
     rank = np.unique(-scores, return_inverse=True)[1]
@@ -169,7 +170,7 @@ def _apart(scores: NDArray[np.float64], persons: NDArray[np.int64]) -> tuple[NDA
     of_person = np.sort(np.concatenate([left * ranks + rank, (right * ranks + rank)[two]]))
 
     def count(keyed: NDArray[np.int64], key: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Count the pairs of each key: those with at least this score, and all."""
+        """Count the pairs of each key: pairs with at least this score, and all pairs."""
         first, last, end = np.searchsorted(keyed, [key * ranks, key * ranks + rank + 1, (key + 1) * ranks])
         return np.stack([last - first, end - first])
 
@@ -181,11 +182,11 @@ def _apart(scores: NDArray[np.float64], persons: NDArray[np.int64]) -> tuple[NDA
 def _interval(errors: NDArray[np.bool_], persons: NDArray[np.int64] | None) -> tuple[float, float]:
     """Return the 95 % interval of the share of errors among pairs.
 
-    The variance over pairs that share persons sums the products of the residuals of every two such pairs: all products
-    of each person's residuals, less those of a pair of two persons with itself, which two persons have counted. Each
-    person's residuals are divided by the number of pairs without the person, as the jackknife has it. What the variance
-    has more than that of independent pairs is uncertain: it grows by the squared ratio of Student's quantile to the
-    normal one, with the degrees of freedom that the persons' unequal parts leave.
+    The variance sums the products of residuals over every two pairs that share a person: for each person, all products
+    of its residuals. A pair of two persons then counts its own square twice, so one is subtracted. The residuals of a
+    person are divided by the number of pairs without the person, as in the jackknife. The excess over the variance of
+    independent pairs is uncertain, so it is multiplied by the squared ratio of Student's quantile to the normal
+    quantile. The degrees of freedom follow from the unequal parts of the persons.
     """
     n = len(errors)
     share = int(errors.sum()) / n
@@ -196,7 +197,7 @@ def _interval(errors: NDArray[np.bool_], persons: NDArray[np.int64] | None) -> t
     residual, ends = errors - share, np.concatenate([left, right[two]])
     counts = np.bincount(ends)
     people = int(np.count_nonzero(counts))
-    # Without an error there is no variance to see, and each person counts as one pair.
+    # Without errors the variance cannot be estimated, so each person counts as one pair.
     if people == 1 or share in (0, 1):
         return clopper_pearson(share * people, people)
     from scipy.special import ndtri, stdtrit

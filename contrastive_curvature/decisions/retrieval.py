@@ -1,4 +1,4 @@
-"""Which queries are answered, so that few of the answers are wrong."""
+"""Decide which queries to answer, so that few answers are wrong."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ _TWO_STARTS = 4
 
 
 class RetrievalThreshold(Fitted):
-    """Limit of a score up to which queries are answered, with a stated share of wrong answers.
+    """Threshold of a score up to which queries are answered, with a stated share of wrong answers.
 
-    It holds for new queries that are drawn as those of the fit were, against a gallery that is searched in the same
-    way. ``among="answered"``: of the answers, at most ``risk`` are wrong, with probability ``confidence`` over the
-    queries of the fit. Limits are tested upwards with the exact binomial tail until one fails. The first test accepts
-    the fewest queries of which one may be wrong; with many queries, a second sequence starts at half of them, and each
-    has half the error. ``among="all"``: wrong answers are at most ``risk`` of all queries, answered or not, on average
-    over the queries of the fit; it answers more.
+    It holds for new queries that are drawn like the queries of the fit, and a gallery that is searched in the same way.
+    ``among="answered"``: at most a share ``risk`` of the answers is wrong, with probability ``confidence`` over the
+    queries of the fit. Thresholds are tested upwards with the exact binomial tail until one fails. The first test
+    accepts the smallest number of queries among which one may be wrong. With many queries, a second sequence starts at
+    half of them, and each sequence has half the error probability. ``among="all"``: wrong answers are at most a share
+    ``risk`` of all queries, answered or not, on average over the queries of the fit; this answers more queries.
 
     Args:
         risk: Largest share of wrong answers, in (0, 1).
-        among: What it is a share of: ``"answered"`` or ``"all"`` queries.
-        confidence: Probability, in (0, 1), that the limit keeps the risk among the answered queries.
+        among: Queries that ``risk`` is a share of: ``"answered"`` or ``"all"``.
+        confidence: Probability, in (0, 1), that the threshold keeps the risk among the answered queries.
 
     Attributes:
         threshold: Largest score that is answered.
@@ -39,7 +39,7 @@ class RetrievalThreshold(Fitted):
         queries: Number of queries of the fit.
 
     Raises:
-        InputTypeError: ``risk`` or ``confidence`` is no number.
+        InputTypeError: ``risk`` or ``confidence`` is not a number.
         InputError: ``risk`` or ``confidence`` is not in (0, 1), or ``among`` is unknown.
 
     Source: Angelopoulos et al. (2021), Learn then Test, arXiv 2110.01052 (fixed-sequence testing); Angelopoulos et al.
@@ -59,10 +59,10 @@ class RetrievalThreshold(Fitted):
         self.confidence = validate.fraction("confidence", confidence)
 
     def fit(self, score: Tensor | NDArray[np.floating], right: Tensor | NDArray[np.bool_]) -> Self:
-        """Find the limit from labelled queries that neither trained the encoder nor fitted the score.
+        """Find the threshold from labelled queries that neither trained the encoder nor fitted the score.
 
         Args:
-            score: Of N queries, finite, shape (N,). Higher means less trust, as ``uncertainty`` does.
+            score: Scores of N queries, finite, shape (N,). Higher means less trust, as with ``uncertainty``.
             right: Whether each query's answer is right, bool (or integers 0 and 1), shape (N,).
 
         Returns:
@@ -70,8 +70,8 @@ class RetrievalThreshold(Fitted):
 
         Raises:
             InputTypeError: An argument has a wrong type.
-            InputError: Shapes disagree, a score is NaN, answers with higher scores are right more often, or no limit
-                keeps the risk: the message says how many queries that takes.
+            InputError: Shapes disagree, a score is NaN, answers with higher scores are right more often, or no
+                threshold keeps the risk; the message then says how many queries are needed.
         """
         scores = numbers("score", score)
         so = truths("right", right, len(scores))
@@ -82,11 +82,11 @@ class RetrievalThreshold(Fitted):
         refuse_reversed("score", scores[so], scores[~so], "higher for wrong answers")
         order = np.argsort(scores)
         ascending, wrong = scores[order], np.cumsum(~so[order], dtype=np.int64)
-        # Equal scores are answered together.
+        # Queries with equal scores are answered together.
         ends = np.flatnonzero(np.append(np.diff(ascending) > 0, True))
         starts, tail = self._starts(n)
         accepted = 0
-        for start in starts:  # ascending: a later one accepts more
+        for start in starts:  # ascending: a later sequence accepts more
             tested = ends[ends + 1 >= start]
             passed = self._keeps_risk(wrong[tested], tested + 1, n, tail)
             if passed[0]:
@@ -101,7 +101,7 @@ class RetrievalThreshold(Fitted):
         """Return which queries are answered.
 
         Args:
-            score: Of any number of queries, as in the fit.
+            score: Scores of any number of queries, of the same kind as in the fit.
 
         Returns:
             Whether each score is at most the threshold: a bool tensor for a tensor, an array for an array.
@@ -109,7 +109,7 @@ class RetrievalThreshold(Fitted):
         Raises:
             NotFittedError: Before :meth:`fit`.
             InputTypeError: ``score`` is neither a tensor nor an array of numbers.
-            InputError: Its shape is not (N,), or a score is NaN or infinite.
+            InputError: The shape is not (N,), or a score is NaN or infinite.
         """
         return like(score, numbers("score", score) <= self.threshold)
 
@@ -124,7 +124,7 @@ class RetrievalThreshold(Fitted):
     def _keeps_risk(
         self, wrong: NDArray[np.int64] | int, accepted: NDArray[np.int64] | int, n: int, tail: float
     ) -> NDArray[np.bool_]:
-        """Return whether the risk is kept where so many of the accepted queries, of n in all, are wrong."""
+        """Return whether ``wrong`` answers among ``accepted`` queries, of n in all, keep the risk."""
         from scipy.special import bdtr
 
         if self.among == "all":
@@ -132,7 +132,7 @@ class RetrievalThreshold(Fitted):
         return np.asarray(bdtr(wrong, accepted, self.risk) <= tail)
 
     def _least(self) -> int:
-        """Return how many queries allow any limit, if none is wrong."""
+        """Return how many queries allow any threshold, if no answer is wrong."""
         if self.among == "all":
             return math.ceil(1 / self.risk - 1 - 1e-9)
         return math.ceil(math.log(1 - self.confidence) / math.log(1 - self.risk) - 1e-9)
@@ -148,14 +148,14 @@ class RetrievalThreshold(Fitted):
         return [self._first(n, tail / 2), n // 2], tail / 2
 
     def _first(self, n: int, tail: float) -> int:
-        """Return the fewest queries of which one may be wrong, or n."""
+        """Return the smallest number of queries among which one answer may be wrong, or n."""
         first = self._least()
         while first < n and not self._keeps_risk(1, first, n, tail):
             first += 1
         return first
 
     def _nothing(self, wrong: int, accepted: int, n: int, tail: float) -> InputError:
-        """Return the error for scores of which no limit keeps the risk."""
+        """Return the error for scores without a threshold that keeps the risk."""
         share, more = wrong / accepted, accepted
         received = f"{wrong} wrong answers among the surest {accepted:,} of {n:,}"
         hint = "See whether their labels are right; if they are, take a larger risk or a better score."

@@ -1,1 +1,1 @@
-"""The distribution of an embedding: its spread, uncertainty, p-value, similarity to others and what a gallery adds."""
+"""The distribution of an embedding: its spread, uncertainty, p-value and similarity to other embeddings."""

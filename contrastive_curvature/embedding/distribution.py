@@ -42,14 +42,14 @@ def turning_angle(
 ) -> Tensor:
     """Return ``arctan(sqrt(V / n^2) sqrt(t / n) b)``, shape (B,); see :attr:`EmbeddingDistribution.uncertainty`.
 
-    ``tangential`` is ``V / n^2``, float64, shape (B,), and ``between`` the factor ``b`` by the position between
-    classes. Without a typical norm ``t`` or without ``b``, these factors are 1. Some runtimes need an ``arctan`` of
-    their own.
+    ``tangential`` is ``V / n^2``, float64, shape (B,), and ``between`` the factor ``b`` for the position between
+    classes. A missing typical norm ``t`` or a missing ``b`` makes its factor 1. ``arctan`` replaces ``torch.arctan`` in
+    runtimes that lack it.
     """
-    # The quotient first: either norm may be near the limits of its dtype.
+    # Divide first: either norm may be near the limits of its dtype.
     square = tangential if typical_norm is None else tangential * (typical_norm / norm)
     if square.requires_grad:
-        # Where there is no spread, the root has no derivative.
+        # The root of a spread of zero has no derivative.
         certain = square == 0
         angle = torch.where(certain, 0, torch.where(certain, 1, square).sqrt())
     else:
@@ -60,7 +60,7 @@ def turning_angle(
 def _of_valid_rows(
     answer: Callable[Concatenate[EmbeddingDistribution, _Arguments], Tensor],
 ) -> Callable[Concatenate[EmbeddingDistribution, _Arguments], Tensor]:
-    """Compute an answer (B, ...) without the rows of NaN (``on_invalid="nan"``), which are NaN or false in it."""
+    """Compute an answer (B, ...) for the valid rows; a row of NaN (``on_invalid="nan"``) gets NaN, or false."""
 
     @functools.wraps(answer)
     def run(self: EmbeddingDistribution, /, *args: _Arguments.args, **options: _Arguments.kwargs) -> Tensor:
@@ -84,8 +84,8 @@ class Polar(NamedTuple):
         norm: Norms of the means, shape (B,).
         total: Traces of the covariances, shape (B,).
         radial: ``u^T Cov u``, shape (B,).
-        directed: Whether no mean is zero; that has no direction, and ``u`` is zero.
-        finite: Whether all means and spreads are certainly finite, and none of the means zero.
+        directed: Whether no mean is zero; a mean of zero has no direction, and its ``u`` is zero.
+        finite: True only if all means and spreads are finite and no mean is zero.
     """
 
     direction: Tensor
@@ -100,8 +100,8 @@ class EmbeddingDistribution:
     """Distribution of B embeddings on the sphere; ``mu, kappa = distribution`` unpacks its von Mises-Fisher summary.
 
     Built from a Gaussian over the raw outputs (closed form), or from samples of the raw outputs (:meth:`from_samples`).
-    ``len(distribution)`` is B, ``distribution[rows]`` the distribution of some of the embeddings;
-    ``EmbeddingDistribution.cat`` puts several together, and ``.to(...)`` and ``.cpu()`` move one.
+    ``len(distribution)`` is B, and ``distribution[rows]`` selects embeddings; ``EmbeddingDistribution.cat``
+    concatenates several distributions, and ``.to(...)`` and ``.cpu()`` move one.
 
     Args:
         raw_mean: Mean of the raw outputs, shape (B, D), D >= 2.
@@ -109,16 +109,15 @@ class EmbeddingDistribution:
         covariance: Covariances of the raw outputs, shape (B, D, D).
         joint_covariance: Covariance of all raw outputs together, shape (B D, B D). Give exactly one of ``variance``,
             ``covariance`` and ``joint_covariance``.
-        typical_norm: Typical norm of the encoder's raw outputs, positive, for :attr:`uncertainty`; predictions of a
-            posterior have the mean over its training inputs.
+        typical_norm: Typical norm of the encoder's raw outputs, positive, for :attr:`uncertainty`; a posterior passes
+            the mean norm over its training inputs.
 
     Attributes:
-        raw_mean: Mean of the raw outputs, shape (B, D), its norm as the encoder gives it; :attr:`mu` has
-            norm 1.
+        raw_mean: Mean of the raw outputs, shape (B, D), not normalised; :attr:`mu` has norm 1.
 
     Raises:
         InputTypeError: An argument is not a floating-point tensor.
-        InputError: Not exactly one of the three spreads is given; a shape, dtype or device disagrees; an entry is not
+        InputError: Not exactly one of the three spreads is passed; a shape, dtype or device disagrees; an entry is not
             finite; a row of the mean is zero; a variance is negative; a covariance is not symmetric positive
             semidefinite, beyond rounding; or the typical norm is not positive.
     """
@@ -167,11 +166,11 @@ class EmbeddingDistribution:
     def trusted(cls, raw_mean: Tensor, spread: Spread) -> EmbeddingDistribution:
         """Build a distribution without checking symmetry and sign, for the library's own posteriors.
 
-        Rounding alone could fail these checks where a covariance is a small difference of large matrices, and they
-        would decompose matrices in every prediction.
+        A covariance that is a small difference of large matrices could fail these checks by rounding alone, and the
+        checks would decompose matrices in every prediction.
         """
         out = cls.__new__(cls)._hold(raw_mean, spread)
-        # Beyond one output, a joint covariance has entries that no polar coordinates depend on.
+        # A joint covariance also has entries between different outputs, which the polar coordinates do not show.
         certain = not isinstance(spread, Joint) and out.polar().finite
         if not certain and bool((bad := ~spread.finite()).any()):
             hint = "The prior precision or the temperature may be too small, or an input's Jacobian too large."
@@ -188,7 +187,7 @@ class EmbeddingDistribution:
 
         Returns:
             A distribution whose ``mu`` and ``kappa`` are estimated from the normalised samples (Sra 2012; paper, Eq.
-            42-43), and whose :meth:`raw_samples` returns the given samples.
+            42-43), and whose :meth:`raw_samples` returns these samples.
 
         Raises:
             InputTypeError: ``samples`` is not a floating-point tensor.
@@ -202,14 +201,14 @@ class EmbeddingDistribution:
         return cls.__new__(cls)._hold(samples.mean(0), Samples(samples.transpose(0, 1).contiguous()))
 
     def relative_to(self, typical_norm: float | None, class_centres: ClassCentres | None = None) -> Self:
-        """Return this object, with what :attr:`uncertainty` compares it with.
+        """Set the typical norm and the class centres that :attr:`uncertainty` uses, and return this object.
 
         Args:
             typical_norm: Typical norm of the raw outputs; ``None`` for none.
-            class_centres: Centres of the classes of training; ``None`` for none.
+            class_centres: Centres of the training classes; ``None`` for none.
 
         Raises:
-            InputTypeError: The norm is no number.
+            InputTypeError: The norm is not a number.
             InputError: The norm is not positive.
         """
         if typical_norm is not None:
@@ -238,17 +237,19 @@ class EmbeddingDistribution:
     def uncertainty(self) -> Tensor:
         """How far the embedding may turn: an angle in radians, in [0, pi / 2].
 
-        Rank embeddings by it: the larger, the less certain is the direction, and the less likely is its nearest
-        neighbour of its class. Whether an input is of a known kind is another question; ask :attr:`p_value`.
+        Use it to rank embeddings: the larger the angle, the less certain the direction, and the more often the nearest
+        neighbour is of another class. It does not say whether the encoder knows this kind of input; :attr:`p_value`
+        does.
 
         It is ``arctan(sqrt(V / n^2) sqrt(t / n) exp(3 (r - r_t)))`` with the variance ``V`` tangential to the mean, the
-        norm ``n`` of the mean and the typical norm ``t``. A step of length ``sqrt(V)`` across a vector of length ``n``
-        turns it by ``arctan(sqrt(V) / n)``: so far do the networks of the posterior typically turn it. The other
-        factors are empirical, and about 1 for typical inputs (``docs/defaults.md``). Training gives short outputs to
-        inputs that it places badly, which the posterior does not know: ``sqrt(t / n)``. And an embedding between two
-        classes has a wrong neighbour more often than one near a class centre: ``r``, at most 0.85, is the distance to
-        the nearest centre over that to the second, and ``r_t`` its mean in training, where each input is left out of
-        its own centre. Without a typical norm, and without class centres, these factors are 1.
+        norm ``n`` of the mean and the typical norm ``t``. ``arctan(sqrt(V) / n)`` is the angle by which a step of
+        length ``sqrt(V)`` turns a vector of length ``n``, so networks of the posterior typically turn the embedding by
+        this angle. The other two factors are empirical, and about 1 for typical inputs (``docs/defaults.md``).
+        ``sqrt(t / n)``: training gives short outputs to inputs that it places badly, and the posterior does not know
+        this. ``exp(3 (r - r_t))``: an embedding between two classes has a wrong neighbour more often than an embedding
+        near a class centre. ``r``, at most 0.85, is the distance to the nearest centre divided by the distance to the
+        second; ``r_t`` is its mean in training, where each input is left out of its own centre. Without a typical norm,
+        or without class centres, the factor is 1.
         """
         centres, polar = self._class_centres, self._directed()
         between = None
@@ -260,7 +261,7 @@ class EmbeddingDistribution:
     @property
     @_of_valid_rows
     def tangential_variance(self) -> Tensor:
-        """Variance perpendicular to the mean, over the squared norm of the mean, shape (B,), in squared radians."""
+        """Variance perpendicular to the mean, divided by the mean's squared norm, in squared radians, shape (B,)."""
         return self._tangential().to(self.raw_mean.dtype)
 
     def _tangential(self) -> Tensor:
@@ -269,11 +270,11 @@ class EmbeddingDistribution:
         if not self.spread.semidefinite:
             rounding = 64 * self.raw_mean.shape[1] * torch.finfo(self.raw_mean.dtype).eps * total.detach()
             check_semidefinite(total - radial, radial, rounding)
-        # Divided twice, because squares of norms underflow or overflow.
+        # Divide twice, because the square of a norm can underflow or overflow.
         return ((total - radial) / norm / norm).clamp(0, torch.finfo(torch.float64).max)
 
     def polar(self) -> Polar:
-        """Return directions and norms of the means, and the spread along them, which most answers follow from."""
+        """Return the directions and norms of the means, and the spread along them; most answers follow from these."""
         with_graph = torch.is_grad_enabled()
         if self._polar is None or (with_graph and not self._polar[0]):
             mean, double = self.raw_mean, torch.float64
@@ -281,21 +282,22 @@ class EmbeddingDistribution:
             norm = norms(mean) if mean.dtype == double else torch.linalg.vector_norm(mean, dim=1, dtype=double)
             direction = mean / norm.unsqueeze(1)
             total, radial = self.spread.across(direction)
-            # One look at the device: a norm of zero, and whatever is not finite, make this sum so.
+            # Only one synchronisation with the device: a norm of zero or any number that is not finite makes this sum
+            # not finite.
             finite = math.isfinite(torch.addcdiv(norm, total - radial, norm).sum().item())
             directed = finite or not bool((norm == 0).any())
             if not directed:
-                # Of a mean without a direction, all of the spread is across.
+                # A mean of zero has no direction, so its whole spread counts as tangential.
                 direction = mean / torch.where(norm > 0, norm, 1).unsqueeze(1)
                 total, radial = self.spread.across(direction)
             self._polar = with_graph, Polar(direction, norm, total, radial, directed, finite)
         return self._polar[1]
 
     def _directed(self) -> Polar:
-        """Return the same, where every mean has a direction."""
+        """Return :meth:`polar`; raise if a mean is zero."""
         polar = self.polar()
         if not polar.directed:
-            # Its error says how many are zero.
+            # The error of ``unit`` says how many means are zero.
             unit("raw_mean", self.raw_mean)
         return polar
 
@@ -329,7 +331,7 @@ class EmbeddingDistribution:
 
         Returns:
             Shape (S, B, D). A distribution with a joint covariance, or built from samples, gives outputs of one network
-            for all inputs in each sample (:meth:`cat` says where one of parts does not); any other draws every input
+            for all inputs in each sample (for an exception see :meth:`cat`); any other distribution draws every input
             independently from its own marginal.
 
         Raises:
@@ -352,14 +354,14 @@ class EmbeddingDistribution:
     @property
     @_of_valid_rows
     def novelty(self) -> Tensor:
-        """How unlike the known inputs an input is, float64, shape (B,); larger is less like them, without a unit.
+        """How much an input differs from the known inputs (larger: more), without a unit, float64, shape (B,).
 
-        It ranks inputs as :attr:`p_value` does, in reverse, and tells apart those that are further out than all known
-        inputs, where p-values end. See :func:`contrastive_curvature.embedding.known.components` for what it
-        is made of. The posterior of a last layer needs no calibration for it.
+        It ranks inputs in the reverse order of :attr:`p_value`. It also ranks inputs that are further out than all
+        known inputs, which all have the same p-value. :func:`contrastive_curvature.embedding.known.components` defines
+        its parts. The posterior of a last layer needs no calibration for it.
 
         Raises:
-            UnsupportedError: This is no plain prediction ``la(x)``.
+            UnsupportedError: This is not a plain prediction ``la(x)``.
             NotFittedError: The posterior was not calibrated, and had no training inputs to compare with.
         """
         self._known = self._asked("novelty").measured(self)
@@ -368,15 +370,15 @@ class EmbeddingDistribution:
     @property
     @_of_valid_rows
     def p_value(self) -> Tensor:
-        """Conformal p-values of "this input is of the kind that the encoder knows", float64, shape (B,), in (0, 1].
+        """Conformal p-values of "the encoder knows this kind of input", float64, shape (B,), in (0, 1].
 
-        The share of known inputs, the input itself counted in, that are at least as unlike the others. Of new known
-        inputs at most a share alpha has a p-value of at most alpha (``la.calibrate``), so a small one says "unknown".
-        Before ``la.calibrate(loader)``, the posterior of a last layer compares with inputs of its fit and says once,
-        with an :class:`OptimisticPValueWarning`, that this is optimistic.
+        A p-value is the share of the known inputs and the input itself that score at least as high as the input. At
+        most a share alpha of new known inputs has a p-value of at most alpha (``la.calibrate``), so a small p-value
+        says "unknown". Before ``la.calibrate(loader)``, the posterior of a last layer compares with inputs of its fit,
+        and one :class:`OptimisticPValueWarning` says that this is optimistic.
 
         Raises:
-            UnsupportedError: This is no plain prediction ``la(x)``.
+            UnsupportedError: This is not a plain prediction ``la(x)``.
             NotFittedError: When it made this prediction, the posterior was not calibrated and had no training inputs to
                 compare with, or was calibrated for another prior precision, temperature or encoder.
         """
@@ -385,7 +387,7 @@ class EmbeddingDistribution:
 
     @_of_valid_rows
     def is_known(self, alpha: float = 0.01) -> Tensor:
-        """Whether inputs are of the kind that the encoder knows: ``p_value > alpha``.
+        """Return whether the encoder knows this kind of input: ``p_value > alpha``.
 
         Args:
             alpha: Share of known inputs that may be flagged, in (0, 1).
@@ -394,9 +396,9 @@ class EmbeddingDistribution:
             Booleans, shape (B,).
 
         Raises:
-            InputTypeError: ``alpha`` is no number.
+            InputTypeError: ``alpha`` is not a number.
             InputError: ``alpha`` is not in (0, 1), or too small for the number of calibration inputs.
-            UnsupportedError: As for :attr:`p_value`, like the following.
+            UnsupportedError: As for :attr:`p_value`.
             NotFittedError: As for :attr:`p_value`.
         """
         check_alpha(alpha)
@@ -405,17 +407,17 @@ class EmbeddingDistribution:
         return self._known.p_value() > alpha
 
     def to_pandas(self, mu: bool = False) -> Any:
-        """Return a table with one row an embedding, for pandas: ``embedding.to_pandas().describe()``.
+        """Return a pandas table with one row for each embedding: ``embedding.to_pandas().describe()``.
 
         Args:
             mu: Whether the mean directions are columns too, ``mu_0``, ``mu_1`` and so on.
 
         Returns:
-            A ``pandas.DataFrame`` with the columns ``uncertainty`` and ``kappa``, for predictions of a calibrated
-            posterior ``novelty`` and ``p_value`` too, and ``novelty`` alone where only training inputs are known.
+            A ``pandas.DataFrame`` with the columns ``uncertainty`` and ``kappa``; also ``novelty`` and ``p_value`` if
+            the posterior is calibrated, or ``novelty`` alone if it has only training inputs to compare with.
 
         Raises:
-            InputTypeError: ``mu`` is no bool.
+            InputTypeError: ``mu`` is not a bool.
             UnsupportedError: pandas is not installed.
             NotFittedError: See :attr:`p_value`: the posterior was calibrated for another prior precision, temperature
                 or encoder.
@@ -444,11 +446,11 @@ class EmbeddingDistribution:
         return self._known
 
     def _measured(self) -> Known | None:
-        """Return what is known, with the components of the embeddings."""
+        """Return ``_known`` with the components of the embeddings."""
         return self._known if self._known is None or self._known.empty else self._known.measured(self)
 
     def _fixed(self) -> Known | None:
-        """Return what is known, with all numbers."""
+        """Return ``_known`` with all numbers computed."""
         if self._known is None or not self._has_invalid:
             return None if self._known is None else self._known.fixed(self)
         valid = ~self.raw_mean.isnan().any(1)
@@ -461,18 +463,18 @@ class EmbeddingDistribution:
         return len(self.raw_mean)
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Unpacking gives two tensors: ``mu, kappa = distribution``. For single embeddings, take indices."""
+        """Yield two tensors: ``mu, kappa = distribution``. For single embeddings, use indices."""
         return iter((self.mu, self.kappa))
 
     def __getitem__(self, rows: int | slice | Sequence[int] | Sequence[bool] | Tensor) -> Self:
-        """The distribution of some of the embeddings, with everything it can be asked, also ``p_value``.
+        """Return the distribution of the selected embeddings; ``p_value`` and all other attributes still work.
 
         Args:
-            rows: An integer, which gives a distribution of one embedding; a slice; a list or tensor of integers, or of
-                B booleans.
+            rows: An integer (for a distribution of one embedding), a slice, or a list or tensor of integers or of B
+                booleans.
 
         Raises:
-            InputTypeError: It is something else.
+            InputTypeError: ``rows`` has another type.
             IndexError: There is no such row.
         """
         every = torch.arange(len(self), device=self.raw_mean.device)
@@ -496,22 +498,23 @@ class EmbeddingDistribution:
 
     @classmethod
     def cat(cls, distributions: Sequence[EmbeddingDistribution]) -> EmbeddingDistribution:
-        """Concatenate distributions, as ``torch.cat`` does with tensors: of the batches of a data set, say.
+        """Concatenate distributions, for example of all batches, as ``torch.cat`` concatenates tensors.
 
         Args:
             distributions: One or more, of one kind (``variance``, covariances, or samples of the same number), one
                 dimension D, dtype and device.
 
         Returns:
-            The distribution of all their embeddings, in order. ``uncertainty``, ``p_value`` and ``novelty`` are those
-            of the parts; the latter two are refused where a part is no plain prediction ``la(x)``, or the parts are of
-            different states of a posterior. Of samples, sample s of the result is of one network only where the parts
-            were drawn with generators of one seed; ``mu`` and ``kappa`` do not depend on that.
+            The distribution of all their embeddings, in order. ``uncertainty``, ``p_value`` and ``novelty`` keep their
+            values; the latter two raise an error if a part is not a plain prediction ``la(x)``, or if the parts come
+            from different states of a posterior. Sample s of concatenated samples comes from one network only if all
+            parts were drawn with the same seed; ``mu`` and ``kappa`` do not depend on this.
 
         Raises:
-            InputTypeError: It is no sequence of distributions.
-            InputError: There are none; or kind, dimension, dtype, device, typical norm or class centres differ.
-            UnsupportedError: They hold joint covariances: between the parts there is none.
+            InputTypeError: The argument is not a sequence of distributions.
+            InputError: There are no distributions; or kind, dimension, dtype, device, typical norm or class centres
+                differ.
+            UnsupportedError: The parts hold joint covariances; covariances between the parts are unknown.
         """
         parts = [] if isinstance(distributions, EmbeddingDistribution) else list(distributions)
         if not parts or not all(isinstance(part, EmbeddingDistribution) for part in parts):
@@ -548,17 +551,17 @@ class EmbeddingDistribution:
     def to(
         self, device: torch.device | str | int | torch.dtype | None = None, dtype: torch.dtype | None = None
     ) -> Self:
-        """The same distribution on another device or in another dtype, as ``torch.Tensor.to``.
+        """Return the same distribution on another device or in another dtype, as ``torch.Tensor.to`` does.
 
-        ``p_value``, ``novelty`` and ``is_known`` stay what they are. In another dtype everything else is computed from
+        ``p_value``, ``novelty`` and ``is_known`` do not change. In another dtype all other results are computed from
         the rounded mean and spread.
 
         Args:
             device: The device; or the dtype.
-            dtype: A floating-point dtype; None leaves it.
+            dtype: A floating-point dtype; ``None`` keeps the present one.
 
         Raises:
-            InputTypeError: The dtype is no floating-point dtype.
+            InputTypeError: The dtype is not a floating-point dtype.
         """
         if isinstance(device, torch.dtype):
             device, dtype = None, device
@@ -570,7 +573,7 @@ class EmbeddingDistribution:
         return self._changed(mean, self.spread.to(mean.device, dtype), known)
 
     def cpu(self) -> Self:
-        """The same distribution on the CPU."""
+        """Return the same distribution on the CPU."""
         return self.to("cpu")
 
     def _changed(self, raw_mean: Tensor, spread: Spread, known: Known | None) -> Self:
@@ -591,19 +594,19 @@ class EmbeddingDistribution:
 
         @property
         def mean(self) -> Tensor:
-            """There is none: it could be either :attr:`raw_mean` or :attr:`mu`."""
+            """Refuse: ``mean`` could be either :attr:`raw_mean` or :attr:`mu`."""
             raise AttributeError(
                 "an embedding has no 'mean': use raw_mean (the encoder's output, norm as it is) or mu (norm 1)"
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled: the numbers that :attr:`p_value` needs, and nothing of training inputs."""
+        """Return the state to copy or pickle: the numbers for :attr:`p_value`, but no data of training inputs."""
         known = self._fixed()
         return {**self.__dict__, "_known": None if known is None else known.plain(), "_polar": None}
 
 
 def with_invalid_rows(good: EmbeddingDistribution, valid: Tensor) -> EmbeddingDistribution:
-    """Return embeddings with rows of NaN between them, where ``valid`` (B,) is false."""
+    """Return B embeddings: those of ``good`` where ``valid`` (B,) is true, rows of NaN elsewhere."""
     valid = valid.to(good.raw_mean.device)
     out = good._select(torch.where(valid, valid.cumsum(0) - 1, -1))
     out._has_invalid = not bool(valid.all())
@@ -620,7 +623,7 @@ def _check_semidefinite(name: str, matrices: Tensor) -> None:
     dim = matrices.shape[-1]
     rounding = eps**0.5 + 16 * dim * eps
     size = matrices.abs().amax((-2, -1), keepdim=True)
-    # Scaled first: products of very large or very small entries would overflow or underflow.
+    # Scale first: products of very large or very small entries would overflow or underflow.
     scaled = matrices / torch.where(size > 0, size, 1)
     apart = (scaled - scaled.mT).abs().amax((-2, -1))
     if bool((apart > rounding).any()):

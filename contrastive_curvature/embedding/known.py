@@ -1,6 +1,6 @@
-"""Is an input of the kind that the encoder knows? One statistic of an embedding, and its conformal p-value.
+"""Does the encoder know this kind of input? One statistic of an embedding, and its conformal p-value.
 
-:func:`components` and :func:`combine` alone decide what the statistic is; everything else holds for any statistic.
+Only :func:`components` and :func:`combine` define the statistic; the rest works for any statistic.
 """
 
 from __future__ import annotations
@@ -75,10 +75,9 @@ class OptimisticPValueWarning(UserWarning):
 
 
 def statistic_name(with_features: bool, score: str = NOVELTY, n_distances: int = 0) -> str:
-    """Return the name of the statistic, with so many distances to training inputs.
+    """Return the name of the statistic with ``n_distances`` distances to training inputs.
 
-    Saved calibrations carry it, so it must change whenever the score does, such as :func:`components` or
-    :func:`combine`.
+    Saved calibrations carry the name, so it must change whenever :func:`components` or :func:`combine` changes.
     """
     if score != NOVELTY:
         return score
@@ -89,17 +88,18 @@ def statistic_name(with_features: bool, score: str = NOVELTY, n_distances: int =
 def components(embedding: EmbeddingDistribution, feature_norm: Tensor | None = None) -> Tensor:
     """Return three numbers for every embedding, each larger for inputs less like the known ones.
 
-    With the tangential variance ``V = tr(P Cov P)`` of the raw outputs in their own units, the norm ``n`` of their mean
-    and the norm ``|phi|`` of the features: the logarithms of ``V / |phi|``, ``V / |phi|^2`` and ``1 / n``, and without
-    features those of ``V``, ``V / n^2`` and ``1 / n``. The first sees inputs with large features in unusual directions
-    (strong noise), ``V / |phi|^2`` unusual directions alone (another kind of image), ``1 / n`` inputs that the encoder
-    sees little in (blur, little contrast): no single one sees all. :class:`TrainingGaussians` gives further ones.
+    The numbers are the logarithms of ``V / |phi|``, ``V / |phi|^2`` and ``1 / n``, or without features of ``V``,
+    ``V / n^2`` and ``1 / n``. ``V = tr(P Cov P)`` is the tangential variance of the raw outputs in their own units,
+    ``n`` the norm of their mean and ``|phi|`` the norm of the features. ``V / |phi|`` is large for large features in
+    unusual directions (strong noise), ``V / |phi|^2`` for unusual directions alone (another kind of image), and
+    ``1 / n`` for inputs in which the encoder sees little (blur, little contrast); no single number detects all three.
+    :class:`TrainingGaussians` adds more components.
 
-    A ``V`` below the rounding of ``tr Cov`` counts as that rounding, and what is zero even then counts as the smallest
-    normal number of float64: zero variances, outputs and features give finite components.
+    A ``V`` below the rounding of ``tr Cov`` is replaced by that rounding, and a zero by the smallest normal number of
+    float64, so zero variances, outputs and features give finite components.
 
-    The norms of the features, of shape (B,), are those of the inputs of the last layer. The result has the shape
-    (B, 3), float64.
+    ``feature_norm``, shape (B,), holds the norms of the inputs of the last layer. The result has the shape (B, 3),
+    float64.
     """
     with torch.no_grad():
         _, norm, total, radial, *_ = embedding.polar()
@@ -119,7 +119,7 @@ def feature_norms(phi: Tensor) -> Tensor:
 
 
 def measure(embedding: EmbeddingDistribution, phi: Tensor | None, gaussians: TrainingGaussians | None) -> Tensor:
-    """Return all components (B, K) of embeddings: those of features (B, F) and of distances where these are known."""
+    """Return all components (B, K) of embeddings; known features (B, F) and known Gaussians add components."""
     if phi is None:
         return components(embedding)
     values = components(embedding, feature_norms(phi))
@@ -130,9 +130,9 @@ def combine(standardised: Tensor) -> Tensor:
     """Return the statistic (B,) of components (B, K), ``sqrt(2 s)`` of ``s = sum_k -log(1 - Phi(z_k)) - log Phi(z_1)``.
 
     Each term is the logarithm of the p-value that the component would have if it were normally distributed, so ``s``
-    combines them as Fisher did. Both tails of the first count, for an input may also have too little variance; of the
-    others, what is far below its median counts nothing. The root makes it a distance in standard deviations, about
-    ``z`` where one component is far out, whose rounding is that of the components.
+    combines them as Fisher did. Both tails of the first component count, because an input may also have too little
+    variance; of the other components only large values count. The root makes the statistic a distance in standard
+    deviations: it is about ``z`` if one component is far out, with the same rounding error as the components.
 
     Source: R. A. Fisher, *Statistical Methods for Research Workers*, 4th ed., 1932, section 21.1.
     """
@@ -142,24 +142,24 @@ def combine(standardised: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class TrainingGaussians:
-    """Distances to training inputs under Gaussians that were fitted to a sample of them.
+    """Distances to training inputs, under Gaussians fitted to a sample of these inputs.
 
-    With the squared distance ``d(x, m; S) = (x - m)^T S^-1 (x - m)``, the first is the logarithm of ``d(z, m; S)`` of
-    raw outputs ``z``. The second, where classes are known, is the relative distance of the features on the unit sphere,
-    ``u = phi / |phi|``, per dimension: ``(min_c d(u, m_c; Sw) - d(u, m; St)) / F``, with means ``m_c`` of the classes
-    and ``m`` of all, and covariances ``Sw`` within classes and ``St`` in total. Directions in which the inputs of one
-    class differ as much as those of different classes cancel. Since ``|u| = 1``, it equals
-    ``(u B)^2 . s + min_c (u . a_c + k_c)``, which is what is stored.
+    With the squared distance ``d(x, m; S) = (x - m)^T S^-1 (x - m)``, the first distance is the logarithm of
+    ``d(z, m; S)`` for raw outputs ``z``. The second distance, if classes are known, is the relative distance of the
+    features on the unit sphere, ``u = phi / |phi|``, per dimension: ``(min_c d(u, m_c; Sw) - d(u, m; St)) / F``, with
+    the class means ``m_c``, the overall mean ``m``, and the covariances ``Sw`` within classes and ``St`` in total. A
+    direction cancels if inputs of one class differ in it as much as inputs of different classes. Since ``|u| = 1``, the
+    second distance equals ``(u B)^2 . s + min_c (u . a_c + k_c)``; this form is stored.
 
-    Source: Ren et al., "A simple fix to Mahalanobis distance for improving near-OOD detection", 2021
-    (arXiv 2106.09022), for the second.
+    Source: Ren et al., "A simple fix to Mahalanobis distance for improving near-OOD detection", 2021 (arXiv
+        2106.09022), for the second distance.
 
     Attributes:
-        centre: Mean of the outputs, shape (D,), like all others float64.
+        centre: Mean of the outputs, shape (D,); float64, like all other attributes.
         axes: Axes of ``S``, shape (D, Q).
-        inside: Inverse variances along them, less ``outside``, shape (Q,).
+        inside: Inverse variances along the axes, minus ``outside``, shape (Q,).
         outside: Inverse variance in all other directions, shape ().
-        basis: ``B``, shape (F, R); ``None`` without classes, as are all that follow.
+        basis: ``B``, shape (F, R); this and the following are ``None`` without classes.
         weights: ``s``, shape (R,).
         slopes: ``a_c``, shape (C, F).
         offsets: ``k_c``, shape (C,).
@@ -176,7 +176,7 @@ class TrainingGaussians:
 
     @classmethod
     def of(cls, features: Tensor, outputs: Tensor, classes: Tensor | None = None) -> TrainingGaussians:
-        """Return the Gaussians of features (n, F), outputs (n, D) and, if known, classes (n,)."""
+        """Fit the Gaussians to features (n, F), outputs (n, D) and, if known, classes (n,)."""
         wide = outputs.double()
         centre = wide.mean(0)
         spread = _Precision.of(wide - centre, float(wide.square().sum(1).mean().sqrt()))
@@ -184,9 +184,9 @@ class TrainingGaussians:
         return of_outputs if classes is None else of_outputs._with_classes(features, classes)
 
     def _with_classes(self, features: Tensor, classes: Tensor) -> TrainingGaussians:
-        """Return the same with the classes, if two of them have two inputs each.
+        """Add the Gaussians of the classes, if at least two classes have two or more inputs.
 
-        A class of one input says nothing about the spread in classes, and is no class to be near to.
+        A class of one input says nothing about the spread within classes, and is left out.
         """
         u = _units(features)
         _, index, counts = classes.unique(return_inverse=True, return_counts=True)
@@ -194,7 +194,7 @@ class TrainingGaussians:
         if int(several.sum()) < 2:
             return self
         means = u.new_zeros(len(counts), u.shape[1]).index_add_(0, index, u) / counts.unsqueeze(1)
-        # The mean of a class is nearer to its inputs than to others.
+        # A class mean is nearer to the inputs that it was computed from than to new ones; this factor corrects it.
         left = (u - means[index]) * (counts / (counts - 1)).sqrt()[index].unsqueeze(1)
         centre, means, width = u.mean(0), means[several], u.shape[1]
         within, total = _Precision.of(left[several[index]]), _Precision.of(u - centre)
@@ -225,13 +225,13 @@ class TrainingGaussians:
 
 
 def held_out_distances(features: Tensor, outputs: Tensor, classes: Tensor | None = None) -> Tensor:
-    """Return the distances of each fifth of the inputs under the Gaussians of the others, shape (n, 1) or (n, 2).
+    """Return the distances of each fifth of the inputs under Gaussians of the other fifths, shape (n, 1) or (n, 2).
 
-    Inputs lie nearer to Gaussians that were fitted to them than other inputs of the same kind. Where the others have
-    too few inputs of each class, the second distance is that under the Gaussians of all.
+    Inputs are nearer to Gaussians that were fitted to them than other inputs of the same kind are. If the other fifths
+    have too few inputs of each class, the second distance is computed under the Gaussians of all inputs.
     """
     distances = TrainingGaussians.of(features, outputs, classes)(features, outputs)
-    # By what the inputs are, so that their order does not count. The sample itself was drawn with the first seed.
+    # Sort by content, so that the order of the inputs does not matter. Seed 0 has already drawn the sample.
     order = point_keys(content_numbers(outputs), seed=1).argsort(stable=True).to(features.device)
     folds = order.chunk(_FOLDS)
     for number, fold in enumerate(folds):
@@ -251,9 +251,9 @@ class _Precision:
 
     @classmethod
     def of(cls, rows: Tensor, length: float = 1.0) -> _Precision:
-        """Return that of centred rows (n, F): the leading axes and an isotropic rest.
+        """Compute it from centred rows (n, F): the leading axes and an isotropic rest.
 
-        ``length`` is that of the vectors before they were centred.
+        ``length`` is the length of the vectors before they were centred.
         """
         n, width = rows.shape
         # Half as many axes as rows: the smallest eigenvalues of so few rows are noise.
@@ -264,7 +264,7 @@ class _Precision:
         inside = rows @ axes
         values, vectors = torch.linalg.eigh(inside.T @ inside / n)
         values, vectors = values.flip(0)[:rank], vectors.flip(1)[:, :rank]
-        # So that the rounding of float32 vectors moves no distance by more than ROUNDING.
+        # With this bound, the rounding of float32 vectors changes no distance by more than ROUNDING.
         least = (2 * _EPS * max(length, _TINY**0.25) / (ROUNDING * width)) ** 2
         rest = (float(rows.square().sum()) / n - float(values.sum())) / max(1, width - rank)
         rest = 1 / max(rest, least) if rank < width else 0.0
@@ -282,15 +282,14 @@ def _units(features: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Reference:
-    """Known inputs that others are compared with.
+    """Statistics of known inputs, which new inputs are compared with.
 
     Attributes:
-        location: Medians of the components, shape (K,). Location and scale must not depend on which of the known inputs
-            are compared with.
+        location: Medians of the components, shape (K,). Location and scale must not depend on which known inputs are
+            compared with new ones.
         scale: Spreads of the components, positive, shape (K,).
-        statistics: Scores of n known inputs, ascending, by class where there are counts; shape (n,).
-        counts: How many of them are of each predicted class, in the order of the centres; ``None``: all are compared
-            with.
+        statistics: Scores of n known inputs, ascending (within each class if there are counts), shape (n,).
+        counts: Number of these inputs by predicted class, in the order of the centres; ``None``: the class is ignored.
         score: Name of the score.
     """
 
@@ -310,10 +309,10 @@ class Reference:
         scores: Tensor | None = None,
         name: str = NOVELTY,
     ) -> Reference:
-        """Return the reference of components (n, K) of known inputs, standardised with those of others, (m, K).
+        """Build the reference from components ``known`` (n, K), standardised with the components ``for_scale`` (m, K).
 
-        The scale is the median absolute deviation; where that is zero, the standard deviation. The predicted
-        ``classes`` have the shape (n,), as have ``scores`` of another ``name`` than the novelty.
+        The scale is the median absolute deviation, or the standard deviation if the former is zero. The predicted
+        ``classes`` have the shape (n,). ``scores``, shape (n,), replace the novelty if ``name`` is another score.
         """
         location = for_scale.median(0).values
         apart = (for_scale - location).abs()
@@ -330,10 +329,10 @@ class Reference:
 
     @cached_property
     def rounding(self) -> float:
-        """How far apart scores may lie that count as equal."""
+        """Largest difference between two scores that count as equal."""
         if self.score == NOVELTY:
             return ROUNDING / float(self.scale.min())
-        # The size alone would be all that tells inputs apart where a score has a large offset.
+        # For a score with a large offset, the first number alone could be larger than all differences between inputs.
         spread = float((self.statistics - self.statistics.median()).abs().mean())
         return min(ROUNDING * float(self.statistics.abs().median()), _LARGEST_TIE * spread)
 
@@ -347,7 +346,7 @@ class Reference:
 
     @property
     def fewest(self) -> int:
-        """Number of inputs that a p-value compares with; where it depends on the class, the smallest one."""
+        """Number of inputs that a p-value compares with; by class, the number in the smallest class."""
         return len(self.statistics) if self.counts is None else int(self.counts.min())
 
     def novelty(self, values: Tensor) -> Tensor:
@@ -357,8 +356,9 @@ class Reference:
     def p_value(self, scores: Tensor, classes: Tensor | None = None) -> Tensor:
         """Return conformal p-values ``(1 + #{known >= s}) / (n + 1)`` of scores (B,); float64, shape (B,).
 
-        With ``counts``, the known inputs are those of the same predicted class, an index of shape (B,). Equal up to
-        rounding counts as equal, or known inputs that repeat would be flagged all together, by chance.
+        With ``counts``, only known inputs of the same predicted class count; ``classes`` holds their indices, shape
+        (B,). Scores that are equal up to rounding count as equal; otherwise repeated known inputs could be flagged by
+        rounding alone.
         """
         least = scores.to(self.statistics.device) - self.rounding
         if self.counts is None or classes is None:
@@ -378,9 +378,9 @@ def conformal(known: Tensor, least: Tensor) -> Tensor:
 
 
 def split(known: Tensor) -> tuple[Tensor, Tensor]:
-    """Return two parts of components (n, K) of known inputs: a third to standardise with, the others to compare with.
+    """Split the components (n, K) of known inputs: a third to standardise with, the rest to compare with.
 
-    The permutation depends on n alone, so that the others stay exchangeable with new inputs.
+    The permutation depends on n alone, so the rest stays exchangeable with new inputs.
     """
     order = torch.randperm(len(known), generator=torch.Generator().manual_seed(0)).to(known.device)
     first = _for_scale(len(known))
@@ -388,10 +388,10 @@ def split(known: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def check_alpha(alpha: object, n: int | None = None, splits: bool = False, by_class: bool = False) -> float:
-    """Return the share of known inputs that may be flagged, in (0, 1), if ``n`` of them can give so small a p-value.
+    """Return ``alpha`` as a float in (0, 1); raise if ``n`` known inputs cannot give a p-value this small.
 
-    ``splits`` says whether :func:`split` would take some of further ones away; ``by_class``, whether ``n`` is of the
-    class with the fewest.
+    ``splits`` says whether a new calibration would lose inputs to :func:`split`, and ``by_class`` whether ``n`` counts
+    the class with the fewest inputs; both only change the message.
     """
     share = validate.fraction("alpha", alpha)
     if n is not None and share < 1 / (n + 1):
@@ -404,7 +404,7 @@ def check_alpha(alpha: object, n: int | None = None, splits: bool = False, by_cl
 
 
 def points_needed(alpha: float, splits: bool = False) -> int:
-    """Return how many known inputs give a p-value of at most ``alpha``: ``1 / (n + 1)`` of n to compare with."""
+    """Return how many known inputs a p-value of ``alpha`` needs: n inputs to compare with give ``1 / (n + 1)``."""
     first = max(1, math.ceil(1 / alpha) - 2)
     return next(n for n in itertools.count(first) if 1 / (n - splits * _for_scale(n) + 1) <= alpha)
 
@@ -415,13 +415,13 @@ def _for_scale(n: int) -> int:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Known inputs that others are compared with.
+    """Statistics of known inputs, which new inputs are compared with.
 
     Attributes:
-        reference: Their scores.
-        fingerprint: Of the posterior that they belong to, shape (9,).
-        score: What the score is.
-        gaussians: Of training inputs, where there was a sample of them.
+        reference: Scores of the known inputs.
+        fingerprint: Fingerprint of the posterior, shape (9,).
+        score: The score that is compared.
+        gaussians: Gaussians of training inputs, if the posterior has a sample of them.
     """
 
     reference: Reference
@@ -432,7 +432,7 @@ class Calibration:
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """Features of some training inputs, with their classes, if any, their outputs, and a fingerprint of the encoder."""
+    """Features of some training inputs, their outputs, their classes (if any), and a fingerprint of the encoder."""
 
     features: Rows
     outputs: Tensor
@@ -440,12 +440,12 @@ class TrainingSample:
 
     @cached_property
     def gaussians(self) -> TrainingGaussians:
-        """Their Gaussians; made when first asked for."""
+        """Gaussians of the inputs; computed at first use."""
         return TrainingGaussians.of(*self._numbers())
 
     @cached_property
     def held_out(self) -> Tensor:
-        """Their distances under Gaussians of others, shape (m, 1) or (m, 2); made when first asked for."""
+        """Distances of :func:`held_out_distances`, shape (m, 1) or (m, 2); computed at first use."""
         return held_out_distances(*self._numbers())
 
     def _numbers(self) -> tuple[Tensor, Tensor, Tensor | None]:
@@ -455,11 +455,11 @@ class TrainingSample:
 
 @dataclass(frozen=True, eq=False)
 class TrainingInputs:
-    """Training inputs under one state of a posterior, which its predictions share; computed when first asked for.
+    """Training inputs under one state of a posterior, shared by its predictions; computed at first use.
 
     Attributes:
         sample: The inputs.
-        predict: From outputs (B, D) and features (B, F) to the prediction in that state.
+        predict: Function that maps outputs (B, D) and features (B, F) to the prediction in that state.
     """
 
     sample: TrainingSample
@@ -467,7 +467,7 @@ class TrainingInputs:
 
     @cached_property
     def values(self) -> Tensor:
-        """Their components (m, K)."""
+        """Components of the inputs, shape (m, K)."""
         batches = zip(
             self.sample.features.columns["features"].split(_AT_ONCE), self.sample.outputs.split(_AT_ONCE), strict=True
         )
@@ -477,7 +477,7 @@ class TrainingInputs:
 
     @cached_property
     def scale(self) -> Reference:
-        """What standardises components; its own statistics are too small, because the Gaussians know these inputs."""
+        """Reference for standardising; its statistics are too small: the Gaussians were fitted to these inputs."""
         return Reference.of(self.values, self.values)
 
     @cached_property
@@ -489,21 +489,21 @@ class TrainingInputs:
 
 @dataclass(frozen=True, eq=False)
 class Known:
-    """What a prediction knows of known inputs, as of the time when it was made; it holds no posterior.
+    """Data about known inputs, frozen when the prediction was made; it holds no posterior.
 
     Attributes:
-        reference: Calibration inputs; ``None`` where training inputs take their place, or there are none.
-        gaussians: Of training inputs, where the calibration has them.
-        score: What p-values are of; ``None`` for the novelty.
-        training: Training inputs, where there is no calibration.
-        refusal: Why there are no p-values; without a reference and training inputs there is no novelty either.
-        names: Of what can be asked without a warning.
-        optimism: Warning of the first p-value that is compared with training inputs, shared by all predictions.
+        reference: Calibration inputs; ``None`` if training inputs replace them, or if there are none.
+        gaussians: Gaussians of training inputs, if the calibration has them.
+        score: The score that p-values compare; ``None`` for the novelty.
+        training: Training inputs, if there is no calibration.
+        refusal: Reason why there are no p-values; without a reference and training inputs there is also no novelty.
+        names: Names of the attributes that give no warning.
+        optimism: List with the warning for the first p-value against training inputs; all predictions share it.
         splits: Whether a calibration would standardise with a part of its inputs.
-        features: Features of the embeddings, shape (B, F), until nothing depends on them any more.
-        values: Components (B, K) of the embeddings, once they are asked for.
-        scores: What p-values are of, once they are asked for, shape (B,).
-        classes: Predicted classes (B,) as floating-point numbers, where p-values are by class.
+        features: Features of the embeddings, shape (B, F); ``None`` once all numbers are computed.
+        values: Components (B, K) of the embeddings; ``None`` before :meth:`measured`.
+        scores: Scores that p-values compare, shape (B,); ``None`` before :meth:`scored`.
+        classes: Predicted classes (B,) as floating-point numbers, if p-values are by class.
     """
 
     reference: Reference | None = None
@@ -526,11 +526,11 @@ class Known:
 
     @property
     def compared(self) -> Reference | None:
-        """The known inputs that p-values are relative to."""
+        """Known inputs that p-values compare with."""
         return self.reference if self.training is None else self.training.reference
 
     def measured(self, embedding: EmbeddingDistribution) -> Known:
-        """Return the same with the components of the embedding."""
+        """Return a copy with the components of the embedding."""
         if self.empty:
             raise NotFittedError(str(self.refusal))
         if self.values is not None:
@@ -539,7 +539,7 @@ class Known:
         return replace(self, values=measure(embedding, self.features, gaussians))
 
     def scored(self, embedding: EmbeddingDistribution) -> Known:
-        """Return the same with what p-values are of."""
+        """Return a copy with the scores that p-values compare."""
         if self.refusal is not None:
             raise NotFittedError(self.refusal)
         if self.scores is not None:
@@ -555,7 +555,7 @@ class Known:
         return replace(known, scores=scores, classes=None if score is None else score.classes(embedding))
 
     def fixed(self, embedding: EmbeddingDistribution) -> Known:
-        """Return the same with all numbers, so that the embedding may be rounded or saved."""
+        """Return a copy with all numbers computed, so that the embedding may be rounded or saved."""
         known = self if self.empty else self.measured(embedding)
         try:
             known = known.scored(embedding)
@@ -564,7 +564,7 @@ class Known:
         return replace(known, features=None)
 
     def plain(self) -> Known:
-        """Return what a file may hold of :meth:`fixed`: no features of training inputs, no function."""
+        """Return a copy of :meth:`fixed` for a file: without features of training inputs and without a function."""
         numbers: dict[str, Any] = {"reference": self.compared, "optimism": list(self.optimism)}
         return replace(self, **numbers, gaussians=None, score=None, training=None)
 
@@ -592,11 +592,11 @@ class Known:
         check_alpha(alpha, reference.fewest, splits, reference.counts is not None)
 
     def of_rows(self, rows: Tensor) -> Known:
-        """Return what is known of some of the embeddings; -1 is a row of NaN."""
+        """Return a copy for the selected embeddings; -1 is a row of NaN."""
         return self._each(lambda value: taken(value, rows.to(value.device)))
 
     def to(self, device: torch.device) -> Known:
-        """Return the same on the device of the embedding."""
+        """Return a copy on the device of the embedding."""
         return self._each(lambda value: value.to(device))
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> Known:
@@ -606,7 +606,7 @@ class Known:
 
     @classmethod
     def joined(cls, parts: Sequence[Known | None]) -> Known | None:
-        """Return what a concatenation knows, of parts that are measured; ``None`` where they know different things."""
+        """Join measured parts for a concatenation; ``None`` if they compare with different inputs."""
         first, known = parts[0], [part for part in parts if part is not None]
         if first is None or len(known) < len(parts) or not all(first._agrees(part) for part in known):
             return None
@@ -616,12 +616,12 @@ class Known:
             return None if any(value is None for value in values) else torch.cat(values)
 
         refusal = next((part.refusal for part in known if part.refusal is not None), None)
-        # Not the features of all parts, which may be of a whole data set.
+        # Features are dropped: all parts together may be a whole data set.
         numbers: dict[str, Any] = {name: together(name) for name in ("values", "scores", "classes")}
         return replace(first, refusal=refusal, features=None, **numbers)
 
     def _agrees(self, other: Known) -> bool:
-        """Return whether both compare with the same inputs, perhaps of two files."""
+        """Return whether both compare with the same inputs, even if loaded from two files."""
         if self.training is not other.training:
             return False
         if self.reference is None or other.reference is None:

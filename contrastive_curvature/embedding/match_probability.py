@@ -27,20 +27,20 @@ _VERSION = 4
 class MatchProbability:
     """Probability that two embeddings belong to one class, fitted on labelled pairs.
 
-    It is for given pairs ("are these two photographs of one person?"): :meth:`fit_pairs`, then :meth:`same`. A best hit
-    of many is not like a pair picked at random: whether it is right, :class:`.Retriever` says.
+    Use it for single pairs ("do these two photographs show one person?"): :meth:`fit_pairs`, then :meth:`same`. The
+    best hit of a search is not like a random pair; for search use :class:`.Retriever`.
 
-    A logistic regression (scikit-learn, features standardised) on the cosine and, unless switched off, the log of the
-    variance of the angle between the two, its product with the cosine, and the logs of both uncertainties. At given
-    uncertainties the probability never falls as the cosine grows. An uncertainty beyond those of the validation data
-    counts as the largest (or the smallest) of them.
+    It is a logistic regression (scikit-learn, features standardised) on the cosine. With ``use_uncertainty``, it also
+    uses the log of the variance of the angle between the two, the product of this log and the cosine, and the logs of
+    both uncertainties. At fixed uncertainties the probability never falls as the cosine grows. An uncertainty outside
+    the range of the validation data counts as the end of that range.
 
-    Fit it on data that the encoder was not trained on, of the same mixture as later: the same share of pairs of one
-    class and of corrupted inputs.
+    Fit it on data that the encoder was not trained on, with the same mixture as in later use: the same share of pairs
+    of one class, and the same share of corrupted inputs.
 
     Args:
-        use_uncertainty: If false, the cosine alone; then plain tensors of embeddings are accepted too.
-        curve: ``"logistic"``, or ``"isotonic"``: an isotonic regression on the logit, for a thousand pairs and more
+        use_uncertainty: If false, only the cosine is used, and plain tensors of embeddings are accepted too.
+        curve: ``"logistic"`` or ``"isotonic"``, an isotonic regression on the logit, for at least a thousand pairs
             whose frequencies do not follow a logistic curve.
 
     Raises:
@@ -68,8 +68,8 @@ class MatchProbability:
 
         Raises:
             InputTypeError: An argument has a wrong type.
-            InputError: Shapes, dimensions or devices disagree; there are fewer than ten pairs of a kind; or pairs of
-                one class do not become more frequent as the cosine grows.
+            InputError: Shapes, dimensions or devices disagree; there are fewer than ten pairs of one class or of two
+                classes; or pairs of one class do not become more frequent as the cosine grows.
         """
         features, dim = self._pairs(a, b)
         labels = check_tensor("same", same)
@@ -89,9 +89,9 @@ class MatchProbability:
         Args:
             a: N embeddings.
             b: N embeddings. Exchanging ``a`` and ``b`` changes nothing.
-            prevalence: Share of pairs of one class among such pairs, in (0, 1), where it is not that of the fit. It
-                moves the logit by ``logit(prevalence) - logit(prevalence of the fit)``: exact where both kinds of
-                pairs are as in the fit and only their shares differ (Saerens et al., 2002).
+            prevalence: Share of pairs of one class among these pairs, in (0, 1), if it differs from the fit. It moves
+                the logit by ``logit(prevalence) - logit(prevalence of the fit)``: exact if both kinds of pairs are as
+                in the fit and only their shares differ (Saerens et al., 2002).
 
         Returns:
             Probabilities, shape (N,), of the dtype of the embeddings (float32 for half precision).
@@ -115,7 +115,7 @@ class MatchProbability:
         return regression(features, share).to(torch.promote_types(dtype, torch.float32))
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that was fitted: tensors, numbers and strings, for ``torch.save``."""
+        """Return the fit as tensors, numbers and strings, for ``torch.save``."""
         out: dict[str, Any] = {"version": _VERSION, "use_uncertainty": self.use_uncertainty, "curve": self.curve}
         if self._fitted is not None:
             regression, dim = self._fitted
@@ -123,13 +123,14 @@ class MatchProbability:
         return sealed(out)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave, in place of what was fitted.
+        """Replace the fit by a state of :meth:`state_dict`.
 
         Args:
             state: The state of an object with the same options.
 
         Raises:
-            InputError: It is not such a state, is damaged, or was saved with other options. Then nothing is changed.
+            InputError: ``state`` is not such a state, is damaged, or was saved with other options. Then the object does
+                not change.
         """
         own = {"version": _VERSION, "use_uncertainty": self.use_uncertainty, "curve": self.curve}
         for name, value in own.items():
@@ -145,7 +146,7 @@ class MatchProbability:
         self._fitted = fitted
 
     def __repr__(self) -> str:
-        """The options, and whether it is fitted."""
+        """Return the options, and whether it is fitted."""
         fitted = "not fitted" if self._fitted is None else "fitted"
         return f"MatchProbability(use_uncertainty={self.use_uncertainty}, curve={self.curve!r}), {fitted}"
 
@@ -162,7 +163,7 @@ class MatchProbability:
 
 @dataclass(frozen=True, eq=False)
 class Side:
-    """One side of N pairs: unit vectors (N, D), and the embeddings where their uncertainties are used."""
+    """One side of N pairs: unit vectors (N, D), and the embeddings if their uncertainties are used."""
 
     name: str
     mu: Tensor
@@ -170,7 +171,7 @@ class Side:
 
     @classmethod
     def of(cls, name: str, embeddings: object, *, use_uncertainty: bool) -> Side:
-        """Read what the features need of an EmbeddingDistribution, or without uncertainties of a tensor (N, D)."""
+        """Build a side from an EmbeddingDistribution or, without uncertainties, from a tensor (N, D)."""
         if isinstance(embeddings, Tensor) and not use_uncertainty:
             checked = check_embeddings(name, embeddings)
             return cls(name, normalize(checked.to(torch.promote_types(checked.dtype, torch.float32)))[0])
@@ -187,15 +188,16 @@ class Side:
 def pair_features(a: Side, b: Side) -> Tensor:
     """Return features of row i of ``a`` with row i of ``b``, float64, shape (N, 4), or (N, 1) without uncertainties.
 
-    They are the cosine, the log of the variance of the angle between the two, and the logs of both uncertainties, the
-    larger first, so that exchanging the sides changes nothing.
+    The features are the cosine, the log of the variance of the angle between the two, and the logs of both
+    uncertainties. The larger uncertainty comes first, so exchanging the sides changes nothing.
     """
     cosine = (a.mu.double() * b.mu.double()).sum(1, keepdim=True)
     if a.embeddings is None or b.embeddings is None:
         return cosine
     with torch.no_grad():
         both = torch.stack([_uncertainty(a.name, a.embeddings), _uncertainty(b.name, b.embeddings)], 1)
-        # To first order, the variance of the angle is the sum. Unlike that of the cosine, it says nothing of the angle.
+        # To first order, the variance of the angle is this sum. Unlike the variance of the cosine, it does not depend
+        # on the angle.
         angle = angle_variance(a.name, a.embeddings, b.mu) + angle_variance(b.name, b.embeddings, a.mu)
     return torch.cat([cosine, angle.unsqueeze(1).log(), both.sort(1, descending=True).values.log()], 1)
 

@@ -20,15 +20,15 @@ class Regression:
     """Probability of a positive outcome, from F features: a cosine, and if F > 1 the log of a variance and other logs.
 
     The logit is linear in the features and in the product of the first two: the more uncertain a pair, the less its
-    cosine says. It never falls as the cosine grows; where the fitted slope is negative, the slope is zero. A log beyond
-    the range that was fitted counts as the end of the range.
+    cosine says. It never falls as the cosine grows; where the fitted slope is negative, the slope is zero. A log
+    outside the range of the fit counts as the end of the range.
 
     Attributes:
         shift: Means of the features, float64, shape (F,).
         scale: Standard deviations of the features, shape (F,).
-        low: Smallest values that count, shape (F,).
-        high: Largest values that count, shape (F,).
-        weight: Weights of the standardised features, and if F > 1 of the product, shape (1,) or (F + 1,).
+        low: Lower limits of the features, shape (F,); a smaller value counts as the limit.
+        high: Upper limits of the features, shape (F,); a larger value counts as the limit.
+        weight: Weights of the standardised features and, if F > 1, of the product; shape (1,) or (F + 1,).
         bias: Shape ().
         knots: Logits at which the isotonic curve bends, increasing, shape (K,); empty for the logistic curve.
         levels: Probabilities there, shape (K,).
@@ -57,14 +57,14 @@ class Regression:
             wanted = f"at least {_LEAST} pairs of one class and of two classes each"
             hint = "A probability cannot be fitted to one kind alone, nor to a few examples."
             raise InputError("same", wanted, f"{n_same} and {len(same) - n_same}", hint)
-        from sklearn.linear_model import LogisticRegression  # the import takes a second, so it waits for the first use
+        from sklearn.linear_model import LogisticRegression  # imported at first use, because it takes a second
 
         x, y = features.detach().cpu().double(), same.cpu().numpy()
         low = torch.where(x.isfinite(), x, torch.full_like(x, torch.inf)).amin(0)
         low = torch.where(low.isfinite(), low, torch.zeros_like(low))
         x = torch.maximum(x, low)
         high, shift, scale = x.amax(0), x.mean(0), x.std(0)
-        # A feature that does not vary, beyond rounding, has no say.
+        # A feature that does not vary, up to rounding, has no effect.
         varies = scale > 1e-9 * (1 + shift.abs())
         scale = torch.where(varies, scale, torch.full_like(scale, torch.inf))
         standardised = (x - shift) / scale
@@ -85,7 +85,7 @@ class Regression:
             return plain
         from sklearn.isotonic import IsotonicRegression
 
-        # No finite sample shows that something is certain.
+        # No finite sample shows that a match is certain.
         edge = 1 / (len(y) + 2)
         curve = IsotonicRegression(y_min=edge, y_max=1 - edge).fit(plain.logit(x).numpy(), y)
         knots, levels = (torch.from_numpy(v).double() for v in (curve.X_thresholds_, curve.y_thresholds_))
@@ -101,7 +101,7 @@ class Regression:
         return slope.clamp(min=0) * x[:, 0] + x[:, 1:] @ weight[1:n_features] + self.bias.to(device)
 
     def __call__(self, features: Tensor, prevalence: float | None = None) -> Tensor:
-        """Return probabilities (N,), float64, of features (N, F), where positive outcomes have another prevalence."""
+        """Return probabilities (N,), float64, of features (N, F); ``prevalence`` replaces the prevalence of the fit."""
         if prevalence is None:
             return self._fitted(features)
         moved = torch.tensor(prevalence, dtype=torch.float64).logit() - self.prevalence.logit()

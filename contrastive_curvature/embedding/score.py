@@ -1,4 +1,4 @@
-"""The score that p-values are of: the novelty, the uncertainty, or a function of the user's."""
+"""The score that p-values compare: the novelty, the uncertainty, or a function of the user."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _APART = 1e-3
 
 @dataclass(frozen=True, eq=False)
 class Score:
-    """What a calibration compares.
+    """The score that a calibration compares.
 
     Attributes:
-        name: ``"novelty"``, ``"uncertainty"``, or that of a function.
-        by_class: Whether inputs are compared with those of the same predicted class.
-        marks: Numbers of the typical norm and the class centres that scores are relative to; ``None``: of none.
-        probe: Scores of made-up embeddings by the function, float64, shape (8,).
-        function: ``None`` for the names, and after loading until it is given again.
+        name: ``"novelty"``, ``"uncertainty"``, or the name of a function.
+        by_class: Whether inputs are compared only with inputs of the same predicted class.
+        marks: Summary of the typical norm and the class centres that scores depend on; ``None`` if they depend on none.
+        probe: The function's scores of made-up embeddings, float64, shape (8,).
+        function: The function; ``None`` for the two names, and after loading until :meth:`given`.
     """
 
     name: str = NOVELTY
@@ -48,7 +48,7 @@ class Score:
 
     @classmethod
     def chosen(cls, example: EmbeddingDistribution, score: Any, by_class: bool) -> Score:
-        """Return the score that a user asks for; the example is :func:`made_up` for the posterior."""
+        """Build the score that a user chose; ``example`` is :func:`made_up` for the posterior."""
         validate.flag("by_class", by_class)
         if by_class and example._class_centres is None:
             hint = "Fit with the labels of two classes or more, or call la.measure_classes(loader)."
@@ -64,7 +64,7 @@ class Score:
         return cls(name, by_class, _marks(example), called(name, score, example), score)
 
     def given(self, example: EmbeddingDistribution, function: Any) -> Score:
-        """Return this score with its function, given again."""
+        """Return this score with its function, which the user passes again after loading."""
         name = getattr(function, "__name__", None)
         if self.probe is None or name != self.name:
             wanted = f"the function {self.name!r}" if self.probe is not None else "none: the score needs no function"
@@ -74,7 +74,7 @@ class Score:
         return score
 
     def check(self, embedding: EmbeddingDistribution) -> None:
-        """Refuse where the score would no longer be that of the calibration."""
+        """Refuse an embedding whose score would differ from the calibrated one."""
         if self.marks is not None:
             now = _marks(embedding)
             if not torch.allclose(now[:2], self.marks[:2], rtol=1e-9) or not same_encoder(now[2:], self.marks[2:]):
@@ -88,7 +88,7 @@ class Score:
             self._check_function(made_up(like, embedding._typical_norm, embedding._class_centres))
 
     def of(self, embedding: EmbeddingDistribution) -> Tensor:
-        """Return the scores of embeddings but for the novelty, float64, shape (B,)."""
+        """Return the scores of embeddings, float64, shape (B,); not for the novelty."""
         if self.function is None:
             return embedding.uncertainty.detach().double()
         return called(self.name, self.function, embedding)
@@ -117,9 +117,9 @@ class Score:
 
 
 def called(name: str, function: Callable[[EmbeddingDistribution], Any], embedding: EmbeddingDistribution) -> Tensor:
-    """Return what a user's function says of embeddings: finite numbers, float64, shape (B,).
+    """Return a user's function of embeddings: finite numbers, float64, shape (B,).
 
-    It cannot ask about known inputs, as it decides what they are compared by.
+    The function cannot use p-values or the novelty, because p-values will be computed from it.
     """
     with torch.no_grad():
         scores = function(embedding._changed(embedding.raw_mean, embedding.spread, None))
@@ -132,7 +132,7 @@ def called(name: str, function: Callable[[EmbeddingDistribution], Any], embeddin
 
 
 def made_up(like: Tensor, typical_norm: float | None, centres: ClassCentres | None) -> EmbeddingDistribution:
-    """Return embeddings of the dimension, dtype and device of others (B, D), the same in every process."""
+    """Return made-up embeddings in the dimension, dtype and device of ``like`` (B, D), equal in every process."""
     dim, size = like.shape[1], typical_norm or 1.0
     wave = (1.7 * torch.arange(1, _PROBES * dim + 1, dtype=torch.float64)).sin().view(_PROBES, dim)
     mean = (wave * size * (2 / dim) ** 0.5).to(like)

@@ -1,6 +1,6 @@
 """How similar two uncertain embeddings are: the distribution of the cosine between them.
 
-It follows from mean and covariance of the direction ``x = z / |z|`` of each, in closed form.
+It follows in closed form from the mean and covariance of each direction ``x = z / |z|``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class CosineDistribution:
     Attributes:
         mean: Expected cosines, in [-1, 1], shape (N,) or (N, M).
         variance: Variances of the cosines, of the same shape.
-        complement: ``1 - mean`` in float64, with the digits that a mean near 1 has lost to rounding, of the same shape;
-            ``None`` to take it from the mean.
+        complement: ``1 - mean`` in float64, of the same shape, with the digits that a mean near 1 loses by rounding;
+            ``None``: computed from the mean.
     """
 
     mean: Tensor
@@ -56,9 +56,9 @@ class CosineDistribution:
     def probability(self, threshold: float | Tensor) -> Tensor:
         """Return the probability that the cosine reaches a threshold.
 
-        ``(1 + cosine) / 2`` is taken to have the Beta distribution of the same mean and variance. It respects the
-        bounds of a cosine; between two directions that agree it becomes the scaled chi-square distribution of
-        ``1 - cosine``, and between two directions at an angle a normal one. Without spread the probability is 0 or 1.
+        ``(1 + cosine) / 2`` is approximated by the Beta distribution of the same mean and variance. This keeps the
+        cosine in [-1, 1]; for two equal directions it becomes the scaled chi-square distribution of ``1 - cosine``, and
+        for two directions at an angle a normal distribution. Without spread the probability is 0 or 1.
 
         Args:
             threshold: A cosine in [-1, 1], or a tensor of them that broadcasts with the mean.
@@ -69,9 +69,9 @@ class CosineDistribution:
 
         Raises:
             InputTypeError: ``threshold`` is not a real number or tensor.
-            InputError: It is outside [-1, 1] or NaN, or does not broadcast to the shape of the mean.
+            InputError: ``threshold`` is outside [-1, 1] or NaN, or does not broadcast to the shape of the mean.
         """
-        from scipy.special import betainc  # nobody waits for this import who needs no probability
+        from scipy.special import betainc  # slow, so only a probability imports it
 
         limit = self._check_threshold(threshold)
         mean, variance = self.mean.detach().cpu().double(), self.variance.detach().cpu().double()
@@ -81,7 +81,7 @@ class CosineDistribution:
         size = torch.where(spread, size, torch.ones_like(size)).clamp(min=1e-9)
         share = torch.where(spread, below / 2, torch.full_like(mean, 0.5))
         above = torch.from_numpy(betainc((share * size).numpy(), ((1 - share) * size).numpy(), (1 - limit).numpy() / 2))
-        # A threshold that was read off the rounded mean counts as reached.
+        # A threshold equal to the rounded mean counts as reached.
         certain = (below <= 1 - limit) | ((mean == limit) & (limit < 1))
         return torch.where(spread, above, certain.double()).to(self.mean)
 
@@ -109,27 +109,27 @@ def similarity(
     """Return the distribution of the cosine between independent uncertain embeddings, in closed form.
 
     With mean ``m`` and covariance ``C`` of each direction, ``E[cos] = m_a . m_b`` and ``Var[cos] = m_a^T C_b m_a +
-    m_b^T C_a m_b + tr(C_a C_b)`` are exact for independent directions; ``m`` and ``C`` are those of
-    :func:`contrastive_curvature.embedding.similarity.directions`, to second order in the spread of the raw outputs. A
-    pair takes O(D) for diagonal covariances and O(D^2) for dense ones, in float64. The closed form fails in two or
-    three dimensions where the norm of a raw output may reach zero, and where one or two directions have most of the
-    spread (``docs/statistics.md``).
+    m_b^T C_a m_b + tr(C_a C_b)`` are exact for independent directions;
+    :func:`contrastive_curvature.embedding.similarity.directions` gives ``m`` and ``C``, to second order in the spread
+    of the raw outputs. A pair takes O(D) for diagonal covariances and O(D^2) for dense ones, in float64. The closed
+    form fails in two or three dimensions if the norm of a raw output may reach zero, and if one or two directions have
+    most of the spread (``docs/statistics.md``).
 
     Args:
-        a: Distribution over N embeddings of dimension D. Or a tensor of embeddings without uncertainty, of any norm,
-            shape (N, D); not for both arguments.
-        b: The same for M embeddings, on the same device.
-        pairwise: If true, all N x M pairs, computed in blocks. If false, row i of ``a`` with row i of ``b``, N = M.
+        a: Distribution over N embeddings of dimension D, or a tensor of embeddings without uncertainty, of any norm,
+            shape (N, D). At most one argument may be a tensor.
+        b: M embeddings in either form, on the same device.
+        pairwise: If true, compare all N x M pairs, in blocks; if false, row i of ``a`` with row i of ``b``, N = M.
 
     Returns:
-        Mean and variance of the cosines, shape (N,), or (N, M) if ``pairwise``. Distributions from samples enter with
-        the mean and the covariance of their normalised samples. The two embeddings of a pair count as independent, also
-        where samples of both come from the same networks.
+        Mean and variance of the cosines, shape (N,), or (N, M) if ``pairwise``. A distribution from samples uses the
+        mean and the covariance of its normalised samples. The two embeddings of a pair count as independent, even if
+        samples of both come from the same networks.
 
     Raises:
         InputTypeError: An argument has a wrong type, or both are tensors.
-        InputError: The dimensions, the devices or (without ``pairwise``) the numbers of embeddings differ; there are
-            none; an entry is not finite; or a row is zero.
+        InputError: The dimensions, the devices or (without ``pairwise``) the numbers of embeddings differ; there are no
+            embeddings; an entry is not finite; or a row is zero.
     """
     validate.flag("pairwise", pairwise)
     first, second = check_embeddings("a", a), check_embeddings("b", b)
@@ -144,7 +144,7 @@ def similarity(
         hint = "For all pairs, pass pairwise=True."
         raise InputError("b", f"{len(first)} embeddings, as many as in a", len(second), hint)
     out = cosine_distribution(directions("a", a), directions("b", b), pairwise=pairwise)
-    # Half precision is lifted.
+    # Half precision becomes float32.
     dtype = torch.promote_types(torch.promote_types(first.dtype, second.dtype), torch.float32)
     return CosineDistribution(out.mean.to(dtype), out.variance.to(dtype), out.complement)
 
@@ -190,7 +190,7 @@ def _complement(a: Tensor, lost_a: Tensor, b: Tensor, lost_b: Tensor) -> Tensor:
 
 
 def _bounded(complement: Tensor, variance: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return mean, variance and complement; a cosine of this mean cannot vary more."""
+    """Return mean, variance and complement, within the largest variance that a cosine of this mean can have."""
     complement = complement.clamp(0, 2)
     variance = torch.minimum(variance.clamp(min=0), complement * (2 - complement))
     return 1 - complement, variance, complement
@@ -216,13 +216,13 @@ def _variance(a: Directions, b: Directions, dot: Callable[[Tensor, Tensor], Tens
 class Directions:
     """Mean and covariance of N directions, float64.
 
-    The covariance is ``scale^2 V + axis tilt^T + tilt axis^T`` of the covariance ``V`` of the spread, which keeps its
-    structure: only :meth:`dense` makes matrices.
+    The covariance is ``scale^2 V + axis tilt^T + tilt axis^T``, with the covariance ``V`` of the spread. The spread
+    keeps its structure: only :meth:`dense` makes matrices.
 
     Attributes:
         mean: Means of the unit vectors, norm at most 1, shape (N, D).
-        lost: ``1 - |mean|^2``, which rounds to zero if computed from a mean of nearly norm 1, shape (N,).
-        spread: Of the raw outputs, or of the unit vectors themselves.
+        lost: ``1 - |mean|^2``, shape (N,); computed from a mean of nearly norm 1 it would round to zero.
+        spread: Spread of the raw outputs, or of the unit vectors themselves.
         scale: Shape (N,).
         axis: Shape (N, D).
         tilt: Shape (N, D).
@@ -237,7 +237,7 @@ class Directions:
 
     @classmethod
     def of(cls, mean: Tensor, lost: Tensor, spread: Spread | None = None) -> Directions:
-        """Build directions of which the covariance (zero for ``None``) is known."""
+        """Build directions with a known covariance (``None``: zero)."""
         nothing = torch.zeros_like(mean)
         return cls(mean, lost, Diagonal(nothing) if spread is None else spread, torch.ones_like(lost), nothing, nothing)
 
@@ -274,9 +274,9 @@ def check_embeddings(name: str, value: object) -> Tensor:
 def directions(name: str, embeddings: EmbeddingDistribution | Tensor) -> Directions:
     """Return mean and covariance of the directions of embeddings, in float64.
 
-    In float32 the cosine of two embeddings that nearly agree would have lost its distance from one, and its variance.
+    In float32 the cosine of two nearly equal embeddings would lose its distance from one, and its variance.
 
-    Of a tensor: its normalised rows, without spread. Of samples: mean and covariance of the normalised samples. Of a
+    For a tensor: its normalised rows, without spread. For samples: mean and covariance of the normalised samples. For a
     Gaussian ``N(m, V)`` over raw outputs, with ``n = |m|``, ``u = m / n``, ``S = V / n^2`` and ``P = I - u u^T``::
 
         tau = tr(P S P)      rho = u^T S u       c = P S u       q = tr((P S P)^2)
@@ -287,13 +287,13 @@ def directions(name: str, embeddings: EmbeddingDistribution | Tensor) -> Directi
         Cov[x] = (1 - R^2 - zeta) / tau P S P + zeta u u^T
 
     ``R`` is exact to the second power of the covariance, ``E[x]`` and ``Cov[x]`` to the first, and the variance along
-    ``u``, which starts with the second power, to that. Trace of the covariance and squared length of the mean add up to
-    one, as for every unit vector, up to the second power of ``c``. With ``rho`` in it, the power keeps the mean inside
-    the sphere, however large the spread.
+    ``u`` to the second, which is its leading power. The trace of the covariance and the squared length of the mean add
+    up to one, as for every unit vector, up to the second power of ``c``. The power contains ``rho``, so the mean stays
+    inside the sphere even for a large spread.
 
-    Source: derived for this library. Around the mean of the squared tangential length, ``|z|^2 = n^2 ((1 + r)^2 +
-    tau)``, which is nearly constant in high dimension, the expansion in the rest converges also for large ``tau``; it
-    gives the limits of an isotropic Gaussian of infinite variance to order 1 / D.
+    Source: derived for this library. The squared tangential length is replaced by its mean,
+    ``|z|^2 = n^2 ((1 + r)^2 + tau)``, because it is nearly constant in high dimension. The expansion in the rest then
+    converges for large ``tau`` too; for an isotropic Gaussian of infinite variance it gives the limits to order 1 / D.
     """
     if isinstance(embeddings, Tensor):
         point, _ = unit(name, validate.real(name, embeddings).double())
@@ -315,14 +315,15 @@ def directions(name: str, embeddings: EmbeddingDistribution | Tensor) -> Directi
 
 
 def angle_variance(name: str, embeddings: EmbeddingDistribution, towards: Tensor) -> Tensor:
-    """Return variances (N,) of directions along the great circles to others (N, D); of equal ones, the mean over all.
+    """Return variances (N,) along great circles to ``towards`` (N, D); for equal directions, the mean over all.
 
-    With a unit vector ``t`` at a right angle to ``u``, it is ``t^T Cov[x] t = (1 - R^2 - zeta) / tau t^T S t`` in the
-    notation of :func:`directions`: the covariance is read once, for its products with ``u`` and ``t``.
+    With a unit vector ``t`` at a right angle to ``u``, the variance is
+    ``t^T Cov[x] t = (1 - R^2 - zeta) / tau t^T S t`` in the notation of :func:`directions`. The covariance is read
+    once, for its products with ``u`` and ``t``.
     """
     spread = embeddings.spread
     u, norm = unit(name, (embeddings.mu if isinstance(spread, Samples) else embeddings.raw_mean).double())
-    # Of an embedding and itself, what rounding leaves is no direction.
+    # The difference between an embedding and itself is only rounding, and has no direction.
     equal = 8 * torch.finfo(towards.dtype).eps
     apart = unit(name, towards.double())[0] - u
     tangent = apart - (apart * u).sum(1, keepdim=True) * u
@@ -347,7 +348,7 @@ def _relative(
 ) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...], _Four]:
     """Return ``s``, ``tau``, ``rho``, products of ``S = s^2 V`` with ``u`` and vectors (N, D), and :func:`_scalars`.
 
-    ``s`` is ``1 / |m|``, and less where the direction is random.
+    ``s`` is ``1 / |m|``, or less if the direction is nearly random.
     """
     trace, size, products = spread.moments(u, *vectors)
     # In this order neither the square of a norm nor a quotient by it can overflow.
@@ -357,7 +358,7 @@ def _relative(
     rho = (products[0] * u).sum(1)
     tau = (root * trace * root - rho).clamp(min=0)
     bend = (products[0] - rho.unsqueeze(1) * u).square().sum(1)
-    # Between what it may be, because where rho is far larger than tau the difference has lost its digits.
+    # Clamped to its possible range, because the difference loses its digits if rho is far larger than tau.
     square = ((root * size * root).square() - 2 * bend - rho**2).clamp(tau**2 / (u.shape[1] - 1), tau**2)
     return root, tau, rho, products, _scalars(tau, rho, bend, square)
 
@@ -366,7 +367,7 @@ def _scalars(tau: Tensor, rho: Tensor, bend: Tensor, square: Tensor) -> _Four:
     """Return ``R``, ``(1 - R^2 - zeta) / tau``, ``zeta`` and ``1 - |E[x]|^2``, shape (N,) each."""
     tiny = torch.finfo(tau.dtype).tiny
     whole = 1 + tau
-    # Divided by tau at once, because 1 - R^2 loses its digits where tau is small.
+    # Divide by tau first, because 1 - R^2 loses its digits if tau is small.
     ratio = (3 * rho * tau + 6 * bend - 1.5 * square) / (tau + tiny) / whole**2
     g = ratio * tau
     kept = torch.where(g > 0, 1 / (1 + g.clamp(min=0)), 1 - g)

@@ -1,4 +1,4 @@
-"""How raw outputs spread around their mean: each kind keeps what it was given, and answers for B outputs at once."""
+"""How raw outputs spread around their mean: each kind of spread keeps its own parts, for B outputs at once."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _ENTRIES = 2**17
 class Spread:
     """Spread of B raw outputs of dimension D.
 
-    The answers here come from the covariances; a kind that knows more gives its own. The fields are tensors with one
-    row an output, unless a kind says otherwise.
+    The methods here use the covariances; a kind with more structure overrides them. The fields are tensors with one row
+    for each output, unless a kind says otherwise.
     """
 
     semidefinite: ClassVar[bool] = False
@@ -30,7 +30,7 @@ class Spread:
 
     @property
     def kind(self) -> str:
-        """What parts of a concatenation have in common."""
+        """Name of the kind; all parts of a concatenation have the same one."""
         raise NotImplementedError
 
     @property
@@ -60,7 +60,7 @@ class Spread:
         return self.variance.double().sum(1), torch.cat(radial)
 
     def moments(self, *vectors: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Return ``tr Cov``, ``|Cov|_F`` and ``Cov v`` of vectors ``v`` (B, D) each, float64; it reads Cov once."""
+        """Return ``tr Cov``, ``|Cov|_F`` and ``Cov v`` for each vector ``v`` (B, D), float64; ``Cov`` is read once."""
         trace = self.variance.double().sum(1)
         parts = [
             (torch.linalg.vector_norm(wide, dim=(1, 2)), v @ wide) for wide, v in self._blocks(torch.stack(vectors, 1))
@@ -69,7 +69,7 @@ class Spread:
         return trace, size, products.unbind(1)
 
     def _blocks(self, vectors: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield covariances in float64, a few at a time, and the rows of vectors (B, K, D) that belong to them."""
+        """Yield covariances in float64, a few at a time, each with its rows of ``vectors`` (B, K, D)."""
         step = max(1, _ENTRIES // vectors.shape[2] ** 2)
         for covariance, some in zip(self.covariance.split(step), vectors.split(step), strict=True):
             yield covariance.double(), some
@@ -82,7 +82,7 @@ class Spread:
         return (mean + torch.einsum("bde,sbe->sbd", root, noise)).to(mean.dtype)
 
     def rows(self, rows: Tensor | slice) -> Self:
-        """Return the spread of some of the outputs; -1 is an output of NaN."""
+        """Return the spread of the selected outputs; -1 is an output of NaN."""
         return self._mapped(lambda value: taken(value, rows))
 
     def to(self, device: Any, dtype: torch.dtype | None) -> Self:
@@ -90,7 +90,7 @@ class Spread:
         return self._mapped(lambda value: value.to(device=device, dtype=dtype))
 
     def cat(self, others: Sequence[Any]) -> Spread:
-        """Return the spread of these outputs and of others, which are of the same kind."""
+        """Concatenate with ``others``, which are of the same kind."""
         parts = (self, *others)
         return replace(self, **{f.name: torch.cat([getattr(part, f.name) for part in parts]) for f in fields(self)})
 
@@ -154,7 +154,7 @@ class Dense(Spread):
 
 @dataclass(frozen=True, eq=False)
 class Axes(Spread):
-    """Covariances ``U diag(v_b) U^T + C``, kept as their parts: B matrices may take longer than the encoder itself.
+    """Covariances ``U diag(v_b) U^T + C``, kept as parts, because building B matrices may take longer than the encoder.
 
     A Kronecker-factored posterior of a last layer gives them.
 
@@ -162,7 +162,7 @@ class Axes(Spread):
         axes: ``U``, orthonormal columns, shape (D, D).
         values: ``v``, not negative, shape (B, D).
         common: ``C``, positive semidefinite, shape (D, D), or ``None`` for zero.
-        dtype: Of the covariances.
+        dtype: Dtype of the covariances.
     """
 
     axes: Tensor
@@ -188,7 +188,7 @@ class Axes(Spread):
 
     @override
     def finite(self) -> Tensor:
-        # The largest of some numbers is NaN where one of them is.
+        # ``amax`` is NaN if one of the numbers is NaN.
         finite = self.values.amax(1).isfinite()
         return finite if self.common is None else finite & self.common.diagonal().isfinite().all()
 
@@ -223,7 +223,7 @@ class Axes(Spread):
         return Axes(self.axes.to(device), self.values.to(device), common, dtype or self.dtype)
 
     def cat(self, others: Sequence[Spread]) -> Spread:
-        """See :meth:`Spread.cat`; other axes make the covariances dense."""
+        """See :meth:`Spread.cat`; if the axes differ, the covariances become dense."""
         same = [
             p for p in others if isinstance(p, Axes) and _equal(p.axes, self.axes) and _equal(p.common, self.common)
         ]
@@ -252,12 +252,12 @@ class Joint(Spread):
         return self.blocks.reshape(n * dim, n * dim)
 
     def finite(self) -> Tensor:
-        """See :meth:`Spread.finite`; an output that is finite alone counts as such where another one is not."""
+        """See :meth:`Spread.finite`; a finite output counts as finite even if another output is not."""
         own = super().finite()
         return own if not bool(own.all()) else self.blocks.isfinite().flatten(1).all(1)
 
     def sample(self, mean: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
-        """See :meth:`Spread.sample`; the outputs of a sample are those of one network."""
+        """See :meth:`Spread.sample`; all outputs of a sample come from one network."""
         whole = Dense(self.joint_covariance.unsqueeze(0))
         return whole.sample(mean.reshape(1, -1), n_samples, generator).view(n_samples, *mean.shape)
 
@@ -285,7 +285,7 @@ class Samples(Spread):
         return centred.mT @ centred / (self.samples.shape[1] - 1)
 
     def across(self, u: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`Spread.across`; it takes no covariance."""
+        """See :meth:`Spread.across`; no covariance is computed."""
         centred = (self.samples - self.samples.mean(1, keepdim=True)).double()
         others = centred.shape[1] - 1
         return centred.square().sum((1, 2)) / others, (centred @ u.unsqueeze(2)).square().sum((1, 2)) / others
@@ -295,7 +295,7 @@ class Samples(Spread):
         return vmf.fit(self.samples.transpose(0, 1))
 
     def sample(self, mean: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
-        """See :meth:`Spread.sample`; the first of the given samples."""
+        """See :meth:`Spread.sample`; returns the first of the stored samples."""
         most = self.samples.shape[1]
         if n_samples > most:
             hint = "This distribution was built from those samples; request more of them in the prediction."
@@ -304,14 +304,14 @@ class Samples(Spread):
 
 
 def taken(values: Tensor, rows: Tensor | slice) -> Tensor:
-    """Return rows of values (B, ...), by their numbers or a slice; for the row -1, NaN."""
+    """Return rows of ``values`` (B, ...) by indices or a slice; index -1 gives NaN."""
     if isinstance(rows, Tensor) and bool((rows < 0).any()):
         values = torch.cat([values, values.new_full((1, *values.shape[1:]), torch.nan)])
     return values[rows]
 
 
 def _noise(mean: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
-    # There is no decomposition in half precision.
+    # torch has no decomposition in half precision.
     wide = torch.promote_types(mean.dtype, torch.float32)
     return torch.randn(n_samples, *mean.shape, dtype=wide, device=mean.device, generator=generator)
 

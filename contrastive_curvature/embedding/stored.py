@@ -1,4 +1,4 @@
-"""Embeddings that are kept elsewhere: mean direction, concentration, uncertainty."""
+"""Embeddings in a vector store: mean direction, concentration, uncertainty."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from contrastive_curvature.metrics._checks import check_embeddings, check_scores
 
 @dataclass(frozen=True, eq=False)
 class _Stored(Diagonal):
-    """Equal variances in all directions, and the numbers (N,) that they come from."""
+    """Equal variances in all directions, with the stored concentrations and uncertainties, shape (N,) each."""
 
     kappa: Tensor
     uncertainty: Tensor
 
 
 class StoredEmbeddings(EmbeddingDistribution):
-    """Embeddings of which only mean direction, concentration and uncertainty are known.
+    """Embeddings with only mean direction, concentration and uncertainty.
 
-    It stands wherever an :class:`.EmbeddingDistribution` does. Of the covariance, one number is left: the outputs are a
-    Gaussian around ``mu`` with equal variances in all directions, whose concentration is ``kappa``.
+    It can replace any :class:`.EmbeddingDistribution`. The outputs are a Gaussian around ``mu`` with equal variances in
+    all directions, chosen so that the concentration is ``kappa``.
 
     Args:
         mu: Mean directions, of any norm, shape (N, D), D >= 2.
@@ -52,15 +52,15 @@ class StoredEmbeddings(EmbeddingDistribution):
 
     @classmethod
     def of(cls, embeddings: EmbeddingDistribution) -> StoredEmbeddings:
-        """Return what is to be kept of a prediction ``la(x)``.
+        """Return the stored form of a prediction ``la(x)``.
 
-        Fit a :class:`.MatchProbability` on such embeddings if it is later asked about them.
+        If you later use a :class:`.MatchProbability` on stored embeddings, fit it on stored embeddings too.
 
         Args:
             embeddings: The prediction.
 
         Raises:
-            InputTypeError: It is no EmbeddingDistribution.
+            InputTypeError: ``embeddings`` is not an EmbeddingDistribution.
             InputError: A concentration or an uncertainty is not finite.
         """
         if not isinstance(embeddings, EmbeddingDistribution):
@@ -74,12 +74,12 @@ class StoredEmbeddings(EmbeddingDistribution):
 
     @property
     def kappa(self) -> Tensor:
-        """Concentrations as they were given, shape (N,)."""
+        """The stored concentrations, shape (N,)."""
         return self.spread.kappa
 
     @property
     def uncertainty(self) -> Tensor:
-        """Uncertainties as they were given, shape (N,)."""
+        """The stored uncertainties, shape (N,)."""
         return self.spread.uncertainty
 
     @property
@@ -93,13 +93,13 @@ class StoredEmbeddings(EmbeddingDistribution):
 
 
 def tangential_variance_of(kappa: Tensor, dim: int) -> Tensor:
-    """Return the tangential variances (N,), float64, whose concentrations are ``kappa`` (N,).
+    """Return the tangential variances (N,), float64, of the concentrations ``kappa`` (N,).
 
-    It is the inverse of ``concentration_of_variance``. With ``s = sqrt(1 + tv)``, the concentration is
-    ``(D s^2 - 1) / (s (s^2 - 1))``, which falls as s grows. The root is bracketed by halving in ``log(s - 1)``, where
-    tiny variances keep their digits. The result is finite, at most about 1e16.
+    This inverts ``concentration_of_variance``. With ``s = sqrt(1 + tv)``, the concentration is
+    ``(D s^2 - 1) / (s (s^2 - 1))``, which falls as s grows. Bisection in ``log(s - 1)`` finds the root, so tiny
+    variances keep their digits. The result is finite, at most about 1e16.
     """
-    # Below 1e-6 the direction is uniform to every digit that anything here computes.
+    # Below 1e-6 the direction counts as uniform: no digit of any result changes.
     wanted = kappa.double().clamp(min=1e-6 * dim)
     low, high = torch.full_like(wanted, -100.0), torch.full_like(wanted, 20.0)
     for _ in range(60):

@@ -5,16 +5,16 @@ the softmax integrated over the cosines. With the logits ``l_c`` and their mean 
 
 ``d_c = l_c - mean_{k != c} l_k``
 
-keeps all that a softmax depends on, ``softmax(l) = softmax((1 - 1 / C) d)``, and what all logits of an image have in
-common cancels in it, mean and variance: what all classes share of their embeddings says nothing of the class, and in
-encoders of images and texts that is most of it. The integral takes MacKay's factor,
+determines the softmax, ``softmax(l) = softmax((1 - 1 / C) d)``. The part that all logits of an image share cancels in
+``d_c``, in mean and variance. That part says nothing about the class, and in encoders of images and texts it is the
+largest. The integral is approximated with MacKay's factor,
 
 ``p = softmax((1 - 1 / C) E[d_c] / sqrt(1 + pi / 8 Var[d_c]))``
 
 which for two classes is his approximation of the integrated sigmoid. For more classes it is the mean-field
-approximation of Lu et al., with the difference in place of the logit: it treats the classes as independent. Its total
-variation from the probabilities of sampled embeddings, where classes have most of their direction in common and the
-scale is 100 (``benchmarks/zero_shot.py`` at commit 1e1b25c, which says what the errors are):
+approximation of Lu et al., with the difference in place of the logit: it treats the classes as independent. The table
+gives the total variation distance to the probabilities of sampled embeddings, for classes that share most of their
+direction and a scale of 100 (``benchmarks/zero_shot.py`` at commit 1e1b25c explains the errors):
 
 | classes, uncertain | softmax of the means | mean field of logits | this |
 |---|---|---|---|
@@ -25,8 +25,8 @@ scale is 100 (``benchmarks/zero_shot.py`` at commit 1e1b25c, which says what the
 | 10, both | 0.39 | 0.19 | 0.19 |
 | 100, both | 0.69 | 0.45 | 0.46 |
 
-So probabilities of many classes with very uncertain prompts are still too sure. On labelled images,
-:meth:`ZeroShotClassifier.fit_temperature` corrects what remains.
+So probabilities of many classes with very uncertain prompts are still too sure.
+:meth:`ZeroShotClassifier.fit_temperature` corrects this with labelled images.
 
 Sources: MacKay, The Evidence Framework Applied to Classification Networks, 1992; Lu, Ie and Sha, Mean-Field
 Approximation to Gaussian-Softmax Integral with Application to Uncertainty Estimation, 2020; prompts and their mean:
@@ -58,25 +58,25 @@ _MOST_TEMPERATURE = 100.0
 
 
 class ZeroShotClassifier:
-    """Classes that are given by their prompts.
+    """Zero-shot classifier whose classes are defined by prompts.
 
     Args:
         prompts: Distribution over the embeddings of P prompts, ``la.b(prompts)``; or their embeddings without
             uncertainty, of any norm, shape (P, D).
-        scale: What the model multiplies cosines with, positive: ``1 / temperature`` of an
+        scale: Factor of the model's cosines, positive: ``1 / temperature`` of an
             :class:`~contrastive_curvature.InfoNCELoss`, ``model.logit_scale.exp().item()`` of CLIP. A bias of the
-            logits, as SigLIP has one, cancels.
-        labels: Class of every prompt, whole numbers, shape (P,); ``None``: every prompt is a class. A class of several
-            prompts has their mean direction as embedding, divided by the length that it would have without
+            logits, as in SigLIP, cancels.
+        labels: Class of every prompt, whole numbers, shape (P,); ``None``: every prompt is a class. The embedding of a
+            class with several prompts is their mean direction, divided by the length that it would have without
             uncertainty, as in CLIP; errors of the prompts count as independent.
 
     Attributes:
         classes: The labels, sorted, shape (C,); the columns of :meth:`probabilities`.
-        temperature: By which the logits are divided; 1 before :meth:`fit_temperature`.
+        temperature: Divisor of the logits; 1 before :meth:`fit_temperature`.
 
     Raises:
         InputTypeError: An argument has a wrong type.
-        InputError: Fewer than two classes, an embedding of zero or that is not finite, the prompts of a class cancel,
+        InputError: There are fewer than two classes, an embedding is zero or not finite, the prompts of a class cancel,
             or the scale or a label is malformed.
     """
 
@@ -99,7 +99,7 @@ class ZeroShotClassifier:
             raise InputError("prompts", "prompts of a class in one direction", f"opposite ones in {which}")
         centres = self._summed(of_prompts.mean, index) / counts / length
         self._centred = centres - centres.mean(0)
-        # Of the prompts only their spread: the means are in the classes.
+        # Only the spread of the prompts: the class embeddings hold the means.
         self._spread = (
             None
             if isinstance(prompts, Tensor)
@@ -108,22 +108,22 @@ class ZeroShotClassifier:
         self._index, self._share = index, (1 / (counts * length).square())[index, 0]
 
     def probabilities(self, images: EmbeddingDistribution | Tensor) -> Tensor:
-        """Probabilities of the classes, integrated over the uncertain embeddings.
+        """Return the class probabilities, integrated over the uncertain embeddings.
 
         Args:
             images: Distribution over N embeddings, ``la.a(images)``; or embeddings without uncertainty, shape (N, D).
 
         Returns:
-            Shape (N, C); every row sums to one. A softmax where nothing is uncertain.
+            Shape (N, C); every row sums to one. Without uncertainty, a softmax.
 
         Raises:
             InputTypeError: ``images`` has another type.
-            InputError: Another number of dimensions or another device than the prompts, or malformed embeddings.
+            InputError: Dimension or device differ from the prompts, or the embeddings are malformed.
         """
         return (self._logits(images) / self.temperature).softmax(1).to(self._dtype)
 
     def predict(self, images: EmbeddingDistribution | Tensor) -> Tensor:
-        """The most probable classes.
+        """Return the most probable classes.
 
         Args:
             images: See :meth:`probabilities`.
@@ -134,7 +134,7 @@ class ZeroShotClassifier:
         return self.classes[self._logits(images).argmax(1)]
 
     def fit_temperature(self, images: EmbeddingDistribution | Tensor, labels: Tensor) -> float:
-        """Choose the temperature with which labelled images are most probable.
+        """Choose the temperature that makes the labels of the images most probable.
 
         Call it with images that neither encoder was trained on. The negative log-likelihood is convex in ``1 / T``.
 
@@ -143,14 +143,14 @@ class ZeroShotClassifier:
             labels: Their classes, shape (N,).
 
         Returns:
-            The temperature, between 1/100 and 100. It may be anything small where all images are classified rightly.
+            The temperature, between 1/100 and 100. If all images are classified correctly, it is small and arbitrary.
 
         Raises:
-            InputError: A label is of no class, or the embeddings are malformed. The temperature is as it was.
+            InputError: A label is not a class, or the embeddings are malformed. The temperature does not change.
 
         Source: Guo et al., On Calibration of Modern Neural Networks, 2017.
         """
-        from scipy.optimize import minimize_scalar  # nobody waits for this import who needs no temperature
+        from scipy.optimize import minimize_scalar  # slow, so only this method imports it
 
         logits = self._logits(images).detach()
         labels = check_labels(labels, len(logits)).to(self.classes.device)
@@ -166,7 +166,7 @@ class ZeroShotClassifier:
 
         most = math.log(_MOST_TEMPERATURE)
         best = minimize_scalar(cost, bounds=(-most, most), method="bounded", options={"xatol": 1e-6})
-        # The method never tries the ends.
+        # The bounded search never tries the end points.
         self.temperature = math.exp(min((float(best.x), -most, most), key=cost))
         return self.temperature
 
@@ -182,7 +182,7 @@ class ZeroShotClassifier:
 
     def _logits_of(self, images: Directions) -> Tensor:
         many = len(self.classes)
-        # Half of a difference of unit vectors has a length of at most one, as a direction has.
+        # Half a difference of unit vectors has a length of at most one, like a direction.
         half = self._centred / 2
         certain = Directions.of(half, 1 - half.square().sum(1))
         variance = 4 * cosine_distribution(images, certain, pairwise=True).variance

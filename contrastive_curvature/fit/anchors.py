@@ -1,6 +1,6 @@
-"""The curvature of a loss of anchors over a data set, each compared with the candidates of its batch, as in training.
+"""The curvature of a loss of anchors over a data set; each anchor is compared within its batch, as in training.
 
-Nothing has to be known of other batches: inputs may be augmented anew, and one pass is enough.
+Batches need no data of other batches, so inputs may be augmented again, and one pass is enough.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from contrastive_curvature.fit.loop import DatasetCurvature, Fit, Source, nothin
 from contrastive_curvature.fit.passes import Passes
 from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.losses.row_derivatives import RowDerivatives
+from contrastive_curvature.losses.rows import RowDerivatives
 from contrastive_curvature.network.loader import check_not_empty
 
 _log = logging.getLogger("contrastive_curvature")
 
 
 def parts(f: Fit, pairs: Any, passes: Passes) -> Iterator[Part | Total]:
-    """Give the Hessian of every batch as its part of the data set's."""
+    """Yield the Hessian of every batch as its part of the data set."""
     del pairs
     loss = f.options.loss
     for batch, z, context in passes.again(f.progress, "[curvature]"):
@@ -54,13 +54,13 @@ ANCHORS = Source(nothing, nothing, parts, closed)
 
 
 def check_compared(total: Total) -> None:
-    """Say how many anchors had nothing to be compared with."""
+    """Report how many anchors had no candidates."""
     check_not_empty(total.n)
     note_skipped(int(total.terms["anchors"]), int(total.terms["skipped"]))
 
 
 def note_skipped(anchors: int, skipped: int) -> None:
-    """Say how many anchors had nothing to be compared with."""
+    """Report how many anchors had no candidates."""
     if not anchors:
         hint = "An anchor needs a positive among the candidates of its batch: larger batches, or several of each class."
         wanted = "at least one anchor with positives and candidates as the loss compares them"
@@ -79,8 +79,8 @@ class WholeHessian:
 
     Args:
         z: Raw outputs of all N points, shape (N, D).
-        parts: Hessians of consecutive points, none of which is coupled with those of another part.
-        classes: Centres of the classes, where there are labels.
+        parts: Hessians of consecutive points; points of different parts are not coupled.
+        classes: Centres of the classes, if there are labels.
     """
 
     z: Tensor
@@ -120,7 +120,7 @@ def collect_anchors(f: Fit, passes: Passes) -> WholeHessian:
         parts.append(loss.data_hessian(z, loss.relate(z, batch.labels, batch.pairs)))
         derivatives = parts[-1].derivatives
         if isinstance(derivatives, RowDerivatives):
-            # All batches stay: what is large is computed again when it is asked for.
+            # All batches stay in memory, so large tensors are dropped and computed again when needed.
             derivatives.release()
     check_not_empty(len(outputs))
     z = torch.cat(outputs)

@@ -48,16 +48,17 @@ def ggn(
 
     ``J`` is the Jacobian of the raw outputs (before any l2-normalisation) and ``H`` the output Hessian
     (:func:`~contrastive_curvature.output_hessian`). ``diag`` and ``full`` are exact for every distance and fix;
-    ``kron`` is the K-FAC approximation, which takes each point on its own and leaves cross terms out. The model is run
-    in evaluation mode and left as it was; a model in half precision is computed in float32.
+    ``kron`` is the K-FAC approximation, which treats each point separately and leaves cross terms out. The model runs
+    in evaluation mode and does not change; a model in half precision is computed in float32.
 
     Args:
-        model: Any module that maps ``x`` to (N, D); an l2-normalisation module at its end is looked through.
+        model: Any module that maps ``x`` to (N, D); an l2-normalisation module at its end is skipped.
         x: A batch of N points, a tensor or a mapping of tensors.
         labels: Integer class labels, shape (N,).
-        pairs: Instead of labels: index tuples ``(a, p, n)`` or ``(a1, p, a2, n)``, boolean masks ``(positive,
-            negative)``, or a callable on the targets given as ``labels``; or what the loss takes.
-        loss: A loss (:mod:`contrastive_curvature.losses`); ``None`` takes the contrastive one with ``margin``,
+        pairs: Instead of labels: index tuples ``(a, p, n)`` or ``(a1, p, a2, n)``, boolean masks
+            ``(positive, negative)``, or a callable on targets that are passed as ``labels``; or any other form that the
+            loss accepts.
+        loss: A loss (:mod:`contrastive_curvature.losses`); ``None``: the contrastive loss with ``margin``,
             ``negative_weight`` and ``normalization``.
         distance: ``"arccos"`` (normalisation in the loss) or ``"euclidean"`` (in the network, linearised).
         pd_fix: See :class:`~contrastive_curvature.options.PDFix`.
@@ -67,17 +68,17 @@ def ggn(
         structure: ``"diag"``, ``"full"`` or ``"kron"``.
         subset_of_weights: ``"all"`` trainable parameters, ``"last_layer"``, or an integer tensor of indices into the
             flattened trainable parameters (a subnetwork).
-        clamp: Clamp at zero what was accumulated: the entries of the diagonal, the eigenvalues of a matrix or factor.
+        clamp: Whether to clamp the sum at zero: the entries of the diagonal, or the eigenvalues of a matrix or factor.
             ``False`` returns the raw sum.
         mc_samples: ``None``: exact, with a backward pass for every output. K: an unbiased estimate of ``diag`` or
-            ``kron`` from K backward passes with random cotangents (twice K where the Hessian is indefinite), for
-            networks with many outputs. Refused for coupled fixes and for the last layer, whose closed form is cheaper.
+            ``kron`` from K backward passes with random cotangents (2 K if the Hessian is indefinite), for networks with
+            many outputs. Refused for coupled fixes and for the last layer, whose closed form is cheaper.
         generator: Source of randomness of ``mc_samples``; ``None`` takes the seed 0.
 
     Returns:
         ``diag``: shape (P,), in the order of ``model.parameters()``. ``full``: (P, P). ``kron``: a list of ``[G, A]``
         for every matrix and ``[block]`` for every vector, in the same order. Frozen parameters are left out, except
-        with ``"last_layer"``, which takes the whole layer.
+        with ``"last_layer"``, which always uses the whole layer.
 
     Raises:
         InputError: An argument is malformed, or the curvature is not finite; the message names argument or layer.
@@ -106,7 +107,7 @@ def ggn(
         encoder = Encoder(model, x)
         check_encoder(encoder, chosen)
         pullback = make_pullback(encoder, subset_of_weights)
-        # Before the batch runs: what is wrong with labels or pairs does not depend on the outputs.
+        # Checked before the batch runs, because errors in labels or pairs do not depend on the outputs.
         like = next(encoder.parameters())
         relation = chosen.relate(like.new_zeros(input_length(x), encoder.dim), labels, pairs)
         z, context = pullback.forward(x)
@@ -118,7 +119,7 @@ def ggn(
 
 
 def check_encoder(encoder: Encoder, loss: CosineLoss) -> None:
-    """Refuse what an analysed encoder cannot be asked for."""
+    """Refuse a loss that an analysed encoder cannot support."""
     if encoder.normalized and loss.distance is Distance.ARCCOS:
         raise UnsupportedError(
             "distance='arccos': the outputs of the encoder are already normalised, and the module that does it is "
@@ -128,13 +129,13 @@ def check_encoder(encoder: Encoder, loss: CosineLoss) -> None:
 
 
 def check_trainable(encoder: Encoder) -> None:
-    """Refuse an encoder all of whose parameters are frozen."""
+    """Refuse an encoder without trainable parameters."""
     if not any(p.requires_grad for p in encoder.parameters()):
         raise InputError("model", "at least one parameter that requires a gradient", "none")
 
 
 def make_pullback(encoder: Encoder, subset_of_weights: str | Tensor) -> Pullback:
-    """Return the pullback to the parameters that the user asks for."""
+    """Return the pullback to the chosen parameters."""
     wanted = "'all', 'last_layer' or an integer tensor of indices into the flattened trainable parameters"
     if isinstance(subset_of_weights, Tensor):
         total = sum(p.numel() for p in encoder.parameters() if p.requires_grad)
@@ -151,7 +152,7 @@ def make_pullback(encoder: Encoder, subset_of_weights: str | Tensor) -> Pullback
 
 
 def check_indices(indices: object, total: int, argument: str) -> Tensor:
-    """Return distinct entries of the flattened trainable parameters, ``total`` of them, or refuse what are none."""
+    """Return the indices; refuse all but distinct entries of the ``total`` flattened trainable parameters."""
     if not isinstance(indices, Tensor):
         raise InputTypeError(argument, "an integer tensor of indices", f"a {type(indices).__name__}")
     whole = indices.dtype != torch.bool and not (indices.is_floating_point() or indices.is_complex())
@@ -165,7 +166,7 @@ def check_indices(indices: object, total: int, argument: str) -> Tensor:
 
 
 def _is_last_layer_alone(encoder: Encoder) -> bool:
-    """Return whether the trainable parameters are those of the last layer, which has closed forms."""
+    """Return whether only the last layer is trainable, which has closed forms."""
     try:
         layer = encoder.require_last_layer()
     except UnsupportedError:

@@ -1,7 +1,7 @@
 """The cheap estimate of a data set's curvature, from the pairs inside each batch, rescaled (paper, Proposition B.1).
 
-A first pass counts the pairs, of the data set and inside the batches. Then every pair inside a batch has its weight
-among all pairs of the data set, divided by the part of the pairs of its type that lies inside a batch.
+A first pass counts the pairs of the data set and the pairs inside batches. Then every pair inside a batch gets its
+weight among all pairs of the data set, divided by the fraction of pairs of its type that are inside a batch.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def statistics(f: Fit, passes: Passes) -> Total:
     """Count the pairs; the network does not run."""
     relation, n = f.options.relation, 0
     inside = torch.zeros(2, dtype=torch.float64)
-    # Class labels are counted; of other targets it takes all to know the pairs of a point.
+    # Class labels are counted; other targets are all kept, because the pairs of a point depend on all of them.
     rows, table, record = RowCollector(0 if relation is None else None), ClassTableCollector(), PassRecord()
     for batch in f.progress.over(passes.reader, "[targets]"):
         y: Any = batch.labels
@@ -49,7 +49,7 @@ def statistics(f: Fit, passes: Passes) -> Total:
 
 
 def inside_shares(f: Fit, statistics: Total) -> InsideShares:
-    """Return what weights the pairs of a batch, from what the first passes over all parts have counted."""
+    """Return a function that weights the pairs of a batch, from the counts of the first passes over all parts."""
     check_not_empty(statistics.n)
     inside = statistics.terms[_INSIDE].tolist()
     check_fittable(statistics.n, inside[0])
@@ -70,7 +70,7 @@ def inside_shares(f: Fit, statistics: Total) -> InsideShares:
 
 
 def parts(f: Fit, shares: InsideShares, passes: Passes) -> Iterator[Part | Total]:
-    """Give the Hessian of the pairs inside every batch, as its part of the data set's."""
+    """Yield the Hessian of the pairs inside every batch, as its part of the data set."""
     loss = f.options.loss
     for batch, z, context in passes.again(f.progress, "[curvature]"):
         targets: Any = batch.labels

@@ -1,4 +1,4 @@
-"""Mean directions of the classes of training: an embedding between two of them is less certain than the angle says."""
+"""Mean directions of the training classes: an embedding between two of them is less certain than its angle says."""
 
 from __future__ import annotations
 
@@ -47,13 +47,14 @@ class ClassCentres:
     """Sums of the unit embeddings of every class, whose directions are the centres.
 
     Args:
-        labels: Different class labels, ascending, int64, shape (K,). One class says nothing until others are merged.
+        labels: Distinct class labels, ascending, int64, shape (K,). A single class has no effect until others are
+            merged.
         sums: Sums of unit embeddings, float64, shape (K, D).
         typical: Mean of :meth:`ratio`, capped, over inputs of these classes, each left out of its own centre.
         n: Number of these inputs.
-        sample: Some of them, with their unit embeddings and labels in the columns ``outputs`` and ``targets``: what is
-            typical has to be measured again where further classes are merged. A ``state_dict`` leaves it out: these are
-            the user's data.
+        sample: Some of these inputs, with their unit embeddings and labels in the columns ``outputs`` and ``targets``,
+            because ``typical`` must be measured again when other classes are merged. A ``state_dict`` leaves the sample
+            out, because it is the user's data.
     """
 
     labels: Tensor
@@ -64,14 +65,14 @@ class ClassCentres:
 
     @classmethod
     def of(cls, outputs: Tensor, labels: Tensor) -> ClassCentres | None:
-        """Return the centres of raw outputs (N, D) with int64 labels (N,); ``None`` where they cost too much."""
+        """Return the centres of raw outputs (N, D) with int64 labels (N,); ``None`` if they are too large."""
         every = Rows(None, content_numbers(outputs), {"outputs": outputs, "targets": labels})
         return centres_of(ClassTable.of(outputs.detach(), labels), every.subsample(_SAMPLE))
 
     def merged(self, other: ClassCentres) -> ClassCentres | None:
-        """Return the centres of both data sets, measured anew; ``None`` where they are too many.
+        """Return the centres of both data sets, measured again; ``None`` if they are too many.
 
-        Where one of the two has no sample, as after loading, that of the other says what is typical.
+        If one of them has no sample (after loading), ``typical`` is measured on the sample of the other.
         """
         labels, rows = torch.cat([self.labels, other.labels.to(self.labels)]).unique(return_inverse=True)
         every = torch.cat([self.sums, other.sums.to(self.sums)])
@@ -82,7 +83,7 @@ class ClassCentres:
         return ClassCentres(labels, sums, 0.0, self.n + other.n, reduce(Rows.merged, samples))._measured()
 
     def _measured(self) -> ClassCentres:
-        """Return the same with what is typical for its sample."""
+        """Return a copy with ``typical`` measured on its sample."""
         if self.sample is None or len(self.labels) < 2:
             return self
         units, own = self.sample.columns["outputs"], torch.searchsorted(self.labels, self.sample.columns["targets"])
@@ -92,12 +93,12 @@ class ClassCentres:
         return replace(self, typical=min(CAP, float(torch.cat(parts).double().clamp(max=CAP).mean())))
 
     def _left_out(self, units: Tensor, own: Tensor) -> Tensor:
-        """Return the ratio of unit embeddings (B, D) of the classes ``own`` (B,), each left out of its own centre.
+        """Return the ratio of unit embeddings (B, D) with the classes ``own`` (B,), each left out of its own centre.
 
-        A new input is part of no centre. In a class of few, an input is much nearer to a centre that it is part of.
+        A new input is part of no centre. In a small class, an input that is part of the centre is much nearer to it.
         """
         rest = self.sums[own] - units.double()
-        # What rounding leaves of a class of one is no direction: the opposite is farther than any other centre.
+        # For a class of one input, the rest is only rounding; the opposite direction is farther than any other centre.
         alone = (rest.norm(dim=1) < _ALONE).unsqueeze(1)
         left = normalize(torch.where(alone, -units.double(), rest))[0].to(units)
         centres = self.centres_like(units)
@@ -109,7 +110,7 @@ class ClassCentres:
 
     @cached_property
     def centres(self) -> Tensor:
-        """Directions of the sums (K, D); a sum of zero has none, and is at a right angle to everything."""
+        """Directions of the sums (K, D); a sum of zero stays zero, at a right angle to every embedding."""
         norms = self.sums.norm(dim=1, keepdim=True)
         return self.sums / torch.where(norms > 0, norms, 1)
 
@@ -125,11 +126,11 @@ class ClassCentres:
         return self._converted[key]
 
     def ratio(self, outputs: Tensor) -> Tensor:
-        """Return :func:`nearest_ratio` of outputs (B, D) of any norm but zero, shape (B,)."""
+        """Return :func:`nearest_ratio` for outputs (B, D) with non-zero norms, shape (B,)."""
         return self.ratio_of_units(normalize(outputs)[0])
 
     def ratio_of_units(self, units: Tensor) -> Tensor:
-        """Return the same of unit vectors (B, D)."""
+        """Return :meth:`ratio` of unit vectors (B, D)."""
         if units.shape[1] != self.sums.shape[1]:
             wanted = f"D = {self.sums.shape[1]}, that of the embeddings"
             raise InputError("class_centres", wanted, f"outputs of D = {units.shape[1]}")
@@ -139,28 +140,28 @@ class ClassCentres:
         return torch.cat([nearest_ratio(block, centres) for block in units.split(rows)])
 
     def nearest(self, outputs: Tensor) -> Tensor:
-        """Return the index of the nearest centre of outputs (B, D) of any norm but zero, int64, shape (B,)."""
+        """Return the index of the nearest centre for outputs (B, D) with non-zero norms, int64, shape (B,)."""
         centres = self.centres_like(outputs)
         with torch.autocast(outputs.device.type, enabled=False):
             blocks = outputs.split(max(1, _ENTRIES // len(centres)))
             return torch.cat([(block @ centres.T).argmax(1) for block in blocks])
 
     def factor(self, outputs: Tensor) -> Tensor:
-        """Return what angles of outputs (B, D) are multiplied with, shape (B,)."""
+        """Return the factors of the angles of outputs (B, D), shape (B,)."""
         return between_classes(self.ratio(outputs), self.typical)
 
 
 def between_classes(ratio: Tensor, typical: float | Tensor) -> Tensor:
-    """Return the factor of an angle: 1 for a typical ratio, more between two classes, less near one."""
+    """Return the factor of an angle: 1 for a typical ratio, larger between two classes, smaller near a class centre."""
     return (WEIGHT * (ratio.clamp(max=CAP) - typical)).exp()
 
 
 @full_precision
 def nearest_ratio(units: Tensor, centres: Tensor) -> Tensor:
-    """Return the distance of unit vectors (B, D) to the nearest of K >= 2 centres over that to the second, shape (B,).
+    """Return the ratio (B,) of the distances of unit vectors (B, D) to the nearest and second of K >= 2 centres.
 
-    It is 0 at a centre and 1 between two. Source: Lowe (2004), "Distinctive image features from scale-invariant
-    keypoints", section 7.1: the ratio that tells right matches from wrong ones.
+    The ratio is 0 at a centre and 1 between two. Source: Lowe (2004), "Distinctive image features from scale-invariant
+    keypoints", section 7.1: the ratio that separates right matches from wrong ones.
     """
     cosine = units.detach() @ centres.T
     return _ratio(units, centres[cosine.topk(min(NEAREST, len(centres)), dim=1).indices])
@@ -170,7 +171,7 @@ def _ratio(units: Tensor, near: Tensor) -> Tensor:
     """Return the quotient (B,) of the two smallest distances to some centres (B, C, D) each."""
     # Differences, because 1 - cosine loses all digits near a centre.
     apart = (units.unsqueeze(1) - near).norm(dim=2)
-    # At two centres in one place, the embedding is as much between two as it can be: the quotient is 1.
+    # At two equal centres the ratio is 1, as between two classes.
     smallest = apart.topk(2, dim=1, largest=False).values.clamp(min=torch.finfo(apart.dtype).tiny)
     first, second = smallest.unbind(1)
     return first / second
@@ -186,10 +187,10 @@ def same_centres(one: ClassCentres | None, other: ClassCentres | None) -> bool:
 
 
 class CentreCollector:
-    """Makes the :class:`ClassCentres` of a stream of labelled outputs; they need not be in memory together.
+    """Builds the :class:`ClassCentres` of a stream of labelled outputs, which need not fit into memory together.
 
     Args:
-        limited: Whether sums of too many numbers for centres are given up.
+        limited: Whether to stop summing when the centres become too large.
     """
 
     def __init__(self, *, limited: bool = True) -> None:
@@ -197,25 +198,25 @@ class CentreCollector:
         self._limited, self._too_many = limited, False
 
     def add(self, outputs: Tensor, labels: Tensor) -> None:
-        """Take a batch into account."""
+        """Add a batch."""
         if self._too_many:
             return
         self._table.add(outputs, labels)
         self._typical.add(content_numbers(outputs), {"outputs": outputs, "targets": labels})
-        # More classes only follow.
+        # The number of classes can only grow.
         self._too_many = self._limited and self._table.size > MOST_NUMBERS
 
     def found(self) -> tuple[ClassTable | None, Rows]:
-        """Return numbers and sums of all classes, and the points that say what is typical."""
+        """Return counts and sums of all classes, and the sample of points for ``typical``."""
         return None if self._too_many else self._table.table(), self._typical.rows()
 
     def centres(self) -> ClassCentres | None:
-        """Return the centres, or ``None``, see :meth:`ClassCentres.of`."""
+        """Return the centres or ``None``; see :meth:`ClassCentres.of`."""
         return centres_of(*self.found())
 
 
 def centres_of(table: ClassTable | None, typical: Rows) -> ClassCentres | None:
-    """Return the centres of classes; ``None`` where there are no classes, too many, or no typical points."""
+    """Return the centres of classes; ``None`` without classes, with too many classes, or without a sample."""
     if table is None or not len(typical) or table.sums.numel() > MOST_NUMBERS:
         return None
     columns = {**typical.columns, "outputs": normalize(typical.columns["outputs"].detach())[0]}

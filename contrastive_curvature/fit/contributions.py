@@ -1,4 +1,4 @@
-"""Which few points contribute most of a curvature, as far as one part of the data knows it."""
+"""The few points that contribute most of a curvature, within one part of the data."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _FEW_FRACTION = 0.1
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Where a point came: its batch, its row in it, its number in the pass, and the part of the data (or -1)."""
+    """Position of a point: its batch, row in the batch, number in the pass, and part of the data (or -1)."""
 
     batch: int
     row: int
@@ -31,25 +31,25 @@ class Place:
     part: int = -1
 
     def text(self) -> str:
-        """Return it for a message."""
+        """Return the position as text for a message."""
         of = "" if self.part < 0 else f" of part {self.part}"
         return f"{self.point}{of} (row {self.row} of batch {self.batch})"
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The points that contribute most to something.
+    """The points that contribute most to a sum.
 
     Args:
-        total: Size of what all points contribute.
-        largest: Sizes and places of the largest, in descending order, at most :data:`STORED`.
+        total: Sum of the contributions of all points.
+        largest: Sizes and positions of the largest contributions, in descending order, at most :data:`STORED`.
     """
 
     total: float = 0.0
     largest: tuple[tuple[float, Place], ...] = ()
 
     def merged(self, other: Largest) -> Largest:
-        """Return that of all points of both."""
+        """Merge the results of two sets of points."""
         largest = sorted([*self.largest, *other.largest], reverse=True)[:STORED]
         return Largest(self.total + other.total, tuple(largest))
 
@@ -70,8 +70,8 @@ class Contributions:
 
     Args:
         count: Number of points.
-        factors: Of the curvature, named ``""``, or of each of its factors; the points that may dominate it.
-        inputs: Of every layer, the squared norms of its inputs.
+        factors: The largest points of the curvature (named ``""``), or of each of its factors.
+        inputs: For every layer, the largest squared norms of its inputs.
     """
 
     count: int = 0
@@ -79,7 +79,7 @@ class Contributions:
     inputs: Mapping[str, Largest] = field(default_factory=dict)
 
     def merged(self, other: Contributions) -> Contributions:
-        """Return that of all points of both."""
+        """Merge the results of two sets of points."""
         return Contributions(
             self.count + other.count,
             united(self.factors, other.factors, Largest.merged),

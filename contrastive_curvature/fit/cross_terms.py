@@ -37,7 +37,7 @@ BY_CLASS = "cross/classes"
 
 
 def class_coupling(f: Fit, pairs: AllPairs) -> ClassWeights | None:
-    """Return the weights of pairs that depend on classes only; ``None`` where all cross terms have to be streamed."""
+    """Return the pair weights if they depend only on classes; ``None`` if all cross terms must be streamed."""
     coupling = pairs.class_weights
     if coupling is not None:
         n_params = f.pullbacks[0].n_params
@@ -56,7 +56,7 @@ def class_coupling(f: Fit, pairs: AllPairs) -> ClassWeights | None:
 
 
 def refuse_in_parts(loss: CosineLoss) -> NoReturn:
-    """Say that the cross terms of a loss do not add up over parts of the data."""
+    """Raise the error that the cross terms of a loss cannot be added over parts of the data."""
     raise UnsupportedError(
         f"pd_fix={str(loss.pd_fix)!r}: every point is coupled with every other one, and they are in several parts. "
         "Use pd_fix='psd' or 'fixed', which couple no points; ContrastiveLoss with "
@@ -67,7 +67,7 @@ def refuse_in_parts(loss: CosineLoss) -> NoReturn:
 def of_classes(pullback: Pullback, coupling: ClassWeights, context: Any, part: HessianPoints) -> tuple[Blocks, Tensor]:
     """Return the blocks of a batch and the sums of its rows of ``J`` by class.
 
-    The blocks are without the cross terms of a point with itself that :func:`products_of_classes` has.
+    The blocks cancel the term of each point with itself, which :func:`products_of_classes` adds.
     """
     index = torch.searchsorted(coupling.classes, part.targets)
     sums = pullback.class_sums(context, tangent_axes(part.u, part.n), index, coupling.classes.numel())
@@ -84,7 +84,7 @@ def products_of_classes(structure: type[Structure], coupling: ClassWeights, rows
 
 
 def sampled_columns(f: Fit, pairs: AllPairs) -> list[_Placed]:
-    """Run the encoder on the points that stand for all negatives; empty where all pairs or positives alone couple."""
+    """Run the encoder on the points that replace all negatives; empty if no sample is used or only positives couple."""
     if pairs.sampled is None or pairs.hessian.loss.pd_fix.attracting_only:
         return []
     pullback, columns = f.pullbacks[0], []
@@ -97,7 +97,7 @@ def sampled_columns(f: Fit, pairs: AllPairs) -> list[_Placed]:
 
 
 def with_sample(f: Fit, pairs: AllPairs, columns: list[_Placed], context: Any, part: HessianPoints) -> Structure | None:
-    """Return the cross terms of a batch with the points that stand for all negatives."""
+    """Return the cross terms of a batch with the points that replace all negatives."""
     total: Structure | None = None
     pullback = f.pullbacks[0]
     for rows in chunks(len(part.u), f.structure.tile(pullback, pairs.dim)) if columns else ():
@@ -109,7 +109,7 @@ def with_sample(f: Fit, pairs: AllPairs, columns: list[_Placed], context: Any, p
 
 
 def streamed(f: Fit, pairs: AllPairs, passes: Passes) -> Structure | None:
-    """Return all cross terms: a block of points i stays in memory during a pass over all points j."""
+    """Return all cross terms; a block of points i stays in memory during each pass over all points j."""
     total: Structure | None = None
     with f.progress.bar("[cross terms]", total=pairs.n**2) as bar:
         for block in _grouped(_tiles(f, pairs, passes)):
@@ -122,7 +122,7 @@ def streamed(f: Fit, pairs: AllPairs, passes: Passes) -> Structure | None:
 
 
 def _tiles(f: Fit, pairs: AllPairs, passes: Passes) -> Iterator[_Placed]:
-    """Give one pass over the data, cut to tiles."""
+    """Yield one pass over the data, cut into tiles."""
     pullback = f.pullbacks[0]
     for batch, z, context in passes.again(Progress(False), ""):
         targets: Any = batch.labels

@@ -1,9 +1,10 @@
 """The curvature over all pairs of a data set, not only those inside batches, in two passes over its batches.
 
-The first pass finds what a point has to know of all others: all outputs, or sums over classes and a sample of points
-for all negatives. The second computes ``J_i^T H_ii J_i`` for every point i, and the cross terms ``J_i^T H_ij J_j`` of
-coupled fixes, which may take a further pass for every block of points (:func:`~.cross_terms.streamed`). For a last
-layer, the first pass keeps the features up to a limit, and the second one does not run the encoder again.
+The first pass collects the data that a point needs of all others: all outputs, or sums over classes and a sample of
+points that replaces all negatives. The second pass computes ``J_i^T H_ii J_i`` for every point i, and the cross terms
+``J_i^T H_ij J_j`` of coupled fixes, which may need one more pass for every block of points
+(:func:`~.cross_terms.streamed`). For a last layer, the first pass keeps the features up to a limit, and the second pass
+does not run the encoder again.
 """
 
 from __future__ import annotations
@@ -68,9 +69,9 @@ class AllPairs:
         hessian: Output Hessian of all points.
         n: Number N of points.
         dim: Number D of outputs.
-        points: All points by ascending numbers; ``None`` where they were not kept.
-        centres: Centres of the classes; ``None`` where targets are no class labels.
-        sampled: Points that stand for all negatives; ``None`` where all are counted.
+        points: All points by ascending numbers; ``None`` if they were not kept.
+        centres: Centres of the classes; ``None`` if targets are not class labels.
+        sampled: Points that replace all negatives; ``None`` if all pairs are counted.
     """
 
     hessian: DatasetHessian
@@ -82,11 +83,11 @@ class AllPairs:
 
     @cached_property
     def class_weights(self) -> ClassWeights | None:
-        """See :meth:`.DatasetHessian.class_weights`: C^2 numbers, asked for before and after the second pass."""
+        """See :meth:`.DatasetHessian.class_weights`: C^2 numbers, needed before and after the second pass."""
         return self.hessian.class_weights()
 
     def sampled_inputs(self) -> tuple[Inputs, Tensor]:
-        """Return inputs and targets of the points that stand for all negatives, which were kept for cross terms."""
+        """Return inputs and targets of the points that replace all negatives, which were kept for cross terms."""
         columns = {} if self.sampled is None else self.sampled.columns
         inputs = {name: part for name, part in columns.items() if name.split("/")[0] == _INPUT}
         if set(inputs) == {_INPUT}:
@@ -95,7 +96,7 @@ class AllPairs:
 
 
 def statistics(f: Fit, passes: Passes, *, for_products: bool = False) -> Total:
-    """Run the encoder for numbers and sums of the classes, and all points, or a sample of them."""
+    """Run the encoder, and return counts and sums by class, and all points or a sample of them."""
     n_kept, keep_inputs = (None, False) if for_products else _kept_points(f)
     record, classes, points = PassRecord(), CentreCollector(limited=False), RowCollector(n_kept)
     n, numbers_left = 0, 0 if for_products else FEATURES_KEPT
@@ -122,17 +123,17 @@ def statistics(f: Fit, passes: Passes, *, for_products: bool = False) -> Total:
 
 
 def all_pairs(f: Fit, statistics: Total, *, for_products: bool = False) -> AllPairs:
-    """Make the output Hessian of the data set; ``for_products`` keeps all points, for products with their Hessian."""
+    """Build the output Hessian of the data set; ``for_products`` keeps all points, for products with their Hessian."""
     loss, relation, n = cast("PairLoss", f.options.loss), f.options.relation, statistics.n
     samples = samples_of(f.options, n)
     if not for_products and samples is not None and not loss.from_sums:
-        # Kronecker factors leave the cross terms out, which a sample does not give.
+        # A sample gives no cross terms here, and Kronecker factors leave them out anyway.
         loss = loss.uncoupled()
     check_not_empty(n)
     kept, table = statistics.kept, statistics.classes
     kept_points = kept[_POINTS].in_order()
     _check_different(kept_points)
-    # Of few points a sample has all.
+    # A sample of few points holds all points.
     every = kept_points.size is None or (samples is None and len(kept_points) == n)
     points = kept_points if every else None
     sampled = None if samples is None else kept_points.subsample(samples)
@@ -150,7 +151,7 @@ def collected(f: Fit, passes: Passes) -> AllPairs:
 
 
 def parts(f: Fit, pairs: AllPairs, passes: Passes) -> Iterator[Part | Total]:
-    """Give the blocks of every batch over all pairs of the data set, and the cross terms of a coupled fix."""
+    """Yield the blocks of every batch over all pairs of the data set, and the cross terms of a coupled fix."""
     pullback = f.pullbacks[0]
     couples = pairs.hessian.coupled and f.structure.couples
     coupling = class_coupling(f, pairs) if couples else None
@@ -162,7 +163,7 @@ def parts(f: Fit, pairs: AllPairs, passes: Passes) -> Iterator[Part | Total]:
         blocks, cross = points.blocks, None
         terms = {name: getattr(points.totals, name) for name in _TOTALS}
         if not couples:
-            # Cross terms would have to be known for each half of the sample.
+            # With cross terms, the error would need them for each half of the sample.
             terms |= error_terms(pairs.hessian, pullback, z, targets, context, batch.numbers)
         if coupling is not None:
             blocks, terms[BY_CLASS] = of_classes(pullback, coupling, context, points)
@@ -173,7 +174,7 @@ def parts(f: Fit, pairs: AllPairs, passes: Passes) -> Iterator[Part | Total]:
 
 
 def closed(f: Fit, pairs: AllPairs, totals: list[Total]) -> list[DatasetCurvature]:
-    """Return the curvature, with the cross terms that only the sums over all points give."""
+    """Return the curvature, with the cross terms that need the sums over all points."""
     (total,) = totals
     _tell_samples(f.options, pairs.n)
     if BY_CLASS in total.terms:
@@ -182,7 +183,7 @@ def closed(f: Fit, pairs: AllPairs, totals: list[Total]) -> list[DatasetCurvatur
         cross = products_of_classes(f.structure, coupling, total.terms[BY_CLASS])
         total = replace(total, curvature=added(total.curvature, cross))
     (curvature,) = loop.closed(f, pairs, [total])
-    # Of the value of the loss, the expensive part is summed; loop.closed knows no other.
+    # loop.closed has only summed the expensive part of the loss; this line adds the rest.
     loss, cost = pairs.hessian.loss_and_cost(Totals(*(total.terms[name] for name in _TOTALS)))
     error = None if pairs.sampled is None else relative_error(total.terms, len(pairs.sampled), pairs.n)
     return [replace(curvature, loss=loss, cost=cost, classes=pairs.centres, error=error)]
@@ -201,14 +202,14 @@ def refuse_cross_terms_in_parts(f: Fit) -> None:
 
 
 def _kept_points(f: Fit) -> tuple[int | None, bool]:
-    """Return how many points the first pass keeps, ``None`` for all, and whether their inputs, too."""
+    """Return how many points the first pass keeps (``None``: all), and whether it keeps their inputs too."""
     options, loss = f.options, f.options.loss
     if options.relation is not None or not loss.from_sums:
         return None, False
     if loss.sums_suffice:
-        # Cross terms of very many classes are computed from the points, where they are in one part.
+        # Cross terms of very many classes are computed from the points, if all data are in one part.
         return (None if loss.coupled and f.alone else 0), False
-    # How many points there are is not known yet: of fewer all are kept.
+    # The number of points is not known yet; if there are fewer, all are kept.
     wanted = samples_of(options, MANY_POINTS)
     if wanted is None:
         return None, False
@@ -219,19 +220,19 @@ def _kept_points(f: Fit) -> tuple[int | None, bool]:
 
 
 def samples_of(options: CurvatureOptions, n: int = 0) -> int | None:
-    """Return the number of points that stand for all negatives of ``n`` points; ``None`` counts all."""
+    """Return the size of the sample that replaces all negatives of ``n`` points; ``None`` counts all pairs."""
     loss = options.loss
     if loss.sums_suffice or options.negative_samples is None:
         return None
     if isinstance(options.negative_samples, int):
         return options.negative_samples
-    # Cross terms with negatives would need the inputs of the sample.
+    # Excludes cross terms with negatives, which would need the inputs of the sample.
     unasked = options.relation is None and (loss.pairs_by_class or not loss.coupled)
     return NEGATIVE_SAMPLES if unasked and n >= MANY_POINTS else None
 
 
 def _tell_samples(options: CurvatureOptions, n: int) -> None:
-    """Say in the log whether a sample stood for all negatives, where the user left it open."""
+    """Log whether a sample replaced all negatives, if the user left the choice open."""
     if options.loss.sums_suffice:
         if isinstance(options.negative_samples, int):
             _log.info("negative_samples is of no effect: sums over classes say everything about the negatives")

@@ -30,12 +30,12 @@ class _Batch(NamedTuple):
 
 
 class _Inputs(NamedTuple):
-    """A :class:`Largest` that stays on the device until the pass is over, or every batch would wait for it.
+    """A :class:`Largest` that stays on the device until the pass is over, so that batches do not wait for it.
 
     Attributes:
-        total: Size of what all points contribute, float64, one number.
+        total: Sum of the contributions of all points, float64, one number.
         values: The largest sizes, descending, shape (K,).
-        places: Batch, row and point of each, shape (K, 3).
+        places: Batch, row and point of each size, shape (K, 3).
     """
 
     total: Tensor
@@ -43,7 +43,7 @@ class _Inputs(NamedTuple):
     places: Tensor
 
     def merged(self, other: _Inputs) -> _Inputs:
-        """Return those of all points of both."""
+        """Merge the largest sizes of two sets of points."""
         values, places = torch.cat([self.values, other.values]), torch.cat([self.places, other.places])
         values, order = values.topk(min(STORED, values.numel()))
         return _Inputs(self.total + other.total, values, places[order])
@@ -60,12 +60,12 @@ class Dominance:
     Args:
         pullback: Pullback to the parameters.
         structure: Structure of the curvature.
-        part: Index of the part of the data; -1 for all of it.
+        part: Index of the part of the data; -1 for all data.
     """
 
     def __init__(self, pullback: Pullback, structure: type[Structure], part: int = -1) -> None:
         self._pullback, self._part = pullback, part
-        # Of other structures than Kronecker factors, the diagonal says enough.
+        # For structures other than Kronecker factors, the diagonal is enough.
         self._factored = issubclass(structure, Kron)
         self._structure: type[Structure] = structure if self._factored else Diagonal
         self._total: Tensor | int = 0
@@ -94,9 +94,9 @@ class Dominance:
             self._search(batch)
 
     def noted(self, total: Total) -> Total:
-        """Return the sum with what is known of its largest points."""
+        """Return the sum with its largest points."""
         assert self._first is not None
-        # A part of few points may be one of many.
+        # A part of few points may be one of many parts, so it is searched too.
         if self._count >= FEWEST_POINTS or self._part >= 0:
             self._search(self._first)
         factors = {}
@@ -107,7 +107,7 @@ class Dominance:
         return replace(total, contributions=Contributions(self._count, factors, inputs))
 
     def _search(self, batch: _Batch) -> None:
-        """Look for points of a batch that contribute most of all so far."""
+        """Search a batch for points that contribute most of the sum so far."""
         threshold = MOST * self._total
 
         def bisect(start: int, stop: int, sizes: Tensor) -> None:

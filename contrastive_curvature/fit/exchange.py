@@ -1,4 +1,4 @@
-"""What processes of one fit give each other."""
+"""The exchange of data between the processes of one fit."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ T = TypeVar("T")
 
 @contextmanager
 def _interrupts_later() -> Iterator[None]:
-    """Let Ctrl-C inside take effect at the end: half an exchange would leave the other processes waiting."""
+    """Delay Ctrl-C to the end of the block: half an exchange would leave the other processes waiting."""
     if threading.current_thread() is not threading.main_thread():
-        # Python delivers it to the main thread only.
+        # Python delivers Ctrl-C to the main thread only.
         yield
         return
     asked: list[int] = []
@@ -42,8 +42,8 @@ def _interrupts_later() -> Iterator[None]:
 class ProcessGroup:
     """The processes of torch's default group, as ``torchrun`` starts them.
 
-    With what it gathers, every process says whether it has failed. So a process may fail anywhere inside
-    :meth:`together`, and the others see it when they gather next.
+    Every process sends with its data whether it has failed. So a process may fail anywhere inside :meth:`together`, and
+    the others notice at their next :meth:`gather`.
     """
 
     def __init__(self) -> None:
@@ -51,15 +51,15 @@ class ProcessGroup:
         self._inside = self._over = self._lost = False
 
     def gather(self, own: T) -> list[T]:
-        """Return what every process has, in the order of the ranks. For a few numbers or inputs on the CPU."""
+        """Return the objects of all processes, in the order of the ranks. For a few numbers or inputs on the CPU."""
         return self._gathered(own)
 
     def merge(self, own: T, merge: Callable[[T, T], T]) -> T:
-        """Return what all processes have, merged in the order of the ranks; two of them are in memory at a time."""
+        """Return the objects of all processes, merged in the order of the ranks; only two are in memory at a time."""
         total: Any = None
         failure: BaseException | None = None
         with _interrupts_later():
-            # That all are still there: one that fails from here on takes its part in the exchange first.
+            # Check that no process has failed; a process that fails from here on first completes the exchange.
             self._gathered(None)
             for source in range(self.count):
                 box: list[Any] = [own if source == self.rank else None]
@@ -68,7 +68,7 @@ class ProcessGroup:
                     if failure is None:
                         total = box[0] if source == 0 else merge(total, box[0])
                 except BaseException as error:
-                    # The others go on with the rest, and hear of it when they gather next.
+                    # The others continue, and notice the failure at their next gather.
                     failure = error
         if failure is not None:
             raise failure
@@ -76,7 +76,7 @@ class ProcessGroup:
 
     @contextmanager
     def together(self) -> Iterator[None]:
-        """Let what is done inside succeed in all processes or fail in all of them."""
+        """Make the block succeed in all processes or fail in all of them."""
         if self._inside:
             yield
             return
@@ -87,7 +87,7 @@ class ProcessGroup:
             self._gathered(None)
         except BaseException as error:
             if not self._over:
-                # The others fail with this one, instead of waiting for it.
+                # Tell the others, so that they fail too instead of waiting.
                 try:
                     self._gathered(None, failed=f"{type(error).__name__}: {error}")
                 except ProcessError as other:
@@ -112,7 +112,7 @@ class ProcessGroup:
         return [answer for _, answer in every]
 
     def _wait(self, operation: Callable[..., Any], *arguments: Any) -> None:
-        """Do an operation of all processes."""
+        """Run a collective operation."""
         said = "process %d of %d waits for the others: each of them has to fit"
         timer = threading.Timer(_WAIT_QUIETLY, _log.info, (said, self.rank, self.count))
         timer.daemon = True
@@ -135,7 +135,7 @@ _running: ContextVar[ProcessGroup | None] = ContextVar("contrastive_curvature_ex
 
 
 def current_exchange() -> ProcessGroup | None:
-    """Return the processes of ``torch.distributed``'s default group; ``None`` where this one is alone."""
+    """Return the processes of ``torch.distributed``'s default group; ``None`` if there is only one process."""
     running = _running.get()
     if running is not None:
         return running
@@ -148,7 +148,7 @@ def check_agreed(
     facts: Mapping[str, str],
     hint: str = "All processes of one fit need the same encoder, options and earlier fits.",
 ) -> None:
-    """Refuse to fit together what differs between the processes."""
+    """Refuse a fit if these facts differ between the processes."""
     every = exchange.gather(dict(facts))
     for rank, other in enumerate(every):
         for name in dict.fromkeys([*every[0], *other]):

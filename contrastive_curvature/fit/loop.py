@@ -1,14 +1,14 @@
-"""A fit: a first pass over the data, a second one that sums the curvature, and what is computed from the sum.
+"""A fit: a first pass over the data, a second pass that sums the curvature, and a last step from the sum.
 
-A fit is ``J^T H J`` summed over points, with the Hessian ``H`` of the loss in the outputs. :func:`fit` is all of it;
-where the points come from, and which of them are compared, is a :class:`Source`:
+A fit is ``J^T H J`` summed over points, with the Hessian ``H`` of the loss in the outputs. :func:`fit` runs all steps;
+a :class:`Source` defines the points and which of them are compared:
 
 - pairs of the whole data set, of all points or of a sample (:mod:`contrastive_curvature.fit.dataset`);
-- pairs inside batches, weighted to stand for all (:mod:`contrastive_curvature.fit.batches`);
+- pairs inside batches, weighted to represent all pairs (:mod:`contrastive_curvature.fit.batches`);
 - anchors with the candidates of their batch (:mod:`contrastive_curvature.fit.anchors`);
 - two towers, each with a curvature of its own (:mod:`contrastive_curvature.fit.towers`).
 
-Both passes give sums that merge, so several processes or jobs may each take a part of the data
+Both passes give sums that merge, so several processes or jobs may each process a part of the data
 (:mod:`contrastive_curvature.fit.processes`).
 """
 
@@ -46,14 +46,13 @@ class DatasetCurvature:
     Args:
         curvature: The curvature.
         loss: Value of the loss.
-        cost: The loss above the least that it can be, from which the default temperature is computed; see
-            :meth:`DatasetHessian.loss_and_cost`.
+        cost: The loss minus its minimum, for the default temperature; see :meth:`DatasetHessian.loss_and_cost`.
         n: Number of points.
-        features: A sample of the features of a last layer, in the column ``features``, where the second pass saw them;
-            with class labels in the column ``classes``, where all points have one.
+        features: A sample of the features of a last layer, in the column ``features``, if the second pass had them;
+            with class labels in the column ``classes``, if all points have one.
         typical_norm: Mean norm of the raw outputs, one number.
-        classes: Centres of the classes, where targets are class labels.
-        error: Relative standard error of the curvature, where the negatives are a sample.
+        classes: Centres of the classes, if targets are class labels.
+        error: Relative standard error of the curvature, if a sample replaces all negatives.
     """
 
     curvature: Structure
@@ -67,14 +66,15 @@ class DatasetCurvature:
 
 
 class Source(NamedTuple):
-    """Where points come from, and which of them are compared: a few functions, called by :func:`fit` in this order.
+    """The points and the comparisons between them, as functions that :func:`fit` calls in this order.
 
     Args:
-        statistics: Goes over the data for what every batch has to know of all others; the totals of parts add up.
-        pairs: Takes the statistics of all parts, and returns what :attr:`parts` and :attr:`closed` know of all pairs.
-        parts: Goes over the data again, and gives what every batch adds; or a sum that is finished already.
-        closed: Returns the curvatures, one a tower, with what can be computed only from the whole sum.
-        sums_classes: Whether embeddings of :attr:`parts` are summed by class; ``False`` where the statistics have it.
+        statistics: First pass: collects the data that every batch needs of all others; the totals of parts add up.
+        pairs: Takes the statistics of all parts, and returns the data on all pairs for :attr:`parts` and
+            :attr:`closed`.
+        parts: Second pass: yields the :class:`Part` of every batch, or a finished :class:`Total`.
+        closed: Returns the curvatures, one for each tower, after the steps that need the whole sum.
+        sums_classes: Whether the second pass sums embeddings by class; ``False`` if the statistics do so.
     """
 
     statistics: Callable[[Fit, Passes], Total]
@@ -89,11 +89,11 @@ class Fit:
     """A loss, the parameters and the structure whose curvature is summed.
 
     Args:
-        source: Where the points come from.
-        pullbacks: Pullback to the parameters, of each tower.
-        structure: What is kept of the curvature.
-        options: The loss, and what it is summed over.
-        progress: Of the whole fit.
+        source: Source of the points.
+        pullbacks: Pullback to the parameters of each tower.
+        structure: Structure of the curvature.
+        options: The loss, and the pairs that it is summed over.
+        progress: Progress of the whole fit.
         part: Index of the part of the data and number of all parts.
     """
 
@@ -111,16 +111,16 @@ class Fit:
 
 
 def fit(f: Fit, passes: Passes) -> list[DatasetCurvature]:
-    """Return the unclamped curvature of all data, one a tower; warns of a point that contributes most of it."""
+    """Return the unclamped curvature of all data for each tower; warn about a point that contributes most of it."""
     pairs = f.source.pairs(f, f.source.statistics(f, passes))
     return f.source.closed(f, pairs, add_up(f, f.source.parts(f, pairs, passes)))
 
 
 def add_up(f: Fit, parts: Iterable[Part | Total]) -> list[Total]:
-    """Sum the curvature of all parts, and what the posterior keeps of their points, one sum a tower."""
+    """Sum the curvature of all parts, and the data that the posterior keeps of their points, for each tower."""
     totals = [Total() for _ in f.pullbacks]
     observers = [_observers(f, pullback) for pullback in f.pullbacks]
-    # Different in every part of the data.
+    # The seed differs in every part of the data.
     sampler = make_sampler(f.options.mc_samples, torch.Generator().manual_seed(f.part[0]))
     for part in parts:
         if isinstance(part, Total):
@@ -144,7 +144,7 @@ def add_up(f: Fit, parts: Iterable[Part | Total]) -> list[Total]:
 
 
 def _observers(f: Fit, pullback: Pullback) -> list[Observer]:
-    """Return what notes something of every part."""
+    """Return the observers of every part."""
     observers: list[Observer] = [FiniteCheck(pullback)]
     observers.append(Dominance(pullback, f.structure, -1 if f.alone else f.part[0]))
     if isinstance(pullback, LastLayerPullback):
@@ -155,13 +155,13 @@ def _observers(f: Fit, pullback: Pullback) -> list[Observer]:
 
 
 def nothing(f: Fit, passes: Any) -> Total:
-    """Return that batches have to know nothing of each other."""
+    """Return an empty total: batches need no data of each other."""
     del f, passes
     return Total()
 
 
 def closed(f: Fit, pairs: Any, totals: list[Total]) -> list[DatasetCurvature]:
-    """Return the curvature of all batches, one a tower; warns of a point that contributes most of it."""
+    """Return the curvature of all batches for each tower; warn about a point that contributes most of it."""
     del pairs
     curvatures = []
     for pullback, total in zip(f.pullbacks, totals, strict=True):
@@ -171,7 +171,7 @@ def closed(f: Fit, pairs: Any, totals: list[Total]) -> list[DatasetCurvature]:
         dtype = total.curvature.tensors()[0].dtype
         value, cost = (total.terms.get(name, torch.zeros(())).to(dtype) for name in (VALUE, COST))
         classes, kept = total.classes, total.kept
-        # Where a part had no sums of classes, those of the others do not say which classes there are.
+        # If one part has no sums by class, the sums of the others are incomplete.
         complete = classes is not None and int(classes.counts.sum()) == total.n and TYPICAL in kept
         centres = centres_of(classes, kept[TYPICAL]) if complete else None
         norm = total.terms[_NORMS] / total.n

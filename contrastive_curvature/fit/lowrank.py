@@ -1,8 +1,8 @@
 """The leading eigenpairs of the parameter curvature, matrix-free.
 
 A product with the curvature is one pass over the data for ``J v``, the node-form product with the output Hessian, and
-one reverse pass for ``J^T``; Lanczos (SciPy's ``eigsh``) does the rest. Works for every fix, coupled ones too, because
-the output Hessian couples N x D numbers only.
+one reverse pass for ``J^T``; Lanczos (SciPy's ``eigsh``) does the rest. This works for every fix, also for coupled
+ones, because the output Hessian couples only N x D numbers.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def curvature_product(
         check_same_outputs(z, hessian.z[start:stop], argument, hint)
         moved.append(torch.stack([tangent for _, tangent in products], dim=2))
         if bool(v.isfinite().all()) and not bool(moved[-1].isfinite().all()):
-            # The Jacobian overflows; its rows say in which layer.
+            # The Jacobian overflows; its rows show in which layer.
             axes = torch.ones_like(z).unsqueeze(1)
             check_finite(pullback.vjp(pullback.forward(x)[1], axes).abs().sum((0, 1)), pullback, _batch(len(moved)))
         start = stop
@@ -104,7 +104,7 @@ def leading_eigenpairs(
             return curvature_product(pullback, hessian, inputs, vector).double().cpu().numpy()
 
         if rank >= total - 1 or total <= DENSE_PARAMETERS:
-            # Lanczos cannot give all of them, and a matrix of few parameters is no burden.
+            # Lanczos cannot give all eigenpairs, and a matrix of few parameters is cheap.
             matrix = np.stack([product(column) for column in np.eye(total)], axis=1)
             values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
         else:
@@ -117,7 +117,7 @@ def leading_eigenpairs(
                 try:
                     values, vectors = eigsh(operator, k=rank, which="LA", v0=start)
                 except ArpackNoConvergence as error:
-                    # Where few eigenvalues are positive, Lanczos may not settle among those that are zero.
+                    # With few positive eigenvalues, Lanczos may not converge on the zero ones.
                     values, vectors = error.eigenvalues, error.eigenvectors
                     warnings.warn(
                         f"{len(values)} of {rank} eigenpairs converged; the others are left out. Use a smaller rank.",
@@ -142,7 +142,7 @@ def _warn_of_point(
     vector: Tensor,
     values: Tensor,
 ) -> None:
-    """Warn where the leading eigenvalue is most of the curvature that was found, and comes from one point."""
+    """Warn if the leading eigenvalue is most of the sum of the computed ones, and comes from one point."""
     if float(values[0]) <= MOST * float(values.sum()):
         return
     moved = torch.cat([pullback.jvp(x, vector)[1] for x in inputs()])

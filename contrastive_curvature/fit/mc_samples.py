@@ -19,7 +19,7 @@ Sampler = Callable[[Blocks, Pullback], Blocks]
 
 
 def make_sampler(mc_samples: int | None, generator: torch.Generator | None = None) -> Sampler | None:
-    """Return what samples blocks with K samples, by default from the seed 0; ``None`` for exact blocks."""
+    """Return a function that samples blocks with K samples, by default from the seed 0; ``None`` for exact blocks."""
     if mc_samples is None:
         return None
     source = torch.Generator().manual_seed(0) if generator is None else generator
@@ -42,14 +42,14 @@ def make_sampler(mc_samples: int | None, generator: torch.Generator | None = Non
 def term_of(
     structure: type[Structure], pullback: Pullback, context: Any, hessian: OutputHessian, sampler: Sampler | None = None
 ) -> Structure:
-    """Return the unclamped curvature of points that are coupled with each other alone."""
+    """Return the unclamped curvature of points that are coupled only with each other."""
     if sampler is None:
         return structure.coupled_term(pullback, context, hessian)
     return structure.term(pullback, context, sampler(hessian.blocks, pullback))
 
 
 def check_mc_samples(number: object, coupled: bool, structure: type[Structure] | None) -> None:
-    """Refuse samples of blocks where there is no such estimate; ``None`` is a structure that is not known yet."""
+    """Refuse sampled blocks if there is no such estimate; ``structure`` is ``None`` if it is not known yet."""
     if number is None:
         return
     if isinstance(number, bool) or not isinstance(number, int) or number < 1:

@@ -1,4 +1,4 @@
-"""What a fit notes of its points while their curvature is summed."""
+"""Observers of a fit: they collect data on its points while their curvature is summed."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ FEATURES = "features"
 
 
 class Observer(Protocol):
-    """Sees the parts of one set of parameters pass by."""
+    """Observer of all parts for one set of parameters."""
 
     def add(self, part: Part, term: Structure) -> None:
-        """Note a part, whose points have a curvature of their own, the term."""
+        """Observe a part; ``term`` is the curvature of its points."""
 
     def noted(self, total: Total) -> Total:
-        """Return the sum over all parts with what was noted."""
+        """Return the sum over all parts with the collected data."""
 
 
 class FiniteCheck:
-    """Refuses a curvature with NaN or infinity, which no further batch takes out of the sum."""
+    """Refuses a curvature with NaN or infinity; once in the sum, they stay there."""
 
     def __init__(self, pullback: Pullback) -> None:
         self._pullback = pullback
@@ -40,9 +40,9 @@ class FiniteCheck:
         """Number of batches before the first one that is not finite."""
 
     def add(self, part: Part, term: Structure) -> None:
-        """Note whether the sum is still finite."""
+        """Record whether the sum is still finite."""
         del part
-        # Read once at the end: a look at the device in every batch would keep it waiting.
+        # The result is read once at the end, because reading from the device in every batch would stall it.
         finite = sum_is_finite(term.tensors())
         self._finite = self._finite.to(finite.device) & finite
         self._batches = self._batches + self._finite
@@ -56,11 +56,11 @@ class FiniteCheck:
 
 
 class FeatureSample:
-    """Keeps some features of a last layer, with class labels where all points have one."""
+    """Keeps a sample of the features of a last layer, with class labels if all points have one."""
 
     def __init__(self, pullback: LastLayerPullback) -> None:
         width = pullback.encoder.require_last_layer().in_features
-        # 2,000 rows and 2^24 numbers at most, but 200 rows of any width: some of each class.
+        # At most 2,000 rows and 2^24 numbers, but at least 200 rows, to have some of each class.
         self._rows = RowCollector(max(200, min(2000, 2**24 // max(1, width))))
 
     def add(self, part: Part, term: Structure) -> None:
@@ -75,7 +75,7 @@ class FeatureSample:
 
 
 class ClassSums:
-    """Sums the embeddings of every class, where all points have a class label."""
+    """Sums the embeddings of every class, if all points have a class label."""
 
     def __init__(self) -> None:
         self._classes: CentreCollector | None = CentreCollector()
@@ -89,7 +89,7 @@ class ClassSums:
             self._classes.add(part.z, part.classes)
 
     def noted(self, total: Total) -> Total:
-        """Return the sum with numbers and sums of the classes."""
+        """Return the sum with counts and sums by class."""
         if self._classes is None:
             return total
         table, typical = self._classes.found()

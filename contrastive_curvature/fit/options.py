@@ -1,4 +1,4 @@
-"""The options of a curvature: one record, parsed once, where the user gives them."""
+"""The options of a curvature: one record, parsed once at the entry point."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _OF_ANY_LOSS = ("distance", "pd_fix")
 
 @dataclass(frozen=True)
 class CurvatureOptions:
-    """All that ``backend_kwargs`` may hold, parsed; :meth:`parse` makes it.
+    """All options of ``backend_kwargs``, parsed by :meth:`parse`.
 
-    ``distance``, ``pd_fix``, ``margin``, ``negative_weight`` and ``normalization`` are those of :attr:`loss`. See
+    ``distance``, ``pd_fix``, ``margin``, ``negative_weight`` and ``normalization`` are attributes of :attr:`loss`. See
     :class:`~contrastive_curvature.ContrastiveBackend` for the meaning of each option.
     """
 
@@ -38,7 +38,7 @@ class CurvatureOptions:
 
     @staticmethod
     def defaults() -> dict[str, Any]:
-        """Return all names that :meth:`parse` takes, with their defaults; those of the loss depend on it."""
+        """Return all names that :meth:`parse` accepts, with their defaults; some defaults depend on the loss."""
         rest = {field.name: field.default for field in fields(CurvatureOptions) if field.name != "given_loss"}
         contrastive = choose_loss()
         of_the_loss = {name: getattr(contrastive, name) for name in (*_OF_ANY_LOSS, *OF_THE_LOSS)}
@@ -46,15 +46,15 @@ class CurvatureOptions:
 
     @classmethod
     def parse(cls, given: Mapping[str, Any]) -> CurvatureOptions:
-        """Parse options by name, and refuse combinations without an answer.
+        """Parse options by name, and refuse unsupported combinations.
 
         Args:
-            given: Names and values; all others have their defaults.
+            given: Names and values; other options keep their defaults.
 
         Raises:
-            InputError: An option is out of range, or does not go with another one.
+            InputError: An option is out of range, or conflicts with another one.
             InputTypeError: A name is unknown, or a value has the wrong type.
-            UnsupportedError: The loss, its fix or the data have no such version.
+            UnsupportedError: The loss, its fix or the data do not support an option.
         """
         known = cls.defaults()
         unknown = sorted(set(given) - set(known), key=str)
@@ -71,11 +71,11 @@ class CurvatureOptions:
 
     @property
     def over_dataset(self) -> bool:
-        """Return whether a fit takes all pairs of the data set, and not those inside batches."""
+        """Return whether a fit uses all pairs of the data set, not only pairs inside batches."""
         return self.loss.compares == "pairs" and self.pairs == "dataset"
 
     def check_structure(self, structure: type[Structure]) -> None:
-        """Refuse options that a structure has no answer for."""
+        """Refuse options that a structure does not support."""
         loss = self.loss if structure.couples else self.loss.uncoupled()
         if isinstance(self.negative_samples, int) and loss.coupled and not loss.from_sums:
             raise UnsupportedError(
@@ -86,7 +86,7 @@ class CurvatureOptions:
         check_mc_samples(self.mc_samples, self.loss.coupled, structure)
 
     def named(self) -> dict[str, Any]:
-        """Return the options by the names that :meth:`parse` takes."""
+        """Return the options by the names that :meth:`parse` accepts."""
         out = {name: getattr(self, name) for name in self.defaults() if hasattr(self, name)}
         out |= {name: getattr(self.loss, name) for name in _OF_ANY_LOSS}
         if not self.given_loss:
@@ -97,13 +97,13 @@ class CurvatureOptions:
         return out
 
     def plain(self) -> dict[str, Any]:
-        """Return them as strings and numbers, for saved states; of a relation only whether there is one."""
+        """Return the options as strings and numbers, for saved states; for a relation only whether it is set."""
         plain = {"pairs": self.pairs, **self.named()}
         plain = {name: str(value) if isinstance(value, str) else value for name, value in plain.items()}
         if self.given_loss:
-            # On one line, as the states of OnlineLaplace keep one option a line.
+            # On one line, because the states of OnlineLaplace keep one option per line.
             plain["loss"] = self.loss.description
-        # Left out where they are the defaults, so that states stay comparable when an option is added.
+        # Defaults are left out, so that states stay comparable when an option is added.
         for name in ("mc_samples", "positives"):
             if plain[name] is None:
                 del plain[name]
@@ -122,7 +122,7 @@ class CurvatureOptions:
             validate.count("rank", self.rank)
 
     def _check_positives(self, pairs_given: bool) -> None:
-        """Check which points belong together against the loss: of pairs, or of anchors."""
+        """Check that ``positives``, ``pairs`` and ``relation`` fit the loss."""
         loss, name = self.loss, type(self.loss).__name__
         if loss.compares == "pairs":
             if self.positives is not None:

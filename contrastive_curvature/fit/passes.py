@@ -24,11 +24,11 @@ _EXTREMES = 16
 
 
 class PassRecord:
-    """A summary of every point of a pass: a key of its target, the norm of its output, its output along one direction.
+    """A summary of every point of a pass: key of its target, norm of its output, and output along one direction.
 
-    Outputs are rounded differently in batches of another composition, so points cannot be compared exactly. But sorted
-    within each target, the numbers of two passes over the same data agree up to the rounding of a single output, while
-    one point with another target or another output shifts the sorted numbers.
+    Outputs are rounded differently in batches of another composition, so points cannot be compared exactly. But after
+    sorting within each target, the numbers of two passes over the same data agree up to the rounding of a single
+    output, while one point with another target or another output shifts the sorted numbers.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class PassRecord:
         self._numbers.append(torch.stack([along, wide.norm(dim=1)], dim=1))
 
     def check_same(self, again: PassRecord) -> None:
-        """Refuse a later pass over other data; where this one saw targets alone, over other targets."""
+        """Refuse a later pass over other data; if this pass recorded only targets, over other targets."""
         targets, numbers = self._joined()
         other_targets, other_numbers = again._joined()
         equal = torch.zeros_like(targets)
@@ -74,20 +74,20 @@ class PassRecord:
         self._targets.append(_target_keys(targets))
 
     def origin(self) -> Origin:
-        """Return the same in a few numbers."""
+        """Return a summary of the pass in a few numbers."""
         targets, numbers = self._joined()
         along, norm = numbers.sum(0).tolist()
         k = min(_EXTREMES, len(numbers))
         extremes = torch.cat([numbers.topk(k, 0, largest=largest).values.flatten() for largest in (False, True)])
-        # Keys, because sums of labels themselves agree too easily; the sum wraps around.
+        # Sum keys, because sums of labels agree too easily; the sum wraps around.
         keys = point_keys(targets)
         bound = float(numbers[:, 0].cpu() @ (keys.double() / 2.0**63)) if len(numbers) == len(keys) else 0.0
         extreme = tuple(extremes.tolist())
         return Origin(len(targets), int(keys.sum()), along, norm, bound, extreme, self._rounding(numbers))
 
     def _rounding(self, numbers: Tensor) -> float:
-        """Return the relative difference of one number in two batches of different sizes."""
-        # In the precision of the computation: 10 bits for float32 convolutions on a GPU (TF32), 7 under autocast.
+        """Return the tolerance: relative difference of one number in batches of different sizes."""
+        # It depends on the precision: 10 bits for float32 convolutions on a GPU (TF32), 7 under autocast.
         coarse = bool(torch.stack(self._coarse).all()) if self._coarse else True
         return 1e-3 if numbers.device.type == "cpu" and not coarse else 1e-2
 
@@ -101,13 +101,13 @@ class Passes:
     """The passes of one fit over its data.
 
     Args:
-        reader: Gives the batches, a :class:`~.readers.Reader`; of two towers, a ``TowerReader``.
+        reader: A :class:`~.readers.Reader` of the batches; for two towers, a ``TowerReader``.
         encoder: The analysed encoder, in evaluation mode.
-        pullback: Pullback to its parameters.
-        records: Whether :meth:`origin` is wanted, even of a fit that takes one pass.
-        first: Of the points of the first pass, where this process has run it.
-        latest: Of the points of the latest pass.
-        cached: Batches with outputs and features, which later passes take instead of running the encoder again.
+        pullback: Pullback to the encoder's parameters.
+        records: Whether :meth:`origin` is needed, even for a fit with one pass.
+        first: Record of the first pass, if this process has run it.
+        latest: Record of the latest pass.
+        cached: Batches with outputs and features, so that later passes need not run the encoder again.
     """
 
     reader: Any
@@ -119,7 +119,7 @@ class Passes:
     cached: list[tuple[Batch, Tensor, Any]] = field(default_factory=list)
 
     def embedded(self, progress: Progress) -> Iterator[tuple[Batch, Tensor, Tensor | None]]:
-        """Run the encoder; give every batch with its raw outputs (n, D) and, for a last layer, its features (n, F)."""
+        """Run the encoder; yield every batch with its raw outputs (n, D) and, for a last layer, its features (n, F)."""
         last_layer = isinstance(self.pullback, LastLayerPullback)
         batches: Iterable[Batch] = progress.over(self.reader, "[embedding]")
         for number, batch in enumerate(batches):
@@ -127,7 +127,7 @@ class Passes:
             yield batch, check_outputs(z, f"model(x) of batch {number} (counted from 0)"), features
 
     def again(self, progress: Progress, title: str) -> Iterator[tuple[Batch, Tensor, Any]]:
-        """Give every batch with its raw outputs (n, D) and context; refuse other data than those of the first pass."""
+        """Yield every batch with its raw outputs (n, D) and context; refuse other data than in the first pass."""
         if self.cached:
             yield from progress.over(self.cached, title)
             return
@@ -143,18 +143,18 @@ class Passes:
         self.latest = record
 
     def origin(self) -> Origin:
-        """Return which points the latest pass has seen, in a few numbers."""
+        """Return a summary of the points of the latest pass in a few numbers."""
         return Origin(0, 0, 0.0, 0.0) if self.latest is None else self.latest.origin()
 
 
 def check_same_outputs(again: Tensor, known: Tensor, argument: str, hint: str) -> None:
-    """Refuse a batch of other points than those that stood at its place in an earlier pass."""
+    """Refuse a batch whose outputs differ from the outputs at its position in an earlier pass."""
     if known.shape != again.shape or not torch.allclose(again, known, rtol=1e-3, atol=1e-5 * float(known.abs().max())):
         raise InputError(argument, "the same points in the same order in every pass", "others", hint)
 
 
 def _agree(targets: Tensor, numbers: Tensor, other_targets: Tensor, other_numbers: Tensor, tolerance: float) -> bool:
-    # Relative to the norm of the point and of a typical point, so that one huge point does not hide changes of others.
+    # Relative to the norm of the point plus a typical norm, so that one huge point does not hide changes of others.
     typical = numbers[:, 1].median() if len(numbers) else numbers.new_zeros(())
     for column in range(numbers.shape[1]):
         first, second = _order(targets, numbers[:, column]), _order(other_targets, other_numbers[:, column])

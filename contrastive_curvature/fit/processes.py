@@ -1,4 +1,4 @@
-"""A fit of which several processes, or several jobs, have a part of the data each: the sums of one loop, merged."""
+"""A fit over several processes or jobs, each with a part of the data: the sums of one loop, merged."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ _GIVE = "Give every process its share: sampler=torch.utils.data.DistributedSampl
 
 
 def statistics_of(f: Fit, passes: Passes, identity: Mapping[str, str]) -> State:
-    """Return what the first pass over a part of the data finds."""
+    """Return the statistics of the first pass over a part of the data."""
     total = f.source.statistics(f, passes)
     return State(STATISTICS, identity, {f.part[0]: passes.origin()}, f.part[1], total)
 
 
 def curvature_of(f: Fit, passes: Passes, identity: Mapping[str, str], statistics: State) -> State:
-    """Return what a part of the data adds to the curvature, with the statistics of all parts."""
+    """Return the curvature that a part of the data adds, with the statistics of all parts."""
     pairs = f.source.pairs(f, statistics.total)
     (total,) = add_up(f, f.source.parts(f, pairs, passes))
     state = State(CURVATURE, identity, {f.part[0]: passes.origin()}, f.part[1], total)
@@ -46,7 +46,7 @@ def finish_parts(f: Fit, statistics: State, curvature: State) -> DatasetCurvatur
 def fit_together(
     f: Fit, passes: Passes, share: Share, exchange: ProcessGroup, identity: Mapping[str, str]
 ) -> DatasetCurvature | None:
-    """Return the curvature of the parts of all processes; ``None`` where each of them has all the data."""
+    """Return the curvature of the parts of all processes; ``None`` if each process has all the data."""
     device = next(passes.encoder.parameters()).device
     statistics = _gathered(exchange, share, statistics_of(f, passes, identity))
     if statistics is None:
@@ -57,8 +57,8 @@ def fit_together(
 
 
 def _check_origins(f: Fit, statistics: State, curvature: State, argument: str) -> None:
-    """Refuse sums of parts over other points than those that their first passes saw; ``argument`` holds them."""
-    # Inputs of a loss of anchors may be augmented anew.
+    """Refuse sums over other points than in the first pass of a part; ``argument`` names them in the message."""
+    # Inputs of a loss of anchors may be augmented again.
     for part, again in curvature.origins.items() if f.options.loss.compares == "pairs" else ():
         before = statistics.origins.get(part)
         same = before is not None and (before.n, before.targets) == (again.n, again.targets)
@@ -72,7 +72,7 @@ def _check_origins(f: Fit, statistics: State, curvature: State, argument: str) -
 
 
 def _gathered(exchange: ProcessGroup, share: Share, state: State) -> State | None:
-    """Return the state of all processes; ``None`` where every one has all the data."""
+    """Return the merged state of all processes; ``None`` if every process has all the data."""
     heads = exchange.gather(Head(state.origins[exchange.rank], share.claim))
     if all_the_same(heads):
         _log.warning(
@@ -80,16 +80,16 @@ def _gathered(exchange: ProcessGroup, share: Share, state: State) -> State | Non
         )
         return None
     check_shares(heads)
-    # One at a time, since the states of all together may be all embeddings of the data set, or many matrices.
+    # Merge one at a time, because all states together may be all embeddings of the data set, or many matrices.
     return exchange.merge(state.to(torch.device("cpu")), State.merge)
 
 
 class Head(NamedTuple):
-    """What a process says of its share.
+    """Summary of the share of a process.
 
     Args:
-        origin: Which points it has seen.
-        claim: Which points its loader says that it gives.
+        origin: Points that the process has read.
+        claim: Points that its loader declares, if it does.
     """
 
     origin: Origin
@@ -97,18 +97,18 @@ class Head(NamedTuple):
 
     @property
     def empty(self) -> bool:
-        """Whether the share has no point, as far as that is known."""
+        """Whether the share has no point, as far as is known."""
         return not (self.origin.n if self.claim is None else self.claim.n)
 
     def same_points(self, other: Head) -> bool:
-        """Return whether both surely have the same points."""
+        """Return whether both certainly have the same points."""
         if self.claim is not None and other.claim is not None:
             return (self.claim.n, self.claim.keys) == (other.claim.n, other.claim.keys)
         return self.origin.same_points(other.origin)
 
 
 def all_the_same(heads: list[Head]) -> bool:
-    """Return whether every process has all the data, instead of a part of it."""
+    """Return whether every process has all the data instead of a part."""
     filled = [(rank, head) for rank, head in enumerate(heads) if not head.empty]
     twins = [(a, b) for k, (a, one) in enumerate(filled) for b, other in filled[k + 1 :] if one.same_points(other)]
     if not twins:
@@ -120,7 +120,7 @@ def all_the_same(heads: list[Head]) -> bool:
 
 
 def check_shares(heads: list[Head]) -> None:
-    """Refuse samplers that leave points out, or give points to two processes."""
+    """Refuse samplers that leave points out, or pass a point to two processes."""
     claims = [head.claim for head in heads if head.claim is not None]
     sizes = {claim.points for claim in claims}
     if len(claims) < len([head for head in heads if not head.empty]) or not claims or sizes == {None}:

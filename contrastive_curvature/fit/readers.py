@@ -1,4 +1,4 @@
-"""What a batch of a loader is for a loss: its points with their numbers, and which of them belong together."""
+"""Batches in the form that a loss needs: points with their numbers, and which of them are positives."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ _MANY_REPEATED = 0.4
 
 
 class Batch(NamedTuple):
-    """A batch of n points with what the loss takes besides their embeddings.
+    """A batch of n points with the data that the loss needs in addition to embeddings.
 
     Args:
         x: The points.
         labels: Class labels, numbers of inputs or targets of a relation, shape (n, ...), or ``None``.
         pairs: See the loss, or ``None``.
-        classes: Class labels that are not only those of views of one input, for the centres of the classes.
-        numbers: Of the points, int64 on the CPU, shape (n,); a :class:`Reader` sets them.
+        classes: Class labels for the class centres; ``None`` if labels only mark views of one input.
+        numbers: Numbers of the points, int64 on the CPU, shape (n,); a :class:`Reader` sets them.
     """
 
     x: Inputs
@@ -40,12 +40,12 @@ class Batch(NamedTuple):
 
 
 class Reader:
-    """The batches of a loader as a loss takes them; it can be run over several times.
+    """The batches of a loader in the form that a loss needs; they can be iterated several times.
 
     Args:
-        loader: Gives the same points in every pass.
-        read: Takes a batch apart and brings it to the model's device.
-        part: Index of the part of the data that the loader has.
+        loader: Loader that gives the same points in every pass.
+        read: Function that converts a batch and moves it to the model's device.
+        part: Index of the loader's part of the data.
     """
 
     def __init__(self, loader: Any, read: Callable[[Any], Batch], part: int = 0) -> None:
@@ -53,7 +53,7 @@ class Reader:
         self._workers = uncoordinated_workers(loader)
 
     def inputs(self) -> Iterator[Inputs]:
-        """Give the inputs of all batches."""
+        """Yield the inputs of all batches."""
         return (batch.x for batch in self)
 
     def __len__(self) -> int:
@@ -66,11 +66,11 @@ class Reader:
             batch = self._read(given)
             n = input_length(batch.x)
             if self._workers > 1:
-                # Of two views of an input, the first.
+                # If an input has two views, only the first counts.
                 keys.update(once := _input_keys(batch.x)[: len(inputs) or n])
                 given_so_far += len(once)
             views, rest = divmod(n, max(1, len(inputs)))
-            # Of two views of an input both are points.
+            # Both views of an input are points with their own numbers.
             numbers = torch.cat([views * inputs + view for view in range(views)])
             if rest or len(numbers) != n:
                 numbers = torch.arange(seen, seen + n)
@@ -80,7 +80,7 @@ class Reader:
             self._advise_on_workers(given_so_far, len(keys))
 
     def _advise_on_workers(self, inputs: int, different: int) -> None:
-        """Warn, after the first pass, of inputs that several workers gave."""
+        """Warn after the first pass if many inputs repeat, as when every worker returns the whole data set."""
         repeated = 1 - different / inputs
         if repeated >= _MANY_REPEATED:
             msg = (
@@ -93,7 +93,7 @@ class Reader:
 
 
 def _input_keys(x: Inputs) -> list[int]:
-    """Return one number for each of n inputs, equal for equal ones."""
+    """Return one hash for each of n inputs, equal for equal inputs."""
     n = input_length(x)
     parts = [x] if isinstance(x, Tensor) else [part for part in x.values() if isinstance(part, Tensor) and part.ndim]
     rows = [part.detach().cpu().reshape(n, -1).contiguous() for part in parts if part.shape[0] == n]
@@ -116,7 +116,7 @@ def labelled_batch(x: Inputs, targets: Tensor, relation: RelationFunction | None
 def as_batch(
     views: Views, loss: CosineLoss, relation: RelationFunction | None = None, positives: str | None = None
 ) -> Batch:
-    """Turn a batch of one or two views into points, and what a loss of anchors takes besides them."""
+    """Convert a batch of one or two views into points and the pairs or labels that a loss of anchors needs."""
     n, targets = input_length(views.first), views.targets
     if views.second is None:
         if positives == "views":
@@ -149,7 +149,7 @@ def as_batch(
 
 
 def check_usable(views: Views, loss: CosineLoss, positives: str | None) -> None:
-    """Refuse what stands in the place of labels that would be used; arguments as of :func:`as_batch`."""
+    """Refuse unusable labels if the loss would use them; arguments as in :func:`as_batch`."""
     if views.unusable is not None and (positives == "labels" or (positives is None and loss.supervised)):
         hint = "Yield labels as a tensor of whole numbers, or say positives='views' if they are not to be used."
         raise InputTypeError("train_loader", "labels as a tensor of one entry a point", views.unusable, hint)

@@ -1,4 +1,4 @@
-"""One process's share of a data set: which number every point of a loader has, and which points are padding."""
+"""One process's share of a data set: the number of every point of a loader, and the points that are padding."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ _FAR = 2**40
 
 @dataclass(frozen=True)
 class Claim:
-    """Which points of a data set a loader says that it gives.
+    """Points of a data set that a loader declares.
 
     Args:
-        n: How many.
-        keys: Sum of the keys of their numbers, modulo 2^64 as a signed number.
-        points: Number of points of the data set; ``None`` where the shares need not be all of it.
+        n: Number of points.
+        keys: Sum of the keys of the points' numbers, modulo 2^64 as a signed number.
+        points: Number of points of the data set; ``None`` if the shares need not cover all of it.
     """
 
     n: int
@@ -37,18 +37,18 @@ class Claim:
 class Share:
     """The batches of a loader with the numbers of their points, and without padding.
 
-    A loader with a ``DistributedSampler`` gives the numbers of its data set; one with the attribute ``numbers`` those.
-    Any other one counts its points, from a place of its own for every share.
+    A loader with a ``DistributedSampler`` has the numbers of its data set; a loader with the attribute ``numbers`` has
+    these numbers. For any other loader points are counted, with another start for every share.
 
     Args:
-        loader: Gives the same points in every pass.
-        index: Of the share.
+        loader: Loader that gives the same points in every pass.
+        index: Index of the share.
 
     Attributes:
-        loader: The same.
+        loader: The loader.
 
     Raises:
-        UnsupportedError: The loader divides the data in a way that does not say which points are padding.
+        UnsupportedError: The loader divides the data, but does not show which points are padding.
     """
 
     def __init__(self, loader: Any, index: int = 0) -> None:
@@ -80,13 +80,13 @@ class Share:
                 "DataLoader(dataset, batch_size=..., sampler=sampler), or drop_last=True in the sampler."
             )
         self._numbers = torch.tensor(list(sampler), dtype=torch.int64)
-        # Every replica takes every num_replicas-th of a list whose end repeats its beginning.
+        # Every replica takes each num_replicas-th entry of a list whose end repeats its beginning.
         self._real = sampler.rank + sampler.num_replicas * torch.arange(len(self._numbers)) < points
         self._points = None if sampler.drop_last else points
 
     @property
     def claim(self) -> Claim | None:
-        """What the loader says about its points, if anything."""
+        """Points that the loader declares; ``None`` if it declares none."""
         if self._numbers is None:
             return None
         own = self._numbers[self._real]
@@ -96,7 +96,7 @@ class Share:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[tuple[Any, Tensor]]:
-        """Give batches and the numbers of their points, int64, shape (B,); of a batch of padding alone nothing."""
+        """Yield batches and the numbers of their points, int64, shape (B,); skip batches that are only padding."""
         start = 0
         for batch in self.loader:
             count = _length(batch) or 0
@@ -116,6 +116,45 @@ class Share:
                 yield _selected(batch, real), numbers[real]
 
 
+class Rest:
+    """The batches of a loader without some of its points; a batch of which nothing is left is not given.
+
+    Args:
+        loader: Gives the same points in the same order in every pass.
+        gone: Numbers of these points as a fit counts them, whole numbers, shape (M,).
+
+    Attributes:
+        count: Number of points of the loader, after a pass.
+
+    Raises:
+        InputError: ``gone`` is something else, or, after a pass, not in the loader.
+    """
+
+    def __init__(self, loader: Any, gone: Any) -> None:
+        numbers = torch.as_tensor(gone, device="cpu")
+        if numbers.ndim != 1 or numbers.is_floating_point() or numbers.dtype == torch.bool:
+            came = f"{numbers.dtype} of shape {tuple(numbers.shape)}"
+            raise InputError(
+                "gone", "positions of points, whole numbers (M,)", came, "Of a mask: mask.nonzero()[:, 0]."
+            )
+        self.loader, self.gone, self.count = loader, numbers.unique(), 0
+
+    def kept(self, numbers: Tensor) -> Tensor:
+        """Return which points stay, boolean (B,), by their numbers (B,)."""
+        return ~torch.isin(numbers, self.gone)
+
+    def __iter__(self) -> Iterator[Any]:
+        count, left = 0, self.gone
+        for batch, numbers in Share(self.loader):
+            count, left = count + len(numbers), left[~torch.isin(left, numbers)]
+            keep = self.kept(numbers)
+            if bool(keep.any()):
+                yield _selected(batch, keep)
+        if len(left):
+            raise InputError("gone", f"positions among the {count} points of the loader", left[:5].tolist())
+        self.count = count
+
+
 def _whole_numbers(source: Any) -> Tensor:
     """Return the numbers of points that a loader has as an attribute, int64, shape (N,)."""
     numbers = torch.as_tensor(source if isinstance(source, Tensor) else list(source))
@@ -126,7 +165,7 @@ def _whole_numbers(source: Any) -> Tensor:
 
 
 def sum_of_keys(numbers: Tensor) -> int:
-    """Return a number that is the same for the same points in any order, and almost surely another for others."""
+    """Return a number that is equal for the same points in any order, and almost surely differs for other points."""
     # The sum wraps around.
     return int(point_keys(numbers).sum())
 
@@ -152,7 +191,7 @@ def _divides(part: Any) -> bool:
 
 
 def _length(batch: Any) -> int | None:
-    """Return the number of points of a batch as a loader gives it: that of its first tensor or list of texts."""
+    """Return the number of points of a loader's batch: the length of its first tensor or list of texts."""
     if is_texts(batch):
         return len(batch)
     if isinstance(batch, Tensor):

@@ -1,4 +1,4 @@
-"""How much a curvature depends on which points stand for all negatives, from two halves of them."""
+"""How much a curvature depends on the sample that replaces all negatives, from two halves of the sample."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ _MEAN, _DIFFERENCE = "error/mean", "error/difference"
 def error_terms(
     hessian: DatasetHessian, pullback: Pullback, z: Tensor, targets: Tensor, context: Any, numbers: Tensor
 ) -> dict[str, Tensor]:
-    """Return what a batch adds to the sums that :func:`relative_error` takes.
+    """Return the terms of a batch in the sums for :func:`relative_error`.
 
-    They are the sum and the difference of two diagonals of the curvature of some points, with each half of the bank.
+    For some points, the curvature diagonal is computed with each half of the sample; the terms are the sum and the
+    difference of these two diagonals.
     """
     if len(hessian.halves) < 2:
         return {}
     share, stop = min(1.0, _MOST_POINTS / max(1, len(hessian))), len(z)
     if share < 1:
-        # Keys are spread over all whole numbers of 64 bits. The first rows of a batch: contexts are cut by ranges.
+        # Keys are uniform over all 64-bit integers, so this is a random number of points. It takes the first rows of
+        # the batch, because contexts are cut by ranges.
         stop = int((point_keys(numbers, _SEED) < int(-(2**63) + share * 2**64)).sum())
         if not stop:
             return {}
@@ -46,8 +48,8 @@ def error_terms(
 def relative_error(sums: Mapping[str, Tensor], sampled: int, n: int) -> float | None:
     """Return the relative standard error of a curvature's diagonal in the Frobenius norm; ``None`` if unknown.
 
-    Half the difference between two halves of a sample is what the whole sample is off by, times ``sqrt(1 - M / N)``,
-    since a sample of all N points is exact.
+    The error of the whole sample is half the difference between its two halves, times ``sqrt(1 - M / N)``, because a
+    sample of all N points is exact.
 
     Source: the variance of a mean in sampling without replacement (Cochran, Sampling Techniques, 1977, section 2.6).
     """

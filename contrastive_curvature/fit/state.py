@@ -1,4 +1,4 @@
-"""What one part of a data set adds to a fit; parts merge in any order and grouping."""
+"""The contribution of one part of a data set to a fit; parts merge in any order and grouping."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from pathlib import Path
 
 import torch
 
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.fit.total import Total
-from contrastive_curvature.pairs.rows import Rows
+from contrastive_curvature.network.inputs import Inputs
 
 _TELLING = 32
 """Points from which on two parts are not alike by chance."""
@@ -23,18 +24,18 @@ STATISTICS, CURVATURE = "statistics", "curvature"
 
 @dataclass(frozen=True)
 class Origin:
-    """Which points a part holds, in a few numbers.
+    """Summary of the points of a part in a few numbers.
 
     Args:
-        n: How many.
-        targets: A sum over their targets that another target changes, modulo 2^64 as a signed number.
-        along: Sum of their raw outputs along one direction.
-        norm: Sum of the norms of their raw outputs.
-        bound: Sum of the numbers along it, each times a number that belongs to its target, so that targets of the same
-            points in another order change it.
-        extremes: The lowest and the highest of these numbers, where outputs have been seen. Sums over many points
-            hardly tell two random halves of a data set apart; the outermost points do.
-        rounding: Relative difference of the outputs of a point in batches of other sizes, at most.
+        n: Number of points.
+        targets: A sum over the targets that changes with any target, modulo 2^64 as a signed number.
+        along: Sum of the raw outputs along one direction.
+        norm: Sum of the norms of the raw outputs.
+        bound: Sum of the outputs along this direction, each times a number that depends on its target, so that it
+            changes if the same targets are in another order.
+        extremes: The lowest and the highest outputs along this direction, and norms, if outputs were computed. Sums
+            over many points are nearly equal for two random halves of a data set; the extreme points are not.
+        rounding: Largest relative difference of the outputs of a point in batches of different sizes.
     """
 
     n: int
@@ -54,27 +55,27 @@ class Origin:
         return all(abs(a - b) <= near for a, b in zip(mine, theirs, strict=True))
 
     def same_points(self, other: Origin) -> bool:
-        """Return whether both surely hold the same points; ``False`` where that is unknown."""
+        """Return whether both certainly hold the same points; ``False`` if this is unknown."""
         if not self.extremes or len(self.extremes) != len(other.extremes) or not self.same(other):
             return False
-        # Numbers along a direction and norms take turns, and the former vary by about their size.
+        # Numbers along the direction (even positions) alternate with norms; these numbers vary by about their own size.
         near = 2 * max(self.rounding, other.rounding) * max(abs(number) for number in self.extremes[::2])
         return all(abs(a - b) <= near for a, b in zip(self.extremes, other.extremes, strict=True))
 
 
 @dataclass(frozen=True)
 class State:
-    """Of one part of a data set, or of several that are merged.
+    """State of one part of a data set, or of several merged parts.
 
     Merging is associative and commutative, up to the rounding of sums.
 
     Args:
         kind: :data:`STATISTICS` or :data:`CURVATURE`.
-        identity: What has to be equal for two states to fit together: options, encoder, data.
-        origins: The parts that are in it, by their index.
+        identity: Facts that must be equal for two states to fit together: options, encoder, data.
+        origins: The parts in this state, by index.
         count: Number of all parts of the data set.
         total: Sum over these parts.
-        probe: A few made-up inputs as the encoder takes them, of the part with the smallest index that has points.
+        probe: The smallest index of a part that has points, and a few made-up inputs as the encoder takes them.
     """
 
     kind: str
@@ -82,7 +83,7 @@ class State:
     origins: Mapping[int, Origin]
     count: int
     total: Total = field(default_factory=Total)
-    probe: Rows | None = None
+    probe: tuple[int, Inputs] | None = None
 
     @property
     def n(self) -> int:
@@ -91,19 +92,18 @@ class State:
 
     @property
     def missing(self) -> list[int]:
-        """Indices of the parts that are not in it."""
+        """Indices of the missing parts."""
         return [index for index in range(self.count) if index not in self.origins]
 
     def to(self, device: torch.device) -> State:
-        """Return the same on a device; numbers of points and the probe stay on the CPU."""
+        """Return a copy on a device; numbers of points and the probe stay on the CPU."""
         return replace(self, total=self.total.to(device))
 
     def merge(self, other: State) -> State:
         """Return the state of both together.
 
         Raises:
-            InputError: They are of other data, another encoder or other options, of another kind, or have a part in
-                common.
+            InputError: The states are of different data, encoders, options or kinds, or have a part in common.
         """
         check_fit_together(self, other)
         probes = [state.probe for state in (self, other) if state.probe is not None]
@@ -111,7 +111,7 @@ class State:
             self,
             origins={**self.origins, **other.origins},
             total=self.total + other.total,
-            probe=min(probes, key=lambda rows: int(rows.numbers[0]), default=None),
+            probe=min(probes, key=itemgetter(0), default=None),
         )
 
     @staticmethod
@@ -127,13 +127,13 @@ class State:
 
     @staticmethod
     def load(path: Path | str) -> State:
-        """Read what :meth:`save` wrote, see :func:`contrastive_curvature.io.states.load_state`."""
+        """Read a file of :meth:`save`, see :func:`contrastive_curvature.io.states.load_state`."""
         from contrastive_curvature.io.states import load_state
 
         return load_state(path)
 
     def check_complete(self) -> None:
-        """Refuse to go on without a part."""
+        """Refuse a state with missing parts."""
         missing = self.missing
         if missing:
             wanted = f"all {self.count} parts"
@@ -148,8 +148,8 @@ def merged(states: Iterable[State]) -> State:
         states: At least one.
 
     Raises:
-        InputError: There is none, or two of them do not fit together, see :meth:`State.merge`.
-        InputTypeError: Something else than states.
+        InputError: There is no state, or two of them do not fit together, see :meth:`State.merge`.
+        InputTypeError: An entry is not a state.
     """
     if isinstance(states, State) or not isinstance(states, Iterable):
         came = "one of them" if isinstance(states, State) else f"a {type(states).__name__}"
@@ -160,10 +160,10 @@ def merged(states: Iterable[State]) -> State:
             raise InputTypeError("states", "states of parts of a data set", f"a {type(state).__name__}")
     if not remaining:
         raise InputError("states", "at least one", "none")
-    # By their parts, so that the order in which files are listed does not change the rounding.
+    # Sort by parts, so that the order of the files does not change the rounding.
     remaining.sort(key=lambda state: min(state.origins, default=0))
     while len(remaining) > 1:
-        # In pairs, so that what is kept is not copied again for each of many parts.
+        # Merge in pairs, so that kept points are not copied again for each of many parts.
         joined = [one.merge(other) for one, other in zip(remaining[::2], remaining[1::2], strict=False)]
         remaining = joined + remaining[2 * len(joined) :]
     return remaining[0]
@@ -198,14 +198,14 @@ def check_identity(state: State, identity: Mapping[str, str]) -> None:
 
 
 def _differences(first: Mapping[str, str], second: Mapping[str, str]) -> Iterator[tuple[str, str | None, str | None]]:
-    """Give the facts in which two fits differ."""
+    """Yield the facts in which two fits differ."""
     for name in dict.fromkeys([*first, *second]):
         if first.get(name) != second.get(name):
             yield name, first.get(name), second.get(name)
 
 
 def digest_of(state: State) -> str:
-    """Return a short text that is the same for the same data, encoder and options, in any order of merging."""
+    """Return a short text that is equal for equal data, encoder and options, in any order of merging."""
     origins = {index: (origin.n, origin.targets) for index, origin in sorted(state.origins.items())}
     text = json.dumps([dict(sorted(state.identity.items())), origins, state.count])
     return hashlib.sha256(text.encode()).hexdigest()[:16]

@@ -1,8 +1,8 @@
-"""The output Hessian of a random subset of a data set, as an estimate for the whole, for posteriors in function space.
+"""The output Hessian of a random subset of a data set, as an estimate for all data, for posteriors in function space.
 
 If the Hessian is block-diagonal, each chosen point keeps its block over ALL pairs of the data set, times N / M. If it
 is coupled, the estimate is computed from the pairs among the chosen points (as in Proposition B.1). With M = N both are
-the Hessian of the data set.
+equal to the Hessian of the data set.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def subset_hessian(f: Fit, pairs: AllPairs, passes: Passes, size: int, seed: int
 def anchor_subset(
     encoder: Encoder, reader: Reader, loss: CosineLoss, size: int, seed: int, progress: Progress
 ) -> tuple[HessianSubset, Tensor, Tensor, int]:
-    """Draw points that are each other's candidates, views of one input together, and take their Hessian's root."""
+    """Draw points (both views of an input together), and return a root of the Hessian of their comparisons."""
     n, by_views = 0, False
     for batch in progress.over(reader, "[targets]"):
         if batch.labels is None:
@@ -95,7 +95,7 @@ def anchor_subset(
             )
         n += input_length(batch.x)
         by_views = by_views or (batch.classes is None and batch.pairs is None)
-    # Numbers of inputs: of two views each, where the views are all that belongs together.
+    # Without labels, both views of an input are drawn together.
     views = 2 if by_views else 1
     chosen = _drawn(n, size, seed, views)
     parts, labels, relation, start = [], [], None, 0
@@ -121,7 +121,7 @@ def anchor_subset(
 
 
 def _drawn(n: int, size: int, seed: int, views: int = 1) -> Tensor:
-    """Return which of ``n`` points are drawn, boolean; of inputs with several views, which inputs."""
+    """Return which of ``n`` points are drawn, boolean; for inputs with several views, which inputs."""
     if size > n:
         raise InputError("n_subset", f"at most the {n} points of the data", size)
     chosen = torch.zeros(n // views, dtype=torch.bool)
@@ -139,7 +139,7 @@ def _selected(x: Inputs, rows: Tensor) -> Inputs:
 
 
 def _concatenated(parts: list[Inputs]) -> Inputs:
-    """Join batches after each other, of texts with one padding."""
+    """Concatenate batches; texts get one common padding."""
     parts = same_tokens(parts)
     first = parts[0]
     if isinstance(first, Tensor):

@@ -1,4 +1,4 @@
-"""What a batch adds to a fit, and the sum of it, which merges over parts of the data."""
+"""The contribution of a batch to a fit, and the sum of contributions, which merges over parts of the data."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ VALUE, COST = "value", "cost"
 
 
 class Part(NamedTuple):
-    """What the n points of a batch add to the sum of one set of parameters.
+    """Contribution of the n points of a batch to the sum for one set of parameters.
 
     Args:
         z: Raw outputs, shape (n, D).
-        context: What the pullback needs of these points.
+        context: Context of these points for the pullback.
         blocks: Hessian blocks of single points.
-        coupled: The Hessian with its cross terms, where the points are coupled with each other alone.
-        cross: Cross terms of the points with others.
-        terms: Further numbers to be summed, by name.
+        coupled: The Hessian with its cross terms, if the points are coupled only with each other.
+        cross: Cross terms of the points with other points.
+        terms: Other numbers to sum, by name.
         classes: Class labels, shape (n,), or ``None``.
         tower: Index of the set of parameters.
     """
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
     @classmethod
     def of_batch(cls, hessian: OutputHessian, context: Any, classes: Tensor | None, tower: int = 0) -> Part:
-        """Return what a batch adds whose points are compared with each other alone."""
+        """Build the part of a batch whose points are compared only with each other."""
         value, cost = hessian.loss_and_cost()
         derivatives = hessian.derivatives
         terms = {VALUE: value.double(), COST: cost.double()}
@@ -58,15 +58,15 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Total:
-    """What a pass over points finds. Totals add up, in any order and up to the rounding of sums.
+    """Result of a pass over points. Totals add up, in any order and up to the rounding of sums.
 
     Args:
         n: Number of points.
         terms: Tensors that add up.
-        kept: Points that are kept.
-        classes: Numbers and sums of embeddings of every class; ``None`` where targets are no class labels.
-        contributions: Which points dominate the curvature.
-        curvature: The unclamped curvature; ``None`` of a first pass.
+        kept: Stored points, by name.
+        classes: Counts and sums of embeddings by class; ``None`` if targets are not class labels.
+        contributions: The points that contribute most to the curvature.
+        curvature: The unclamped curvature; ``None`` for a first pass.
     """
 
     n: int = 0
@@ -77,7 +77,7 @@ class Total:
     curvature: Structure | None = None
 
     def __add__(self, other: Total) -> Total:
-        """Return the total of the points of both."""
+        """Return the total over the points of both totals."""
         return Total(
             self.n + other.n,
             united(self.terms, other.terms, lambda one, two: one + two.to(one.device)),
@@ -88,7 +88,7 @@ class Total:
         )
 
     def to(self, device: torch.device) -> Total:
-        """Return the same on a device; numbers of points stay on the CPU."""
+        """Return a copy on a device; numbers of points stay on the CPU."""
         terms = {name: part.to(device) for name, part in self.terms.items()}
         kept = {name: rows.to(device) for name, rows in self.kept.items()}
         classes = None if self.classes is None else self.classes.to(device)

@@ -1,9 +1,9 @@
 """The curvature of two towers over a data set: the sum over its batches, in one pass over pairs of inputs.
 
-The loss of a batch is one of all its outputs ``[z_a; z_b]``, so its Hessian has blocks within either tower and blocks
-between the two. A posterior of one tower holds what the parameters of that tower know of each other: the block within
-it, with all that couples its points. The blocks between the towers have a part in products alone
-(:func:`towers_product`). One module for both kinds of inputs has one set of parameters, and the whole Hessian.
+The loss of a batch depends on all its outputs ``[z_a; z_b]``, so its Hessian has blocks within each tower and blocks
+between the two. A posterior of one tower uses the block within that tower, including the cross terms of its points.
+Only products use the blocks between the towers (:func:`towers_product`). One module for both kinds of inputs has one
+set of parameters, and uses the whole Hessian.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class TowerBatch(NamedTuple):
 
     Args:
         a: N inputs of the first tower.
-        b: M inputs of the second.
-        labels: Class labels of both, (N,) and (M,); ``None`` where ``a[i]`` belongs to ``b[i]``.
+        b: M inputs of the second tower.
+        labels: Class labels of both, (N,) and (M,); ``None`` if ``a[i]`` belongs to ``b[i]``.
         grades: How similar ``a[i]`` and ``b[i]`` are, shape (N,), for a loss of graded pairs.
     """
 
@@ -60,7 +60,7 @@ class TowerBatch(NamedTuple):
 
     @property
     def compares(self) -> bool:
-        """Whether some inputs belong together less than others do."""
+        """Whether the batch has pairs to compare: more than one class, grade or input."""
         if self.grades is not None:
             return bool((self.grades != self.grades[0]).any())
         if self.labels is None:
@@ -72,7 +72,7 @@ class TowerBatch(NamedTuple):
 def read_towers(
     encoders: tuple[nn.Module, nn.Module], batch: Any, loss: CosineLoss, positives: str | None = None
 ) -> TowerBatch:
-    """Take apart what a loader yields, and bring it to a device."""
+    """Convert a batch of a loader, and move it to the device of the encoders."""
     if isinstance(batch, Mapping) or not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
         came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
         hint = "An encoder that takes a mapping gets one of its own: yield ({'pixel_values': ...}, {'input_ids': ...})."
@@ -115,7 +115,7 @@ def _of_both(labels: Any) -> bool:
 
 
 def _joined_labels(batch: Any) -> Tensor:
-    """Join the labels of both towers after each other, each as many as it has inputs."""
+    """Concatenate the labels of both towers."""
     a, b, labels = batch
     if len(labels) != 2 or not all(isinstance(part, Tensor) and part.ndim == 1 for part in labels):
         came = f"a {type(labels).__name__} of {len(labels)}, not two tensors"
@@ -129,14 +129,14 @@ def _joined_labels(batch: Any) -> Tensor:
 
 
 class TowerReader(NamedTuple):
-    """A loader, and what converts its batches."""
+    """A loader, and a function that converts its batches."""
 
     loader: Iterable[Any]
     read: Callable[[Any], TowerBatch]
 
 
 def parts(f: Fit, pairs: Any, passes: Passes) -> Iterator[Part | Total]:
-    """Give the Hessian of every batch within each tower, whose candidates are outputs of the other one."""
+    """Yield the Hessian of every batch within each tower; the candidates are outputs of the other tower."""
     del pairs
     reader = cast("TowerReader", passes.reader)
     for raw in f.progress.over(reader.loader, "[curvature]"):
@@ -154,7 +154,7 @@ def parts(f: Fit, pairs: Any, passes: Passes) -> Iterator[Part | Total]:
 
 
 def closed(f: Fit, pairs: Any, totals: list[Total]) -> list[DatasetCurvature]:
-    """Return the sum over all batches of each tower, which has its share of the loss."""
+    """Return the sum over all batches for each tower, with equal shares of the loss."""
     check_compared(totals[0])
     batches, alike = int(totals[0].terms[_BATCHES]), int(totals[0].terms[_ALIKE])
     if alike == batches:
@@ -179,7 +179,7 @@ def towers_product(
 ) -> list[Tensor]:
     """Return ``J^T H J v`` over a data set, with the blocks between the towers; no matrix is formed."""
     out = [torch.zeros_like(v) for v in vectors]
-    # A shared module has one set of parameters under both kinds of inputs.
+    # A shared module has one set of parameters for both kinds of inputs.
     of_a, of_b = 0, len(pullbacks) - 1
     for number, raw in enumerate(reader.loader):
         batch = reader.read(raw)
@@ -210,7 +210,7 @@ def _outputs(pullbacks: Sequence[Pullback], batch: TowerBatch) -> tuple[Tensor, 
 def _derivatives(
     loss: CosineLoss, z_a: Tensor, z_b: Tensor, batch: TowerBatch
 ) -> tuple[Tensor, int, CosineDerivatives]:
-    """Return outputs of both towers, how many are of the first, and the derivatives in their cosines."""
+    """Return outputs of both towers, the number of outputs of the first, and the derivatives in the cosines."""
     z_a, z_b = check_outputs(z_a, "encoder_a(a)"), check_outputs(z_b, "encoder_b(b)")
     z, relation, first = joined_towers(z_a, z_b, batch.labels)
     u = normalize(z)[0]

@@ -2,11 +2,11 @@
 
 After "Modeling uncertainty with hedged instance embedding" (under review at ICLR 2019). Shape letters: ``D`` dimension
 of the embedding, ``C`` components of a mixture, ``K`` samples of an embedding, ``...`` any batch shape. An embedding is
-a mean and a variance, both (..., C, D); the components weigh the same, and their covariances are diagonal. Batch shapes
-of two embeddings are broadcast. Half precision is converted to float32.
+a mean and a variance, both (..., C, D); the components have equal weights and diagonal covariances. Batch shapes of two
+embeddings are broadcast. Half precision is converted to float32.
 
-Every function refuses, with an ``InputError`` that names the argument, what its ``Args`` do not allow: another shape or
-dimension, NaN and infinity, a number that is not positive, an unknown option; and the mean over no pairs.
+Every function raises an ``InputError`` that names the argument for values that its ``Args`` do not allow: another shape
+or dimension, NaN and infinity, a number that is not positive, an unknown option, no pairs for a mean.
 """
 
 from __future__ import annotations

@@ -16,21 +16,21 @@ from contrastive_curvature.vmf.checks import broadcast_batch, same_dim
 def stratified_samples(
     mean: Tensor, variance: Tensor, n_samples: int = 8, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Draw samples of mixtures of Gaussians, as many of each component.
+    """Draw samples of mixtures of Gaussians, equally many from each component.
 
-    A sample is ``mean + sqrt(variance) * noise``, so gradients flow to both. Means over the samples are unbiased, with
-    a variance no larger than that of as many independent samples.
+    A sample is ``mean + sqrt(variance) * noise``, so gradients flow to both. Means over the samples are unbiased, and
+    their variance is at most the variance with independent samples.
 
     Args:
         mean: Means of the C components, shape (..., C, D); C = 1 is a single Gaussian.
         variance: Variances > 0 of the same shape: the covariances are diagonal.
-        n_samples: Samples K of each mixture, a multiple of C. The default is the document's.
+        n_samples: Samples K of each mixture, a multiple of C. The default is from the document.
         generator: Random generator on the device of ``mean``; torch's default one if not given.
 
     Returns:
-        Shape (..., K, D), the K / C samples of one component after those of another.
+        Shape (..., K, D): the K / C samples of the first component, then those of the next, and so on.
 
-    Source: "Hedged instance embedding", section 2.2. Its K = 8 is read as the samples of an image, not of a component.
+    Source: "Hedged instance embedding", section 2.2. Its K = 8 is interpreted as samples per image, not per component.
     """
     centre, spread = check_mixture("mean", mean, "variance", variance)
     validate.count("n_samples", n_samples)
@@ -55,14 +55,14 @@ class MatchParameters(nn.Module):
     Calling it returns the tensors ``(a, b)``, through which gradients flow.
 
     Args:
-        a: First value of the slope, > 0.
-        b: First value of the intercept, any finite number. At distance ``b / a`` a match is as likely as not.
+        a: Initial value of the slope, > 0.
+        b: Initial value of the intercept, any finite number. At distance ``b / a`` a match has probability 1/2.
 
     Raises:
-        InputError: One is not finite, or ``a`` is not positive, in torch's default dtype.
+        InputError: ``a`` or ``b`` is not finite, or ``a`` is not positive, in torch's default dtype.
 
-    Source: "Hedged instance embedding", Eq. 2, which asks for ``a > 0`` and does not say how. Neither does it give
-    first values.
+    Source: "Hedged instance embedding", Eq. 2, which requires ``a > 0`` but does not say how, and has no initial
+    values.
     """
 
     def __init__(self, a: float = 1.0, b: float = 0.0) -> None:
@@ -70,7 +70,7 @@ class MatchParameters(nn.Module):
         _check_slope(a, b)
         self.raw_a = nn.Parameter(torch.tensor(inverse_softplus(a)))
         self.b = nn.Parameter(torch.tensor(float(b)))
-        # Again as they come back: the parameters have the default dtype, which may be too narrow for the numbers.
+        # Check again, because the parameters have the default dtype, which may be too narrow for the numbers.
         _check_slope(*self())
 
     def forward(self) -> tuple[Tensor, Tensor]:
@@ -90,7 +90,7 @@ def match_logits(z1: Tensor, z2: Tensor, a: float | Tensor, b: float | Tensor) -
     Returns:
         Logits with the broadcast batch shape. The gradient at distance 0 is 0.
 
-    Source: "Hedged instance embedding", Eq. 2, which prints ``a |z1 - z2| + b``: with ``a > 0`` the probability of a
+    Source: "Hedged instance embedding", Eq. 2, which prints ``a |z1 - z2| + b``; with ``a > 0`` that probability of a
     match would grow with the distance.
     """
     _check_slope(a, b)
@@ -106,19 +106,20 @@ def pair_logits(samples1: Tensor, samples2: Tensor, a: float | Tensor, b: float 
     first, second = check_points("samples1", samples1, samples=True), check_points("samples2", samples2, samples=True)
     same_dim(samples1=first, samples2=second)
     broadcast_batch(samples1=(first, 2), samples2=(second, 2))
-    # torch.cdist computes |x|^2 + |y|^2 - 2 x y for many samples, which cancels where they are close.
+    # torch.cdist computes |x|^2 + |y|^2 - 2 x y for many samples, which cancels for close samples.
     return b - a * torch.linalg.vector_norm(first.unsqueeze(-2) - second.unsqueeze(-3), dim=-1)
 
 
 def match_probability(samples1: Tensor, samples2: Tensor, a: float | Tensor, b: float | Tensor) -> Tensor:
     """Return the Monte Carlo estimate of the probability that two uncertain embeddings match.
 
-    The mean of ``sigmoid(-a |z1 - z2| + b)`` over all ``K1 * K2`` pairs of samples: unbiased where the two sets are
-    independent. For an embedding and itself :func:`~contrastive_curvature.hedged.self_mismatch` draws two sets.
+    It is the mean of ``sigmoid(-a |z1 - z2| + b)`` over all ``K1 * K2`` pairs of samples, unbiased if the two sets are
+    independent. For an embedding and itself use :func:`~contrastive_curvature.hedged.self_mismatch`, which draws two
+    sets.
 
     Args:
         samples1: Samples of the first embedding, shape (..., K1, D); a point is one sample.
-        samples2: Samples of the second, shape (..., K2, D), whose batch shape broadcasts.
+        samples2: Samples of the second embedding, shape (..., K2, D), whose batch shape broadcasts.
         a: Slope per unit of distance, > 0.
         b: Intercept.
 
@@ -141,7 +142,7 @@ def self_mismatch(
 ) -> Tensor:
     """Return the probability that two independent draws of one embedding do not match.
 
-    The mean of ``1 - sigmoid(-a |z - z'| + b)`` over all pairs of two independent sets of samples.
+    It is the mean of ``1 - sigmoid(-a |z - z'| + b)`` over all pairs of two independent sets of samples.
 
     Args:
         mean: Means of the C components, shape (..., C, D); C = 1 is a single Gaussian.
@@ -152,7 +153,7 @@ def self_mismatch(
         generator: Random generator on the device of ``mean``; torch's default one if not given.
 
     Returns:
-        Shape (...), from ``sigmoid(-b)``, which a point has, to 1.
+        Shape (...), between ``sigmoid(-b)`` (for a point) and 1.
 
     Source: "Hedged instance embedding", Eq. 9 and 5.
     """
@@ -161,7 +162,7 @@ def self_mismatch(
 
 
 def _check_slope(a: object, b: object) -> None:
-    """Refuse parameters of the match probability that are no finite numbers, and a slope that is not positive."""
+    """Refuse parameters of the match probability that are not finite numbers, and a slope that is not positive."""
     slope, intercept = (v.item() if isinstance(v, Tensor) and not v.ndim else v for v in (a, b))
     validate.number("a", slope, positive=True)
     validate.number("b", intercept, signed=True)

@@ -1,4 +1,4 @@
-"""Losses of pairs: of points with a soft or a hard threshold, and of uncertain embeddings with their divergences."""
+"""Losses of pairs: for points with a soft or a hard threshold, and for uncertain embeddings with divergences."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def soft_contrastive_loss(
     *,
     reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> Tensor:
-    """Return the negative log-probability of what is so of each pair of points: that it matches, or that it does not.
+    """Return the negative log-probability of the true state of each pair of points: match or mismatch.
 
-    With ``p = sigmoid(-a |z1 - z2| + b)``: ``-log p`` of a match, ``-log(1 - p)`` of a mismatch.
+    With ``p = sigmoid(-a |z1 - z2| + b)``: ``-log p`` for a match, ``-log(1 - p)`` for a mismatch.
 
     Args:
         z1: Points, shape (..., D).
@@ -64,16 +64,16 @@ def hard_contrastive_loss(
     *,
     reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> Tensor:
-    """Return the contrastive loss with a hard margin, of points that need not be on the sphere.
+    """Return the contrastive loss with a hard margin, for points that need not be on the sphere.
 
-    ``|z1 - z2|^2`` of a match, ``max(margin - |z1 - z2|, 0)^2`` of a mismatch, which is not the term of
-    :class:`~contrastive_curvature.losses.ContrastiveLoss`.
+    It is ``|z1 - z2|^2`` for a match and ``max(margin - |z1 - z2|, 0)^2`` for a mismatch;
+    :class:`~contrastive_curvature.losses.ContrastiveLoss` has another term for a mismatch.
 
     Args:
         z1: Points, shape (..., D).
         z2: Points, shape (..., D), whose batch shape broadcasts.
         matches: Whether each pair matches, booleans that broadcast to the batch shape.
-        margin: Distance from which a mismatch costs nothing, > 0.
+        margin: Distance from which a mismatch has zero loss, > 0.
         reduction: ``"mean"`` or ``"sum"`` over the pairs, or ``"none"``.
 
     Returns:
@@ -93,13 +93,13 @@ def hard_contrastive_loss(
 
 
 def kl_bound(mean: Tensor, variance: Tensor) -> Tensor:
-    """Return the mean of the components' divergences to ``N(0, I)``: that of a Gaussian, a bound on that of a mixture.
+    """Return the components' mean divergence to ``N(0, I)``: exact for a Gaussian, an upper bound for a mixture.
 
-    ``1/(2 C) sum_c sum_d [variance - 1 - log(variance) + mean^2]``: exact for C = 1, at most ``log C`` too large.
+    It is ``1/(2 C) sum_c sum_d [variance - 1 - log(variance) + mean^2]``: exact for C = 1, at most ``log C`` too large.
 
     Args:
         mean: Means of the C components, shape (..., C, D).
-        variance: Variances > 0 of the same shape. The components weigh the same.
+        variance: Variances > 0 of the same shape. The components have equal weights.
 
     Returns:
         Nats, shape (...).
@@ -113,14 +113,14 @@ def kl_bound(mean: Tensor, variance: Tensor) -> Tensor:
 def kl_estimate(samples: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     """Return the Monte Carlo estimate of the divergence of a mixture to ``N(0, I)``.
 
-    The mean of ``log p(z) - log N(z; 0, I)`` over samples of the mixture ``p``. Unbiased; negative estimates occur.
-    Gradients flow through the samples and through ``p``.
+    It is the mean of ``log p(z) - log N(z; 0, I)`` over samples of the mixture ``p``. It is unbiased; an estimate can
+    be negative. Gradients flow through the samples and through ``p``.
 
     Args:
-        samples: Samples of the mixture, as many of each component, shape (..., K, D): those of
+        samples: Samples of the mixture, equally many from each component, shape (..., K, D), from
             :func:`~contrastive_curvature.hedged.stratified_samples`.
         mean: Means of the C components, shape (..., C, D).
-        variance: Variances > 0 of the same shape. The components weigh the same.
+        variance: Variances > 0 of the same shape. The components have equal weights.
 
     Returns:
         Nats, shape (...).
@@ -131,7 +131,7 @@ def kl_estimate(samples: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
     drawn = check_points("samples", samples, samples=True)
     same_dim(samples=drawn, mean=centre)
     broadcast_batch(samples=(drawn, 2), mean=(centre, 2))
-    centre, spread = centre.unsqueeze(-3), spread.unsqueeze(-3)  # (..., 1, C, D) beside the samples' (..., K, 1, D)
+    centre, spread = centre.unsqueeze(-3), spread.unsqueeze(-3)  # (..., 1, C, D), to broadcast with (..., K, 1, D)
     exponents = ((drawn.unsqueeze(-2) - centre).square() / spread + torch.log(spread)).sum(-1) / -2
     log_mixture = torch.logsumexp(exponents, -1) - math.log(centre.shape[-2])
     # The factor (2 pi)^(-D/2) is in both densities.
@@ -148,16 +148,16 @@ def match_loss(
     average: Literal["log", "probability"] = "log",
     reduction: Literal["mean", "sum", "none"] = "mean",
 ) -> Tensor:
-    """Return the negative log-probability of what is so of each pair of uncertain embeddings.
+    """Return the negative log-probability of the true state of each pair of uncertain embeddings: match or mismatch.
 
     Args:
         samples1: Samples of the first embedding of each pair, shape (..., K1, D).
-        samples2: Samples of the second, shape (..., K2, D), whose batch shape broadcasts.
+        samples2: Samples of the second embedding, shape (..., K2, D), whose batch shape broadcasts.
         matches: Whether each pair matches, booleans that broadcast to the batch shape.
         a: Slope per unit of distance, > 0.
         b: Intercept.
-        average: What is averaged over the pairs of samples. ``"log"``: the log-probability, as in Eq. 8.
-            ``"probability"``: the probability, whose log is then taken (Eq. 3 of Eq. 5): the smaller loss.
+        average: Quantity to average over the pairs of samples. ``"log"``: the log-probability, as in Eq. 8.
+            ``"probability"``: the probability, before the log (Eq. 5 inserted in Eq. 3); this loss is smaller.
         reduction: ``"mean"`` or ``"sum"`` over the pairs, or ``"none"``.
 
     Returns:
@@ -172,7 +172,7 @@ def match_loss(
     log_probabilities = logsigmoid(torch.where(so[..., None, None], logits, -logits))
     if average == "log":
         return reduced(-log_probabilities.mean((-2, -1)), reduction, "pairs", "pair")
-    # The mean of the probabilities may underflow.
+    # logsumexp, because the mean of the probabilities may underflow.
     pairs = logits.shape[-1] * logits.shape[-2]
     return reduced(math.log(pairs) - torch.logsumexp(log_probabilities, (-2, -1)), reduction, "pairs", "pair")
 
@@ -196,11 +196,11 @@ def vib_objective(
     Args:
         first: Mean and variance of the first embedding of each pair, both (..., C, D): mixtures of C Gaussians with
             diagonal covariances and equal weights. C = 1 is a single Gaussian.
-        second: The same of the second; its C may differ, its batch shape must broadcast.
+        second: The same for the second embedding; its C may differ, its batch shape must broadcast.
         matches: Whether each pair matches, booleans that broadcast to the batch shape.
         a: Slope per unit of distance, > 0.
         b: Intercept.
-        kl_weight: Weight beta of the divergences, >= 0. The document gives no value.
+        kl_weight: Weight beta of the divergences, >= 0. The document states no value.
         n_samples: Samples of each embedding, a multiple of its C; all pairs of them are used.
         average: See :func:`match_loss`.
         divergence: ``"bound"``: :func:`~contrastive_curvature.hedged.kl_bound`, exact for C = 1. ``"sampled"``:

@@ -168,8 +168,8 @@ class PointVectors(ABC):
         """Return ``sum_a W_ab x_ak`` for ``x`` of shape (A, K), before projection and norm, shape (R, D, K)."""
 
     @abstractmethod
-    def blockwise(self, t: Tensor, signs: Tensor, points: Tensor) -> Tensor:
-        """Return ``sum_a sign_a W_ab (W_ab . t_bk)``, as in :meth:`spread`, for O of the points alone, (O, D, K)."""
+    def blockwise(self, t: Tensor, signs: Tensor) -> Tensor:
+        """Return ``sum_a sign_a W_ab (W_ab . t_bk)``, as in :meth:`spread`, shape (R, D, K)."""
 
 
 @dataclass(frozen=True)
@@ -214,17 +214,13 @@ class RootSide(PointVectors):
         return out.view(points, dim, x.shape[1]).index_add_(0, point, own.unsqueeze(2) * x[vector].unsqueeze(1))
 
     @override
-    def blockwise(self, t: Tensor, signs: Tensor, points: Tensor) -> Tensor:
-        out = t.new_zeros(len(points), *t.shape[1:])
+    def blockwise(self, t: Tensor, signs: Tensor) -> Tensor:
+        out = torch.zeros_like(t)
         vector, point, own = self.own
         for k in range(t.shape[2]):
-            x = signs.unsqueeze(1) * self.along(t[..., k])[:, points]
-            out[..., k] = (x * self.weights[:, points]).T @ self.anchors
-            place = torch.full((self.weights.shape[1],), -1, device=points.device)
-            place[points] = torch.arange(len(points), device=points.device)
-            mine = place[point] >= 0
-            at = place[point[mine]]
-            out[..., k].index_add_(0, at, own[mine] * x[vector[mine], at].unsqueeze(1))
+            x = signs.unsqueeze(1) * self.along(t[..., k])
+            out[..., k] = (x * self.weights).T @ self.anchors
+            out[..., k].index_add_(0, point, own * x[vector, point].unsqueeze(1))
         return out
 
 
@@ -253,7 +249,7 @@ class CrossRoots:
         """
         out = self.rows.spread(self.signs.unsqueeze(1) * self.columns.summed(t))
         if len(self.same_rows):
-            out[self.same_rows] -= self.columns.blockwise(t, self.signs, self.same_columns)
+            out[self.same_rows] -= self.columns.blockwise(t, self.signs)[self.same_columns]
         return out
 
     def forms(self, a: Tensor, b: Tensor) -> Tensor:

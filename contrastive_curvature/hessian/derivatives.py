@@ -12,7 +12,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from contrastive_curvature.hessian.blocks import UnrepresentableError
-from contrastive_curvature.hessian.cross import CrossRoots
+from contrastive_curvature.hessian.cross import CrossRoots, PointVectors
 from contrastive_curvature.hessian.moments import Moments
 from contrastive_curvature.pairs.relation import row_ranges
 
@@ -149,9 +149,22 @@ class CosineDerivatives(ABC):
             out[rows] = torch.einsum("rck,cd->rdk", along, self.u)
         return out
 
-    def roots(self, rows: slice, columns: slice) -> CrossRoots | None:
-        """Return the squares that couple a point's candidates; ``None`` for a loss of single pairs."""
+    def squares(self, points: slice) -> tuple[Tensor, PointVectors] | None:
+        """Return signs (A,) of the squares that couple a point's candidates, and their vectors at some points.
+
+        ``None`` for a loss of single pairs.
+        """
         return None
+
+    def roots(self, rows: slice, columns: slice) -> CrossRoots | None:
+        """Return :meth:`squares` between some points and others, slices of step one."""
+        ends = [slice(*chosen.indices(self.n)[:2]) for chosen in (rows, columns)]
+        left, right = (self.squares(end) for end in ends)
+        if left is None or right is None:
+            return None
+        low, high = max(end.start for end in ends), min(end.stop for end in ends)
+        same = torch.arange(low, max(low, high), device=self.u.device)
+        return CrossRoots(left[0], left[1], right[1], same - ends[0].start, same - ends[1].start)
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
         """Return the value of the loss, without a graph, and its non-negative version.

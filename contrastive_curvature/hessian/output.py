@@ -18,8 +18,8 @@ from torch import Tensor
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.hessian.blocks import Blocks, SignedFactor
 from contrastive_curvature.hessian.cross import CrossBlocks
-from contrastive_curvature.hessian.curved_blocks import CurvedBlocks
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums
+from contrastive_curvature.hessian.moments import CurvedBlocks
 from contrastive_curvature.hessian.node_blocks import NodeBlocks
 from contrastive_curvature.hessian.sphere import normalize, project_tangent
 from contrastive_curvature.options import Distance, PDFix

@@ -6,9 +6,8 @@ Importing this needs neither ray nor pyarrow; what needs one of them says so whe
 from __future__ import annotations
 
 import hashlib
-import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, reduce
 from itertools import groupby
@@ -25,8 +24,6 @@ from contrastive_curvature import validate
 from contrastive_curvature.artifact import folder_path, write_whole
 from contrastive_curvature.errors import InputError, InputTypeError, ProcessError
 from contrastive_curvature.fit.state import CURVATURE, STATISTICS, State
-from contrastive_curvature.io.feature_folder import FeatureFolder
-from contrastive_curvature.io.feature_folder.header import HEADER
 from contrastive_curvature.io.states import load_state, save_state
 from contrastive_curvature.laplace.calibration import present_calibration
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
@@ -44,12 +41,6 @@ _ROWS, _FEWEST, _MOST = 50_000, 16, 1_000
 
 _OWN = ("identifier", "mu", "kappa", "uncertainty", "p_value")
 """Columns of embeddings; the last one where the posterior is calibrated. Others are passed through."""
-
-_JOB = b"contrastive_curvature.job"
-
-_REPAIR = "Use another folder, or delete this one to start over."
-
-_log = logging.getLogger("contrastive_curvature")
 
 
 class _Group(NamedTuple):
@@ -84,8 +75,8 @@ class ParquetParts:
             the least and the largest value of every column and row group. It does not see a change between these.
 
     Raises:
-        InputError: No such file or column, other columns in another file, no row, or more parts than row groups.
-        InputTypeError: A column has another type.
+        InputError: No such file, other columns in another file, no row, or more parts than row groups; when it is read,
+            no such column, or one that does not hold numbers.
         UnsupportedError: pyarrow is not installed.
     """
 
@@ -106,7 +97,7 @@ class ParquetParts:
         self.features, self.target, self.identifier = features, target, identifier
         files = _files(path)
         self.schema: Any = None
-        self.rows, self._groups = 0, list[_Group]()
+        self.rows, groups = 0, list[_Group]()
         digest = hashlib.sha256(repr(None if read else (features, target)).encode())
         parquet = _pyarrow("parquet")
         for file in files:
@@ -120,19 +111,19 @@ class ParquetParts:
                 raise InputError(str(file), f"the columns of {files[0].name}: {self.schema}", str(schema))
             digest.update(f"{file.name} {file.stat().st_size} {metadata.to_dict()}".encode())
             for number in range(metadata.num_row_groups):
-                self._groups.append(_Group(file, number, self.rows, metadata.row_group(number).num_rows))
-                self.rows += self._groups[-1].rows
-        self._groups = [group for group in self._groups if group.rows]
+                groups.append(_Group(file, number, self.rows, metadata.row_group(number).num_rows))
+                self.rows += groups[-1].rows
+        self._groups = [group for group in groups if group.rows]
         self.fingerprint = digest.hexdigest()[:32]
         if not self.rows:
             raise InputError("source", "at least one row", f"{len(files)} Parquet files without any")
-        names = self.schema.names
-        if columns is not None and (read is None or isinstance(columns, str) or set(columns) - {*names}):
-            wanted = f"a list of columns of the files ({', '.join(names)}), together with read"
-            raise InputError("columns", wanted, repr(columns))
-        if read is None:
-            self._check_numbers(features)
-        self._count = _number_of_parts(parts, self.rows, len(self._groups))
+        most = len(self._groups)
+        self._count = min(most, max(_FEWEST, min(_MOST, -(-self.rows // _ROWS))))
+        if parts is not None:
+            self._count = validate.count("parts", parts)
+            if parts > most:
+                hint = "A part has whole row groups of Parquet files: write them with a smaller row_group_size."
+                raise InputError("parts", f"at most {most:,}", parts, hint)
 
     def __len__(self) -> int:
         """Number of parts."""
@@ -146,56 +137,11 @@ class ParquetParts:
         n = len(self._groups)
         return ParquetPart(self, self._groups[n * part // self._count : n * (part + 1) // self._count])
 
-    def kept_types(self) -> dict[str, Any]:
-        """Return the types of the columns that can be passed through, and of identifiers as ``"identifier"``."""
-        types = {field.name: field.type for field in self.schema if field.name != self.features}
-        return {**types, "identifier": types.pop(self.identifier, _pyarrow().int64())}
-
     def inputs(self, table: Any) -> Any:
         """Return what ``read`` makes of the rows of a table; without it, their features."""
         if self.read is None:
-            return self._numbers(table, self.features)
+            return _numbers(table, self.features)
         return self.read({name: _array(table.column(name)) for name in self.columns or table.column_names})
-
-    def batch(self, table: Any) -> Any:
-        """Return a batch of a fit."""
-        x = self.inputs(table)
-        return x if self.read is not None else (x, self._numbers(table, self.target))
-
-    def to_embed(self, part: int, keep: Sequence[str]) -> Iterator[tuple[Any, Any, list[Any]]]:
-        """Yield inputs, identifiers and further columns of the batches of a part."""
-        named = self.identifier in self.schema.names
-        reads_all = self.read is not None and self.columns is None
-        wanted = [*(self.columns or [self.features]), *([self.identifier] if named else []), *keep]
-        loader = self[part]
-        start = loader.dataset.start
-        for table in loader.tables(None if reads_all else list(dict.fromkeys(wanted))):
-            numbers = _pyarrow().array(range(start, start + len(table)))
-            start += len(table)
-            yield self.inputs(table), table.column(self.identifier) if named else numbers, [*map(table.column, keep)]
-
-    def _check_numbers(self, name: str) -> None:
-        """Refuse a column that has neither numbers nor lists of them of a fixed length."""
-        names = self.schema.names
-        if name not in names:
-            hint = "Name the columns with features=, target= and identifier=, or say what batches are with read=."
-            raise InputError("source", f"a column {name!r}", f"the columns {', '.join(names)}", hint)
-        kind, types = self.schema.field(name).type, _pyarrow("types")
-        plain = kind.value_type if types.is_fixed_size_list(kind) else kind
-        if not (types.is_integer(plain) or types.is_floating(plain) or types.is_boolean(plain)):
-            wanted = f"numbers, or lists of them of a fixed length, in the column {name!r}"
-            hint = "Number the classes; pyarrow.FixedSizeListArray.from_arrays makes a column of lists."
-            raise InputTypeError("source", wanted, str(kind), hint)
-
-    def _numbers(self, table: Any, name: str) -> Tensor:
-        """Return a column of numbers, or of lists of them, as a tensor; half precision lifted to float32."""
-        self._check_numbers(name)
-        column = table.column(name).combine_chunks()
-        missing = column.null_count + (column.flatten().null_count if hasattr(column.type, "list_size") else 0)
-        if missing:
-            raise InputError("source", f"a value in every row of the column {name!r}", f"{missing} missing")
-        values = _array(column)
-        return torch.from_numpy(values.astype(np.float32) if values.dtype == np.float16 else values)
 
 
 class ParquetPart:
@@ -208,8 +154,9 @@ class ParquetPart:
     def __iter__(self) -> Iterator[Any]:
         """Batches, as ``read`` makes them, or of features and targets."""
         parts = self._parts
-        columns = parts.columns if parts.read is not None else [parts.features, parts.target]
-        yield from map(parts.batch, self.tables(columns))
+        for table in self.tables(parts.columns if parts.read else [parts.features, parts.target]):
+            x = parts.inputs(table)
+            yield x if parts.read else (x, _numbers(table, parts.target))
 
     @property
     def numbers(self) -> Tensor:
@@ -218,7 +165,10 @@ class ParquetPart:
 
     def tables(self, columns: Sequence[str] | None) -> Iterator[Any]:
         """Yield Arrow tables of one batch each, of some columns or of all."""
-        rows = 0
+        names, rows = self._parts.schema.names, 0
+        if missing := [name for name in columns or () if name not in names]:
+            hint = "Name the columns with features=, target= and identifier=, or say what batches are with read=."
+            raise InputError("source", f"a column {missing[0]!r}", f"the columns {', '.join(names)}", hint)
         for path, groups in groupby(self._groups, key=lambda group: group.file):
             with _pyarrow("parquet").ParquetFile(path) as file:
                 numbers = [group.number for group in groups]
@@ -230,41 +180,7 @@ class ParquetPart:
             raise InputError("source", f"{len(self.dataset):,} rows", f"{rows:,}", hint)
 
 
-class _FolderParts:
-    """A feature folder in parts, with the interface of :class:`ParquetParts`."""
-
-    def __init__(self, folder: FeatureFolder, parts: int | None) -> None:
-        self._folder = folder
-        self._count = _number_of_parts(parts, len(folder.dataset), len(folder.dataset))
-        rows, header = folder.dataset, (folder.path / HEADER).read_bytes()
-        # The header has a checksum of every part of the folder.
-        self.fingerprint = f"{hashlib.sha256(header).hexdigest()[:32]} {rows.start}:{rows.stop}"
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, part: int) -> FeatureFolder:
-        return self._folder.shard(part, self._count)
-
-    def kept_types(self) -> dict[str, Any]:
-        """Return the type of identifiers; nothing else can be passed through."""
-        whole_numbers = self[0].identifiers.dtype.kind in "iu"
-        return {"identifier": _pyarrow().int64() if whole_numbers else _pyarrow().string()}
-
-    def to_embed(self, part: int, keep: Sequence[str]) -> Iterator[tuple[Any, Any, list[Any]]]:
-        """Yield inputs, identifiers and no further columns of the batches of a part."""
-        del keep
-        loader, start = self[part], 0
-        # Batches are in another order than identifiers where the folder has a seed.
-        order = loader.numbers.numpy() - loader.dataset.start
-        identifiers = _pyarrow().array(loader.identifiers[order])
-        for x, y in loader:
-            yield x, identifiers.slice(start, len(y)), []
-            start += len(y)
-
-
-Parts = ParquetParts | _FolderParts
-Source = ParquetParts | FeatureFolder | str | PathLike[str] | Sequence[str | PathLike[str]]
+Source = ParquetParts | str | PathLike[str]
 
 
 class StateFolder:
@@ -284,20 +200,12 @@ class StateFolder:
     """
 
     def __init__(self, path: str | PathLike[str], count: int, source: str = "") -> None:
-        self.count = validate.count("count", count)
-        self._source = hashlib.sha256(source.encode()).hexdigest()[:8]
+        self.count, self._digest = validate.count("count", count), _digest(source)
         self.path = folder_path("folder", path)
         _open(self.path, "folder", [self.file(kind, part) for kind in (STATISTICS, CURVATURE) for part in range(count)])
 
     def save(self, state: State) -> None:
-        """Keep the state of one part.
-
-        Raises:
-            InputError: It is of several parts, or counts the parts differently.
-        """
-        if len(state.origins) != 1 or state.count != self.count:
-            received = f"parts {sorted(state.origins)[:5]} of {state.count}"
-            raise InputError("state", f"the state of one of {self.count} parts", received)
+        """Keep the state of one part."""
         # Somebody else may have put a link into the folder: it is replaced, and never written through.
         save_state(state, self.file(state.kind, next(iter(state.origins))), follow=False)
 
@@ -315,12 +223,9 @@ class StateFolder:
 
     def has(self, kind: str, part: int) -> bool:
         """Whether the state of a part is there and whole; arguments as of :meth:`load`."""
-        file = self.file(kind, part)
         try:
-            load_state(file)
-        except InputError as error:
-            if file.exists():
-                _log.warning("%s It is computed again.", error)
+            self.load(kind, part)
+        except InputError:
             return False
         return True
 
@@ -338,23 +243,22 @@ class StateFolder:
 
     def file(self, kind: str, part: int) -> Path:
         """Name of the file of a part."""
-        validate.choice("kind", kind, (STATISTICS, CURVATURE))
-        return self.path / f"{kind}-{part:05d}-of-{self.count:05d}-{self._source}.safetensors"
+        return self.path / f"{kind}-{part:05d}-of-{self.count:05d}-{self._digest}.safetensors"
 
 
 class EmbeddingFolder:
-    """Where the embeddings of a corpus are written, ``part-00003-of-00008.parquet`` and so on.
+    """Where the embeddings of a corpus are written, ``part-00003-of-00008-1f2e3d4c.parquet`` and so on.
 
     Columns ``identifier``, ``mu`` (a list of D float32), ``kappa``, ``uncertainty``, and ``p_value`` of a calibrated
     posterior (see :class:`~contrastive_curvature.EmbeddingDistribution`), then those that are passed through. Each file
-    is written completely or not at all, so every input is there once, however often a part was started.
+    is written completely or not at all, so every input is there once, however often a part was started. The names of
+    the files end in a digest of posterior, source and columns.
 
     Args:
         path: The folder; it is made if need be, inside a folder that exists.
         la: The fitted posterior.
-        source: A :class:`ParquetParts`, a feature folder, or the path of one.
+        source: The data.
         keep: Columns of the source to pass through; ``None`` for all but features.
-        parts: Number of parts, where the source does not say it.
 
     Raises:
         NotFittedError: Before ``fit``, or the calibration is of another posterior.
@@ -364,50 +268,43 @@ class EmbeddingFolder:
     """
 
     def __init__(
-        self,
-        path: str | PathLike[str],
-        la: Any,
-        source: Source | Parts,
-        keep: Sequence[str] | None = None,
-        parts: int | None = None,
+        self, path: str | PathLike[str], la: Any, source: ParquetParts, keep: Sequence[str] | None = None
     ) -> None:
         la.check_fitted()
         calibrated = present_calibration(la) is not None
-        self._parts = _parts_of(source, parts)
-        self.count = len(self._parts)
-        types = self._parts.kept_types()
-        self._keep = _names_to_keep([name for name in types if name != "identifier"], keep)
+        self._parts, self.count = source, len(source)
         arrow = _pyarrow()
+        types = {field.name: field.type for field in source.schema if field.name != source.features}
+        identifier = types.pop(source.identifier, arrow.int64())
+        self._keep = list(types if keep is None else dict.fromkeys(keep))
+        if isinstance(keep, str) or set(self._keep) - set(types):
+            raise InputError("keep", f"a list of columns of the source: {', '.join(types)}", repr(keep))
+        if twice := [name for name in self._keep if name in _OWN]:
+            hint = "Name the columns to pass through with keep=."
+            raise InputError("source", f"columns other than {', '.join(_OWN)}", str(twice), hint)
         columns = [
-            ("identifier", types["identifier"]),
+            ("identifier", identifier),
             ("mu", arrow.list_(arrow.float32(), int(la.n_outputs))),
             ("kappa", arrow.float32()),
             ("uncertainty", arrow.float32()),
             *([("p_value", arrow.float64())] if calibrated else []),
             *((name, types[name]) for name in self._keep),
         ]
-        of_la = hashlib.sha256(f"{encoder_digest(la.model)} {la.state_dict()['checksum']}".encode()).hexdigest()
-        job = f"posterior {of_la[:32]}, source {self._parts.fingerprint}"
-        self._schema = arrow.schema(columns, {_JOB: job.encode()})
+        self._schema = arrow.schema(columns)
+        # Of the posterior, its state has a checksum.
+        self._digest = _digest(
+            f"{encoder_digest(la.model)} {la.state_dict()['checksum']} {self._parts.fingerprint} {columns}"
+        )
         self.path = folder_path("destination", path)
         _open(self.path, "destination", list(map(self.file, range(self.count))))
-        self.missing()
 
     def has(self, part: int) -> bool:
-        """Whether the file of a part is there, with all its rows.
-
-        Raises:
-            InputError: It has embeddings of another posterior, of another source or with other columns.
-        """
+        """Whether the file of a part is there, with all its rows."""
         try:
-            metadata = _pyarrow("parquet").read_metadata(self.file(part))
-            schema = metadata.schema.to_arrow_schema()
+            rows = _pyarrow("parquet").read_metadata(self.file(part)).num_rows
         except (OSError, ValueError):
             return False
-        if not schema.equals(self._schema) or (schema.metadata or {}).get(_JOB) != self._schema.metadata[_JOB]:
-            wanted = "a folder for the same posterior, source and columns"
-            raise InputError("destination", wanted, f"others in {self.file(part)}", _REPAIR)
-        return bool(metadata.num_rows == len(self._parts[part].dataset))
+        return bool(rows == len(self._parts[part].dataset))
 
     def missing(self) -> list[int]:
         """Parts that are not there, or cannot be read, to be written (again)."""
@@ -433,12 +330,17 @@ class EmbeddingFolder:
 
     def file(self, part: int) -> Path:
         """Name of the file of a part."""
-        return self.path / f"part-{part:05d}-of-{self.count:05d}.parquet"
+        return self.path / f"part-{part:05d}-of-{self.count:05d}-{self._digest}.parquet"
 
     def _embedded(self, la: Any, part: int) -> Iterator[Any]:
         """Yield an Arrow table for every batch of a part."""
-        arrow = _pyarrow()
-        for x, identifiers, others in self._parts.to_embed(part, self._keep):
+        arrow, source, loader = _pyarrow(), self._parts, self._parts[part]
+        named, start = source.identifier in source.schema.names, loader.dataset.start
+        wanted = [*(source.columns or [source.features]), *([source.identifier] if named else []), *self._keep]
+        for table in loader.tables(None if source.read and not source.columns else list(dict.fromkeys(wanted))):
+            x, stop = source.inputs(table), start + len(table)
+            identifiers = table.column(source.identifier) if named else arrow.array(range(start, stop))
+            start = stop
             with torch.no_grad():
                 embedded = la(x[0] if isinstance(x, (tuple, list)) and len(x) == 2 else x)
                 numbers = [embedded.mu.flatten(), embedded.kappa, embedded.uncertainty]
@@ -449,12 +351,12 @@ class EmbeddingFolder:
             if n != len(identifiers):
                 raise InputError("read", f"{len(identifiers)} inputs, one a row", f"{n}")
             mu = arrow.FixedSizeListArray.from_arrays(mu, dim)
-            yield arrow.Table.from_arrays([identifiers, mu, *own, *others], schema=self._schema)
+            yield arrow.Table.from_arrays([identifiers, mu, *own, *map(table.column, self._keep)], schema=self._schema)
 
 
 def fit_on_ray(
     posterior: Posterior,
-    source: Source,
+    source: Source | Sequence[Iterable[Any]],
     *,
     folder: str | PathLike[str],
     parts: int | None = None,
@@ -470,10 +372,12 @@ def fit_on_ray(
     Args:
         posterior: A posterior that is not fitted yet, copied to every process; or a function without arguments that
             makes one, in every process and here. On GPUs use a function that brings the encoder to ``"cuda"``.
-        source: A :class:`ParquetParts`, Parquet files with the columns ``features`` and ``target`` (a path, or a list
-            of them), or a feature folder or its path; on a file system that all machines see.
-        folder: Where the states are kept, on such a file system.
-        parts: Number of parts of files or a folder; ``None`` for one per 50,000 rows, at least 16 and at most 1,000.
+        source: A :class:`ParquetParts`; the path of a Parquet file or a folder of them, with the columns ``features``
+            and ``target``, on a file system that all machines see; or a list of loaders, one a part, as the shards of
+            a feature folder.
+        folder: Where the states are kept, on such a file system. The states of a list of loaders are not compared with
+            the loaders: use another folder for other data.
+        parts: Number of parts of a path; ``None`` for one per 50,000 rows, at least 16 and at most 1,000.
         progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
         **options: Of ``ray.remote``, such as ``num_cpus`` (1), ``num_gpus`` (0) and ``memory``, what a part needs, and
             ``max_retries`` (3), how often a part is started again whose process has died.
@@ -488,12 +392,12 @@ def fit_on_ray(
         ProcessError: A process has died too often. What is done is kept.
     """
     ray = validate.package("jobs", "ray", "ray")
-    data = _parts_of(source, parts)
+    data: Any = _divided(source, parts)
     count = len(data)
-    la = _made(posterior)
+    la = _called(posterior)
     # A first pass without data has only what the states of all parts have in common: encoder and options.
     identity = sorted(la.part_statistics([], (0, count)).identity.items())
-    states = StateFolder(folder, count, f"{data.fingerprint} {identity}")
+    states = StateFolder(folder, count, f"{getattr(data, 'fingerprint', '')} {identity}")
 
     def first_pass(la: Any, part: int) -> None:
         states.save(la.part_statistics(data[part], (part, count), progress_bar=False))
@@ -528,8 +432,8 @@ def embed_on_ray(
     Args:
         posterior: The fitted posterior, which every process gets a copy of; or a function without arguments that makes
             it in every process and here, as on GPUs.
-        source: See :func:`fit_on_ray`; targets are not used, and ``read`` may return ``x`` alone. Identifiers are the
-            column ``identifier``, or else the numbers of the rows.
+        source: A :class:`ParquetParts` or a path, see :func:`fit_on_ray`; targets are not used, and ``read`` may return
+            ``x`` alone. Identifiers are the column ``identifier``, or else the numbers of the rows.
         destination: A folder, on a file system that all machines see.
         parts: Number of parts, each a file; ``None`` as in :func:`fit_on_ray`.
         keep: Columns of the source to pass through; ``None`` for all but ``features``.
@@ -547,7 +451,10 @@ def embed_on_ray(
         ProcessError: A process has died too often. What is done is kept.
     """
     ray = validate.package("jobs", "ray", "ray")
-    folder = EmbeddingFolder(destination, _made(posterior), _parts_of(source, parts), keep)
+    data = _divided(source, parts)
+    if not isinstance(data, ParquetParts):
+        raise InputTypeError("source", "a ParquetParts or a path", f"a {type(data).__name__}")
+    folder = EmbeddingFolder(destination, _called(posterior), data, keep)
     with _running(ray, options):
         _run(ray, posterior, folder.write, folder.missing(), "embeddings", progress_bar, options)
     return folder
@@ -625,10 +532,19 @@ def _part(stored: list[Any], part: int) -> None:
 def _held(stored: Any) -> tuple[Any, Callable[[Any, int], None]]:
     """Return the posterior and the work of a process, which are read or made once for all its parts."""
     posterior, work = validate.package("jobs", "ray", "ray").get(stored)
-    return _made(posterior), work
+    return _called(posterior), work
 
 
-def _made(posterior: Any) -> Any:
+def _divided(source: Any, parts: int | None) -> Any:
+    """Return data in parts; those of a path are made."""
+    if isinstance(source, (str, PathLike)):
+        return ParquetParts(source, parts)
+    if parts is not None:
+        raise InputError("parts", "None beside a source that is in parts", parts)
+    return source
+
+
+def _called(posterior: Any) -> Any:
     """Return the posterior, or what a function without arguments makes."""
     # A posterior is callable, too.
     la = posterior() if callable(posterior) and not isinstance(posterior, ContrastiveLaplace) else posterior
@@ -639,50 +555,22 @@ def _made(posterior: Any) -> Any:
     return la
 
 
-def _parts_of(source: Source | Parts, parts: int | None = None) -> Parts:
-    """Divide what a user gave as ``source``."""
-    if isinstance(source, (ParquetParts, _FolderParts)):
-        if parts is not None:
-            raise InputError("parts", f"None with a {type(source).__name__}, which has its own", parts)
-        return source
-    if isinstance(source, (str, os.PathLike)) and (Path(source) / HEADER).is_file():
-        source = FeatureFolder(source)
-    return _FolderParts(source, parts) if isinstance(source, FeatureFolder) else ParquetParts(source, parts)
-
-
-def _number_of_parts(parts: int | None, rows: int, most: int) -> int:
-    """Return the number of parts, by default one for 50,000 rows, at least 16 and at most 1,000."""
-    if parts is None:
-        return min(most, max(_FEWEST, min(_MOST, -(-rows // _ROWS))))
-    if validate.count("parts", parts) > most:
-        hint = "A part has whole row groups of Parquet files: write them with a smaller row_group_size."
-        raise InputError("parts", f"at most {most:,}", parts, hint)
-    return parts
-
-
 def _open(folder: Path, argument: str, files: list[Path]) -> None:
     """Make the folder of a job if need be; refuse one with other files than these."""
     try:
         folder.mkdir(exist_ok=True)
     except FileNotFoundError:
         raise InputError(argument, "a folder in one that exists", f"no folder {folder.parent}") from None
-    names = {file.name for file in files}
     # Unfinished files of killed writers begin with a dot.
-    others = sorted(name for name in os.listdir(folder) if name not in names and not name.startswith("."))
-    if others:
+    names = {name for name in os.listdir(folder) if not name.startswith(".")}
+    if others := sorted(names - {file.name for file in files}):
         wanted = f"a new or an empty folder, or one of this job in {len(files)} files"
-        raise InputError(argument, wanted, f"{folder}, which has {others[0]!r} in it", _REPAIR)
+        hint = "Use another folder, or delete this one to start over."
+        raise InputError(argument, wanted, f"{folder}, which has {others[0]!r} in it", hint)
 
 
-def _names_to_keep(known: list[str], keep: Sequence[str] | None) -> list[str]:
-    """Return the names of the columns to pass through."""
-    names = known if keep is None else list(dict.fromkeys(keep))
-    if isinstance(keep, str) or set(names) - set(known):
-        raise InputError("keep", f"a list of columns of the source: {', '.join(known)}", repr(keep))
-    if twice := [name for name in names if name in _OWN]:
-        hint = "Name the columns to pass through with keep=."
-        raise InputError("source", f"columns other than {', '.join(_OWN)}", str(twice), hint)
-    return names
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
 def _files(path: Any) -> list[Path]:
@@ -696,6 +584,20 @@ def _files(path: Any) -> list[Path]:
     if not files or len(set(files)) < len(files):
         raise InputError("source", "different files *.parquet, at least one", f"{len(files)} in {path!r}")
     return files
+
+
+def _numbers(table: Any, name: str) -> Tensor:
+    """Return a column of numbers, or of lists of them, as a tensor; half precision lifted to float32."""
+    column = table.column(name).combine_chunks()
+    missing = column.null_count + (column.flatten().null_count if hasattr(column.type, "list_size") else 0)
+    if missing:
+        raise InputError("source", f"a value in every row of the column {name!r}", f"{missing} missing")
+    values = _array(column)
+    if values.dtype.kind not in "biuf":
+        wanted = f"numbers, or lists of them of a fixed length, in the column {name!r}"
+        hint = "Number the classes; pyarrow.FixedSizeListArray.from_arrays makes a column of lists."
+        raise InputTypeError("source", wanted, str(column.type), hint)
+    return torch.from_numpy(values.astype(np.float32) if values.dtype == np.float16 else values)
 
 
 def _array(column: Any) -> NDArray[Any]:

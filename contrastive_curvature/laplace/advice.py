@@ -1,4 +1,4 @@
-"""Warnings of what is legal and rarely meant: labels of one class or -1, a prior nobody chose, a score of norms."""
+"""Warnings about legal but probably unintended use: labels of one class or -1, a default prior, a score of norms."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ _FEWEST_POINTS = 100
 
 
 class DefaultPriorWarning(UserWarning):
-    """A prediction with the prior precision from before the fit (1.0, which suits no encoder) or the update."""
+    """Prediction whose prior precision was not chosen after ``fit`` (1.0 suits no encoder) or ``update``."""
 
 
 class LabelWarning(UserWarning):
-    """Labels of a fit are all of one class, or -1 (often "no class"); or those of an evaluation were not in the fit."""
+    """Labels of a fit are all of one class, or -1 (often "no class"); or an evaluation has labels of other classes."""
 
 
 class FeatureNormWarning(UserWarning):
@@ -37,21 +37,21 @@ class LabelRange:
         self.ends: Tensor | None = None
 
     def note(self, labels: Tensor | None) -> None:
-        """Take note of the labels of a batch; targets that are no class labels are left alone."""
+        """Record the labels of a batch; ignore targets that are not class labels."""
         if labels is None or labels.is_floating_point() or labels.is_complex() or labels.layout != torch.strided:
             return
         if labels.ndim != 1 or not len(labels):
             return
-        # Not every integer dtype has a minimum.
+        # torch has no minimum for some integer dtypes.
         labels = labels.long()
         if self.ends is not None:
             labels = torch.cat([labels, self.ends])
-        # Not compared here: the numbers of a GPU would have to be waited for in every batch.
+        # No comparison here: reading numbers from a GPU would synchronise in every batch.
         self.ends = torch.stack(labels.aminmax())
 
 
 def advise_on_labels(seen: LabelRange, adds: bool) -> None:
-    """Warn of the labels that a fit has read; where it ``adds`` to another fit, they may all be of one class."""
+    """Warn about unusual labels of a fit; a fit that ``adds`` to another one may have only one class."""
     if seen.ends is None:
         return
     low, high = seen.ends.tolist()
@@ -70,10 +70,10 @@ def advise_on_labels(seen: LabelRange, adds: bool) -> None:
 
 
 def advise_on_norms(phi: Tensor, weight: Tensor, bias: Tensor | None, diagonal: Tensor) -> None:
-    """Warn where a diagonal posterior gives training points little more than the norm of their features.
+    """Warn if the variance of a diagonal posterior at training points is almost a function of the feature norm.
 
-    Features that are not negative and strongly correlated, as pooled activations are, give the sum over independent
-    weights about the same value as the squared norm (``docs/defaults.md``).
+    For non-negative and strongly correlated features, such as pooled activations, the sum over independent weights is
+    roughly proportional to the squared norm (``docs/defaults.md``).
     """
     if len(phi) < _FEWEST_POINTS:
         return
@@ -88,16 +88,16 @@ def advise_on_norms(phi: Tensor, weight: Tensor, bias: Tensor | None, diagonal: 
 
 @torch.no_grad()
 def norm_correlation(phi: Tensor, weight: Tensor, bias: Tensor | None, diagonal: Tensor) -> float:
-    """Return the rank correlation of the variance across the mean direction with the norm of features (N, F).
+    """Return the rank correlation between tangential variance and feature norm, for features (N, F).
 
     The layer has ``weight`` (D, F) and ``bias`` (D,); the prior precision is the mean of the clamped ``diagonal`` (P,)
-    of the curvature, so that the result is free of the scale of the loss. NaN where one of the two is constant.
+    of the curvature, so the result does not depend on the scale of the loss. NaN if variance or norm is constant.
     """
     variance = 1 / (diagonal + diagonal.mean())
     u = normalize(linear(phi, weight, bias))[0]
     across = (diag_last_layer_variance(phi, variance, len(weight)) * (1 - u.square())).sum(1)
     with warnings.catch_warnings():
-        # Of constant numbers, which SciPy warns of.
+        # SciPy warns about constant numbers.
         warnings.simplefilter("ignore")
         correlation = spearmanr(across.double().cpu().numpy(), phi.double().norm(dim=1).cpu().numpy())
     return float(correlation.statistic)

@@ -1,4 +1,4 @@
-"""``la.predict(data)``: the predictions of a whole data set, a batch at a time."""
+"""``la.predict(data)``: the predictions of a whole data set, batch by batch."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def predictions(
     on_invalid: str = "error",
     progress_bar: bool | None = None,
 ) -> Iterator[EmbeddingDistribution]:
-    """Yield the predictions of the batches of a data set, at least one; arguments as of ``la.predict``.
+    """Yield the predictions of all batches of a data set, at least one; arguments as in ``la.predict``.
 
     ``argument`` is the name of the data in error messages.
     """
@@ -74,10 +74,10 @@ def results(
 def batches(
     encoder: nn.Module | None, data: Any, size: int, argument: str = "data"
 ) -> tuple[Iterable[Any], Callable[[Any], Any]]:
-    """Return something to iterate over, and the function that turns each entry into a batch of inputs.
+    """Return an iterable, and the function that turns each of its entries into a batch of inputs.
 
-    Of data in memory, the entries are slices of rows; of a loader, its batches. Arrays get the encoder's precision, and
-    float32 without one.
+    For data in memory, the entries are slices of rows; for a loader, its batches. Arrays get the precision of the
+    encoder, or float32 without an encoder.
     """
     if isinstance(data, str):
         raise InputTypeError(argument, "a list of texts", "one text", "Pass [text].")

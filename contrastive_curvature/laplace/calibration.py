@@ -1,10 +1,10 @@
-"""``la.calibrate(loader)``: conformal p-values of whether an input is of the kind that the encoder knows.
+"""``la.calibrate(loader)``: conformal p-values that say whether the encoder knows this kind of input.
 
-A conformal p-value (Vovk, Gammerman and Shafer, 2005) compares the statistic of an input with those of n known inputs:
-``(1 + #{known >= s}) / (n + 1)``. Where the input and the n known ones are exchangeable, it is at most alpha with a
-probability of at most alpha. That needs a statistic that treats all of them alike, so the location and scale that its
-components are standardised with come from other inputs: the training data, or a part of the calibration data that is
-then not compared with.
+A conformal p-value (Vovk, Gammerman and Shafer, 2005) compares the statistic of an input with the statistics of n known
+inputs: ``(1 + #{known >= s}) / (n + 1)``. If the input and the n known inputs are exchangeable, the p-value is at most
+alpha with a probability of at most alpha. The statistic must therefore treat all these inputs alike. So the components
+of the statistic are standardised with the location and scale of other inputs: the training data, or a part of the
+calibration data that is then excluded from the comparison.
 """
 
 from __future__ import annotations
@@ -92,12 +92,12 @@ _OUTDATED = (
 
 @dataclass(frozen=True)
 class KnownInputs:
-    """Known inputs that a posterior remembers; replaced as a whole.
+    """Known inputs that a posterior stores; always replaced as a whole.
 
     Attributes:
-        sample: Some inputs of ``fit``.
-        calibration: From :func:`calibrate`.
-        optimism: Warning of the first p-value that is compared with training inputs; empty once it was said.
+        sample: Sample of the inputs of ``fit``.
+        calibration: Result of :func:`calibrate`.
+        optimism: List with the warning for the first p-value against training inputs; empty after that warning.
     """
 
     sample: TrainingSample | None = None
@@ -106,15 +106,15 @@ class KnownInputs:
 
 
 class Snapshot(NamedTuple):
-    """A state of a posterior, and what its predictions know in it.
+    """A state of a posterior, and the known inputs for its predictions.
 
     Attributes:
-        parts: Known inputs, fingerprint of the encoder, and prior precision; while they are held, no other object has
-            their identity.
+        parts: Known inputs, fingerprint of the encoder, and prior precision; while the snapshot holds these objects, no
+            other object can have their ``id``.
         counted: Temperature, and version of the prior precision.
-        fingerprint: Numbers of temperature and prior precision, then those of the encoder: shape (9,), float64.
-        training: The sample of training inputs in this state, where there is one of the encoder's weights.
-        known: What predictions know, but for their features.
+        fingerprint: Numbers for temperature and prior precision, then for the encoder; shape (9,), float64.
+        training: Sample of training inputs in this state, if one exists for the present weights of the encoder.
+        known: Data about known inputs for predictions, without the features of the predictions.
     """
 
     parts: tuple[Any, ...]
@@ -125,9 +125,9 @@ class Snapshot(NamedTuple):
 
 
 def take_snapshot(la: ContrastiveLaplace) -> Snapshot:
-    """Return the present state of a posterior: the same object as long as it is unchanged.
+    """Return the present state of a posterior; an unchanged posterior returns the same object.
 
-    All weights are looked at only where torch has counted a change since the last look, or others train them.
+    The weights are read only if torch has counted a change since the last call, or if other code trains them.
     """
     last, prior, encoder = la.snapshot, la.prior_precision, la.watch(la.model)
     parts, counted = (la.known, encoder, prior), (la.temperature, versions([prior]))
@@ -144,7 +144,7 @@ def take_snapshot(la: ContrastiveLaplace) -> Snapshot:
 
 
 def _known(inputs: KnownInputs, fingerprint: Tensor, training: TrainingInputs | None) -> Known:
-    """Return what predictions of a posterior with this fingerprint know."""
+    """Return the data about known inputs for predictions of a posterior with this fingerprint."""
     calibration, splits = inputs.calibration, training is None
     if calibration is not None:
         names = ("novelty", "p_value")
@@ -157,7 +157,7 @@ def _known(inputs: KnownInputs, fingerprint: Tensor, training: TrainingInputs | 
 
 
 def _training_inputs(la: ContrastiveLaplace, encoder: Tensor) -> TrainingInputs | None:
-    """Return the sample of training inputs in the present state, where there is one of the encoder's weights."""
+    """Return the training inputs in the present state, if a sample for the present weights exists."""
     sample = la.known.sample
     if sample is None or not same_encoder(sample.encoder, encoder):
         return None
@@ -168,17 +168,17 @@ def _training_inputs(la: ContrastiveLaplace, encoder: Tensor) -> TrainingInputs 
 def attach_known(
     la: ContrastiveLaplace, prediction: EmbeddingDistribution, features: Tensor | None
 ) -> EmbeddingDistribution:
-    """Return a prediction with what is known at its features (B, F), if any."""
+    """Attach the data about known inputs, and features (B, F) if any, to a prediction, and return it."""
     nothing = la.known.sample is None and la.known.calibration is None
     known = _NOTHING if nothing else take_snapshot(la).known
-    # A copy: they may be the inputs themselves, and the user's to change.
+    # A copy, because features may be the inputs themselves, which the user may change.
     kept = None if features is None or known.empty else features.detach().clone()
     prediction._known = known if kept is None else replace(known, features=kept)
     return prediction
 
 
 def rivals(la: ContrastiveLaplace, embedding: EmbeddingDistribution) -> dict[str, Tensor]:
-    """Return other scores of whether inputs are known, as far as there are training inputs for them, shape (B,)."""
+    """Return alternative novelty scores, shape (B,) each; only scores whose training inputs are available."""
     known, training = embedding._asked("rivals").measured(embedding), take_snapshot(la).training
     scores = dict(zip(RIVALS, known.values[:, 3:].unbind(1), strict=False))  # type: ignore[index]
     if training is not None and known.features is not None:
@@ -189,7 +189,7 @@ def rivals(la: ContrastiveLaplace, embedding: EmbeddingDistribution) -> dict[str
 
 
 def _same_posterior(first: Tensor, second: Tensor) -> bool:
-    """Return whether two fingerprints are of one posterior, up to the order of sums on another device."""
+    """Return whether two fingerprints belong to one posterior, up to the order of sums on another device."""
     own = first.shape == second.shape and torch.allclose(first[:_OWN], second[:_OWN], rtol=1e-12, atol=0)
     return own and same_encoder(first[_OWN:], second[_OWN:])
 
@@ -206,7 +206,7 @@ def calibrate(
     score: Any,
     by_class: bool,
 ) -> None:
-    """Do what :meth:`contrastive_curvature.laplace.posterior.ContrastiveLaplace.calibrate` says."""
+    """Implement :meth:`contrastive_curvature.laplace.posterior.ContrastiveLaplace.calibrate`."""
     la.check_fitted()
     check_loader(loader, "loader", once=True)
     chosen = Score.chosen(example(la), score, by_class)
@@ -223,7 +223,7 @@ def calibrate(
     if now.training is None:
         known = measured
         if chosen.name == NOVELTY:
-            # Of other scores nothing is standardised.
+            # Other scores are not standardised, so they need no split.
             known, measured = split(measured)
         known = known[:, :-2]
     else:
@@ -247,7 +247,7 @@ def calibrate(
 
 
 def set_score(la: ContrastiveLaplace, score: Any) -> None:
-    """Do what :meth:`contrastive_curvature.laplace.posterior.ContrastiveLaplace.set_score` says."""
+    """Implement :meth:`contrastive_curvature.laplace.posterior.ContrastiveLaplace.set_score`."""
     calibration = la.known.calibration
     if calibration is None:
         raise NotFittedError(f"set_score: la is not calibrated. {_CALIBRATE}")
@@ -255,29 +255,30 @@ def set_score(la: ContrastiveLaplace, score: Any) -> None:
 
 
 def present_calibration(la: ContrastiveLaplace) -> Calibration | None:
-    """Return the calibration, if it is of the present posterior; ``None`` where there is none since the last fit."""
+    """Return the calibration, ``None`` without one; raise if it belongs to another state of the posterior."""
     if la.known.calibration is not None and (refusal := take_snapshot(la).known.refusal) is not None:
         raise NotFittedError(refusal)
     return la.known.calibration
 
 
 def _sketch(phi: Tensor) -> Tensor:
-    """Return log norms of features (B, F), and random projections of their directions; float64, shape (B, 9)."""
+    """Return random projections of the directions of features (B, F), and the log norms; float64, shape (B, 9)."""
     norm = feature_norms(phi).clamp(min=torch.finfo(torch.float64).tiny).unsqueeze(1)
     axes = torch.randn(phi.shape[1], _PROJECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     return torch.cat([phi.double() / norm @ axes.to(phi.device), norm.log()], dim=1)
 
 
 def _share_fitted(sketches: Tensor, sample: Tensor, n_data: int) -> float:
-    """Estimate which share of inputs, by their sketches (n, K), is among the ``n_data`` inputs of a fit.
+    """Estimate the share of inputs, with sketches (n, K), that are among the ``n_data`` inputs of a fit.
 
-    Of these, m are kept, with sketches (m, K): a match with one of them stands for ``n_data / m``; one with several
-    does not, as such an input would be kept most likely. Subtracted is what chance explains: as many matches as there
-    are misses by one to two times the tolerance, and three standard errors of the difference.
+    The fit kept a sample of m inputs, with sketches (m, K). A match with one of them counts ``n_data / m`` times. A
+    match with several counts once, because an input that occurs often in the fit is almost surely in the sample.
+    Matches by chance are subtracted: the number of near misses (one to two times the tolerance), and three standard
+    errors of the difference.
     """
     several_matches = []
     for rows in sketches.split(_AT_ONCE):
-        # Of most pairs the first number tells them apart.
+        # For most pairs the first number already differs.
         row, other = ((rows[:, :1] - sample[:, 0]).abs() < 2 * _SAME).nonzero().unbind(1)
         apart = (rows[row] - sample[other]).abs().amax(1)
         same, close = (row[apart < size].bincount(minlength=len(rows)) for size in (_SAME, 2 * _SAME))
@@ -293,12 +294,12 @@ def _measured(
 ) -> tuple[Tensor, Tensor]:
     """Return components, another score and predicted classes (B, K + 2), and sketches (B, 9) of a batch, float64.
 
-    Labels are not used. The last two are zero where they are not asked for. An error names the batch.
+    Labels are not used. Score and classes are zero if the calibration does not need them. An error names the batch.
     """
     x = tokenized(la.model, inputs_alone(batch), "loader: inputs of a batch")
     x = check_inputs(x, "loader: inputs of a batch")
     try:
-        # Inputs with one axis more than those of the fit may pass the encoder, and fail only after it.
+        # Inputs with one axis more than in the fit may pass the encoder and fail only afterwards.
         with torch.no_grad(), naming_the_input(x):
             out, phi = la.observe(x)
             check_outputs(x, out.raw_mean, la.n_outputs)
@@ -315,7 +316,7 @@ def _measured(
 
 
 def _training_gaussians(la: ContrastiveLaplace, now: Snapshot) -> TrainingGaussians | None:
-    """Return the Gaussians of training inputs, where there are some of the encoder's present weights."""
+    """Return the Gaussians of training inputs, if they exist for the present weights of the encoder."""
     if now.training is not None:
         return now.training.sample.gaussians
     # A loaded posterior has no sample.

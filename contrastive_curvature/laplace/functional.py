@@ -1,9 +1,9 @@
 """``hessian_structure="gp"``: the posterior seen as a Gaussian process over some points of the data set.
 
-With the square root ``S`` of the output Hessian of M points and ``A = S^T J``, the posterior precision is ``p I + h A^T
-A`` (``p`` the prior precision, ``h`` the likelihood factor), so everything follows from the kernel ``J J^T`` between
-points: no matrix of the size of the parameters is formed. With all points chosen it is the ``full`` structure. Kernels
-are computed in float64, because the posterior is a small difference of such numbers.
+With the square root ``S`` of the output Hessian of M points and ``A = S^T J``, the posterior precision is
+``p I + h A^T A`` (``p`` the prior precision, ``h`` the likelihood factor), so all results follow from the kernel
+``J J^T`` between points, and no matrix of the size of the parameters is formed. If all points are chosen, the posterior
+equals the ``full`` structure. Kernels are computed in float64, because the posterior is a small difference of kernels.
 """
 
 from __future__ import annotations
@@ -43,14 +43,14 @@ _KERNEL_LIMIT = 2**13
 
 @dataclass(frozen=True, eq=False)
 class Kernel(Structure):
-    """Some points, a root of their output Hessian, and the eigenpairs of ``A A^T``; two of them do not add.
+    """Some points, a root of their output Hessian, and the eigenpairs of ``A A^T``; two kernels cannot be added.
 
     Attributes:
         inputs: The M points.
-        factor: ``S``, shape (M, D, R), or of each point (M, D, D).
-        coupled: Whether the points are coupled, so that ``S`` is one factor of all of them.
+        factor: ``S``, shape (M, D, R), or one root for each point, shape (M, D, D).
+        coupled: Whether the points are coupled, so that ``S`` is one root for all points.
         values: Eigenvalues of ``A A^T``, not negative, shape (R,).
-        vectors: Its eigenvectors as columns, shape (R, R).
+        vectors: Eigenvectors of ``A A^T`` as columns, shape (R, R).
     """
 
     name = "gp"
@@ -74,7 +74,7 @@ class Kernel(Structure):
         return self.values.sum().reshape(1)
 
     def clamped(self, sizes: list[int]) -> ClampedKernel:
-        """See :meth:`Structure.clamped`; ``A^T A`` has the same eigenvalues as ``A A^T``, and zeros."""
+        """See :meth:`Structure.clamped`; ``A^T A`` has the eigenvalues of ``A A^T`` and otherwise zeros."""
         return ClampedKernel(self.values, sizes)
 
     def plain(self) -> dict[str, Any]:
@@ -83,7 +83,7 @@ class Kernel(Structure):
 
 
 class ClampedKernel(Clamped):
-    """Eigenvalues alone: their eigenvectors have the size of all Jacobians."""
+    """Eigenvalues alone: the eigenvectors would be as large as all Jacobians."""
 
     def into(self, v: Tensor) -> NoReturn:
         """Refuse: a posterior in function space has no basis of the weights.
@@ -100,7 +100,7 @@ class ClampedKernel(Clamped):
         self.into(x)
 
     def diagonal(self) -> Tensor:
-        """Return the mean of the diagonal, shape (1,): the one prior precision needs no more."""
+        """Return the mean of the diagonal, shape (1,): a scalar prior precision needs only the mean."""
         return (self.values.sum() / sum(self.sizes)).reshape(1)
 
     def plain(self) -> Tensor:
@@ -108,7 +108,7 @@ class ClampedKernel(Clamped):
         return self.values
 
     def posterior_precision(self, prior: Tensor, factor: float | Tensor) -> NoReturn:
-        """Refuse: it is never formed.
+        """Refuse: the matrix is never formed.
 
         Raises:
             UnsupportedError: Always.
@@ -118,7 +118,7 @@ class ClampedKernel(Clamped):
         )
 
     def against(self, prior: Tensor) -> Against:
-        """See :meth:`Clamped.against`; the eigenvalues that are zero do not matter for what is asked of it."""
+        """See :meth:`Clamped.against`; the zero eigenvalues do not change any result that is used."""
         return Against(self, prior.reshape(-1).expand(len(self.values)), 1.0)
 
 
@@ -128,7 +128,7 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
     Args:
         model: The encoder.
         likelihood: ``"contrastive"``.
-        subset_of_weights: ``"all"``, or ``"last_layer"``, whose kernel is that of the features, in closed form.
+        subset_of_weights: ``"all"``, or ``"last_layer"``, whose kernel is the kernel of the features, in closed form.
         n_subset: Number M of points that represent the data set.
         seed: Seed of the random choice of the points.
         independent_outputs: Refused: the covariance between outputs is part of the kernel.
@@ -162,11 +162,11 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
         return Kernel
 
     def plain_options(self) -> dict[str, Any]:
-        """Return the options of the curvature and of the choice of points as strings and numbers."""
+        """Return the options of the curvature and of the sampled points as strings and numbers."""
         return {**super().plain_options(), "n_subset": self.n_subset, "seed": self.seed}
 
     def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool | None = None) -> None:
-        """Fit the posterior on some of the points, their Hessian taken from the pairs of the whole data set.
+        """Fit the posterior on some points, with their output Hessian over the pairs of the whole data set.
 
         Args:
             train_loader: Batches ``(x, labels)`` or mappings; see :meth:`ContrastiveLaplace.fit`.
@@ -174,7 +174,7 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
             progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
         Raises:
-            InputError: No data, one point, no positive pair, more points asked for than there are, or a kernel matrix
+            InputError: No data, one point, no positive pair, ``n_subset`` larger than the data set, or a kernel matrix
                 that is too large.
             UnsupportedError: The output Hessian is not positive semidefinite, or ``override=False``.
         """
@@ -199,7 +199,7 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
 
     @property
     def H(self) -> Any:
-        """The points and the eigenpairs, by name; ``None`` before ``fit``."""
+        """Points and eigenpairs by name; ``None`` before ``fit``."""
         return self.H_raw
 
     def square_norm(self, value: Tensor) -> Tensor:
@@ -260,7 +260,7 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
         return covariance + torch.diag_embed(variances.clamp(min=0) - variances)
 
     def _explained(self, cross: Tensor) -> tuple[Tensor, Tensor]:
-        """Return kernels (B, D, M, D) in the eigenbasis of the data's, and the same over its eigenvalues, (B, D, R)."""
+        """Return kernels (B, D, M, D) in the data's eigenbasis, and these divided by eigenvalues plus prior."""
         k = self._held_subset().project(cross) @ self.H["vectors"]
         return k, k / (self.H["values"] + self.prior_precision.squeeze() / self._H_factor)
 
@@ -287,14 +287,14 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
         return self._held_subset().project(torch.cat(parts, dim=1))
 
     def _refuse_infinite_jacobian(self, context: Any) -> None:
-        """Name the layer whose Jacobian is not finite at the points that represent the data."""
+        """Raise and name the layer if a Jacobian is not finite at the points that represent the data."""
         pullback = self.backend.pullback(context)
         for rows, jacobian in self._jacobian_chunks(context):
             where = f"the points {rows.start} to {rows.stop - 1} of those that stand for the data"
             check_finite(jacobian.abs().sum((0, 1)), pullback, where)
 
     def _embed(self, x: Inputs) -> tuple[Tensor, Any]:
-        """Raw outputs (B, D), and what a pullback needs of the points."""
+        """Return raw outputs (B, D), and the context of the points for a pullback."""
         return self._features(x) if self.on_last_layer else (self.backend.encoder(x)(x), x)
 
     def _kernel(self, left: Any, right: Any) -> Tensor:
@@ -308,7 +308,7 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
         return torch.cat([self._times(some.double(), right) for _, some in self._jacobian_chunks(left)])
 
     def _kernels_of_points(self, points: Any, held: Any, diagonal: bool) -> tuple[Tensor, Tensor]:
-        """Return kernels of B points with themselves, (B, D) or (B, D, D), and with the held ones, (B, D, M, D)."""
+        """Return kernels of B points with themselves, (B, D) or (B, D, D), and with ``held`` points, (B, D, M, D)."""
         if self.on_last_layer:
             phi = points.double()
             size = phi.square().sum(1) + (self.model.last_layer.bias is not None)
@@ -322,12 +322,12 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
         return torch.cat(own), torch.cat(cross)
 
     def _times(self, left: Tensor, right: Any) -> Tensor:
-        """Return products of Jacobians (A, D, P) with those of B points, shape (A, D, B, D)."""
+        """Return products of Jacobians (A, D, P) with the Jacobians of B points, shape (A, D, B, D)."""
         others = (other.double() for _, other in self._jacobian_chunks(right))
         return torch.cat([torch.einsum("adp,bep->adbe", left, other) for other in others], dim=2)
 
     def _context_chunks(self, context: Any, n: int, dim: int) -> Iterator[Any]:
-        """Parts of a context whose Jacobians fit a chunk."""
+        """Return parts of a context whose Jacobians fit into one chunk."""
         if self.on_last_layer:
             return iter((context,))
         pullback = self.backend.pullback(context)
@@ -335,7 +335,7 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
 
 
 def _warn_of_one_point(subset: HessianSubset, kernel: Tensor) -> None:
-    """Warn where one of the chosen points carries most of ``tr(S^T K S)``; the kernel has shape (M, D, M, D)."""
+    """Warn if one chosen point carries most of ``tr(S^T K S)``; the kernel has shape (M, D, M, D)."""
     points = torch.arange(kernel.shape[0], device=kernel.device)
     own = kernel[points, :, points, :]
     parts = torch.einsum("mdr,mde,mer->m", subset.factor, own, subset.factor)

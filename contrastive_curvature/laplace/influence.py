@@ -6,27 +6,36 @@ classical formula (Koh and Liang, 2017) takes the item's own term alone. Neither
 numbers is formed: the gradients of the queries are solved for, pushed forward to the outputs of the training points,
 and multiplied there with the gradients of the loss.
 
+:func:`without` forgets items: it is a fit of the rest, and on request moves a last layer by what the items did to it.
 How well the predictions agree with retraining is in ``docs/influence.md``.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.nn.utils import vector_to_parameters
 
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.fit.readers import Batch, Reader
+from contrastive_curvature.fit.share import Rest
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.rows import RowLoss
+from contrastive_curvature.losses.weighting import class_pairs, count_shares, weigh_pairs
+from contrastive_curvature.network.digest import Watch
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import input_length
 from contrastive_curvature.network.loader import in_fixed_order
 from contrastive_curvature.network.pullback import Pullback
+
+if TYPE_CHECKING:
+    from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 
 
 def margin(query: Tensor, match: Tensor, other: Tensor) -> Tensor:
@@ -46,7 +55,8 @@ def influence(
 
     Args:
         la: A fitted posterior, of a loss of pairs over the data set or of anchors with the candidates of their batch.
-            Its prior should be that of the training, and ``pd_fix="full"`` of the loss is closest to retraining.
+            Closest to retraining are the prior of the training, ``pd_fix="full"`` of the loss, and the structure
+            ``"full"``.
         loader: The batches of the fit, ``(x, labels)`` or as the fit takes them; N points in all. Of a ``DataLoader``
             that shuffles, the data set is read in its own order.
         queries: Batches ``(x, labels)`` of Q queries, each of a class that training items have, too.
@@ -62,28 +72,84 @@ def influence(
         UnsupportedError: The loss compares neither pairs nor anchors, the fit takes the pairs of batches for those of
             the data set, or a relation in place of labels; or the structure has no matrix of weights.
 
-    Takes Q P numbers of memory for P weights, and N values of the loss of N points (of a loss of anchors: of a batch).
+    Takes Q (N D + P) numbers of memory for P weights and D outputs; of pairs Q N^2 D products, of anchors a value of
+    the loss of a batch for each of its points.
     """
-    clamped, loss = la.require_clamped(), _supported(la)
+    clamped, loss = la.require_clamped(), _supported("influence", la)
     items, asked = (Reader(in_fixed_order(given), la.backend.points_of) for given in (loader, queries))
     with evaluation_mode(la.model), torch.no_grad():
         pullback = la.backend.pullback(next(iter(items)).x)
-        groups: list[tuple[Tensor, Any]] = [(pullback.forward(batch.x)[0], batch.labels) for batch in items]
-        z, labels = (torch.cat(part) for part in zip(*groups, strict=True))
+        groups = _outputs(pullback, items)
+        [(z, labels)] = _together(groups)
         of_queries = torch.cat([_gradients(pullback, batch, items, z, labels, of) for batch in asked])
         moves = clamped.solve(of_queries, la.prior_precision, la.likelihood_factor) * la.likelihood_factor
         shifts = [torch.stack([pullback.jvp(batch.x, move)[1] for move in moves]) for batch in items]
     if la.curvature_options.over_dataset:
-        groups, shifts = [(z, labels)], [torch.cat(shifts, dim=1)]
-    return torch.cat([_without_each(loss, *group, shift) for group, shift in zip(groups, shifts, strict=True)], dim=1)
+        return _pairs_without_each(cast("PairLoss", loss), z, labels, torch.cat(shifts, dim=1))
+    anchors = cast("RowLoss", loss)
+    return torch.cat(
+        [_anchors_without_each(anchors, *part, shift) for part, shift in zip(groups, shifts, strict=True)], 1
+    )
 
 
-def _supported(la: ContrastiveLaplace) -> PairLoss | RowLoss:
+def without(
+    la: ContrastiveLaplace, train_loader: Iterable[Any], gone: Any, newton_step: bool, progress_bar: bool | None
+) -> ContrastiveLaplace:
+    """Return a fit of the rest, see :meth:`.ContrastiveLaplace.without`."""
+    la.check_fitted()
+    validate.flag("newton_step", newton_step)
+    if newton_step and not la.on_last_layer:
+        raise UnsupportedError(f"newton_step: moves a last layer. This posterior has {la.subset_of_weights!r} weights.")
+    loss = _supported("newton_step", la) if newton_step else None
+    rest, points = copy.copy(la), Rest(in_fixed_order(train_loader), gone)
+    # Each has a backend of its own, and what compared with the points of the old fit goes.
+    rest._backend = rest.snapshot = None
+    rest.fit(points, progress_bar=progress_bar)
+    # In shares, as two views of an input are two points.
+    if rest.n_data * points.count != la.n_data * (points.count - len(points.gone)):
+        hint = "Pass the data of the fit, whole; of several fits that were added up, fit the rest of each again."
+        raise InputError("train_loader", f"the {la.n_data} points of the fit", f"{points.count}", hint)
+    if loss is not None:
+        move = _newton_step(rest, loss, points)
+        rest.model, rest.watch, rest._backend = copy.deepcopy(la.model), Watch(shared=False), None
+        vector_to_parameters(rest.mean + move, rest.model.last_layer.parameters())
+        rest.fit(points, progress_bar=progress_bar)
+    return rest
+
+
+def _newton_step(rest: ContrastiveLaplace, loss: PairLoss | RowLoss, points: Rest) -> Tensor:
+    """Return ``(H / T + prior)^-1 g / T`` of the rest, with the gradient ``g`` of all terms of the removed points."""
+    items = Reader(points.loader, rest.backend.points_of)
+    views = rest.n_data // (points.count - len(points.gone))
+    with evaluation_mode(rest.model), torch.no_grad():
+        pullback = rest.backend.pullback(next(iter(items)).x)
+        groups = _outputs(pullback, items)
+        kept = [points.kept(batch.numbers // views).to(z.device) for batch, (z, _) in zip(items, groups, strict=True)]
+        sizes = [len(keep) for keep in kept]
+        if rest.curvature_options.over_dataset:
+            groups, kept = _together(groups), [torch.cat(kept)]
+        lost = torch.cat([_lost(loss, *group, keep) for group, keep in zip(groups, kept, strict=True)])
+        parts = [pullback.vjp_sum(batch.x, part) for batch, part in zip(items, lost.split(sizes), strict=True)]
+    factor = rest.likelihood_factor
+    return rest.require_clamped().solve(torch.stack(parts).sum(0), rest.prior_precision, factor) * factor
+
+
+def _together(groups: list[tuple[Tensor, Any]]) -> list[tuple[Tensor, Any]]:
+    z, labels = (torch.cat(part) for part in zip(*groups, strict=True))
+    return [(z, labels)]
+
+
+def _outputs(pullback: Pullback, items: Iterable[Batch]) -> list[tuple[Tensor, Any]]:
+    """Return raw outputs and labels of every batch."""
+    return [(pullback.forward(batch.x)[0], batch.labels) for batch in items]
+
+
+def _supported(argument: str, la: ContrastiveLaplace) -> PairLoss | RowLoss:
     options, loss = la.curvature_options, la.curvature_options.loss
     known = loss.compares == "anchors" or options.over_dataset
     if options.relation is not None or not known:
         raise UnsupportedError(
-            "influence: takes losses of pairs over the data set (pairs='dataset') and losses of anchors, with labels "
+            f"{argument}: takes losses of pairs over the data set (pairs='dataset') and losses of anchors, with labels "
             f"and without a relation. This posterior has {type(loss).__name__} with pairs={options.pairs!r}."
         )
     return cast("PairLoss | RowLoss", loss)
@@ -125,15 +191,55 @@ def _gradients(
     return rows
 
 
-def _without_each(loss: PairLoss | RowLoss, z: Tensor, labels: Tensor, shifts: Tensor) -> Tensor:
-    """Return the products (Q, N) of every ``g_k`` with moves of the weights, from the shifts (Q, N, D) of outputs."""
+def _pairs_without_each(loss: PairLoss, z: Tensor, labels: Tensor, shifts: Tensor) -> Tensor:
+    """Return the products (Q, N) of every ``g_k`` with moves of the weights, from the shifts (Q, N, D) of outputs.
+
+    What a pair weighs depends on the sizes of its two classes alone. So the sums of the pairs' changes by class, of all
+    points and of every point k, say what is lost without k: its own pairs, and the change of all weights.
+    """
+    (u, norm), (_, index) = normalize(z), labels.unique(return_inverse=True)
+    turns = (shifts - (shifts * u).sum(2, keepdim=True) * u) / norm[:, None]
+    member = torch.nn.functional.one_hot(index).double()
+    counts, each = member.sum(0).long(), torch.eye(member.shape[1], dtype=torch.int64, device=z.device)
+    own_weights = torch.stack([_class_weights(loss, counts - one)[c] for c, one in enumerate(each)])
+    own, sums = member.new_empty(shifts.shape[:2]), member.new_zeros(len(shifts), *each.shape)
+    for rows, positive, negative in loss.relate(z, labels, None).row_blocks():
+        cosine = u[rows] @ u.T
+        cosine.diagonal(rows.start).fill_(0)
+        slope = loss._terms(cosine, positive.to(u), negative.to(u)).first
+        for query, turn in enumerate(turns):
+            of_class = (slope * (turn[rows] @ u.T + u[rows] @ turn.T)).double() @ member
+            sums[query] += member[rows].T @ of_class
+            own[query, rows] = (of_class * own_weights[index[rows]]).sum(1)
+    whole = _class_weights(loss, counts)
+    # Every pair stands in the sums twice.
+    others = [((whole - _class_weights(loss, counts - one)) * sums).sum((1, 2)) / 2 for one in each]
+    return (own + torch.stack(others, dim=1)[:, index]).to(shifts)
+
+
+def _class_weights(loss: PairLoss, counts: Tensor) -> Tensor:
+    """Return what a pair weighs, as a fit counts the loss, by its two classes of these sizes, float64 (C, C)."""
+    positive, negative, totals = class_pairs(counts)
+    shares = count_shares(positive, negative, loss.normalization, torch.float64, totals)
+    same = torch.eye(len(counts), dtype=torch.float64, device=counts.device)
+    attract, repel = weigh_pairs(loss.negative_weight, same, 1 - same, shares, shares)
+    return loss.data_scale(int(counts.sum())) * (attract + repel)
+
+
+def _anchors_without_each(loss: RowLoss, z: Tensor, labels: Tensor, shifts: Tensor) -> Tensor:
+    """Return the same of a loss of anchors, whose weights change with every candidate: from its value without each."""
     whole, out = _slope(loss, z, labels), shifts.new_empty(shifts.shape[:2])
     for k in range(len(z)):
         keep = torch.arange(len(z), device=z.device) != k
-        lost = whole.clone()
-        lost[keep] -= _slope(loss, z[keep], labels[keep])
-        out[:, k] = shifts.flatten(1) @ lost.flatten()
+        out[:, k] = shifts.flatten(1) @ _lost(loss, z, labels, keep, whole).flatten()
     return out
+
+
+def _lost(loss: PairLoss | RowLoss, z: Tensor, labels: Tensor, keep: Tensor, whole: Tensor | None = None) -> Tensor:
+    """Return the gradient (N, D) of ``L - L_of_the_kept``, for boolean ``keep`` (N,); ``whole`` is that of ``L``."""
+    lost = (_slope(loss, z, labels) if whole is None else whole).clone()
+    lost[keep] -= _slope(loss, z[keep], labels[keep])
+    return lost
 
 
 def _slope(loss: PairLoss | RowLoss, z: Tensor, labels: Tensor) -> Tensor:

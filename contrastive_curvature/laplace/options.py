@@ -20,7 +20,7 @@ CONTRASTIVE = "contrastive"
 
 
 def known_options(backend: type[ContrastiveBackend]) -> dict[str, Any]:
-    """Return names and defaults of what ``backend_kwargs`` may hold: with those that a backend of the user's adds."""
+    """Return names and defaults of all ``backend_kwargs``, including those that a backend of the user adds."""
     kinds = [kind for kind in reversed(backend.__mro__) if issubclass(kind, ContrastiveBackend)]
     parameters = [p for kind in kinds for p in inspect.signature(kind.__init__).parameters.values()]
     own = {p.name: p.default for p in parameters if p.kind is inspect.Parameter.KEYWORD_ONLY and p.name != "options"}
@@ -28,10 +28,10 @@ def known_options(backend: type[ContrastiveBackend]) -> dict[str, Any]:
 
 
 def given_options(backend_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """What the user passed as ``backend_kwargs``, as a dictionary.
+    """Return the user's ``backend_kwargs`` as a dictionary.
 
     Raises:
-        InputTypeError: It is no mapping.
+        InputTypeError: ``backend_kwargs`` is not a mapping.
     """
     if backend_kwargs is not None and not isinstance(backend_kwargs, Mapping):
         wanted = "a dictionary, as dict(margin=0.5)"
@@ -48,18 +48,18 @@ def check_options(
     """Parse the options of a contrastive Laplace object.
 
     Args:
-        structure: What is kept of the curvature.
-        backend: What the user passed as ``backend``.
-        backend_kwargs: What the user passed as ``backend_kwargs``.
-        host_kwargs: Further arguments, of laplace-torch's classes.
+        structure: Structure of the curvature.
+        backend: The user's ``backend``.
+        backend_kwargs: The user's ``backend_kwargs``.
+        host_kwargs: Other arguments, which laplace-torch's classes may know.
 
     Returns:
-        The options, and those that a backend of the user's own adds.
+        The options, and the additional options of a user's own backend.
 
     Raises:
         InputError: An option is unknown or out of range.
-        InputTypeError: ``backend`` is no contrastive backend, or an argument is unknown.
-        UnsupportedError: Something that embeddings do not have.
+        InputTypeError: ``backend`` is not a contrastive backend, or an argument is unknown.
+        UnsupportedError: An argument has no meaning for embeddings.
     """
     if backend is not None and not (isinstance(backend, type) and issubclass(backend, ContrastiveBackend)):
         hint = "Leave it out to use contrastive_curvature.ContrastiveGGN."
@@ -90,7 +90,7 @@ def check_options(
     elif "rank" in chosen and chosen["rank"] is None:
         raise InputError("backend_kwargs: rank", "a positive whole number", None, "Leave it out for 64.")
     ours = CurvatureOptions.defaults()
-    # A backend of the user's own may have other defaults.
+    # A user's own backend may have other defaults.
     changed = {name: value for name, value in known.items() if name in ours and value != ours[name]}
     options = CurvatureOptions.parse({**changed, **{name: chosen[name] for name in chosen if name in ours}})
     options.check_structure(structure)

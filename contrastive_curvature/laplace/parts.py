@@ -1,4 +1,4 @@
-"""A posterior whose data come in parts: checks, and the inputs that the state of a part carries."""
+"""Checks of a posterior whose data come in parts."""
 
 from __future__ import annotations
 
@@ -12,20 +12,15 @@ from torch.utils.data import DistributedSampler
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit.exchange import ProcessGroup
 from contrastive_curvature.fit.state import State
-from contrastive_curvature.network.inputs import Inputs, input_length, move_inputs
+from contrastive_curvature.network.inputs import Inputs, move_inputs
 from contrastive_curvature.network.loader import loader_parts
-from contrastive_curvature.pairs.rows import Rows
-
-PROBES = 2
-_SHARED = "shared/"
-"""Inputs in a state, so that a process without data can look at the encoder."""
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
 
 
 def shared_inputs(exchange: ProcessGroup, inputs: list[Inputs], device: torch.device) -> list[Inputs]:
-    """Return the inputs of this process, in a list, or of the first one that has any."""
-    # Copied, or a few rows would go with their whole batch.
+    """Return the inputs of this process in a list; without any, the inputs of the first process that has some."""
+    # Copied, because a view of a few rows would be sent with its whole batch.
     few = [_copied(move_inputs(x, torch.device("cpu"))) for x in inputs]
     every = [x for part in exchange.gather(few) for x in part]
     return inputs or [move_inputs(x, device) for x in every[:1]]
@@ -50,7 +45,7 @@ def check_unwrapped(model: nn.Module) -> None:
 
 
 def check_kind(argument: str, state: object, kind: str) -> None:
-    """Refuse what is no merged state of a kind, of all parts."""
+    """Refuse any object but a merged state of this kind over all parts."""
     if not isinstance(state, State):
         hint = "State.load(path) reads a file, State.merged(states) merges several."
         raise InputTypeError(argument, "a merged State", f"a {type(state).__name__}", hint)
@@ -60,7 +55,7 @@ def check_kind(argument: str, state: object, kind: str) -> None:
 
 
 def check_part(part: Any, statistics: State | None) -> None:
-    """Refuse what is no index of a part and number of all parts, or not those of the statistics."""
+    """Refuse ``part`` if it is not (index, number of parts), or disagrees with the statistics."""
     whole = isinstance(part, (tuple, list)) and len(part) == 2 and all(type(k) is int for k in part)
     if not whole or not 0 <= part[0] < part[1]:
         raise InputError("part", "an index from 0 and the number of all parts, as (0, 8)", part)
@@ -70,31 +65,8 @@ def check_part(part: Any, statistics: State | None) -> None:
 
 
 def check_sampler(loader: Any, part: tuple[int, int]) -> None:
-    """Refuse a sampler that gives another part of the data than this one is called."""
+    """Refuse a sampler that reads another part of the data than ``part``."""
     for sampler in loader_parts(loader):
         if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != part:
             came = f"rank {sampler.rank} of {sampler.num_replicas} in its DistributedSampler"
             raise InputError("loader", f"part {part[0]} of {part[1]}, as part= says", came)
-
-
-def kept_probe(x: Inputs, index: int) -> Rows:
-    """Return inputs as rows of the state of a part; what belongs to all points together is in each of them."""
-    columns = {"": x} if isinstance(x, Tensor) else {k: v for k, v in x.items() if isinstance(v, Tensor)}
-    kept, count = {}, input_length(x)
-    for name, part in columns.items():
-        if part.ndim and len(part) == count:
-            kept[f"x/{name}"] = part
-        else:
-            kept[f"{_SHARED}{name}"] = part.expand(count, *part.shape)
-    return Rows(PROBES, PROBES * index + torch.arange(count), kept)
-
-
-def probe_of(state: State) -> Inputs | None:
-    """Return the inputs that a state carries; ``None`` where no part has a point."""
-    if state.probe is None:
-        return None
-    inputs = {
-        name.removeprefix(_SHARED).removeprefix("x/"): part[0] if name.startswith(_SHARED) else part
-        for name, part in state.probe.columns.items()
-    }
-    return inputs[""] if set(inputs) == {""} else inputs

@@ -1,7 +1,7 @@
 """The posterior of a contrastive encoder: one class, for all weights and structures.
 
-It is a ``ParametricLaplace`` of laplace-torch, of which it inherits the marginal likelihood and its optimisation. Of
-its curvature it asks the structure (:mod:`contrastive_curvature.structures`).
+It is a ``ParametricLaplace`` of laplace-torch, and inherits the marginal likelihood and its optimisation. The structure
+(:mod:`contrastive_curvature.structures`) holds the curvature.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from contrastive_curvature.fit.exchange import ProcessGroup, check_agreed, curre
 from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.fit.state import CURVATURE, STATISTICS, State
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
-from contrastive_curvature.laplace import batches, calibration, parts, prediction
+from contrastive_curvature.laplace import batches, calibration, influence, parts, prediction
 from contrastive_curvature.laplace.advice import DefaultPriorWarning, LabelRange, advise_on_labels, advise_on_norms
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend, ContrastiveGGN
 from contrastive_curvature.laplace.options import CONTRASTIVE, check_options
@@ -107,37 +107,38 @@ class ContrastiveLaplace(ParametricLaplace):
     """A laplace-torch class for the posterior of a contrastive encoder.
 
     Args:
-        model: The encoder. Where it ends in an l2-normalisation module, the raw outputs are what that takes in.
+        model: The encoder. If it ends in an l2-normalisation module, the raw outputs are the inputs of that module.
         likelihood: ``"contrastive"``.
         subset_of_weights: ``"last_layer"``, ``"all"`` or ``"subnetwork"``.
         hessian_structure: Name of a structure (:data:`contrastive_curvature.structures.STRUCTURES`).
-        prior_precision: One number, one a parameter tensor, or one a parameter; ``None`` for 1 until one is chosen.
-        prior_mean: One number, or one a parameter.
-        temperature: Of the likelihood; ``None`` for 1 until ``optimize_prior_precision`` chooses one.
+        prior_precision: One number, one for each parameter tensor, or one for each parameter; ``None`` for 1 until one
+            is chosen.
+        prior_mean: One number, or one for each parameter.
+        temperature: Temperature of the likelihood; ``None`` for 1 until ``optimize_prior_precision`` chooses one.
         enable_backprop: Whether predictions keep a graph.
-        dict_key_x: Of no effect; laplace-torch passes it.
-        dict_key_y: Where batches that are mappings keep the labels.
+        dict_key_x: No effect; laplace-torch passes it.
+        dict_key_y: Key of the labels in batches that are mappings.
         backend: ``ContrastiveGGN``, ``BackPackContrastiveGGN``, ``CurvlinopsContrastiveGGN``,
-            ``StochManContrastiveGGN`` or a :class:`~contrastive_curvature.ContrastiveBackend` of your own. The default,
-            ``ContrastiveGGN``, is exact for every encoder and needs no other package.
+            ``StochManContrastiveGGN`` or a :class:`~contrastive_curvature.ContrastiveBackend` of your own. The default
+            ``ContrastiveGGN`` is exact for every encoder and needs no other package.
         backend_kwargs: ``loss``, ``distance``, ``pd_fix``, ``margin``, ``negative_weight``, ``normalization``,
             ``pairs``, ``positives``, ``relation``, ``negative_samples``, ``rank``, ``mc_samples``: see the backend.
         last_layer_name: Name of the last linear layer; ``None`` finds it.
         subnetwork_indices: Entries of the flattened trainable parameters, for ``"subnetwork"``.
-        **refused: What laplace-torch has and embeddings have not.
+        **refused: Options of laplace-torch that have no meaning for embeddings.
 
     Attributes:
-        cost: What the loss over the data is above the least that it can be, never negative: ``SupConLoss`` minus the
-            entropy of its targets, the contrastive loss with each repelling pair counted from the margin, or from the
-            largest distance, 2, without one. All other losses as they are.
-        typical_norm: Mean norm of the raw outputs of the training inputs, which ``uncertainty`` compares norms with;
-            ``None`` before ``fit``, and after loading a state that was saved without it.
-        class_centres: Centres of the classes of training, which ``uncertainty`` takes into account; ``None`` where the
-            targets are no class labels, there are too many classes, or the fit has not seen them. Set it to ``None``
-            for an ``uncertainty`` of the posterior and the norm alone.
-        curvature_error: Relative standard error of the diagonal of the last fit's curvature, where a sample stands for
-            all negatives (``backend_kwargs=dict(negative_samples=...)``); ``None`` where all pairs were counted, and
-            for fixes with cross terms, ``lowrank`` and ``gp``, where it is not measured.
+        cost: The loss over the data minus its minimum, never negative. For ``SupConLoss``: the loss minus the entropy
+            of its targets. For the contrastive loss: each repelling pair counts from the margin, or without a margin
+            from the largest distance, 2. For all other losses: the loss itself.
+        typical_norm: Mean norm of the raw outputs of the training inputs, to which ``uncertainty`` compares norms;
+            ``None`` before ``fit``, and after loading a state without it.
+        class_centres: Centres of the training classes, which ``uncertainty`` uses; ``None`` if the targets are not
+            class labels, there are too many classes, or the fit has not read them. With ``None``, ``uncertainty``
+            depends only on the posterior and the norm.
+        curvature_error: Relative standard error of the curvature's diagonal in the last fit, if a sample replaced all
+            negatives (``backend_kwargs=dict(negative_samples=...)``). ``None`` if all pairs were counted; it is not
+            measured for fixes with cross terms, ``lowrank`` and ``gp``.
 
     Raises:
         InputError: An option is unknown or out of range.
@@ -146,7 +147,7 @@ class ContrastiveLaplace(ParametricLaplace):
 
     fits_in_function_space: ClassVar[bool] = False
 
-    # None until the first batch shows what the last layer is.
+    # None until the first batch shows the last layer.
     n_params: Any
     n_layers: Any
     n_data: int
@@ -206,7 +207,7 @@ class ContrastiveLaplace(ParametricLaplace):
         self._advised_on_prior = False
         self._temperature_given = temperature is not None
         self._made_spread: tuple[Tensor, Any, AtFeatures] | None = None
-        # laplace-torch knows no contrastive likelihood: of those it knows, regression adds the least of its own.
+        # laplace-torch does not know the contrastive likelihood; "regression" adds the fewest terms.
         super().__init__(
             model,
             Likelihood.REGRESSION,
@@ -230,7 +231,7 @@ class ContrastiveLaplace(ParametricLaplace):
 
     @classmethod
     def around(cls, encoder: nn.Module, probe: Inputs, **arguments: Any) -> Self:
-        """Return a posterior that holds an encoder that goes on training; leaves its mode as it is."""
+        """Build a posterior that holds an encoder in training; the encoder's mode does not change."""
         training = [(module, module.training) for module in encoder.modules()]
         try:
             la = cls(encoder, **arguments)
@@ -244,7 +245,7 @@ class ContrastiveLaplace(ParametricLaplace):
         return la
 
     def _structure_of(self, name: object) -> type[Structure]:
-        """Return the structure of a name, if these weights have it."""
+        """Return the structure with this name, if it is available for these weights."""
         known = tuple(name for name, kind in STRUCTURES.items() if self.subset_of_weights in kind.weights)
         return structure_of(name, "hessian_structure", known)
 
@@ -260,9 +261,9 @@ class ContrastiveLaplace(ParametricLaplace):
 
     @property
     def H(self) -> Any:
-        """The clamped curvature as laplace-torch has it: (P,), (P, P) or Kronecker factors; ``None`` before ``fit``.
+        """Clamped curvature in laplace-torch's form: (P,), (P, P) or Kronecker factors; ``None`` before ``fit``.
 
-        ``kron_lowrank``, which laplace-torch does not have, is the decomposition itself.
+        laplace-torch has no ``kron_lowrank``; for this structure it is the decomposition itself.
         """
         if isinstance(self.clamped, ClampedKron):
             return KronDecomposed(self.clamped.vectors, self.clamped.eigenvalues)
@@ -275,12 +276,12 @@ class ContrastiveLaplace(ParametricLaplace):
 
     @property
     def H_facs(self) -> HostKron:
-        """The Kronecker factors, unclamped, as laplace-torch's class has them."""
+        """Kronecker factors, unclamped, in laplace-torch's form."""
         return HostKron(self.H_raw)
 
     @property
     def posterior_precision(self) -> Any:
-        """The precision of the weights as laplace-torch has it: (P,), (P, P), or decomposed Kronecker factors."""
+        """Posterior precision in laplace-torch's form: (P,), (P, P), or decomposed Kronecker factors."""
         clamped = self.require_clamped()
         if isinstance(clamped, ClampedKron):
             return self.H * self._H_factor + self.prior_precision
@@ -294,7 +295,7 @@ class ContrastiveLaplace(ParametricLaplace):
 
     @property
     def prior_precision_diag(self) -> Tensor:
-        """The prior precision of every weight, shape (P,)."""
+        """Prior precision of every weight, shape (P,)."""
         if self.n_params is None:
             # The first batch shows how many parameters there are.
             self.check_fitted()
@@ -302,7 +303,7 @@ class ContrastiveLaplace(ParametricLaplace):
 
     @property
     def log_det_ratio(self) -> Tensor:
-        """Log determinant of the posterior precision over the prior's."""
+        """Log determinant of the posterior precision minus that of the prior precision."""
         return self.require_clamped().log_det_ratio(*self._scales)
 
     @property
@@ -312,13 +313,13 @@ class ContrastiveLaplace(ParametricLaplace):
 
     @property
     def log_likelihood(self) -> Tensor:
-        """The loss over the temperature, negated."""
+        """Minus the loss, divided by the temperature."""
         self.check_fitted()
         return super().log_likelihood
 
     @property
     def scatter(self) -> Tensor:
-        """Squared distance of the weights to the prior mean, in the prior's units."""
+        """Squared distance of the weights to the prior mean, weighted with the prior precision."""
         self.check_fitted()
         delta = self._chosen(self.mean) - self.prior_mean
         return (delta * self.prior_precision_diag) @ delta
@@ -343,7 +344,7 @@ class ContrastiveLaplace(ParametricLaplace):
         return self._chosen(self.mean)
 
     def _chosen(self, weights: Tensor) -> Tensor:
-        """Return the weights that the posterior is over, of all trainable ones (..., P)."""
+        """Select the posterior's weights from all trainable weights (..., P)."""
         return weights if self._indices is None else weights[..., self._indices]
 
     def require_clamped(self) -> Clamped:
@@ -364,7 +365,7 @@ class ContrastiveLaplace(ParametricLaplace):
             generator: Source of randomness, on the encoder's device.
 
         Returns:
-            Shape (S, P); of a subnetwork all trainable weights.
+            Shape (S, P); for a subnetwork too, all trainable weights.
 
         Raises:
             NotFittedError: Before ``fit``.
@@ -381,10 +382,10 @@ class ContrastiveLaplace(ParametricLaplace):
         return weights
 
     def square_norm(self, value: Tensor) -> Tensor:
-        """``(value - mean)^T P (value - mean)`` with the posterior precision.
+        """Return ``(value - mean)^T P (value - mean)`` with the posterior precision ``P``.
 
         Args:
-            value: Weights, shape (P,); of a subnetwork the chosen ones.
+            value: Weights, shape (P,); for a subnetwork the chosen weights.
 
         Raises:
             NotFittedError: Before ``fit``.
@@ -394,10 +395,10 @@ class ContrastiveLaplace(ParametricLaplace):
         return self.require_clamped().square_norm(value - self._chosen(self.mean), *self._scales)
 
     def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
-        """Log density of the posterior.
+        """Return the log density of the posterior.
 
         Args:
-            value: Weights, shape (P,); of a subnetwork the chosen ones.
+            value: Weights, shape (P,); for a subnetwork the chosen weights.
             normalized: ``False`` leaves out the terms that do not depend on ``value``.
 
         Raises:
@@ -411,7 +412,7 @@ class ContrastiveLaplace(ParametricLaplace):
         return -self.n_weights / 2 * math.log(2 * math.pi) + self.log_det_posterior_precision / 2 - norm / 2
 
     def functional_variance(self, Js: Tensor) -> Tensor:
-        """Covariances of the linearised outputs, shape (B, D, D), from Jacobians (B, D, P).
+        """Return the covariances of the linearised outputs, shape (B, D, D), from Jacobians (B, D, P).
 
         Raises:
             NotFittedError: Before ``fit``.
@@ -421,7 +422,7 @@ class ContrastiveLaplace(ParametricLaplace):
         return self.require_clamped().covariance(Js, *self._scales)
 
     def functional_covariance(self, Js: Tensor) -> Tensor:
-        """Covariance of all linearised outputs together, shape (B D, B D), from Jacobians (B, D, P).
+        """Return the covariance of all linearised outputs, shape (B D, B D), from Jacobians (B, D, P).
 
         Raises:
             NotFittedError: Before ``fit``.
@@ -448,7 +449,7 @@ class ContrastiveLaplace(ParametricLaplace):
 
     @BaseLaplace.sigma_noise.setter  # type: ignore[untyped-decorator]
     def sigma_noise(self, value: float | Tensor) -> None:
-        """Refuse an observation noise: anything but one."""
+        """Refuse an observation noise other than one."""
         one = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
         if not one or isinstance(value, bool) or float(value) != 1:
             raise UnsupportedError(
@@ -458,19 +459,19 @@ class ContrastiveLaplace(ParametricLaplace):
 
     @BaseLaplace.prior_precision.setter  # type: ignore[untyped-decorator]
     def prior_precision(self, value: float | Tensor) -> None:
-        """Set the precision of the prior: one number, one a parameter tensor, or one a parameter."""
+        """Set the precision of the prior: one number, one for each parameter tensor, or one for each parameter."""
         sizes = self._prior_sizes()
         check_prior("prior_precision", value, self._dtype, sizes)
         self._prior_chosen = True
         if sizes is None:
-            # The first batch shows how many parameters there are; then this is set once more.
+            # The number of parameters is unknown before the first batch; then the value is set again.
             self._prior_precision = value
         else:
             BaseLaplace.prior_precision.fset(self, _plain(value))
 
     @BaseLaplace.prior_mean.setter  # type: ignore[untyped-decorator]
     def prior_mean(self, value: float | Tensor) -> None:
-        """Set the mean of the prior: one number, or one a parameter."""
+        """Set the mean of the prior: one number, or one for each parameter."""
         sizes = self._prior_sizes(of_mean=True)
         check_prior("prior_mean", value, self._dtype, sizes, positive=False)
         if sizes is None:
@@ -480,32 +481,32 @@ class ContrastiveLaplace(ParametricLaplace):
 
     @property
     def n_weights(self) -> int:
-        """Number of weights that the posterior is over."""
+        """Number of weights of the posterior."""
         return int(self.n_params) if self._indices is None else len(self._indices)
 
     @property
     def prior_structures(self) -> tuple[str, ...]:
-        """Values that ``prior_structure`` may have; laplace-torch knows one prior precision for a subnetwork."""
+        """Allowed values of ``prior_structure``; laplace-torch has only one prior precision for a subnetwork."""
         return ("scalar",) if self.subset_of_weights == "subnetwork" else self.structure.priors
 
     def posterior_parameters(self) -> list[Tensor]:
-        """The parameters that the posterior is over, in order; the chosen entries of a subnetwork are one."""
+        """Parameters of the posterior, in order; the chosen entries of a subnetwork are one tensor."""
         if self.on_last_layer:
             return [at_least_float32(p) for p in self.model.last_layer.parameters()]
         return list(self.params) if self._indices is None else [self._chosen(flatten_parameters(self.params))]
 
     def parameter_sizes(self) -> list[int]:
-        """Numbers of entries of the parts that a layerwise prior tells apart."""
+        """Number of entries of every part that has its own precision in a layerwise prior."""
         return [p.numel() for p in self.posterior_parameters()]
 
     @property
     def likelihood_factor(self) -> float | Tensor:
-        """Factor of the curvature in the posterior precision: one over the temperature."""
+        """Factor of the curvature in the posterior precision: 1 / temperature."""
         return self._H_factor
 
     @property
     def _scales(self) -> tuple[Tensor, float | Tensor]:
-        """Prior precision and likelihood factor, which with the clamped curvature give the posterior precision."""
+        """Prior precision and likelihood factor; with the clamped curvature they give the posterior precision."""
         return self.prior_precision, self._H_factor
 
     def check_fitted(self) -> None:
@@ -518,11 +519,11 @@ class ContrastiveLaplace(ParametricLaplace):
             raise NotFittedError("Laplace not fitted. Run la.fit(train_loader) first, or la.load_state_dict(state).")
 
     def _check_H_init(self) -> None:
-        """Do the same as :meth:`check_fitted`, by the name that laplace-torch calls."""
+        """Call :meth:`check_fitted`; laplace-torch uses this name."""
         self.check_fitted()
 
     def check_sampling(self, n_samples: object, generator: object) -> None:
-        """Refuse samples before ``fit``, and malformed arguments of them.
+        """Refuse to sample before ``fit`` or with malformed arguments.
 
         Raises:
             NotFittedError: Before ``fit``.
@@ -533,7 +534,7 @@ class ContrastiveLaplace(ParametricLaplace):
         validate.generator(generator, self._device)
 
     def check_weights(self, value: Tensor, argument: str = "value", rows: tuple[str, ...] = ()) -> None:
-        """Refuse anything but finite numbers, one a weight (P,), or in rows of them.
+        """Refuse anything but finite numbers, one for each weight, shape (P,) or (*rows, P).
 
         Raises:
             NotFittedError: Before ``fit``.
@@ -543,9 +544,9 @@ class ContrastiveLaplace(ParametricLaplace):
         validate.tensor(argument, value, (*rows, self.n_weights), self.mean)
 
     def _prior_sizes(self, *, of_mean: bool = False) -> set[int] | None:
-        """Return the numbers of entries that the precision of the prior may have, or its mean; ``None`` if not known.
+        """Return the allowed numbers of entries of the prior precision, or of the prior mean; ``None`` if unknown.
 
-        Of a last layer the first batch shows how many weights there are.
+        For a last layer these numbers are unknown before the first batch.
         """
         if self.n_params is None or (self.on_last_layer and not isinstance(self.model, Encoder)):
             return None
@@ -555,7 +556,7 @@ class ContrastiveLaplace(ParametricLaplace):
 
     @property
     def _dtype(self) -> torch.dtype:
-        """Of the posterior: that of the encoder, and float32 for one in half precision."""
+        """Dtype of the posterior: the encoder's dtype, or float32 for an encoder in half precision."""
         return torch.promote_types(super()._dtype, torch.float32)
 
     @property
@@ -570,7 +571,7 @@ class ContrastiveLaplace(ParametricLaplace):
 
     @property
     def class_centres(self) -> ClassCentres | None:
-        """Centres of the classes of training; ``None`` where there are no labels, one class, or too many classes."""
+        """Centres of the training classes; ``None`` without labels, for one class, or for too many classes."""
         return self._classes if self._classes is not None and len(self._classes.labels) > 1 else None
 
     @class_centres.setter
@@ -580,25 +581,25 @@ class ContrastiveLaplace(ParametricLaplace):
     def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool | None = None) -> None:
         """Fit the posterior over all pairs of the data set (or inside its batches, with ``pairs="batch"``).
 
-        In an initialised ``torch.distributed`` process group (``torchrun``) every process gives its share of the data,
-        as a ``DistributedSampler`` does, and all get the same posterior, that of all the data.
+        In an initialised ``torch.distributed`` process group (``torchrun``) every process passes its share of the data,
+        for example with a ``DistributedSampler``, and all get the same posterior, for the whole data set.
 
         Args:
-            train_loader: Batches ``(x, labels)`` or mappings; iterated several times. Of a ``DataLoader`` that shuffles
-                the data set is read in its own order; any other loader gives the same order in every pass, or has an
-                attribute ``numbers`` that says which points come.
-            override: ``False`` adds to an earlier fit, as a further data set: pairs between the two are not formed.
+            train_loader: Batches ``(x, labels)`` or mappings; iterated several times. A ``DataLoader`` that shuffles is
+                read in the order of its data set; any other loader must give the same order in every pass, or have an
+                attribute ``numbers`` with the index of every point.
+            override: ``False`` adds this data set to an earlier fit; pairs between the two data sets are not formed.
             progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on. A fit that forms
-                very many pairs says so before it does, whatever this is.
+                very many pairs always says so before it starts.
 
         Raises:
             InputError: No data, one point, no positive pair, malformed batches, other data in the second pass, or a
                 curvature that is not finite; or the processes have different encoders or options, or shares of the
                 data that overlap or leave points out.
-            UnsupportedError: The encoder's raw outputs cannot be reached, the structure has no answer for the fix, or
-                the loader gives every process its own part of the data, and this is the only process.
-            ProcessError: The fit failed in another process, or that process has gone or does not fit. The posteriors of
-                all processes are as they were.
+            UnsupportedError: The encoder's raw outputs cannot be reached, the structure does not support the fix, or
+                the loader is made for several processes, but there is only one.
+            ProcessError: The fit failed in another process, or another process has ended or does not fit. The
+                posteriors of all processes do not change.
         """
         exchange = current_exchange() if self.structure.adds else None
         with self._in_all_processes(exchange, override=override is not False):
@@ -607,12 +608,12 @@ class ContrastiveLaplace(ParametricLaplace):
             result = self.backend.fit(train_loader, self.structure, progress_bar)
             to_earlier = bool(self.n_data) and not override
             self.set_curvature(result, override=override)
-        # A share of the data may well have one class.
+        # A share of the data may have only one class.
         if exchange is None:
             advise_on_labels(self.backend.labels_seen, to_earlier)
 
     def _check_adds(self, asked: str) -> None:
-        """Refuse to add up curvatures of two data sets, or of parts of one, that do not."""
+        """Refuse a structure whose curvatures of two data sets, or of parts of one, cannot be added."""
         if not self.structure.adds:
             adding = ", ".join(repr(name) for name, kind in STRUCTURES.items() if kind.adds)
             raise UnsupportedError(
@@ -623,8 +624,8 @@ class ContrastiveLaplace(ParametricLaplace):
     def _begin(
         self, loader: Iterable[Any], override: object, progress_bar: object, exchange: ProcessGroup | None = None
     ) -> None:
-        """Check the arguments of ``fit``, look at the first batch, and construct the backend."""
-        # First, as the labels of la.fit(x, labels) would be taken for override.
+        """Check the arguments of ``fit``, analyse the encoder with the first batch, and construct the backend."""
+        # Check this first: in la.fit(x, labels), the labels would be taken for override.
         check_loader(loader, shares=exchange is not None)
         validate.flag("override", override)
         if not override:
@@ -637,7 +638,7 @@ class ContrastiveLaplace(ParametricLaplace):
 
     @contextmanager
     def _in_all_processes(self, exchange: ProcessGroup | None, *, override: bool) -> Iterator[None]:
-        """Succeed in all processes of a fit, or fail in all of them and leave the posteriors alone."""
+        """Make a fit succeed in all processes, or fail in all without changing the posteriors."""
         if exchange is None:
             yield
             return
@@ -669,18 +670,19 @@ class ContrastiveLaplace(ParametricLaplace):
             raise InputError("model", "embeddings of D >= 2 dimensions", f"D = {dim}", hint)
 
     def _renew_backend(self) -> None:
-        """Construct the backend anew, unless the user named one: the encoder may not be that of the last fit."""
+        """Construct a new backend, unless the user named one: the encoder may have changed since the last fit."""
         if not self.chooses_backend:
             return
         self._backend_cls, self._backend = ContrastiveGGN, None
         _log.info("curvature by ContrastiveGGN: the default, exact for every encoder (backend=... takes another)")
 
     def set_curvature(self, result: DatasetCurvature, *, override: bool = True) -> None:
-        """Take a curvature at the encoder's present weights, with all that a fit leaves besides it.
+        """Store a curvature at the encoder's present weights, with the other results of a fit.
 
         Args:
-            result: Unclamped curvature, loss, cost and number of points. The backend has analysed the encoder before.
-            override: ``False`` adds it to an earlier one.
+            result: Unclamped curvature, loss, cost and number of points. The backend must have analysed the encoder
+                before.
+            override: ``False`` adds the curvature to an earlier one.
         """
         earlier = 0 if override else self.n_data
         raw = self.curvature + result.curvature if earlier and self.curvature is not None else result.curvature
@@ -699,7 +701,7 @@ class ContrastiveLaplace(ParametricLaplace):
             n, loss, cost = n + earlier, loss + self.loss, cost + float(self.cost)
             norm = math.nan if self.typical_norm is None else (earlier * self.typical_norm + result.n * norm) / n
         sample = self._training_sample(result.features, earlier)
-        # Everything that can fail has run, so that a failed fit leaves the last one whole.
+        # Nothing after this line can fail, so a failed fit leaves the last fit unchanged.
         self.curvature, self.clamped, self._made_spread = raw, clamped, None
         self.loss, self.cost, self.n_data = loss, cost, n
         self.typical_norm = norm if math.isfinite(norm) and norm > 0 else None
@@ -713,13 +715,14 @@ class ContrastiveLaplace(ParametricLaplace):
             _log.info("the sampled negatives leave a relative standard error of %.2g in the curvature", result.error)
 
     def _clamp(self, curvature: Structure) -> Clamped:
-        """Return the positive semidefinite part of a curvature, decomposed as the options ask for."""
+        """Return the positive semidefinite part of a curvature, decomposed with the options of the structure."""
         options = {"rank": self.curvature_options.rank}
         return curvature.clamped(self.parameter_sizes(), **{name: options[name] for name in self.structure.options})
 
     def _training_sample(self, features: Rows | None, earlier: int) -> TrainingSample | None:
-        """Return the sample of training inputs after a fit; ``None`` where there is none of all the data."""
-        # Of an encoder that is one linear layer, a fit of all weights draws features too, which its statistic has not.
+        """Return the sample of training inputs after a fit; ``None`` without a sample over all the data."""
+        # A fit of all weights draws features too if the encoder is one linear layer, but its statistic does not use
+        # features.
         if features is None or not len(features) or not self.keeps_features:
             return None
         encoder = self.watch(self.model)
@@ -736,93 +739,123 @@ class ContrastiveLaplace(ParametricLaplace):
         return TrainingSample(features, outputs, encoder)
 
     def _first_inputs(self, loader: Iterable[Any]) -> list[Inputs]:
-        """Return a few inputs of the first batch, in a list, which is empty for an empty loader."""
-        # Of two views both are inputs of the encoder.
+        """Return a few inputs of the first batch in a list; an empty list for an empty loader."""
+        # Both views are inputs of the encoder; the first one is used.
         views = [read_views(self.model, batch, self.dict_key_y) for batch in islice(loader, 1)]
         return [slice_inputs(view.first, slice(0, 8)) for view in views]
 
     def update(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
-        """Add further data to the posterior: ``fit(loader, override=False)``, without pairs of the two data sets.
+        """Add more data to the posterior: ``fit(loader, override=False)``, without pairs between the two data sets.
 
-        Choose the prior precision and calibrate again afterwards, as after ``fit``: the calibration is dropped, and the
-        first prediction warns where the prior precision is still that of before.
+        Afterwards choose the prior precision and calibrate again, as after ``fit``: the calibration is dropped, and the
+        first prediction warns if the prior precision has not been chosen again.
 
         Args:
-            loader: As for ``fit``; classes have the numbers that they had there.
+            loader: As for ``fit``; the labels must number the classes as in ``fit``.
             progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
         Raises:
             NotFittedError: Before ``fit``.
-            InputError: See ``fit``. The posterior is as it was.
+            InputError: See ``fit``. The posterior does not change.
             UnsupportedError: See ``fit``, or the structure cannot add up: ``gp``, ``lowrank``.
         """
         self.check_fitted()
         self.fit(loader, override=False, progress_bar=progress_bar)
         self._prior_chosen = self._advised_on_prior = False
 
-    def part_statistics(self, loader: Iterable[Any], part: tuple[int, int], progress_bar: bool | None = None) -> State:
-        """First pass over a part of the data: what all other parts have to know of it.
+    def without(
+        self, train_loader: Iterable[Any], gone: Any, newton_step: bool = False, progress_bar: bool | None = None
+    ) -> Self:
+        """Return the posterior without some training points: that of a fit of the rest at the same weights.
 
-        Save it with ``state.save(path)``, load it with ``State.load(path)``, and merge those of all parts with
-        ``State.merged(states)``, in any order. A part that was lost is computed again alone.
+        It has the prior precision, the temperature and the options of this one, which stays as it is, and holds nothing
+        of the points but in its weights: the encoder keeps what it learned of them. It is not calibrated. Without a
+        point, terms of other points change too (shares, denominators), so this takes the time of a fit; of batches of a
+        loss that compares within batches, the rest stays together.
 
         Args:
-            loader: Batches ``(x, labels)`` or mappings with the points of the part; perhaps none.
+            train_loader: All points of the fit, in the same batches, as ``fit`` takes them.
+            gone: Positions of the points that go, whole numbers (M,), counted from 0 in the order of the loader; of a
+                ``DataLoader`` that shuffles, in the order of its data set.
+            newton_step: Whether the last layer moves too, in a copy of the encoder: by one Newton step towards the
+                minimum of the rest, from the gradient of all terms in which the points stand. The layers below keep
+                what they learned. ``rest.mean`` are the new weights, where the curvature is computed again. How far it
+                is from training again: ``docs/influence.md``.
+            progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
+
+        Returns:
+            A new posterior. Choose its prior precision and calibrate it again.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: See ``fit``; a position is not in the loader, or the loader has not the points of the fit.
+            UnsupportedError: ``newton_step`` of other weights than the last layer's, of a loss of neither pairs nor
+                anchors, or with the pairs of batches or a relation.
+        """
+        return influence.without(self, train_loader, gone, newton_step, progress_bar)
+
+    def part_statistics(self, loader: Iterable[Any], part: tuple[int, int], progress_bar: bool | None = None) -> State:
+        """Run the first pass over a part of the data: its statistics, which all parts need.
+
+        Save the state with ``state.save(path)``, load it with ``State.load(path)``, and merge the states of all parts
+        with ``State.merged(states)``, in any order. A lost part can be computed again alone.
+
+        Args:
+            loader: Batches ``(x, labels)`` or mappings with the points of the part; it may be empty.
             part: Index of the part, from 0, and number of all parts.
             progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
 
         Returns:
-            Numbers and sums of the classes, and ``negative_samples`` points (``"auto"``: 29,999 at most); with
-            ``negative_samples=None`` and a margin, or with a loss whose positives have to be known one by one, all
-            embeddings of the part.
+            Counts and sums by class, and ``negative_samples`` points (``"auto"``: at most 29,999). With
+            ``negative_samples=None`` and a margin, or with a loss that needs every single positive: all embeddings of
+            the part.
 
         Raises:
-            InputError: Malformed batches, or ``part`` is no such pair.
-            UnsupportedError: The structure or an option has no fit in parts.
+            InputError: A batch or ``part`` is malformed.
+            UnsupportedError: The structure or an option does not support a fit in parts.
         """
         return self._run_pass(loader, part, None, progress_bar)
 
     def part_curvature(
         self, loader: Iterable[Any], part: tuple[int, int], statistics: State, progress_bar: bool | None = None
     ) -> State:
-        """Second pass over a part of the data: what it adds to the curvature.
+        """Run the second pass over a part of the data: the curvature that the part adds.
 
         Args:
             loader: The same points as in the first pass over this part, in any order.
             part: Index of the part, from 0, and number of all parts.
-            statistics: Of ALL parts, merged.
+            statistics: Merged statistics of ALL parts.
             progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
 
         Returns:
-            The unclamped curvature of the part, to be saved and merged like the statistics.
+            The unclamped curvature of the part; save and merge it like the statistics.
 
         Raises:
             InputError: The statistics lack a part, or are of other data, another encoder or other options; malformed
                 batches; or a curvature that is not finite.
-            UnsupportedError: The structure or an option has no fit in parts.
+            UnsupportedError: The structure or an option does not support a fit in parts.
         """
         parts.check_kind("statistics", statistics, STATISTICS)
         return self._run_pass(loader, part, statistics, progress_bar)
 
     def fit_parts(self, statistics: State, curvature: State, example: Inputs | None = None) -> None:
-        """Fit the posterior from what the two passes over all parts gave; no data are needed.
+        """Fit the posterior from the states of both passes over all parts; no data are needed.
 
         Args:
-            statistics: Of :meth:`part_statistics`, merged over all parts.
-            curvature: Of :meth:`part_curvature`, merged over all parts.
-            example: Two inputs, where the encoder does not take the made-up ones that are in the states.
+            statistics: States of :meth:`part_statistics`, merged over all parts.
+            curvature: States of :meth:`part_curvature`, merged over all parts.
+            example: Two inputs, needed only if the encoder does not accept the made-up inputs in the states.
 
         Raises:
             InputError: A part is missing, the states are of other data, another encoder or other options, or an example
-                is needed. The posterior is as it was.
+                is needed. The posterior does not change.
         """
         self._check_adds("parts of the data")
         parts.check_kind("statistics", statistics, STATISTICS)
         parts.check_kind("curvature", curvature, CURVATURE)
-        saved_probe = parts.probe_of(statistics)
-        if saved_probe is None:
+        if statistics.probe is None:
             raise InputError("statistics", "at least one point", "none in any part")
-        probe = prediction.moved_inputs(self.model, saved_probe if example is None else example, self._device)
+        probe = prediction.moved_inputs(self.model, statistics.probe[1] if example is None else example, self._device)
         with asks_for_example(example):
             self.prepare(probe)
         self.set_curvature(self.backend.fit_of_parts(self.structure, statistics, curvature, probe))
@@ -840,13 +873,13 @@ class ContrastiveLaplace(ParametricLaplace):
             return self.backend.fit_part(None, self.structure, part, statistics, progress_bar)
         self.prepare(probes[0])
         state = self.backend.fit_part(loader, self.structure, part, statistics, progress_bar)
-        return replace(state, probe=parts.kept_probe(made_up_inputs(probes[0], parts.PROBES), part[0]))
+        return replace(state, probe=(part[0], made_up_inputs(probes[0])))
 
     def measure_classes(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
-        """Take the centres of the classes of labelled inputs, which ``uncertainty`` compares embeddings with.
+        """Compute class centres from labelled inputs, which ``uncertainty`` compares embeddings with.
 
-        ``fit`` does this with the training data. Call it for a posterior that has none (:class:`OnlineLaplace`, ``gp``,
-        a state of an earlier version), or for the classes that will be searched where they are not those of training.
+        ``fit`` does this with the training data. Call it for a posterior without class centres (:class:`OnlineLaplace`,
+        ``gp``, a state of an earlier version), or if the classes that will be searched are not the training classes.
 
         Args:
             loader: Batches ``(x, labels)`` or mappings, with class labels; run over once.
@@ -854,8 +887,9 @@ class ContrastiveLaplace(ParametricLaplace):
 
         Raises:
             NotFittedError: Before ``fit``.
-            InputError: The loader is empty, the labels are no class labels, there is one class only, or there are more
-                classes than :data:`~contrastive_curvature.fit.class_centres.MOST_NUMBERS` allows. Nothing has changed.
+            InputError: The loader is empty, the labels are not class labels, there is only one class, or there are more
+                classes than :data:`~contrastive_curvature.fit.class_centres.MOST_NUMBERS` allows. The posterior does
+                not change.
         """
         self.check_fitted()
         check_loader(loader)
@@ -872,16 +906,16 @@ class ContrastiveLaplace(ParametricLaplace):
         self.class_centres = centres
 
     def curvature_diagonal(self) -> Tensor:
-        """Diagonal of the clamped curvature, without the likelihood factor, shape (P,)."""
+        """Return the diagonal of the clamped curvature, without the likelihood factor, shape (P,)."""
         return self.require_clamped().diagonal()
 
     def effective_parameters(self, prior: Tensor) -> float:
-        """Effective number of parameters, for a prior precision at the temperature 1."""
+        """Return the effective number of parameters, for a prior precision at the temperature 1."""
         return self.require_clamped().effective_parameters(prior)
 
     @contextmanager
     def unchanged_on_error(self) -> Iterator[None]:
-        """Put the attributes of this object, and of the module that it wraps, back when something fails inside."""
+        """Restore the attributes of this object, and of its module, if the block raises."""
         before = [(thing, dict(thing.__dict__)) for thing in (self, self.model)]
         try:
             yield
@@ -892,25 +926,25 @@ class ContrastiveLaplace(ParametricLaplace):
             raise
 
     def _hold(self, encoder: nn.Module) -> None:
-        """Use this encoder; only a last layer wraps it, others have it already."""
+        """Use this encoder; only a last-layer posterior has to wrap it."""
         if self.on_last_layer:
             self.model: Any = Encoder(
                 encoder, None, self._last_layer_name, takes_features=True, label_key=self.dict_key_y
             )
 
     def _find_last_layer(self, probe: Inputs) -> None:
-        """Find out what must be known of the encoder before the backend exists: where the last layer is."""
+        """Find the last layer of the encoder, which the backend needs."""
         if not self.on_last_layer or self.model.last_layer is not None:
             return
         chosen = self._prior_chosen
         with self.unchanged_on_error():
             self.model.analyse(probe)
             self.model.require_last_layer()
-            # Saved with the posterior, to find the layer again.
+            # Saved with the posterior, to find the last layer again after loading.
             self.data = made_up_inputs(probe)
             self.n_params = sum(self.parameter_sizes())
             self.n_layers = len(self.parameter_sizes())
-            # They could not be checked before the layer is known.
+            # The prior could not be checked before the layer was known.
             self.prior_precision = self._prior_precision
             self.prior_mean = self._prior_mean
         self._prior_chosen = chosen
@@ -926,53 +960,57 @@ class ContrastiveLaplace(ParametricLaplace):
         score: str | Callable[[EmbeddingDistribution], Any] = "novelty",
         by_class: bool = False,
     ) -> None:
-        """Take known inputs to compare others with: afterwards ``la(x).p_value`` and ``la(x).is_known(alpha)`` hold.
+        """Store known inputs for comparison, so that ``la(x).p_value`` and ``la(x).is_known(alpha)`` are valid.
 
-        On new inputs that are exchangeable with these, as from one shuffled data set, at most a share alpha has a
-        p-value of at most alpha, on average over calibration sets, however bad the encoder and the score. The novelty
-        is standardised with a sample of the training inputs that a last layer's ``fit`` keeps. Without a sample (other
-        weights than the last layer's, ``gp``, a loaded posterior, :class:`OnlineLaplace`) a third of the calibration
-        inputs takes its place, and two thirds count; with another score all do.
+        For new inputs that are exchangeable with these (for example from one shuffled data set), at most a share alpha
+        has a p-value of at most alpha, on average over calibration sets. This holds even if the encoder or the score is
+        bad. The novelty is standardised with a sample of the training inputs that the ``fit`` of a last layer keeps.
+        Without a sample (other weights, ``gp``, a loaded posterior, :class:`OnlineLaplace`) a third of the calibration
+        inputs replaces it, and p-values compare with the other two thirds; other scores compare with all calibration
+        inputs.
 
-        Call it after everything that changes the posterior: another fit drops the calibration, and with another prior
-        precision, temperature or encoder, or other class centres where the score takes them into account, predictions
-        have no p-values until it is called again. Predictions made before keep theirs: what they know is frozen.
+        Call it again after every change of the posterior. Another fit drops the calibration. After a change of the
+        prior precision, the temperature, the encoder, or the class centres (if the score uses them), new predictions
+        have no p-values until the next call. Earlier predictions keep their p-values.
 
         Args:
-            loader: Batches ``(x, labels)``, whose labels are not used, or ``x`` alone; run over once. Best inputs that
-                the encoder was not trained on, n >= 1 / alpha - 1 of them for the smallest alpha you will use.
+            loader: Batches ``(x, labels)``, whose labels are not used, or ``x`` alone; run over once. Preferably inputs
+                that the encoder was not trained on, at least 1 / alpha - 1 of them for the smallest alpha you will use.
             progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
-            score: What p-values are of, higher for inputs less like the known ones: ``"novelty"``, ``"uncertainty"``,
-                or a function with a name that takes an :class:`EmbeddingDistribution` and returns B numbers, each from
-                its own embedding alone. It can ask for all but ``novelty``, ``p_value`` and ``is_known``; a loaded
-                posterior needs it again, see :meth:`set_score`.
-            by_class: Compare each input with the calibration inputs of its predicted class (of the nearest class
-                centre). The share alpha then holds for every predicted class, and each needs 1 / alpha - 1 inputs.
+            score: Score that p-values compare, higher for inputs less like the known ones: ``"novelty"``,
+                ``"uncertainty"``, or a named function that takes an :class:`EmbeddingDistribution` and returns B
+                numbers, each computed from one embedding alone. The function may use every attribute but ``novelty``,
+                ``p_value`` and ``is_known``; a loaded posterior needs it again, see :meth:`set_score`.
+            by_class: Whether to compare each input only with the calibration inputs of its predicted class (the nearest
+                class centre). The share alpha then holds for every predicted class, and each class needs 1 / alpha - 1
+                inputs.
 
         Raises:
             NotFittedError: Before ``fit``.
             InputTypeError: The loader or a batch has another type, or the function has no name.
-            InputError: Fewer than two inputs, inputs that the encoder does not take, or outputs or scores that are not
-                finite. The calibration is as it was.
+            InputError: Fewer than two inputs, inputs that the encoder does not accept, or outputs or scores that are
+                not finite. The calibration does not change.
             UnsupportedError: ``by_class`` without class centres.
 
         Warns:
-            OptimisticPValueWarning: More than a tenth of the inputs are among those of ``fit``, as far as the sample
-                that a last layer's ``fit`` keeps can tell; without one there is no such warning.
+            OptimisticPValueWarning: More than a tenth of the inputs were also in ``fit``, estimated from the sample
+                that the ``fit`` of a last layer keeps; without a sample there is no warning.
 
         Source: Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, 2005 (4.6 for ``by_class``).
         """
         calibration.calibrate(self, loader, progress_bar, score, by_class)
 
     def set_score(self, score: Callable[[EmbeddingDistribution], Any]) -> None:
-        """Give a loaded posterior the function that it was calibrated with, which no file holds.
+        """Set the score function of a loaded posterior, because a file cannot hold functions.
 
         Args:
-            score: The function, under the same name. It is tried on eight made-up embeddings.
+            score: The function that the posterior was calibrated with, under the same name. It is checked on eight
+                made-up embeddings.
 
         Raises:
-            NotFittedError: The posterior is not calibrated, or the function gives other scores than at the calibration.
-            InputError: It has another name, or the calibration needs none.
+            NotFittedError: The posterior is not calibrated, or the function returns other scores than at the
+                calibration.
+            InputError: The function has another name, or the calibration needs no function.
         """
         calibration.set_score(self, score)
 
@@ -989,9 +1027,9 @@ class ContrastiveLaplace(ParametricLaplace):
         on_invalid: str = "error",
         **model_kwargs: Any,
     ) -> EmbeddingDistribution:
-        """Distribution of embeddings; ``mu, kappa = la(x)``.
+        """Return the distribution of embeddings; ``mu, kappa = la(x)``.
 
-        With all parameters it is computed for a chunk of inputs at a time.
+        A posterior over all parameters computes it for a chunk of inputs at a time.
 
         Args:
             x: A batch of B inputs.
@@ -999,21 +1037,22 @@ class ContrastiveLaplace(ParametricLaplace):
                 (exact for a last layer). ``"nn"``: from networks with sampled weights.
             joint: With ``"glm"``, keep the covariance between inputs, (B D)^2 numbers. It needs B D P numbers for P
                 weights, and is refused above 16 GiB in float32.
-            link_approx: Must be left alone: a sphere has no link function.
+            link_approx: Must keep its default: a sphere has no link function.
             n_samples: Number of networks for ``"nn"``.
             diagonal_output: With ``"glm"``, compute only the variances of the raw outputs.
             generator: Source of randomness for ``"nn"``.
-            fitting: Of no effect; laplace-torch passes it.
-            on_invalid: What happens where an input has no embedding, because its output or its variance is NaN or
-                infinite, or its output is zero. ``"error"``: an error that names the rows. ``"nan"``: these rows are
-                NaN and ``is_known`` is false; other rows do not change.
+            fitting: No effect; laplace-torch passes it.
+            on_invalid: Treatment of inputs without an embedding: output or variance is NaN or infinite, or the output
+                is zero. ``"error"``: raise an error that names the rows. ``"nan"``: these rows are NaN and ``is_known``
+                is false; other rows do not change.
             **model_kwargs: Refused.
 
         Returns:
             The distribution.
 
         Raises:
-            InputError: An option is unknown or malformed, an input has no finite output, or ``joint`` needs too much.
+            InputError: An option is unknown or malformed, an input has no finite output, or ``joint`` needs too much
+                memory.
             NotFittedError: Before ``fit``.
         """
         self.check_sampling(n_samples, generator)
@@ -1068,17 +1107,17 @@ class ContrastiveLaplace(ParametricLaplace):
         on_invalid: str = "error",
         progress_bar: bool | None = None,
     ) -> EmbeddingDistribution:
-        """Distribution of the embeddings of a whole data set: ``la(x)`` of each batch, put together.
+        """Return the distribution of the embeddings of a whole data set: ``la(x)`` of all batches, concatenated.
 
         A posterior of Kronecker factors (the default) keeps a few times N D numbers for N embeddings, any other
-        N D^2.
+        posterior N D^2.
 
         Args:
-            data: A loader, or a list of batches ``(x, labels)`` or ``x``: labels are not used, of two views the first
-                is taken. Or a tensor, a mapping of tensors, a NumPy array or a list of texts with all inputs; a NumPy
-                array of floating-point numbers is converted to the precision of the encoder.
-            batch_size: Inputs at once; those of a loader come as it yields them.
-            on_invalid: What happens where an input has no embedding, as in ``la(x)``.
+            data: A loader, or a list of batches ``(x, labels)`` or ``x``; labels are not used, and of two views only
+                the first is used. Or all inputs in a tensor, a mapping of tensors, a NumPy array or a list of texts; a
+                NumPy array of floating-point numbers is converted to the precision of the encoder.
+            batch_size: Number of inputs at a time; a loader has its own batches.
+            on_invalid: Treatment of inputs without an embedding, as in ``la(x)``.
             progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
 
         Returns:
@@ -1087,18 +1126,18 @@ class ContrastiveLaplace(ParametricLaplace):
         Raises:
             NotFittedError: Before ``fit``.
             InputTypeError: The data or a batch has another type.
-            InputError: There is no input, an option is malformed, or the encoder does not take a batch, which the
-                error names.
+            InputError: There is no input, an option is malformed, or the encoder does not accept a batch; the error
+                names the batch.
         """
         self.check_fitted()
-        # Here, so that the warning names the line of the caller.
+        # Called here, so that the warning names the line of the caller.
         self._advise_on_prior()
         validate.count("batch_size", batch_size)
         predictions = batches.predictions(self, data, "data", batch_size, on_invalid, progress_bar)
         return EmbeddingDistribution.cat(list(predictions))
 
     def observe(self, x: Any) -> tuple[EmbeddingDistribution, Tensor | None]:
-        """Return the distribution of B embeddings, and their features (B, F), where they are known."""
+        """Return the distribution of B embeddings, and their features (B, F) if the posterior keeps features."""
         if not self.keeps_features:
             return self._gaussian(x, False, False), None
         outputs_and_features = self._features(x)
@@ -1112,7 +1151,7 @@ class ContrastiveLaplace(ParametricLaplace):
         if joint:
             prediction.check_joint_size(input_length(x), self.n_outputs, self.n_weights)
         if self.enable_backprop:
-            # The graph leads through every Jacobian, so all of them have to be kept.
+            # The graph contains every Jacobian, so all of them must be kept.
             jacobians, z = self.backend.jacobians(x, enable_backprop=True)
             prediction.check_outputs(x, z, self.n_outputs)
             if joint:
@@ -1141,7 +1180,7 @@ class ContrastiveLaplace(ParametricLaplace):
         return prediction.joint_distribution(z, self.functional_covariance(jacobians))
 
     def output_spread(self) -> AtFeatures:
-        """Return what gives the spread of the outputs at features (B, F): made once for a prior and a temperature."""
+        """Return a function from features (B, F) to the spread of the outputs, cached for the prior and temperature."""
         prior = self.prior_precision
         counted = (self.temperature, versions([prior]))
         cached = self._made_spread
@@ -1151,7 +1190,7 @@ class ContrastiveLaplace(ParametricLaplace):
         return cached[2]
 
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
-        """Means and variances of the raw outputs of a last layer, shape (B, D) each."""
+        """Return means and variances of the raw outputs of a last layer, shape (B, D) each."""
         self.check_fitted()
         out = self._gaussian(X, False, True)
         return out.raw_mean, out.variance
@@ -1166,11 +1205,11 @@ class ContrastiveLaplace(ParametricLaplace):
         return out
 
     def sampling_context(self, x: Inputs) -> Any:
-        """What :meth:`outputs_at` needs of a batch, computed once for all samples."""
+        """Return the context of a batch for :meth:`outputs_at`, computed once for all samples."""
         return self._features(x)[1] if self.on_last_layer else x
 
     def outputs_at(self, context: Any, theta: Tensor, linearized: bool) -> Tensor:
-        """Raw outputs (S, B, D) at given weights (S, P), of the encoder or of its linearisation."""
+        """Return raw outputs (S, B, D) at weights ``theta`` (S, P), of the encoder or of its linearisation."""
         if self.on_last_layer:
             # A linear layer is its own linearisation.
             layer = self.model.last_layer
@@ -1197,13 +1236,13 @@ class ContrastiveLaplace(ParametricLaplace):
 
         Args:
             x: A batch of B inputs.
-            pred_type: ``"glm"`` or ``"nn"``, as in calling.
+            pred_type: ``"glm"`` or ``"nn"``, as in ``la(x)``.
             n_samples: Number S of samples.
             diagonal_output: With marginal ``"glm"`` samples, ignore covariances between outputs.
             generator: Source of randomness.
-            joint: ``True``: sample s has the same weights for all inputs, as retrieval metrics need. ``False``
-                with ``"glm"``: every input from its own marginal, from one forward pass and the Jacobians. ``"nn"`` is
-                always joint.
+            joint: ``True``: sample s has the same weights for all inputs, as retrieval metrics need. ``False`` with
+                ``"glm"``: every input is drawn from its own marginal, with one forward pass and the Jacobians. ``"nn"``
+                is always joint.
 
         Returns:
             Shape (S, B, D).
@@ -1230,9 +1269,9 @@ class ContrastiveLaplace(ParametricLaplace):
         generator: torch.Generator | None = None,
         joint: bool = False,
     ) -> Tensor:
-        """Draw embeddings on the sphere: :meth:`functional_samples`, normalised. Shape (S, B, D)."""
+        """Draw embeddings on the sphere, shape (S, B, D): normalised :meth:`functional_samples`."""
         self.check_sampling(n_samples, generator)
-        # Here, so that the warning names the line of the caller.
+        # Called here, so that the warning names the line of the caller.
         self._advise_on_prior()
         raw = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint)
         return normalize(raw.flatten(0, 1))[0].view_as(raw)
@@ -1240,7 +1279,7 @@ class ContrastiveLaplace(ParametricLaplace):
     def samples_at(
         self, contexts: Sequence[Any], n_samples: int, generator: torch.Generator | None, linearized: bool
     ) -> Tensor:
-        """Raw outputs (S, N, D) of S encoders with sampled weights, at the sampling contexts of one or more batches."""
+        """Return raw outputs (S, N, D) of S encoders with sampled weights, at the contexts of one or more batches."""
         chunks = []
         step = max(1, 2**26 // self.mean.numel())
         for start in range(0, n_samples, step):
@@ -1256,7 +1295,7 @@ class ContrastiveLaplace(ParametricLaplace):
         return samples
 
     def _advise_on_prior(self) -> None:
-        """Warn once of a prediction with a prior precision that nobody chose."""
+        """Warn once about a prediction with a default prior precision."""
         if self._prior_chosen or self._advised_on_prior:
             return
         self._advised_on_prior = True
@@ -1293,12 +1332,12 @@ class ContrastiveLaplace(ParametricLaplace):
             pred_type: For ``"gridsearch"``: ``"glm"`` or ``"nn"`` samples.
             method: ``"average_information"`` (default): ``strength`` times the mean diagonal of the curvature, see
                 :func:`~contrastive_curvature.laplace.prior.average_information`; unless the object was constructed with
-                a temperature, that is set too, to ``2 L / (N + gamma)``, with ``L`` the ``cost`` of all N points and
-                the effective number ``gamma`` of parameters
-                (:mod:`~contrastive_curvature.laplace.prior`), so that sampled networks have
-                at most about twice the loss of the trained one. ``"unit_information"``: the mean divided by the number
-                of points, the temperature left alone. ``"marglik"``: laplace-torch's maximisation of the marginal
-                likelihood. ``"gridsearch"``: minimise ``loss`` on ``val_loader``.
+                a temperature, the temperature is also set, to ``2 L / (N + gamma)``, with the ``cost`` ``L`` of all N
+                points and the effective number ``gamma`` of parameters (:mod:`~contrastive_curvature.laplace.prior`),
+                so that sampled networks have at most about twice the loss of the trained network.
+                ``"unit_information"``: the mean divided by the number of points; the temperature does not change.
+                ``"marglik"``: laplace-torch's maximisation of the marginal likelihood. ``"gridsearch"``: minimise
+                ``loss`` on ``val_loader``.
             n_steps: Steps of ``"marglik"``.
             lr: Learning rate of ``"marglik"``.
             init_prior_prec: Start of ``"marglik"``.
@@ -1310,7 +1349,7 @@ class ContrastiveLaplace(ParametricLaplace):
             log_prior_prec_min: Lower end of the grid, as an exponent.
             log_prior_prec_max: Upper end of the grid, as an exponent.
             grid_size: Number of values.
-            link_approx: Of no effect; laplace-torch passes it.
+            link_approx: No effect; laplace-torch passes it.
             n_samples: Sampled networks of ``"gridsearch"``.
             verbose: Whether to print the result.
             progress_bar: Whether to show a progress bar.
@@ -1319,8 +1358,8 @@ class ContrastiveLaplace(ParametricLaplace):
                 :data:`~contrastive_curvature.laplace.prior.STRENGTH` (``docs/defaults.md``).
 
         Raises:
-            InputError: An option is unknown, out of range or of no use to the method, the posterior precision is not
-                positive definite by rounding, or ``"gridsearch"`` has no validation data.
+            InputError: An option is unknown, out of range or not used by the method, rounding makes the posterior
+                precision not positive definite, or ``"gridsearch"`` has no validation data.
             NotFittedError: Before ``fit``.
         """
         self.check_sampling(n_samples, None)
@@ -1362,49 +1401,49 @@ class ContrastiveLaplace(ParametricLaplace):
     ) -> tuple[str, ...]:
         """Write the encoder and its posterior as one module that needs neither this library nor laplace-torch.
 
-        The structures ``diag``, ``kron``, ``full`` and ``kron_lowrank`` of a last layer. What is written gives
-        ``mu, kappa, uncertainty, p_value`` of ``la(x)``, or the first three of a posterior that is not calibrated.
+        For the structures ``diag``, ``kron``, ``full`` and ``kron_lowrank`` of a last layer. The module returns
+        ``mu, kappa, uncertainty, p_value`` of ``la(x)``, or only the first three if the posterior is not calibrated.
 
         Args:
             path: The file. ``.pt2``: a graph for ``torch.export.load``; ``.onnx``: a graph for onnxruntime and others
                 (``pip install '.[onnx]'`` in a copy of the repository); ``.npz`` or ``.safetensors``: arrays for the
                 scorer :mod:`contrastive_curvature.io.serving.numpy_scorer`, which needs numpy only and takes the
                 features of the last layer.
-            example: Inputs as ``la(x)`` takes them, to trace a graph with; its number of points may be another later.
-                It is not in the file. ``None`` takes made-up inputs of the types and shapes of the first ones of
-                ``fit``; a scorer needs none.
-            format: ``"pt2"``, ``"onnx"``, ``"npz"`` or ``"safetensors"``, where the path does not say it.
+            example: Inputs as for ``la(x)``, to trace a graph; later the number of inputs may differ. The file does not
+                contain them. ``None`` uses made-up inputs with the types and shapes of the first inputs of ``fit``; a
+                scorer needs no example.
+            format: ``"pt2"``, ``"onnx"``, ``"npz"`` or ``"safetensors"``; by default the suffix of the path.
             p_value: ``True`` refuses a posterior that is not calibrated, ``False`` leaves p-values out.
             dynamic_axes: Axes besides the first whose sizes may change: ``[2, 3]``, and for a mapping of inputs
                 ``{"input_ids": [1], "attention_mask": [1]}``.
-            match: Fitted to predictions of this posterior, for ``scorer.same`` of the scorer; a
-                graph, which scores one input, holds none.
+            match: A :class:`.MatchProbability` fitted to predictions of this posterior, for ``scorer.same``; not for a
+                graph, which scores single inputs.
 
         Returns:
-            Names of what is returned for an input, in order.
+            Names of the outputs of the module, in order.
 
         Raises:
-            NotFittedError: Before ``fit``; before ``la.calibrate``, where ``p_value``; the calibration is of another
-                prior precision, temperature or encoder; or ``match`` is not fitted.
+            NotFittedError: Before ``fit``; before ``la.calibrate`` with ``p_value=True``; the calibration belongs to
+                another prior precision, temperature or encoder; or ``match`` is not fitted.
             UnsupportedError: Other weights or structures, an encoder that cannot be traced, or a missing package.
-            InputError: The folder does not exist, the name says no format, or an argument is malformed. A file of that
-                name is as it was, as after every other error.
+            InputError: The folder does not exist, the path has no known suffix, or an argument is malformed. After any
+                error, an existing file of that name does not change.
         """
-        # Imported when used, as it imports the classes of posteriors.
+        # Imported here, because ``io`` imports the classes of posteriors.
         from contrastive_curvature.io.serving.export import export
 
         return export(self, path, example, format=format, p_value=p_value, dynamic_axes=dynamic_axes, match=match)
 
     def save_pretrained(self, folder: Path | str, *, overwrite: bool = False, **options: Any) -> Path:
-        """Write the posterior, of two towers both, to a folder to keep or to share: safetensors, JSON and a model card.
+        """Write the posterior (or both of two towers) to a folder to keep or share: safetensors, JSON and a model card.
 
-        :func:`contrastive_curvature.load_pretrained` reads it back around the encoder, which is not in it. What is in
-        it is complete at every moment, also if the process is killed.
+        :func:`contrastive_curvature.load_pretrained` reads it back; the encoder is not in the folder, so pass it to
+        that function. The folder always holds a complete posterior, even if the process is killed.
 
         Args:
-            folder: The folder; missing parents are made.
-            overwrite: Whether a saved posterior that is there may be replaced.
-            **options: ``match``, ``example`` and what the model card says (``fitted_on``, ``encoder_source``,
+            folder: The folder; missing parents are created.
+            overwrite: Whether to replace a posterior that the folder already holds.
+            **options: ``match``, ``example`` and entries of the model card (``fitted_on``, ``encoder_source``,
                 ``license``, ``metrics``, ...), see :class:`~contrastive_curvature.io.pretrained.SaveOptions`.
 
         Returns:
@@ -1413,9 +1452,9 @@ class ContrastiveLaplace(ParametricLaplace):
         Raises:
             NotFittedError: Before ``fit``.
             InputError: An option is malformed, the folder holds something already, or it cannot be written.
-            UnsupportedError: A posterior is of a class of your own, or has options that are no plain values.
+            UnsupportedError: The posterior is of a user's own class, or has options that are not plain values.
         """
-        # Imported when used, as it imports the classes of posteriors.
+        # Imported here, because ``io`` imports the classes of posteriors.
         from contrastive_curvature.io.pretrained.save import save_pretrained
 
         return save_pretrained(self, folder, overwrite=overwrite, **options)
@@ -1424,7 +1463,7 @@ class ContrastiveLaplace(ParametricLaplace):
         """Save and upload to the Hugging Face hub.
 
         Args:
-            repo_id: The repository, ``"user/name"``; it is made where there is none.
+            repo_id: The repository, ``"user/name"``; created if it does not exist.
             **options: ``private``, ``token``, ``revision``, ``create_pr`` and ``commit_message``, and the options of
                 :meth:`save_pretrained`, see :class:`~contrastive_curvature.io.pretrained.PushOptions`.
 
@@ -1441,11 +1480,11 @@ class ContrastiveLaplace(ParametricLaplace):
         return push_to_hub(self, repo_id, **options)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything the posterior needs besides the encoder: tensors, numbers and strings only.
+        """Return everything that the posterior needs apart from the encoder: only tensors, numbers and strings.
 
-        ``torch.load(..., weights_only=True)`` reads it back. No training input is in it, except for ``gp``, which is
-        made of them; ``"data"`` holds made-up inputs of the same types and shapes. ``"checksum"`` is one of all other
-        entries but ``"data"``.
+        ``torch.load(..., weights_only=True)`` reads it back. It contains no training input, except for ``gp``, which
+        consists of training inputs; ``"data"`` holds made-up inputs of the same types and shapes. ``"checksum"`` covers
+        all other entries but ``"data"``.
         """
         self.check_fitted()
         assert self.curvature is not None
@@ -1468,14 +1507,14 @@ class ContrastiveLaplace(ParametricLaplace):
         return sealed(state, SEALED)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, into an object constructed with the same options.
+        """Load a state of :meth:`state_dict` into an object constructed with the same options.
 
-        Everything in it is checked first, so that a state that is refused leaves this object as it was. Warns where the
-        encoder has other weights than the one it was saved from.
+        The whole state is checked first, so a refused state does not change this object. Warns if the encoder has other
+        weights than the encoder of the saved posterior.
 
         Raises:
-            InputError: It is damaged, or belongs to another class, likelihood or options, a key is missing, or
-                something in it has another type or shape.
+            InputError: The state is damaged, or belongs to another class, likelihood or options, a key is missing, or
+                an entry has another type or shape.
         """
         kind = {"subset_of_weights": self.subset_of_weights, "likelihood": CONTRASTIVE}
         check_state(state_dict, kind, self.plain_options())
@@ -1485,7 +1524,7 @@ class ContrastiveLaplace(ParametricLaplace):
             self._load(state_dict, like)
 
     def _load(self, state: dict[str, Any], like: Tensor) -> None:
-        """Take a state whose keys and options are checked; laplace-torch's own method assigns while it checks."""
+        """Load a state with checked keys and options; laplace-torch's own method assigns while it checks."""
         if self.enable_backprop != state["enable_backprop"]:
             msg = "enable_backprop: the state was saved with another value, which now holds."
             warnings.warn(msg, UserWarning, stacklevel=3)
@@ -1508,7 +1547,7 @@ class ContrastiveLaplace(ParametricLaplace):
         self.known = replace(self.known, sample=None, calibration=known)
         self._classes = loaded_classes(state["class_centres"], self.n_outputs, like)
         now, saved = weight_norms(self.model), state["encoder_norms"].to(like.device)
-        # The tolerance is for other precisions. The encoder's own weights may be loaded after this, so it is no error.
+        # The tolerance allows another precision. The encoder's weights may be loaded after this, so only warn.
         if saved.shape != now.shape or not torch.allclose(now, saved.to(now), rtol=1e-3, atol=1e-12):
             msg = (
                 "The encoder has other weights than the one whose posterior is loaded, so predictions will be wrong. "
@@ -1517,7 +1556,7 @@ class ContrastiveLaplace(ParametricLaplace):
             warnings.warn(msg, UserWarning, stacklevel=3)
 
     def _loaded_curvature(self, saved: Mapping[str, Any], like: Tensor) -> Structure:
-        """Return the curvature of a state, whose tensors have the shapes that these weights ask for."""
+        """Return the curvature of a state; its tensors must have the shapes that these weights need."""
         raw: Structure = from_tree("state_dict['curvature']", saved, [self.structure])
         try:
             shapes = raw.shapes(Room(self.posterior_parameters(), self.curvature_options.rank))
@@ -1527,7 +1566,7 @@ class ContrastiveLaplace(ParametricLaplace):
         return raw
 
     def _prepare_to_load(self, state: Mapping[str, Any]) -> None:
-        """Find the last layer, before a state can be checked; nothing to find for other weights."""
+        """Find the last layer, because a state can be checked only then; do nothing for other weights."""
         if not self.on_last_layer:
             return
         name = state["_last_layer_name"]
@@ -1539,7 +1578,7 @@ class ContrastiveLaplace(ParametricLaplace):
             self._find_last_layer(prediction.moved_inputs(self.model, state["data"], self._device))
         except UnsupportedError:
             raise
-        except Exception as error:  # what an encoder raises at inputs of another kind has no common base
+        except Exception as error:  # encoders raise any error for inputs of another kind
             reason = (str(error) or type(error).__name__).splitlines()[0]
             hint = "Where these are made up and the encoder needs real ones, set state_dict['data'] = x[:2] of yours."
             refuse("data", "inputs that the encoder takes", f"{kind_of(state['data'])} ({reason})", hint)
@@ -1548,12 +1587,12 @@ class ContrastiveLaplace(ParametricLaplace):
         self.data = state["data"]
 
     def plain_options(self) -> dict[str, Any]:
-        """Return the options of the curvature as strings and numbers; of a relation only whether there is one."""
+        """Return the options of the curvature as strings and numbers; for a relation, only whether it is set."""
         return {**self.curvature_options.plain(), **self._own_options}
 
 
 def _copied(model: nn.Module) -> nn.Module:
-    """Return a copy of the encoder, which the posterior of a last layer owns."""
+    """Return a copy of the encoder; a last-layer posterior owns its copy."""
     try:
         return copy.deepcopy(model)
     except RuntimeError as error:
@@ -1566,12 +1605,12 @@ def _copied(model: nn.Module) -> nn.Module:
 
 
 def _plain(value: float | Tensor) -> float | Tensor:
-    """Return a number as a Python float: laplace-torch accepts only some of NumPy's numbers."""
+    """Return a number as a Python float, because laplace-torch accepts only some of NumPy's numbers."""
     return value if isinstance(value, Tensor) else float(value)
 
 
 def _merged_classes(earlier: ClassCentres | None, new: ClassCentres | None) -> ClassCentres | None:
-    """Return the class centres of two fits together; ``None`` where one of them has none."""
+    """Return the class centres of two fits together; ``None`` if one fit has none."""
     if earlier is None or new is None:
         return None
     merged = earlier.merged(new)

@@ -1,8 +1,8 @@
-"""The Gaussian over raw outputs that a posterior over weights gives the linearised encoder.
+"""The Gaussian over raw outputs of the linearised encoder, for a posterior over weights.
 
 The linearised encoder has the covariance ``J_i Sigma J_i^T`` at input i, with the Jacobian ``J_i`` (D, P) of its raw
-outputs. All Jacobians of a batch may be far larger than the encoder, so only a chunk of them exists at any time; a
-diagonal ``Sigma`` may need none (:meth:`~contrastive_curvature.network.pullback.Pullback.output_covariance`).
+outputs. All Jacobians of a batch may be far larger than the encoder, so only a chunk of them exists at a time; a
+diagonal ``Sigma`` may need no Jacobian (:meth:`~contrastive_curvature.network.pullback.Pullback.output_covariance`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def refuse_link(link_approx: object) -> None:
 
 
 def moved_inputs(model: Any, x: Any, device: torch.device) -> Inputs:
-    """Return inputs on a device, and texts as what the encoder takes in."""
+    """Return inputs on a device; texts are tokenised first."""
     x = tokenized(model, x)
     if isinstance(x, Tensor):
         return x.to(device)
@@ -68,7 +68,7 @@ def moved_inputs(model: Any, x: Any, device: torch.device) -> Inputs:
 
 
 def check_outputs(x: Inputs, z: Tensor, dim: int, *, sampled: bool = False) -> None:
-    """Refuse inputs without finite raw outputs (B, D), or (S, B, D) of samples: linear layers take all shapes."""
+    """Refuse inputs without finite raw outputs (B, D), or (S, B, D) for samples; linear layers accept all shapes."""
     tensors = {"": x} if isinstance(x, Tensor) else {k: v for k, v in x.items() if isinstance(v, Tensor)}
     if z.ndim != 2 + sampled or z.shape[-1] != dim:
         shapes = ", ".join(f"{key} {tuple(t.shape)}".strip() for key, t in tensors.items())
@@ -76,7 +76,7 @@ def check_outputs(x: Inputs, z: Tensor, dim: int, *, sampled: bool = False) -> N
         received = f"shape {shapes}, with outputs of shape {tuple(z.shape[sampled:])}"
         hint = "One axis, the first, is that of the batch: x[None] of one point."
         raise InputError("x", wanted, received, hint)
-    # A sum of finite numbers overflows where they are huge: then it takes a look at each.
+    # The sum of huge finite numbers overflows, so then each number is checked.
     if math.isfinite(z.sum().item()) or bool((good := z.detach().isfinite()).all()):
         return
     bad = (~good.all(dim=-1)).reshape(-1, z.shape[-2]).any(0)
@@ -118,13 +118,13 @@ def with_nan_rows(
     generator: torch.Generator | None,
     nothing: Callable[[], EmbeddingDistribution],
 ) -> EmbeddingDistribution:
-    """Return the prediction of a batch with NaN for inputs that have no embedding; others as in a batch without these.
+    """Return the prediction of a batch, with NaN for inputs without an embedding; other rows do not depend on them.
 
-    ``nothing`` is called for the prediction of no input.
+    ``nothing`` returns the prediction of an empty batch.
     """
     valid: Tensor | None = None
     while valid is None or bool(valid.any()):
-        # So that the next attempt draws the same networks.
+        # Saved, so that the next attempt draws the same networks.
         source = generator or torch.default_generator
         before = source.get_state()
         try:
@@ -147,7 +147,7 @@ def _refuse_zeros(mean: Tensor) -> None:
 
 
 def _rows(x: Any, rows: Tensor) -> Any:
-    """Return some points of a batch; an encoder with a tokenizer takes texts."""
+    """Return some points of a batch; for an encoder with a tokenizer the points may be texts."""
     return [x[row] for row in rows.tolist()] if isinstance(x, (list, tuple)) else slice_inputs(x, rows)
 
 
@@ -164,9 +164,9 @@ def check_joint_size(n: int, dim: int, n_weights: int) -> None:
 def marginal_spread(
     pullback: Pullback, context: Any, z: Tensor, of_jacobians: OfJacobians, of_weights: Tensor | None, diagonal: bool
 ) -> Tensor:
-    """Return covariances (B, D, D) or variances (B, D) of the outputs; from variances (P,) of the weights, if given."""
+    """Return covariances (B, D, D) or variances (B, D) of the outputs; ``of_weights`` are weight variances (P,)."""
     axes, parts = _axes(z), []
-    # Of one point, the rows of the Jacobian alone may fill a chunk.
+    # The Jacobian rows of a single point may already fill a chunk.
     pieces = axes.split(max(1, JACOBIAN_ELEMENTS // max(1, pullback.width))) if diagonal else (axes,)
     for rows in point_chunks(pullback, len(z), z.shape[1], 1 if of_weights is None else _POINTS_AT_ONCE):
         if of_weights is None:
@@ -197,6 +197,6 @@ def _axes(z: Tensor) -> Tensor:
 
 
 def point_chunks(pullback: Pullback, n: int, dim: int, least: int = 1) -> list[slice]:
-    """Return slices of n points whose Jacobians fit a chunk; no points are one empty slice."""
+    """Return slices of n points whose Jacobians fit into one chunk; one empty slice if n = 0."""
     step = max(least, JACOBIAN_ELEMENTS // max(1, dim * pullback.width))
     return list(chunks(n, step)) or [slice(0, 0)]

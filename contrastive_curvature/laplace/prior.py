@@ -1,8 +1,8 @@
-"""The scale of the prior, which the uncertainties of a contrastive encoder depend on more than on anything else.
+"""The scale of the prior, the strongest influence on the uncertainties of a contrastive encoder.
 
-Two closed forms, laplace-torch's marginal likelihood, and a grid; and the effective number of parameters, ``gamma =
-tr(H (H + D)^-1)`` for a curvature ``H`` and a prior precision ``D``, both at the temperature 1 (MacKay, 1992, "Bayesian
-interpolation", section 4), which the temperature follows from.
+Two closed forms, laplace-torch's marginal likelihood, and a grid choose the scale. The temperature follows from the
+effective number of parameters, ``gamma = tr(H (H + D)^-1)`` for a curvature ``H`` and a prior precision ``D``, both at
+the temperature 1 (MacKay, 1992, "Bayesian interpolation", section 4).
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ class PriorMethod(StrEnum):
 
 
 def average_information(diagonal: Tensor, sizes: list[int], structure: str) -> Tensor:
-    """Mean diagonal of the curvature: the information of the data on the average weight.
+    """Return the mean diagonal of the curvature: the information of the data on the average weight.
 
-    It is free of the scale of the loss, of the outputs and of the number of data: multiplying the curvature by a number
-    multiplies the prior too. Divided by the number of observations it is the unit-information prior.
+    This prior adapts to the scale of the loss, the scale of the outputs and the number of data: if the curvature is
+    multiplied by a number, so is the prior. Divided by the number of observations it is the unit-information prior.
 
     Args:
         diagonal: Non-negative diagonal of the fitted curvature, likelihood factor included, shape (P,).
         sizes: Number of entries of every parameter tensor, summing to P.
-        structure: ``"scalar"``: one mean over all parameters; ``"layerwise"``: one a parameter tensor; ``"diag"``: half
-            the own entry and half the mean, so that no precision is zero.
+        structure: ``"scalar"``: one mean over all parameters; ``"layerwise"``: one mean for each parameter tensor;
+            ``"diag"``: for each parameter, half its own entry plus half the mean, so that no precision is zero.
 
     Returns:
         Shape (1,), (number of tensors,) or (P,).
@@ -93,7 +93,7 @@ def average_information(diagonal: Tensor, sizes: list[int], structure: str) -> T
 def parse_method(
     method: PriorMethod | str, prior_structure: str, strength: object, room: tuple[str, ...]
 ) -> PriorMethod:
-    """Return the method as an enumeration, once it goes with the other options and the structures that have room."""
+    """Return the method as an enumeration; refuse it if it does not fit the other options or the structure."""
     method = parse_option(PriorMethod, "method", method)
     if strength is not None:
         if method is not PriorMethod.AVERAGE_INFORMATION:
@@ -130,9 +130,10 @@ def set_information(
     The temperature is ``T = 2 L / (N + gamma)``, with the loss ``L`` of all N points at the trained weights and the
     effective number ``gamma`` of parameters. ``2 L / N`` is the maximum-likelihood variance of a Gaussian whose
     log-likelihood is the loss, a sum of half squares. To second order a sampled network has on average the loss
-    ``L + T gamma / 2``: with ``gamma`` in the denominator, this stays below ``2 L`` however many parameters there are.
+    ``L + T gamma / 2``. Because ``gamma`` is in the denominator of ``T``, this stays below ``2 L`` for any number of
+    parameters.
 
-    Without any loss, or where the prior precision is refused, the temperature is as it was.
+    If the loss is zero, or if the prior precision is refused, the temperature does not change.
     """
     prior = average_information(la.curvature_diagonal(), la.parameter_sizes(), prior_structure)
     before = la.temperature
@@ -146,7 +147,8 @@ def set_information(
                 la.temperature = 2 * float(la.cost) / (la.n_data + la.effective_parameters(prior))
             else:
                 _say_no_cost(before)
-        # The prior is divided by the temperature as the curvature is, so that it scales the whole covariance.
+        # The prior is divided by the temperature, like the curvature, so that the temperature scales the whole
+        # covariance.
         la.prior_precision = prior * la.likelihood_factor
     except InputError:
         la.temperature = before
@@ -154,7 +156,7 @@ def set_information(
 
 
 def _say_no_cost(temperature: float) -> None:
-    """Warn that a fit without any loss says nothing about the temperature."""
+    """Warn that a fit with zero loss cannot determine the temperature."""
     msg = (
         "optimize_prior_precision: la.cost is 0, as where all positives coincide and every negative is beyond the "
         f"margin, so it does not say how uncertain the encoder is. The temperature stays {temperature:g}: the sizes of "
@@ -174,7 +176,7 @@ def search_grid(
     n_samples: int,
     bar: bool,
 ) -> None:
-    """Set the prior precision of a grid at which samples of embeddings retrieve best; else it stays as it was."""
+    """Set the prior precision of a grid at which sampled embeddings retrieve best; an error does not change it."""
     if val_loader is None:
         raise InputError("val_loader", "validation data for method='gridsearch'", None)
     if prior_structure != "scalar":
@@ -193,7 +195,7 @@ def search_grid(
     try:
         for value in tqdm(grid, desc="[prior grid]", disable=not bar):
             la.prior_precision = value
-            # The same random numbers for every value, so that the criterion compares priors and not draws.
+            # Every value uses the same random numbers, so that the criterion compares priors, not draws.
             generator = torch.Generator(la.mean.device).manual_seed(0)
             raw = la.samples_at(contexts, n_samples, generator, linearized)
             samples = normalize(raw.flatten(0, 1))[0].view_as(raw)
@@ -209,13 +211,13 @@ def search_grid(
 def check_prior(
     argument: str, value: object, dtype: torch.dtype, sizes: Collection[int] | None, *, positive: bool = True
 ) -> None:
-    """Refuse what is no prior precision (or mean, where numbers need not be positive).
+    """Refuse a malformed prior precision (or, with ``positive=False``, prior mean).
 
     Args:
-        argument: Its name.
+        argument: Name of the argument.
         value: A number, or a tensor of at most one dimension.
-        dtype: Of the encoder: what underflows to zero there is refused.
-        sizes: Numbers of entries that there is room for, besides one; ``None`` where that is not known yet.
+        dtype: Dtype of the encoder; a number that underflows to zero in it is refused.
+        sizes: Allowed numbers of entries (one is always allowed); ``None`` if they are not known yet.
         positive: Whether zero and negative numbers are refused.
     """
     if not isinstance(value, Tensor):

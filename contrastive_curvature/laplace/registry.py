@@ -1,9 +1,10 @@
 """The posteriors that ``laplace.Laplace`` constructs for ``likelihood="contrastive"``.
 
-``laplace.Laplace`` looks its classes up at every call, by weights and structure, among those that
-``laplace.laplace._all_subclasses`` returns. :mod:`contrastive_curvature.registration` returns :func:`entries` in their
-place: each constructs our class for this likelihood, and laplace-torch's own for every other one. So it works however
-``Laplace`` was imported, and classes, signatures and errors of laplace-torch stay as they are.
+At every call, ``laplace.Laplace`` looks up the class for the weights and structure among the classes of
+``laplace.laplace._all_subclasses``. :mod:`contrastive_curvature.registration` makes that function return
+:func:`entries` instead: each entry constructs our class for this likelihood, and laplace-torch's class for every other
+likelihood. So it does not matter how ``Laplace`` was imported, and classes, signatures and errors of laplace-torch do
+not change.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ def _posterior(model: Any, likelihood: str, weights: str, structure: str, **argu
     if structure == "gp":
         return FunctionSpaceLaplace(model, likelihood, weights, **arguments)
     if weights == "last_layer" and structure.startswith("kron"):
-        # Of many features the input factor is of low rank; rank="full" keeps all eigenvectors.
+        # For many features the input factor has low rank; rank="full" keeps all eigenvectors.
         options = dict(arguments.get("backend_kwargs") or {})
         full = options.get("rank") == "full"
         if full:
@@ -53,7 +54,7 @@ def _posterior(model: Any, likelihood: str, weights: str, structure: str, **argu
 
 
 def entries(hosts_classes: Iterable[Any]) -> list[Any]:
-    """Return what ``laplace.Laplace`` chooses from, in place of these subclasses of ``BaseLaplace``."""
+    """Return the entries for ``laplace.Laplace``, which replace these subclasses of ``BaseLaplace``."""
     ours = [(weights, structure) for weights, room in _STRUCTURES.items() for structure in room]
     hosts = {kind._key: kind for kind in hosts_classes if hasattr(kind, "_key")}
     return [*hosts.values(), *(_entry(key, hosts.get(key)) for key in (*ours, *_NEITHER))]
@@ -65,7 +66,7 @@ def _entry(key: Key, of_host: Any) -> Any:
     def construct(model: Any, likelihood: Any, *args: Any, **kwargs: Any) -> Any:
         if likelihood != CONTRASTIVE:
             if of_host is None:
-                # laplace-torch's own words.
+                # The message of laplace-torch.
                 raise ValueError(f"Unsupported Laplace combination: {key[0]}, {key[1]}.")
             return of_host(model, likelihood, *args, **kwargs)
         if key in _NEITHER:

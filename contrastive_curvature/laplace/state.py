@@ -1,7 +1,7 @@
-"""What a posterior's ``state_dict`` holds, and the checks of what is loaded: keys, dtypes, shapes, finite numbers.
+"""The ``state_dict`` of a posterior, and the checks at loading: keys, dtypes, shapes, finite numbers.
 
-``torch.load(..., weights_only=True)`` runs no code, but it reads whatever stands in the file. An object
-that refuses a state is as it was.
+``torch.load(..., weights_only=True)`` runs no code, but does not check the content of the file. An object that refuses
+a state does not change.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def refuse(key: str, wanted: str, got: object, instead: str = "") -> Never:
 
 
 def check_state(state: object, kind: Mapping[str, str], options: Mapping[str, Any]) -> None:
-    """Refuse what is no state of a posterior with these weights and options; the numbers are not looked at."""
+    """Refuse a state of other weights or options, or a malformed state; the numbers are not checked."""
     if not isinstance(state, Mapping):
         raise InputError("state_dict", "what la.state_dict() gave", f"a {type(state).__name__}")
     if "contrastive" not in state:
@@ -95,9 +95,9 @@ def check_state(state: object, kind: Mapping[str, str], options: Mapping[str, An
 
 
 def check_settings(state: Mapping[str, Any], like: Tensor, n_params: int) -> None:
-    """Check everything but the curvature, as a state of an encoder that has a parameter ``like``.
+    """Check everything but the curvature, for an encoder with a parameter ``like``.
 
-    Numbers and shapes of the prior are checked where it is set.
+    The setters of the prior check its numbers and shapes.
     """
     _check_tensor("mean", state["mean"], like, (n_params,))
     for name in ("prior_mean", "prior_precision"):
@@ -113,7 +113,7 @@ def check_settings(state: Mapping[str, Any], like: Tensor, n_params: int) -> Non
 def check_shapes(key: str, value: Any, like: Tensor, shapes: Any, dtype: torch.dtype | None = None) -> None:
     """Refuse a value whose tensors do not have these shapes, in the same lists or under the same names.
 
-    A shape is a tuple, or a dtype for one number of it.
+    A shape is a tuple, or a dtype for a single number of this dtype.
     """
     if isinstance(shapes, torch.dtype):
         _check_tensor(key, value, like, (), shapes)
@@ -132,7 +132,7 @@ def check_shapes(key: str, value: Any, like: Tensor, shapes: Any, dtype: torch.d
 def _check_tensor(
     key: str, value: Any, like: Tensor, shape: tuple[int | None, ...] | None, dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return a finite tensor of this shape and dtype (by default that of ``like``), on the device of ``like``."""
+    """Return a finite tensor of this shape and dtype (default: dtype of ``like``), on the device of ``like``."""
     wanted = "a tensor" if shape is None else f"a tensor of shape {shape}".replace("None", "*")
     if not isinstance(value, Tensor):
         refuse(key, wanted, kind_of(value))
@@ -154,8 +154,9 @@ def _check_tensor(
 def saved_calibration(calibration: Calibration | None, with_features: bool) -> dict[str, Any] | None:
     """Return a calibration with the name of its statistic.
 
-    The sample of training inputs is not saved: a file of a posterior should not hold features of training data. It does
-    hold the mean of the sample's outputs, and means of features of two or more inputs of a class, transformed.
+    The sample of training inputs is not saved, because the file of a posterior should not hold features of training
+    data. The file does hold the mean of the sample's outputs, and transformed class means of features over two or more
+    inputs.
     """
     if calibration is None:
         return None
@@ -167,7 +168,7 @@ def saved_calibration(calibration: Calibration | None, with_features: bool) -> d
 def loaded_calibration(
     saved: Mapping[str, Any] | None, width: int | None, n_outputs: int, like: Tensor
 ) -> Calibration | None:
-    """Return the calibration of a state; ``width`` is that of the features, ``None`` where there are none."""
+    """Return the calibration of a state; ``width`` is the dimension of the features, ``None`` without features."""
     if saved is None:
         return None
     if set(saved) != {"statistic", "calibration"}:

@@ -1,4 +1,4 @@
-"""Posteriors of two towers that were trained with one loss: one for each, from one pass over pairs of inputs."""
+"""Posteriors of two towers trained with one loss: one posterior for each, from one pass over pairs of inputs."""
 
 from __future__ import annotations
 
@@ -29,33 +29,32 @@ from contrastive_curvature.structures import STRUCTURES
 
 
 class TwoTowerLaplace:
-    """Posteriors of two encoders into one space; ``laplace.Laplace(TwoTowers(...), "contrastive", ...)`` makes it.
+    """Posteriors of two encoders into one space, built by ``laplace.Laplace(TwoTowers(...), "contrastive", ...)``.
 
-    The loss of a batch depends on the outputs of both towers. Its curvature in the parameters of both has a block for
+    The loss of a batch depends on the outputs of both towers. The curvature in the parameters of both has a block for
     each tower, and blocks between the two. :attr:`a` and :attr:`b` are ordinary posteriors, each from the exact block
-    of its tower, in the structure that was asked for. The blocks between the towers, that is what the weights of one
-    tower know of those of the other, are dropped: the posterior has the two towers independent.
-    :meth:`curvature_product` keeps them. Where both towers are one module, :attr:`a` and :attr:`b` are one posterior,
-    from the whole curvature.
+    of its tower, in the chosen structure. The blocks between the towers, which couple the weights of both, are dropped:
+    in the posterior the two towers are independent. :meth:`curvature_product` keeps these blocks. If both towers are
+    one module, :attr:`a` and :attr:`b` are one posterior, from the whole curvature.
 
     Args:
         model: Both encoders.
         likelihood: ``"contrastive"``.
         subset_of_weights: ``"last_layer"`` or ``"all"``.
         hessian_structure: ``"diag"``, ``"kron"`` or ``"full"``.
-        *args: As of ``laplace.Laplace``. Both towers get the same.
-        **kwargs: The same by name. ``backend_kwargs`` must have the ``loss`` that the towers were trained with,
-            one of anchors (:class:`~contrastive_curvature.losses.rows.RowLoss`) or of graded pairs
+        *args: As for ``laplace.Laplace``; both towers get the same arguments.
+        **kwargs: The same by name. ``backend_kwargs`` must have the ``loss`` that the towers were trained with: a loss
+            of anchors (:class:`~contrastive_curvature.losses.rows.RowLoss`) or of graded pairs
             (:class:`~contrastive_curvature.CoSENTLoss`). ``last_layer_name`` may be two names.
 
     Attributes:
         a: Posterior of the first tower; ``la.a(x)`` predicts.
-        b: Of the second; the same object where both towers are one module.
+        b: Posterior of the second tower; the same object if both towers are one module.
 
     Raises:
         InputError: An option is unknown or out of range.
-        UnsupportedError: The combination has no correct answer; the loss compares points of one tower; or the towers
-            share some parameters whose posterior is asked for.
+        UnsupportedError: The combination has no correct answer; the loss compares points of one tower; or two different
+            towers share parameters of the posterior.
     """
 
     def __init__(
@@ -94,25 +93,25 @@ class TwoTowerLaplace:
 
     @property
     def loss(self) -> float:
-        """Value of the loss over the data of the fit; either tower has half of it."""
+        """Value of the loss over the data of the fit; each tower has half of it."""
         return sum(float(la.loss) for la in self._each())
 
     def fit(self, train_loader: Iterable[Any], progress_bar: bool | None = None) -> None:
-        """Fit both posteriors; the candidates of an anchor are those of its batch, as in training.
+        """Fit both posteriors; an anchor is compared with the candidates in its batch, as in training.
 
         Args:
-            train_loader: Batches ``(a, b)`` where ``a[i]`` belongs to ``b[i]``, ``((a, b), labels)`` or ``(a, b,
-                labels)`` with one label a pair, which losses of classes take (``backend_kwargs=dict(positives=...)``
-                takes or leaves it for any), ``(a, b, (labels of a, labels of b))`` for any numbers of inputs, and for a
-                loss of graded pairs ``(a, b, grades)``. ``a`` and ``b`` are tensors or mappings. Best with the batches
-                of training.
+            train_loader: Batches ``(a, b)`` where ``a[i]`` belongs to ``b[i]``, ``((a, b), labels)`` or
+                ``(a, b, labels)`` with one label for each pair, which losses of classes use
+                (``backend_kwargs=dict(positives=...)`` chooses whether a loss uses labels),
+                ``(a, b, (labels of a, labels of b))`` for any numbers of inputs, and for a loss of graded pairs
+                ``(a, b, grades)``. ``a`` and ``b`` are tensors or mappings. Use the batch composition of training.
             progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
         Raises:
-            InputError: No data, a malformed batch, no inputs that belong together or none that do not, towers of
-                different width, or outputs or a curvature that are not finite. Both posteriors are as they were.
-            UnsupportedError: The raw outputs of an encoder cannot be reached, the loader gives every process its own
-                part of the data, or the towers have one last layer.
+            InputError: No data, a malformed batch, no positive pair or no negative pair, towers of different output
+                dimension, or outputs or a curvature that are not finite. Both posteriors do not change.
+            UnsupportedError: The raw outputs of an encoder cannot be reached, the loader is made for several processes,
+                or the towers share their last layer.
         """
         check_loader(train_loader)
         with self._unchanged_on_error():
@@ -130,12 +129,12 @@ class TwoTowerLaplace:
         """Choose the prior precision of both posteriors, each from its own curvature.
 
         Args:
-            *args: As of :meth:`~contrastive_curvature.laplace.posterior.ContrastiveLaplace.optimize_prior_precision`.
+            *args: As for :meth:`~contrastive_curvature.laplace.posterior.ContrastiveLaplace.optimize_prior_precision`.
             **kwargs: The same by name.
 
         Raises:
-            InputError: An argument is malformed. Both posteriors are as they were.
-            UnsupportedError: ``"gridsearch"``, whose criterion is one of labelled inputs of one tower.
+            InputError: An argument is malformed. Both posteriors do not change.
+            UnsupportedError: ``"gridsearch"``, because its criterion needs labelled inputs of one tower.
             NotFittedError: Before ``fit``.
         """
         method = kwargs.get("method", args[1] if len(args) > 1 else None)
@@ -148,17 +147,17 @@ class TwoTowerLaplace:
                 la.optimize_prior_precision(*args, **kwargs)
 
     def calibrate(self, loader: Iterable[Any], progress_bar: bool | None = None, **options: Any) -> None:
-        """Take known inputs of both towers: ``la.a.calibrate`` and ``la.b.calibrate``, which may be called alone.
+        """Store known inputs of both towers: calls ``la.a.calibrate`` and ``la.b.calibrate``, which also work alone.
 
         Args:
-            loader: Batches as of :meth:`fit`; run over once for each tower. A shared posterior takes the inputs of both
-                kinds as known.
+            loader: Batches as for :meth:`fit`; run over once for each tower. A shared posterior uses the inputs of both
+                sides.
             progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
             **options: ``score`` and ``by_class``, see :meth:`ContrastiveLaplace.calibrate`.
 
         Raises:
             NotFittedError: Before ``fit``.
-            InputError: See :meth:`ContrastiveLaplace.calibrate`. The calibration is as it was.
+            InputError: See :meth:`ContrastiveLaplace.calibrate`. The calibration does not change.
         """
         check_loader(loader, "loader", shares=True)
         sides = [("a", "b")] if self.shared else [("a",), ("b",)]
@@ -168,18 +167,18 @@ class TwoTowerLaplace:
                 la.calibrate(inputs, progress_bar, **options)
 
     def curvature_product(self, loader: Iterable[Any], v_a: Tensor, v_b: Tensor | None = None) -> tuple[Tensor, ...]:
-        """``J^T H J (v_a, v_b)`` over a data set, with the blocks between the towers, unclamped.
+        """Return ``J^T H J (v_a, v_b)`` over a data set, with the blocks between the towers, unclamped.
 
         ``H`` is the Hessian of the loss in the outputs of both towers, with the ``pd_fix`` of the loss: only ``ggn``,
         ``full`` and ``positive`` have blocks between points, and so between the towers.
 
         Args:
-            loader: Batches as of :meth:`fit`; run over once.
-            v_a: Over the parameters of the first tower, in the order of ``la.a.mean``, shape (P_a,).
-            v_b: Of the second, shape (P_b,); ``None`` where both are one module.
+            loader: Batches as for :meth:`fit`; run over once.
+            v_a: Vector for the parameters of the first tower, in the order of ``la.a.mean``, shape (P_a,).
+            v_b: Vector for the second tower, shape (P_b,); ``None`` if both towers are one module.
 
         Returns:
-            The two parts of the product, (P_a,) and (P_b,); or the one of a shared module, (P,).
+            The two parts of the product, (P_a,) and (P_b,); for a shared module one part, (P,).
 
         Raises:
             InputError: A vector or a batch is malformed, or the product is not finite.
@@ -208,7 +207,7 @@ class TwoTowerLaplace:
         return push_to_hub(self, repo_id, **options)
 
     def state_dict(self) -> dict[str, Any]:
-        """The states of both posteriors; ``torch.load(..., weights_only=True)`` reads it back.
+        """Return the states of both posteriors; ``torch.load(..., weights_only=True)`` can read them from a file.
 
         Raises:
             NotFittedError: Before ``fit``.
@@ -217,11 +216,10 @@ class TwoTowerLaplace:
         return {"cls_name": type(self).__name__, "shared": self.shared, "a": states[0], "b": states[-1]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` gave, into an object constructed with the same options.
+        """Load a state of :meth:`state_dict` into an object constructed with the same options.
 
         Raises:
-            InputError: Something in it is malformed, or belongs to other towers or options. Both posteriors are as they
-                were.
+            InputError: An entry is malformed, or belongs to other towers or options. Both posteriors do not change.
         """
         if not isinstance(state_dict, Mapping) or state_dict.get("cls_name") != type(self).__name__:
             hint = "The state of one posterior goes into la.a or la.b."
@@ -235,7 +233,7 @@ class TwoTowerLaplace:
                     la.load_state_dict(state_dict.get(tower, {}))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Refused: an input belongs to one of the towers.
+        """Refuse: an input belongs to one of the towers.
 
         Raises:
             UnsupportedError: Always.
@@ -243,7 +241,7 @@ class TwoTowerLaplace:
         raise UnsupportedError("la(x): an input belongs to one of the two towers. Call la.a(x) or la.b(x).")
 
     def __repr__(self) -> str:
-        """The classes of the posteriors."""
+        """Return the classes of the posteriors."""
         kinds = " and ".join(type(la).__name__ for la in self._each())
         return f"TwoTowerLaplace({kinds}{', shared by both towers' if self.shared else ''})"
 
@@ -265,13 +263,13 @@ class TwoTowerLaplace:
             wanted = "two encoders into one space, with the same number of outputs"
             raise InputError("encoder_a, encoder_b", wanted, f"{a} outputs of encoder_a and {b} of encoder_b")
         if self.a.keeps_features:
-            # The posteriors hold copies of the encoders, in which nothing is shared.
+            # The posteriors hold copies of the encoders, and copies share nothing.
             _refuse_shared_parameters(self.model, [str(la.model.last_layer_name) for la in (self.a, self.b)])
         return probe
 
     @contextmanager
     def _ready(self, probe: TowerBatch) -> Iterator[list[Pullback]]:
-        """Give the pullbacks of both towers, which are in evaluation mode meanwhile."""
+        """Yield the pullbacks of both towers, with the towers in evaluation mode."""
         with ExitStack() as stack:
             for la in self._each():
                 stack.enter_context(evaluation_mode(la.model))
@@ -288,7 +286,7 @@ class TwoTowerLaplace:
 
 @contextmanager
 def _naming(tower: str) -> Iterator[None]:
-    """Say in the message of an error which tower it is about."""
+    """Name the tower in the message of an error."""
     try:
         yield
     except (InputError, UnsupportedError) as error:
@@ -298,7 +296,7 @@ def _naming(tower: str) -> Iterator[None]:
 
 
 def _check_towers(model: object, likelihood: object, weights: object, structure: object) -> None:
-    """Refuse what two towers have no posterior for."""
+    """Refuse a combination that has no posterior of two towers."""
     if not isinstance(model, TwoTowers):
         raise InputTypeError("model", "a TwoTowers(encoder_a, encoder_b)", f"a {type(model).__name__}")
     if likelihood != CONTRASTIVE:
@@ -318,7 +316,7 @@ def _check_towers(model: object, likelihood: object, weights: object, structure:
 
 
 def _loss_of(la: ContrastiveLaplace) -> CosineLoss:
-    """Return the loss of both towers, from the options of a posterior of one."""
+    """Return the loss of both towers, from the options of one posterior."""
     options = la.curvature_options
     loss = options.loss
     if not options.given_loss:
@@ -337,7 +335,7 @@ def _loss_of(la: ContrastiveLaplace) -> CosineLoss:
 
 
 def _refuse_shared_parameters(model: TwoTowers, last_layers: Sequence[str] | None) -> None:
-    """Refuse towers with a common parameter that both posteriors have: of the named last layers, or of all layers."""
+    """Refuse towers that share a parameter of both posteriors: in the named last layers, or in any layer."""
     if model.shared:
         return
     of_a, of_b = model.encoder_a, model.encoder_b

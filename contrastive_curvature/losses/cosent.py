@@ -11,7 +11,7 @@ from typing_extensions import override
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, InputTypeError
-from contrastive_curvature.hessian.cross import CrossRoots, PointVectors
+from contrastive_curvature.hessian.cross import PointVectors
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums
 from contrastive_curvature.hessian.moments import Moments
 from contrastive_curvature.hessian.sphere import normalize, project_tangent
@@ -147,7 +147,7 @@ class CoSENTDerivatives(CosineDerivatives):
         return NodeSums(self._y.sum(1), self._y @ self.u, self._ends, self._summed_value.double())
 
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        """See :meth:`CosineDerivatives.rows`; all second derivatives are in :meth:`roots`."""
+        """See :meth:`CosineDerivatives.rows`; all second derivatives are in :meth:`squares`."""
         return self._y[start:stop, columns], None
 
     @override
@@ -157,16 +157,10 @@ class CoSENTDerivatives(CosineDerivatives):
         # Less what is between a point and itself.
         return self._ends.spread((self._c @ change)[self._ends.pair] - self._ends.c @ along)
 
-    def roots(self, rows: slice, columns: slice) -> CrossRoots | None:
-        """See :meth:`CosineDerivatives.roots`; all of the second derivatives, as eigenvectors."""
+    def squares(self, points: slice) -> tuple[Tensor, PointVectors] | None:
+        """See :meth:`CosineDerivatives.squares`; all of the second derivatives, as eigenvectors."""
         signs, vectors = self._eigenvectors
-        if not len(signs):
-            return None
-        ends = [slice(*chosen.indices(self.n)[:2]) for chosen in (rows, columns)]
-        sides = [ListedVectors(self._ends[chosen], vectors) for chosen in ends]
-        low, high = max(ends[0].start, ends[1].start), min(ends[0].stop, ends[1].stop)
-        same = torch.arange(low, max(low, high), device=self.u.device)
-        return CrossRoots(signs, sides[0], sides[1], same - ends[0].start, same - ends[1].start)
+        return (signs, ListedVectors(self._ends[points], vectors)) if len(signs) else None
 
     @cached_property
     def _eigenvectors(self) -> tuple[Tensor, Tensor]:
@@ -293,6 +287,6 @@ class ListedVectors(PointVectors):
     def spread(self, x: Tensor) -> Tensor:
         return self.ends.spread((self.vectors.T @ x)[self.ends.pair])
 
-    def blockwise(self, t: Tensor, signs: Tensor, points: Tensor) -> Tensor:
+    def blockwise(self, t: Tensor, signs: Tensor) -> Tensor:
         """See :meth:`PointVectors.blockwise`; the signs are part of ``C``."""
-        return self.ends.matmul(t)[points]
+        return self.ends.matmul(t)

@@ -5,8 +5,8 @@ embedding dimension. The usual order of calls: embeddings -> ``nearest_neighbors
 ``recall_at_k``, ``map_at_k``, ``ausc``; sampled embeddings -> ``retrieval_votes`` -> ``calibration_bins``,
 ``retrieval_ece``, ``retrieval_brier``.
 
-Every function refuses, with an ``InputError`` that names the argument, what its ``Args`` do not allow: another shape or
-number of points, an empty tensor, NaN and infinity, a row of zeros where the cosine is asked for, an unknown option.
+Every function raises an ``InputError`` that names the argument for values that its ``Args`` do not allow: another shape
+or number of points, an empty tensor, NaN and infinity, a row of zeros with the cosine, an unknown option.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def check_integers(name: str, value: object, wanted: str = "an integer tensor", 
 
 
 def check_rows(name: str, value: Tensor | NDArray[Any], length: int | None) -> None:
-    """Refuse numbers that are not of shape (N,), or (length,), or none."""
+    """Refuse an empty array, or any shape but (N,), or (length,) if a length is passed."""
     if value.ndim != 1 or not len(value) or length not in (None, len(value)):
         wanted = "(N,)" if length is None else f"({length},)"
         raise InputError(name, f"shape {wanted}, not empty", tuple(value.shape))
@@ -83,7 +83,7 @@ def numbers(argument: str, value: object, length: int | None = None) -> NDArray[
 
 
 def truths(argument: str, value: object, length: int) -> NDArray[np.bool_]:
-    """Return truth values (N,), given as bool or as integers 0 and 1."""
+    """Return truth values (N,) from bools or from integers 0 and 1."""
     read = _numpy(argument, value, "truth values")
     check_rows(argument, read, length)
     if read.dtype.kind not in "biu" or not np.isin(read, (0, 1)).all():
@@ -92,7 +92,7 @@ def truths(argument: str, value: object, length: int) -> NDArray[np.bool_]:
 
 
 def like(original: Array, result: NDArray[Any]) -> Array:
-    """Return ``result`` as a tensor on the device of ``original``, or as an array, as ``original`` is."""
+    """Return ``result`` in the form of ``original``: a tensor on its device, or an array."""
     return torch.from_numpy(result).to(original.device) if isinstance(original, Tensor) else result
 
 

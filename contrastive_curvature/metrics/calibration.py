@@ -32,7 +32,7 @@ class CalibrationBins:
 
     @property
     def expected_calibration_error(self) -> float:
-        """The ECE, ``sum_b count_b / N * |accuracy_b - confidence_b|``: Eq. 121 with ``1/|B|`` corrected."""
+        """ECE, ``sum_b count_b / N * |accuracy_b - confidence_b|``: Eq. 121 with ``1/|B|`` corrected."""
         gap = (self.accuracy - self.confidence).abs().nan_to_num(0.0)
         return float((self.count * gap).sum() / self.count.sum())
 
@@ -51,7 +51,7 @@ def _check_votes(votes: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _count_agreement(votes: Tensor) -> tuple[Tensor, Tensor]:
-    """Return each point's sorted votes, and how many votes agree with each: both (N, S), without a table of classes."""
+    """Return each point's sorted votes, and the number of votes equal to each: both (N, S), with no class table."""
     ordered = votes.T.contiguous().sort(1).values
     agree = torch.searchsorted(ordered, ordered, right=True) - torch.searchsorted(ordered, ordered)
     return ordered, agree
@@ -65,7 +65,7 @@ def calibration_bins(votes: Tensor, labels: Tensor, n_bins: int = 10) -> Calibra
     points on which all votes agree.)
 
     Args:
-        votes: Labels voted for, int, shape (S, N), from ``retrieval_votes``.
+        votes: Voted labels, int, shape (S, N), from ``retrieval_votes``.
         labels: True labels, int, shape (N,).
         n_bins: Number of bins, >= 1.
 
@@ -81,7 +81,7 @@ def calibration_bins(votes: Tensor, labels: Tensor, n_bins: int = 10) -> Calibra
     # In a tie argmax gives the first position, which is the smallest label because the votes are sorted.
     best = agree.argmax(1, keepdim=True)
     prediction, majority = ordered.gather(1, best).squeeze(1), agree.gather(1, best).squeeze(1)
-    # In integers, because floating-point rounding could put a confidence on an edge into the next bin.
+    # Computed in integers, because floating-point rounding could put a confidence on an edge into the next bin.
     position = (majority * n_bins + n_samples - 1) // n_samples - 1
     count = torch.bincount(position, minlength=n_bins)
 
@@ -96,11 +96,11 @@ def calibration_bins(votes: Tensor, labels: Tensor, n_bins: int = 10) -> Calibra
 def brier_score(votes: Tensor, labels: Tensor) -> float:
     """Return the Brier score of the fractions of votes ``p_ic``, ``mean_i sum_c (p_ic - 1[y_i = c])^2``.
 
-    A proper score: unlike the ECE, not small for inaccurate predictions. Its expectation over S votes exceeds that of
-    infinitely many by ``(1 - sum_c p_c^2) / S``: compare scores of equal S only.
+    This is a proper score: unlike the ECE, it is not small for inaccurate predictions. With S votes its expectation
+    exceeds the limit of infinitely many votes by ``(1 - sum_c p_c^2) / S``, so compare only scores of equal S.
 
     Args:
-        votes: Labels voted for, int, shape (S, N), from ``retrieval_votes``.
+        votes: Voted labels, int, shape (S, N), from ``retrieval_votes``.
         labels: True labels, int, shape (N,).
 
     Returns:
@@ -132,11 +132,11 @@ def retrieval_ece(
     Args:
         samples: Sampled embeddings, (S, N, D) or an iterable of (N, D); see ``retrieval_votes``.
         labels: Labels of the points, int, shape (N,).
-        gallery: Embeddings that are searched, as for ``retrieval_votes``; ``None`` is leave-one-out among the points.
+        gallery: Embeddings to search, as for ``retrieval_votes``; ``None`` is leave-one-out among the points.
         gallery_labels: Labels of the gallery, int, shape (M,).
         n_bins: Number of bins, >= 1.
         backend: ``"auto"``, ``"faiss"`` or ``"sklearn"``, see ``nearest_neighbors``.
-        metric: ``"cosine"`` or ``"euclidean"``, see there.
+        metric: ``"cosine"`` or ``"euclidean"``, see ``nearest_neighbors``.
 
     Returns:
         A number in [0, 1]; 0 is perfectly calibrated.
@@ -162,10 +162,10 @@ def retrieval_brier(
     Args:
         samples: Sampled embeddings, (S, N, D) or an iterable of (N, D); see ``retrieval_votes``.
         labels: Labels of the points, int, shape (N,).
-        gallery: Embeddings that are searched, as for ``retrieval_votes``; ``None`` is leave-one-out among the points.
+        gallery: Embeddings to search, as for ``retrieval_votes``; ``None`` is leave-one-out among the points.
         gallery_labels: Labels of the gallery, int, shape (M,).
         backend: ``"auto"``, ``"faiss"`` or ``"sklearn"``, see ``nearest_neighbors``.
-        metric: ``"cosine"`` or ``"euclidean"``, see there.
+        metric: ``"cosine"`` or ``"euclidean"``, see ``nearest_neighbors``.
 
     Returns:
         A number in [0, 2]; 0 is perfect. See ``brier_score``.

@@ -34,9 +34,10 @@ def _choose_backend(backend: str, double: bool) -> str:
 
 
 def squared_distances(queries: Tensor, gallery: Tensor, rows: Tensor) -> Tensor:
-    """Squared distances of queries (N, D) to rows (N, C) of a gallery (M, D), from differences in the queries' dtype.
+    """Return squared distances of queries (N, D) to rows (N, C) of a gallery (M, D), in the queries' dtype.
 
-    Of unit vectors they are ``2 (1 - cosine)``, whose digits an inner product in float32 loses where points are close.
+    They are computed from differences. For unit vectors they are ``2 (1 - cosine)``; for close points, an inner product
+    in float32 would lose the digits of this difference.
     """
     step = max(1, _ENTRIES // (rows.shape[1] * gallery.shape[1]))
     blocks = zip(queries.split(step), rows.split(step), strict=True)
@@ -46,9 +47,9 @@ def squared_distances(queries: Tensor, gallery: Tensor, rows: Tensor) -> Tensor:
 def _search(queries: Tensor, gallery: Tensor, k: int, backend: str) -> Tensor:
     """Return indices (N, k) by distance, nearest first; both are float64 on the CPU, around the mean of the gallery."""
     if backend == "sklearn":
-        from sklearn.neighbors import NearestNeighbors  # the import takes a second, so it waits for the first use
+        from sklearn.neighbors import NearestNeighbors  # imported at first use, because it takes a second
 
-        # This search needs no N x M matrix.
+        # scikit-learn's search needs no N x M matrix.
         search = NearestNeighbors(n_neighbors=k, algorithm="brute", metric="euclidean").fit(gallery.numpy())
         return torch.from_numpy(search.kneighbors(queries.numpy(), return_distance=False)).long()
     index = importlib.import_module("faiss").IndexFlatL2(gallery.shape[1])
@@ -57,7 +58,8 @@ def _search(queries: Tensor, gallery: Tensor, k: int, backend: str) -> Tensor:
     candidates = torch.from_numpy(rows).long()
     apart, order = squared_distances(queries, gallery, candidates).sort(dim=1, stable=True)
     neighbors = candidates.gather(1, order[:, :k])
-    # What faiss has left out is as far as its last candidate, up to rounding in float32: of |x|^2 + |y|^2 - 2 <x, y>.
+    # Points that faiss left out are at least as far as its last candidate, up to float32 rounding of |x|^2 + |y|^2 - 2
+    # <x, y>.
     size = queries.square().sum(1) + gallery.square().sum(1).max()
     rounding = (2 + gallery.shape[1] ** 0.5) * 2**-22 * size
     unsure = apart[:, k - 1] > torch.from_numpy(far[:, -1]) - rounding
@@ -67,12 +69,12 @@ def _search(queries: Tensor, gallery: Tensor, k: int, backend: str) -> Tensor:
 
 
 def _unit(embeddings: list[Tensor]) -> list[Tensor]:
-    # Divided by the largest entry first, so that the squared norm neither overflows nor underflows.
+    # Divide by the largest entry first, so that the squared norm neither overflows nor underflows.
     return [torch.nn.functional.normalize(x / x.abs().amax(1, keepdim=True), dim=1) for x in embeddings]
 
 
 def _centred(embeddings: list[Tensor]) -> list[Tensor]:
-    # Distances are computed as |x|^2 + |y|^2 - 2 <x, y>, which neither cancels more than it must nor overflows then.
+    # After centring and scaling, |x|^2 + |y|^2 - 2 <x, y> does not overflow and cancels as little as possible.
     gallery = embeddings[-1]
     scale = max(float(x.abs().max()) for x in embeddings) or 1.0
     centre = (gallery / scale).mean(0)
@@ -80,7 +82,7 @@ def _centred(embeddings: list[Tensor]) -> list[Tensor]:
 
 
 def _drop_self(neighbors: Tensor) -> Tensor:
-    """Remove each query from its own row (N, k + 1); if duplicates of the query left no place for it, drop the last."""
+    """Remove each query from its own row (N, k + 1); if duplicates have displaced it, drop the last neighbour."""
     own = neighbors == torch.arange(len(neighbors)).unsqueeze(1)
     own[:, -1] |= ~own.any(1)
     return neighbors[~own].reshape(len(neighbors), -1)
@@ -96,20 +98,20 @@ def nearest_neighbors(
 ) -> Tensor:
     """Return the indices of the k gallery points that are nearest to each query.
 
-    Exact search on the CPU. ``backend="auto"`` is faiss (``IndexFlatL2``) if it is installed and the embeddings are not
-    float64, else scikit-learn (brute force). faiss computes in float32: more candidates than asked for are ranked again
-    in float64, and scikit-learn searches where that leaves a doubt. Only the order at equal distances depends on the
-    backend.
+    The search is exact and on the CPU. ``backend="auto"`` is faiss (``IndexFlatL2``) if it is installed and the
+    embeddings are not float64, else scikit-learn (brute force). faiss computes in float32, so more than k candidates
+    are ranked again in float64; if a result is still uncertain, scikit-learn searches. Only the order at equal
+    distances depends on the backend.
 
     Args:
         queries: Embeddings of any norm, shape (N, D); without zero rows for the cosine.
-        gallery: Embeddings that are searched, shape (M, D). ``None`` searches the queries themselves, without the query
-            (by its index: an exact duplicate remains in the result).
+        gallery: Embeddings to search, shape (M, D). ``None`` searches the queries, and excludes each query by its index
+            (an exact duplicate stays in the result).
         k: Number of neighbours per query, 1 <= k <= M (``N - 1`` without a gallery).
         backend: ``"auto"``, ``"faiss"`` or ``"sklearn"``.
-        metric: ``"cosine"``: largest cosine similarity. ``"euclidean"``: smallest distance of the embeddings as they
-            are, for those that are not meant for the sphere. Its relative error grows as ``|x|^2 / |x - y|^2``, with x
-            and y taken from the mean of the gallery.
+        metric: ``"cosine"``: largest cosine similarity. ``"euclidean"``: smallest distance of the embeddings without
+            normalisation. Its relative error grows as ``|x|^2 / |x - y|^2``, with x and y relative to the mean of the
+            gallery.
 
     Returns:
         int64 indices into the gallery, shape (N, k), nearest first, on the device of ``queries``.

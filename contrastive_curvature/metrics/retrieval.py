@@ -17,8 +17,8 @@ class Ranking:
 
     Attributes:
         relevant: Whether the neighbour at each rank is a positive of the query, bool, shape (N, K), nearest first.
-        n_positives: How many positives each query has in the whole gallery (itself not counted), int, shape (N,). Every
-            metric leaves out queries without a positive, which no retrieval can answer.
+        n_positives: Number of positives of each query in the whole gallery, without the query itself, int, shape (N,).
+            Every metric leaves out queries without a positive, because no retrieval can answer them.
 
     Raises:
         InputError: If the shapes disagree or are empty, a count is negative or smaller than the positives
@@ -108,8 +108,8 @@ def average_precision_at_k(ranking: Ranking, k: int) -> Tensor:
 
     ``AP@k = sum_(r <= k) relevant_r * precision_r / min(k, n_positives)``, with ``precision_r`` the fraction of
     positives among the first r; MAP@R for k = n_positives. torchmetrics' ``retrieval_average_precision(top_k=k)``
-    divides by the positives RETRIEVED, which does not penalise missed ones: multiply it by ``retrieved / min(k,
-    n_positives)`` to compare.
+    divides by the RETRIEVED positives, so it does not penalise missed positives; multiply it by
+    ``retrieved / min(k, n_positives)`` to compare.
 
     Args:
         ranking: The retrieved neighbours, K of them.

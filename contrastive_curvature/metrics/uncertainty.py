@@ -22,9 +22,9 @@ def _out_of_distribution(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> tup
 def auroc(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> float:
     """Return the area under the ROC curve for detecting out-of-distribution points by their uncertainty.
 
-    The probability that an out-of-distribution point has a larger uncertainty than an in-distribution point, where a
-    tie counts one half. By scikit-learn: torchmetrics applies a sigmoid to scores outside [0, 1], which makes large
-    uncertainties equal.
+    This is the probability that an out-of-distribution point has a larger uncertainty than an in-distribution point; a
+    tie counts one half. It uses scikit-learn, because torchmetrics applies a sigmoid to scores outside [0, 1], which
+    makes large uncertainties equal.
 
     Args:
         uncertainty_id: Uncertainty (larger is less certain, any unit) of in-distribution points, shape (N,), finite.
@@ -35,7 +35,7 @@ def auroc(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> float:
 
     Source: Warburg et al. (2023), appendix G.3.
     """
-    from sklearn.metrics import roc_auc_score  # the import takes a second, so it waits for the first use
+    from sklearn.metrics import roc_auc_score  # imported at first use, because it takes a second
 
     return float(roc_auc_score(*_out_of_distribution(uncertainty_id, uncertainty_ood)))
 
@@ -43,8 +43,9 @@ def auroc(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> float:
 def auprc(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> float:
     """Return the area under the precision-recall curve for detecting out-of-distribution points by their uncertainty.
 
-    Out-of-distribution is the positive class. scikit-learn's ``average_precision_score``: the trapezoidal rule of the
-    authors' released code is too optimistic. A random score has M / (N + M): compare data of the same sizes only.
+    Out-of-distribution is the positive class. It uses scikit-learn's ``average_precision_score``, because the
+    trapezoidal rule of the authors' released code is too optimistic. A random score has M / (N + M), so compare only
+    data of the same sizes.
 
     Args:
         uncertainty_id: Uncertainty (larger is less certain, any unit) of in-distribution points, shape (N,), finite.
@@ -55,7 +56,7 @@ def auprc(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> float:
 
     Source: Warburg et al. (2023), appendix G.3.
     """
-    from sklearn.metrics import average_precision_score  # the import takes a second, so it waits for the first use
+    from sklearn.metrics import average_precision_score  # imported at first use, because it takes a second
 
     return float(average_precision_score(*_out_of_distribution(uncertainty_id, uncertainty_ood)))
 
@@ -73,9 +74,9 @@ class SparsificationCurve(NamedTuple):
 
 
 def sparsification_curve(uncertainty: Tensor, performance: Tensor) -> SparsificationCurve:
-    """Remove the most uncertain query one after the other, and record the mean performance of the remaining queries.
+    """Remove queries one by one, the most uncertain first, and record the mean performance of the remaining ones.
 
-    Queries of equal uncertainty count with their mean performance: the expectation over all orders of removal.
+    Queries of equal uncertainty count with their mean performance, the expectation over all orders of removal.
 
     Args:
         uncertainty: Uncertainty of each query (larger is less certain, any unit), shape (N,), finite.
@@ -110,11 +111,12 @@ def sparsification_curve(uncertainty: Tensor, performance: Tensor) -> Sparsifica
 def ausc(uncertainty: Tensor, performance: Tensor) -> float:
     """Return the area under the sparsification curve.
 
-    Trapezoidal rule over the removed fraction, rescaled to [0, 1] so that a constant performance c has area c.
+    It uses the trapezoidal rule over the removed fraction, rescaled to [0, 1] so that a constant performance c has area
+    c.
 
     Args:
         uncertainty: Uncertainty of each query (larger is less certain, any unit), shape (N,), finite.
-        performance: Performance of each query, shape (N,); the paper's is the average precision at 1.
+        performance: Performance of each query, shape (N,); in the paper, the average precision at 1.
 
     Returns:
         A number between the least and the greatest performance.

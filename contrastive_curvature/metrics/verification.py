@@ -1,4 +1,4 @@
-"""Errors of a score that says whether two inputs are the same (ISO/IEC 19795-1)."""
+"""Error rates of a score for "two inputs are the same" (ISO/IEC 19795-1)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class DetCurve(NamedTuple):
     """Both error rates at every threshold; drawn against each other, the DET curve.
 
     Attributes:
-        threshold: Every score that occurs, ascending, shape (K,). Pairs with a higher score count as the same.
+        threshold: All distinct scores, ascending, shape (K,). Pairs with a higher score count as the same.
         false_match_rate: Share of the pairs of two classes above each threshold (FMR), shape (K,).
         false_non_match_rate: Share of the pairs of one class at or below each threshold (FNMR), shape (K,).
     """
@@ -30,11 +30,11 @@ def det_curve(scores: Array, same: Tensor | NDArray[np.bool_]) -> DetCurve:
     """Return the false match rate and the false non-match rate at every threshold.
 
     Args:
-        scores: Of N pairs, higher for more alike, finite, shape (N,): a tensor or an array.
+        scores: Scores of N pairs, higher for more similar pairs, finite, shape (N,); a tensor or an array.
         same: Whether each pair is of one class, bool (or integers 0 and 1), shape (N,), some of both kinds.
 
     Returns:
-        float64, tensors or arrays as the scores are.
+        The curve in float64, as tensors or arrays like the scores.
 
     Source: Martin et al. (1997), The DET curve in assessment of detection task performance; ISO/IEC 19795-1.
     """
@@ -45,7 +45,7 @@ def equal_error_rate(scores: Tensor | NDArray[np.floating], same: Tensor | NDArr
     """Return the error rate at which FMR and FNMR are equal, between two thresholds by linear interpolation.
 
     Args:
-        scores: Of N pairs, higher for more alike, finite, shape (N,): a tensor or an array.
+        scores: Scores of N pairs, higher for more similar pairs, finite, shape (N,); a tensor or an array.
         same: Whether each pair is of one class, bool (or integers 0 and 1), shape (N,), some of both kinds.
 
     Returns:
@@ -54,7 +54,7 @@ def equal_error_rate(scores: Tensor | NDArray[np.floating], same: Tensor | NDArr
     Source: ISO/IEC 19795-1.
     """
     _, matched, missed = _det(scores, same)
-    # From minus infinity (FMR 1, FNMR 0) to the largest score (0 and 1), the difference falls.
+    # The difference falls from minus infinity (FMR 1, FNMR 0) to the largest score (FMR 0, FNMR 1).
     gap = matched - missed
     after = int(np.argmax(gap <= 0))
     part = gap[after - 1] / (gap[after - 1] - gap[after])

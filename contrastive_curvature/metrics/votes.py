@@ -1,4 +1,4 @@
-"""Votes of sampled networks: each votes, for every point, for the label of the point's nearest neighbour."""
+"""Votes of sampled networks: for every point, each network votes for the label of the nearest neighbour."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ def retrieval_votes(
         samples: Sampled embeddings: a tensor (S, N, D) or an iterable of S tensors (N, D). Sample s must come from ONE
             network (one draw of the weights) for all N points, not from the marginal distribution of each.
         labels: Labels of the points, int, shape (N,).
-        gallery: Embeddings that are searched: (S, M, D) or an iterable of (M, D), sample s from the same network as
-            sample s of ``samples``; or one (M, D) for all samples. ``None`` is leave-one-out among the points.
-        gallery_labels: Labels of the gallery, int, shape (M,); needed with ``gallery`` only.
+        gallery: Embeddings to search: (S, M, D) or an iterable of (M, D), sample s from the same network as sample s of
+            ``samples``; or one (M, D) for all samples. ``None`` is leave-one-out among the points.
+        gallery_labels: Labels of the gallery, int, shape (M,); needed only with ``gallery``.
         backend: ``"auto"``, ``"faiss"`` or ``"sklearn"``, see ``nearest_neighbors``.
-        metric: ``"cosine"`` or ``"euclidean"``, see there.
+        metric: ``"cosine"`` or ``"euclidean"``, see ``nearest_neighbors``.
 
     Returns:
         int64 labels, shape (S, N), on the device of ``labels``.

@@ -64,18 +64,12 @@ def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the tensor itself, or the dense tensors that a sparse one consists of."""
+    """Return the tensor itself, or indices and values of a sparse one."""
     tensor = tensor.detach()
     if tensor.layout is torch.strided:
         return (tensor,)
-    if tensor.layout is torch.sparse_coo:
-        tensor = tensor.coalesce()
-        return tensor.indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
-    if tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
-        return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
-    return (tensor.to_dense(),)
+    tensor = tensor.to_sparse_coo().coalesce()
+    return tensor.indices(), tensor.values()
 
 
 def tensor_bytes(tensor: Tensor) -> Iterator[memoryview]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -43,10 +43,15 @@ def input_length(x: Inputs) -> int:
 
 
 def move_inputs(x: Inputs, device: torch.device) -> Inputs:
-    """Return a batch on a device; entries of a mapping that are no tensors stay as they are."""
+    """Return a batch on a device."""
+    return map_tensors(x, lambda t: t.to(device))
+
+
+def map_tensors(x: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:
+    """Return a batch with every tensor changed; entries of a mapping that are no tensors stay as they are."""
     if isinstance(x, Mapping):
-        return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in x.items()}
-    return x.to(device)
+        return {k: change(v) if isinstance(v, Tensor) else v for k, v in x.items()}
+    return change(x)
 
 
 def slice_inputs(x: Inputs, rows: slice | Tensor) -> Inputs:
@@ -83,10 +88,9 @@ def made_up_inputs(x: Inputs, n: int = 2) -> Inputs:
         ends = max(-_MOST, min(0, int(whole.min()))), min(_MOST, int(whole.max())) + 1
         return torch.randint(ends[0], max(1, ends[1]), value.shape, generator=draw).to(value)
 
-    if not isinstance(few, Mapping):
-        return like(few)
-    plain = {key: value for key, value in few.items() if isinstance(value, (Tensor, str, int, float, type(None)))}
-    return {key: like(value) if isinstance(value, Tensor) else value for key, value in plain.items()}
+    if isinstance(few, Mapping):
+        few = {key: value for key, value in few.items() if isinstance(value, (Tensor, str, int, float, type(None)))}
+    return map_tensors(few, like)
 
 
 @contextmanager

@@ -50,7 +50,7 @@ class LastLayerPullback(Pullback):
     """
 
     def __init__(self, encoder: Encoder, sketch: int | None = None) -> None:
-        self.encoder: Encoder = encoder
+        self.encoder = encoder
         self.sketch = sketch
         layer = encoder.require_last_layer()
         self.bias = layer.bias is not None

@@ -87,6 +87,7 @@ class ParameterBlock:
         return by_use[0] if len(by_use) == 1 else torch.cat(by_use, dim=-2)
 
 
+@dataclass
 class Tape:
     """Raw outputs of n points with their graph, and the blocks of the parameters.
 
@@ -95,8 +96,8 @@ class Tape:
         blocks: Of the parameters that the network uses in ways with a rule.
     """
 
-    def __init__(self, z: Tensor, blocks: list[ParameterBlock]) -> None:
-        self.z, self.blocks = z, blocks
+    z: Tensor
+    blocks: list[ParameterBlock]
 
     @property
     def axes(self) -> Tensor:

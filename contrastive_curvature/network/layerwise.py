@@ -34,7 +34,7 @@ from contrastive_curvature.hessian.cross import CrossBlocks, tangent_axes
 from contrastive_curvature.hessian.node_blocks import NodeBlocks
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.network.encoder import Encoder
-from contrastive_curvature.network.inputs import Inputs, few_points, input_length
+from contrastive_curvature.network.inputs import Inputs, few_points, input_length, map_tensors
 from contrastive_curvature.network.layer_parts import MatrixJacobian
 from contrastive_curvature.network.layer_tape import (
     LayerAnalysis,
@@ -340,10 +340,6 @@ class LayerwisePullback(ModulePullback):
             raise NotVerifiedError(wrong)
         return tape
 
-    def split(self, flat: Tensor) -> Sequence[Tensor]:
-        """Return views of a vector (P,), one a parameter."""
-        return flat.split([p.numel() for p in self.trainable])
-
     def _diagonal(
         self,
         like: Tensor,
@@ -368,10 +364,9 @@ class LayerwisePullback(ModulePullback):
         out = self.run_layers(context, compute)
         if self.general is not None:
             with torch.no_grad():
-                by_name = self.general._split(general(self.general))
-            for name, entries in zip(self.names, self.split(out), strict=True):
-                if name in by_name:
-                    entries.copy_(by_name[name].flatten())
+                parts, entries = self.general.split(general(self.general)), self.split(out)
+            for number, part in zip(sorted(self.by_func), parts, strict=True):
+                entries[number].copy_(part)
         return out
 
     def _add_squares(self, vectors: Sequence[Tensor], tape: Tape, factor: SignedFactor) -> None:
@@ -410,9 +405,7 @@ def _without_backward_hooks(encoder: Encoder) -> Encoder:
 
 def _outside_inference(x: Any) -> Any:
     """Return a batch that autograd can work with."""
-    if isinstance(x, Tensor):
-        return x.clone() if x.is_inference() else x
-    return {k: _outside_inference(v) if isinstance(v, Tensor) else v for k, v in x.items()}
+    return map_tensors(x, lambda t: t.clone() if t.is_inference() else t)
 
 
 def _refuse_gradients(encoder: nn.Module) -> None:

@@ -101,36 +101,29 @@ def read_views(
         hint = "Yield (texts, labels), or two lists (texts, texts) of pairs."
         raise InputTypeError(argument, "batches (x, labels)", "texts without labels", hint)
     count = len(batch) if isinstance(batch, (tuple, list)) else 0
-    viewed = count > 1 and (isinstance(model, tuple) or _has_views(batch, related))
-    if count not in (2, 3) or (count == 3 and not viewed):
+    viewed = count in (2, 3) and (isinstance(model, tuple) or _has_views(batch, related))
+    if count == 2 and not viewed:
+        return Views(moved(encoders[0], batch[0]), None, target(batch[1]))
+    if not viewed:
         came = f"a {type(batch).__name__}" + (f" of {count}" if isinstance(batch, (tuple, list)) else "")
         hint = "Of three entries, a second one with one number a point is no second view."
         raise InputTypeError(argument, _FORMS, came, hint)
-    if not viewed:
-        x, y = batch
-        return Views(moved(encoders[0], x), None, target(y))
-    unusable: str | None = None
-    if count == 3:
-        first, second, y = batch
-        if _alike(first, y):
-            hint = "Views are compared two by two: yield two of them, or the third beside other two in a further batch."
-            raise InputError(argument, "two views of every input", "three", hint)
-    elif _several(batch[0]):
-        (first, second), y = batch
-        if not (isinstance(y, Tensor) and y.ndim):
-            # Data sets of views often carry along something that is no label, and that nobody uses.
-            unusable, y = None if y is None else f"a {type(y).__name__}", None
-    else:
-        (first, second), y = batch, None
+    # Data sets of views often carry along something that is no label, and that nobody uses.
+    nested = count == 2 and _several(batch[0])
+    first, second, y = (*batch[0], batch[1]) if nested else (*batch, None)[:3]
+    unusable = f"a {type(y).__name__}" if nested and y is not None and not (isinstance(y, Tensor) and y.ndim) else None
+    if count == 3 and _alike(first, y):
+        hint = "Views are compared two by two: yield two of them, or the third beside other two in a further batch."
+        raise InputError(argument, "two views of every input", "three", hint)
     if not isinstance(model, tuple) and is_texts(first) and is_texts(second):
         # Together, so that they have one length.
         both = tokenized(encoders[0], [*first, *second], inputs)
         first, second = slice_inputs(both, slice(len(first))), slice_inputs(both, slice(len(first), None))
     first, second = moved(encoders[0], first), moved(encoders[1], second)
     lengths = input_length(first), input_length(second)
-    if lengths[0] != lengths[1] and y is None:
+    if lengths[0] != lengths[1] and (y is None or unusable):
         raise InputError(argument, "as many second views as first ones", f"{lengths[0]} and {lengths[1]}")
-    return Views(first, second, None if y is None else target(y), unusable)
+    return Views(first, second, None if y is None or unusable else target(y), unusable)
 
 
 def _has_views(batch: Any, related: bool) -> bool:

@@ -7,7 +7,7 @@ that runs the model at that time would get outputs of other weights. So it is ca
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from types import FunctionType
 from typing import Any
@@ -37,7 +37,7 @@ class ModulePullback(Pullback):
     """
 
     def __init__(self, encoder: Encoder, only: set[str] | None = None) -> None:
-        self.encoder: Encoder = encoder
+        self.encoder = encoder
         trainable = {name: p for name, p in encoder.named_parameters() if p.requires_grad}
         self.params = {name: p.detach() for name, p in trainable.items() if only is None or name in only}
         self._places = parameter_places(encoder)
@@ -122,22 +122,21 @@ class ModulePullback(Pullback):
         how = {"allow_unused": True, "materialize_grads": True, "create_graph": create_graph}
         return list(torch.autograd.grad(z, params, cotangents, **how))
 
+    def split(self, flat: Tensor) -> Sequence[Tensor]:
+        """Return views of a vector (P,), one a parameter."""
+        return flat.split([p.numel() for p in self.params.values()])
+
     def _split(self, flat: Tensor) -> dict[str, Tensor]:
-        pieces = flat.split([p.numel() for p in self.params.values()])
-        return {name: piece.view_as(p) for (name, p), piece in zip(self.params.items(), pieces, strict=True)}
+        return {name: part.view_as(p) for (name, p), part in zip(self.params.items(), self.split(flat), strict=True)}
 
     def _vjp_vectorized(self, context: Any, cotangents: Tensor) -> Tensor:
         n = input_length(context)
-        if isinstance(context, Mapping):
-            batched = {k: isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == n for k, v in context.items()}
-            tensors = {k: v for k, v in context.items() if batched[k]}
-            others = {k: v for k, v in context.items() if not batched[k]}
-        else:
-            tensors, others = {"x": context}, {}
+        named = context if isinstance(context, Mapping) else {"x": context}
+        tensors = {k: v for k, v in named.items() if isinstance(v, Tensor) and v.ndim > 0 and v.shape[0] == n}
 
         def one(point: dict[str, Tensor], v: Tensor) -> Tensor:
-            single = {k: t.unsqueeze(0) for k, t in point.items()}
-            x = {**single, **others} if isinstance(context, Mapping) else single["x"]
+            single = {**named, **{k: t.unsqueeze(0) for k, t in point.items()}}
+            x = single if isinstance(context, Mapping) else single["x"]
             pull = torch.func.vjp(lambda params: self._at(x, params), self.params)[1]
             (gradients,) = torch.func.vmap(pull)(v.unsqueeze(1))
             return torch.cat([g.unsqueeze(-1).flatten(1) for g in gradients.values()], dim=1)
@@ -220,6 +219,18 @@ class SubnetworkPullback(Pullback):
         return self.inner.vjp(context, cotangents)[..., self.indices]
 
     @override
+    def jvp(self, x: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.inner.jvp(x, self._everywhere(v))
+
+    @override
+    def vjp_sum(self, x: Inputs, cotangents: Tensor) -> Tensor:
+        return self.inner.vjp_sum(x, cotangents)[self.indices]
+
+    def _everywhere(self, v: Tensor) -> Tensor:
+        """Return numbers (P,) as those of all parameters, zero elsewhere."""
+        return v.new_zeros(self.inner.n_params).index_copy(0, self.indices, v)
+
+    @override
     def diag(self, context: Any, blocks: Blocks) -> Tensor:
         return self.inner.diag(context, blocks)[self.indices]
 
@@ -229,8 +240,7 @@ class SubnetworkPullback(Pullback):
 
     def output_covariance(self, context: Any, variance: Tensor) -> Tensor:
         """See :meth:`Pullback.output_covariance`; the other parameters are known."""
-        everywhere = variance.new_zeros(self.inner.n_params).index_copy(0, self.indices, variance)
-        return self.inner.output_covariance(context, everywhere)
+        return self.inner.output_covariance(context, self._everywhere(variance))
 
     @override
     def tile_diag(self, dim: int) -> int:

@@ -66,11 +66,11 @@ class Pullback(ABC):
     Attributes:
         n_params: Number P of parameters.
         width: How many numbers one product needs while it is made; at least P.
-        encoder: The analysed encoder, whose names messages use; ``None`` where there is none.
+        encoder: The analysed encoder.
     """
 
     n_params: int
-    encoder: Encoder | None = None
+    encoder: Encoder
 
     @property
     def width(self) -> int:
@@ -79,14 +79,11 @@ class Pullback(ABC):
 
     def named_sizes(self) -> list[tuple[str, int]]:
         """Return name and number of entries of every parameter, in order; those of the user's model."""
-        if self.encoder is None:
-            return [("parameters", self.n_params)]
         return [(own_name(name), p.numel()) for name, p in self.encoder.named_parameters() if p.requires_grad]
 
     def parameter_name(self, number: int) -> str:
-        """Return the name of a parameter by its number; of all together, where a user's pullback has no names."""
-        names = [name for name, _ in self.named_sizes()]
-        return names[number] if number < len(names) else names[0]
+        """Return the name of a parameter by its number."""
+        return self.named_sizes()[number][0]
 
     def parameter_at(self, position: int) -> str:
         """Return the name of the parameter that an entry of the flat vector (P,) belongs to."""
@@ -98,8 +95,6 @@ class Pullback(ABC):
 
     def input_sizes(self, context: Any) -> dict[str, Tensor]:
         """Return sums of squares (N,), in float64, of each point's inputs to every layer with a matrix, by its name."""
-        if self.encoder is None:
-            return {}
         names = {
             id(module): own_name(name)
             for name, module in self.encoder.named_modules()
@@ -133,23 +128,13 @@ class Pullback(ABC):
     def vjp(self, context: Any, cotangents: Tensor) -> Tensor:
         """Return ``J_i^T v_im`` (N, M, P) for every point, for cotangents (N, M, D)."""
 
+    @abstractmethod
     def jvp(self, x: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return raw outputs (N, D) and ``J v`` (N, D) for a direction ``v`` (P,); by default from the Jacobians."""
-        z, context = self.forward(x)
-        moved = torch.empty_like(z)
-        eye = torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
-        for rows, axes in self._chunks(*z.shape):
-            part = self.slice_context(context, rows)
-            moved[rows, axes] = self.vjp(part, eye[axes].expand(rows.stop - rows.start, -1, -1)) @ v
-        return z, moved
+        """Return raw outputs (N, D) and ``J v`` (N, D) for a direction ``v`` (P,)."""
 
+    @abstractmethod
     def vjp_sum(self, x: Inputs, cotangents: Tensor) -> Tensor:
-        """Return ``sum_i J_i^T v_i`` (P,) for cotangents (N, D); by default from one product a point."""
-        _, context = self.forward(x)
-        out = cotangents.new_zeros(self.n_params)
-        for rows, _ in self._chunks(cotangents.shape[0], 1):
-            out += self.vjp(self.slice_context(context, rows), cotangents[rows].unsqueeze(1)).sum((0, 1))
-        return out
+        """Return ``sum_i J_i^T v_i`` (P,) for cotangents (N, D)."""
 
     def coupled_diag(self, context: Any, hessian: OutputHessian) -> Tensor:
         """Return the diagonal (P,) of ``J^T H J`` of points that are coupled with each other alone, unclamped."""
@@ -239,7 +224,7 @@ class Pullback(ABC):
 
     def output_covariance(self, context: Any, variance: Tensor) -> Tensor:
         """Return covariances (N, D, D) of linearised outputs, ``J diag(v) J^T``, for variances (P,) of parameters."""
-        dim = self._dim(context)
+        dim = self.encoder.dim
         out = variance.new_zeros(input_length(context), dim, dim)
         for rows in chunks(len(out), self._points_at_once(dim)):
             jacobian = self.jacobians(self.slice_context(context, rows), out[rows, 0])
@@ -284,12 +269,6 @@ class Pullback(ABC):
     def _points_at_once(self, dim: int) -> int:
         """Return how many points may have their Jacobians of D outputs in memory."""
         return max(1, JACOBIAN_ELEMENTS // max(1, self.width * dim))
-
-    def _dim(self, context: Any) -> int:
-        """Return the number D of outputs."""
-        if self.encoder is not None:
-            return self.encoder.dim
-        return self.forward(context)[0].shape[1]
 
     def _chunks(self, n: int, dim: int) -> Iterator[tuple[slice, slice]]:
         """Yield points by output axes, such that a chunk of Jacobian rows stays within bounds."""

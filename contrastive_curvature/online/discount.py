@@ -20,10 +20,10 @@ class DiscountedCurvature(nn.Module):
     """``R_{t+1} = (1 - alpha) R_t + h_t`` for clamped batch curvatures ``h_t``, and discounted sums of other numbers.
 
     All sums are buffers, so that moving or saving a module that contains this one moves and saves the sums. ``points``
-    is the discounted number ``w`` of points. ``remembered`` is the discounted number of steps, which grows towards ``1
-    / alpha``. ``value`` and ``cost`` are the discounted loss and non-negative loss, ``norms`` that sum of the norms of
-    the raw outputs and ``normed`` the number of points behind it. These two forget at least 1 % a step, as norms change
-    while an encoder is trained.
+    is the discounted number ``w`` of points. ``remembered`` is the discounted number of steps, which grows towards
+    ``1 / alpha``. ``value`` and ``cost`` are the discounted loss and non-negative loss. ``norms`` is the discounted sum
+    of the norms of the raw outputs, and ``normed`` the number of points in this sum. ``norms`` and ``normed`` forget at
+    least 1 % per step, because norms change during training.
 
     Args:
         empty: The curvature of no pairs, which gives the structure and the shapes.
@@ -55,7 +55,7 @@ class DiscountedCurvature(nn.Module):
         )
 
     def check_state(self, state: Mapping[str, Any], prefix: str) -> None:
-        """Refuse a saved state with sums of another shape, or that are not finite; torch reports missing ones."""
+        """Refuse a saved state whose sums have another shape or are not finite; torch reports missing sums."""
         for name, buffer in self.named_buffers():
             key = f"{prefix}{name}"
             if buffer.is_floating_point() and key in state:

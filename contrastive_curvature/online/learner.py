@@ -51,7 +51,8 @@ class OnlineLaplace(nn.Module):
 
     Each call samples weights from the present posterior and returns the mean loss of the sampled networks (Eq. 79). It
     also adds their mean clamped curvature to a discounted sum (Eq. 80), ``R_{t+1} = (1 - alpha) R_t + H_t``, which
-    :meth:`laplace` brings to the size of the data set (``docs/recipes/training.md``). The first step is deterministic.
+    :meth:`laplace` rescales to the size of the data set (``docs/recipes/training.md``). The first step is
+    deterministic.
 
     The object is a ``torch.nn.Module`` that contains the encoder as ``encoder`` and the posterior as buffers, so
     optimisers, Lightning and Accelerate treat it as any model. If ``torch.distributed`` runs, the curvatures of all
@@ -62,20 +63,21 @@ class OnlineLaplace(nn.Module):
         encoder: Any module that maps a batch to (N, D). It may end in an l2-normalisation module.
         probe: A batch of two inputs or more, for the analysis of the encoder.
         n_data: Number N of training points.
-        loss: ``loss(z, labels)`` of the outputs ``z`` of the encoder or, with a ``miner``, ``loss(z, labels,
-            indices)``, as the losses of pytorch-metric-learning. By default the loss of the curvature.
+        loss: ``loss(z, labels)`` of the outputs ``z`` of the encoder or, with a ``miner``,
+            ``loss(z, labels, indices)``, like the losses of pytorch-metric-learning. By default the loss of the
+            curvature.
         miner: Selects the pairs of the loss. By default all positive pairs, and the negative pairs inside the margin.
         curvature_miner: Selects the pairs of the curvature. By default all pairs of the batch.
-        memory_factor: ``alpha`` in [0, 1), the fraction of the sum that each step forgets. The paper has 0.0001;
+        memory_factor: ``alpha`` in [0, 1), the fraction of the sum that each step forgets. The paper uses 0.0001;
             ``hessian_memory_factor=0.999`` of the released code is 0.001 here.
         n_samples: Number of sampled networks per step.
         subset_of_weights: ``"last_layer"`` or ``"all"``.
-        hessian_structure: ``"diag"``, ``"full"``, ``"kron"``, or for the last layer ``"kron_lowrank"``; all but the
-            first decompose matrices at every step.
-        prior_precision: A positive number for both posteriors; ``None`` for the rule of
-            ``la.optimize_prior_precision()``, and the mean diagonal of the precision during training.
-        temperature: A positive number for both posteriors; ``None`` for the rule of ``la.optimize_prior_precision()``,
-            and the mean loss of a point over the discounted number of steps during training.
+        hessian_structure: ``"diag"``, ``"full"``, ``"kron"``, or for the last layer ``"kron_lowrank"``; all but
+            ``"diag"`` decompose matrices at every step.
+        prior_precision: A positive number for both posteriors (during and after training). ``None``: during training
+            the mean diagonal of the precision, afterwards the rule of ``la.optimize_prior_precision()``.
+        temperature: A positive number for both posteriors. ``None``: during training the mean loss of a point divided
+            by the discounted number of steps, afterwards the rule of ``la.optimize_prior_precision()``.
         sampling_temperature: Temperature of the sampled weights in units of ``temperature`` or, without it, of the mean
             loss of a point; 0 trains deterministically and only accumulates the curvature.
         backend: The class that computes curvatures, as in ``laplace.Laplace``; by default ``ContrastiveGGN``.
@@ -85,7 +87,7 @@ class OnlineLaplace(nn.Module):
     Raises:
         InputError: An option is unknown or out of range.
         InputTypeError: An argument has a wrong type.
-        UnsupportedError: The combination of options has no correct answer.
+        UnsupportedError: The combination of options is not supported.
     """
 
     discounted: DiscountedCurvature
@@ -151,7 +153,7 @@ class OnlineLaplace(nn.Module):
         self._sampled: SampledEncoder = kind(la.backend, self._posterior.probe, n_data, la.structure)
         self.discounted = DiscountedCurvature(self._sampled.empty(self._posterior.probe), memory_factor)
         options = la.plain_options()
-        # The loss of the curvature may be another one than that of the training.
+        # The loss of the curvature may differ from the loss of the training.
         options["curvature_loss"] = options.pop("loss", None)
         options |= {name: described(function) for name, function in {**functions, "relation": relation}.items()}
         options |= {**numbers, "memory_factor": memory_factor, "n_samples": n_samples, "n_data": n_data}
@@ -159,15 +161,15 @@ class OnlineLaplace(nn.Module):
         self.options = {name: str(value) for name, value in options.items()}
 
     def join(self, batch: Any, dict_key_y: str = "labels") -> tuple[Inputs, Tensor | None, Pairs | None]:
-        """Turn what a loader yields into the arguments of a call, for a loss of anchors.
+        """Convert a batch of a loader into the arguments of a call, for a loss of anchors.
 
         Args:
             batch: ``(x, labels)``, ``(view, view)``, ``((view, view), labels)``, ``(view, view, labels)`` or a mapping.
-            dict_key_y: Where a mapping keeps the labels.
+            dict_key_y: Key of the labels in a mapping.
 
         Returns:
-            The inputs, on the encoder's device, second views behind the first; the labels of both, which number the
-            inputs where there are none; and pairs, for a loss of listed pairs.
+            The inputs on the encoder's device, first views before second views; the labels of both (without labels, the
+            numbers of the inputs); and pairs, for a loss of listed pairs.
 
         Raises:
             InputError: The batch is malformed.
@@ -183,7 +185,7 @@ class OnlineLaplace(nn.Module):
         Args:
             x: A batch of B inputs.
             labels: Class labels (B,), or targets of the relation.
-            pairs: Instead of labels, what a loss of listed pairs takes.
+            pairs: Pairs instead of labels, for a loss of listed pairs.
 
         Returns:
             The loss, a tensor with one number.
@@ -225,7 +227,7 @@ class OnlineLaplace(nn.Module):
 
         Predictions, samples, the marginal likelihood and saving work as after a post-hoc fit. The object refers to the
         encoder and does not copy it, so call this method after training. ``la.fit(loader)`` replaces the discounted
-        curvature by that of the final weights.
+        curvature by the curvature at the final weights.
 
         Raises:
             InputError: No call in training mode has happened yet, or no step had a positive curvature.
@@ -237,11 +239,11 @@ class OnlineLaplace(nn.Module):
         return self._posterior.fitted(self.discounted)
 
     def get_extra_state(self) -> Tensor:
-        """Return the options for ``state_dict``: text in a tensor, as some file formats store nothing else."""
+        """Return the options for ``state_dict``: text in a tensor, because some file formats store only tensors."""
         return torch.tensor(list(json.dumps(self.options, sort_keys=True).encode()), dtype=torch.uint8)
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Refuse a state that was saved with other options; ``load_state_dict`` calls this before it loads the rest.
+        """Refuse a state saved with other options; ``load_state_dict`` calls this before it loads the rest.
 
         Raises:
             InputError: An option differs.
@@ -253,7 +255,7 @@ class OnlineLaplace(nn.Module):
             raise InputError("state_dict", f"one of an OnlineLaplace with {wanted}", received)
 
     def _loss_of(self, z: Tensor, raw: Tensor, labels: Tensor | None, pairs: Any) -> Tensor:
-        """Return the loss of a batch; ``raw`` are its outputs ``z`` without a graph, checked."""
+        """Return the loss of a batch; ``raw`` holds its checked outputs ``z`` without a graph."""
         own, relation = self._own_loss, self._posterior.sampling.backend.options.relation
         pairs = _mined(self._miner, raw, labels, pairs)
         if self._loss is not None:
@@ -273,7 +275,7 @@ class OnlineLaplace(nn.Module):
             "loss": [loss.detach().isfinite().all() for loss in losses],
             "curvature": [all_finite([*term.curvature.tensors(), term.cost, term.loss]) for term in terms],
         }
-        # Transferred at once, because each transfer waits for the device.
+        # Transferred together, because each transfer waits for the device.
         finite = torch.stack([torch.stack(each).all() for each in every.values()]).tolist()
         for name, one in zip(every, finite, strict=True):
             if not one:
@@ -284,7 +286,7 @@ class OnlineLaplace(nn.Module):
 
 
 def _mined(miner: Miner | None, raw: Tensor, labels: Any, pairs: Any) -> Any:
-    """Return the pairs that a miner selects; without one, those that were given."""
+    """Return the pairs that a miner selects; without a miner, ``pairs``."""
     return pairs if miner is None else miner(normalize(raw)[0], labels)
 
 
@@ -316,10 +318,10 @@ def _check_options(
 
 
 def _batch_options(backend_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the options of the curvature of a batch, the only pairs and points that a training step sees.
+    """Return the options of the curvature; a training step sees only the pairs and points of its batch.
 
     Raises:
-        InputError: An option asks for others.
+        InputError: An option needs pairs or points outside the batch.
     """
     options = given_options(backend_kwargs)
     if getattr(options.get("loss"), "compares", "pairs") == "pairs":
@@ -334,7 +336,7 @@ def _batch_options(backend_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def described(value: object) -> str:
-    """Describe a setting in one line, to recognise it in a saved state.
+    """Describe a setting in one line, to compare it with a saved state.
 
     A function is described by its name, without global variables and closures. An object or a module is described by
     its type and by those constructor arguments that it stores under the same name.

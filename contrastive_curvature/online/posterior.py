@@ -25,7 +25,7 @@ class OnlinePosterior:
         n_data: Number N of training points.
         subset_of_weights: See :class:`~contrastive_curvature.OnlineLaplace`.
         hessian_structure: See :class:`~contrastive_curvature.OnlineLaplace`.
-        arguments: Further arguments of the posteriors.
+        arguments: Other arguments of the posteriors.
         prior_precision: A positive number, or ``None`` for a prior that follows the curvature.
         temperature: A positive number, or ``None`` for the rules of :class:`~contrastive_curvature.OnlineLaplace`.
         sampling_temperature: Temperature of ``q_t`` divided by ``temperature``, or by the mean loss of a point;
@@ -58,12 +58,12 @@ class OnlinePosterior:
         # Copied, because a view would keep the whole tensor behind it in memory and in saved files.
         self._probe = _map_tensors(slice_inputs(probe, slice(0, 8)), lambda t: t.detach().clone())
         self.sampling = self._new()
-        # The choice of a backend runs the encoder; once is enough.
+        # Choosing a backend runs the encoder, so it is done only once.
         self._arguments["backend"] = type(self.sampling.backend)
 
     @property
     def probe(self) -> Inputs:
-        """The probe, on the present device and in the present dtype of the encoder."""
+        """Probe, on the present device and in the present dtype of the encoder."""
         like = next(self.encoder.parameters())
         return _map_tensors(self._probe, lambda t: t.to(like if t.is_floating_point() else like.device))
 
@@ -89,8 +89,8 @@ class OnlinePosterior:
             n_samples: Number S of networks.
 
         Returns:
-            S tensors of shape (P,), or one ``None`` if ``q_t`` has no variance: at sampling temperature 0, and at
-            first, without a curvature or a prior precision.
+            S tensors of shape (P,), or one ``None`` if ``q_t`` has no variance: at sampling temperature 0, and as long
+            as there is neither a curvature nor a prior precision.
 
         Raises:
             DivergenceError: The posterior precision is not positive definite, or not finite.
@@ -118,7 +118,7 @@ class OnlinePosterior:
     def _draw_from_curvature(self, discounted: DiscountedCurvature, n_samples: int) -> Tensor:
         posterior = self.sampling
         posterior.set_curvature(discounted.at_scale(self.n_data))
-        # The cooling: q_t is that of all steps that are remembered, unless the user says otherwise.
+        # The cooling: by default q_t is the posterior of all remembered steps.
         cooling = 1.0 if self.temperature is not None else float(discounted.remembered)
         if self.sampling_temperature is not None:
             cooling = 1 / self.sampling_temperature
@@ -126,13 +126,14 @@ class OnlinePosterior:
         if self.prior_precision is None:
             diagonal = posterior.curvature_diagonal()
             information = average_information(diagonal, posterior.parameter_sizes(), "scalar")
-            # As precise as the mean diagonal of the curvature, so that weights without curvature stay near their mean.
+            # The prior is as precise as the mean diagonal of the curvature, so that weights without curvature stay near
+            # their mean.
             posterior.prior_precision = posterior._H_factor * information
         posterior.mean = torch.zeros_like(posterior.mean)
         return posterior.sample(n_samples)
 
     def _mean_loss(self, posterior: ContrastiveLaplace) -> float:
-        """Return the temperature that the user gave, else the mean loss of a point, or one where there is no loss."""
+        """Return the user's temperature; by default the mean loss of a point, or one if the loss is zero."""
         if self.temperature is not None:
             return self.temperature
         return float(posterior.cost) / self.n_data if posterior.cost > 0 else 1.0

@@ -47,7 +47,7 @@ class SampledEncoder(ABC):
 
         Args:
             x: A batch of B inputs.
-            noise: For every network the deviation from the mean weights, shape (P,), or ``None`` for the mean weights.
+            noise: For every network, the deviation from the mean weights, shape (P,), or ``None`` for the mean weights.
 
         Yields:
             Raw outputs (B, D), whose graph leads to the mean weights, and a context for :meth:`curvature`.
@@ -59,7 +59,7 @@ class SampledEncoder(ABC):
 
         Args:
             x: A batch of B inputs.
-            z: Raw outputs of the batch, without graph.
+            z: Raw outputs of the batch, without a graph.
             context: The context that :meth:`outputs` has returned with ``z``.
             targets: Labels, or targets of the relation.
             pairs: Index tuples of a miner, or ``None`` for all pairs.
@@ -69,12 +69,12 @@ class SampledEncoder(ABC):
         """
 
     def empty(self, x: Inputs) -> Structure:
-        """Return the curvature of no pairs, which is zero and has the right shape."""
+        """Return the curvature of no pairs: zeros in the right shapes."""
         pullback = self.backend.pullback(x)
         with torch.no_grad(), evaluation_mode(self.encoder):
             z, context = pullback.forward(x)
             no_pairs = torch.zeros(0, dtype=torch.int64)
-            # Other losses may have no notion of no pairs; the shape is the same for all.
+            # Other losses may not support an empty set of pairs; the shape is the same for all losses.
             hessian = ContrastiveLoss(pd_fix=PDFix.FIXED).hessian_at(
                 z, make_relation(len(z), z.device, None, (no_pairs,) * 4)
             )
@@ -85,13 +85,13 @@ class SampledEncoder(ABC):
         relation = loss.relate(z, targets, options.relation) if pairs is None else loss.relate(z, None, pairs)
         hessian = loss.data_hessian(z, relation, self.n_data)
         value = term_of(self.structure, pullback, context, hessian)
-        # Scaled as the part of a data set of N points that the B points of this batch contribute.
+        # Scaled to the share of these B points in a data set of N points.
         scaled = self.backend.at_data_scale(DatasetCurvature(value, *hessian.loss_and_cost(), self.n_data))
         return replace(scaled, n=len(hessian), typical_norm=mean_norm(z))
 
 
 class LastLayer(SampledEncoder):
-    """Samples the last linear layer only, so that all networks share one pass through the other layers."""
+    """Samples only the last linear layer, so that all networks share one pass through the other layers."""
 
     def outputs(self, x: Inputs, noise: list[Tensor | None]) -> Iterator[tuple[Tensor, Any]]:
         """Run the encoder once, and the last layer for every network; yields raw outputs (B, D) and features (B, F)."""
@@ -137,13 +137,13 @@ class AllParameters(SampledEncoder):
             parts = shift.split(sizes)
             moved = {name: p + part.view_as(p) for (name, p), part in zip(named, parts, strict=True)}
             everywhere = {place: value for name, value in moved.items() for place in self._places[name]}
-            # Tied by torch, a module with two names would keep the replaced tensors in the user's model afterwards.
+            # With ties by torch, a module with two names would keep the replaced tensors in the user's model.
             yield functional_call(self.encoder, everywhere, (x,), tie_weights=False), shift
 
     def curvature(self, x: Inputs, z: Tensor, context: Any, targets: Tensor | None, pairs: Any) -> DatasetCurvature:
         """Return the contribution of a batch to the curvature, computed in evaluation mode.
 
-        In training mode, batch normalisation would make the output of a point depend on the whole batch, and a point
+        In training mode, batch normalisation would make the output of a point depend on the whole batch, so a point
         would have no Jacobian of its own.
         """
         with (

@@ -17,15 +17,16 @@ from torch import Tensor, nn
 
 from contrastive_curvature import validate
 from contrastive_curvature.decisions.fitted import Fitted, clopper_pearson, percent
-from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError
+from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.io.indexes import Index
 from contrastive_curvature.laplace.batches import batches, by_length, predictions
 from contrastive_curvature.laplace.calibration import present_calibration, take_snapshot
+from contrastive_curvature.laplace.influence import influence
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.network.given_features import FeatureSource, feature_inputs
-from contrastive_curvature.network.inputs import is_texts, slice_inputs
-from contrastive_curvature.network.loader import check_loader
+from contrastive_curvature.network.inputs import is_texts
+from contrastive_curvature.network.loader import check_loader, in_fixed_order
 from contrastive_curvature.retriever.evidence import FLOOR, Embedded, evidence
 from contrastive_curvature.retriever.head import AT_ONCE, Headed, last_layer_features, outputs, with_head
 from contrastive_curvature.retriever.rule import Labelled, Rates, Rule, certified
@@ -35,6 +36,9 @@ _SAME = math.log(1.001 * FLOOR)
 
 _NAMED = 5
 """Classes that are named in a message."""
+
+_ASKED = 64
+"""Queries that are explained at once, with N D numbers each."""
 
 
 class _Sized(Protocol):
@@ -390,6 +394,57 @@ class Retriever(Fitted):
         self._certify(min(self._ceiling, rule.limit))
         return self
 
+    def because(
+        self, queries: Any, x: Any, y: Any = None, *, k: int = 3
+    ) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+        """Find the training items without which the answers to queries would weaken most.
+
+        How firm an answer is, is the cosine to the match less that to the nearest point of another class.
+        :func:`contrastive_curvature.influence` predicts what it would lose if an item had been left out of the training
+        of the weights of the posterior, and were still searched. A posterior with the loss and the prior of the
+        training and the structure ``"full"`` predicts best; the default one less well (``docs/influence.md``).
+
+        Args:
+            queries: Inputs as of :meth:`fit`, Q of them.
+            x: The training inputs as ``fit`` took them, which it does not keep; they are the gallery. For a fitted
+                posterior whose loss compares within batches, a loader of these batches.
+            y: Their labels.
+            k: Number of items, at most N.
+
+        Returns:
+            Identifiers of the items, int64, shape (Q, k), and the predicted changes, float64, shape (Q, k), the most
+            negative first.
+
+        Raises:
+            NotFittedError: Before :meth:`fit`.
+            InputTypeError: As of :meth:`fit`.
+            InputError: As of :meth:`fit`; ``x`` and ``y`` are not the gallery, or it has one class or less than ``k``
+                points.
+            UnsupportedError: There is no posterior, or one that :func:`contrastive_curvature.influence` does not take.
+        """
+        points, la, known = self._gallery, self.la, self._codes
+        if la is None:
+            raise UnsupportedError("because: embeddings have no posterior. Give an encoder, or head=True.")
+        if validate.count("k", k) > len(points.identifiers):
+            raise InputError("k", f"at most {len(points.identifiers)}, the points of the gallery", k)
+        asked, inputs_of = batches(la.model, queries, _ASKED, "queries")
+        items, classes = self._embedded("x", x, y)
+        names, self._codes = list(self._codes), known
+        same = items.directions.shape == points.directions.shape and torch.equal(classes, points.classes)
+        if not same or not torch.allclose(items.directions, points.directions, atol=1e-3):
+            hint = "Items that were added or removed, or a gallery of its own, taught the posterior nothing."
+            raise InputError("x, y", "the points of the gallery, in its order", f"{len(items)} other ones", hint)
+        loader, labels = (_batched(la, x, classes), classes) if _in_memory(x) else (x, torch.tensor(names)[classes])
+        weakest = []
+        for batch in map(inputs_of, asked):
+            match = self._search(embedded(la, [batch], "queries"))[1]
+            change = influence(la, loader, [(batch, labels[torch.from_numpy(match)])])
+            weakest.append(change.double().cpu().topk(k, largest=False))
+        if not weakest:
+            raise InputError("queries", "at least one input", "none")
+        changes, rows = (torch.cat(part).numpy() for part in zip(*weakest, strict=True))
+        return points.identifiers[rows], changes
+
     def evaluate(self, test: Any, unknown: Any = None) -> dict[str, Rate]:
         """Compare the rates that were asked for with those of test queries.
 
@@ -524,9 +579,7 @@ class Retriever(Fitted):
         # Whole numbers stay, for ``la.update``.
         whole = all(type(name) is int for name in names)
         classes = torch.tensor(names) if whole else self._coded(names)
-        rows = [slice(start, start + AT_ONCE) for start in range(0, len(classes), AT_ONCE)]
-        loader = [(slice_inputs(inputs, some), classes[some]) for some in rows]
-        la.fit(loader, progress_bar=progress_bar)
+        la.fit(_batched(la, inputs, classes), progress_bar=progress_bar)
         la.optimize_prior_precision()
         return la, (inputs, names)
 
@@ -598,6 +651,12 @@ class Retriever(Fitted):
         )
 
 
+def _batched(la: ContrastiveLaplace, x: Any, classes: Tensor) -> list[tuple[Any, Tensor]]:
+    """Return inputs in memory as batches with the numbers of their labels."""
+    items, inputs_of = batches(la.model, x, AT_ONCE, "x")
+    return [(inputs_of(rows), classes[rows]) for rows in items]
+
+
 def embedded(la: ContrastiveLaplace | None, inputs: Any, argument: str, progress_bar: bool | None = None) -> Embedded:
     """Return what the encoder and the posterior say of inputs; arguments as of :func:`.predictions`."""
     if la is None:
@@ -633,8 +692,8 @@ def _read(argument: str, inputs: Any, labels: Any, read: Callable[[Any], _T]) ->
     names = []
 
     def alone() -> Iterator[Any]:
-        # Both in one pass, for a loader may shuffle.
-        for batch in inputs:
+        # Both in one pass, for a loader may have another order in the next.
+        for batch in in_fixed_order(inputs):
             if not isinstance(batch, (tuple, list)) or len(batch) != 2 or is_texts(batch):
                 raise InputTypeError(argument, "batches (inputs, labels)", f"a {type(batch).__name__}")
             names.extend(_labels(argument, batch[1]))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
-from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.artifact import Header, folder_path, read_tensors, write_tensors
+from contrastive_curvature.artifact import Header, folder_path, read_tensors, target_folder, write_tensors
+from contrastive_curvature.codec import TensorTable, from_tree, packed, to_tree, unpacked
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.io.pretrained import load_pretrained
-from contrastive_curvature.io.pretrained.folder import place_of
+from contrastive_curvature.io.pretrained.folder import state_checksum
 from contrastive_curvature.retriever.evidence import Embedded
 from contrastive_curvature.retriever.head import Headed
 from contrastive_curvature.retriever.rule import ROUNDING, Rates, Regression, Rule
@@ -31,12 +31,12 @@ class RetrieverHeader(Header):
     """What stands in the file of a retriever besides arrays.
 
     Args:
-        posterior: Name of the file of numbers of the posterior beside it; empty without one.
+        posterior: Checksum of the posterior beside it; empty without one.
         rates: What is asked for.
         labels: Of the classes 0, 1 and so on.
         answered: Share of the held-out queries that are answered.
-        kept_back: See :class:`.Rule`.
-        reasons: See there, too.
+        reasons: See :class:`.Rule`.
+        tree: All else, as :func:`.packed` gives it.
     """
 
     kind: ClassVar[str] = "retriever"
@@ -48,8 +48,8 @@ class RetrieverHeader(Header):
     rates: Rates
     labels: list[bool | int | float | str | None]
     answered: float
-    kept_back: dict[str, float]
     reasons: dict[str, str]
+    tree: Any
 
 
 def export(retriever: Retriever, path: Path | str, format: Any) -> None:
@@ -74,7 +74,11 @@ def export(retriever: Retriever, path: Path | str, format: Any) -> None:
         "novelties": torch.from_numpy(rule.novelties),
         "limits": torch.tensor([rule.limit, rule.present_limit, alarms], dtype=torch.float64),
         "rounding": torch.tensor(ROUNDING, dtype=torch.float64),
-        **_regressions(rule),
+        **{
+            f"{name}.{field.name}": torch.from_numpy(getattr(regression, field.name))
+            for name, regression in (("right", rule.right), ("present", rule.present))
+            for field in fields(Regression)
+        },
     }
     if retriever._head is not None:
         hidden = retriever._head.head.state_dict()
@@ -85,40 +89,31 @@ def export(retriever: Retriever, path: Path | str, format: Any) -> None:
 
 def save(retriever: Retriever, folder: Path | str, *, overwrite: bool, **options: Any) -> Path:
     """Do what :meth:`.Retriever.save` says."""
-    la, place = retriever.la, folder_path("folder", folder)
     validate.flag("overwrite", overwrite)
-    labels = _plain_labels(retriever)
-    there = sorted(path.name for path in place.iterdir()) if place.exists() else []
-    if there and (ARRAYS not in there or not overwrite):
-        hint = "Name another folder." if ARRAYS not in there else "Pass overwrite=True to replace it."
-        raise InputError("folder", "a new or an empty folder", f"{place}, with {there[0]!r} in it", hint)
-    rule, points = retriever._rule, retriever._gallery
-    tensors = {
-        "gallery": points.directions,
-        "classes": points.classes,
-        "identifiers": torch.from_numpy(points.identifiers),
-        "novelties": torch.from_numpy(rule.novelties),
-        "limits": torch.tensor([rule.limit, rule.present_limit, retriever._ceiling], dtype=torch.float64),
-        **_regressions(rule),
-        **_plain("held_out", retriever._held, retriever._truth),
+    place = target_folder("folder", folder, ARRAYS, RetrieverHeader.described, overwrite=overwrite)
+    labels, la = _plain_labels(retriever), retriever.la
+    tree = {
+        "gallery": retriever._gallery,
+        "rule": retriever._rule,
+        "ceiling": retriever._ceiling,
+        "held": retriever._held,
+        "truth": retriever._truth,
+        "feedback": retriever._feedback,
+        "head": None if retriever._head is None else dict(retriever._head.head.state_dict()),
     }
-    if retriever._feedback is not None:
-        tensors |= _plain("feedback", *retriever._feedback)
-    if retriever._head is not None:
-        tensors |= {f"head.{name}": value for name, value in retriever._head.head.state_dict().items()}
-    if la is None:
-        place.mkdir(parents=True, exist_ok=True)
-    else:
+    table = TensorTable()
+    place.mkdir(parents=True, exist_ok=True)
+    if la is not None:
         la.save_pretrained(place / POSTERIOR, overwrite=overwrite, **options)
     header = RetrieverHeader(
-        posterior="" if la is None else place_of(place / POSTERIOR).read().numbers.name,
+        posterior="" if la is None else state_checksum(place / POSTERIOR),
         rates=retriever.rates,
         labels=labels,
-        answered=rule.answered,
-        kept_back=rule.kept_back,
-        reasons=rule.reasons,
+        answered=retriever.answered,
+        reasons=retriever.reasons,
+        tree=packed(to_tree(tree), table, "retriever"),
     )
-    write_tensors(place / ARRAYS, header, tensors)
+    write_tensors(place / ARRAYS, header, table.tensors, follow=False)
     return place
 
 
@@ -128,35 +123,33 @@ def load(kind: type[_R], folder: Path | str, encoder: Any, index: Any, **options
 
     place = folder_path("folder", folder)
     header, tensors = read_tensors(place / ARRAYS, RetrieverHeader)
-    head = {name[5:]: value for name, value in tensors.items() if name.startswith("head.")}
-    if not header.posterior:
-        if encoder is not None:
-            raise InputError("encoder", "None, as this retriever is of embeddings", f"a {type(encoder).__name__}")
-        la, device = None, torch.device("cpu")
-    else:
-        if place_of(place / POSTERIOR).read().numbers.name != header.posterior:
+    classes = (Points, Rule, Regression, Embedded)
+    tree = from_tree(str(place / ARRAYS), unpacked(header.tree, tensors), classes)
+    la, device, head = None, torch.device("cpu"), tree["head"]
+    if header.posterior:
+        if state_checksum(place / POSTERIOR) != header.posterior:
             RetrieverHeader.refuse(str(place), "one with the posterior of another", RetrieverHeader.repaired_by)
-        if head:
+        if head is not None:
             encoder = Headed(torch.nn.Identity() if encoder is None else encoder, head["0.weight"].shape[1])
             encoder.head.load_state_dict(head)
             encoder.eval()
         la = load_pretrained(place / POSTERIOR, encoder, **options)
         device = la._device
-    arrays = {name: tensor.numpy() for name, tensor in tensors.items()}
-    held, truth = _restored("held_out", tensors, device)
+    elif encoder is not None:
+        raise InputError("encoder", "None, as this retriever is of embeddings", f"a {type(encoder).__name__}")
+
+    def moved(queries: Embedded) -> Embedded:
+        return replace(queries, directions=queries.directions.to(device))
+
     retriever = kind(la, **header.rates._asdict(), index=index)
-    retriever.la, retriever._held, retriever._truth = la, held, truth
-    retriever.head, retriever._head = bool(head), encoder if head else None
+    retriever.la, retriever._held, retriever._truth = la, moved(tree["held"]), tree["truth"]
+    retriever.head, retriever._head = head is not None, None if head is None else encoder
     retriever._codes = {name: code for code, name in enumerate(header.labels)}
-    retriever._gallery = Points(tensors["gallery"].to(device), tensors["classes"], arrays["identifiers"])
-    retriever._feedback = _restored("feedback", tensors, device) if "feedback.truth" in tensors else None
-    right, present = (
-        Regression(**{field.name: arrays[f"{name}.{field.name}"] for field in fields(Regression)})
-        for name in ("right", "present")
-    )
-    limit, present_limit, ceiling = arrays["limits"].tolist()
-    said = arrays["novelties"], header.rates.false_alarms, header.answered, header.kept_back, header.reasons
-    retriever._take(Rule(right, limit, present, present_limit, *said), ceiling)
+    retriever._gallery = tree["gallery"]._replace(directions=tree["gallery"].directions.to(device))
+    if tree["feedback"] is not None:
+        queries, truth = tree["feedback"]
+        retriever._feedback = moved(queries), truth
+    retriever._take(tree["rule"], tree["ceiling"])
     return retriever
 
 
@@ -167,21 +160,3 @@ def _plain_labels(retriever: Retriever) -> list[Any]:
             f"labels: a {type(odd[0]).__name__} cannot be saved, only numbers and strings. Give the fit texts instead."
         )
     return labels
-
-
-def _regressions(rule: Rule) -> dict[str, Tensor]:
-    return {
-        f"{name}.{field.name}": torch.from_numpy(getattr(regression, field.name))
-        for name, regression in (("right", rule.right), ("present", rule.present))
-        for field in fields(Regression)
-    }
-
-
-def _plain(name: str, queries: Embedded, truth: Tensor) -> dict[str, Tensor]:
-    numbers = {field.name: torch.as_tensor(getattr(queries, field.name)) for field in fields(Embedded)}
-    return {f"{name}.{key}": value for key, value in {**numbers, "truth": truth}.items()}
-
-
-def _restored(name: str, tensors: dict[str, Tensor], device: torch.device) -> tuple[Embedded, Tensor]:
-    directions, uncertainty, novelty = (tensors[f"{name}.{field.name}"] for field in fields(Embedded))
-    return Embedded(directions.to(device), uncertainty.numpy(), novelty.numpy()), tensors[f"{name}.truth"]

@@ -1,4 +1,4 @@
-"""Which part of the curvature is kept: how it adds up over points, and how its posterior is used."""
+"""The structures of the curvature: which part is kept, how it adds up over points, and how its posterior is used."""
 
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.structures.base import Clamped, Structure
@@ -13,15 +13,15 @@ STRUCTURES: dict[str, type[Structure]] = {kind.name: kind for kind in (Diagonal,
 
 
 def structure_of(name: object, argument: str = "structure", known: tuple[str, ...] | None = None) -> type[Structure]:
-    """Return the structure of a name.
+    """Return the structure with this name.
 
     Args:
         name: The name.
-        argument: Of the user's function, for the message.
-        known: Names that it may have; ``None`` for all.
+        argument: Name of the user's argument, for the message.
+        known: Allowed names; ``None`` for all.
 
     Raises:
-        InputError: There is none of this name.
+        InputError: There is no structure of this name.
     """
     names = tuple(STRUCTURES) if known is None else known
     if not isinstance(name, str) or name not in names:

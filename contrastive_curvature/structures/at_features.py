@@ -1,8 +1,7 @@
-"""How the outputs of a last linear layer spread at its features: all of a posterior that a prediction needs.
+"""How the outputs of a last linear layer spread at its features: the part of a posterior that a prediction needs.
 
-It is made once for a curvature, a prior and a temperature, and exported as it is
-(:mod:`contrastive_curvature.io.serving`). Each kind returns the parts of a spread of
-:mod:`contrastive_curvature.embedding.spread`.
+It is computed once for a curvature, a prior and a temperature, and :mod:`contrastive_curvature.io.serving` exports it
+unchanged. Each kind returns the fields of a spread of :mod:`contrastive_curvature.embedding.spread`.
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ AtFeatures = Callable[[Tensor], tuple[Any, ...]]
 
 @dataclass(frozen=True, eq=False)
 class DiagonalAtFeatures:
-    """Of independent weights.
+    """Spread of outputs with independent weights.
 
     Attributes:
-        variance: Of ``[W.flatten(), b]``, shape (P,).
+        variance: Variances of ``[W.flatten(), b]``, shape (P,).
         dim: Number D of outputs.
     """
 
@@ -40,15 +39,15 @@ class DiagonalAtFeatures:
 
 @dataclass(frozen=True, eq=False)
 class AxesAtFeatures:
-    """Of Kronecker factors: variances ``along (Q^T phi)^2 + across |phi - Q Q^T phi|^2 + bias`` on axes.
+    """Spread from Kronecker factors: variances ``along (Q^T phi)^2 + across |phi - Q Q^T phi|^2 + bias`` on axes.
 
     Attributes:
         axes: Eigenvectors of the curvature factor as columns, shape (D, D).
         basis: ``Q``, eigenvectors of the input factor as columns, shape (F, R).
-        along: Variances along both, shape (D, R).
-        across: Variances along an axis and perpendicular to ``Q``, shape (D,); ``None`` where ``Q`` is complete.
-        bias: Variances of the bias along the axes, shape (D,), where they are the eigenvectors of its block, too.
-        common: Covariance of the bias, shape (D, D), where it has other ones.
+        along: Variances along each axis and each column of ``Q``, shape (D, R).
+        across: Variances along each axis and perpendicular to ``Q``, shape (D,); ``None`` if ``Q`` is complete.
+        bias: Variances of the bias along the axes, shape (D,), if the axes are also the eigenvectors of its block.
+        common: Covariance of the bias, shape (D, D), if its block has other eigenvectors.
     """
 
     axes: Tensor
@@ -62,7 +61,7 @@ class AxesAtFeatures:
     def of(
         cls, axes: Tensor, basis: Tensor, along: Tensor, across: Tensor | None, bias: tuple[Tensor, Tensor] | None
     ) -> AxesAtFeatures:
-        """Return the spread; ``bias`` has the eigenvectors of the bias's block, and its variances along them."""
+        """Build the spread; ``bias`` holds the eigenvectors of the bias's block, and the variances along them."""
         if bias is None:
             return cls(axes, basis, along, across)
         vectors, variances = bias[0], bias[1].to(axes)
@@ -77,7 +76,7 @@ class AxesAtFeatures:
     @full_precision
     def __call__(self, phi: Tensor) -> tuple[Tensor, Tensor, Tensor | None, torch.dtype]:
         """Return axes (D, D), variances along them (B, D), the covariance of the bias and the dtype, at features."""
-        # An encoder that was converted after the fit has features of another dtype.
+        # An encoder converted after the fit has features of another dtype.
         wide = phi.to(self.basis.dtype)
         coordinates = wide @ self.basis
         squares = coordinates.square()
@@ -90,10 +89,10 @@ class AxesAtFeatures:
 
 @dataclass(frozen=True, eq=False)
 class DenseAtFeatures:
-    """Of dependent weights.
+    """Spread of outputs with dependent weights.
 
     Attributes:
-        covariance: Of ``[W.flatten(), b]``, shape (P, P), float64.
+        covariance: Covariance of ``[W.flatten(), b]``, shape (P, P), float64.
         dim: Number D of outputs.
     """
 

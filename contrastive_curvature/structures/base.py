@@ -1,8 +1,8 @@
-"""What every structure of a curvature has in common: it adds up over points, and its positive part is used in a basis.
+"""The base of all structures: a curvature adds up over points, and its positive part is used in a basis.
 
-A structure says which part of ``J^T H J`` (P, P) is kept. Its sums over points are the fields of a :class:`Structure`;
-clamped and decomposed they are a :class:`Clamped`, which answers every question about the posterior with the precision
-``factor * H + prior``. To add a structure, write one class of each, and name the first one in
+A structure defines which part of ``J^T H J`` (P, P) is kept. The fields of a :class:`Structure` are its sums over
+points. The clamped and decomposed sums are a :class:`Clamped`, which computes all results for the posterior with the
+precision ``factor * H + prior``. To add a structure, write a subclass of each, and add the first one to
 :data:`contrastive_curvature.structures.STRUCTURES`.
 """
 
@@ -30,13 +30,13 @@ class Structure(ABC):
     """Sums over points, not clamped: tensors, or lists of lists of them.
 
     Attributes:
-        name: What users call it.
+        name: Name for users.
         couples: Whether cross terms between points are kept. Kronecker factors leave them out.
-        weights: Values of ``subset_of_weights`` that have it.
-        adds: Whether the sums of two data sets, or of two parts of one, add up.
-        mc_estimable: Whether the option ``mc_samples`` has an unbiased estimate of it.
-        priors: Priors that it has room for: one number, one a parameter tensor, or one a parameter.
-        options: Names of arguments of :meth:`clamped` that users may give.
+        weights: Values of ``subset_of_weights`` that support it.
+        adds: Whether the sums of two data sets, or of two parts of one, can be added.
+        mc_estimable: Whether the option ``mc_samples`` gives an unbiased estimate of it.
+        priors: Supported priors: one number, one for each parameter tensor, or one for each parameter.
+        options: Names of arguments of :meth:`clamped` that users may set.
     """
 
     name: ClassVar[str]
@@ -49,12 +49,12 @@ class Structure(ABC):
 
     @classmethod
     def term(cls, pullback: Pullback, context: Any, blocks: Blocks) -> Self:
-        """Return what points add, each by itself: ``sum_i J_i^T H_ii J_i``."""
+        """Return the sum over single points, ``sum_i J_i^T H_ii J_i``."""
         raise NotImplementedError
 
     @classmethod
     def coupled_term(cls, pullback: Pullback, context: Any, hessian: OutputHessian) -> Self:
-        """Return what points add that are coupled with each other alone: ``sum_ij J_i^T H_ij J_j``."""
+        """Return the sum over points that are coupled only with each other, ``sum_ij J_i^T H_ij J_j``."""
         return cls.term(pullback, context, hessian.blocks)
 
     @classmethod
@@ -85,7 +85,7 @@ class Structure(ABC):
 
     @abstractmethod
     def plain(self) -> Any:
-        """Return the unclamped curvature as laplace-torch has it."""
+        """Return the unclamped curvature in laplace-torch's form."""
 
     def positive(self) -> Self:
         """Return the positive semidefinite part as sums again; online training adds up clamped curvatures."""
@@ -100,7 +100,7 @@ class Structure(ABC):
         return self.map(lambda tensor: number * tensor)
 
     def map(self, change: Callable[..., Tensor], *others: Self) -> Self:
-        """Return the same structure with a function of every tensor, and of its counterparts in others."""
+        """Return the same structure with ``change`` applied to every tensor and its counterparts in ``others``."""
         parts = [[getattr(one, field.name) for one in (self, *others)] for field in fields(self)]
         return replace(self, **{f.name: _mapped(change, *part) for f, part in zip(fields(self), parts, strict=True)})
 
@@ -111,7 +111,7 @@ class Structure(ABC):
     def shapes(self, room: Room) -> dict[str, Any]:
         """Return the shapes that the fields of a curvature from a file must have, by name.
 
-        ``None`` is any length, and a dtype is one number of it.
+        ``None`` is any length, and a dtype is a single number of this dtype.
         """
         del room
         return {}
@@ -122,16 +122,16 @@ class Structure(ABC):
         return self.map(lambda _: next(given))
 
     def __add__(self, other: Self) -> Self:
-        """Return the sum over the points of both."""
+        """Return the sum over the points of both structures."""
         return self.map(lambda one, two: one + two.to(one.device), other)
 
 
 class Room(NamedTuple):
-    """What a curvature from a file has to fit.
+    """Sizes that a curvature from a file must match.
 
     Args:
-        parameters: Of the posterior.
-        rank: Option of the structures that have one.
+        parameters: Parameters of the posterior.
+        rank: The option ``rank``, for structures that have it.
     """
 
     parameters: list[Tensor]
@@ -144,12 +144,12 @@ class Room(NamedTuple):
 
 
 class Against(NamedTuple):
-    """A curvature and a prior precision that are diagonal in one basis: both times ``scale`` on either side.
+    """A curvature and a prior precision, diagonal in one basis; both are multiplied by ``scale`` on either side.
 
     Args:
         basis: The curvature ``scale H scale`` in its eigenbasis.
-        prior: ``scale * prior * scale`` there, shape (K,).
-        scale: A number, or one a weight, shape (P,).
+        prior: ``scale * prior * scale`` in this basis, shape (K,).
+        scale: One number, or one for each weight, shape (P,).
     """
 
     basis: Clamped
@@ -161,11 +161,11 @@ class Against(NamedTuple):
 class Clamped(ABC):
     """A curvature ``H = B diag(values) B^T`` (P, P), positive semidefinite, with ``B B^T = I``.
 
-    A structure that has another basis for every prior overrides :meth:`against`; one that has a closed form for a last
+    A structure whose basis depends on the prior overrides :meth:`against`; a structure with a closed form for a last
     layer overrides :meth:`at_features`.
 
     Attributes:
-        values: Eigenvalues, not negative, shape (K,), K = P unless ``times`` says otherwise.
+        values: Eigenvalues, not negative, shape (K,); K = P unless :attr:`times` differs from 1.
         sizes: Numbers of entries of the parameter tensors, P in all.
     """
 
@@ -174,12 +174,12 @@ class Clamped(ABC):
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the numbers that :meth:`into` and :meth:`out_of` compute with."""
+        """Dtype in which :meth:`into` and :meth:`out_of` compute."""
         return self.values.dtype
 
     @property
     def times(self) -> Tensor | float:
-        """How many eigenvalues each of the values stands for, a number or shape (K,)."""
+        """Multiplicity of each eigenvalue, a number or shape (K,)."""
         return 1.0
 
     @abstractmethod
@@ -188,26 +188,26 @@ class Clamped(ABC):
 
     @abstractmethod
     def out_of(self, x: Tensor) -> Tensor:
-        """Return ``B x`` (..., P) of rows (..., K), as :meth:`into` gives them."""
+        """Return ``B x`` (..., P) of rows (..., K) in the basis."""
 
     @abstractmethod
     def diagonal(self) -> Tensor:
         """Return the diagonal of ``H``, shape (P,)."""
 
     def plain(self) -> Any:
-        """Return ``H`` as laplace-torch has it, or the object itself."""
+        """Return ``H`` in laplace-torch's form, or the object itself."""
         return self
 
     def against(self, prior: Tensor) -> Against:
         """Return a basis that makes the prior precision diagonal too.
 
         Args:
-            prior: One number, one a parameter tensor, or one a parameter.
+            prior: One number, one for each parameter tensor, or one for each parameter.
         """
         return Against(self, of_each_weight(prior, self.sizes), 1.0)
 
     def precision(self, prior: Tensor, factor: float | Tensor) -> Tensor:
-        """Return the eigenvalues of ``factor * H + prior``, shape (K,), for a prior as :meth:`against` gives it."""
+        """Return the eigenvalues of ``factor * H + prior``, shape (K,), for the prior of :meth:`against`."""
         return factor * self.values + prior
 
     def effective_parameters(self, prior: Tensor) -> float:
@@ -220,7 +220,7 @@ class Clamped(ABC):
         return float((basis.times * basis.values.double() / torch.where(total > 0, total, 1)).sum())
 
     def log_det_ratio(self, prior: Tensor, factor: float | Tensor) -> Tensor:
-        """Return the log determinant of the posterior precision over that of the prior; differentiable in the prior."""
+        """Return the log of det(posterior precision) / det(prior precision); differentiable in the prior."""
         basis, d, _ = self.against(prior.double())
         return (basis.times * (basis.precision(d, factor) / d).log()).sum().to(prior)
 
@@ -253,31 +253,31 @@ class Clamped(ABC):
         return (moved.square() @ basis.precision(d, factor).to(moved)).to(delta)
 
     def posterior_precision(self, prior: Tensor, factor: float | Tensor) -> Any:
-        """Return ``factor * H + prior`` as laplace-torch has it; by default the matrix (P, P)."""
+        """Return ``factor * H + prior`` in laplace-torch's form; by default the matrix (P, P)."""
         basis, d, scale = self.against(prior)
         turned = basis.into(torch.eye(sum(self.sizes), dtype=basis.dtype, device=self.values.device) / scale)
         return (turned * basis.precision(d, factor).to(turned)) @ turned.T
 
     def variances(self, prior: Tensor, factor: float | Tensor) -> Tensor | None:
-        """Return the posterior variances (P,) of independent weights; ``None`` where weights depend on each other."""
+        """Return the posterior variances (P,) of independent weights; ``None`` if weights depend on each other."""
         del prior, factor
         return None
 
     def at_features(self, dim: int, prior: Tensor, factor: float | Tensor) -> AtFeatures:
-        """Return what gives the spread of the ``dim`` outputs of a last linear layer at its features."""
+        """Return a function from the features of a last linear layer to the spread of its ``dim`` outputs."""
         eye = torch.eye(sum(self.sizes), dtype=torch.float64, device=self.values.device)
         return DenseAtFeatures(self.covariance(eye, prior, factor), dim)
 
 
 def added(one: _S | None, other: _S | None) -> _S | None:
-    """Return the sum of two structures, of which either may be missing."""
+    """Return the sum of two structures; either may be missing."""
     if one is None or other is None:
         return other if one is None else one
     return one + other
 
 
 def of_each_weight(prior: Tensor, sizes: list[int]) -> Tensor:
-    """Return the prior precision of every weight (P,), from one number, one a parameter tensor, or one a weight."""
+    """Return the prior precision of every weight (P,), from one number, one for each tensor, or one for each weight."""
     if 1 < prior.numel() == len(sizes) < sum(sizes):
         return prior.reshape(-1).repeat_interleave(torch.tensor(sizes, device=prior.device))
     return prior.reshape(-1).expand(sum(sizes))

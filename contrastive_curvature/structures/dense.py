@@ -1,8 +1,7 @@
 """The whole curvature as a matrix. Exact for every fix, for up to some thousands of weights.
 
-It is decomposed in float64, whatever the encoder's precision. The precision ``factor * H + prior`` has eigenvalues from
-the prior's to those of the curvature, which goes with ``1 / norm^2`` of the outputs: where outputs are short, float32
-cannot hold that range.
+It is always decomposed in float64. The eigenvalues of the precision ``factor * H + prior`` range from the prior to the
+largest curvature, which grows with ``1 / norm^2`` of the outputs. For short outputs, float32 cannot hold this range.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _MOST_ROUNDING = 0.5
 
 @dataclass(frozen=True, eq=False)
 class Dense(Structure):
-    """The matrix, shape (P, P); symmetric once all of it is there."""
+    """The matrix, shape (P, P); symmetric once it is complete."""
 
     name = "full"
     weights = ("last_layer", "all", "subnetwork")
@@ -83,8 +82,8 @@ class ClampedDense(Clamped):
     """Eigenvectors of the matrix.
 
     Attributes:
-        vectors: As columns, shape (P, P), float64.
-        summed: Dtype that the curvature was summed in.
+        vectors: Eigenvectors as columns, shape (P, P), float64.
+        summed: Dtype in which the curvature was summed.
     """
 
     vectors: Tensor
@@ -99,7 +98,7 @@ class ClampedDense(Clamped):
         return x @ self.vectors.T
 
     def against(self, prior: Tensor) -> Against:
-        """See :meth:`Clamped.against`; one decomposition for every prior that is not one number."""
+        """See :meth:`Clamped.against`; every prior that is not one number needs its own decomposition."""
         d = of_each_weight(prior.double(), self.sizes)
         if prior.numel() == 1:
             return Against(self, d, 1.0)
@@ -130,7 +129,7 @@ class ClampedDense(Clamped):
         return super().posterior_precision(prior, factor).to(self.summed)
 
     def warn_of_rounding(self, prior: Tensor, factor: float | Tensor) -> None:
-        """Warn where the curvature, summed in the encoder's dtype, has rounding errors of the size of the prior."""
+        """Warn if the curvature, summed in the encoder's dtype, has rounding errors as large as the prior."""
         rounding = torch.finfo(self.summed).eps * float(factor * self.diagonal().max())
         part = rounding / float(prior.min())
         if part > _MOST_ROUNDING:

@@ -1,4 +1,4 @@
-"""The diagonal of the curvature: independent weights. Exact for every fix, as all of its entries are."""
+"""The diagonal of the curvature: independent weights. Every entry is exact for every fix."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Diagonal(Structure):
 
 @dataclass(frozen=True, eq=False)
 class ClampedDiagonal(Clamped):
-    """The basis is that of the weights themselves."""
+    """A diagonal curvature; its basis is the weights themselves."""
 
     @override
     def into(self, v: Tensor) -> Tensor:
@@ -94,7 +94,7 @@ class ClampedDiagonal(Clamped):
         return self.values
 
     def posterior_precision(self, prior: Tensor, factor: float | Tensor) -> Tensor:
-        """See :meth:`Clamped.posterior_precision`; its diagonal, shape (P,)."""
+        """See :meth:`Clamped.posterior_precision`; returns the diagonal, shape (P,)."""
         return self.precision(of_each_weight(prior, self.sizes), factor)
 
     @override

@@ -1,4 +1,4 @@
-"""The leading eigenpairs of the curvature over a whole data set, found by products with it; they do not add up."""
+"""The leading eigenpairs of the curvature over a whole data set, from products with it; they cannot be added."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class ClampedEigenpairs(Clamped):
 
     @property
     def times(self) -> Tensor:
-        """See :attr:`Clamped.times`; the P columns of the complement stand for P - R eigenvalues."""
+        """See :attr:`Clamped.times`; the P columns of the complement count as P - R eigenvalues."""
         total, rank = self.vectors.shape
         times = torch.ones_like(self.values)
         times[rank:] = 1 - rank / total
@@ -71,7 +71,7 @@ class ClampedEigenpairs(Clamped):
         return along @ self.vectors.T + across
 
     def against(self, prior: Tensor) -> Against:
-        """See :meth:`Clamped.against`; one decomposition of R columns for every prior that is not one number."""
+        """See :meth:`Clamped.against`; every prior that is not one number needs its own decomposition of R columns."""
         d, rank = of_each_weight(prior, self.sizes), self.vectors.shape[1]
         if prior.numel() == 1:
             return Against(self, d[:1].expand(len(self.values)), 1.0)
@@ -87,7 +87,7 @@ class ClampedEigenpairs(Clamped):
         return self.vectors.square() @ self.values[: self.vectors.shape[1]]
 
     def posterior_precision(self, prior: Tensor, factor: float | Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """See :meth:`Clamped.posterior_precision`; eigenvectors and eigenvalues, and the prior of every weight."""
+        """See :meth:`Clamped.posterior_precision`; returns the eigenpairs, and the prior of every weight."""
         vectors, values = self.plain()
         return (vectors, factor * values), of_each_weight(prior, self.sizes)
 

@@ -1,4 +1,4 @@
-"""Curvatures as numbers: finite or refused by layer and batch, and decomposed."""
+"""Numerical helpers for curvatures: a check for NaN and infinity that names layer and batch, and decompositions."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def all_finite(tensors: list[Tensor]) -> Tensor:
 
 
 def sum_is_finite(tensors: list[Tensor]) -> Tensor:
-    """Return whether the sum of all entries is finite, in a third of the time; only then all entries certainly are."""
+    """Return whether the sum of all entries is finite, in a third of the time; if so, all entries are finite."""
     return torch.stack([tensor.sum() for tensor in tensors]).sum().isfinite()
 
 
@@ -29,8 +29,8 @@ def check_finite(curvature: Any, pullback: Pullback, where: str) -> None:
 
     Args:
         curvature: (P,), (P, P), or a list of tensors for every parameter.
-        pullback: Knows the names of the parameters.
-        where: What the numbers come from, for the message.
+        pullback: Pullback that knows the names of the parameters.
+        where: Origin of the numbers, for the message.
     """
     tensors = [curvature] if isinstance(curvature, Tensor) else [factor for group in curvature for factor in group]
     if bool(sum_is_finite(tensors)) or bool(all_finite(tensors)):

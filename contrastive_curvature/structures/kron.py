@@ -1,9 +1,9 @@
 """Kronecker factors: the curvature of a layer's weight as ``G (x) A`` (K-FAC).
 
-``A`` is the mean of ``a a^T`` over the inputs ``a`` of the layer (of a convolution, over the positions of a point and
+``A`` is the mean of ``a a^T`` over the inputs ``a`` of the layer (for a convolution, over the positions of a point and
 then over points), and ``G = sum_i B_i^T H_ii B_i`` with the Jacobian ``B_i`` of the raw outputs with respect to the
-layer's outputs (:mod:`contrastive_curvature.network.layerwise`). Cross terms between points are left out, which
-overstates the curvature of coupled fixes several times (``docs/theory.md``).
+layer's outputs (:mod:`contrastive_curvature.network.layerwise`). Cross terms between points are left out, so the
+curvature of coupled fixes is several times too large (``docs/theory.md``).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Kron(Structure):
     """Factors of every parameter.
 
     Attributes:
-        factors: ``[G, sum_i a_i a_i^T]`` of a matrix, ``[block]`` of a vector; ``KronLowRank`` has two parts for the
-            inputs, so they are read as ``[g, *moment]``.
+        factors: ``[G, sum_i a_i a_i^T]`` for a matrix, ``[block]`` for a vector; ``KronLowRank`` has two parts for the
+            inputs, so the code reads them as ``[g, *moment]``.
         points: Number of points behind the sums over inputs, shape ().
     """
 
@@ -51,11 +51,11 @@ class Kron(Structure):
         return replace(self, factors=[[clamped_matrix(g), *moment] for g, *moment in self.factors])
 
     def traces(self) -> Tensor:
-        """See :meth:`Structure.traces`; the traces of the curvature factors, whose sign does not count."""
+        """See :meth:`Structure.traces`; absolute traces of the curvature factors."""
         return torch.stack([group[0].diagonal().abs().sum() for group in self.factors])
 
     def scaled(self, number: float | Tensor) -> Self:
-        """See :meth:`Structure.scaled`; the number belongs to one of the two factors."""
+        """See :meth:`Structure.scaled`; the number multiplies only one of the two factors."""
         return replace(self, factors=[[number * g, *moment] for g, *moment in self.factors])
 
     @override
@@ -83,8 +83,8 @@ class ClampedKron(Clamped):
     """Eigenvectors and eigenvalues of all factors.
 
     Attributes:
-        eigenvalues: Of each factor, not negative, ascending.
-        vectors: Of each factor, as columns.
+        eigenvalues: Eigenvalues of each factor, not negative, ascending.
+        vectors: Eigenvectors of each factor, as columns.
     """
 
     eigenvalues: list[list[Tensor]]
@@ -128,7 +128,7 @@ class ClampedKron(Clamped):
 
 
 def _rows(p: Tensor, group: Sequence[Any]) -> tuple[int, ...]:
-    """Return the rows of the factors of a parameter: two whose product is the number of entries, or its own."""
+    """Return the rows of each factor of a parameter; their product is the number of entries of the parameter."""
     if len(group) == 1:
         return (p.numel(),)
     rows = len(group[0])
@@ -136,5 +136,5 @@ def _rows(p: Tensor, group: Sequence[Any]) -> tuple[int, ...]:
 
 
 def _outer(groups: list[list[Tensor]]) -> Tensor:
-    """Return the outer products of the vectors of every group, joined."""
+    """Return the outer product of the vectors in every group, concatenated."""
     return torch.cat([group[0] if len(group) == 1 else torch.outer(*group).flatten() for group in groups])

@@ -1,10 +1,10 @@
 """Kronecker factors of a last layer at any number of features: the input factor is of low rank, with an isotropic rest.
 
 In the eigenbasis ``u_j (x) q_k`` of the factors ``G`` and ``A = Q diag(l) Q^T + rho (I - Q Q^T)`` the precision has the
-eigenvalues ``g_j l_k + prior``, and ``g_j rho + prior`` on all of the orthogonal complement of the ``q_k``. No matrix
-of the size of the features squared is formed. ``Q`` and ``l`` are leading eigenvectors and eigenvalues of the mean
-``phi phi^T`` of the features, ``rho`` is the mean of its other eigenvalues, as in probabilistic principal component
-analysis (Tipping and Bishop, 1999). They come from a sketch of ``A`` (:mod:`contrastive_curvature.network.last_layer`).
+eigenvalues ``g_j l_k + prior``, and ``g_j rho + prior`` on the whole orthogonal complement of the ``q_k``. No matrix
+(F, F) of the features is formed. ``Q`` and ``l`` are leading eigenvectors and eigenvalues of the mean ``phi phi^T`` of
+the features, ``rho`` is the mean of the other eigenvalues, as in probabilistic principal component analysis (Tipping
+and Bishop, 1999). They come from a sketch of ``A`` (:mod:`contrastive_curvature.network.last_layer`).
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ class KronLowRank(Kron):
         """See :meth:`Structure.clamped`.
 
         Args:
-            sizes: Of the weight, and of the bias.
-            rank: Number R of eigenvectors of the input factor that are kept; ``None`` chooses it from the spectrum.
+            sizes: Numbers of entries of the weight and of the bias.
+            rank: Number R of eigenvectors of the input factor to keep; ``None`` chooses it from the spectrum.
         """
         (g, sketch, trace), *rest = self.plain()
         of_g, axes = _positive_eigenpairs(g)
@@ -59,13 +59,13 @@ class KronLowRank(Kron):
 
 @dataclass(frozen=True, eq=False)
 class ClampedKronLowRank(Clamped):
-    """The columns of ``B`` are ``u_j (x) q_k``, then ``u_j (x) (I - Q Q^T)``, F columns of rank F - R, then the bias's.
+    """The columns of ``B``: ``u_j (x) q_k``, then ``u_j (x) (I - Q Q^T)``, F columns of rank F - R, then the bias.
 
-    So ``B B^T`` is the identity, and every function of ``H`` is that of the values in this basis.
+    So ``B B^T`` is the identity, and a function of ``H`` is the same function of the values in this basis.
 
     Attributes:
-        of_g: Eigenvalues of ``G``, not negative, shape (D,), float64, as are ``values``.
-        axes: Its eigenvectors ``u_j`` as columns, shape (D, D).
+        of_g: Eigenvalues of ``G``, not negative, shape (D,); float64, like ``values``.
+        axes: Eigenvectors ``u_j`` of ``G`` as columns, shape (D, D).
         inputs: The input factor ``A``.
         bias: Eigenvectors of the bias's block as columns, shape (D, D), or ``None`` without a bias.
     """
@@ -87,7 +87,7 @@ class ClampedKronLowRank(Clamped):
 
     @property
     def times(self) -> Tensor:
-        """See :attr:`Clamped.times`; the F columns of the complement stand for F - R eigenvalues."""
+        """See :attr:`Clamped.times`; the F columns of the complement count as F - R eigenvalues."""
         along, across, bias = self._split(torch.ones_like(self.values))
         return self._joined(along, across * (1 - self.rank / self._width), bias)
 
@@ -134,7 +134,7 @@ class ClampedKronLowRank(Clamped):
         return len(self.inputs.vectors)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return coordinates (..., D, R), those in the complement (..., D, F) or (..., D, 0), and those of the bias."""
+        """Return coordinates (..., D, R), coordinates in the complement (..., D, F) or (..., D, 0), and of the bias."""
         dim = len(self.axes)
         width = self._width if self.rank < self._width else 0
         sizes = [dim * self.rank, dim * width, x.shape[-1] - dim * (self.rank + width)]

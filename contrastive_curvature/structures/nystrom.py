@@ -1,9 +1,9 @@
-"""The leading eigenvectors of a positive semidefinite matrix from its sketch, the rest isotropic.
+"""The leading eigenvectors of a positive semidefinite matrix from its sketch, with an isotropic rest.
 
-The single-pass Nystrom approximation (Tropp, Yurtsever, Udell and Cevher, 2017, "Fixed-rank approximation of a positive
-semidefinite matrix from streaming data", algorithm 3) with the stabilising shift, in float64. What the leading
-eigenvectors leave of the trace is spread evenly over the orthogonal complement, which is the maximum-likelihood
-estimate of probabilistic principal component analysis (Tipping and Bishop, 1999).
+This is the single-pass Nystrom approximation (Tropp, Yurtsever, Udell and Cevher, 2017, "Fixed-rank approximation of a
+positive semidefinite matrix from streaming data", algorithm 3) with the stabilising shift, in float64. The rest of the
+trace is spread evenly over the orthogonal complement, the maximum-likelihood estimate of probabilistic principal
+component analysis (Tipping and Bishop, 1999).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ class LowRankMoment(NamedTuple):
 
 
 def choose_rank(values: Tensor, trace: Tensor) -> int:
-    """Return the smallest rank that leaves :data:`LEFT_OVER` of what the first eigenvector leaves, up to MOST_RANK.
+    """Return the smallest rank whose rest is at most LEFT_OVER of the trace without the first eigenvalue.
 
-    The first eigenvector does not count, because the mean of the features, or one large feature, may make up nearly all
-    of the trace and would hide the spectrum of the others.
+    The rank is at most MOST_RANK. The first eigenvalue does not count, because the mean of the features, or one large
+    feature, may contribute almost the whole trace and hide the other eigenvalues.
     """
     left = trace - values[:MOST_RANK].cumsum(0)
     return min(len(left), 1 + int((left > LEFT_OVER * left[0]).sum()))
@@ -57,7 +57,7 @@ def low_rank_moment(sketch: Tensor, trace: Tensor, rank: int | None) -> LowRankM
         rank = width if width <= EXACT_WIDTH else choose_rank(values, total)
     rank = min(rank, width)
     values = values[:rank]
-    # Only the columns that are kept are computed.
+    # Only the kept columns are computed.
     vectors = basis[:, :rank] if turn is None else basis @ turn[:, :rank]
     rest = (total - values.sum()).clamp(min=0) / max(1, width - rank) if rank < width else torch.zeros_like(total)
     return LowRankMoment(vectors.to(sketch.dtype).contiguous(), values, rest)
@@ -74,7 +74,7 @@ def _nystrom(sketch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     if not bool(sketch.isfinite().all()):
         raise InputError("curvature", "finite numbers", "NaN or infinity")
     width, size = sketch.shape
-    # The test matrix as it was in the product, with its rounding.
+    # The test matrix with the same rounding as in the sketch.
     omega = sketch_matrix(width, size, sketch.dtype, sketch.device).double()
     wide = sketch.double()
     scale = wide.norm()
@@ -102,14 +102,14 @@ def _by_qr(moved: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _by_gram(moved: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the same as :func:`_by_qr` from products of matrices alone, several times faster.
+    """Return the same as :func:`_by_qr`, but only with matrix products, several times faster.
 
-    It squares a condition number. For sketches in float32 that is harmless: their shift, 1e-5 and more, bounds the
-    squared singular values from below, and float64 has 1e-16.
+    It squares a condition number. This is harmless for sketches in float32: their shift, at least 1e-5, is a lower
+    bound of the squared singular values, and the precision of float64 is 1e-16.
     """
     inner = torch.linalg.solve_triangular(factor.T, moved.T @ moved, upper=False)
     inner = torch.linalg.solve_triangular(factor, inner, upper=True, left=False)
     values, vectors = (part.flip(-1) for part in eigenpairs((inner + inner.T) / 2))
-    # Against rounding of the smallest; they are as large as the shift in exact arithmetic.
+    # A guard against rounding; in exact arithmetic the smallest values are at least the shift.
     values = values.clamp(min=torch.finfo(values.dtype).eps * float(values[0]))
     return moved, torch.linalg.solve_triangular(factor, vectors, upper=True) / values.sqrt(), values

@@ -1,8 +1,8 @@
-"""What proves a backend or a loss right, ours or anybody's: the oracle, small networks, and the contract.
+"""Tests for backends and losses, ours or yours: the oracle, small networks, and the contract.
 
-A loss of one's own is tested by ``check_loss(MyLoss())`` (needs pytest and Hypothesis, extra ``test``).
+``check_loss(MyLoss())`` tests your own loss (needs pytest and Hypothesis, extra ``test``).
 
-A third party tests an adapter by inheriting :class:`BackendContract` (needs pytest and Hypothesis, extra ``test``)::
+To test your own adapter, inherit from :class:`BackendContract` (needs pytest and Hypothesis, extra ``test``)::
 
     from contrastive_curvature.testing import BackendContract
 

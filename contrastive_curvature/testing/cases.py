@@ -1,4 +1,4 @@
-"""What the property tests draw: points, pairs, options and small networks. Everything is float64 and seeded."""
+"""Random cases for the property tests: points, pairs, options and small networks. All are float64 and seeded."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ class Case:
 
     @property
     def given(self) -> dict[str, Any]:
-        """Where the pairs come from."""
+        """Labels and pairs."""
         return {"labels": self.labels, "pairs": self.pairs}
 
     @property
     def all(self) -> dict[str, Any]:
-        """Pairs and options."""
+        """Labels, pairs and options."""
         return {**self.given, **self.options}
 
     def to(self, device: str) -> Case:
-        """The same on another device."""
+        """Return the case on another device."""
         pairs = self.pairs
         if isinstance(pairs, tuple):
             pairs = tuple(t.to(device) for t in pairs)
@@ -47,7 +47,7 @@ class Case:
 
 
 def close(a: Tensor, b: Tensor, scale: Tensor | float | None = None, tolerance: float = 1e-10) -> bool:
-    """Largest error relative to the largest entry; ``scale`` when the truth may be a cancellation to zero."""
+    """Return whether the error is small relative to the largest entry, or to ``scale`` if ``b`` may cancel to zero."""
     size = max(float(b.abs().max()) if b.numel() else 0.0, float(scale or 0.0))
     error = float((a - b).abs().max()) if b.numel() else 0.0
     return a.shape == b.shape and error <= tolerance * size + 1e-300
@@ -65,7 +65,7 @@ options = st.fixed_dictionaries(
 
 
 def relate_by_remainder(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """A symmetric relation with pairs that are neither."""
+    """Return a symmetric relation in which some pairs are neither positive nor negative."""
     gap = (a[:, None] - b[None, :]).abs() % 4
     return gap == 0, gap == 1
 
@@ -74,7 +74,7 @@ def relate_by_remainder(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 def pair_kinds(
     draw: st.DrawFn, n: int, generator: torch.Generator, by_target: bool = False
 ) -> tuple[Tensor | None, Any]:
-    """Labels (from one class to all different), triplets and 4-tuples with repetitions, masks, or a callable."""
+    """Draw labels (from one class to all different), triplets or 4-tuples with repetitions, masks, or a callable."""
     kinds = ("labels", "callable", "no positives", "triplets", "quadruples", "masks")
     kind = draw(st.sampled_from(kinds[:3] if by_target else kinds))
     classes = draw(st.integers(1, 3))
@@ -101,7 +101,7 @@ def network_cases(
     by_target: bool = False,
     min_points: int = 1,
 ) -> tuple[nn.Module, Tensor, Case]:
-    """A network, its inputs, and the pairs of its outputs; ``by_target``: only pairs that a loader can carry."""
+    """Draw a network, its inputs, and the pairs of its outputs; ``by_target``: only pairs that a loader can carry."""
     n, dim = draw(st.integers(min_points, max_points)), draw(st.integers(1, 3))
     seed = draw(st.integers(0, 2**16))
     torch.manual_seed(seed)
@@ -114,7 +114,7 @@ def network_cases(
 
 
 def truth_and_size(model: nn.Module, x: Tensor, case: Case) -> tuple[Tensor, float]:
-    """The dense curvature (P, P) by the oracle, and the size of the terms that may cancel in it."""
+    """Return the dense curvature (P, P) by the oracle, and the size of the terms that may cancel in it."""
     truth = dense_ggn(model, x, **case.all)
     listed = list_pairs(len(x), case.labels, case.pairs)
     weights = pair_weights(listed, case.options["negative_weight"], case.options["normalization"])

@@ -1,7 +1,7 @@
 """The contract of a backend, as a test class to inherit.
 
-Property-based: Hypothesis draws the network, the points, the pairs and the options; float64 and float32, on every
-device there is.
+The tests are property-based: Hypothesis draws the network, the points, the pairs and the options, in float64 and
+float32, on every available device.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ __all__ = ["DEVICES", "BackendContract", "make_backend"]
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 """The devices that tests run on."""
 
-# Every adapter inherits the same functions, which Hypothesis would report.
+# Without this, Hypothesis would report that adapters inherit the same functions.
 _shared = settings(suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow], deadline=None)
 _few = settings(
     suppress_health_check=[HealthCheck.differing_executors, HealthCheck.too_slow, HealthCheck.filter_too_much],
@@ -68,14 +68,14 @@ _Drawn = tuple[nn.Module, Tensor, Case]
 
 @pytest.mark.parametrize("device", DEVICES)
 class BackendContract:
-    """Inherit, name the backend, and say which networks it refuses.
+    """The contract of a backend: inherit, set ``backend``, and list the networks that it refuses.
 
     Attributes:
         backend: The backend's class.
         refused: Kinds of networks (:data:`~contrastive_curvature.testing.NETWORKS`) that it refuses with an
             ``UnsupportedError`` that names ``ContrastiveGGN``.
-        refused_kron: Further kinds for which it has no Kronecker factors of all parameters.
-        options: Backend options of its own.
+        refused_kron: Other kinds for which it has no Kronecker factors of all parameters.
+        options: Additional options of the backend.
     """
 
     backend: ClassVar[type[ContrastiveBackend]]
@@ -83,12 +83,12 @@ class BackendContract:
     refused_kron: ClassVar[frozenset[str]] = frozenset()
     options: ClassVar[dict[str, Any]] = {}
 
-    # Numbers: everything that is called exact, against the oracle, for drawn networks, pairs and options.
+    # Numbers: every exact result against the oracle, for drawn networks, pairs and options.
 
     @_shared
     @given(data=st.data())
     def test_numbers_are_exact(self, data: st.DataObject, device: str) -> None:
-        """Of all parameters, the last layer and a subnetwork; and eigenpairs of all parameters."""
+        """Check all parameters, the last layer and a subnetwork, and eigenpairs of all parameters."""
         drawn = self._draw(data)
         truth, size, scale = self._truth(drawn)
         jacobian, coupled = dense_jacobian(*drawn[:2]), fittable(drawn[2])
@@ -104,7 +104,7 @@ class BackendContract:
     @_shared
     @given(data=st.data())
     def test_kron_factors(self, data: st.DataObject, device: str) -> None:
-        """Exact where K-FAC is (one point; blocks), and everywhere the same factors as the reference backend's."""
+        """Check factors where K-FAC is exact (one point; blocks), and everywhere against the reference backend."""
         drawn = self._draw(data, without=self.refused_kron)
         truth, size, scale = self._truth(drawn)
         model, points, case = drawn
@@ -126,7 +126,7 @@ class BackendContract:
     @_shared
     @given(data=st.data())
     def test_batch_estimates_are_the_references(self, data: st.DataObject, device: str) -> None:
-        """``pairs="batch"`` in every normalisation is that of the reference, whose weights have tests of their own."""
+        """Compare ``pairs="batch"`` in every normalisation with the reference, whose weights have their own tests."""
         model, points, case = self._draw(data, min_points=4)
         x, y = points.to(device), _targets(case).to(device)
         loader = batches(x, y, 3)
@@ -142,7 +142,7 @@ class BackendContract:
     @_shared
     @given(data=st.data())
     def test_a_positive_semidefinite_fix_stays_so(self, data: st.DataObject, device: str) -> None:
-        """``psd``, and ``positive`` with ``euclidean``, in every structure, before any clamp."""
+        """Check ``psd``, and ``positive`` with ``euclidean``, in every structure, before clamping."""
         drawn = self._draw(data)
         safe = data.draw(st.sampled_from(({"pd_fix": "psd"}, {"pd_fix": "positive", "distance": "euclidean"})))
         drawn[2].options.update(safe)
@@ -157,13 +157,13 @@ class BackendContract:
             lowest = torch.linalg.eigvalsh((factor + factor.mT) / 2).min()
             assert float(lowest) >= -1e-12 * max(scale * size, float(factor.abs().max()))
 
-    # Losses: a backend knows nothing of them, so it is exact for every one.
+    # Losses: a backend does not depend on the loss, so it is exact for every loss.
 
     @pytest.mark.parametrize("name", sorted(LOSSES))
     @_of_a_loss
     @given(data=st.data())
     def test_every_loss_is_exact(self, name: str, data: st.DataObject, device: str) -> None:
-        """Against autograd, through all parameters, the last layer and a subnetwork; over batches, and products."""
+        """Compare with autograd: all parameters, the last layer and a subnetwork; batches, data sets and products."""
         drawn = draw_loss_case(data, self._accepted())
         fixes = ("full", "fixed", "psd_parts", *(() if name == "triplet" else ("ggn", "ggn_fixed", "psd")))
         options = {
@@ -175,7 +175,7 @@ class BackendContract:
 
     @pytest.mark.parametrize("name", sorted(LOSSES))
     def test_factors_of_every_loss_are_the_references(self, name: str, device: str) -> None:
-        """K-FAC of a batch and of a data set, for block-diagonal fixes."""
+        """Compare K-FAC of a batch and of a data set with the reference, for block-diagonal fixes."""
         torch.manual_seed(0)
         loss = LOSSES[name](pd_fix="psd" if name == "triplet" else "ggn_fixed")
         for kind in self._accepted(self.refused_kron):
@@ -189,12 +189,12 @@ class BackendContract:
             for group, other in zip(factors, want, strict=True):
                 assert all(close(f, g, tolerance=1e-8) for f, g in zip(group, other, strict=True))
 
-    # Single precision: the exact numbers again, to what float32 can hold.
+    # Single precision: the exact numbers again, up to the rounding of float32.
 
     @_few
     @given(data=st.data())
     def test_float32_is_exact_to_its_rounding(self, data: st.DataObject, device: str) -> None:
-        """For drawn networks, pairs and options; all parameters, the last layer and a subnetwork."""
+        """Check drawn networks, pairs and options; all parameters, the last layer and a subnetwork."""
         model, x, case = drawn = self._rounded(data)
         if not fittable(case):
             return
@@ -218,7 +218,7 @@ class BackendContract:
     @_of_a_loss
     @given(data=st.data())
     def test_float32_of_every_loss(self, name: str, data: st.DataObject, device: str) -> None:
-        """A batch through all parameters, the last layer and a subnetwork."""
+        """Check a batch for all parameters, the last layer and a subnetwork."""
         model, x, labels = draw_loss_case(data, self._accepted())
         model, x = _rounded_pair(model, x)
         distance = data.draw(st.sampled_from(("arccos", "euclidean")))
@@ -239,7 +239,7 @@ class BackendContract:
             check_batch(backend, single, y, truth[part][:, part], reach, torch.float32)
 
     def test_float32_in_float32_out(self, device: str) -> None:
-        """Single precision is kept, and as accurate as it can be."""
+        """Check that results keep single precision and its accuracy."""
         torch.manual_seed(0)
         y = torch.tensor([0, 0, 1, 1, 1], device=device)
         for kind in self._accepted():
@@ -255,10 +255,10 @@ class BackendContract:
             assert all(other.dtype == torch.float32 for other in (diagonal, *others)), kind
             assert close(diagonal.double(), exact, tolerance=1e-4), kind
 
-    # Conduct: what a user relies on besides the numbers of one batch.
+    # Conduct: other properties that a user relies on.
 
     def test_what_is_differentiated_are_the_raw_outputs(self, device: str) -> None:
-        """An l2-normalisation at the end is looked through, also where the same module runs in the middle."""
+        """Check that a final l2-normalisation is skipped, even if the same module also runs in the middle."""
         torch.manual_seed(0)
         norm, labels = L2Norm(), torch.tensor([0, 0, 1, 1, 2, 2])
         for kind in self._accepted():
@@ -275,7 +275,7 @@ class BackendContract:
                     raw.cpu()
 
     def test_modules_of_two_names(self, device: str) -> None:
-        """A list of layers beside their own names; torch's functional calls would leave tensors in the model."""
+        """Check modules with two names, with which torch's functional calls would leave tensors in the model."""
 
         class Listed(nn.Module):
             def __init__(self) -> None:
@@ -296,13 +296,13 @@ class BackendContract:
         try:
             matrix = backend.full(x, y, N=6)[1]
         except UnsupportedError as error:
-            assert "ContrastiveGGN" in str(error)  # noqa: PT017  a host may know no modules of the user's
+            assert "ContrastiveGGN" in str(error)  # noqa: PT017  a host may not support the user's own modules
         else:
             assert near(matrix, truth)
         assert _same(_snapshot(model), before)
 
     def test_a_subset_of_all_points_has_the_hessian_of_the_data(self, device: str) -> None:
-        """The square root that posteriors in function space are built on."""
+        """Check the square root that posteriors in function space use."""
         torch.manual_seed(0)
         y = torch.tensor([0, 0, 1, 1, 2, 2])
         model, x = build_network("tanh", 2), make_inputs("tanh", 6)
@@ -318,7 +318,7 @@ class BackendContract:
             assert near(subset.factor @ subset.factor.mT, scale * blocks)
 
     def test_estimates_for_more_points_are_the_references(self, device: str) -> None:
-        """Loss and curvature with N beyond the batch, a data set's loss, cost and factors, and bounded chunks."""
+        """Check loss and curvature for N above the batch size, loss, cost and factors of a data set, and chunks."""
         torch.manual_seed(0)
         y = torch.tensor([0, 0, 1, 1, 2, 2], device=device)
         model, x = build_network("tanh", 2).to(device), make_inputs("tanh", 6).to(device)
@@ -346,7 +346,7 @@ class BackendContract:
                 check_batch(backend, x, y, whole)
 
     def test_leaves_the_encoder_as_it_was(self, device: str) -> None:
-        """Parameters, buffers, gradients, modes, hooks and attributes."""
+        """Check parameters, buffers, gradients, modes, hooks and attributes."""
         torch.manual_seed(0)
         y = torch.tensor([0, 0, 1, 1, 1], device=device)
         for kind in self._accepted():
@@ -365,7 +365,7 @@ class BackendContract:
             assert torch.equal(backend.diag(x, y, N=5)[1], fresh.diag(x, y, N=5)[1])
 
     def test_refusals_name_the_backend_that_can(self, device: str) -> None:
-        """What a host cannot differentiate is refused before anything is computed."""
+        """Check that a host refuses unsupported networks before it computes anything."""
         torch.manual_seed(0)
         y = torch.tensor([0, 0, 1], device=device)
         for name, kinds, advice in (
@@ -384,7 +384,7 @@ class BackendContract:
         return data.draw(network_cases(networks=self._accepted(without), by_target=True, min_points=min_points))
 
     def _rounded(self, data: st.DataObject) -> _Drawn:
-        """Draw a case of numbers that float32 holds, with no pair so close to the margin that rounding decides."""
+        """Draw a case that float32 represents exactly, without pairs so close to the margin that rounding decides."""
         model, x, case = self._draw(data, min_points=2)
         model, x = _rounded_pair(model, x)
         case.z = model(x).detach()
@@ -422,7 +422,7 @@ def _check_numbers(
     z: Tensor,
     dtype: torch.dtype = torch.float64,
 ) -> None:
-    """Compare a batch and its Jacobians with the truth, and the same points in batches of ``step``, which couple."""
+    """Compare a batch, its Jacobians, and the same points in coupled batches of ``step``, with the truth."""
     check_batch(backend, x, y, want, reach, dtype)
     if step is not None:
         check_data(backend, batches(x, y, step), want, reach, dtype)
@@ -438,7 +438,7 @@ def _check_factors(factors: Any, want: Any, reach: float, dtype: torch.dtype = t
 
 
 def _factors(backend: ContrastiveBackend, x: Tensor, y: Tensor) -> list[list[Tensor]] | None:
-    """Return the factors of a backend; ``None`` where it refuses, of which the test of refusals knows."""
+    """Return the factors of a backend; ``None`` if it refuses, which the test of refusals checks."""
     try:
         return [list(group) for group in backend.kron(x, y, N=len(x))[1].kfacs]
     except UnsupportedError:
@@ -459,7 +459,7 @@ def _single(x: Tensor, device: str) -> Tensor:
 
 
 def _snapshot(model: nn.Module) -> dict[str, Any]:
-    """Return everything of a module that a backend could leave something in."""
+    """Return all state of a module that a backend could change."""
     taken: dict[str, Any] = {name: value.clone() for name, value in model.state_dict().items()}
     for name, module in model.named_modules():
         taken[f"{name}:vars"] = sorted(vars(module))

@@ -1,4 +1,4 @@
-"""What proves a loss right in a backend: its rules, its output Hessian, and the curvature of drawn networks."""
+"""Tests of a loss in a backend: its rules, its output Hessian, and the curvature of drawn networks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ LOSSES: dict[str, Any] = {
 def make_backend(
     kind: type[ContrastiveBackend], model: nn.Module, x: Tensor, weights: str | Tensor = "all", **options: Any
 ) -> ContrastiveBackend:
-    """Make a backend as the Laplace classes do, for ``"all"``, the ``"last_layer"``, or indices of a subnetwork."""
+    """Build a backend as the Laplace classes do, for ``"all"``, the ``"last_layer"``, or indices of a subnetwork."""
     if isinstance(weights, Tensor):
         return kind(model, "contrastive", subnetwork_indices=weights, **options)
     if weights == "all":
@@ -68,10 +68,10 @@ def make_backend(
 
 
 def parts_of(model: nn.Module, rows: Tensor, data: st.DataObject) -> list[tuple[str | Tensor, Any]]:
-    """Return sets of weights, and where their entries are among those of all trainable parameters."""
+    """Return sets of weights, and the positions of their entries among all trainable parameters."""
     total = len(rows)
     parts: list[tuple[str | Tensor, Any]] = [("all", slice(None))]
-    # The weights of a last layer are taken whole, frozen or not.
+    # A last layer always uses all its weights, frozen or not.
     last = list(list(model.modules())[-1].parameters())
     if last and all(p.requires_grad for p in last):
         parts.append(("last_layer", slice(total - sum(p.numel() for p in last), total)))
@@ -81,7 +81,7 @@ def parts_of(model: nn.Module, rows: Tensor, data: st.DataObject) -> list[tuple[
 
 
 def fittable(case: Case) -> bool:
-    """Return whether any two points of a case are a positive pair."""
+    """Return whether a case has a positive pair."""
     y = case.labels
     assert y is not None
     positive = case.pairs(y, y)[0] if case.pairs is not None else y[:, None] == y
@@ -89,7 +89,7 @@ def fittable(case: Case) -> bool:
 
 
 def near(result: Any, want: Tensor, scale: float | None = None, dtype: torch.dtype = torch.float64) -> bool:
-    """Return whether a result of a dtype is the truth: to 1e-10, or to a thousand roundings of float32."""
+    """Return whether a result has this dtype and agrees with the truth: to 1e-10, or to 1e-4 in float32."""
     assert result.dtype == dtype
     return close(result.cpu().double(), want.cpu(), scale, 1e-10 if dtype == torch.float64 else 1e-4)
 
@@ -107,7 +107,7 @@ def check_batch(
     reach: float | None = None,
     dtype: torch.dtype = torch.float64,
 ) -> None:
-    """Compare what a backend gives for a batch with a dense curvature."""
+    """Compare a backend's curvature of a batch with a dense curvature."""
     assert near(backend.diag(x, y, N=len(x))[1], want.diagonal(), reach, dtype)
     assert near(backend.full(x, y, N=len(x))[1], want, reach, dtype)
 
@@ -115,7 +115,7 @@ def check_batch(
 def check_data(
     backend: ContrastiveBackend, loader: Any, want: Tensor, reach: float, dtype: torch.dtype = torch.float64
 ) -> None:
-    """Compare what a backend gives for a data set, and its products, with a dense curvature."""
+    """Compare a backend's curvature of a data set, and its products, with a dense curvature."""
     assert near(backend.fit(loader, STRUCTURES["diag"]).curvature.plain(), want.diagonal(), reach, dtype)
     assert near(backend.fit(loader, STRUCTURES["full"]).curvature.plain(), want, reach, dtype)
     v = torch.linspace(-1, 1, len(want), dtype=torch.float64)
@@ -129,7 +129,7 @@ def check_low_rank(backend: ContrastiveBackend, loader: Any, want: Tensor, reach
 
 
 def draw_loss_case(data: st.DataObject, networks: list[str]) -> Drawn:
-    """Draw a network of one of some kinds, and points with labels."""
+    """Draw a network of one of these kinds, and points with labels."""
     seed, n = data.draw(st.integers(0, 2**16)), data.draw(st.integers(2, 6))
     torch.manual_seed(seed)
     kind = data.draw(st.sampled_from(networks))
@@ -155,9 +155,9 @@ def is_exact(
         second = torch.autograd.functional.hessian(lambda raw: loss(raw, labels), z)
         output = torch.as_tensor(second).reshape(z.numel(), -1)
     else:
-        # The parts that a fix leaves have their own oracle: tests/losses.
+        # Other cases have their own oracle: tests/losses.
         output = hessian.dense()
-    # As a fit scales it: a mean counts times its number of anchors, the means over pairs times half of the points.
+    # Scale as in a fit: a mean counts times its number of anchors, the means over pairs times half the points.
     scale = loss.data_scale(len(z)) if of_pairs or not loss.averages else float(hessian.derivatives.anchors)
     truth = scale * (jacobian.T @ output @ jacobian)
     reach = scale * size_of_terms(loss, z, labels) * float(jacobian.square().sum())
@@ -168,7 +168,7 @@ def is_exact(
         want = truth[part][:, part]
         check_batch(instance, x, y, want, reach)
         if not of_pairs:
-            # Pairs are those of the whole data set, candidates those of a batch.
+            # Pairs come from the whole data set, candidates from a batch.
             counted = [(a, b) for a, b in loader if loss.output_hessian(model(a).detach(), b).derivatives.anchors]
             want = sum((instance.full(a, b, N=len(x))[1].cpu() for a, b in counted), start=torch.zeros_like(want))
         if not want.any():
@@ -181,18 +181,18 @@ def is_exact(
 
 
 def check_loss(loss: PairLoss | RowLoss, device: str = "cpu") -> None:
-    """Check a loss of one's own: its rules against autograd in float64, and then the contract of all losses.
+    """Check your own loss: its rules against autograd in float64, and then the contract of all losses.
 
     Call it in a test, with the options that you use. Points, networks and subsets of weights are drawn.
 
     Args:
         loss: The loss.
-        device: Where it is checked.
+        device: Device of the check.
 
     Raises:
-        InputTypeError: It is neither a :class:`~contrastive_curvature.PairLoss` nor a
-            :class:`~contrastive_curvature.RowLoss`, or a rule returns something else than tensors.
-        InputError: A rule returns another shape than it should.
+        InputTypeError: ``loss`` is neither a :class:`~contrastive_curvature.PairLoss` nor a
+            :class:`~contrastive_curvature.RowLoss`, or a rule does not return tensors.
+        InputError: A rule returns a wrong shape.
         AssertionError: A rule is wrong; the message names it.
     """
     if isinstance(loss, type) or getattr(loss, "compares", None) not in ("pairs", "anchors"):
@@ -229,7 +229,7 @@ def _with(loss: Any, fix: PDFix, distance: Distance) -> list[Any]:
 
 
 def _check_terms(loss: Any, random: torch.Generator, device: str) -> None:
-    """Compare ``_terms`` with the derivatives of ``_value``, at a block of cosines that belong to no points."""
+    """Compare ``_terms`` with the derivatives of ``_value``, for a block of arbitrary cosines."""
     name, of_pairs = type(loss).__name__, loss.compares == "pairs"
     cosine = (1.8 * torch.rand(4, 7, generator=random, dtype=torch.float64) - 0.9).to(device)
     first_kind = (torch.rand(4, 7, generator=random) < 0.4).to(cosine)
@@ -267,7 +267,7 @@ def _check_terms(loss: Any, random: torch.Generator, device: str) -> None:
 
 
 def _check_hessian(loss: Any, z: Tensor, source: dict[str, Any]) -> None:
-    """Compare the output Hessian with the oracle, which believes the value rule alone."""
+    """Compare the output Hessian with the oracle, which uses only the value rule."""
     fix, distance = str(loss.pd_fix), str(loss.distance)
     if loss.compares == "anchors":
         masks = (mask.to(z) for mask in masks_of(len(z), source.get("labels"), source.get("pairs")))

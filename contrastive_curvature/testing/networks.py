@@ -1,4 +1,4 @@
-"""Small encoders of every kind that users have, in float64 and evaluation mode, with inputs for them."""
+"""Small encoders of every kind that users have, in float64 and evaluation mode, and their inputs."""
 
 from __future__ import annotations
 
@@ -133,5 +133,5 @@ def make_inputs(kind: str, n: int, generator: torch.Generator | None = None) -> 
 
 
 def repeats_weights(model: nn.Module) -> bool:
-    """Whether a matrix of a network is applied several times a point: then K-FAC is not exact for one point."""
+    """Return whether a matrix is applied several times per point; then K-FAC is not exact for one point."""
     return any(isinstance(module, (nn.MultiheadAttention, _Tied)) for module in model.modules())

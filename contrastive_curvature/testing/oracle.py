@@ -1,8 +1,8 @@
-"""The oracle: contrastive Hessians too slow and too simple to be wrong.
+"""The oracle: contrastive Hessians by slow code that is too simple to be wrong.
 
 Pairs are walked one by one in Python, derivatives come from autograd, matrices are dense. It imports nothing that it
-judges. Of a loss of anchors the matrix of all cosines is an explicit variable, so that the first-order and the
-second-order part can be told apart. Use it in float64 and on small cases.
+tests. For a loss of anchors the matrix of all cosines is an explicit variable, to separate the first-order and the
+second-order part. Use it in float64 and on small cases.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def masks_of(n: int, labels: Tensor | None, pairs: Any = None) -> tuple[Tensor, 
 
 
 def _masks_or_ends(n: int, labels: Tensor | None, pairs: Any) -> tuple[tuple[Tensor, ...], list[tuple[int, int, int]]]:
-    """Return two masks, or else the sign and the ends of every listed pair of distinct points."""
+    """Return two masks, or the sign and the ends of every listed pair of distinct points."""
     if callable(pairs):
         targets = torch.arange(n) if labels is None else labels
         pairs = pairs(targets, targets)
@@ -67,7 +67,7 @@ def _masks_or_ends(n: int, labels: Tensor | None, pairs: Any) -> tuple[tuple[Ten
 
 
 def pair_weights(listed: PairList, negative_weight: float, normalization: str) -> dict[tuple[int, int, int], float]:
-    """Weight of every listed pair before the margin, signed."""
+    """Return the signed weight of every listed pair, before the margin."""
     totals: Counter[int] = Counter()
     at_point: Counter[tuple[int, int]] = Counter()
     for (i, j, sign), times in listed.items():
@@ -90,7 +90,7 @@ Curve = Callable[[Tensor, int], Tensor]
 
 
 def margin_curve(margin: float | None) -> Curve:
-    """The contrastive loss of one pair: half the squared distance, or what a margin leaves of it."""
+    """Return the contrastive loss of one pair: half the squared distance, reduced by a margin."""
 
     def curve(distance: Tensor, sign: int) -> Tensor:
         if sign > 0:
@@ -98,7 +98,7 @@ def margin_curve(margin: float | None) -> Curve:
         if margin is None:
             return -distance / 2
         if margin == 2:
-            # The largest distance there is: every pair counts, also where rounding puts it beyond.
+            # The largest possible distance: every pair counts, even if rounding puts it beyond.
             return (margin**2 - distance) / 2
         return torch.clamp(margin**2 - distance, min=0) / 2
 
@@ -106,7 +106,7 @@ def margin_curve(margin: float | None) -> Curve:
 
 
 def curve_of(loss: Any) -> Curve:
-    """The loss of one pair, from the value rule of a :class:`~contrastive_curvature.losses.PairLoss`."""
+    """Return the loss of one pair, from the value rule of a :class:`~contrastive_curvature.losses.PairLoss`."""
 
     def curve(distance: Tensor, sign: int) -> Tensor:
         one, zero = torch.ones_like(distance), torch.zeros_like(distance)
@@ -126,10 +126,10 @@ def pair_loss(
     """Sum the losses of pairs of unit vectors, one by one.
 
     Args:
-        first: Unit vectors (N, D) where a pair's first point is looked up.
-        second: Where its second point is; the same tensor, or one without a gradient.
+        first: Unit vectors (N, D) for the first point of each pair.
+        second: Unit vectors (N, D) for the second point; the same tensor, or a tensor without a gradient.
         weights: Signed weight of every pair.
-        margin: Distance below which a negative counts, of the contrastive loss.
+        margin: Distance below which a negative counts, for the contrastive loss.
         only_positive: Whether to leave the first derivatives of the negatives out.
         curve: Another loss of one pair.
 
@@ -142,7 +142,7 @@ def pair_loss(
         distance = (first[i] - second[j]).square().sum()
         value = curve(distance, sign)
         if sign < 0 and only_positive:
-            # Minus its tangent line: what is left has the same second derivative, and no first one.
+            # Subtract the tangent line: the rest has the same second derivative, and a first derivative of zero.
             at = distance.detach().requires_grad_()
             with torch.enable_grad():
                 (slope,) = torch.autograd.grad(curve(at, sign), at)
@@ -163,14 +163,14 @@ def dense_output_hessian(
     normalization: str = "anchor",
     loss: Any = None,
 ) -> Tensor:
-    """Hessian (N D, N D) of a pair loss with respect to raw outputs, by autograd.
+    """Return the Hessian (N D, N D) of a pair loss with respect to raw outputs, by autograd.
 
-    ``arccos`` differentiates through the normalisation twice. ``euclidean`` takes the Hessian with respect to the unit
+    ``arccos`` differentiates through the normalisation twice. ``euclidean`` uses the Hessian with respect to the unit
     embeddings and the Jacobian of the normalisation. ``fixed`` detaches one point of a pair (paper, Eq. 110-111),
     ``psd`` clamps the eigenvalues of those blocks, ``positive`` leaves the first derivatives of the negatives out.
     ``ggn`` is the second derivative in the cosines between the Jacobians of the cosines, ``ggn_fixed`` its diagonal
-    blocks; ``psd_parts`` adds to those what is left of the diagonal blocks, with its eigenvalues clamped.
-    ``loss`` stands for the contrastive one; its value rule is believed, its derivatives are not.
+    blocks; ``psd_parts`` adds to those the rest of the diagonal blocks, with clamped eigenvalues. ``loss`` replaces the
+    contrastive loss; the oracle uses its value rule, but not its derivatives.
 
     Raises:
         ValueError: There is no such fix.
@@ -227,7 +227,7 @@ def dense_output_hessian(
 
 
 def diagonal_blocks(matrix: Tensor, dim: int, *, projected: bool = False) -> Tensor:
-    """The diagonal blocks, with negative eigenvalues set to zero where ``projected``."""
+    """Return the diagonal blocks; if ``projected``, with negative eigenvalues set to zero."""
     parts = []
     for k in range(0, len(matrix), dim):
         part = matrix[k : k + dim, k : k + dim]
@@ -239,7 +239,7 @@ def diagonal_blocks(matrix: Tensor, dim: int, *, projected: bool = False) -> Ten
 
 
 def dense_jacobian(model: nn.Module, x: Any) -> Tensor:
-    """Jacobian (N D, P) of raw outputs with respect to the trainable parameters, in their order, by autograd."""
+    """Return the Jacobian (N D, P) of raw outputs in the trainable parameters, in order, by autograd."""
     names = [name for name, p in model.named_parameters() if p.requires_grad]
     values = dict(model.named_parameters())
 
@@ -247,7 +247,7 @@ def dense_jacobian(model: nn.Module, x: Any) -> Tensor:
 
     def outputs(*parameters: Tensor) -> Tensor:
         chosen = {**values, **dict(zip(names, parameters, strict=True))}
-        # Every module once, every place of a tied parameter: torch's own ties damage modules that have two names.
+        # Replace every place of a tied parameter, because torch's own ties damage modules that have two names.
         places = {
             f"{prefix}.{name}" if prefix else name: chosen[first[id(p)]]
             for prefix, module in model.named_modules()
@@ -260,10 +260,10 @@ def dense_jacobian(model: nn.Module, x: Any) -> Tensor:
 
 
 def dense_ggn(model: nn.Module, x: Any, labels: Tensor | None = None, **options: Any) -> Tensor:
-    """``J^T H J`` (P, P) of an encoder without a normalisation at its end.
+    """Return ``J^T H J`` (P, P) of an encoder without a normalisation at its end.
 
     Args:
-        model: The encoder, in evaluation mode, giving raw outputs.
+        model: The encoder, in evaluation mode, with raw outputs.
         x: A batch.
         labels: Class labels, or targets.
         **options: As in :func:`dense_output_hessian`.
@@ -277,12 +277,12 @@ def dense_ggn(model: nn.Module, x: Any, labels: Tensor | None = None, **options:
 
 
 def anchor_value(loss: Any, positive: Tensor, negative: Tensor) -> Callable[[Tensor], Tensor]:
-    """Return a loss of anchors as a function of (N, N) cosines, which are taken for independent of each other.
+    """Return a loss of anchors as a function of (N, N) cosines, treated as independent variables.
 
     Args:
-        loss: The loss; its value rule is believed, its derivatives are not.
-        positive: Which candidates are positives of which anchors, shape (N, N), zero diagonal.
-        negative: Which are negatives.
+        loss: The loss; only its value rule is used, not its derivatives.
+        positive: Mask of the positives of each anchor, shape (N, N), zero diagonal.
+        negative: Mask of the negatives of each anchor, shape (N, N).
     """
 
     def value(cosine: Tensor) -> Tensor:
@@ -298,12 +298,12 @@ def anchor_value(loss: Any, positive: Tensor, negative: Tensor) -> Callable[[Ten
 
 
 def anchor_hessian(value: Callable[[Tensor], Tensor], z: Tensor, distance: str, pd_fix: str) -> Tensor:
-    """Hessian (N D, N D) of an :func:`anchor_value` with respect to raw outputs (N, D), by autograd.
+    """Return the Hessian (N D, N D) of an :func:`anchor_value` with respect to raw outputs (N, D), by autograd.
 
-    ``full`` is the Hessian of the loss. ``euclidean`` writes the cosine as ``1 - |u - v|^2 / 2`` of free vectors and
-    leaves the second derivative of the normalisation out. ``ggn`` is the second derivative in the cosines between the
-    Jacobians of the cosines; what is left of the Hessian is linear in the first derivatives, of which ``positive``
-    keeps those of attracting pairs, and ``psd_parts`` the positive eigenvalues of every block.
+    ``full`` is the Hessian of the loss. ``euclidean`` writes the cosine as ``1 - |u - v|^2 / 2`` for free vectors, and
+    drops the second derivative of the normalisation. ``ggn`` is the second derivative in the cosines between the
+    Jacobians of the cosines; the rest of the Hessian is linear in the first derivatives; ``positive`` keeps the first
+    derivatives of attracting pairs, and ``psd_parts`` the positive eigenvalues of every block.
     """
     n, dim = z.shape
     hessian: Callable[..., Any] = torch.autograd.functional.hessian

@@ -1,14 +1,14 @@
 """The Bayesian triplet loss and its parts, for embeddings that are Gaussians (Warburg et al. 2021).
 
 An embedding is a pair ``(mean, variance)`` of tensors: mean (..., D), and variance (..., D) for a diagonal covariance
-or (..., 1) for an isotropic one. Those that are von Mises-Fisher distributions have moments of tau and a divergence of
-their own. Shape letters: ``D`` dimension of the embedding, ``...`` any batch shape. The batch shapes of anchor,
-positive and negative are broadcast. The three embeddings are independent.
+or (..., 1) for an isotropic one. Embeddings that are von Mises-Fisher distributions have their own moments of tau and
+their own divergence. Shape letters: ``D`` dimension of the embedding, ``...`` any batch shape. The batch shapes of
+anchor, positive and negative are broadcast. The three embeddings are independent.
 
 All work is done in float64 and returned in the dtype of the arguments; half precision is returned as float32.
 
-Every function refuses, with an ``InputError`` that names the argument, what its ``Args`` do not allow: another shape or
-dimension, batch shapes that do not broadcast, NaN and infinity, a negative or zero number, an unknown option.
+Every function raises an ``InputError`` that names the argument for values that its ``Args`` do not allow: another shape
+or dimension, batch shapes that do not broadcast, NaN and infinity, a negative or zero number, an unknown option.
 """
 
 from __future__ import annotations

@@ -13,8 +13,8 @@ from contrastive_curvature.triplet.moments import Gaussian, check_gaussian
 from contrastive_curvature.vmf.checks import check_dim, check_kappa
 from contrastive_curvature.vmf.density import of_kappa
 
-# Of both series. That of the logarithm has |x| <= 1/2, so t^2 <= 1/9; that of the growth has kappa^2 <= 2 D, so that
-# term k is at most 1 / k!. What is left out is below 1e-16 of the sum.
+# Number of terms of both series. The series of the logarithm has |x| <= 1/2, so t^2 <= 1/9; the series of the growth
+# has kappa^2 <= 2 D, so term k is at most 1 / k!. The rest is below 1e-16 of the sum.
 _SERIES_TERMS = 20
 
 
@@ -52,8 +52,8 @@ def kl_to_normal(mean: Tensor, variance: Tensor, prior_variance: float = 1.0) ->
     Returns:
         Divergences >= 0 (in nats), shape (...).
 
-    Source: Eq. 46 and listing 2 (lines 29 to 31) of the supplement of Warburg et al. (2021), whose lines 26 and 30
-    count and sum over the batch instead of the dimensions.
+    Source: Eq. 46 and listing 2 (lines 29 to 31) of the supplement of Warburg et al. (2021); lines 26 and 30 there
+    wrongly count and sum over the batch instead of the dimensions.
     """
     prior_variance = validate.number("prior_variance", prior_variance, positive=True)
     embedding = check_gaussian("mean", mean, "variance", variance)
@@ -77,7 +77,7 @@ class _Divergence(torch.autograd.Function):
 
     @staticmethod
     def forward(kappa: Tensor, dim: int) -> Tensor:
-        # Two forms of one value: the first cancels by a factor of two at most, but has a limited range; the second
+        # Two forms of the same value: the first cancels by at most a factor of two, but has a limited range; the second
         # loses every digit as kappa goes to zero.
         few = kappa.square() <= 2 * dim
         small = torch.where(few, kappa, torch.zeros_like(kappa))
@@ -123,7 +123,7 @@ def kl_to_uniform(kappa: Tensor, dim: int) -> Tensor:
         Divergences >= 0 (in nats) with the shape and dtype of ``kappa``, computed in float64 with a relative error
         below 1e-12 for D up to 4096 and kappa up to 1e5; three times differentiable.
 
-    Source: what ``kappa - D log 2`` in listing 2 (line 42) of the supplement of Warburg et al. (2021) stands for.
+    Source: it replaces ``kappa - D log 2`` in listing 2 (line 42) of the supplement of Warburg et al. (2021).
     """
     checked, dim = check_kappa(kappa), check_dim(dim)
     return kl_to_uniform_of(checked, dim).to(checked.dtype)

@@ -52,23 +52,23 @@ def bayesian_triplet_loss(
 ) -> Tensor:
     """Return the negative log-probability of triplets plus the weighted divergences of their embeddings to the prior.
 
-    ``-log P(|a - p|^2 + margin < |a - n|^2) + kl_weight [KL(a) + KL(p) + KL(n)]`` per triplet; the first part takes
-    tau for normal, with the moments of :func:`~contrastive_curvature.triplet.tau_moments` or
-    :func:`~contrastive_curvature.triplet.tau_moments_vmf`. It is not the evidence lower bound that the documents call
-    it; see ``docs/other_methods.md``.
+    ``-log P(|a - p|^2 + margin < |a - n|^2) + kl_weight [KL(a) + KL(p) + KL(n)]`` per triplet; the first part
+    approximates tau as normal, with the moments of :func:`~contrastive_curvature.triplet.tau_moments` or
+    :func:`~contrastive_curvature.triplet.tau_moments_vmf`. The documents call this loss an evidence lower bound, but it
+    is not; see ``docs/other_methods.md``.
 
     Args:
         anchor: Mean (..., D) and variance (..., D) (diagonal) or (..., 1) (isotropic), the latter > 0.
         positive: The same for the embedding that should be close.
         negative: The same for the embedding that should be far.
         margin: ``m >= 0``, in squared units of the embedding.
-        distribution: ``"gaussian"``: prior ``N(0, prior_variance I)``. ``"vmf"``: the means are divided by their norm;
-            the prior is uniform on the sphere, the divergence that of a von Mises-Fisher distribution with
+        distribution: ``"gaussian"``: prior ``N(0, prior_variance I)``. ``"vmf"``: the means are divided by their norm,
+            the prior is uniform on the sphere, and the divergence is for a von Mises-Fisher distribution with
             ``kappa = 1 / variance``, D >= 2, isotropic variances only.
-        moments: Which moments of ``tau`` the first part takes; ``None``: those of the distribution. With ``"vmf"``,
-            ``"gaussian"`` takes the embeddings for Gaussians around unit vectors, as the documents do.
-        prior_variance: Variance of the Gaussian prior, > 0; ``None`` stands for 1. Refused with ``"vmf"``.
-        kl_weight: Weight of the divergences, >= 0. The default is that of the supplement's listing 1.
+        moments: Moments of ``tau`` in the first part; ``None``: those of ``distribution``. With ``distribution="vmf"``,
+            ``"gaussian"`` treats the embeddings as Gaussians around unit vectors, as the documents do.
+        prior_variance: Variance of the Gaussian prior, > 0; ``None`` means 1. Refused with ``"vmf"``.
+        kl_weight: Weight of the divergences, >= 0. The default is from the supplement's listing 1.
         reduction: ``"mean"`` or ``"sum"`` over the triplets, or ``"none"``.
 
     Returns:
@@ -76,7 +76,7 @@ def bayesian_triplet_loss(
             ``moments="vmf"`` twice in the means and once in the variances.
 
     Raises:
-        InputError: An option has no effect, or the mean over no triplets is asked for.
+        InputError: An option has no effect, or there are no triplets for the mean.
 
     Source: Eq. 37 to 46 and listings 1 and 2 of the supplement of Warburg et al. (2021).
     """

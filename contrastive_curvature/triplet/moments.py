@@ -43,7 +43,7 @@ def _pair(name: str, value: object) -> Gaussian:
 
 
 def check_pair(name: str, value: object, names: str = "(mean, variance)") -> tuple[Tensor, Tensor]:
-    """Return the two parts of an embedding that is given as a tuple."""
+    """Return the two parts of an embedding; refuse anything but a tuple of two tensors."""
     if not isinstance(value, tuple) or len(value) != 2:
         received = f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
         raise InputTypeError(name, f"a tuple {names} of two tensors", received)
@@ -53,7 +53,7 @@ def check_pair(name: str, value: object, names: str = "(mean, variance)") -> tup
 def check_triplet(
     anchor: object, positive: object, negative: object
 ) -> tuple[tuple[Gaussian, Gaussian, Gaussian], torch.dtype]:
-    """Return three embeddings of one dimension, whose batch shapes broadcast, in float64; and the dtype of results."""
+    """Return three embeddings in float64 and the dtype of results; check that their shapes go together."""
     a, p, n = _pair("anchor", anchor), _pair("positive", positive), _pair("negative", negative)
     same_dim(anchor=a.mean, positive=p.mean, negative=n.mean)
     broadcast_batch(anchor=(a.mean, 1), positive=(p.mean, 1), negative=(n.mean, 1))
@@ -83,8 +83,8 @@ def _representable(moments: TauMoments) -> TauMoments:
 def moments_of(anchor: Gaussian, positive: Gaussian, negative: Gaussian) -> TauMoments:
     """Return the moments of tau for checked embeddings, in float64."""
     (a, a_var, _), (p, p_var, _), (n, n_var, _) = anchor, positive, negative
-    # In differences of the means alone, every term of the variance is >= 0, and far embeddings close to each other
-    # lose nothing. The printed forms, polynomials in the means, cancel.
+    # With only differences of the means, every term of the variance is >= 0, and close embeddings far from the origin
+    # lose no digits. The printed forms, polynomials in the means, cancel.
     to_positive, to_negative, apart = p - a, n - a, p - n
     mean = (apart * (to_positive + to_negative) + (p_var - n_var)).sum(-1)
     first_order = to_positive.square() * p_var + to_negative.square() * n_var + apart.square() * a_var
@@ -103,7 +103,7 @@ def tau_moments(
         E[tau]   = (u - v)(u + v) + s_p - s_n
         Var[tau] = 4 [u^2 s_p + v^2 s_n + (u - v)^2 s_a] + 2 s_p^2 + 2 s_n^2 + 4 s_a (s_p + s_n)
 
-    Both are exact for any D; only the normal distribution with these moments is an approximation.
+    Both moments are exact for any D; only the normal distribution with these moments is an approximation.
 
     Args:
         anchor: Mean (..., D) and variance (..., D) or (..., 1), the latter >= 0.
@@ -116,8 +116,8 @@ def tau_moments(
     Raises:
         InputError: A moment overflows.
 
-    Source: Eq. 5 and Eq. 17, 18 and 26 in Eq. 7 of the supplement of Warburg et al. (2021), rearranged. The variance on
-    their poster (step 6) has two wrong signs.
+    Source: Eq. 5, and Eq. 17, 18 and 26 inserted in Eq. 7, of the supplement of Warburg et al. (2021), rearranged. The
+    variance on their poster (step 6) has two wrong signs.
     """
     embeddings, dtype = check_triplet(anchor, positive, negative)
     mean, variance = moments_of(*embeddings)
@@ -131,7 +131,7 @@ class Spread(NamedTuple):
         length: Norm A of the mean.
         complement: ``1 - A``.
         along: Variance along the mean direction, ``A'(kappa)``.
-        across: Variance along every direction orthogonal to it, ``A / kappa``.
+        across: Variance along every direction orthogonal to the mean direction, ``A / kappa``.
     """
 
     length: Tensor
@@ -150,8 +150,8 @@ class Directed(NamedTuple):
 def spread_of(kappa: Tensor, dim: int) -> Spread:
     """Return the moments for checked concentrations, in float64."""
     length, complement, along = (of_kappa(kappa, dim, name) for name in ("ratio", "complement", "slope"))
-    # A / kappa has no value at kappa = 0, and a derivative that cancels close to it; there the trace of the covariance,
-    # 1 - A^2, which loses digits where kappa is large, gives the same.
+    # A / kappa has no value at kappa = 0, and near it the derivative cancels. There the trace of the covariance, 1 -
+    # A^2, gives the same number; it loses digits for large kappa.
     few = kappa.square() <= dim
     near = (1 - length.square() - along) / (dim - 1)
     return Spread(length, complement, along, torch.where(few, near, length / torch.where(few, 1.0, kappa)))
@@ -168,7 +168,7 @@ def moments_of_vmf(anchor: Directed, positive: Directed, negative: Directed) -> 
     """Return the moments of tau for checked embeddings, in float64."""
     (a, of_a), (p, of_p), (n, of_n) = anchor, positive, negative
     dim = a.shape[-1]
-    # tau = 2 <a, n - p> for unit vectors. The mean of n - p, from differences, which do not cancel:
+    # tau = 2 <a, n - p> for unit vectors. The mean of n - p is computed from differences, which do not cancel.
     shorter = of_p.complement - of_n.complement
     to_negative = of_n.length.unsqueeze(-1) * (n - p) + shorter.unsqueeze(-1) * p
     cosine_p, _, _ = _cosines(a, p)
@@ -192,7 +192,8 @@ def _directed(name: str, value: object) -> tuple[Directed, torch.dtype]:
     if kappa.shape != direction.shape[:-1]:
         wanted = f"shape {tuple(direction.shape[:-1])}, one for each direction"
         raise InputError(f"kappa of {name}", wanted, tuple(kappa.shape))
-    # Normalised in float64: in float32 the norm of a direction is off by 1e-7, far more than small differences here.
+    # Normalise in float64: in float32 the norm of a direction has an error of 1e-7, far more than small differences
+    # here.
     precise, _ = unit(f"mu of {name}", mu.double())
     return Directed(precise, spread_of(kappa.double(), precise.shape[-1])), torch.promote_types(
         direction.dtype, kappa.dtype
@@ -213,7 +214,7 @@ def tau_moments_vmf(
         Var[tau] = 4 [t_a d_2^2 + r_a d_1^2 + V_p + V_n],  with for p, and likewise for n,
         V_p = A_a^2 [r_p c^2 + t_p s^2] + [(D - 1) t_a t_p + r_a r_p] c^2 + [(D - 2) t_a t_p + r_a t_p + t_a r_p] s^2
 
-    Both are exact for every D; every term is >= 0, and nothing cancels.
+    Both moments are exact for every D; every term is >= 0, and nothing cancels.
 
     Args:
         anchor: Mean directions (..., D), D >= 2, normalised here, and concentrations (...), finite and >= 0.
@@ -223,7 +224,7 @@ def tau_moments_vmf(
     Returns:
         The moments, each with the broadcast batch shape; once differentiable, with respect to the means twice.
 
-    Source: the moments of Warburg et al. (2021), for their von Mises-Fisher embeddings, which they take for Gaussians.
+    Source: the moments of Warburg et al. (2021) for von Mises-Fisher embeddings, which they treat as Gaussians.
     """
     a, a_dtype = _directed("anchor", anchor)
     p, p_dtype = _directed("positive", positive)

@@ -1,8 +1,8 @@
-"""How probable it is that a triplet of Gaussian embeddings keeps its margin.
+"""The probability that a triplet of Gaussian embeddings keeps its margin.
 
-The logarithm of the normal distribution function has derivatives that hold far into the tail.
-``torch.special.log_ndtr`` has the right value. Its gradient ``exp(-log_ndtr(z) - z^2 / 2) / sqrt(2 pi)`` subtracts two
-numbers of size z^2 / 2: at z = -1e4 in float32 it is 6.5 times too large, at z = -1e10 in float64 it is infinite.
+The logarithm of the normal distribution function has derivatives here that are accurate far into the tail.
+``torch.special.log_ndtr`` has the right value. But its gradient ``exp(-log_ndtr(z) - z^2 / 2) / sqrt(2 pi)`` subtracts
+two numbers of size z^2 / 2: at z = -1e4 in float32 it is 6.5 times too large, at z = -1e10 in float64 it is infinite.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.triplet.moments import TauMoments, check_triplet, moments_of
 
-# From here on outwards the continued fraction is used; measured with mpmath, _LEVELS of it err by less than 1e-15.
+# Beyond -_TAIL the continued fraction is used; with _LEVELS levels its error is below 1e-15, measured with mpmath.
 _TAIL = 5.0
 _LEVELS = 40
 
@@ -90,7 +90,7 @@ def log_normal_cdf(z: Tensor) -> Tensor:
     Raises:
         InputError: An entry is NaN or infinite, or so far below zero that the value, about ``-z^2 / 2``, overflows the
             dtype.
-        UnsupportedError: A third derivative is asked for.
+        UnsupportedError: A third derivative is requested.
     """
     checked = validate.real("z", z)
     value = _log_cdf(checked.double()).to(checked.dtype)
@@ -118,8 +118,8 @@ def log_probability(
 ) -> Tensor:
     """Return ``log P(|a - p|^2 + margin < |a - n|^2)`` for independent Gaussian embeddings.
 
-    ``log Phi(-(margin + E[tau]) / sd[tau])``: the exact moments of tau, and the normal distribution with them. Nothing
-    is added inside the logarithm, so that a triplet that is badly wrong keeps its gradient.
+    It is ``log Phi(-(margin + E[tau]) / sd[tau])``: the normal distribution with the exact moments of tau. Nothing is
+    added inside the logarithm, so a badly wrong triplet keeps its gradient.
 
     Args:
         anchor: Mean (..., D) and variance (..., D) or (..., 1), the latter >= 0.

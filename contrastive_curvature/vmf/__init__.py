@@ -2,11 +2,11 @@
 
 The density of a direction ``u`` on the sphere of R^D (D >= 2), with respect to the surface measure, is
 ``C_D(kappa) exp(kappa <mu, u>)`` (Warburg et al. 2023, appendix C). Shape letters: ``S`` samples, ``D`` ambient
-dimension, ``...`` any batch shape. Directions (``samples``, ``mean``, ``mu``, ``z``) may be given unnormalised: they
-are divided by their norm. Half precision is converted to float32.
+dimension, ``...`` any batch shape. Directions (``samples``, ``mean``, ``mu``, ``z``) need not be normalised: they are
+divided by their norm. Half precision is converted to float32.
 
-Every function refuses, with an ``InputError`` that names the argument, what its ``Args`` do not allow: another shape or
-dimension, D < 2, a zero vector, NaN and infinity, a negative concentration or variance, batch shapes that do not
+Every function raises an ``InputError`` that names the argument for values that its ``Args`` do not allow: another shape
+or dimension, D < 2, a zero vector, NaN and infinity, a negative concentration or variance, batch shapes that do not
 broadcast.
 """
 
@@ -67,7 +67,7 @@ __all__ = [
     "nivmf_distance",
     "el_nivmf_distance",
     "el_nivmf_logits",
-    # what a source document prints, for comparison
+    # printed in a source document, for comparison
     "kl_distance_printed",
     "log_normalizer_quadratic",
 ]

@@ -1,11 +1,11 @@
 """The Bessel functions of the normaliser, for any order and argument, in plain float64 torch operations.
 
-``scipy.special.ive`` is no alternative: it underflows for large orders, has no GPU version, and derivatives computed
-from it suffer from cancellation. Here the uniform (Debye) expansion gives all functions at an order m >= START_ORDER,
-for ALL arguments at once. From there the recurrence ``r_k = x / (2 (k + 1) + x r_(k+1))`` (r_k = I_(k+1) / I_k) leads
-to the wanted order downwards, its stable direction, in at most START_ORDER steps. The complement and the derivatives
-have their own recurrences, in which no subtraction loses more than a factor of about 2 m / (2 order + 1). The textbook
-formula ``A' = 1 - A^2 - (D - 1) A / kappa`` loses every digit at kappa = 1e8.
+``scipy.special.ive`` is not usable: it underflows for large orders, has no GPU version, and derivatives computed from
+it suffer from cancellation. Here the uniform (Debye) expansion gives all functions at an order m >= START_ORDER, for
+ALL arguments at once. From there the recurrence ``r_k = x / (2 (k + 1) + x r_(k+1))`` (r_k = I_(k+1) / I_k) runs
+downwards, its stable direction, to the wanted order in at most START_ORDER steps. The complement and the derivatives
+have their own recurrences, whose subtractions lose at most a factor of about 2 m / (2 order + 1). The textbook formula
+``A' = 1 - A^2 - (D - 1) A / kappa`` loses every digit at kappa = 1e8.
 
 With ``p = 1 / sqrt(1 + z^2)`` (Olver; NIST DLMF 10.41(ii)), the expansion is
 
@@ -59,7 +59,7 @@ def _series() -> tuple[list[_Poly], list[_Poly]]:
 def debye_polynomials(twice_order: int) -> tuple[tuple[float, ...], ...]:
     """Return polynomials in p at a fixed order m = ``twice_order / 2``, as ascending coefficients.
 
-    These are ``log sum_k U_k(p)/m^k`` minus its value at p = 1; ``G``; ``H = d(z p^2 G)/dz``; and ``dH/dp``.
+    The polynomials are ``log sum_k U_k(p)/m^k`` minus its value at p = 1; ``G``; ``H = d(z p^2 G)/dz``; and ``dH/dp``.
     """
     inverse = Fraction(2, twice_order)
     log_terms, ratio_terms = _series()
@@ -129,7 +129,7 @@ def _uniform_derivatives(x: Tensor, twice_order: int) -> BesselDerivatives:
 
 
 def _orders(dim: int) -> tuple[int, range]:
-    """Return twice the order where the recurrence starts, and twice the following orders, down to the wanted one."""
+    """Return twice the order at which the recurrence starts, and twice the following orders, to the wanted one."""
     wanted = dim - 2
     start = wanted + 2 * max(0, START_ORDER - wanted // 2)
     return start, range(start - 2, wanted - 2, -2)
@@ -144,7 +144,7 @@ def bessel_values(x: Tensor, dim: int) -> BesselValues:
 
     Returns:
         The functions at ``x``. Relative error against mpmath below 1e-12 (``ratio``: 1e-14) for D from 2 to 4096 and x
-        from 0 to 1e8; that of ``gain`` is relative to max(1, |log C_D(0)|).
+        from 0 to 1e8; the error of ``gain`` is relative to max(1, |log C_D(0)|).
     """
     start, orders = _orders(dim)
     gain, ratio, complement = _uniform_values(x, start)
@@ -166,7 +166,7 @@ def bessel_derivatives(x: Tensor, dim: int) -> BesselDerivatives:
         dim: Ambient dimension D >= 2; the Bessel order is D/2 - 1.
 
     Returns:
-        The derivatives at ``x``, with a relative error below 1e-12 in the range given for ``bessel_values``.
+        The derivatives at ``x``, with a relative error below 1e-12 in the range of ``bessel_values``.
     """
     start, orders = _orders(dim)
     ratio = _uniform_values(x, start).ratio

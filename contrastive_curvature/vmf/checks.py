@@ -50,7 +50,7 @@ def unit(name: str, value: object) -> tuple[Tensor, Tensor]:
 
 
 def same_dim(**tensors: Tensor) -> int:
-    """Return the length of the last axis, which has to be the same for all tensors."""
+    """Return the length of the last axis, which must be equal for all tensors."""
     dims = {name: t.shape[-1] for name, t in tensors.items()}
     if len(set(dims.values())) > 1:
         shown = ", ".join(f"{name} {dim}" for name, dim in dims.items())
@@ -59,7 +59,7 @@ def same_dim(**tensors: Tensor) -> int:
 
 
 def broadcast_batch(**tensors: tuple[Tensor, int]) -> torch.Size:
-    """Return the common batch shape of tensors that are given with how many last axes are not batch axes."""
+    """Return the common batch shape of tensors; each comes with its number of last axes that are not batch axes."""
     shapes = {name: tuple(t.shape[: t.ndim - core]) for name, (t, core) in tensors.items()}
     try:
         return torch.broadcast_shapes(*shapes.values())

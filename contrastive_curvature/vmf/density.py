@@ -23,7 +23,7 @@ _DERIVATIVE = {
 
 
 class _OfKappa(torch.autograd.Function):
-    """A function of kappa whose derivative is another such function, evaluated directly and not by autograd.
+    """A function of kappa whose derivative is another function of kappa, evaluated directly instead of by autograd.
 
     Autograd through the recurrence would suffer from cancellation for large kappa; see ``bessel``.
     """
@@ -83,8 +83,9 @@ def log_surface(dim: int) -> float:
 def log_normalizer(kappa: Tensor, dim: int) -> Tensor:
     """Return ``log C_D(kappa)``, the log-normaliser of the von Mises-Fisher density.
 
-    ``C_D(kappa) = kappa^(D/2-1) / ((2 pi)^(D/2) I_(D/2-1)(kappa))``, which can be differentiated three times, first
-    to ``-A_D(kappa)``. For large kappa, ``log_density_at_mode`` gives densities near the mode without cancellation.
+    ``C_D(kappa) = kappa^(D/2-1) / ((2 pi)^(D/2) I_(D/2-1)(kappa))``. The logarithm can be differentiated three times;
+    the first derivative is ``-A_D(kappa)``. For large kappa, ``log_density_at_mode`` gives densities near the mode
+    without cancellation.
 
     Args:
         kappa: Concentrations (dimensionless), any shape, finite and >= 0, any floating dtype.
@@ -186,13 +187,13 @@ _FITS = {128: (127.0, -0.01909, -0.003355), 512: (868.0, -0.0002662, -0.0009685)
 
 
 def log_normalizer_quadratic(kappa: Tensor, dim: int) -> Tensor:
-    """Return the document's quadratic fit of ``log C_D(kappa)``, made for kappa from 10 to 50.
+    """Return the document's quadratic fit of ``log C_D(kappa)``, for kappa from 10 to 50.
 
-    Beyond it, the fit falls like ``-kappa^2`` and the log-normaliser like ``-kappa``.
+    Outside this range the fit is wrong: it falls like ``-kappa^2``, the log-normaliser like ``-kappa``.
 
     Args:
         kappa: Concentrations (dimensionless), any shape, finite and >= 0.
-        dim: Ambient dimension, 128 or 512, the two that the document gives.
+        dim: Ambient dimension, 128 or 512, the two dimensions in the document.
 
     Returns:
         The fitted values, with the shape and dtype of ``kappa``.

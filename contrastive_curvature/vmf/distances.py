@@ -1,10 +1,10 @@
 """Distances of von Mises-Fisher distributions, between all embeddings and all proxies, in closed form.
 
-An embedding z stands for the distribution with direction ``z/|z|`` and concentration ``|z|`` (``from_embedding``), and
-a proxy for one with a direction and a concentration of its own. Shape letters: ``B`` embeddings, ``C`` proxies, ``D``
-dimensions. The work is a (B, D) by (D, C) matrix product in the dtype of the directions, and functions of (B, C)
-numbers in float64; no (B, C, D) tensor is made. Cosines carry the rounding error eps of their dtype, so a distance
-carries about ``eps * kappa`` where it grows with kappa.
+An embedding z represents the distribution with direction ``z/|z|`` and concentration ``|z|`` (``from_embedding``); a
+proxy represents a distribution with its own direction and concentration. Shape letters: ``B`` embeddings, ``C``
+proxies, ``D`` dimensions. The work is a (B, D) by (D, C) matrix product in the dtype of the directions, and functions
+of (B, C) numbers in float64; no (B, C, D) tensor is formed. Cosines have the rounding error eps of their dtype, so a
+distance that grows with kappa has an error of about ``eps * kappa``.
 
 Source: Kirchhof et al. (2022), A Non-isotropic Probabilistic Take on Proxy-based Deep Metric Learning, supplement.
 """
@@ -23,7 +23,7 @@ from contrastive_curvature.vmf.density import log_surface, of_kappa
 
 
 class _Pairs(NamedTuple):
-    """What the distances of B embeddings to C proxies need.
+    """Inputs of the distances of B embeddings to C proxies.
 
     Attributes:
         versine: One minus the cosine, shape (B, C), float64.
@@ -57,13 +57,13 @@ def common_dtype(**tensors: Tensor) -> torch.dtype:
 def versine(cosine: Tensor) -> Tensor:
     """Return ``1 - cosine`` in [0, 2]."""
     value = 1 - cosine
-    # The value is clamped and not the gradient: a cosine that rounds above 1 is one of two directions that are close,
-    # whose gradient is small and not zero.
+    # Only the value is clamped, not the gradient: a cosine that rounds above 1 belongs to two close directions, whose
+    # gradient is small but not zero.
     return value + (value.clamp(0.0, 2.0) - value).detach()
 
 
 def row_kappas(name: str, value: object, directions: Tensor) -> Tensor:
-    """Return the concentrations of directions (rows, D): shape (rows,), or () for one of all."""
+    """Return the concentrations of directions (rows, D): shape (rows,), or () for one common concentration."""
     checked = check_kappa(value, name)
     rows = directions.shape[0]
     if tuple(checked.shape) not in ((), (rows,)):
@@ -84,7 +84,7 @@ def _pairs(mu: object, kappa: object, proxy_mu: object, proxy_kappa: object) -> 
 
 
 def from_embedding(z: Tensor) -> tuple[Tensor, Tensor]:
-    """Split embeddings into the direction and the concentration of the distribution that they stand for.
+    """Split embeddings into the direction and the concentration of the distribution that they represent.
 
     Args:
         z: Embeddings, shape (..., D), D >= 2, none zero.
@@ -111,7 +111,7 @@ def cosine_distance(mu: Tensor, proxy_mu: Tensor) -> Tensor:
 
 
 def squared_euclidean_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_kappa: Tensor) -> Tensor:
-    """Return ``|kappa mu - proxy_kappa proxy_mu|^2``, d_L2, which the document defines without a root.
+    """Return ``|kappa mu - proxy_kappa proxy_mu|^2``, d_L2; the document defines it without a root.
 
     Args:
         mu: Directions of the embeddings, shape (B, D); normalised here.
@@ -136,7 +136,7 @@ def _sum_and_deficit(pairs: _Pairs) -> tuple[Tensor, Tensor]:
     top = torch.where(top > 0, top, torch.ones_like(top))
     a, b = k / top, other / top
     square = (a - b).square() + 2 * a * b * (2 - pairs.versine)
-    # The root has no derivative at 0, where the distances have one: it is that of a length which stays 0.
+    # The root has no derivative at 0, but the distances have one: the derivative for a length that stays 0.
     opposite = square <= 0
     relative = torch.where(opposite, torch.ones_like(square), square).sqrt()
     length = torch.where(opposite, torch.zeros_like(square), top * relative)
@@ -169,8 +169,8 @@ def bhattacharyya_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_ka
 def expected_likelihood_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_kappa: Tensor) -> Tensor:
     """Return ``-log of the integral of p q``, the expected likelihood distance or mutual likelihood score, d_EL-vMF.
 
-    ``log C(|a + b|) - log C(|a|) - log C(|b|)`` with ``a = kappa mu`` and ``b = proxy_kappa proxy_mu``; of either sign,
-    and not 0 for equal distributions.
+    ``log C(|a + b|) - log C(|a|) - log C(|b|)`` with ``a = kappa mu`` and ``b = proxy_kappa proxy_mu``. It can have
+    either sign, and is not 0 for equal distributions.
 
     Args:
         mu: Directions of the embeddings, shape (B, D); normalised here.
@@ -190,9 +190,10 @@ def expected_likelihood_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, pr
 
 
 def kl_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_kappa: Tensor) -> Tensor:
-    """Return the Kullback-Leibler divergence from every embedding to every proxy, d_KL-vMF, in its right form.
+    """Return the correct Kullback-Leibler divergence from every embedding to every proxy, d_KL-vMF.
 
-    ``log C(kappa) - log C(proxy_kappa) + A(kappa) (kappa - proxy_kappa cos)``, as ``kl_divergence`` for single pairs.
+    It is ``log C(kappa) - log C(proxy_kappa) + A(kappa) (kappa - proxy_kappa cos)``, like ``kl_divergence`` for single
+    pairs.
 
     Args:
         mu: Directions of the embeddings, shape (B, D); normalised here.
@@ -213,10 +214,10 @@ def kl_distance(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_kappa: Tensor
 
 
 def kl_distance_printed(mu: Tensor, kappa: Tensor, proxy_mu: Tensor, proxy_kappa: Tensor) -> Tensor:
-    """Return what the document prints as d_KL-vMF, for comparison; it is not a divergence.
+    """Return the document's printed d_KL-vMF, for comparison; it is not a divergence.
 
-    ``log C(kappa) - log C(proxy_kappa) + kappa - proxy_kappa cos``: the mean of the distribution is replaced by its
-    direction. For equal directions it falls without limit in ``proxy_kappa``.
+    It is ``log C(kappa) - log C(proxy_kappa) + kappa - proxy_kappa cos``: the mean of the distribution is replaced by
+    its direction. For equal directions it falls without limit as ``proxy_kappa`` grows.
 
     Args:
         mu: Directions of the embeddings, shape (B, D); normalised here.

@@ -1,4 +1,4 @@
-"""Estimate a von Mises-Fisher distribution from samples, or from a Gaussian vector whose direction it is.
+"""Estimate a von Mises-Fisher distribution from samples, or for the direction of a Gaussian vector.
 
 Source: Sra (2012); Warburg et al. (2023), Eq. 42-43.
 """
@@ -17,8 +17,8 @@ def sra(rbar: Tensor, spread: Tensor, dim: int) -> Tensor:
     """Return Sra's estimate of kappa from ``rbar`` and ``spread = 1 - rbar^2``.
 
     ``spread`` is a separate argument because the difference would cancel for ``rbar`` near 1. It is clamped to at least
-    eps^2 of its dtype, the smallest spread that samples of this dtype can resolve; so kappa is at most ``(D - 1) /
-    eps^2``, and the gradient is zero for smaller spreads.
+    eps^2 of its dtype, the smallest spread that samples of this dtype can resolve. So kappa is at most
+    ``(D - 1) / eps^2``, and the gradient is zero for smaller spreads.
     """
     eps = torch.finfo(spread.dtype).eps
     floored = spread.clamp(min=eps * eps)
@@ -59,8 +59,8 @@ def concentration(rbar: Tensor, dim: int) -> Tensor:
     """Return Sra's estimate ``kappa = Rbar (D - Rbar^2) / (1 - Rbar^2)``.
 
     ``Rbar`` is clamped to at most ``1 - eps`` of its dtype, so kappa is at most about ``(D - 1) / (2 eps)``, with a
-    gradient of zero there. ``fit`` and ``concentration_from_gaussian``, which compute ``1 - Rbar^2`` to full precision,
-    have a larger bound.
+    gradient of zero there. ``fit`` and ``concentration_from_gaussian`` compute ``1 - Rbar^2`` to full precision, so
+    their bound is larger.
 
     Args:
         rbar: Mean resultant lengths, any shape, in [0, 1]; an excess over 1 of up to 8 eps is accepted as rounding.
@@ -84,7 +84,7 @@ def fit(samples: Tensor) -> tuple[Tensor, Tensor]:
     """Estimate mean direction and concentration from samples.
 
     ``1 - Rbar^2`` is computed as the mean squared distance of the normalised samples to their mean, which stays
-    accurate if they almost agree.
+    accurate if the samples almost agree.
 
     Args:
         samples: Shape (S, ..., D), S >= 2, D >= 2; each sample is divided by its norm first.
@@ -125,14 +125,14 @@ def tangential_variance(mean: Tensor, *, variance: Tensor | None = None, covaria
     Args:
         mean: Raw encoder outputs (not normalised), shape (..., D), D >= 2, none zero.
         variance: Diagonal of V, shape (..., D), >= 0, in squared units of ``mean``.
-        covariance: V, shape (..., D, D), positive semidefinite. Give exactly one of the two.
+        covariance: V, shape (..., D, D), positive semidefinite. Give exactly one of ``variance`` and ``covariance``.
 
     Returns:
         Tangential variances (...) >= 0, in squared radians to first order.
     """
     u, norm = unit("mean", mean)
     spread = _checked_spread(u, variance, covariance)
-    # Divided twice, because the square of a tiny or huge norm underflows or overflows.
+    # Divide twice, because the square of a tiny or huge norm underflows or overflows.
     if covariance is None:
         relative = spread / norm.unsqueeze(-1) / norm.unsqueeze(-1)
         total = relative.sum(-1)
@@ -156,16 +156,16 @@ def check_semidefinite(across: Tensor, radial: Tensor, rounding: Tensor) -> None
 def concentration_from_gaussian(
     mean: Tensor, *, variance: Tensor | None = None, covariance: Tensor | None = None
 ) -> Tensor:
-    """Return kappa of the direction of ``z ~ N(mean, V)``, over RAW outputs, in closed form.
+    """Return kappa for the direction of ``z ~ N(mean, V)`` over RAW outputs, in closed form.
 
-    The tangential variance tv gives ``Rbar = 1 / sqrt(1 + tv)``, and Sra's estimate kappa, ``(D - 1) / tv`` to leading
-    order. This is accurate if the spread of z is small compared with ``|mean|`` (the relative error of ``1 - Rbar^2``
-    is of the order of tv and of ``u^T V u / n^2``); otherwise draw samples and use ``fit``.
+    The tangential variance tv gives ``Rbar = 1 / sqrt(1 + tv)``, and Sra's estimate gives kappa, to leading order
+    ``(D - 1) / tv``. This is accurate if the spread of z is small compared with ``|mean|`` (the relative error of
+    ``1 - Rbar^2`` is of the order of tv and of ``u^T V u / n^2``); otherwise draw samples and use ``fit``.
 
     Args:
         mean: Raw encoder outputs, shape (..., D), D >= 2, none zero.
         variance: Diagonal of V, shape (..., D), >= 0, in squared units of ``mean``.
-        covariance: V, shape (..., D, D), positive semidefinite. Give exactly one of the two.
+        covariance: V, shape (..., D, D), positive semidefinite. Give exactly one of ``variance`` and ``covariance``.
 
     Returns:
         Concentrations (...), finite: at most ``(D - 1) / eps^2`` of the dtype, reached for tv = 0, where the gradient

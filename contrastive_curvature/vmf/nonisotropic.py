@@ -7,13 +7,14 @@ the sphere, which multiplies its surface by ``det K / |K x|^D``. So the density 
     C_D(b) exp(b <K x / |K x|, a>) det K / |K x|^D.
 
 The document writes ``det K / |K mu|`` for the last factor and says itself that this is a heuristic: its function does
-not integrate to 1 (for ``K = kappa I`` it integrates to ``kappa^(D-1)``). It is had by ``normalized=False``.
+not integrate to 1 (for ``K = kappa I`` it integrates to ``kappa^(D-1)``). ``normalized=False`` selects this heuristic.
 
 Source: Kirchhof et al. (2022), A Non-isotropic Probabilistic Take on Proxy-based Deep Metric Learning, supplement, Eq.
 14-22; the surface factor is derived for this library.
 
 The expected likelihood of such a proxy under a von Mises-Fisher embedding is computed by Monte Carlo (EL-nivMF,
-Algorithm 1 there, which prints the likelihood of ``z``, the same for every sample; here it is that of the samples).
+Algorithm 1 there). Algorithm 1 prints the likelihood of ``z``, which is the same for every sample; this module uses the
+likelihood of the samples.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from contrastive_curvature.vmf.sampling import rsample
 
 
 class _Terms(NamedTuple):
-    """What does not depend on x: K divided by its largest entry, a, b, and the logarithm of the constant factors."""
+    """Terms that do not depend on x: K divided by its largest entry, a, b, and the log of the constant factors."""
 
     scaled: Tensor
     pole: Tensor
@@ -60,7 +61,7 @@ def _terms(m: Tensor, kappa: Tensor, normalized: bool) -> _Terms:
 
 
 def nivmf_log_prob(x: Tensor, mu: Tensor, kappa: Tensor, *, normalized: bool = True) -> Tensor:
-    """Return the log-density of the non-isotropic von Mises-Fisher distribution, by the surface measure of the sphere.
+    """Return the log-density of the non-isotropic von Mises-Fisher distribution in the surface measure of the sphere.
 
     The surface factor moves the mode from ``mu`` towards the axes of small concentration.
 
@@ -68,8 +69,8 @@ def nivmf_log_prob(x: Tensor, mu: Tensor, kappa: Tensor, *, normalized: bool = T
         x: Directions, shape (..., D), D >= 2; normalised here.
         mu: Directions of the distributions, shape (..., D); normalised here.
         kappa: Concentrations of the axes, shape (..., D), finite and > 0.
-        normalized: Whether the surface factor is the right one. With ``False`` it is the document's ``det K / |K mu|``
-            (Eq. 19), which does not depend on x.
+        normalized: Whether to use the correct surface factor. ``False``: the document's ``det K / |K mu|`` (Eq. 19),
+            which does not depend on x.
 
     Returns:
         Log-densities (in nats), with the broadcast batch shape.
@@ -120,7 +121,7 @@ def nivmf_distance(mu: Tensor, proxy_mu: Tensor, proxy_kappa: Tensor, *, normali
         mu: Directions of the embeddings, shape (B, D); normalised here.
         proxy_mu: Directions of the proxies, shape (C, D); normalised here.
         proxy_kappa: Concentrations of the proxies' axes, shape (C, D), finite and > 0.
-        normalized: As in ``nivmf_log_prob``; ``False`` is what the document trains with.
+        normalized: As in ``nivmf_log_prob``; the document trains with ``False``.
 
     Returns:
         Distances (in nats), of either sign, shape (B, C). Rounding: about eps times the largest ``|K mu|``.
@@ -155,19 +156,19 @@ def el_nivmf_distance(
     *,
     normalized: bool = True,
 ) -> Tensor:
-    """Return ``-log`` of the mean likelihood of every proxy over samples of every embedding, d_EL-nivMF.
+    """Return ``-log`` of every proxy's mean likelihood over samples of every embedding, d_EL-nivMF.
 
-    The mean is an unbiased estimate of the integral of the two densities' product; its logarithm is biased by half its
-    relative variance. Gradients reach all four tensors, through the samples too (``rsample``).
+    The mean is an unbiased estimate of the integral over the product of both densities; the logarithm is biased by half
+    the relative variance of the mean. Gradients reach all four tensors, also through the samples (``rsample``).
 
     Args:
         mu: Directions of the embeddings, shape (B, D); normalised here.
         kappa: Concentrations of the embeddings, shape (B,) or (), finite and >= 0.
         proxy_mu: Directions of the proxies, shape (C, D); normalised here.
         proxy_kappa: Concentrations of the proxies' axes, shape (C, D), finite and > 0.
-        n_samples: Samples of each embedding, >= 1; the document takes 5 to 20.
+        n_samples: Samples of each embedding, >= 1; the document uses 5 to 20.
         generator: Random generator on the device of ``mu``; torch's default one if not given.
-        normalized: As in ``nivmf_log_prob``; ``False`` is what the document trains with.
+        normalized: As in ``nivmf_log_prob``; the document trains with ``False``.
 
     Returns:
         Distances (in nats), of either sign, shape (B, C).
@@ -187,10 +188,11 @@ def el_nivmf_logits(
     *,
     normalized: bool = True,
 ) -> Tensor:
-    """Return Algorithm 1's similarities to the proxies, whose cross-entropy with the labels is its loss.
+    """Return the similarities to the proxies of Algorithm 1; its loss is their cross-entropy with the labels.
 
-    ``logsumexp over samples of (log-likelihood / temperature)``. At temperature 1 this is ``-el_nivmf_distance + log
-    n_samples``. At another it is not ``-el_nivmf_distance / temperature``: the power stands inside the mean.
+    They are ``logsumexp over samples of (log-likelihood / temperature)``. At temperature 1 this is ``-el_nivmf_distance
+    + log n_samples``. At other temperatures it is not ``-el_nivmf_distance / temperature``, because the power is inside
+    the mean.
 
     Args:
         mu: Directions of the embeddings, shape (B, D); normalised here.
@@ -198,9 +200,9 @@ def el_nivmf_logits(
         proxy_mu: Directions of the proxies, shape (C, D); normalised here.
         proxy_kappa: Concentrations of the proxies' axes, shape (C, D), finite and > 0.
         temperature: One number > 0, shape () or (1,); it may be learned.
-        n_samples: Samples of each embedding, >= 1; the document takes 5 to 20.
+        n_samples: Samples of each embedding, >= 1; the document uses 5 to 20.
         generator: Random generator on the device of ``mu``; torch's default one if not given.
-        normalized: As in ``nivmf_log_prob``; ``False`` is what the document trains with.
+        normalized: As in ``nivmf_log_prob``; the document trains with ``False``.
 
     Returns:
         Logits, shape (B, C), with gradients to all five tensors.

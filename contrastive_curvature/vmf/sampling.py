@@ -1,14 +1,15 @@
 """Exact samples, and samples through which gradients reach the mean direction and the concentration.
 
-The samples are those of Wood's rejection (Wood 1994; Ulrich 1984), in a form without cancellation for huge kappa.
+The samples come from Wood's rejection (Wood 1994; Ulrich 1984), in a form without cancellation for huge kappa.
 
 Gradients: the angle theta from the mean direction has the density ``h(theta) ~ exp(kappa cos theta) sin^(D-2) theta``.
 Implicit reparameterisation (Figurnov et al. 2018) holds its distribution function ``F(theta; kappa)`` fixed:
 
     d theta / d kappa = -(1 / h(theta)) * integral over [0, theta] of (cos phi - A) h(phi) d phi,
 
-and the integral over [theta, pi] of ``(A - cos phi) h(phi)`` is the same number. Of the two, the side without a change
-of sign is taken, so that nothing cancels. It is cut where h has fallen by ``exp(-40)``, for a Gauss-Legendre rule.
+and the integral over [theta, pi] of ``(A - cos phi) h(phi)`` is the same number. The code uses the side without a
+change of sign, so that nothing cancels. For a Gauss-Legendre rule, the integral is cut where h has fallen by
+``exp(-40)``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from contrastive_curvature.vmf.density import of_kappa
 
 
 def _uniform(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    # 1 minus a number in [0, 1) is in (0, 1], so that the logarithms are finite.
+    # 1 minus a number in [0, 1) is in (0, 1], so the logarithms are finite.
     return 1 - torch.rand(like.shape, dtype=like.dtype, device=like.device, generator=generator)
 
 
@@ -135,7 +136,7 @@ def angle_slope(theta: Tensor, kappa: Tensor, dim: int) -> Tensor:
 
 
 class _Slope(torch.autograd.Function):
-    """The slope as a node of the graph, so that a second derivative by kappa is refused and not silently wrong."""
+    """The slope as a node of the graph, so that a second derivative in kappa is refused instead of silently wrong."""
 
     @staticmethod
     def forward(ctx: Any, kappa: Tensor, theta: Tensor, dim: int) -> Tensor:  # noqa: ARG004  # torch's signature
@@ -148,7 +149,7 @@ class _Slope(torch.autograd.Function):
 
 
 class _FollowKappa(torch.autograd.Function):
-    """The angle itself, with its derivative by the concentration."""
+    """The angle, with its derivative in the concentration."""
 
     @staticmethod
     def forward(ctx: Any, kappa: Tensor, theta: Tensor, dim: int) -> Tensor:
@@ -159,7 +160,7 @@ class _FollowKappa(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        """Return the gradient by ``kappa``."""
+        """Return the gradient in ``kappa``."""
         kappa, theta = ctx.saved_tensors
         slope: Tensor = _Slope.apply(kappa, theta, ctx.dim)
         return grads[0] * slope, None, None
@@ -168,9 +169,9 @@ class _FollowKappa(torch.autograd.Function):
 def rsample(mu: Tensor, kappa: Tensor, n_samples: int, generator: torch.Generator | None = None) -> Tensor:
     """Draw directions from von Mises-Fisher distributions, with pathwise gradients.
 
-    The draws are those of ``sample``. A sample turns with its mean direction by the smallest rotation, and its angle
-    follows kappa at a fixed value of the distribution function: the gradient of a mean over samples is unbiased.
-    (Reparameterising the proposals of a rejection sampler is biased: their acceptance depends on kappa.)
+    The draws equal the draws of ``sample``. A sample turns with its mean direction by the smallest rotation, and its
+    angle follows kappa at a fixed value of the distribution function, so the gradient of a mean over samples is
+    unbiased. (Reparameterising the proposals of a rejection sampler is biased: their acceptance depends on kappa.)
 
     Args:
         mu: Mean directions, shape (..., D), D >= 2; normalised here, so none may be zero.
@@ -179,8 +180,8 @@ def rsample(mu: Tensor, kappa: Tensor, n_samples: int, generator: torch.Generato
         generator: Random generator on the device of ``mu``; torch's default one if not given.
 
     Returns:
-        Unit vectors, shape (n_samples, ..., D), with the dtype and device of ``mu``. They can be differentiated once by
-        ``kappa``; a second time raises :class:`UnsupportedError`.
+        Unit vectors, shape (n_samples, ..., D), with the dtype and device of ``mu``. They can be differentiated once in
+        ``kappa``; a second derivative raises :class:`UnsupportedError`.
 
     Source: Figurnov, Mohamed and Mnih (2018), Implicit Reparameterization Gradients; the formula for the angle is
     derived for this library.
@@ -200,7 +201,7 @@ def rsample(mu: Tensor, kappa: Tensor, n_samples: int, generator: torch.Generato
     theta = _FollowKappa.apply(checked.double().expand(angle.shape), angle, m.shape[-1]).unsqueeze(-1)
     shift = (torch.sin(theta).to(m.dtype) * tangent) - (2 * torch.sin(theta / 2).square()).to(m.dtype) * anchor
     moved = drawn + (shift - shift.detach())
-    # the smallest rotation that takes `anchor` to `m`, which are equal but for the gradient
+    # the smallest rotation from `anchor` to `m`; both have equal values, but only `m` has a gradient
     middle = anchor + m
     along = (moved * middle).sum(-1, keepdim=True) / (1 + (anchor * m).sum(-1, keepdim=True))
     turn = 2 * (moved * anchor).sum(-1, keepdim=True) * m - along * middle

@@ -1,20 +1,96 @@
 """The data sets, in small files of the formats in which they are published."""
 
 import csv
-import pickle
+import gzip
 import shutil
+import struct
+import zipfile
+from io import BytesIO
 
 import numpy as np
 import pytest
 import torch
-from benchmark_data_files import paint, write_cars, write_cub, write_lfw, write_mnist, write_omniglot
 from PIL import Image
 
 from benchmarks.experiments.data import load_data
-from benchmarks.experiments.data.ood import shuffle_quarters
 from benchmarks.experiments.data.photos import IMAGENET_DEVIATION, IMAGENET_MEAN
 from benchmarks.experiments.data.places import TEST_CITIES, TRAINING_CITIES
 from contrastive_curvature.errors import InputError
+
+
+def write_idx(path, values):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
+    path.write_bytes(gzip.compress(head + values.numpy().tobytes()))
+
+
+def write_mnist(root, name, counts, seed=0):
+    """Random images of the published size; the labels count up."""
+    made = {}
+    for prefix, n in counts.items():
+        generator = torch.Generator().manual_seed(seed + n)
+        made[prefix] = torch.randint(256, (n, 28, 28), dtype=torch.uint8, generator=generator)
+        write_idx(root / name / "raw" / f"{prefix}-images-idx3-ubyte.gz", made[prefix])
+        write_idx(root / name / "raw" / f"{prefix}-labels-idx1-ubyte.gz", (torch.arange(n) % 10).to(torch.uint8))
+    return made
+
+
+def write_omniglot(root, archives, drawing):
+    folder = root / "omniglot"
+    folder.mkdir(parents=True, exist_ok=True)
+    for number, alphabets in archives.items():
+        with zipfile.ZipFile(folder / f"images_background_small{number}.zip", "w") as archive:
+            for alphabet, characters in alphabets.items():
+                for character in range(1, characters + 1):
+                    for n in range(1, 4):
+                        png = BytesIO()
+                        drawing(alphabet, character, n).save(png, "PNG")
+                        name = f"character{character:02d}/{character:04d}_{n:02d}.png"
+                        archive.writestr(f"images_background_small{number}/{alphabet}/{name}", png.getvalue())
+
+
+def paint(path, shade=128):
+    """A grey picture, 24x20; its shade tells it from others."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", (24, 20), (shade,) * 3).save(path, quality=95)
+
+
+def write_cub(root, classes=(1, 2, 100, 101, 102, 200)):
+    """Two images a class, of the shade of its number; the lists in the published format."""
+    folder = root / "CUB_200_2011"
+    lines = [(c, f"{c:03d}.Bird_{c}/Bird_{c}_{n:04d}.jpg") for c in classes for n in (1, 2)]
+    for c, name in lines:
+        paint(folder / "images" / name, c)
+    (folder / "images.txt").write_text("".join(f"{i} {name}\n" for i, (_, name) in enumerate(lines, 1)))
+    (folder / "image_class_labels.txt").write_text("".join(f"{i} {c}\n" for i, (c, _) in enumerate(lines, 1)))
+    return folder
+
+
+def write_cars(root, parts=((1, 98, 99), (99, 196))):
+    from scipy.io import savemat
+
+    folder = root / "stanford_cars"
+    (folder / "devkit").mkdir(parents=True)
+    tables = ("devkit/cars_train_annos.mat", "cars_test_annos_withlabels.mat")
+    for table, images, classes in zip(tables, ("cars_train", "cars_test"), parts, strict=True):
+        rows = np.zeros(len(classes), dtype=[("bbox_x1", object), ("class", object), ("fname", object)])
+        for n, c in enumerate(classes):
+            rows[n] = (np.uint8(3), np.uint8(c), f"{n + 1:05d}.jpg")
+            paint(folder / images / f"{n + 1:05d}.jpg", c)
+        savemat(folder / table, {"annotations": rows.reshape(1, -1)})
+    return folder
+
+
+def write_lfw(root, images="lfw-deepfunneled"):
+    folder = root / "lfw-py"
+    for part, people in {"Train": {"Ada_B": 2, "Cy_D": 1}, "Test": {"Eve_F": 3}}.items():
+        folder.mkdir(exist_ok=True)
+        lines = [f"{name}\t{count}" for name, count in people.items()]
+        (folder / f"peopleDev{part}.txt").write_text("\n".join([str(len(lines)), *lines]) + "\n")
+        for name, count in people.items():
+            for n in range(1, count + 1):
+                paint(folder / images / name / f"{name}_{n:04d}.jpg", 40 * n)
+    return folder
 
 
 def test_fashionmnist_is_read_as_it_is(tmp_path):
@@ -27,40 +103,6 @@ def test_fashionmnist_is_read_as_it_is(tmp_path):
         assert images.dtype == torch.float32
         assert torch.equal(images.squeeze(1), pixels.float() / 255)
         assert torch.equal(split.targets, torch.arange(len(split)) % 10)
-
-
-@pytest.fixture
-def cifar(tmp_path, monkeypatch):
-    """CIFAR10's pickles and SVHN's matrices in small; what torchvision checks them against is taken from them."""
-    from scipy.io import savemat
-    from torchvision.datasets import CIFAR10, SVHN
-
-    folder = tmp_path / "cifar-10-batches-py"
-    folder.mkdir()
-    pixels = np.random.default_rng(0).integers(0, 256, (6, 4, 3072), dtype=np.uint8)
-    for batch, (name, _) in zip(pixels, CIFAR10.train_list + CIFAR10.test_list, strict=True):
-        (folder / name).write_bytes(pickle.dumps({"data": batch, "labels": [3, 1, 4, 1]}))
-    (folder / "batches.meta").write_bytes(pickle.dumps({"label_names": [f"class{n}" for n in range(10)]}))
-    numbers = np.random.default_rng(1).integers(0, 256, (32, 32, 3, 5), dtype=np.uint8)
-    savemat(tmp_path / "test_32x32.mat", {"X": numbers, "y": np.array([[10], [1], [2], [3], [9]], dtype=np.uint8)})
-    for table in ("train_list", "test_list"):
-        monkeypatch.setattr(CIFAR10, table, [[name, None] for name, _ in getattr(CIFAR10, table)])
-    monkeypatch.setattr(CIFAR10, "meta", {**CIFAR10.meta, "md5": None})
-    monkeypatch.setattr(SVHN, "split_list", {"test": [None, "test_32x32.mat", None]})
-    return tmp_path, pixels, numbers
-
-
-def test_cifar10_and_svhn_are_read(cifar):
-    root, pixels, numbers = cifar
-    data = load_data("cifar10", root)
-    assert (data.title, data.ood_title) == ("CIFAR10", "SVHN")
-    assert data.classes[4] == "class4"
-    wanted = torch.from_numpy(pixels).reshape(24, 3, 32, 32).float() / 255
-    assert torch.equal(data.train.images(range(20)), wanted[:20])
-    assert torch.equal(data.test.images(range(4)), wanted[20:])
-    assert data.train.targets.tolist() == [3, 1, 4, 1] * 5
-    assert torch.equal(data.ood.images(range(5)), torch.from_numpy(numbers).permute(3, 2, 0, 1).float() / 255)
-    assert data.ood.targets.tolist() == [0, 1, 2, 3, 9]
 
 
 def blank_with_ink(alphabet, character, n):
@@ -195,21 +237,3 @@ def test_msls_leaves_out_panoramas_and_queries_without_an_answer(msls):
     assert relevant.tolist() == [[True, False, False, False], [False, False, True, False]]
     assert torch.equal(other, ~relevant)
     assert (data.test.targets[0] - data.gallery.targets[0]).abs().tolist() == pytest.approx([0, 24.9], abs=1e-6)
-
-
-def test_shuffled_quarters_keep_pixels_and_leave_no_side():
-    # every quarter has values of its own
-    images = torch.arange(4.0).view(2, 2).repeat_interleave(4, 0).repeat_interleave(4, 1)
-    images = (images + torch.rand(50, 1, 8, 8) / 2).contiguous()
-    moved = shuffle_quarters(images, torch.Generator().manual_seed(0))
-    assert torch.equal(moved.flatten(1).sort(1).values, images.flatten(1).sort(1).values)
-    left, right = images[..., :4].floor(), moved[..., :4].floor()
-    assert set(left.unique().tolist()) == {0.0, 2.0}
-    assert set(right.unique().tolist()) == {1.0, 3.0}
-    assert len(moved.floor().unique(dim=0)) > 1
-    assert torch.equal(moved, shuffle_quarters(images, torch.Generator().manual_seed(0)))
-    whole = {tuple(image.flatten().tolist()) for image in images[:, 0, :4, :4]}
-    quarters = moved[:, 0].reshape(50, 2, 4, 2, 4).permute(0, 1, 3, 2, 4).reshape(200, 16)
-    assert whole <= {tuple(quarter.tolist()) for quarter in quarters}  # a quarter arrives in one piece
-    with pytest.raises(InputError, match="even"):
-        shuffle_quarters(images[..., :7], torch.Generator())

@@ -22,6 +22,7 @@ from benchmarks import (
     drift_delay,
     drift_picture,
     fast_path,
+    influence,
     machine,
     match,
     scale,
@@ -221,3 +222,19 @@ def test_the_delay_of_an_alarm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_the_picture_of_drift_is_of_the_page(tmp_path: Path) -> None:
     drift_picture.main(["--out", str(tmp_path / "drift.png")])
     assert (tmp_path / "drift.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_influence_adds_a_column_in_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = {"POINTS": 40, "FEATURES": 6, "DIM": 4, "RETRAININGS": 5, "SPARE": 2, "LEFT_OUT": 3, "QUERIES": 10}
+    for name, number in small.items():
+        monkeypatch.setattr(influence, name, number)
+    try:
+        for kind in ("soft", "contrastive"):
+            influence.main(["digits", kind, "--out", str(tmp_path)])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    columns = json.loads((tmp_path / "influence.json").read_text())["columns"]
+    assert set(columns) == {"digits, soft", "digits, contrastive"}
+    for column in columns.values():
+        assert column["rows"]["all terms, exact Hessian"][0] > 0.8
+        assert max(column["newton"]) < 1

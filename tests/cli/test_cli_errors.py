@@ -13,8 +13,6 @@ from cli_support import Run, encoder_file, error_of
 from tables import each
 from test_cli_score import column, read
 
-from contrastive_curvature import artifact
-from contrastive_curvature.apps.cli import saved
 from contrastive_curvature.apps.cli.console import report
 from contrastive_curvature.errors import DivergenceError, InputError, UnsupportedError
 
@@ -34,16 +32,6 @@ def test_a_damaged_encoder_file_is_refused_in_one_line(run: Run, harm: str) -> N
     assert "encoder" in error
     assert not Path("scores.csv").exists()
     file.write_bytes(whole)
-
-
-def test_a_posterior_of_another_version_says_what_to_do(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    header, tensors = artifact.read_tensors(encoder_file(), saved.EncoderFile)
-    with monkeypatch.context() as later:
-        later.setattr(artifact, "VERSION", 99)
-        artifact.write_tensors(encoder_file(), header, tensors)
-    said = error_of(run(*SCORE, code=2))
-    assert "version 99" in said
-    assert "use that release" in said
 
 
 @pytest.mark.parametrize("call", ["fsync", "rename"])
@@ -76,7 +64,7 @@ def test_a_kill_while_a_posterior_is_replaced_leaves_the_old_or_the_new_one(
     run(*fit, "new")
     old, new, real = uncertainty("posterior"), uncertainty("new"), os.replace
     assert not np.allclose(old, new, rtol=0.01)
-    for at in ("encoder-", "config.json", "posterior-", "README.md"):
+    for at in ("encoder-", "posterior.safetensors", "README.md"):
 
         def replace(source: str | Path, target: str | Path, at: str = at) -> None:
             if Path(target).name.startswith(at):

@@ -45,24 +45,18 @@ def test_the_posterior_is_that_of_the_library(place: Path) -> None:
 
 def test_options_reach_the_library(run: Run) -> None:
     run(
-        *("fit", "train.npz", "--out", "other", "--loss", "triplet", "--structure", "full"),
-        *("--loss-option", "margin=0.3"),
-        *("--prior-strength", 0.1, "--seed", 3, "--loss-option", "reduction=sum", "--quiet"),
+        *("fit", "train.npz", "--out", "other", "--loss", "triplet", "--weights", "all", "--structure", "full"),
+        *("--loss-option", "margin=0.3", "--loss-option", "reduction=sum"),
+        *("--prior-strength", 0.1, "--seed", 3, "--calibrate", "validation.npz", "--quiet"),
     )
     found, _ = open_posterior(Path("other"))
-    la = Laplace(layer(), "contrastive", hessian_structure="full", backend_kwargs={"loss": cc.TripletLoss(0.3, "sum")})
+    la = Laplace(layer(), "contrastive", "all", "full", backend_kwargs={"loss": cc.TripletLoss(0.3, "sum")})
     found_x, found_y = (torch.cat(part) for part in zip(*batches("train.npz"), strict=True))
     order = torch.from_numpy(np.random.default_rng(3).permutation(300))
     la.fit(list(zip(found_x[order].split(256), found_y[order].split(256), strict=True)))
     la.optimize_prior_precision(strength=0.1)
     torch.testing.assert_close(found.prior_precision, la.prior_precision, rtol=1e-6, atol=0)
     assert repr(found.backend.loss) == repr(la.backend.loss)
-
-
-def test_other_weights(run: Run) -> None:
-    fit = ("fit", "train.npz", "--out", "other", "--calibrate", "validation.npz")
-    run(*fit, "--weights", "all", "--structure", "full")
-    found, _ = open_posterior(Path("other"))
     assert (found.subset_of_weights, found.hessian_structure) == ("all", "full")
     assert found.known.calibration is not None
 

@@ -1,14 +1,13 @@
 """``select_unknown``: the procedure by its definition, and its guarantee over simulated calibration sets."""
 
 import warnings
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import each
+from tables import refuses
 
 import contrastive_curvature as cc
 
@@ -58,16 +57,11 @@ def test_too_few_calibration_inputs_are_said_with_the_number() -> None:
         assert cc.select_unknown(torch.empty(0)).shape == (0,)
 
 
-@each(
-    "p_values, fdr, words",
-    [
-        (np.array([1, 1]), 0.1, "int64"),
-        (np.array([[0.1]]), 0.1, r"shape \(1, 1\)"),
-        (np.array([0.5, np.nan]), 0.1, "NaN.*leave it out"),
-        (np.array([0.0, 0.5]), 0.1, r"\(0, 1\]"),
-        (np.array([0.5]), 1.0, "fdr"),
-    ],
+test_what_is_refused = refuses(
+    cc.InputError,
+    (lambda: cc.select_unknown(np.array([1, 1]), 0.1), "int64"),
+    (lambda: cc.select_unknown(np.array([[0.1]]), 0.1), r"shape \(1, 1\)"),
+    (lambda: cc.select_unknown(np.array([0.5, np.nan]), 0.1), "NaN.*leave it out"),
+    (lambda: cc.select_unknown(np.array([0.0, 0.5]), 0.1), r"\(0, 1\]"),
+    (lambda: cc.select_unknown(np.array([0.5]), 1.0), "fdr"),
 )
-def test_what_is_refused(p_values: Any, fdr: float, words: str) -> None:
-    with pytest.raises(cc.InputError, match=words):
-        cc.select_unknown(p_values, fdr)

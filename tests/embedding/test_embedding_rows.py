@@ -8,9 +8,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laplace import Laplace
 from tables import covering, each
-from torch import Tensor, nn
+from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature.embedding.spread import Axes, Dense
@@ -138,49 +137,6 @@ def test_another_dtype_and_the_cpu(kind: str, device: str) -> None:
     assert {value.device.type for value in answers(there).values()} == {"cpu"}
     check(there.to(device), answers(whole))
     check(single.to(device, dtype=torch.float64).to(torch.float32), answers(single))
-
-
-@pytest.fixture(scope="module")
-def fitted(request: Any) -> Any:
-    """A posterior with class centres, and inputs of two classes."""
-    generator = torch.Generator().manual_seed(0)
-    y = torch.arange(60) % 3
-    x = torch.randn(60, 6, generator=generator) + 2 * nn.functional.one_hot(y, 6)
-    torch.manual_seed(0)
-    la: Any = Laplace(nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, D)), "contrastive")
-    la.fit([(x[:40], y[:40])])
-    la.optimize_prior_precision()
-    la.calibrate([x[40:]])
-    return la, x
-
-
-def test_predictions_of_batches_are_put_together_with_their_p_values(fitted: Any, device: str) -> None:
-    la, x = fitted
-    whole = la(x)
-    found = cc.EmbeddingDistribution.cat([la(part) for part in x.split(17)])
-    assert torch.equal(found.p_value, whole.p_value)
-    torch.testing.assert_close(found.novelty, whole.novelty, rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(found.uncertainty, whole.uncertainty, rtol=1e-4, atol=1e-6)
-    rows = torch.tensor([50, 3, 3])
-    assert torch.equal(whole[rows].p_value, whole.p_value[rows])
-    assert torch.equal(whole[rows].is_known(0.1), whole.is_known(0.1)[rows])
-    torch.testing.assert_close(whole[7].novelty, whole.novelty[7:8], rtol=1e-12, atol=0)
-    rounded = cc.EmbeddingDistribution.cat([whole.to(torch.bfloat16)[:9], whole[9:].to(torch.bfloat16)])
-    assert torch.equal(rounded[rows].p_value, whole.p_value[rows])
-    assert torch.equal(rounded.novelty, whole.novelty)
-
-
-def test_p_values_of_another_state_are_refused(fitted: Any, device: str) -> None:
-    la, x = fitted
-    before = la(x[:3])
-    prior = la.prior_precision
-    la.prior_precision = 2 * prior
-    after = la(x[:3])
-    la.prior_precision = prior
-    found = cc.EmbeddingDistribution.cat([before, after])
-    assert torch.equal(found.mu, torch.cat([before.mu, after.mu]))
-    with pytest.raises(cc.UnsupportedError, match="concatenation"):
-        _ = found.p_value
 
 
 @each(

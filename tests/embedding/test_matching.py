@@ -63,10 +63,6 @@ def plain_pairs(n: int, seed: int, slope: float = 6.0) -> tuple[Tensor, Tensor, 
     return a, b, torch.rand(n, generator=g, dtype=DOUBLE) < truth, truth
 
 
-def brier(p: Tensor, outcome: Tensor) -> Tensor:
-    return (p.double() - outcome.double()).square()
-
-
 def spread_along(one: EmbeddingDistribution, other: EmbeddingDistribution) -> Tensor:
     """Variance of directions on the way to others, pair by pair, from dense matrices."""
     out = []
@@ -159,15 +155,6 @@ def test_sides_may_be_exchanged_and_rows_stand_alone(n, dim, seed, use):
     single = EmbeddingDistribution(test.a.raw_mean[-1:], variance=test.a.variance[-1:])
     other = EmbeddingDistribution(test.b.raw_mean[-1:], variance=test.b.variance[-1:])
     assert torch.allclose(p[-1:], match.same(single, other), rtol=0, atol=1e-12)
-
-
-def test_uncertainty_may_come_in_any_unit_and_shape(monkeypatch):
-    train, test = noisy_pairs(500, 0), noisy_pairs(50, 1)
-    p = MatchProbability().fit_pairs(*train).same(test.a, test.b)
-    old = EmbeddingDistribution.uncertainty.fget
-    assert old is not None
-    monkeypatch.setattr(EmbeddingDistribution, "uncertainty", property(lambda self: 100 * old(self) ** 0.5))
-    assert torch.allclose(MatchProbability().fit_pairs(*train).same(test.a, test.b), p, rtol=0, atol=1e-6)
 
 
 def test_uncertainties_beyond_the_range_count_as_its_end():

@@ -1,56 +1,44 @@
 """What cannot be written is refused by name, and leaves no complete folder behind."""
 
-import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from feature_networks import POINTS, data, encoder, loader
+from headers import reseal
 from tables import each
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import contrastive_curvature as cc
-from contrastive_curvature.artifact import VERSION
-from contrastive_curvature.artifact import _checksum as checksum
-from contrastive_curvature.io.feature_folder.header import HEADER, FeatureHeader
+from contrastive_curvature.artifact import read_header
+from contrastive_curvature.io.feature_folder.folder import HEADER, FeatureHeader
 
 
-def scaled(device: str) -> nn.Sequential:
-    """Features of any size."""
+@each(
+    "dtype, size, message, wider",
+    [
+        ("float16", 1e5, "dtype='float16': expected features of at most .* in row 30 .*Use dtype=", "bfloat16"),
+        ("float32", 1e39, "dtype='float32': expected features of at most .* in row 30 .*Use dtype=", "float64"),
+        ("float16", 1e-7, r"less than a hundredth of the largest.* in row 30 .*bfloat16", "bfloat16"),
+        ("float64", torch.nan, "finite features, got NaN or infinity in row 30", None),
+    ],
+)
+def test_features_that_the_precision_cannot_hold(
+    dtype: str, size: float, message: str, wider: str | None, device: str, tmp_path: Path
+) -> None:
     torch.manual_seed(1)
-    return nn.Sequential(nn.Linear(5, 7), nn.Identity(), nn.Linear(7, 4)).double().to(device)
-
-
-@each("dtype, size, wider", [("float16", 1e5, "bfloat16"), ("float32", 1e39, "float64")])
-def test_overflow_names_the_row(dtype: str, size: float, wider: str, device: str, tmp_path: Path) -> None:
-    model, (x, y) = scaled(device), data(device)
+    layers = [nn.Linear(5, 7, bias=False), nn.Identity(), nn.Linear(7, 4)]
+    model, (x, y) = nn.Sequential(*layers).double().to(device), data(device)
     x[30] *= size
-    with pytest.raises(
-        cc.InputError, match=rf"dtype='{dtype}': expected features of at most .* in row 30 .*Use dtype="
-    ):
-        cc.features(model, loader(x, y), tmp_path / f"{dtype}-narrow", dtype=dtype)
-    assert len(cc.features(model, loader(x, y), tmp_path / dtype, dtype=wider).targets) == POINTS
-
-
-def test_underflow_names_the_row(device: str, tmp_path: Path) -> None:
-    model, (x, y) = scaled(device), data(device)
-    with torch.no_grad():
-        model[0].bias.zero_()
-    x[30] *= 1e-7
-    with pytest.raises(cc.InputError, match=r"less than a hundredth of the largest.* in row 30 .*bfloat16"):
-        cc.features(model, loader(x, y), tmp_path / "f", dtype="float16")
+    with pytest.raises(cc.InputError, match=message):
+        cc.features(model, loader(x, y), tmp_path / f"{dtype}-{size}", dtype=dtype)
+    if wider is not None:
+        assert len(cc.features(model, loader(x, y), tmp_path / f"{dtype}-{size}-wider", dtype=wider).targets) == POINTS
     # Zero features lose nothing.
     x[30] = 0
-    assert not cc.features(model, loader(x, y), tmp_path / "g", dtype="float16").numpy(30, 31).any()
-
-
-def test_features_that_are_not_finite(device: str, tmp_path: Path) -> None:
-    x, y = data(device)
-    x[30, 2] = torch.nan
-    with pytest.raises(cc.InputError, match="finite features, got NaN or infinity in row 30"):
-        cc.features(encoder(device), loader(x, y), tmp_path / "f")
+    assert not cc.features(model, loader(x, y), tmp_path / f"{dtype}-{size}-zero", dtype=dtype).numpy(30, 31).any()
 
 
 @each(
@@ -84,38 +72,16 @@ def test_loaders(batches: Any, kind: type[Exception], message: str, device: str,
             cc.FeatureFolder(tmp_path / "f")
 
 
-def resealed(path: Path, **changes: Any) -> None:
-    """A header with other fields and the checksum of these, as somebody else may have written it."""
-    content = {**json.loads(path.read_bytes())["content"], **changes}
-    about = {"format": FeatureHeader.format_name(), "version": VERSION, "sha256": checksum(content)}
-    path.write_text(json.dumps({**about, "content": content}))
-
-
-MALFORMED: list[tuple[str, list[Any]]] = [
-    ("format", ["", "npz", "../memmap"]),
-    ("dtype", ["", "text", "O", "int64"]),
-    ("target_type", ["", "object", "int64\n"]),
-    ("target_shape", [[0], [-1], [10**30]]),
-    ("identifiers", ["text", "O", "S0", "U8"]),
-    ("rows_per_part", [0, -1]),
-]
-
-
-@each("fmt", ["memmap", "parquet"])
-def test_a_malformed_header_is_refused_by_name(fmt: str, device: str, tmp_path: Path) -> None:
-    if fmt == "parquet":
-        pytest.importorskip("pyarrow")
-    cc.features(encoder(device), loader(*data(device)), tmp_path / fmt, format=fmt)
-    path = tmp_path / fmt / HEADER
-    source = json.loads(path.read_bytes())["content"]["source"]
-    for name, values in [*MALFORMED, ("source", [{**source, "width": width} for width in (-1, 10**30)])]:
-        before = path.read_text()
-        for value in values:
-            resealed(path, **{name: value})
-            with pytest.raises(cc.InputError, match=rf"header\.json: expected a feature folder, got one with.*{name}"):
-                cc.FeatureFolder(tmp_path / fmt)
-            path.write_text(before)
-    assert len(cc.FeatureFolder(tmp_path / fmt).targets) == POINTS
+def test_a_malformed_header_is_refused_by_name(device: str, tmp_path: Path) -> None:
+    path = cc.features(encoder(device), loader(*data(device)), tmp_path / "f").path / HEADER
+    content = read_header(path, FeatureHeader).model_dump(mode="json")
+    for name, value in (
+        *(("dtype", "O"), ("target_type", "object"), ("identifiers", "O"), ("identifiers", "S0")),
+        *(("target_shape", [-1]), ("rows_per_part", 0), ("points", 0)),
+    ):
+        reseal(path, FeatureHeader, {**content, name: value})
+        with pytest.raises(cc.InputError, match=rf"{HEADER}: expected a feature folder, got one with.*{name}"):
+            cc.FeatureFolder(path.parent)
 
 
 def test_nothing_is_written_through_a_link(device: str, tmp_path: Path) -> None:
@@ -124,9 +90,10 @@ def test_nothing_is_written_through_a_link(device: str, tmp_path: Path) -> None:
     mine, link = tmp_path / "mine", tmp_path / "f" / "features.bin"
     link.rename(mine)
     link.symlink_to(mine)
-    content = mine.read_bytes()
-    for changes in ({"parts": [None]}, {"points": None}):
-        resealed(tmp_path / "f" / HEADER, **changes)
+    content, path = mine.read_bytes(), tmp_path / "f" / HEADER
+    header = read_header(path, FeatureHeader).model_dump(mode="json")
+    for changes in ({"parts": ["0"]}, {"points": None}):
+        reseal(path, FeatureHeader, {**header, **changes})
         with pytest.raises(cc.InputError, match=r"features\.bin: expected a file of this folder, got a symbolic link"):
             cc.features(encoder(device), loader(*data(device)), tmp_path / "f")
         assert mine.read_bytes() == content
@@ -136,7 +103,6 @@ def test_nothing_is_written_through_a_link(device: str, tmp_path: Path) -> None:
     "options, message",
     [
         ({"dtype": "int8"}, "dtype: expected one of 'float16', 'bfloat16', 'float32', 'float64', got int8"),
-        ({"format": "npz"}, "format: expected one of 'memmap', 'parquet'"),
         ({"rows_per_part": 0}, "rows_per_part: expected a positive whole number"),
         ({"last_layer_name": "0"}, "last_layer_name: expected the layer that computes the raw outputs"),
         ({"identifiers": range(POINTS - 1)}, "identifiers: expected one for each point.*49 identifiers, and 50 points"),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from feature_networks import POINTS, Counting, Interrupted, data, encoder, loader
-from tables import covering
+from tables import covering, each
 
 import contrastive_curvature as cc
 
@@ -30,9 +30,9 @@ def batches(device: str) -> list[Any]:
     return list(loader(*data(device)))
 
 
-@pytest.mark.parametrize(("format", "texts"), [("memmap", False), ("parquet", True)])
-def test_exception_in_the_loader(format: str, texts: bool, device: str, tmp_path: Path) -> None:
-    options = {"format": format, "identifiers": [f"é{i}" for i in range(POINTS)] if texts else None}
+@pytest.mark.parametrize("texts", [False, True])
+def test_exception_in_the_loader(texts: bool, device: str, tmp_path: Path) -> None:
+    options = {"identifiers": [f"é{i}" for i in range(POINTS)] if texts else None}
     write(tmp_path / "whole", device, **options)
     with pytest.raises(OSError, match="has gone"):
         write(tmp_path / "f", device, Interrupted(batches(device), 4), **options)
@@ -65,37 +65,47 @@ def test_kept_parts_are_not_computed_again(device: str, tmp_path: Path) -> None:
     assert counting.points <= analysis + 8
 
 
-def _truncate(folder: Path, format: str) -> None:
-    path = folder / ("features.bin" if format == "memmap" else "part-000004.parquet")
-    os.truncate(path, path.stat().st_size - 8)
+def _truncate(folder: Path) -> None:
+    os.truncate(folder / "features.bin", (folder / "features.bin").stat().st_size - 8)
 
 
-def _flip(folder: Path, format: str) -> None:
-    path = folder / ("features.bin" if format == "memmap" else "part-000001.parquet")
-    damaged = bytearray(path.read_bytes())
+def _flip(folder: Path) -> None:
+    damaged = bytearray((folder / "features.bin").read_bytes())
     damaged[len(damaged) // 3] ^= 1
-    path.write_bytes(damaged)
+    (folder / "features.bin").write_bytes(damaged)
 
 
-def _remove(folder: Path, format: str) -> None:
-    (folder / ("targets.bin" if format == "memmap" else "part-000002.parquet")).unlink()
+def _remove(folder: Path) -> None:
+    (folder / "targets.bin").unlink()
 
 
-@covering(1, format=["memmap", "parquet"], damage=[_truncate, _flip, _remove])
-def test_damaged_parts_are_written_again(
-    format: str, damage: Callable[[Path, str], None], device: str, tmp_path: Path
-) -> None:
-    folder = write(tmp_path / "f", device, format=format)
+def _lengthen(folder: Path) -> None:
+    with (folder / "features.bin").open("ab") as file:
+        file.write(bytes(100))
+
+
+@each("damage", [_truncate, _flip, _remove])
+def test_damaged_parts_are_written_again(damage: Callable[[Path], None], device: str, tmp_path: Path) -> None:
+    folder = write(tmp_path / damage.__name__, device)
     whole = content(folder.path)
-    damage(folder.path, format)
+    damage(folder.path)
     if damage is not _flip:
         with pytest.raises(cc.InputError, match="it writes what is missing"):
             cc.FeatureFolder(folder.path)
     with pytest.raises(cc.InputError, match=r"damaged .part"):
         folder.verify()
-    write(folder.path, device, format=format)
+    write(folder.path, device)
     assert content(folder.path) == whole
     cc.FeatureFolder(folder.path).verify()
+
+
+def test_what_a_killed_writer_left_after_the_last_part_goes(device: str, tmp_path: Path) -> None:
+    whole = content(write(tmp_path / "whole", device, rows_per_part=10).path)
+    with pytest.raises(OSError, match="has gone"):
+        write(tmp_path / "f", device, Interrupted(batches(device), 4), rows_per_part=10)
+    _lengthen(tmp_path / "f")
+    write(tmp_path / "f", device, rows_per_part=10)
+    assert content(tmp_path / "f") == whole
 
 
 def _first_weight(model: Any) -> Any:
@@ -109,7 +119,6 @@ def _first_weight(model: Any) -> Any:
     complete=[False, True],
     change__message=[
         ({"dtype": "float32"}, "dtype: expected 'float64'.*got 'float32'"),
-        ({"format": "parquet"}, "format: expected 'memmap'.*got 'parquet'"),
         ({"identifiers": [str(i) for i in range(POINTS)]}, "identifiers: expected 'int64'.*got 'S2'"),
         ({"identifiers": range(1, POINTS + 1)}, "other identifiers for the points from row 0 on"),
         ({"model": "other"}, "features of this encoder.*other weights before the last layer"),

@@ -54,17 +54,6 @@ def test_a_fit_is_the_sum_over_batches(name: str, reduction: str, fix: str, subs
     assert bool(la(x).kappa.isfinite().all())
 
 
-@covering(1, structure=["lowrank", "gp", "kron", "kron_lowrank"], name=LOSSES)
-def test_every_structure_predicts(name: str, structure: str, device: str) -> None:
-    model, x, y = problem(device)
-    more = {"n_subset": 12} if structure == "gp" else {}
-    subset = "last_layer" if structure == "kron_lowrank" else "all"
-    options = {"loss": LOSSES[name](pd_fix="psd_parts")}
-    la = Laplace(model, "contrastive", subset, structure, backend_kwargs=options, **more)
-    la.fit([(x, y)] if structure == "gp" else list(zip(x.split(6), y.split(6), strict=True)))
-    assert bool(la(x).kappa.isfinite().all())
-
-
 def test_a_subset_of_all_points_has_their_hessian(device: str) -> None:
     model, x, y = problem(device)
     for fix in ("psd_parts", "ggn"):

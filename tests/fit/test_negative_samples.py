@@ -28,10 +28,6 @@ from contrastive_curvature.structures import Dense, Diagonal, Kron
 MARGINS = (None, 0.3, 0.9, 1.4, 2.0)
 WEIGHTS = (0.0, 0.3, 0.5, 1.0)
 WITH_FACTORS = ("linear", "no bias", "tanh", "softplus", "gelu", "batchnorm")
-CURVED: dict[str, Any] = {
-    "logistic": lambda fix: LogisticLoss(4.0, -1.0, 0.3, pd_fix=fix),
-    "logistic by type": lambda fix: cc.LogisticLoss(4.0, -3.0, normalization="type", pd_fix=fix),
-}
 
 
 class Numbered:
@@ -77,21 +73,22 @@ contrastive = st.fixed_dictionaries(
         "normalization": st.sampled_from(NORMALIZATIONS),
     }
 )
+curved = st.builds(
+    lambda bias, options, fix: {"loss": LogisticLoss(4.0, bias, pd_fix=fix, **options)},
+    st.sampled_from((-1.0, -3.0)),
+    st.sampled_from(({"negative_weight": 0.3}, {"normalization": "type"})),
+    st.sampled_from(("fixed", "psd", "psd_parts")),
+)
 
 
-def assert_exact(
-    model: nn.Module,
-    x: Tensor,
-    y: Tensor,
-    size: int,
-    more: int,
-    last: bool,
-    structures: Any = (Diagonal, Dense, Kron),
-    **options: Any,
+@given(drawn=labelled(WITH_FACTORS), options=contrastive | curved, last=st.booleans(), more=st.sampled_from((0, 5)))
+def test_a_sample_of_all_points_is_exact(
+    drawn: Any, options: dict[str, Any], last: bool, more: int, device: str
 ) -> None:
     """With at least all points in the sample, curvature, loss and cost are those of all pairs."""
+    model, (x, y), size = drawn[0].to(device), (part.to(device) for part in drawn[1:3]), drawn[3]
     loader = in_batches(x, y, size)
-    for structure in structures:
+    for structure in (Diagonal, Dense, Kron):
         if structure is Kron and options.get("pd_fix") in ("positive", "full"):
             continue
         made = [backend(model, x, last, negative_samples=m, **options) for m in (None, max(2, len(x) + more))]
@@ -111,24 +108,6 @@ def assert_exact(
             assert close(mine, exact, 1e-3 * scale)
         assert close(torch.stack([sampled.loss, sampled.cost]), torch.stack([whole.loss, whole.cost]), scale, 1e-12)
         assert sampled.n == whole.n == len(x)
-
-
-@given(drawn=labelled(WITH_FACTORS), options=contrastive, last=st.booleans(), more=st.sampled_from((0, 5)))
-def test_a_sample_of_all_points_is_exact(
-    drawn: Any, options: dict[str, Any], last: bool, more: int, device: str
-) -> None:
-    model, x, y, size = drawn
-    assert_exact(model.to(device), x.to(device), y.to(device), size, more, last, **options)
-
-
-@given(drawn=labelled(("tanh", "linear")), kind=st.sampled_from(tuple(CURVED)), data=st.data(), last=st.booleans())
-def test_a_sample_of_all_points_is_exact_for_other_losses(
-    drawn: Any, kind: str, data: st.DataObject, last: bool, device: str
-) -> None:
-    model, x, y, size = drawn
-    loss = CURVED[kind](data.draw(st.sampled_from(("fixed", "psd", "psd_parts"))))
-    options: dict[str, Any] = {"loss": loss, "structures": [data.draw(st.sampled_from((Diagonal, Dense, Kron)))]}
-    assert_exact(model.to(device), x.to(device), y.to(device), size, 0, last, **options)
 
 
 def test_one_class_has_no_negatives(device: str) -> None:

@@ -112,17 +112,6 @@ def test_an_encoder_in_half_precision_may_round_otherwise(device: str) -> None:
     )
 
 
-def test_shuffling_is_fine(device: str) -> None:
-    posteriors = []
-    for change in (lambda x, y: (x, y), shuffled_together):
-        la = Laplace(model(device).double(), "contrastive", hessian_structure="full")
-        loader = Passes(from_pass(LATER, change), device)
-        loader.x = loader.x.double()
-        la.fit(loader)
-        posteriors.append(la.H_raw)
-    assert torch.allclose(*posteriors, rtol=1e-10, atol=1e-10 * float(posteriors[0].abs().max()))
-
-
 @covering(1, change=WRONG, later=[LATER + 1, LATER + 2])
 def test_the_passes_of_the_cross_terms_are_checked_too(later: int, change: Any, device: str) -> None:
     options = {"pd_fix": "full", "margin": 0.9}

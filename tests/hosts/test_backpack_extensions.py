@@ -23,7 +23,7 @@ from backpack.extensions import (
     SqrtGGNExact,
     SqrtGGNMC,
 )
-from backpack_networks import FLAT, SEQUENTIAL, Drawn, backpack_cases, build, truth_and_size
+from backpack_networks import FLAT, SEQUENTIAL, Drawn, build, hosted_cases, truth_and_size
 from hypothesis import assume, example, given
 from strategies import INPUTS, Case, close
 from tables import each
@@ -89,10 +89,10 @@ def psd_cases(kinds: tuple[str, ...] = SEQUENTIAL) -> Any:
         drawn[2].options["pd_fix"] = "psd"
         return drawn
 
-    return backpack_cases(kinds).map(force)
+    return hosted_cases(kinds).map(force)
 
 
-@given(drawn=backpack_cases(SEQUENTIAL))
+@given(drawn=hosted_cases(SEQUENTIAL))
 def test_our_extensions_are_exact_for_every_fix(drawn: Drawn, device: str) -> None:
     truth, size = truth_and_size(drawn)
     model = backward(drawn, device, DiagCurvature(), CurvatureFactor("factor"))
@@ -134,7 +134,7 @@ def test_kflr_has_the_exact_factors_of_biases(drawn: Drawn, device: str) -> None
         start += p.numel()
 
 
-@given(drawn=backpack_cases(KRONECKER))
+@given(drawn=hosted_cases(KRONECKER))
 def test_kfra_averages_the_blocks_indefinite_ones_too(drawn: Drawn, device: str) -> None:
     assume(not cc.PDFix(drawn[2].options["pd_fix"]).coupled)
     _, x, case = drawn
@@ -175,7 +175,7 @@ def test_sampled_roots_with_the_noise_fed(drawn: Drawn, device: str) -> None:
         assert all(close(a, b, size) for a, b in zip(p.kfac, p.kflr, strict=True))
 
 
-@given(drawn=backpack_cases((*KRONECKER, "batchnorm")))
+@given(drawn=hosted_cases((*KRONECKER, "batchnorm")))
 def test_products_with_every_fix(drawn: Drawn, device: str) -> None:
     """Indefinite and coupled ones: what is propagated is a product with the whole batch's Hessian."""
     truth, size = truth_and_size(drawn)
@@ -197,7 +197,7 @@ def hessian_of(function: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor
     return torch.autograd.functional.hessian(value, torch.cat([p.detach().flatten() for p in values]))
 
 
-@given(drawn=backpack_cases(("relu", "no bias", "linear", "normalised")))
+@given(drawn=hosted_cases(("relu", "no bias", "linear", "normalised")))
 @example(drawn=fixed("normalised"))
 def test_hmp_is_the_hessian_of_the_loss(drawn: Drawn, device: str) -> None:
     """With ``arccos`` and ``full``, and through a normalisation layer too."""
@@ -209,7 +209,7 @@ def test_hmp_is_the_hessian_of_the_loss(drawn: Drawn, device: str) -> None:
     check_products(backward(drawn, device, HMP()), "hmp", truth, 1e2 * size)
 
 
-@given(drawn=backpack_cases(("normalised",)))
+@given(drawn=hosted_cases(("normalised",)))
 def test_a_normalisation_layer_gives_the_euclidean_curvature(drawn: Drawn, device: str) -> None:
     model, x, case = drawn
     case.options["distance"] = "euclidean"
@@ -261,7 +261,7 @@ def partner_held_fixed(model: nn.Module, x: Tensor, case: Case) -> Tensor:
     return hessian_of(lambda z: -(y * (torch.nn.functional.normalize(z, dim=1) @ still.T)).sum(), model, x).diagonal()
 
 
-@given(drawn=backpack_cases((*KRONECKER, "smooth", "normalised")))
+@given(drawn=hosted_cases((*KRONECKER, "smooth", "normalised")))
 def test_diagonal_of_the_hessian_with_partners_held_fixed(drawn: Drawn, device: str) -> None:
     model, x, case = drawn
     case.options.update(distance="arccos", pd_fix="fixed")

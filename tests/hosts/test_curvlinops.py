@@ -6,11 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from curvlinops import CGInverseLinearOperator, SubmatrixLinearOperator, hutchinson_diag
+from curvlinops import CGInverseLinearOperator, SubmatrixLinearOperator
 from curvlinops.examples import IdentityLinearOperator
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.sparse.linalg import eigsh
 from strategies import Case, close, network_cases
 from tables import covering, each
 from torch import Tensor, nn
@@ -83,8 +82,8 @@ def test_any_parameters_in_any_order(drawn: Any, seed: int) -> None:
     assert close(torch.cat([p.flatten() for p in pieces]), truth[index][:, index].sum(1), reach)
 
 
-@covering(1, pd_fix=["positive", "fixed", "full", "psd"], distance=["arccos", "euclidean"])
-def test_deterministic_tools_of_the_host(pd_fix: str, distance: str) -> None:
+@covering(1, pd_fix=["full", "psd"], distance=["arccos", "euclidean"])
+def test_tools_of_the_host(pd_fix: str, distance: str) -> None:
     drawn = fixed_case(pd_fix, distance=distance)
     truth, size = truth_and_size(*drawn)
     operator = make_operator(drawn, 4)
@@ -96,16 +95,8 @@ def test_deterministic_tools_of_the_host(pd_fix: str, distance: str) -> None:
     rows, columns = [0, 3, 5], [1, 2]
     part = SubmatrixLinearOperator(operator, rows, columns)
     assert close(part @ torch.eye(2, dtype=torch.float64), truth[rows][:, columns], size)
-    values = np.linalg.eigvalsh(truth.numpy())
-    largest = eigsh(exported, k=3, which="LA", return_eigenvectors=False, v0=np.ones(total))
-    assert np.allclose(np.sort(largest), values[-3:], rtol=1e-9, atol=1e-9 * abs(values).max())
     twice = 2.0 * operator - operator
     assert close(twice @ torch.eye(total, dtype=torch.float64), truth, size)
-    if pd_fix == "full":
-        torch.manual_seed(0)
-        drawn_diagonals = torch.stack([hutchinson_diag(operator, num_matvecs=1) for _ in range(100)])
-        error = 4 * drawn_diagonals.std(0) / 10 + 1e-12 * size
-        assert bool(((drawn_diagonals.mean(0) - truth.diagonal()).abs() <= error).all())
     if pd_fix == "psd":
         shapes = [tuple(p.shape) for p in drawn[0].parameters()]
         damped = operator + 0.5 * IdentityLinearOperator(shapes, torch.device("cpu"), torch.float64)

@@ -1,4 +1,4 @@
-"""BackPACK's and curvlinops' own numbers are bit-identical before, with and after our import. In a fresh process."""
+"""BackPACK's own numbers are bit-identical before, with and after our import, and use. In a fresh process."""
 
 from typing import Any
 
@@ -13,7 +13,6 @@ import torch
 from torch import nn
 from backpack import backpack, extend
 from backpack import extensions
-import curvlinops
 
 NAMES = ("DiagGGNExact", "DiagGGNMC", "BatchDiagGGNExact", "BatchDiagGGNMC", "SqrtGGNExact", "SqrtGGNMC", "KFAC",
          "KFLR", "KFRA", "DiagHessian", "BatchDiagHessian", "GGNMP", "HMP", "PCHMP",
@@ -52,16 +51,6 @@ def results():
                 continue
             found = [t for p in model.parameters() for t in flat(getattr(p, extension.savefield), p)]
             out[f"backpack/{task}/{name}"] = [digest(found)]
-        for name in ("GGNLinearOperator", "HessianLinearOperator", "KFACLinearOperator", "EKFACLinearOperator"):
-            torch.manual_seed(3)
-            model = net()
-            kwargs = {"separate_weight_and_bias": True} if "KFAC" in name else {}
-            operator = getattr(curvlinops, name)(model, loss(), list(model.parameters()), [(x, y)], **kwargs)
-            v = torch.randn(operator.shape[1], 2)
-            parts = [operator @ v]
-            if name == "GGNLinearOperator":
-                parts.append(torch.as_tensor(curvlinops.hutchinson_trace(operator, 4)))
-            out[f"curvlinops/{task}/{name}"] = [digest(parts)]
     return out
 
 out = {"plain": results()}
@@ -76,15 +65,9 @@ for kind in (cc.BackPackContrastiveGGN, cc.CurvlinopsContrastiveGGN, cc.StochMan
 model = extend(net())
 with backpack(extensions.DiagGGNExact()):
     extend(cc.ContrastiveLoss(pd_fix="psd"))(model(x), y).backward()
-out["used"] = bool(torch.isfinite(model[0].weight.diag_ggn_exact).all())
 out["afterwards"] = results()
 cc.unregister()
 out["undone"] = results()
-try:
-    with backpack(extensions.DiagGGNExact()):
-        extend(cc.ContrastiveLoss(pd_fix="psd"))(model(x), y).backward()
-except NotImplementedError as error:
-    out["unknown"] = str(error)
 print(json.dumps(out))
 """
 
@@ -102,10 +85,5 @@ def test_ordinary_results_are_bit_identical(found: Any, when: str) -> None:
 def test_the_comparison_is_one_of_numbers(found: Any) -> None:
     plain = found["plain"]
     worked = {key: value for key, value in plain.items() if isinstance(value, list)}
-    assert len(worked) >= 34, {key: value for key, value in plain.items() if key not in worked}
-    assert len({value[0] for value in worked.values()}) >= 30
-
-
-def test_backpack_knows_the_loss_until_it_is_unregistered(found: Any) -> None:
-    assert found["used"]
-    assert "ContrastiveLoss" in found["unknown"]
+    assert len(worked) >= 26, {key: value for key, value in plain.items() if key not in worked}
+    assert len({value[0] for value in worked.values()}) >= 22

@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from backpack_networks import Drawn, hosted_cases
 from hypothesis import given
 from hypothesis import strategies as st
 from stochman import nnj
-from strategies import Case, close, options, pair_kinds
+from strategies import Case, close
 from tables import each
 from test_stochman_rules import scatter_statistics
 from torch import Tensor, nn
@@ -55,24 +56,12 @@ def build(kind: str, dim: int) -> nn.Module:
     return model.eval()
 
 
-@st.composite
-def drawn_cases(draw: st.DrawFn) -> tuple[nn.Module, Tensor, Case]:
-    n, dim, seed = draw(st.integers(1, 6)), draw(st.integers(1, 3)), draw(st.integers(0, 2**16))
-    torch.manual_seed(seed)
-    model = build(draw(st.sampled_from(tuple(NETWORKS))), dim)
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, 4, generator=generator, dtype=torch.float64)
-    labels, pairs = draw(pair_kinds(n, generator))
-    case = Case(model(x).detach(), labels, pairs, draw(options))
-    return model, x, case
-
-
 def labelled(case: Case, n: int) -> Tensor:
     return torch.arange(n) % 3 if case.labels is None else case.labels
 
 
-@given(drawn=drawn_cases(), elements=st.sampled_from((2**25, 40)))
-def test_diag_and_full_are_exact(drawn: tuple[nn.Module, Tensor, Case], elements: int, device: str) -> None:
+@given(drawn=hosted_cases(NETWORKS, build), elements=st.sampled_from((2**25, 40)))
+def test_diag_and_full_are_exact(drawn: Drawn, elements: int, device: str) -> None:
     model, x, case = drawn
     labels = labelled(case, len(x))
     # A mean over pairs is scaled by the host's contract, so that it grows with the data.
@@ -88,20 +77,6 @@ def test_diag_and_full_are_exact(drawn: tuple[nn.Module, Tensor, Case], elements
     assert not full.requires_grad
     assert close(found.cpu(), truth.diagonal(), size)
     assert close(full.cpu(), truth, size)
-
-
-@given(seed=st.integers(0, 99), size=st.integers(1, 12))
-def test_jacobians_subnetwork_and_last_layer(seed: int, size: int, device: str) -> None:
-    torch.manual_seed(seed)
-    model = build("conv", 2).to(device)
-    x, labels = torch.randn(5, 4, dtype=torch.float64).to(device), torch.arange(5, device=device) % 2
-    jacobian, z = StochManContrastiveGGN(model).jacobians(x)
-    assert torch.equal(z, model(x))
-    assert close(jacobian.flatten(0, 1), dense_jacobian(model, x))
-    indices = torch.randperm(dense_jacobian(model, x).shape[1])[:size].to(device)
-    truth = dense_ggn(model, x, labels)
-    found = StochManContrastiveGGN(model, subnetwork_indices=indices).full(x, labels)[1]
-    assert close(found, truth[indices][:, indices], float(truth.abs().max()))
 
 
 def test_conversion_shares_parameters_and_leaves_the_model_alone(device: str) -> None:
@@ -120,17 +95,6 @@ def test_conversion_shares_parameters_and_leaves_the_model_alone(device: str) ->
         with torch.no_grad():
             next(model.parameters()).mul_(2)
         assert close(made(x).detach(), model(x).detach())
-
-
-def test_one_normalisation_in_two_places(device: str) -> None:
-    norm = cc.L2Norm()
-    raw = nn.Sequential(nn.Linear(4, 3), norm, nn.Linear(3, 2)).double().to(device)
-    model = nn.Sequential(*raw, norm)
-    x, labels = torch.randn(5, 4, dtype=torch.float64, device=device), torch.arange(5, device=device) % 2
-    truth = dense_ggn(raw, x, labels, pd_fix="full")
-    backend = StochManContrastiveGGN(model, pd_fix="full")
-    assert close(backend.full(x, labels)[1], truth)
-    assert close(backend.diag(x, labels)[1], truth.diagonal(), float(truth.abs().max()))
 
 
 def hooked() -> nn.Module:

@@ -12,10 +12,8 @@ from strategies import close
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.hosts.stochman import sweep as limits
 from contrastive_curvature.hosts.stochman import to_nnj
 from contrastive_curvature.hosts.stochman.rules import RefusedError, find_rule
-from contrastive_curvature.hosts.stochman.sweep import Sweep
 
 IMAGE, SERIES, FLAT, TOKENS = (2, 4, 4), (2, 5), (4,), (3, 4)
 MODES = {"ff": (False, False), "fd": (False, True), "df": (True, False), "dd": (True, True)}
@@ -136,34 +134,3 @@ def test_a_wrong_rule_is_found_out_and_named(device: str, monkeypatch: pytest.Mo
         with torch.no_grad(), pytest.raises(RefusedError, match=message):
             find_rule("weight", layer, x, diag_inp=False, diag_out=True)
     assert torch.zeros(1).dtype == torch.get_default_dtype()
-
-
-def build(device: str) -> nn.Sequential:
-    made = nnj.Sequential(
-        nnj.Conv2d(1, 2, 2, bias=False), nnj.Tanh(), nnj.MaxPool2d(2), nnj.Flatten(), nnj.Linear(2, 3), nnj.ReLU(),
-        nnj.Linear(3, 2, bias=False),
-    )  # fmt: skip
-    return made.double().to(device)
-
-
-@settings(max_examples=8)
-@given(seed=st.integers(0, 2**16), b=st.integers(1, 3), elements=st.sampled_from((2**25, 300)))
-def test_one_sweep_gives_every_layers_block(seed: int, b: int, elements: int, device: str) -> None:
-    torch.manual_seed(seed)
-    network = build(device)
-    x = torch.randn(b, 1, 3, 3, dtype=torch.float64).to(device)
-    m = torch.randn(b, 2, 2, dtype=torch.float64).to(device)
-    wrt_input, wrt_weight = autograd_jacobians(network, x)
-    truth, of_inputs = (wrt_weight.mT @ m @ wrt_weight).sum(0), wrt_input.mT @ m @ wrt_input
-    size = float(truth.abs().max())
-    edges = {0: slice(0, 8), 4: slice(8, 17), 6: slice(17, 23)}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(limits.limits, "JACOBIAN_ELEMENTS", elements)
-        for shape in ("diagonal", "block"):
-            sweep = Sweep(list(network), x, (-1, 0, 4, 6), shape=shape)
-            found = sweep.run(x, lambda rows: m[rows])
-            end = found[-1]
-            for k, part in edges.items():
-                block = truth[part, part]
-                assert close(found[k], block.diagonal() if shape == "diagonal" else block, size)
-            assert close(end, of_inputs.diagonal(dim1=1, dim2=2) if shape == "diagonal" else of_inputs, size)

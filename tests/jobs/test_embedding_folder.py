@@ -74,20 +74,6 @@ def test_read_may_give_inputs_alone(device: str, tmp_path: Path) -> None:
     assert found.column("identifier").to_pylist()[-1] == f"point {POINTS - 1}"
 
 
-def test_feature_folders_are_embedded(device: str, tmp_path: Path) -> None:
-    x, y = data()
-    la = fitted(device)
-    names = list(range(0, 2 * POINTS, 2))
-    cc.features(la.model.model, [(x, y)], tmp_path / "f", dtype="float64", identifiers=names)
-    found = embed(tmp_path / "e", la, tmp_path / "f", parts=4)
-    assert_those_of(found, la, x.to(device))
-    assert found.column("identifier").to_pylist() == names
-    shuffled = embed(tmp_path / "h", la, cc.FeatureFolder(tmp_path / "f", seed=1), parts=4).to_pydict()
-    assert shuffled["identifier"] != names
-    kappa = dict(zip(names, found.column("kappa").to_pylist(), strict=True))
-    assert [kappa[name] for name in shuffled["identifier"]] == pytest.approx(shuffled["kappa"])
-
-
 def test_what_is_there_is_kept(device: str, tmp_path: Path) -> None:
     la, parts = fitted(device), cc.jobs.ParquetParts(write(tmp_path / "d", *data()), PARTS)
     first = embed(tmp_path / "e", la, parts)
@@ -107,17 +93,17 @@ def test_embeddings_of_another_posterior_are_refused(device: str, tmp_path: Path
     again.load_state_dict(la.state_dict())
     EmbeddingFolder(tmp_path / "e", again, parts)
     again.prior_precision = 1.01 * again.prior_precision
-    with pytest.raises(cc.InputError, match="destination: expected a folder for the same posterior"):
-        EmbeddingFolder(tmp_path / "e", again, parts)
-    again.prior_precision = la.prior_precision
+    other = posterior(device)
+    other.load_state_dict(la.state_dict())
     with torch.no_grad():
-        again.model.model[0].weight[0, 0] += 1e-9
-    with pytest.raises(cc.InputError, match="the same posterior"):
-        EmbeddingFolder(tmp_path / "e", again, parts)
-    with pytest.raises(cc.InputError, match="source and columns"):
-        EmbeddingFolder(tmp_path / "e", la, parts, keep=[])
-    with pytest.raises(cc.InputError, match="in 2 files"):
-        EmbeddingFolder(tmp_path / "e", la, cc.jobs.ParquetParts(tmp_path / "d", 2))
+        # The norms stay.
+        other.model.model[0].weight[0].neg_()
+    two, (x, y) = cc.jobs.ParquetParts(tmp_path / "d", 2), data()
+    flipped = cc.jobs.ParquetParts(write(tmp_path / "flipped", x, y.flip(0)), PARTS)
+    cases = ((again, parts, None), (other, parts, None), (la, parts, []), (la, two, None), (la, flipped, None))
+    for fitted_one, source, keep in cases:
+        with pytest.raises(cc.InputError, match="destination: expected a new or an empty folder, or one of this job"):
+            EmbeddingFolder(tmp_path / "e", fitted_one, source, keep)
     with pytest.raises(cc.NotFittedError):
         EmbeddingFolder(tmp_path / "e", posterior(device), parts)
 
@@ -146,7 +132,7 @@ def test_columns_are_checked_first(device: str, tmp_path: Path) -> None:
     x, y = data()
     la = fitted(device)
     pq.write_table(table(x, y, kappa=pa.array(range(POINTS))), tmp_path / "a.parquet", row_group_size=60)
-    parts = cc.jobs.ParquetParts(tmp_path / "a.parquet", 2)
+    parts = cc.jobs.ParquetParts(tmp_path / "a.parquet", 2, batch_size=20)
     with pytest.raises(cc.InputError, match=r"columns other than identifier, mu, .* got \['kappa'\]"):
         EmbeddingFolder(tmp_path / "e", la, parts)
     with pytest.raises(cc.InputError, match=r"keep: expected a list of columns of the source: target, kappa, got"):

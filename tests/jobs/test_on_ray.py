@@ -104,6 +104,17 @@ def test_a_fit_loses_nothing_with_a_killed_process(cluster: Any, device: str, tm
             cc.jobs.fit_on_ray(changed, parts, folder=tmp_path / "s")
 
 
+def test_shards_of_a_feature_folder_are_fitted(cluster: Any, device: str, tmp_path: Path) -> None:
+    (x, y), la = data(), posterior()
+    features = cc.features(la.model.model, [(x, y)], tmp_path / "f", dtype="float64")
+    found = cc.jobs.fit_on_ray(la, [features.shard(k, 3) for k in range(3)], folder=tmp_path / "s")
+    assert_same(found, fitted(), x[:20])
+    with pytest.raises(cc.InputError, match="parts: expected None"):
+        cc.jobs.fit_on_ray(la, [[(x, y)]], folder=tmp_path / "t", parts=2)
+    with pytest.raises(cc.InputTypeError, match="source: expected a ParquetParts or a path"):
+        cc.jobs.embed_on_ray(found, [x], tmp_path / "e")
+
+
 @pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning")
 def test_embeddings_lose_nothing_with_a_killed_process(cluster: Any, device: str, tmp_path: Path) -> None:
     (x, y), la = data(), fitted()
@@ -128,7 +139,8 @@ def test_a_bad_part_ends_the_job_with_its_own_error(cluster: Any, device: str, t
         cc.jobs.fit_on_ray(posterior(), bad, folder=tmp_path / "s")
     assert raised.value.__notes__ == ["statistics of part 3, in a process of Ray"]
     assert "part_statistics" in str(raised.value.__cause__)
-    # What was running has ended: no further state appears.
+    # What was running ends: no further state appears.
+    time.sleep(2)
     there = sorted((tmp_path / "s").iterdir())
     time.sleep(2)
     assert sorted((tmp_path / "s").iterdir()) == there

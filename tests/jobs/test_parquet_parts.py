@@ -11,7 +11,6 @@ from job_cases import POINTS, assert_same, data, fit_in, fitted, posterior, tabl
 from tables import covering, each
 
 import contrastive_curvature as cc
-from contrastive_curvature.io.jobs import _parts_of as parts_of
 
 pytestmark = [
     # Of encoders that nobody has trained.
@@ -46,18 +45,6 @@ def test_a_fit_of_parts_is_that_of_the_whole(
     la = posterior(device, structure=structure, **options)
     fit_in(tmp_path / "states", la, parts)
     assert_same(la, fitted(device, structure=structure, **options), x[:20].to(device))
-
-
-def test_feature_folders_come_in_parts(device: str, tmp_path: Path) -> None:
-    x, y = data()
-    la = posterior(device)
-    cc.features(la.model.model, [(x, y)], tmp_path / "f", dtype="float64", rows_per_part=40)
-    parts = parts_of(tmp_path / "f", parts=4)
-    assert parts.fingerprint == parts_of(cc.FeatureFolder(tmp_path / "f"), parts=4).fingerprint
-    fit_in(tmp_path / "states", la, parts)
-    assert_same(la, fitted(device), x[:20].to(device))
-    other = cc.features(posterior(device).model.model, [(x, 1 - y)], tmp_path / "g", dtype="float64")
-    assert parts_of(other, parts=4).fingerprint != parts.fingerprint
 
 
 def test_fingerprint_changes_with_the_data(device: str, tmp_path: Path) -> None:
@@ -95,9 +82,6 @@ def test_unfit_columns_are_refused(column: str, values: Any, message: str, devic
     [
         ({"parts": 8}, "parts: expected at most 7, got 8. .* row_group_size"),
         ({"batch_size": 2.0}, "batch_size: expected a positive"),
-        ({"columns": ["weight"]}, "columns: expected a list of columns of the files .*, together with read"),
-        ({"columns": ["pixels"], "read": dict}, r"got \['pixels'\]"),
-        ({"features": "image"}, "a column 'image'"),
     ],
 )
 def test_bad_options_are_refused(options: dict[str, Any], message: str, device: str, tmp_path: Path) -> None:

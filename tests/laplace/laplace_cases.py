@@ -1,16 +1,10 @@
 """The posterior of the small encoder, of every kind."""
 
-from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from laplace import Laplace
 from tiny import data, encoder
-
-import contrastive_curvature as cc
-
-__all__ = ["INDICES", "fitted", "make", "refused"]
 
 INDICES = torch.tensor([0, 3, 26, 30, 41])
 """The subnetwork, of 43 parameters."""
@@ -34,10 +28,3 @@ def fitted(
     x, y = data(dtype=dtype)
     la.fit([(x[:6], y[:6]), (x[6:], y[6:])])
     return la
-
-
-def refused(call: Callable[[], Any], *words: str, kind: type[Exception] = cc.InputError) -> None:
-    with pytest.raises(kind) as caught:
-        call()
-    assert isinstance(caught.value, cc.ContrastiveCurvatureError)
-    assert all(word in str(caught.value) for word in words), str(caught.value)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from laplace import Laplace
-from tables import each
+from tables import covering, each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -38,16 +38,25 @@ def fitted(device: str, labels: Tensor | None = None, weights: str = "last_layer
     return la
 
 
-@pytest.mark.parametrize(
-    ("weights", "structure"), [("last_layer", "diag"), ("all", "diag"), ("all", "lowrank"), ("last_layer", "gp")]
+ASKS: list[Callable[[Any, Tensor], Any]] = [
+    lambda la, x: la(x, on_invalid="nan"),
+    lambda la, x: la.functional_samples(x, n_samples=2),
+    lambda la, x: la.predictive_samples(x, n_samples=2),
+]
+
+
+@covering(
+    1,
+    ask=ASKS,
+    weights__structure=[("last_layer", "diag"), ("all", "diag"), ("all", "lowrank"), ("last_layer", "gp")],
 )
-def test_a_prior_that_nobody_chose_is_said_once(weights: str, structure: str, device: str) -> None:
+def test_a_prior_that_nobody_chose_is_said_once(weights: str, structure: str, ask: Any, device: str) -> None:
     x, more = inputs(device), {"n_subset": 6} if structure == "gp" else {}
     la: Any = Laplace(encoder(device), "contrastive", weights, structure, backend_kwargs={"pd_fix": "psd"}, **more)
     la.fit([(x, (torch.arange(N) % 3).to(device))])
     with pytest.warns(cc.DefaultPriorWarning, match=r"optimize_prior_precision\(\)") as caught:
-        la(x, on_invalid="nan")
-    assert Path(caught[0].filename) == Path(__file__)
+        ask(la, x)
+    assert [Path(one.filename) for one in caught] == [Path(__file__)]
     la(x)
     la.fit([(x, (torch.arange(N) % 2).to(device))])
     la(x, pred_type="nn", n_samples=2)
@@ -68,16 +77,6 @@ def test_a_chosen_prior_is_quiet(choose: Callable[[Any], Any], device: str) -> N
     for one in (la, again, given):
         one(inputs(device))
         one.predictive_samples(inputs(device), n_samples=2)
-
-
-@each("draw", ["functional_samples", "predictive_samples"])
-def test_samples_say_it_too(draw: str, device: str) -> None:
-    la, x = fitted(device), inputs(device)
-    with pytest.warns(cc.DefaultPriorWarning) as caught:
-        getattr(la, draw)(x, n_samples=2)
-    assert [Path(one.filename) for one in caught] == [Path(__file__)]
-    getattr(la, draw)(x, n_samples=2)
-    la(x)
 
 
 def test_a_saved_posterior_says_whether_its_prior_was_chosen(device: str, tmp_path: Path) -> None:

@@ -4,14 +4,16 @@ from typing import Any
 
 import pytest
 import torch
+from laplace import Laplace
 from tiny import encoder
 from torch import Tensor, nn
 from torch.func import functional_call
+from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 
-LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1, 2, 2, 0, 1])
+LABELS = torch.tensor([0, 1, 2, 0, 1, 2, 3, 1, 2, 2, 0, 3])
 PRIOR = 3.0
 
 
@@ -80,46 +82,6 @@ def test_influence_is_the_gradient_of_all_terms_of_an_item(
     torch.testing.assert_close(found, torch.func.jacrev(margins)(theta) @ moved)
 
 
-def test_influence_predicts_retraining_of_a_last_layer() -> None:
-    x, asked, classes = _data(12), _data(5), torch.tensor([0, 1, 2, 1, 0])
-    loss = cc.SupConLoss(0.5, reduction="sum", pd_fix="full")
-    torch.manual_seed(0)
-    start = torch.randn(3, 4, dtype=torch.float64)
-
-    def trained(keep: Tensor) -> Tensor:
-        weight = start.clone().requires_grad_()
-        search = torch.optim.LBFGS([weight], max_iter=300, tolerance_grad=1e-9, line_search_fn="strong_wolfe")
-
-        def value() -> Tensor:
-            search.zero_grad()
-            out = loss(x[keep] @ weight.T, LABELS[keep]) + 30 / 2 * (weight - start).square().sum()
-            out.backward()
-            return out
-
-        search.step(value)
-        return weight.detach()
-
-    every = torch.ones(12, dtype=torch.bool)
-    model = nn.Linear(4, 3, bias=False).double()
-    model.weight.data = trained(every)
-    la = ContrastiveLaplace(
-        model, "contrastive", "last_layer", "full", prior_precision=30.0, backend_kwargs={"loss": loss}
-    )
-    la.fit([(x, LABELS)])
-    predicted = cc.influence(la, [(x, LABELS)], [(asked, classes)])
-    unit = nn.functional.normalize
-    cosine, same = unit(model(asked)) @ unit(model(x)).T, classes[:, None] == LABELS
-    match, other = (cosine.masked_fill(mask, -2).argmax(1) for mask in (~same, same))
-
-    def margins(weight: Tensor) -> Tensor:
-        u, q = unit(x @ weight.T), unit(asked @ weight.T)
-        return (q * (u[match] - u[other])).sum(1)
-
-    without = [every.clone().index_fill(0, torch.tensor([k]), False) for k in range(12)]
-    real = torch.stack([margins(trained(keep)) - margins(model.weight.detach()) for keep in without], dim=1)
-    assert (predicted - real).norm() < 0.2 * real.norm()
-
-
 def test_influence_refuses_what_it_cannot_answer() -> None:
     loader = [(_data(12), LABELS)]
     la = _fitted(encoder(), cc.SupConLoss(pd_fix="full"), "last_layer", loader)
@@ -129,3 +91,93 @@ def test_influence_refuses_what_it_cannot_answer() -> None:
     la.fit(loader)
     with pytest.raises(cc.UnsupportedError, match="pairs='batch'"):
         cc.influence(la, loader, loader)
+
+
+GONE = [1, 6, 7, 11]
+REST = torch.tensor([0, 2, 3, 4, 5, 8, 9, 10])
+FORGETTING = [
+    *[(structure, cc.ContrastiveLoss(), {}) for structure in ("diag", "full", "kron", "kron_lowrank")],
+    ("lowrank", cc.ContrastiveLoss(), {}),
+    ("full", cc.ContrastiveLoss(margin=None, normalization="sum", pd_fix="full"), {}),
+    ("full", cc.ContrastiveLoss(), {"pairs": "batch"}),
+    ("kron", cc.SupConLoss(0.3), {}),
+    ("full", cc.InfoNCELoss(0.3, pd_fix="ggn"), {}),
+]
+
+
+@pytest.mark.parametrize(("structure", "loss", "options"), FORGETTING)
+def test_without_points_is_a_fit_of_the_rest(structure: str, loss: Any, options: Any) -> None:
+    x = _data(12)
+
+    def fitted(*batches: Tensor) -> ContrastiveLaplace:
+        options_of_fit = {"loss": loss, **options}
+        la: Any = Laplace(
+            encoder(),
+            "contrastive",
+            hessian_structure=structure,
+            temperature=0.5,
+            backend_kwargs=options_of_fit,
+            **({"subset_of_weights": "all"} if structure == "lowrank" else {}),
+        )
+        la.fit([(x[rows], LABELS[rows]) for rows in batches])
+        la.prior_precision = PRIOR
+        return la
+
+    la, other = fitted(*torch.arange(12).split(6)), fitted(REST[:5], REST[5:])
+    before = _kept(la)
+    rest = la.without([(x[:6], LABELS[:6]), (x[6:], LABELS[6:])], GONE)
+    torch.testing.assert_close(_kept(rest), _kept(other))
+    torch.testing.assert_close(_kept(la), before)
+
+
+def _kept(la: ContrastiveLaplace) -> list[Any]:
+    """Return all that a fit keeps of its points."""
+    assert la.curvature is not None
+    sample, classes = la.known.sample, la.class_centres
+    return [
+        *(tensor.clone() for tensor in la.curvature.tensors()),
+        *(la.mean, la.loss, la.cost, la.n_data, la.typical_norm),
+        *(() if sample is None else (sample.features.columns["features"],)),
+        *(() if classes is None else (classes.labels, classes.centres)),
+    ]
+
+
+@pytest.mark.parametrize(("loss", "factor", "over_data"), LOSSES)
+def test_newton_step_moves_the_last_layer_by_all_terms_of_the_points(loss: Any, factor: Any, over_data: bool) -> None:
+    model, x = encoder(), _data(12)
+    # In another order than that of the data set, which positions are of.
+    loader = DataLoader(TensorDataset(x, LABELS), batch_size=6, shuffle=over_data)
+    la = _fitted(model, loss, "last_layer", loader)
+    rest = la.without(loader, GONE, newton_step=True)
+
+    def objective(theta: Tensor, keep: list[int]) -> Tensor:
+        weight, bias = theta[:15].view(3, 5), theta[15:]
+        groups = [keep] if over_data else [[k for k in keep if k < 6], [k for k in keep if k >= 6]]
+        return sum(factor(LABELS[g]) * loss(model[:2](x[g]).detach() @ weight.T + bias, LABELS[g]) for g in groups)
+
+    gradient = torch.func.grad(objective)
+    lost = gradient(la.mean, list(range(12))) - gradient(la.mean, REST.tolist())
+    still = la.without(loader, GONE)
+    torch.testing.assert_close(rest.mean, la.mean + torch.linalg.solve(still.posterior_precision, 2.0 * lost))
+    moved = encoder()
+    nn.utils.vector_to_parameters(rest.mean, moved[2].parameters())
+    other = _fitted(moved, loss, "last_layer", [(x[g], LABELS[g]) for g in (REST[:5], REST[5:])])
+    torch.testing.assert_close(_kept(rest), _kept(other))
+    torch.testing.assert_close(rest(x[:2]).mu, other(x[:2]).mu)
+
+
+def test_without_refuses_what_it_cannot_answer() -> None:
+    x = _data(12)
+    loader = [(x, LABELS)]
+    la = _fitted(encoder(), cc.SupConLoss(pd_fix="full"), "last_layer", loader)
+    refused: list[tuple[str, Any, Any]] = [
+        ("gone: .*mask.nonzero", loader, LABELS == 0),
+        (r"gone: expected positions among the 12 points of the loader, got \[12\]", loader, [3, 12]),
+        ("train_loader: expected the 12 points of the fit, got 24", 2 * loader, [3]),
+    ]
+    for message, points, gone in refused:
+        with pytest.raises(cc.InputError, match=message):
+            la.without(points, gone)
+    la = _fitted(encoder(), cc.SupConLoss(pd_fix="full"), "all", loader)
+    with pytest.raises(cc.UnsupportedError, match="newton_step: moves a last layer"):
+        la.without(loader, [3], newton_step=True)

@@ -8,9 +8,9 @@ from typing import Any
 import laplace
 import pytest
 import torch
-from laplace_cases import INDICES, fitted, make, refused
+from laplace_cases import INDICES, fitted, make
 from laplace_combinations import COMBINATIONS
-from tables import each
+from tables import each, refused
 from tiny import data, encoder
 from torch import Tensor, nn
 

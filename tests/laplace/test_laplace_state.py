@@ -1,16 +1,11 @@
 """``la.load_state_dict``: a state that cannot be right is refused, and leaves the object as it was."""
 
 import copy
-import io
-import warnings
-from collections.abc import Callable
-from dataclasses import is_dataclass
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from laplace import Laplace
 from laplace_cases import fitted, make
 from tables import each
@@ -20,31 +15,6 @@ from torch import Tensor, nn
 import contrastive_curvature as cc
 from contrastive_curvature.codec import sealed
 from contrastive_curvature.laplace.state import SEALED
-
-
-def picture(la: Any, x: Tensor) -> list[Any]:
-    """All that an object says and is made of."""
-    found = la(x)
-    parts: list[Any] = [found.mu.detach(), found.kappa.detach(), la.mean.detach(), la.H]
-    parts += [la.prior_precision, la.prior_mean.reshape(-1)]
-    parts += [la.temperature, la.n_data, float(la.loss), float(la.cost), la.H_raw, la.enable_backprop, la.n_outputs]
-    parts += [type(la.backend).__name__, la._temperature_given, la.likelihood, la.model.output_size]
-    return copy.deepcopy(parts)
-
-
-def same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor):
-        return isinstance(b, Tensor) and torch.equal(a, b)
-    if isinstance(a, dict):
-        return isinstance(b, dict) and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return isinstance(b, (list, tuple)) and len(a) == len(b) and all(same(p, q) for p, q in zip(a, b, strict=True))
-    if hasattr(a, "eigenvalues"):
-        return same([a.eigenvalues, a.eigenvectors], [b.eigenvalues, b.eigenvectors])
-    if is_dataclass(a):
-        return type(a) is type(b) and same(vars(a), vars(b))
-    return type(a) is type(b) and a == b
-
 
 KINDS = [
     *(("last_layer", structure) for structure in ("diag", "kron", "kron_lowrank")),
@@ -64,130 +34,34 @@ def kept(weights: str, structure: str) -> tuple[Any, dict[str, Any]]:
     return la, copy.deepcopy(state)
 
 
-def leaves(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Paths to everything in a state that can be replaced."""
-    found = [path] if path else []
+def damaged(value: Any) -> Iterator[Any]:
+    """Copies of a nest, in each of which one bit, digit or letter is another."""
     if isinstance(value, dict):
         for key, part in value.items():
-            found += leaves(part, (*path, key))
+            yield from ({**value, key: other} for other in damaged(part))
     elif isinstance(value, (list, tuple)):
-        for number, part in enumerate(value):
-            found += leaves(part, (*path, number))
-    return found
-
-
-def at(value: Any, path: tuple[Any, ...]) -> Any:
-    for key in path:
-        value = value[key]
-    return value
-
-
-def put(value: Any, path: tuple[Any, ...], new: Any) -> Any:
-    """A copy of a nest with one place changed, tuples too."""
-    if not path:
-        return new
-    if isinstance(value, tuple):
-        return tuple(put(part, path[1:], new) if n == path[0] else part for n, part in enumerate(value))
-    out = dict(value) if isinstance(value, dict) else list(value)
-    out[path[0]] = put(value[path[0]], path[1:], new)
-    return out
-
-
-def spoilt(value: Any) -> list[Callable[[], Any]]:
-    """Ways to make of a value what it cannot be."""
-    ways: list[Callable[[], Any]] = [lambda: "text", lambda: None, lambda: [], lambda: {}, lambda: b"bytes", object]
-    ways += [lambda: float("nan"), lambda: -3, lambda: 10**400, lambda: True, lambda: torch.ones(2, 2, 2)]
-    if not isinstance(value, Tensor):
-        return ways
-    for number in (float("nan"), float("inf")):
-        ways.append(lambda number=number: torch.full_like(value, number))
-        if value.numel():
-            ways.append(
-                lambda number=number: torch.cat([value.flatten()[:-1], value.new_tensor([number])]).view_as(value)
-            )
-    ways += [lambda: value.unsqueeze(0).unsqueeze(0), lambda: value[..., :0] if value.ndim else value.reshape(0, 1)[:0]]
-    ways += [lambda: value.float(), lambda: value.to(torch.complex128), lambda: value.bool(), value.tolist]
-    return ways
-
-
-def loads_or_refuses(la: Any, state: Any, x: Tensor) -> bool:
-    """Whether a state was refused, with our error or Python's; then nothing may have changed by it."""
-    before = picture(la, x)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            la.load_state_dict(state)
-    except (ValueError, TypeError, RuntimeError, LookupError, AttributeError, ArithmeticError):
-        assert same(before, picture(la, x)), "a refused state left something behind"
-        return True
-    return False
-
-
-@pytest.mark.parametrize(("weights", "structure"), KINDS)
-@settings(max_examples=30, deadline=None)
-@given(draw=st.data())
-def test_a_spoilt_state_is_refused_without_a_trace(weights: str, structure: str, draw: st.DataObject) -> None:
-    la, state = kept(weights, structure)
-    path = draw.draw(st.sampled_from(leaves(state)), label="place")
-    value = at(state, path)
-    if draw.draw(st.booleans(), label="drop") and isinstance(at(state, path[:-1]), dict):
-        changed = put(state, path[:-1], {k: v for k, v in at(state, path[:-1]).items() if k != path[-1]})
-    else:
-        try:
-            new = draw.draw(st.sampled_from(spoilt(value)), label="way")()
-        except RuntimeError:
-            return  # a way that this tensor has not
-        if same(new, value):
-            return
-        changed = put(state, path, new)
-    # With the checksum of what stands in it, as no damage has it: the other checks see it.
-    if not loads_or_refuses(la, sealed(changed, SEALED), data()[0]):
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            la.load_state_dict(state)
-
-
-def damaged(value: Any) -> Any:
-    """The same with one bit, digit or letter changed."""
-    if isinstance(value, Tensor):
+        for k, part in enumerate(value):
+            yield from (type(value)([*value[:k], other, *value[k + 1 :]]) for other in damaged(part))
+    elif isinstance(value, Tensor) and value.numel():
         changed = value.clone().contiguous()
         changed.view(-1).view(torch.uint8)[0] ^= 1
-        return changed
-    if isinstance(value, str):
-        return value[:-1] + chr(ord(value[-1]) ^ 1)
-    return not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else value * (1 + 1e-15)
+        yield changed
+    elif isinstance(value, str):
+        yield value[:-1] + chr(ord(value[-1]) ^ 1)
+    elif isinstance(value, (bool, int, float)):
+        yield not value if isinstance(value, bool) else value + 1 if isinstance(value, int) else value * (1 + 1e-15)
 
 
 @pytest.mark.parametrize(("weights", "structure"), KINDS)
 def test_every_damaged_entry_is_noticed(weights: str, structure: str) -> None:
     la, state = kept(weights, structure)
-    checked = {key: value for key, value in state.items() if key not in ("data", "_last_layer_name")}
-    for path in leaves(checked):
-        value = at(state, path)
-        if isinstance(value, (Tensor, str, int, float)) and not (isinstance(value, Tensor) and not value.numel()):
-            with pytest.raises(cc.InputError, match=r"state_dict"):
-                la.load_state_dict(put(state, path, damaged(value)))
+    rest = {key: state[key] for key in ("data", "_last_layer_name") if key in state}
+    wrong = list(damaged({key: value for key, value in state.items() if key not in rest}))
+    assert len(wrong) > len(state)
+    for other in wrong:
+        with pytest.raises(cc.InputError, match=r"state_dict"):
+            la.load_state_dict({**other, **rest})
     la.load_state_dict(state)
-
-
-def test_a_damaged_file_is_refused_or_loads_as_it_was() -> None:
-    la, file, x = fitted("last_layer", "kron_lowrank"), io.BytesIO(), data()[0]
-    torch.save(la.state_dict(), file)
-    content, wanted, notes = file.getvalue(), la(x).uncertainty, set()
-    # Some of the metadata, and the lowest, the middle and the highest byte of doubles.
-    for place in [*range(0, len(content), 31), *range(0, len(content), 64)]:
-        spoilt = bytearray(content)
-        spoilt[place] ^= 1
-        try:
-            state = torch.load(io.BytesIO(bytes(spoilt)), weights_only=True)
-        except Exception:  # torch's own errors have no common base
-            continue
-        try:
-            la.load_state_dict(state)
-        except cc.InputError as error:
-            notes.add("checksum" in str(error))
-        assert torch.equal(la(x).uncertainty, wanted), place
-    assert True in notes
 
 
 def test_the_checksum_is_of_the_numbers_and_not_of_how_they_lie_in_memory() -> None:
@@ -224,6 +98,11 @@ ATTACKS: list[tuple[str, str, str, Callable[[Any], Any], str]] = [
     ("last_layer", "diag", "prior_precision", lambda p: -p, "positive numbers"),
     ("last_layer", "kron", "prior_precision", lambda p: p.repeat(18), "entries"),
     ("last_layer", "diag", "subset_of_weights", lambda _: "all", "same arguments"),
+    ("last_layer", "diag", "n_data", lambda _: torch.ones(2), "a value of type.*got a tensor of torch.float32, shape"),
+    ("last_layer", "diag", "_last_layer_name", lambda _: "head", "_last_layer_name.*got 'head'"),
+    ("all", "full", "curvature", lambda h: {**h, "matrix": "text"}, "a tensor of shape.*got 'text'"),
+    ("all", "lowrank", "curvature", lambda h: {**h, "values": None}, "curvature"),
+    ("last_layer", "kron", "curvature", lambda h: {**h, "factors": 3}, "curvature"),
     ("last_layer", "diag", "likelihood", lambda _: "regression", "contrastive"),
 ]
 

@@ -44,20 +44,15 @@ class Probed:
         raise AssertionError
 
 
-CASES = [
-    ("last_layer", "diag", "fixed"),
-    ("last_layer", "kron", "psd"),
-    ("last_layer", "full", "full"),
-    ("last_layer", "kron_lowrank", "fixed"),
-    ("all", "diag", "full"),
-    ("all", "kron", "fixed"),
-    ("all", "full", "psd"),
-    ("all", "lowrank", "fixed"),
-    ("all", "gp", "psd"),
-]
-
-
-@pytest.mark.parametrize(("weights", "structure", "fix"), CASES)
+@pytest.mark.parametrize(
+    ("weights", "structure", "fix"),
+    [
+        ("last_layer", "kron_lowrank", "fixed"),
+        ("all", "diag", "full"),
+        ("all", "lowrank", "fixed"),
+        ("all", "gp", "psd"),
+    ],
+)
 def test_posteriors_of_all_points_as_the_sample(weights: str, structure: str, fix: str, device: str) -> None:
     x, y = data(22, device, 4)
     given, probe = [(x[:9], y[:9]), (x[9:], y[9:])], x[:5]
@@ -72,12 +67,6 @@ def test_posteriors_of_all_points_as_the_sample(weights: str, structure: str, fi
     assert sampled.n_data == whole.n_data
     assert whole.curvature_error is None
     assert sampled.curvature_error in (None, 0.0)
-
-
-def test_a_fit_tells_its_error(device: str) -> None:
-    given = [data(60, device, 4)]
-    assert 0 < fitted(device, given, negative_samples=20, margin=0.9).curvature_error < 1
-    assert fitted(device, given, margin=0.9).curvature_error is None
 
 
 def as_if_many(monkeypatch: pytest.MonkeyPatch, n: int) -> None:

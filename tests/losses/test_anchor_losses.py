@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import contrastive_curvature as cc
-from contrastive_curvature.losses import row_derivatives, triplet_hinge
+from contrastive_curvature.losses import rows, triplet_hinge
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.losses.sides import joined_towers, two_towers
 from contrastive_curvature.pairs import relation
@@ -130,7 +130,7 @@ def pieces(small: bool) -> Iterator[None]:
     """Blocks of one anchor, and derivatives that are computed again each time; or all at once."""
     with pytest.MonkeyPatch.context() as patch:
         if small:
-            patch.setattr(row_derivatives, "_HELD_ELEMENTS", 0)
+            patch.setattr(rows, "_HELD_ELEMENTS", 0)
             patch.setattr(relation, "BLOCK_ELEMENTS", 1)
         yield
 

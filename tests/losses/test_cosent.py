@@ -94,7 +94,7 @@ def test_hessian_is_that_of_autograd(drawn: Drawn, distance: str, fix: str, devi
     loss, z, pairs = drawn.on(device, distance=distance, pd_fix=fix)
     found, truth = loss.output_hessian(z, pairs=pairs), oracle(drawn, distance, fix)
     # Autograd subtracts numbers of the size of the second derivatives: what cancels leaves their rounding errors.
-    check_hessian(found, truth, 1e-5 * drawn.size)
+    check_hessian(found, truth, 1e-4 * drawn.size)
     if fix in ("ggn", "ggn_fixed", "psd", "psd_parts"):
         low = float(torch.linalg.eigvalsh(found.dense()).min())
         assert low >= -1e-12 * max(float(truth.abs().max()), 1e-3 * drawn.size)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.losses import contrastive_classes
+from contrastive_curvature.losses import contrastive
 from contrastive_curvature.losses.class_table import ClassTable
 from contrastive_curvature.losses.dataset import dataset_hessian
 from contrastive_curvature.losses.pair_derivatives import PairDerivatives
@@ -49,8 +49,8 @@ def test_weights_and_all_their_sums(case: Case, elements: int, device: str) -> N
     with pytest.MonkeyPatch.context() as patch:
         if elements < 2**25:
             patch.setattr(relation, "BLOCK_ELEMENTS", elements)
-            patch.setattr(contrastive_classes, "_TILE_ROWS", 2)
-            patch.setattr(contrastive_classes, "_TILE_COLUMNS", 3)
+            patch.setattr(contrastive, "_TILE_ROWS", 2)
+            patch.setattr(contrastive, "_TILE_COLUMNS", 3)
         made = make_weights(case, device)
         sums = made.node_sums()
         assert close(made.dense()[0].cpu(), truth, size, 1e-14)

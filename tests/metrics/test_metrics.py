@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.neighbors import NearestNeighbors
-from tables import covering, each
+from tables import covering, refuses
 from torchmetrics.functional.classification import binary_auroc, binary_average_precision
 from torchmetrics.functional.retrieval import retrieval_average_precision
 
@@ -189,39 +189,30 @@ FIRST, OTHERS = torch.ones(3, 1).long(), torch.tensor([[1], [2], [0]])
 RANKING = metrics.Ranking(torch.tensor([[True, False]]), torch.tensor([1]))
 
 
-@each(
-    "call, error_type, message",
-    [
-        (lambda: metrics.nearest_neighbors(ONES, k=3), InputError, "k: expected between 1 and 2"),
-        (lambda: metrics.nearest_neighbors(ONES, k=1.0), InputError, "k: expected a positive whole number"),
-        (lambda: metrics.nearest_neighbors(ONES.long(), k=1), InputTypeError, "queries: expected a floating"),
-        (lambda: metrics.nearest_neighbors(ONES[0], k=1), InputError, r"queries: expected shape \(N, D\)"),
-        (lambda: metrics.nearest_neighbors(ONES * torch.nan, k=1), InputError, "queries: expected finite"),
-        (lambda: metrics.nearest_neighbors(ONES * 0, k=1), InputError, "3 zero rows"),
-        (lambda: metrics.nearest_neighbors(ONES, torch.ones(3, 5), k=1), InputError, "gallery: expected D = 2"),
-        (lambda: metrics.rank_by_labels(FIRST, LABELS.float()), InputTypeError, "labels: expected"),
-        (lambda: metrics.rank_by_labels(FIRST.float(), LABELS), InputTypeError, "neighbors: expected an integer"),
-        (lambda: metrics.rank_by_labels(FIRST[:2], LABELS), InputError, r"neighbors: expected shape \(3, K\)"),
-        (lambda: metrics.rank_by_labels(FIRST + 2, LABELS), InputError, r"indices in \[0, 3\)"),
-        (lambda: metrics.rank_by_labels(0 * FIRST, LABELS), InputError, "no query among its own"),
-        (lambda: metrics.rank_by_labels(OTHERS, torch.arange(3)), InputError, "a positive for some query"),
-        (lambda: metrics.recall_at_k(RANKING, 3), InputError, "Only 2 neighbours"),
-        (lambda: metrics.Ranking(ONES[:1].bool(), torch.ones(1).long()), InputError, "at least the positives"),
-        (lambda: metrics.auroc(ONES[0] * torch.nan, ONES[0]), InputError, "uncertainty_id: expected finite"),
-        (lambda: metrics.auroc(torch.ones(1), torch.ones(0)), InputError, "uncertainty_ood: expected shape"),
-        (lambda: metrics.auprc([1.0], torch.ones(1)), InputTypeError, "uncertainty_id: expected a torch.Tensor"),
-        (lambda: metrics.ausc(torch.ones(2), torch.ones(3)), InputError, "one per query"),
-        (lambda: metrics.ausc(torch.ones(2), torch.full((2,), torch.nan)), InputError, "NaN for all"),
-        (
-            lambda: metrics.nearest_neighbors(ONES, k=1, metric="manhattan"),
-            InputError,
-            "metric: expected one of 'cosine'",
-        ),
-    ],
+test_refusals = refuses(
+    InputError,
+    (lambda: metrics.nearest_neighbors(ONES, k=3), "k: expected between 1 and 2"),
+    (lambda: metrics.nearest_neighbors(ONES, k=1.0), "k: expected a positive whole number"),
+    (lambda: metrics.nearest_neighbors(ONES.long(), k=1), "queries: expected a floating", InputTypeError),
+    (lambda: metrics.nearest_neighbors(ONES[0], k=1), r"queries: expected shape \(N, D\)"),
+    (lambda: metrics.nearest_neighbors(ONES * torch.nan, k=1), "queries: expected finite"),
+    (lambda: metrics.nearest_neighbors(ONES * 0, k=1), "3 zero rows"),
+    (lambda: metrics.nearest_neighbors(ONES, torch.ones(3, 5), k=1), "gallery: expected D = 2"),
+    (lambda: metrics.rank_by_labels(FIRST, LABELS.float()), "labels: expected", InputTypeError),
+    (lambda: metrics.rank_by_labels(FIRST.float(), LABELS), "neighbors: expected an integer", InputTypeError),
+    (lambda: metrics.rank_by_labels(FIRST[:2], LABELS), r"neighbors: expected shape \(3, K\)"),
+    (lambda: metrics.rank_by_labels(FIRST + 2, LABELS), r"indices in \[0, 3\)"),
+    (lambda: metrics.rank_by_labels(0 * FIRST, LABELS), "no query among its own"),
+    (lambda: metrics.rank_by_labels(OTHERS, torch.arange(3)), "a positive for some query"),
+    (lambda: metrics.recall_at_k(RANKING, 3), "Only 2 neighbours"),
+    (lambda: metrics.Ranking(ONES[:1].bool(), torch.ones(1).long()), "at least the positives"),
+    (lambda: metrics.auroc(ONES[0] * torch.nan, ONES[0]), "uncertainty_id: expected finite"),
+    (lambda: metrics.auroc(torch.ones(1), torch.ones(0)), "uncertainty_ood: expected shape"),
+    (lambda: metrics.auprc([1.0], torch.ones(1)), "uncertainty_id: expected a torch.Tensor", InputTypeError),
+    (lambda: metrics.ausc(torch.ones(2), torch.ones(3)), "one per query"),
+    (lambda: metrics.ausc(torch.ones(2), torch.full((2,), torch.nan)), "NaN for all"),
+    (lambda: metrics.nearest_neighbors(ONES, k=1, metric="manhattan"), "metric: expected one of 'cosine'"),
 )
-def test_refusals(call, error_type, message) -> None:
-    with pytest.raises(error_type, match=message):
-        call()
 
 
 def distances(queries: torch.Tensor, gallery: torch.Tensor | None) -> torch.Tensor:

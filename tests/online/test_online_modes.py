@@ -82,19 +82,14 @@ def test_modes_are_those_of_the_user_and_evaluation_changes_nothing(subset: str,
 
 
 @covering(1, subset=SUBSETS, structure=STRUCTURES)
-def test_states_copies_and_other_precisions_go_on(subset: str, structure: str, device: str, tmp_path: Path) -> None:
+def test_copies_and_other_precisions_go_on(subset: str, structure: str, device: str) -> None:
     x, labels = data(device)
     how = {"probe": x, "n_data": 30, "subset_of_weights": subset, "hessian_structure": structure}
     online = OnlineLaplace(noisy_encoder(device), **how)
     steps(online, x, labels)
-    torch.save(online.state_dict(), tmp_path / "online.pt")
-    fresh = OnlineLaplace(noisy_encoder(device), **how)
-    fresh.load_state_dict(torch.load(tmp_path / "online.pt", weights_only=True))
     copied = copy.deepcopy(online)
-    truth = steps(online, x, labels, seed=7)
-    for other in (fresh, copied):
-        assert steps(other, x, labels, seed=7) == truth
-        assert same(state(other), state(online))
+    assert steps(copied, x, labels, seed=7) == steps(online, x, labels, seed=7)
+    assert same(state(copied), state(online))
     assert not {id(p) for p in copied.parameters()} & {id(p) for p in online.parameters()}
     online.float()
     steps(online, x.float(), labels)
@@ -118,16 +113,11 @@ def test_parameters_used_twice_stay_one_parameter(device: str) -> None:
     assert not torch.equal(a.weight, before)
 
 
-def test_frozen_parameters_are_neither_random_nor_trained(device: str) -> None:
+def test_parameters_that_thaw_in_training_are_refused(device: str) -> None:
     x, labels = data(device)
     encoder = build_network("frozen", 3).to(device)
-    frozen = [p.detach().clone() for p in encoder.parameters() if not p.requires_grad]
     online = OnlineLaplace(encoder, probe=x, n_data=30, subset_of_weights="all")
-    steps(online, x, labels)
     size = sum(p.numel() for p in encoder.parameters() if p.requires_grad)
-    assert online.discounted.curvature_0.shape == (size,)
-    now = [p for p in encoder.parameters() if not p.requires_grad]
-    assert all(torch.equal(a, b) for a, b in zip(frozen, now, strict=True))
     encoder.requires_grad_()
     with pytest.raises(cc.InputError, match=rf"encoder: expected {size} trainable numbers"):
         online(x, labels)
@@ -185,7 +175,8 @@ def test_autocast_touches_the_network_alone(subset: str, structure: str, device:
             assert close(getattr(low.discounted, name), value, tolerance=tolerance)
 
 
-HOW = [("last_layer", structure) for structure in ("diag", "full", "kron", "kron_lowrank")] + [("all", "diag")]
+HOW = [("last_layer", structure) for structure in ("diag", "full", "kron", "kron_lowrank")]
+HOW += [("all", structure) for structure in STRUCTURES]
 
 
 @each("how", HOW)

@@ -108,24 +108,16 @@ def test_without_motion_and_forgetting_it_is_the_post_hoc_fit(
 
 
 @covering(1, structure=STRUCTURES, subset=SUBSETS)
-def test_predicts_samples_and_saves_as_any_laplace(structure: str, subset: str, tmp_path: Path, device: str) -> None:
+def test_a_taken_posterior_is_saved_and_stays(structure: str, subset: str, tmp_path: Path, device: str) -> None:
     how = {"subset_of_weights": subset, "hessian_structure": structure}
     online, x, labels = trained(device, **how)
     la = online.laplace()
-    mu, kappa = la(x).mu, la(x).kappa
-    assert torch.allclose(mu.norm(dim=1), torch.ones(len(x), dtype=mu.dtype, device=device))
-    assert bool((kappa > 0).all())
-    assert la.sample(5).shape == (5, la.mean.numel())
-    assert la.predictive_samples(x, n_samples=4, joint=True).shape == (4, 12, 3)
-    assert la.predictive_samples(x, pred_type="nn", n_samples=4).shape == (4, 12, 3)
-    evidence = float(la.log_marginal_likelihood())
-    assert evidence == evidence
     torch.save(la.state_dict(), tmp_path / "la.pt")
     whole = {"backend_kwargs": {"rank": "full"}} if tuple(how.values()) == ("last_layer", "kron") else {}
     fresh = Laplace(copy.deepcopy(online.encoder), "contrastive", **how, **whole)
     fresh.load_state_dict(torch.load(tmp_path / "la.pt", weights_only=True))
     assert torch.equal(diagonal(fresh), diagonal(la))
-    assert torch.equal(fresh(x).kappa, kappa)
+    assert torch.equal(fresh(x).kappa, la(x).kappa)
     # Further steps train the encoder, and leave the curvature that was taken.
     before = diagonal(la).clone()
     online(x, labels)

@@ -1,14 +1,28 @@
-"""Fits that several processes do together, and what is compared of them."""
+"""Fits that several processes do together, what goes wrong in one of them, and the processes, which go through both."""
 
-from collections.abc import Iterator
+import contextlib
+import datetime
+import logging
+import os
+import signal
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
+from devices import START_METHOD
 from laplace import Laplace
-from torch import Tensor, nn
+from torch import Tensor, distributed, multiprocessing, nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import contrastive_curvature as cc
+from contrastive_curvature.fit import dataset
+from contrastive_curvature.fit.state import State
+from contrastive_curvature.structures import Diagonal
 
 N, MANY, WIDTH, BATCH = 25, 2307, 5, 5
 """25 points are no multiple of two or three processes; of 2,307 a fit keeps some."""
@@ -127,3 +141,243 @@ def flat(raw: Any) -> Iterator[Tensor]:
         return
     for part in raw:
         yield from flat(part)
+
+
+LOOK, FIRST, SECOND = 0, 1, 2
+"""The passes of a fit over its loader."""
+
+
+class Faulty:
+    """A loader that does something at the first batch of one of its passes."""
+
+    def __init__(self, loader: Any, at: int, act: Callable[[Any], Any]) -> None:
+        self.loader, self.at, self.act = loader, at, act
+        self.passes = -1
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        for number, batch in enumerate(self.loader):
+            yield self.act(batch) if (self.passes, number) == (self.at, 0) else batch
+
+
+def broken(batch: Any) -> Any:
+    raise OSError("the disk has gone")
+
+
+def not_numbers(batch: Any) -> Any:
+    return torch.full_like(batch[0], torch.nan), batch[1]
+
+
+def other_points(batch: Any) -> Any:
+    return batch[0] + 1, batch[1]
+
+
+def interrupted(batch: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGINT)
+    return batch
+
+
+def killed(batch: Any) -> Any:
+    os.kill(os.getpid(), signal.SIGKILL)
+    return batch
+
+
+# The pass and what the last process finds in it: what it says itself.
+FAULTS: dict[str, tuple[int, Callable[[Any], Any], str]] = {
+    "broken at once": (LOOK, broken, "OSError: the disk has gone"),
+    "broken in the second pass": (SECOND, broken, "OSError: the disk has gone"),
+    "not numbers later": (SECOND, not_numbers, "InputError: model(x)"),
+    "other points": (SECOND, other_points, "InputError: train_loader: expected the same data in every pass"),
+    "interrupted": (SECOND, interrupted, "KeyboardInterrupt"),
+}
+
+OTHERS = "ProcessError: the fit failed in process {last} of {world}; its own error says why"
+
+
+def attempt(act: Callable[[], Any]) -> str:
+    try:
+        act()
+    except BaseException as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def ordinary(device: str, seed: int = 0, **options: Any) -> Any:
+    return made(device, "last_layer", "diag", options, seed)
+
+
+def refusals(rank: int, world: int, device: str) -> Iterator[tuple[str, str]]:
+    """What is wrong with the arguments: all processes say so."""
+    points = data("points", device)
+    mine = share("points", rank, world, device)
+    last = rank == world - 1
+
+    def sampler(replicas: int = world, seed: int = 0, place: int = rank) -> Any:
+        return DataLoader(points, BATCH, sampler=DistributedSampler(points, replicas, place, seed=seed))
+
+    yield "encoders", attempt(lambda: ordinary(device, seed=int(last)).fit(mine))
+    yield "options", attempt(lambda: ordinary(device, margin=0.5 if last else 0.6).fit(mine))
+    yield "structures", attempt(lambda: made(device, "last_layer", "diag" if last else "kron", {}).fit(mine))
+    yield "seeds", attempt(lambda: ordinary(device).fit(sampler(seed=rank)))
+    yield "nothing", attempt(lambda: ordinary(device).fit([]))
+    yield "only one flag", attempt(lambda: ordinary(device).fit(mine, override=3 if last else True))
+    yield "cross terms", attempt(lambda: ordinary(device, pd_fix="full").fit(mine))
+    if world > 2:
+        chosen = parts("points", world, points)
+        own = batches(points, chosen[max(0, rank - 1)])
+        yield "two with the same", attempt(lambda: ordinary(device).fit(own))
+    unequal = ordinary(device)
+    unequal.fit(mine)
+    unequal.loss = unequal.loss + rank
+    yield "earlier fits", attempt(lambda: unequal.fit(mine, override=False))
+
+
+def alone(rank: int, world: int, device: str) -> Iterator[tuple[str, str]]:
+    """What one process does, without the others."""
+    points = data("points", device)
+    mine = share("points", rank, world, device)
+    for structure in ("lowrank", "gp"):
+        more = {"n_subset": 10} if structure == "gp" else {}
+        weights = "all" if structure == "lowrank" else "last_layer"
+        la = made(device, weights, structure, {"pd_fix": "psd"}, **more)
+        yield f"{structure}, divided", attempt(lambda la=la: la.fit(mine))
+        yield f"{structure}, whole", attempt(lambda la=la: la.fit(DataLoader(points, BATCH)))
+    la.fit(DataLoader(points, BATCH))
+    yield "classes, divided", attempt(lambda: la.measure_classes(mine))
+    yield "classes, whole", attempt(lambda: la.measure_classes(DataLoader(points, BATCH)))
+    yield "calibration, divided", attempt(lambda: la.calibrate(mine))
+    yield "calibration, whole", attempt(lambda: la.calibrate(DataLoader(points, BATCH)))
+
+
+def faults(la: Any, rank: int, world: int, device: str) -> Iterator[tuple[str, str]]:
+    """What fails in the last process only."""
+    mine, last = share("points", rank, world, device), rank == world - 1
+    for name, (at, act, _) in FAULTS.items():
+        loader = Faulty(mine, at, act) if last else mine
+        yield name, attempt(lambda loader=loader: la.fit(loader))
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise MemoryError("no more")
+
+    for name, thing, attribute in (("taking", Diagonal, "clamped"), ("merging", State, "merge")):
+        with mock.patch.object(thing, attribute, fails) if last else mock.MagicMock():
+            yield name, attempt(lambda: la.fit(mine))
+
+    # The first process has nothing to do, and is interrupted while it waits.
+    waiting: list[Any] = [None] * world
+    distributed.all_gather_object(waiting, os.getpid())
+
+    def interrupt(batch: Any) -> Any:
+        time.sleep(0.3)
+        os.kill(waiting[0], signal.SIGINT)
+        time.sleep(0.3)
+        return batch
+
+    loader = share("empty", rank, world, device)
+    yield "interrupted while waiting", attempt(lambda: la.fit(Faulty(loader, SECOND, interrupt) if last else loader))
+
+
+_LIMIT = 900
+"""Seconds after which processes that have not ended count as hanging, on the slowest machine."""
+
+
+@contextlib.contextmanager
+def group(backend: str, rank: int, world: int, file: Path, seconds: float) -> Iterator[None]:
+    limit = datetime.timedelta(seconds=seconds)
+    distributed.init_process_group(backend, f"file://{file}", rank=rank, world_size=world, timeout=limit)
+    try:
+        yield
+    finally:
+        distributed.destroy_process_group()
+
+
+def work(rank: int, worlds: tuple[int, ...], backend: str, device: str, folder: Path) -> None:
+    """One process, in groups of several sizes, of each of which the last process is killed at the end."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.disable()
+    if device == "cuda":
+        device = f"cuda:{rank if backend == 'nccl' else 0}"
+        torch.cuda.set_device(device)
+    for world in worlds:
+        if rank < world:
+            in_group(rank, world, backend, device, folder)
+
+
+def in_group(rank: int, world: int, backend: str, device: str, folder: Path) -> None:
+    said: dict[str, Any] = {}
+
+    def save() -> None:
+        torch.save(said, folder / f"{rank} of {world}.pt")
+
+    with group(backend, rank, world, folder / f"first{world}", 300):
+        said["fits"] = {
+            name: values(fitted(device, name, share(given, rank, world, device)))
+            for name, (_, _, _, given) in CASES.items()
+        }
+        said["refusals"] = dict(refusals(rank, world, device))
+        said["alone"] = dict(alone(rank, world, device)) if not rank else {}
+        # From here on there is a second pass, in which something may happen.
+        dataset.FEATURES_KEPT = 0
+        la = ordinary(device)
+        la.fit(share("points", rank, world, device))
+        said["before"] = values(la)
+        said["faults"], said["left"] = {}, {}
+        for name, text in faults(la, rank, world, device):
+            said["faults"][name] = text
+            said["left"][name] = values(la)
+        # The processes are still in step.
+        la.fit(share("shuffled", rank, world, device))
+        said["after"] = values(la)
+    over = folder / f"over{world}"
+    with group(backend, rank, world, folder / f"second{world}", 2):
+        said["absent"] = attempt(lambda: la.fit(share("points", rank, world, device))) if not rank else ""
+        # The others are there, but do something else.
+        while rank and not over.exists():
+            time.sleep(0.05)
+        over.touch()
+    save()
+    with group(backend, rank, world, folder / f"third{world}", 60):
+        loader = share("points", rank, world, device)
+        said["killed"] = attempt(lambda: la.fit(Faulty(loader, SECOND, killed) if rank == world - 1 else loader))
+        said["left"]["killed"] = values(la)
+        save()
+
+
+def run(worlds: tuple[int, ...], backend: str, device: str) -> dict[int, list[dict[str, Any]]]:
+    """What every process said in groups of several sizes.
+
+    Args:
+        worlds: Sizes of the groups, descending.
+        backend: Of torch.distributed.
+        device: Of the encoders.
+
+    Raises:
+        AssertionError: A process hangs, or did not end as it should.
+    """
+    context = multiprocessing.get_context(START_METHOD)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        arguments = [(rank, worlds, backend, device, folder) for rank in range(worlds[0])]
+        processes = [context.Process(target=work, args=given) for given in arguments]
+        for process in processes:
+            process.start()
+        end = time.monotonic() + _LIMIT
+        for process in processes:
+            process.join(max(0.0, end - time.monotonic()))
+        hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+        for rank in hanging:
+            processes[rank].kill()
+            processes[rank].join()
+        files = {world: [folder / f"{rank} of {world}.pt" for rank in range(world)] for world in worlds}
+        found = {
+            world: [torch.load(file, weights_only=True) if file.exists() else {} for file in files[world]]
+            for world in worlds
+        }
+    assert not hanging, f"the processes {hanging} hang"
+    codes = [process.exitcode for process in processes]
+    ended = [-signal.SIGKILL if rank + 1 in worlds else 0 for rank in range(worlds[0])]
+    # The watchdog of nccl may end a process that has lost another one.
+    assert codes == ended or (backend == "nccl" and codes[-1] == ended[-1]), codes
+    return found

@@ -14,21 +14,6 @@ import contrastive_curvature as cc
 from contrastive_curvature.fit.state import State
 from contrastive_curvature.losses.logistic import LogisticLoss
 
-__all__ = [
-    "ALONE",
-    "CASES",
-    "N",
-    "Numbered",
-    "batches_of",
-    "content_of",
-    "encoder",
-    "fit_in_parts",
-    "make",
-    "points",
-    "posterior",
-    "same_posterior",
-]
-
 N = 12
 
 

@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from group_cases import CASES, fitted, together, values
-from group_processes import run
-from group_troubles import FAULTS, OTHERS
+from group_cases import CASES, FAULTS, OTHERS, fitted, run, together, values
 from torch import Tensor, distributed
 
 ROUNDING = 1e-10

@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from scipy.stats import chi2
 
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.pairs.rows import RowCollector, Rows, content_numbers, point_keys
@@ -97,24 +96,6 @@ def test_samples_are_nested(n: int, size: int, fewer: int, seed: int, device: st
     assert set(small.numbers.tolist()) <= set(large.numbers.tolist())
     everything = collected(numbers, None, [], seed, device)
     assert torch.equal(everything.subsample(fewer).in_order().numbers, small.numbers)
-
-
-def test_every_point_is_as_likely_to_be_drawn(device: str) -> None:
-    """Counts over 2,000 draws of 5 of 20 points; how often two points come together, too."""
-    n, m, draws = 20, 5, 2000
-    chosen = torch.zeros(draws, n, dtype=torch.float64)
-    for k in range(draws):
-        chosen[k, point_keys(torch.arange(n) + n * k).topk(m, largest=False).indices] = 1
-    share = m / n
-    # Counts of draws without replacement vary less than independent ones, by (n - m) / (n - 1) together.
-    statistic = float((chosen.sum(0) - draws * share).square().sum() / (draws * share * (1 - share))) * (n - 1) / n
-    assert chi2.ppf(1e-4, n - 1) < statistic < chi2.ppf(1 - 1e-4, n - 1)
-    together = (chosen.T @ chosen)[torch.triu(torch.ones(n, n), 1).bool()]
-    both = share * (m - 1) / (n - 1)
-    largest = float((together - draws * both).abs().max()) / (draws * both * (1 - both)) ** 0.5
-    # The largest of 190 standard normal numbers exceeds 4.6 once in 1,200 times.
-    assert largest < 4.6
-    del device
 
 
 @given(numbers=st.lists(st.integers(-(2**63), 2**63 - 1), min_size=1, max_size=50, unique=True), seed=st.integers(0, 9))

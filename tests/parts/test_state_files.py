@@ -1,8 +1,6 @@
 """States as files: whatever is damaged is refused, and nothing is half written. test_states.py reads them back."""
 
-import os
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -10,7 +8,6 @@ from part_cases import batches_of, content_of, make, points
 from safetensors.torch import save
 from tables import each
 
-from contrastive_curvature import artifact
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit.state import State
 
@@ -37,36 +34,6 @@ def test_other_files_are_refused_by_name(device: str, tmp_path: Path) -> None:
         State.load(tmp_path / "none")
     with pytest.raises(InputError, match="expected a file in a folder that exists"):
         state(device).save(tmp_path / "none" / "a")
-
-
-def test_an_interrupted_write_leaves_the_old_file(device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, old = tmp_path / "a", state(device)
-    old.save(path)
-
-    def interrupted(_: int) -> None:
-        msg = "no space left on device"
-        raise OSError(msg)
-
-    monkeypatch.setattr(artifact.os, "fsync", interrupted)
-    with pytest.raises(OSError, match="no space left"):
-        state(device, seed=8).save(path)
-    monkeypatch.undo()
-    assert os.listdir(tmp_path) == ["a"]
-    assert content_of(State.load(path)) == content_of(old)
-
-
-def test_nothing_in_a_file_is_executed(device: str, tmp_path: Path) -> None:
-    """A pickle, which torch.load would run, is a damaged file here."""
-
-    class Trap:
-        def __reduce__(self) -> Any:
-            return (os.mkdir, (str(tmp_path / "sprung"),))
-
-    torch.save({"state": Trap()}, tmp_path / "pickle")
-    with pytest.raises(InputError):
-        State.load(tmp_path / "pickle")
-    assert not (tmp_path / "sprung").exists()
-    del device
 
 
 @each("n", [12, 1200])

@@ -140,18 +140,6 @@ def test_every_step_may_run_in_a_process_of_its_own(case: str, device: str, tmp_
         same_posterior(la, whole, device)
 
 
-def test_p_values_are_those_of_the_whole(device: str) -> None:
-    case = "kron_lowrank"
-    parts = [batches_of(device, [4], torch.arange(4) + 4 * k) for k in range(3)]
-    la, whole = fit_in_parts(case, device, parts)[0], make(case, device)
-    whole.fit(batches_of(device, [4] * 3))
-    known = DataLoader(TensorDataset(*points(device, 40, seed=9)), batch_size=16)
-    for one in (la, whole):
-        one.calibrate(known)
-    x = points(device, 30, seed=11)[0]
-    assert torch.allclose(la(x).p_value, whole(x).p_value, rtol=0, atol=1e-12)
-
-
 def test_shards_of_saved_features_are_parts(device: str, tmp_path: Path) -> None:
     model = encoder(device)
     x, y = points(device)

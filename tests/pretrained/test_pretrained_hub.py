@@ -36,14 +36,9 @@ class Hub:
         assert options["exist_ok"]
         (self.place / repo_id).mkdir(parents=True, exist_ok=True)
 
-    def upload_folder(
-        self, *, repo_id: str, folder_path: Path, allow_patterns: list[str], delete_patterns: str, **options: Any
-    ) -> Any:
+    def upload_folder(self, *, repo_id: str, folder_path: Path, allow_patterns: list[str], **options: Any) -> Any:
         self.calls.append(("upload", options))
         target = self.place / repo_id
-        for path in target.iterdir():
-            if fnmatch.fnmatch(path.name, delete_patterns):
-                path.unlink()
         for path in folder_path.iterdir():
             if any(fnmatch.fnmatch(path.name, pattern) for pattern in allow_patterns):
                 shutil.copy(path, target)
@@ -88,18 +83,17 @@ def test_what_is_uploaded_comes_down_again(la: Any, hub: Hub) -> None:
     card = (hub.place / "me/digits/README.md").read_text()
     assert 'cc.load_pretrained("me/digits", encoder=encoder)' in card
     assert "# me/digits" in card
-    assert len(list((hub.place / "me/digits").iterdir())) == 3
+    assert len(list((hub.place / "me/digits").iterdir())) == 2
     assert not any(b"secret" in path.read_bytes() for path in (hub.place / "me/digits").iterdir())
     assert hub.calls[0][1]["token"] == "secret"
     assert hub.calls[1][1]["private"] is True
     assert hub.calls[4][1]["revision"] == "main"
 
 
-def test_a_second_upload_replaces_the_numbers_and_brings_nothing_else_down(la: Any, hub: Hub) -> None:
+def test_a_second_upload_replaces_the_first_and_nothing_else_comes_down(la: Any, hub: Hub) -> None:
     la.push_to_hub("me/digits")
     other = fitted("all", "diag", DEVICE)
     assert other.push_to_hub("me/digits", create_pr=True) == "https://hub/pull/1"
-    assert len(list((hub.place / "me/digits").glob("*.safetensors"))) == 1
     (hub.place / "me/digits/pytorch_model.bin").write_bytes(b"pickled")
     assert predicts_the_same(other, cc.load_pretrained("me/digits", encoder()), DEVICE)
     assert not (hub.place / "cache/me/digits/pytorch_model.bin").exists()

@@ -582,3 +582,35 @@ def test_labels_of_other_names_are_noticed() -> None:
     retriever = cc.Retriever(None, **RATES)
     with pytest.warns(UserWarning, match="No match has the label of its query: does the gallery"):
         retriever.fit(TRAIN.x, TRAIN.names, held_out=(HELD.x, np.full(300, 3)))
+
+
+@pytest.mark.parametrize("as_loader", [False, True])
+def test_because_names_the_items_without_which_the_margin_weakens_most(as_loader: bool) -> None:
+    x, y = torch.from_numpy(TRAIN.x), torch.from_numpy(TRAIN.y)
+    # It shuffles: identifiers are positions in its data set.
+    train: Any = (DataLoader(TensorDataset(x, y), 40, shuffle=True),) if as_loader else (TRAIN.x, TRAIN.names)
+    retriever = new().fit(*train, held_out=(HELD.x, HELD.y if as_loader else HELD.names))
+    asked = torch.from_numpy(TEST.x[:70])
+    identifiers, changes = retriever.because(asked, *train, k=4)
+    answered = TRAIN.y[retriever(asked).neighbour]
+    expected = cc.influence(retriever.la, [(x, y)], [(asked, torch.from_numpy(answered))]).double()
+    values, rows = expected.topk(4, largest=False)
+    np.testing.assert_allclose(changes, values.numpy(), rtol=1e-3, atol=1e-7)
+    assert (identifiers == rows.numpy()).mean() > 0.95
+
+
+def test_because_refuses_what_it_cannot_explain(retriever: cc.Retriever) -> None:
+    flat = cc.Retriever(None, 0.2, 0.2, 0.05).fit(held_out=(HELD.x, HELD.names), gallery=(TRAIN.x, TRAIN.names))
+    with pytest.raises(cc.UnsupportedError, match="because: embeddings have no posterior"):
+        flat.because(TEST.x, TRAIN.x, TRAIN.names)
+    refused = [
+        ("x, y", TRAIN.x, np.roll(TRAIN.names, 1), 3),
+        ("x, y", TRAIN.x[::-1].copy(), TRAIN.names, 3),
+        ("x, y", HELD.x, HELD.names, 3),
+        ("k", TRAIN.x, TRAIN.names, 151),
+    ]
+    for argument, x, y, k in refused:
+        with pytest.raises(cc.InputError, match=f"{argument}: expected"):
+            retriever.because(TEST.x, x, y, k=k)
+    with pytest.raises(cc.InputError, match="queries: expected at least one input"):
+        retriever.because(TEST.x[:0], TRAIN.x, TRAIN.names)

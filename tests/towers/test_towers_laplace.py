@@ -34,17 +34,6 @@ def fitted(weights: str, structure: str, device: str, shared: bool = False, labe
     return la
 
 
-@pytest.mark.parametrize(("weights", "structure"), COMBINATIONS)
-def test_predictions_of_both_towers_are_in_one_space(weights: str, structure: str, device: str) -> None:
-    la = fitted(weights, structure, device)
-    x_a, x_b = numbers(7, 5, 4).to(device), numbers(8, 3, 2).to(device)
-    cosine = cc.similarity(la.a(x_a), la.b(x_b), pairwise=True)
-    assert cosine.mean.shape == (5, 3)
-    assert bool((cosine.variance > 0).all())
-    assert la.a.temperature != 1
-    assert la.a.class_centres is not None
-
-
 @covering(1, shared=[False, True], weights__structure=COMBINATIONS)
 def test_state_makes_the_same_posterior(weights: str, structure: str, shared: bool, device: str) -> None:
     la = fitted(weights, structure, device, shared)

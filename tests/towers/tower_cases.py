@@ -14,21 +14,6 @@ from contrastive_curvature.losses.supcon import SupConLoss
 from contrastive_curvature.network.two_towers import TwoTowers
 from contrastive_curvature.testing import dense_jacobian
 
-__all__ = [
-    "FIXES",
-    "LOSSES",
-    "Batch",
-    "batches",
-    "data_loss",
-    "encoders",
-    "jacobian",
-    "joint_hessian",
-    "joint_hessians",
-    "numbers",
-    "posterior",
-    "pulled_back",
-]
-
 FIXES = ("positive", "fixed", "full", "psd", "psd_parts", "ggn", "ggn_fixed")
 
 Batch = tuple[Any, ...]

@@ -6,8 +6,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-__all__ = ["f64", "random", "sphere"]
-
 
 def f64(value: object, device: str = "cpu") -> Tensor:
     return torch.tensor(value, dtype=torch.float64, device=device)

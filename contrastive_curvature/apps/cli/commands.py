@@ -1,4 +1,4 @@
-"""What a user can type: ``contrastive-curvature``, its commands and their options; torch is imported when they run."""
+"""The commands of ``contrastive-curvature`` and their options; torch is imported when a command runs."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Group(click.Group):
         return list(self.commands)
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command; ``report`` is ``evaluate``, whose result it is."""
+        """Return a command; ``report`` is another name of ``evaluate``."""
         return super().get_command(ctx, "evaluate" if cmd_name == "report" else cmd_name)
 
     def main(
@@ -43,7 +43,7 @@ class _Group(click.Group):
         words = list(sys.argv[1:] if args is None else args)
         try:
             code = super().main(words, prog_name or _NAME, complete_var, standalone_mode=False, **options) or 0
-        except Exception as error:  # defects too are told in one line
+        except Exception as error:  # defects are also reported in one line
             code = report(error, as_json="--json" in words, with_traceback="--traceback" in words)
         if standalone_mode:
             sys.exit(code)
@@ -74,7 +74,7 @@ def cli() -> None:
 
 
 def _assignment(text: str) -> tuple[str, Any]:
-    """Return name and value of ``NAME=VALUE``; a value is read as JSON, or else as a text."""
+    """Return name and value of ``NAME=VALUE``; the value is read as JSON if possible, otherwise as text."""
     name, equals, value = text.partition("=")
     if not equals or not name:
         raise click.BadParameter(f"expected NAME=VALUE, got {text!r}")
@@ -145,15 +145,15 @@ _OF_ALL = (
 
 
 def _command(module: str, *own: click.Parameter, example: str) -> Callable[[Callable[[], None]], None]:
-    """Make a command of a function that has its name and its help.
+    """Build a command from a function that has its name and its help text.
 
-    A command opens its sources, which refuses missing and malformed ones before torch is imported; calls the function
-    of its name in a module of this folder, which computes and writes; and prints the result that this returns.
+    A command opens its sources (missing and malformed ones are refused before torch is imported), calls the function of
+    the same name in a module of this folder, which computes and writes, and prints the result of that function.
 
     Args:
-        module: In ``contrastive_curvature.apps.cli``.
-        *own: Its arguments and options, besides those of all commands and of all that read sources.
-        example: Words that follow the name of the command.
+        module: Name of a module in ``contrastive_curvature.apps.cli``.
+        *own: Arguments and options of this command, in addition to those of all commands and of all that read sources.
+        example: Words after the name of the command, for an example.
     """
 
     def decorate(described: Callable[[], None]) -> None:
@@ -248,23 +248,23 @@ def fit() -> None:
 
     \b
     .npz           features (N, F) and labels (N,), with weight (D, F) and bias (D,) of the encoder's last layer
-    .npz           embeddings (N, D) and labels (N,), where nothing of the encoder is known (see below)
+    .npz           embeddings (N, D) and labels (N,), if the encoder is unknown (see below)
     .npz           inputs (N, ...) and labels (N,), with --encoder
-    feature folder what contrastive_curvature.features wrote, with --last-layer or --encoder
+    feature folder written by contrastive_curvature.features, with --last-layer or --encoder
     image folder   one folder of images for each class, with --encoder
     .csv, .jsonl   columns text and label, with --encoder
     -              the lines of a .jsonl from stdin
 
-    The features are what the last linear layer takes in; the embedding is features @ weight.T + bias. Give them where
-    you can: the library's results are of these. Embeddings alone are taken as the features of a last layer that is
-    the identity. That was not evaluated there: compare it on your own data before you rely on it.
+    The features are the inputs of the last linear layer; the embedding is features @ weight.T + bias. Use features if
+    you can: the library was evaluated with features. Embeddings alone count as the features of a last layer that is the
+    identity. This was not evaluated: compare it on your own data before you rely on it.
 
-    The losses infonce, supcon, siglip, multi-similarity and triplet compare an input with those of its batch, in a
+    The losses infonce, supcon, siglip, multi-similarity and triplet compare an input with the inputs of its batch, in a
     random order: give the --batch-size of the encoder's training. All others count all pairs of the data.
 
     With --held-out the folder is a retriever for the commands answer, add and evaluate: it answers a query with its
     nearest point of the gallery, is unsure, or calls the query unknown, each at the rates that you choose. Its
-    posterior, for the command score, is the folder posterior inside it.
+    subfolder named posterior works with the command score.
 
     --encoder module:function runs your own code, and only that. Give it again to score and evaluate.
     """  # noqa: D301
@@ -283,9 +283,9 @@ def fit() -> None:
 def update() -> None:
     """Add the training data SOURCE to the posterior in FOLDER, choose its prior and calibrate it again, and save it.
 
-    The encoder stays as it is. Pairs of the earlier data with the new are not formed. A class has the name that it had
-    in the fit, or its number where the fit had numbers; other ones are new classes. Not for the structure lowrank.
-    What a SOURCE may be: contrastive-curvature fit --help.
+    The encoder stays as it is. Pairs of the earlier data with the new are not formed. Name a class as in the fit (or
+    give its number, if the fit had numbers); other names are new classes. Not for the structure lowrank. What a SOURCE
+    may be: contrastive-curvature fit --help.
     """
 
 
@@ -313,7 +313,7 @@ def calibrate() -> None:
 
     Afterwards at most a share alpha of inputs like those of SOURCE has a p-value of at most alpha. SOURCE needs no
     classes; it has inputs that the encoder was not trained on, 1 / alpha of them or more for the smallest alpha that
-    you will use. With --by-class, that many of each predicted class.
+    you will use. With --by-class, SOURCE needs that many inputs of each predicted class.
     """
 
 
@@ -331,7 +331,7 @@ def calibrate() -> None:
     example="posterior new.npz --out scores.csv --alpha 0.05",
 )
 def score() -> None:
-    """Write what the posterior in FOLDER says of the inputs SOURCE.
+    """Write embeddings and scores of the inputs SOURCE under the posterior in FOLDER.
 
     \b
     id               name of the image in its folder, number of the row, or the identifiers that SOURCE has
@@ -360,7 +360,7 @@ def answer() -> None:
     confidence  probability that it is right
     p_value     share of the held-out queries that are at least as unlike the known inputs
 
-    The last line says what is promised. SOURCE needs no classes; what it may be: contrastive-curvature fit --help.
+    The last line states the promise. SOURCE needs no classes; what it may be: contrastive-curvature fit --help.
     """  # noqa: D301
 
 
@@ -368,7 +368,7 @@ def answer() -> None:
 def add() -> None:
     """Add SOURCE with its classes to the gallery of the retriever in FOLDER, and find its limits again.
 
-    The last line says what is promised, and of which classes nothing is: those without a held-out query.
+    The last line states the promise, and names the classes without one, which have no held-out query.
     """
 
 
@@ -402,10 +402,10 @@ def evaluate() -> None:
     metrics.json      every number, and why a number is missing
     novelty, sparsification, reliability, det    the plots, each as .png and .svg
 
-    Of a saved retriever, print how often it answers and errs on --test, without --out.
+    For a saved retriever, print how often it answers and errs on --test, without --out.
 
-    Repeat -k and --alpha for several values. Without classes, unknown inputs or a calibration, the parts that need them
-    say so, and the others are there. The page explains each number. What a SOURCE may be:
+    Repeat -k and --alpha for several values. Without classes, unknown inputs or a calibration, the parts that need
+    these say so, and the other parts are complete. The page explains each number. What a SOURCE may be:
     contrastive-curvature fit --help.
     """  # noqa: D301
 
@@ -443,16 +443,16 @@ def export() -> None:
     example="train.npz --encoder my_encoder:encoder --out train_features",
 )
 def features() -> None:
-    """Run --encoder once over SOURCE, and write what its last layer takes in, with classes and identifiers.
+    """Run --encoder once over SOURCE, and write the inputs of its last layer, with classes and identifiers.
 
-    The folder is a SOURCE of all commands, with the same --encoder, and of the library. A run that
-    was interrupted goes on when it is called again.
+    The folder is a SOURCE of all commands, with the same --encoder, and of the library. An interrupted run continues
+    when you call it again.
     """
 
 
 @_command("files", _FOLDER, example="posterior --json")
 def info() -> None:
-    """Show what is in the saved posterior or retriever FOLDER, without loading its encoder.
+    """Show the content of the saved posterior or retriever FOLDER, without loading its encoder.
 
     Loss, structure, prior, calibration, dimensions, versions, and how score and evaluate make the encoder.
     """

@@ -1,4 +1,4 @@
-"""What a command gets and says: its result on stdout; progress, warnings and errors, a line each, on stderr."""
+"""Input and output of a command: its result on stdout; progress, warnings and errors, one line each, on stderr."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _BAD_INPUTS = (
     *(InputError, UnsupportedError, NotFittedError),
     *(FileNotFoundError, PermissionError, FileExistsError, IsADirectoryError, NotADirectoryError),
 )
-# C0 and C1, line ends of Unicode, and the characters that turn the direction of writing.
+# C0 and C1, Unicode line ends, and the characters that change the writing direction.
 _CONTROLS = re.compile("[\x00-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069]")
 
 
@@ -49,11 +49,11 @@ Result = tuple[Mapping[str, Any], *tuple[str, ...]]
 
 
 class Console:
-    """Where a command writes.
+    """Output of a command.
 
     Args:
         as_json: Print one JSON object on stdout in place of lines.
-        quiet: No progress bars, and nothing on stdout but the JSON object.
+        quiet: Show no progress bars, and print nothing on stdout but the JSON object.
     """
 
     def __init__(self, *, as_json: bool = False, quiet: bool = False) -> None:
@@ -62,8 +62,8 @@ class Console:
 
     @property
     def progress(self) -> bool | None:
-        """``progress_bar=`` for the library: ``False`` without a terminal, else ``None`` (bars after ten seconds)."""
-        # A stream that the shell closed is None.
+        """Value of ``progress_bar=``: ``False`` without a terminal, else ``None`` (bars after ten seconds)."""
+        # A stream is None if the shell closed it.
         return None if not self.quiet and sys.stderr is not None and sys.stderr.isatty() else False
 
     def note(self, text: str) -> None:
@@ -72,7 +72,7 @@ class Console:
             click.echo(printable(text), err=True)
 
     def warn(self, text: str) -> None:
-        """Write a warning, each text once: a line on stderr, or an entry of the JSON object."""
+        """Write each warning once: as a line on stderr, or as an entry of the JSON object."""
         text = printable(" ".join(text.split()))
         if text not in self.warnings:
             self.warnings.append(text)
@@ -80,7 +80,7 @@ class Console:
                 click.echo(f"warning: {text}", err=True)
 
     def result(self, values: Mapping[str, Any], *lines: str) -> None:
-        """Print what a command returned."""
+        """Print the result of a command."""
         on_stderr = values.get("file") == "-"  # the table has stdout for itself
         if self.as_json:
             click.echo(json.dumps({**values, "warnings": self.warnings}, allow_nan=False, default=str), err=on_stderr)
@@ -89,7 +89,7 @@ class Console:
 
     @contextmanager
     def showing_warnings(self) -> Iterator[None]:
-        """Turn the library's warnings into lines; leave out those that other packages have for programmers."""
+        """Convert the library's warnings into lines; drop warnings of other packages for programmers."""
 
         def show(message: Warning | str, category: type[Warning], filename: str, *_: Any, **__: Any) -> None:
             ours = category.__module__.startswith("contrastive_curvature") or filename.startswith(package)
@@ -107,9 +107,9 @@ class Job(NamedTuple):
     """One call of a command.
 
     Attributes:
-        console: Where it writes.
+        console: Output of the command.
         options: Arguments and options by name.
-        sources: Those of them that name inputs, opened.
+        sources: Opened inputs, by the option that names them.
     """
 
     console: Console
@@ -119,7 +119,7 @@ class Job(NamedTuple):
 
 def report(error: BaseException, *, as_json: bool, with_traceback: bool) -> int:
     """Print an error on stderr as one line, or as one JSON object, and return the exit code."""
-    # click turns Ctrl-C, and the end of a file, into an Abort.
+    # click converts Ctrl-C and the end of a file into an Abort.
     if isinstance(error, click.Abort) and error.__cause__ is not None:
         error = error.__cause__
     if isinstance(error, click.exceptions.NoArgsIsHelpError):
@@ -161,17 +161,17 @@ def _text(error: BaseException) -> str:
 
 
 def readable(text: str) -> str:
-    r"""Write out the bytes of a name that is no UTF-8, as ``\xff``."""
+    r"""Escape the bytes of a name that are not UTF-8, as ``\xff``."""
     return text.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def printable(text: str) -> str:
-    """Write out control characters too: a name in a foreign file could clear or move the line."""
+    """Also escape control characters: a name in an unknown file could clear or move the line."""
     return _CONTROLS.sub(lambda match: match[0].encode("unicode_escape").decode(), readable(text))
 
 
 def needed(module: str, argument: str, install: str) -> Any:
-    """Import a module of an optional package, or say what to type to install it."""
+    """Import a module of an optional package; raise with the install command if it is missing."""
     try:
         return importlib.import_module(module)
     except ImportError as error:
@@ -181,7 +181,7 @@ def needed(module: str, argument: str, install: str) -> Any:
 
 @contextmanager
 def their_code(argument: str, wanted: str, hint: str = "") -> Iterator[None]:
-    """Turn an error of other people's code into one of the argument that names the code."""
+    """Convert an error of other people's code into an error of the argument that names the code."""
     try:
         yield
     except (Exception, SystemExit) as error:

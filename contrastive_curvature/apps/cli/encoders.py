@@ -34,17 +34,17 @@ _UNIT = 1e-3
 
 @dataclass
 class Encoder:
-    """A module, and how inputs become its batches.
+    """A module, and the conversion of inputs to its batches.
 
     Attributes:
-        name: For messages.
-        module: Maps a batch to raw outputs (B, D).
-        takes: Kinds of sources that it takes.
-        spec: How to make it again, for JSON.
-        transform: A picture (``PIL.Image``, RGB) -> tensor, or texts -> batch.
-        width: Number F of features where the module is a last layer alone, else ``None``.
-        feature_source: Of the feature folder that a last layer was fitted on.
-        classes: Digests of the names of the fit's classes 0, 1, ...; ``None`` where they have no names.
+        name: Name for messages.
+        module: Module that maps a batch to raw outputs (B, D).
+        takes: Kinds of sources that it accepts.
+        spec: Description from which it can be built again, for JSON.
+        transform: Function from a picture (``PIL.Image``, RGB) to a tensor, or from texts to a batch.
+        width: Number F of features if the module is only a last layer, else ``None``.
+        feature_source: Source of the feature folder that a last layer was fitted on.
+        classes: Digests of the names of the fit's classes 0, 1, ...; ``None`` without names.
     """
 
     name: str
@@ -58,17 +58,17 @@ class Encoder:
 
     @property
     def array(self) -> str:
-        """Which array of an ``.npz`` it takes: ``embeddings`` where it is an identity in the place of a last layer."""
+        """Name of its input array in an ``.npz``: ``embeddings`` if an identity replaces the last layer."""
         return "embeddings" if self.spec.get("identity") else "features"
 
     @property
     def dtype(self) -> torch.dtype:
-        """Precision of its first weight."""
+        """Dtype of its first weight."""
         weights = (weight.dtype for weight in self.module.parameters() if weight.is_floating_point())
         return next(weights, torch.float32)
 
     def has_last_layer(self, weight: NDArray[np.float32], bias: NDArray[np.float32] | None) -> bool:
-        """Return whether a last layer alone has this weight and this bias (zeros for ``None``)."""
+        """Return whether the last layer has this weight and this bias (zeros for ``None``)."""
         others = (weight, np.zeros(len(weight), np.float32) if bias is None else bias)
         own = (p.detach().cpu().numpy() for p in self.module.parameters())
         return all(np.array_equal(a, b) for a, b in zip(own, others, strict=True))
@@ -88,8 +88,8 @@ def last_layer_encoder(
         weight: Shape (D, F).
         bias: Shape (D,); ``None`` for zeros.
         width: Number F of the features.
-        identity: Whether it is in the place of one: the features are the embeddings.
-        source: Of the feature folder, if the features are from one.
+        identity: Whether an identity replaces the last layer, so that the features are the embeddings.
+        source: Source of the feature folder, if the features are from one.
     """
     bias = np.zeros(len(weight), np.float32) if bias is None else bias
     if weight.shape[1] != width or bias.shape != weight.shape[:1]:
@@ -155,7 +155,7 @@ def encoder_of(text: str, options: Mapping[str, Any]) -> Encoder:
         wanted = "module:function, timm:NAME or sentence-transformers:NAME_OR_PATH"
         raise InputError("--encoder", wanted, f"{text!r}")
     options = dict(options)
-    # A path is used again from any folder.
+    # An absolute path, because it may be used later from another folder.
     if kind == "sentence-transformers" and os.path.isdir(name):
         name = os.path.abspath(name)
     if kind == "timm" and isinstance(options.get("checkpoint_path"), str):
@@ -174,7 +174,7 @@ def use(encoder: Encoder, sources: Mapping[str, Source], device: str) -> None:
 
 
 def check_device(name: str) -> None:
-    """Refuse a device that torch does not know, that is not there, or that has no float64."""
+    """Refuse a device that is unknown to torch, not available, or without float64."""
     try:
         torch.zeros(1, dtype=torch.float64, device=name)
     except (RuntimeError, AssertionError, NotImplementedError, TypeError) as error:
@@ -184,7 +184,7 @@ def check_device(name: str) -> None:
 
 def _own_encoder(module_name: str, function_name: str, options: dict[str, Any]) -> Encoder:
     argument = f"--encoder {module_name}:{function_name}"
-    # As `python -m` has it: modules of the folder that the command runs in.
+    # As with `python -m`, allow modules in the folder in which the command runs.
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     hint = f"The current folder is {os.getcwd()}; PYTHONPATH names others."
@@ -208,12 +208,12 @@ def _own_encoder(module_name: str, function_name: str, options: dict[str, Any]) 
 
 
 def _to_tensor(image: Any) -> Tensor:
-    """Return a picture with channels first, in [0, 1], as torchvision's ``ToTensor``."""
+    """Return a picture with channels first, in [0, 1], like torchvision's ``ToTensor``."""
     return torch.from_numpy(np.asarray(image, dtype=np.float32).transpose(2, 0, 1) / 255)
 
 
 class _WithLastLayer(nn.Module):
-    """A frozen trunk, and the linear layer that gets a posterior; the identity where the trunk has no layer for it."""
+    """A frozen trunk, and the linear layer that gets a posterior; an identity if the trunk has no such layer."""
 
     def __init__(self, trunk: nn.Module, last: nn.Linear) -> None:
         super().__init__()
@@ -224,7 +224,7 @@ class _WithLastLayer(nn.Module):
 
 
 class _Sentence(nn.Sequential):
-    """Modules of a ``SentenceTransformer``, from tokens to one vector a text."""
+    """Modules of a ``SentenceTransformer``, from tokens to one vector per text."""
 
     def forward(self, tokens: Mapping[str, Any]) -> Tensor:
         features: dict[str, Any] = dict(tokens)
@@ -234,7 +234,7 @@ class _Sentence(nn.Sequential):
 
 
 def _timm_encoder(name: str, options: dict[str, Any]) -> Encoder:
-    """Return a model of timm: its pooled features, or the outputs of its last layer if ``num_classes`` is given."""
+    """Return a model of timm: its pooled features, or the outputs of its last layer if ``num_classes`` is set."""
     argument = f"--encoder timm:{name}"
     timm = needed("timm", argument, "timm")
     checkpoint = options.get("checkpoint_path")
@@ -253,7 +253,7 @@ def _timm_encoder(name: str, options: dict[str, Any]) -> Encoder:
 
 
 def _load_checkpoint(module: Any, path: str) -> None:
-    """Load weights without executing anything; those of a classifier that the model does not have are left out."""
+    """Load weights without executing code; drop the weights of a classifier that the model does not have."""
     from timm.models import load_state_dict
 
     state = load_state_dict(path, weights_only=True)
@@ -265,7 +265,7 @@ def _load_checkpoint(module: Any, path: str) -> None:
 
 
 def _sentence_encoder(name: str, options: dict[str, Any]) -> Encoder:
-    """Return a model of sentence-transformers, with the posterior on its ``Dense`` layer if that comes last."""
+    """Return a model of sentence-transformers, with the posterior on its ``Dense`` layer if that is the last one."""
     argument, package = f"--encoder sentence-transformers:{name}", "sentence-transformers"
     library = needed("sentence_transformers", argument, package)
     modules_of = needed("sentence_transformers.sentence_transformer.modules", argument, package)
@@ -295,7 +295,7 @@ def _sentence_encoder(name: str, options: dict[str, Any]) -> Encoder:
 
 
 def _refuse_own_code(listed: Path) -> None:
-    """Refuse a local list of modules that names Python files beside it, which sentence-transformers would run."""
+    """Refuse a local list of modules that names Python files, because sentence-transformers would run them."""
     if not listed.exists():
         return
     kinds = [str(each["type"]) for each in json.loads(listed.read_text(encoding="utf-8"))]

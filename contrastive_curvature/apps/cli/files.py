@@ -1,4 +1,4 @@
-"""``evaluate``, ``export``, ``features`` and ``info``: what a posterior is worth, holds, and is for other tools."""
+"""``evaluate``, ``export``, ``features`` and ``info``: commands that measure, export and describe a posterior."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from contrastive_curvature.apps.cli.saved import (
 )
 from contrastive_curvature.apps.cli.sources import Loader, shared_labels
 from contrastive_curvature.apps.report.evaluation import check_target
-from contrastive_curvature.artifact import read_tensors
+from contrastive_curvature.artifact import read_header
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.io.pretrained import read_info
 from contrastive_curvature.progress import Progress
@@ -29,7 +29,7 @@ from contrastive_curvature.retriever.saved import ARRAYS, POSTERIOR, RetrieverHe
 
 
 def evaluate(job: Job) -> Result:
-    """Measure a posterior, and write the report; of a retriever, print the rates."""
+    """Measure a posterior and write the report; for a retriever, print the rates."""
     o, sources = job.options, job.sources
     if holds_retriever(o.folder):
         return _rates(job)
@@ -69,7 +69,7 @@ def evaluate(job: Job) -> Result:
 
 
 def _rates(job: Job) -> Result:
-    """Compare the rates of a retriever that were asked for with those of test queries."""
+    """Compare the rates that a retriever promises with the rates of test queries."""
     o, test, unknown = job.options, job.sources["test"], job.sources.get("unknown")
     if o.out is not None or "gallery" in job.sources:
         hint = "Its rates are printed, of the gallery that it holds."
@@ -130,15 +130,15 @@ def features(job: Job) -> Result:
 
 
 def info(job: Job) -> Result:
-    """Return what is in a saved posterior."""
+    """Return the content of a saved posterior."""
     folder, lines = job.options.folder, [str(job.options.folder)]
     retriever = None
     if holds_retriever(folder):
-        retriever = read_tensors(folder / ARRAYS, RetrieverHeader)[0]
+        retriever = read_header(folder / ARRAYS, RetrieverHeader)
         rates = ", ".join(f"{name} {rate}" for name, rate in retriever.rates._asdict().items())
         lines.append(f"  retriever     answers {retriever.answered:.1%} of the held-out queries; {rates}")
         if not retriever.posterior:
-            return {"retriever": retriever.model_dump(mode="json")}, *lines
+            return {"retriever": retriever.model_dump(mode="json", exclude={"tree"})}, *lines
         folder = folder / POSTERIOR
     info, encoder = read_info(folder), _encoder(read_encoder(folder)[0])
     for one in info.posteriors:
@@ -165,7 +165,7 @@ def info(job: Job) -> Result:
     ]
     values: dict[str, Any] = {**info.to_plain(), "encoder": encoder}
     if retriever is not None:
-        values["retriever"] = retriever.model_dump(mode="json")
+        values["retriever"] = retriever.model_dump(mode="json", exclude={"tree"})
     return values, *lines
 
 

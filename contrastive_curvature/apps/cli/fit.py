@@ -18,7 +18,7 @@ from contrastive_curvature.apps.cli.saved import check_target, opened, opened_re
 from contrastive_curvature.apps.cli.sources import Loader, Source, shared_labels
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.io.pretrained import load_match, read_info
-from contrastive_curvature.io.pretrained.posterior import KNOWN_LOSSES
+from contrastive_curvature.io.pretrained.folder import KNOWN_LOSSES
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.progress import Progress
 from contrastive_curvature.retriever.retriever import Retriever
@@ -73,7 +73,8 @@ def fit(job: Job) -> Result:
         structure = {} if o.structure is None else {"hessian_structure": o.structure}
         backend = {"loss": loss, **dict(o.option)}
         la = Laplace(encoder.module, "contrastive", subset_of_weights=o.weights, backend_kwargs=backend, **structure)
-        # Candidates from the batch: sources that are sorted by class would give batches of one class.
+        # A random order for losses that compare within a batch, because sources sorted by class would give batches of
+        # one class.
         seed = None if la.curvature_options.over_dataset else o.seed
         la.fit(Loader(train, o.batch_size, rows, labels, seed), progress_bar=console.progress)
         _choose_prior(la, o.prior_strength)
@@ -121,14 +122,14 @@ def update(job: Job) -> Result:
     earlier, info = la.n_data, read_info(o.folder)
     score = {} if known is None else _score_of(console, la)
     console.note(f"adding {len(more):,} inputs to {earlier:,}")
-    # In a random order: sources that are sorted by class would give batches of one class.
+    # In a random order, because sources sorted by class would give batches of one class.
     la.update(Loader(more, o.batch_size, labels=labels, seed=0), progress_bar=console.progress)
     _choose_prior(la, o.prior_strength)
     _calibrate(console, la, None if known is None else Loader(known, o.batch_size), **score)
     if info.match:
         console.warn(f"{o.folder}: its MatchProbability is of the earlier posterior and is left out. Fit it again.")
     fitted_on = f"`{_name(more.path)}`: {len(more)} inputs, added to {earlier} earlier ones"
-    # The metrics were those of the earlier posterior.
+    # The metrics belonged to the earlier posterior.
     about = {**info.about, "fitted_on": fitted_on, "evaluated_on": None}
     write_posterior(la, encoder, o.out, overwrite=o.overwrite, about=about)
     count = 0 if known is None else len(known)
@@ -145,7 +146,7 @@ def calibrate(job: Job) -> Result:
     loader = Loader(known, o.batch_size)
     la.calibrate(loader, progress_bar=job.console.progress, score=o.score, by_class=o.by_class)
     info = read_info(o.folder)
-    # Shares that were flagged with the earlier calibration say nothing of this one.
+    # Drop the shares that were flagged with the earlier calibration.
     metrics = {name: value for name, value in info.metrics.items() if not name.startswith("flagged_")}
     match = load_match(o.folder) if info.match else None
     about = {**info.about, "metrics": metrics, "match": match}
@@ -184,7 +185,7 @@ def _retriever(job: Job, encoder: Encoder, module: Any) -> Retriever:
 
 
 def named(source: Source, encoder: Encoder, batch_size: int) -> Loader:
-    """Return batches with classes as the retriever has them: the numbers of the fit, or texts where it had texts."""
+    """Return batches with classes in the retriever's form: the numbers of the fit, or texts if the fit had texts."""
     assert source.classes is not None
     if encoder.classes is not None:
         return Loader(source, batch_size, labels=source.classes.astype(str))
@@ -194,7 +195,7 @@ def named(source: Source, encoder: Encoder, batch_size: int) -> Loader:
 
 
 def _continued(more: Source, encoder: Encoder) -> NDArray[np.int64]:
-    """Return classes by the numbers of the fit, new classes after them, of which the encoder keeps the digests too."""
+    """Return classes by the numbers of the fit; new classes follow, and the encoder also keeps their digests."""
     (labels,), names = shared_labels(more)
     if encoder.classes is None:
         if names is not None:
@@ -214,7 +215,7 @@ def _digest(name: str) -> str:
 
 
 def _loss(name: str, options: Mapping[str, Any]) -> CosineLoss:
-    """Return the loss of a name, as ``supcon``: one that labels and plain options describe."""
+    """Return the loss with this name, such as ``supcon``; only losses with labels and plain options."""
     losses = {
         key.removesuffix("Loss").lower(): kind
         for key, kind in KNOWN_LOSSES.items()
@@ -230,7 +231,7 @@ def _loss(name: str, options: Mapping[str, Any]) -> CosineLoss:
 
 
 def _split(count: int, share: float | None, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-    """Return the rows to fit, and those to calibrate with."""
+    """Return the rows to fit and the rows to calibrate with."""
     if share is None:
         return np.arange(count), None
     size = round(share * count)
@@ -245,7 +246,7 @@ def _choose_prior(la: Any, strength: float | None) -> None:
 
 
 def _score_of(console: Console, la: Any) -> dict[str, Any]:
-    """Return the options of the calibration that a posterior has."""
+    """Return the options of a posterior's calibration."""
     if la.known.calibration is None:
         return {}
     score = la.known.calibration.score
@@ -271,5 +272,5 @@ def _calibrated(count: int) -> str:
 
 
 def _name(path: Path) -> str:
-    """Return the name of a file or folder as code in the model card, where it must not end the code or the line."""
+    """Return the name of a file or folder for code in the model card; it must not end the code or the line."""
     return printable(path.resolve().name).replace("`", "") or "data"

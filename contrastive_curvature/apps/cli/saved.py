@@ -1,9 +1,9 @@
-"""The folder of a posterior that the command line writes: the posterior, and how its encoder is made again.
+"""The folder of a posterior that the command line writes: the posterior, and a description to rebuild its encoder.
 
 ``la.save_pretrained`` writes the posterior, its options and a model card. ``encoder-<checksum>.safetensors`` is the
 encoder: its name and options in the metadata, or the weights of a last layer alone. The checksum is that of the
-encoder's weights in ``config.json``, so that a posterior finds its own encoder also where the process was killed while
-another posterior took its place.
+encoder's weights in the file of the posterior, so that a posterior finds its own encoder also where the process was
+killed while another posterior took its place.
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from contrastive_curvature.apps.cli.encoders import (
     use,
 )
 from contrastive_curvature.apps.cli.sources import Source
-from contrastive_curvature.artifact import Header, read_tensors, write_tensors
+from contrastive_curvature.artifact import Header, folder_path, read_tensors, target_folder, write_tensors
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.io.pretrained import folder as posterior_folder
 from contrastive_curvature.io.pretrained import load_pretrained, read_info
+from contrastive_curvature.io.pretrained.folder import FILE, Saved
 from contrastive_curvature.network.digest import encoder_digest
 from contrastive_curvature.network.given_features import FeatureSource
 from contrastive_curvature.retriever.retriever import Retriever
-from contrastive_curvature.retriever.saved import ARRAYS, POSTERIOR
+from contrastive_curvature.retriever.saved import ARRAYS, POSTERIOR, RetrieverHeader
 
 
 class EncoderFile(Header):
-    """How the encoder of a saved posterior is made again, and which classes it was fitted on.
+    """Description to rebuild the encoder of a saved posterior, and the classes of its fit.
 
-    Of names of classes, which may be those of persons, digests are kept.
+    Only digests of class names are kept, because they may be names of persons.
     """
 
     kind: ClassVar[str] = "encoder"
@@ -54,53 +54,46 @@ class EncoderFile(Header):
 
 
 def holds_retriever(folder: Path) -> bool:
-    """Return whether a folder holds a saved retriever, whose posterior is in the folder ``posterior`` inside it."""
+    """Return whether a folder holds a saved retriever; its posterior is in the subfolder ``posterior``."""
     return (folder / ARRAYS).exists()
 
 
 def check_target(folder: Path, *, overwrite: bool, retriever: bool = False) -> None:
     """Refuse a folder that cannot or must not be written, before anything is computed."""
-    holds_posterior = (folder / "config.json").exists()
-    holds = "retriever" if holds_retriever(folder) else "posterior" if holds_posterior else "other files"
-    if holds == ("retriever" if retriever else "posterior"):
-        if not overwrite:
-            hint = "Give --overwrite to replace it, or another folder."
-            raise InputError(f"--out {folder}", "a new folder", f"one that holds a saved {holds}", hint)
-    elif (retriever or holds == "retriever") and folder.is_dir() and os.listdir(folder):
-        raise InputError(f"--out {folder}", "a new folder", f"one with {holds}", "Name another folder.")
-    place = posterior_folder.place_of(folder / POSTERIOR if retriever else folder, "--out")
-    posterior_folder.check_target(place, overwrite=True)
-    check_writable(place.path)
+    file, described = (ARRAYS, RetrieverHeader.described) if retriever else (FILE, Saved.described)
+    check_writable(
+        target_folder(f"--out {folder}", folder, file, described, overwrite=overwrite, how="Give --overwrite")
+    )
 
 
 def check_writable(folder: Path) -> None:
-    """Refuse a folder that cannot be made, or not be written."""
+    """Refuse a folder that cannot be created or written."""
     above = next(path for path in (folder, *folder.parents) if path.exists())
-    # Only a trial tells of a file system that takes no folders, or no long names. Writers use such a name too.
+    # Only a trial detects a file system without folders or without long names. Writers use such names too.
     os.rmdir(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=above))
 
 
 def write_posterior(fitted: Any, encoder: Encoder, folder: Path, *, overwrite: bool, about: Mapping[str, Any]) -> None:
-    """Write a fitted posterior or retriever with what is needed to use it without the fit's arguments.
+    """Write a fitted posterior or retriever that can be used without the arguments of the fit.
 
-    A new folder appears whole or not at all. In one that is there, the posterior is replaced in one step, and files
-    that are not of a posterior stay.
+    A new folder appears complete or not at all. In an existing folder, the posterior is replaced in one step, and other
+    files stay.
 
     Args:
-        fitted: The posterior, or the retriever, whose posterior is in a folder inside its own.
-        encoder: What it was fitted around.
-        folder: From the user, seen by :func:`check_target`.
+        fitted: The posterior, or the retriever; the retriever's posterior goes to a subfolder.
+        encoder: The encoder of the fit.
+        folder: The user's folder, already checked by :func:`check_target`.
         overwrite: Whether a saved posterior may be replaced.
-        about: Of the data and the encoder, for the model card.
+        about: Entries about data and encoder, for the model card.
     """
-    target = posterior_folder.place_of(folder).path
+    target = folder_path("--out", folder)
     if isinstance(fitted, Retriever):
         save, inside, module = fitted.save, POSTERIOR, fitted._head or encoder.module
     else:
         save, inside, module = fitted.save_pretrained, "", encoder.module
     digest = encoder_digest(module)
     if target.exists() and os.listdir(target):
-        # The file of the new encoder first: it takes the place of none that the old posterior needs.
+        # Write the file of the new encoder first: it replaces no file that the old posterior needs.
         kept = _write_encoder(encoder, target / inside, digest)
         save(target, overwrite=overwrite, **about)
         for other in set(kept.parent.glob("encoder-*.safetensors")) - {kept}:
@@ -108,7 +101,7 @@ def write_posterior(fitted: Any, encoder: Encoder, folder: Path, *, overwrite: b
         return
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as unfinished:
-        whole = Path(unfinished) / target.name  # the model card tells the folder's name
+        whole = Path(unfinished) / target.name  # the model card contains the folder's name
         save(whole, **about)
         _write_encoder(encoder, whole / inside, digest)
         os.rename(whole, target)
@@ -126,13 +119,13 @@ def _encoder_file(folder: Path, digest: str) -> Path:
 
 
 def read_encoder(folder: Path) -> tuple[EncoderFile | None, dict[str, Tensor]]:
-    """Return how the encoder of a saved posterior is made (``None``: nothing says), and the weights of a last layer."""
+    """Return the description of a saved posterior's encoder (``None`` if missing), and the weights of a last layer."""
     path = _encoder_file(folder, read_info(folder).posteriors[0].encoder)
     return read_tensors(path, EncoderFile) if path.exists() else (None, {})
 
 
 def opened(job: Job) -> tuple[Any, Encoder]:
-    """Return what :func:`open_posterior` does for the options of a command."""
+    """Call :func:`open_posterior` with the options of a command."""
     options = job.options
     return open_posterior(options.folder, job.sources, options.encoder, options.encoder_options, options.device)
 
@@ -152,14 +145,14 @@ def open_posterior(
     encoder_options: Mapping[str, Any] | None = None,
     device: str = "cpu",
 ) -> tuple[Any, Encoder]:
-    """Return a saved posterior or retriever and its encoder, for which the sources are prepared.
+    """Return a saved posterior or retriever and its encoder, and prepare the sources for the encoder.
 
     Args:
-        folder: What ``fit``, ``la.save_pretrained`` or ``retriever.save`` wrote.
+        folder: Folder of ``fit``, ``la.save_pretrained`` or ``retriever.save``.
         sources: Inputs of the encoder.
-        encoder: ``--encoder``, in place of the one that the folder names.
-        encoder_options: ``--encoder-options``; for the encoder that the folder names, its own by default.
-        device: Of the computation.
+        encoder: ``--encoder``, which replaces the encoder that the folder names.
+        encoder_options: ``--encoder-options``; the default for the folder's encoder is the saved options.
+        device: Device of the computation.
     """
     check_device(device)
     if encoder is None and encoder_options:
@@ -186,7 +179,7 @@ def open_posterior(
 
 
 def _check_trusted(spec: Mapping[str, Any], folder: Path) -> None:
-    """Refuse to run code that a folder names, which may come from anybody, and the user has not."""
+    """Refuse to run code that only the folder names, not the user, because a folder may come from anybody."""
     named = spec["encoder"]
     if named.partition(":")[0] not in LIBRARIES:
         hint = f"If you trust that code, run it with: --encoder {named}"

@@ -1,7 +1,7 @@
 """``SOURCE``: inputs from a feature folder, an ``.npz``, an image folder or a table of texts, read in batches.
 
-Nothing in these files is executed. torch is imported once inputs are read, so that a missing or malformed source is
-refused at once.
+Nothing in these files is executed. torch is imported only when inputs are read, so a missing or malformed source is
+refused immediately.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ STDIN = Path("-")
 
 _AXES = {"features": 2, "embeddings": 2, "inputs": None, "weight": 2, "bias": 1, "labels": 1, "ids": 1}
 _IMAGES = (".jpg", ".jpeg", ".png", ".ppm", ".bmp", ".pgm", ".tif", ".tiff", ".webp")
-_HEADER = "header.json"
+_HEADER = "header.safetensors"
 """The file that tells a feature folder from a folder of images."""
 
 _NAMED = 10
@@ -43,7 +43,7 @@ csv.field_size_limit(2**31 - 1)  # a text may be longer than Python's own limit 
 
 
 class Columns(NamedTuple):
-    """Columns of a table as options name them; by default ``text``, ``label``, and the number of the row."""
+    """Names of a table's columns from the options; by default ``text``, ``label``, and the number of the row."""
 
     text: str | None = None
     label: str | None = None
@@ -51,15 +51,15 @@ class Columns(NamedTuple):
 
 
 class Source:
-    """N inputs that were opened and checked, but not read.
+    """N inputs that are opened and checked, but not read.
 
     Attributes:
-        path: Where they are.
+        path: Path of the file or folder.
         kind: ``"features"``, ``"inputs"``, ``"images"`` or ``"texts"``.
-        classes_are: Where a source of this kind keeps classes, a sentence.
-        ids: One text an input: the file's name, the row's number or what the source has.
-        classes: Class of each input as the source has it, integers or texts, shape (N,); ``None`` without.
-        shown: What a report shows of each input: an image file or a text; ``None`` for numbers.
+        classes_are: Sentence that says where a source of this kind keeps classes.
+        ids: One text for each input: the file's name, the row's number or an identifier from the source.
+        classes: Class of each input from the source, integers or texts, shape (N,); ``None`` without classes.
+        shown: Image file or text of each input for a report; ``None`` for numbers.
     """
 
     kind: str
@@ -80,7 +80,7 @@ class Source:
             raise InputError(f"{self.path}", "inputs with classes (labels)", "none", self.classes_are)
 
     def prepare(self, encoder: Encoder) -> None:
-        """Take the encoder that these inputs are for; refuse another one."""
+        """Store the encoder of these inputs; refuse an encoder that does not fit them."""
         if self.kind not in encoder.takes:
             raise InputError(f"{self.path}", f"{' or '.join(encoder.takes)} for {encoder.name}", self.kind)
         self.encoder = encoder
@@ -90,7 +90,7 @@ class Source:
         raise NotImplementedError
 
     def batches(self, rows: NDArray[np.int64], size: int, seed: int | None = None) -> Batches:
-        """Yield inputs in batches, in a random order where there is a seed, and the rows that each batch has."""
+        """Yield inputs in batches with their rows, in a random order if there is a seed."""
         order = rows if seed is None else rows[np.random.default_rng(seed).permutation(len(rows))]
         for start in range(0, len(order), size):
             some = order[start : start + size]
@@ -119,7 +119,7 @@ class ArraySource(Source):
         super().__init__(path, arrays.get("ids", range(len(self.values))), arrays.get("labels"))
 
     def prepare(self, encoder: Encoder) -> None:
-        """Do what :meth:`Source.prepare` says; refuse features that are not those of the encoder."""
+        """See :meth:`Source.prepare`; refuse features that do not belong to the encoder."""
         super().prepare(encoder)
         if self.kind == "inputs":
             return
@@ -142,17 +142,16 @@ class ArraySource(Source):
 
 
 class FeatureFolderSource(Source):
-    """A folder that ``contrastive_curvature.features``, or the command, wrote."""
+    """A folder written by ``contrastive_curvature.features`` or by the command ``features``."""
 
     kind = "features"
     classes_are = "A feature folder has them as its targets, one whole number a point."
 
     def __init__(self, path: Path) -> None:
         from contrastive_curvature.io.feature_folder import FeatureFolder
-        from contrastive_curvature.io.feature_folder.header import read_header
 
         folder = FeatureFolder(path)
-        self.encoder_of = read_header(path).source
+        self.encoder_of = folder.source
         targets = folder.targets.numpy()
         classes = targets if targets.ndim == 1 and targets.dtype.kind in "iu" else None
         if folder.class_names is not None:
@@ -160,7 +159,7 @@ class FeatureFolderSource(Source):
         super().__init__(path, folder.identifiers, classes)
 
     def prepare(self, encoder: Encoder) -> None:
-        """Do what :meth:`Source.prepare` says; the library compares a whole encoder with every batch."""
+        """See :meth:`Source.prepare`; for a whole encoder the library checks every batch."""
         super().prepare(encoder)
         if encoder.width not in (None, self.encoder_of.width):
             raise InputError(f"{self.path}", f"features of width {encoder.width}", f"{self.encoder_of.width}")
@@ -169,7 +168,7 @@ class FeatureFolderSource(Source):
             raise InputError(f"{self.path}", "features of the encoder of the fit", "those of another", hint)
 
     def batches(self, rows: NDArray[np.int64], size: int, seed: int | None = None) -> Batches:
-        """Do what :meth:`Source.batches` says; batches of which rows are left out are smaller."""
+        """See :meth:`Source.batches`; batches are smaller if rows are left out."""
         import torch
 
         from contrastive_curvature.io.feature_folder import FeatureFolder
@@ -181,12 +180,12 @@ class FeatureFolderSource(Source):
             here = np.isin(numbers, rows)
             if here.any():
                 x[FEATURES] = x[FEATURES][torch.from_numpy(here)]
-                # A last layer alone takes the numbers, a whole encoder a batch with its source.
+                # A last layer takes the features, a whole encoder takes a batch with its source.
                 yield (x if self.encoder.width is None else x[FEATURES]), numbers[here]
 
 
 class ImageSource(Source):
-    """One folder for each class, as torchvision's ``ImageFolder`` has it; or images alone, without classes."""
+    """One folder for each class, as in torchvision's ``ImageFolder``; or images alone, without classes."""
 
     kind = "images"
     classes_are = "An image folder has one folder for each class."
@@ -225,7 +224,7 @@ class ImageSource(Source):
 
 
 class TextSource(Source):
-    """A ``.csv`` with a header, or a ``.jsonl``: a column of texts, perhaps one of classes and one of identifiers."""
+    """A ``.csv`` with a header, or a ``.jsonl``: a column of texts, optionally columns of classes and identifiers."""
 
     kind = "texts"
 
@@ -250,12 +249,12 @@ class TextSource(Source):
 
 
 def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
-    """Return the arrays of an ``.npz`` that have known names, checked; numbers in float32."""
+    """Return the arrays with known names in an ``.npz``, checked; numbers in float32."""
     try:
-        # An array of objects would be unpickled, which can run anything.
+        # An array of objects would be unpickled, which can run any code.
         with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {name: np.asarray(archive[name]) for name in _AXES if name in archive.files}
-    except Exception as error:  # numpy, zipfile and the decompressors raise many kinds for damaged files
+    except Exception as error:  # numpy, zipfile and decompressors raise many kinds of errors for damaged files
         wanted = "an .npz with the arrays features, embeddings or inputs"
         hint = "Save numbers or texts, as labels.astype(str)." if "Object arrays" in str(error) else ""
         raise InputError(f"{path}", wanted, f"what cannot be read ({error!r})", hint) from error
@@ -307,7 +306,7 @@ def _table_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def _column(path: Path, rows: list[dict[str, Any]], kind: str, name: str | None) -> list[Any]:
-    """Return the entries of a column, of which none may be empty; texts have to be texts."""
+    """Return the entries of a column; refuse empty entries, and texts that are not strings."""
     name = name or kind
     what = {"text": "a text", "label": "a class", "id": "an identifier"}[kind]
     for number, row in enumerate(rows):
@@ -319,19 +318,19 @@ def _column(path: Path, rows: list[dict[str, Any]], kind: str, name: str | None)
 
 
 def find_images(folder: Path) -> list[Path]:
-    """Return the images in a folder and in those inside it, sorted; links are followed, hidden names left out."""
+    """Return the images in a folder and its subfolders, sorted; follow links, and skip hidden names."""
     files = []
     for place, folders, names in os.walk(folder, followlinks=True):
         folders[:] = [name for name in folders if not name.startswith(".")]
         files += [Path(place, name) for name in names if name.lower().endswith(_IMAGES) and not name.startswith(".")]
     if not files:
-        hint = "A feature folder has a header.json."
+        hint = "A feature folder has a header.safetensors."
         raise InputError(f"{folder}", f"images ({', '.join(_IMAGES)}) or saved features", "none", hint)
     return sorted(files)
 
 
 def _readable_images(folder: Path, files: list[Path]) -> list[Path]:
-    """Return the images that can be read, and warn of the others."""
+    """Return the images that can be read, and warn about the others."""
     whole = []
     for file in files:
         with contextlib.suppress(UnreadableError):
@@ -348,29 +347,29 @@ def _readable_images(folder: Path, files: list[Path]) -> list[Path]:
 
 
 class UnreadableError(InputError):
-    """A file of an image that is damaged, or is none."""
+    """An image file that is damaged, or not an image."""
 
 
 def _picture(file: Path) -> Any:
-    """Return an image as Pillow has it, in colours."""
+    """Return an image from Pillow, in RGB."""
     image = needed("PIL.Image", f"{file}", "pillow")
     try:
         with image.open(file) as opened:
             return opened.convert("RGB")
-    except Exception as error:  # PIL raises many kinds for damaged files
+    except Exception as error:  # PIL raises many kinds of errors for damaged files
         hint = "--skip-unreadable leaves such files out."
         raise UnreadableError(f"{file}", "an image", f"what cannot be read ({error!r})", hint) from error
 
 
 class Loader:
-    """Batches ``(x, labels)``, or ``(x,)`` without labels, the same in every pass; ``fit`` and the like take it.
+    """Batches ``(x, labels)``, or ``(x,)`` without labels, the same in every pass; for ``fit`` and similar methods.
 
     Args:
-        source: Prepared for an encoder.
-        batch_size: Inputs of a batch.
-        rows: Which inputs, ascending; ``None`` for all.
-        labels: Class of each input of the source, as integers or texts.
-        seed: Of a random order; ``None`` for that of the source.
+        source: Inputs that are prepared for an encoder.
+        batch_size: Number of inputs in a batch.
+        rows: Rows of the inputs to read, ascending; ``None`` for all.
+        labels: Class of each input of the source, integers or texts.
+        seed: Seed of a random order; ``None`` for the order of the source.
     """
 
     def __init__(
@@ -382,7 +381,7 @@ class Loader:
         seed: int | None = None,
     ) -> None:
         self.source, self.batch_size, self.labels, self.seed = source, batch_size, labels, seed
-        # The name that a DataLoader has for what tells how long a fit will take.
+        # Named as in a DataLoader, because the library reads its length to estimate the time of a fit.
         self.dataset = np.arange(len(source)) if rows is None else rows
 
     def __len__(self) -> int:
@@ -400,9 +399,10 @@ class Loader:
 
 
 def shared_labels(*sources: Source) -> tuple[list[NDArray[np.int64]], list[str] | None]:
-    """Return the classes of sources as numbers that mean the same in all of them, and their names if they have some.
+    """Return the classes of sources as numbers that agree between sources, and the names of the classes if any.
 
-    A ``.csv`` cannot tell the number 3 from the text "3": where only some sources have numbers, these are texts too.
+    A ``.csv`` cannot distinguish the number 3 from the text "3": if only some sources have numbers, these count as
+    texts.
     """
     columns = [np.asarray(source.classes) for source in sources]
     numbers = [classes.dtype.kind in "iu" for classes in columns]
@@ -420,7 +420,7 @@ def shared_labels(*sources: Source) -> tuple[list[NDArray[np.int64]], list[str] 
 
 
 def open_source(path: Path, columns: Columns, *, skip_unreadable: bool = False) -> Source:
-    """Open inputs, check their form, and read classes and identifiers; the inputs themselves stay where they are."""
+    """Open inputs, check their form, and read classes and identifiers, but not the inputs."""
     if path.is_dir() and (path / _HEADER).exists():
         return FeatureFolderSource(path)
     if path.is_dir():
@@ -434,7 +434,7 @@ def open_source(path: Path, columns: Columns, *, skip_unreadable: bool = False) 
 
 
 def open_sources(paths: Mapping[str, Path], columns: Columns, *, skip_unreadable: bool = False) -> dict[str, Source]:
-    """Open the sources of a command by the names of its options; refuse names of columns that none of them has."""
+    """Open the sources of a command by option name; refuse column names that no source has."""
     if list(paths.values()).count(STDIN) > 1:
         raise InputError("-", "one source from stdin", "several")
     opened = {name: open_source(path, columns, skip_unreadable=skip_unreadable) for name, path in paths.items()}

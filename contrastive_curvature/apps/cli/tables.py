@@ -1,4 +1,4 @@
-"""``score`` and ``answer``: commands that write a table, CSV or Parquet, as its rows come."""
+"""``score`` and ``answer``: commands that write a table, CSV or Parquet, row by row."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Rows = Mapping[str, Any]
 
 
 def score(job: Job) -> Result:
-    """Write what a posterior says of inputs."""
+    """Write the scores of inputs under a posterior."""
     o, source = job.options, job.sources["source"]
     _check_table(job)
     la, _ = opened(job)
@@ -97,7 +97,7 @@ def _array(values: Any) -> Any:
 
 
 def _checked_alpha(count: int, asked: float | None) -> float:
-    """Return the share, the default if none was asked for; refuse one that takes more calibration inputs."""
+    """Return the share, or the default; refuse a share that needs more calibration inputs."""
     least, alpha = 1 / (count + 1), _ALPHA if asked is None else asked
     if alpha >= least:
         return alpha
@@ -107,7 +107,7 @@ def _checked_alpha(count: int, asked: float | None) -> float:
 
 
 def _check_table(job: Job) -> None:
-    """Refuse a file that cannot be written, and one of the inputs, before anything is computed."""
+    """Refuse an output file that cannot be written or is an input, before anything is computed."""
     path = job.options.out
     if path == _STDOUT:
         return
@@ -122,7 +122,7 @@ def _check_table(job: Job) -> None:
 
 
 def _write_table(path: Path, parts: Iterable[Rows]) -> None:
-    """Write a table whose rows come in parts; an error leaves what was there under that name."""
+    """Write a table whose rows come in parts; after an error, an existing file does not change."""
     write = _write_parquet if path.suffix.lower() == ".parquet" else _write_csv
     if path == _STDOUT:
         write(sys.stdout.buffer, iter(parts))
@@ -137,11 +137,11 @@ def _write_csv(file: BinaryIO, parts: Iterator[Rows]) -> None:
         first = next(parts)
         rows.writerow(first)
         for part in itertools.chain([first], parts):
-            # As JSON and SQL write them, which pandas and others read as booleans too.
+            # As in JSON and SQL; pandas and others also read these as booleans.
             columns = (np.where(c, "true", "false") if np.asarray(c).dtype == bool else c for c in part.values())
             rows.writerows(zip(*columns, strict=True))
     finally:
-        # The wrapper would close the file, which its owner has yet to flush.
+        # Detach, because the wrapper would close the file before its owner can flush it.
         text.detach()
 
 

@@ -1,7 +1,7 @@
 """The evaluation of a posterior on data that it was not fitted on: every metric, plots, and one page to look at.
 
-``evaluate(la, test, unknown=..., gallery=...)`` gives an :class:`Evaluation`. What cannot be measured (no unknown
-inputs, no labels, no calibration) is a :class:`Missing` that says why; nothing else fails for it.
+``evaluate(la, test, unknown=..., gallery=...)`` gives an :class:`Evaluation`. A part that cannot be measured (no
+unknown inputs, no labels, no calibration) is a :class:`Missing` with the reason; the other parts are not affected.
 """
 
 from __future__ import annotations

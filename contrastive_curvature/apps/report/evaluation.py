@@ -1,4 +1,4 @@
-"""What an evaluation found: its parts, and the files that are written from them."""
+"""The result of an evaluation: its parts, and the files that it writes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _PAGE, _NUMBERS = "report.html", "metrics.json"
 
 @dataclass(frozen=True)
 class Missing:
-    """Stands where a part of an evaluation cannot be computed.
+    """Replaces a part of an evaluation that cannot be computed.
 
     Attributes:
-        reason: Why, and what to do about it, in sentences.
+        reason: The reason and what to do about it, in sentences.
     """
 
     reason: str
@@ -35,11 +35,11 @@ class Retrieval:
     """Recall and mean average precision.
 
     Attributes:
-        recall: By k.
-        mean_average_precision: By k.
-        n_queries: Test inputs that have something of their class to find; only they count.
-        gallery_size: Number of points that each of them is compared with.
-        too_large: Values of k for which there are too few points.
+        recall: recall@k by k.
+        mean_average_precision: mAP@k by k.
+        n_queries: Number of test inputs with a point of their class to find; only these count.
+        gallery_size: Number of points that each query is compared with.
+        too_large: Values of k that are larger than the number of points.
     """
 
     recall: dict[int, float]
@@ -55,12 +55,12 @@ class Errors:
 
     Attributes:
         ausc: Area under the sparsification curve.
-        best_ausc: That of an order which knows what is wrong.
-        r_auroc: AUROC for "the nearest neighbour is wrong", or why there is none.
-        curve: Removed fraction and mean AP@1 of the rest, at most 200 points.
-        best_curve: The same in the order which knows what is wrong.
-        n_wrong: Queries whose nearest neighbour is wrong.
-        n_queries: Test inputs that have something of their class to find.
+        best_ausc: Area for the best possible order, in which all wrong neighbours come first.
+        r_auroc: AUROC for "the nearest neighbour is wrong", or the reason why it is missing.
+        curve: Removed fraction and mean AP@1 of the remaining queries, at most 200 points.
+        best_curve: The same curve for the best possible order.
+        n_wrong: Number of queries whose nearest neighbour is wrong.
+        n_queries: Number of test inputs with a point of their class to find.
     """
 
     ausc: float
@@ -74,14 +74,14 @@ class Errors:
 
 @dataclass(frozen=True)
 class Bin:
-    """Test inputs of about one confidence.
+    """Test inputs of similar confidence.
 
     Attributes:
-        low: Confidences are larger than this,
-        high: and at most this.
+        low: Lower end of the confidences, not included.
+        high: Upper end of the confidences, included.
         count: Number of inputs.
-        confidence: Their mean confidence.
-        accuracy: The share of them whose prediction is right.
+        confidence: Mean confidence of the inputs.
+        accuracy: Share of the inputs whose prediction is right.
     """
 
     low: float
@@ -98,7 +98,7 @@ class Reliability:
     Attributes:
         ece: Expected calibration error.
         brier: Brier score of the votes.
-        bins: Those that are not empty.
+        bins: The bins that are not empty.
         n_samples: Number of networks.
     """
 
@@ -110,13 +110,13 @@ class Reliability:
 
 @dataclass(frozen=True)
 class Pairs:
-    """How well the cosine of two test inputs says whether they are of one class.
+    """How well the cosine of two test inputs predicts whether they are of one class.
 
     Attributes:
         eer: Equal error rate.
         curve: False match rate and false non-match rate, the DET curve, at most 200 points.
-        n_same: Pairs of one class.
-        n_different: Pairs of two classes.
+        n_same: Number of pairs of one class.
+        n_different: Number of pairs of two classes.
     """
 
     eer: float
@@ -140,16 +140,16 @@ class Detection:
 
 @dataclass(frozen=True)
 class Compared:
-    """How well one score answers the two questions, to choose one by; ``None`` where there is no answer.
+    """How well one score answers the two questions, to choose a score; ``None`` without an answer.
 
     Attributes:
-        name: ``"uncertainty"``, ``"novelty"``, ``"mahalanobis_outputs"`` and ``"mahalanobis_relative"`` (distances
-            to Gaussians of training inputs: of the outputs, and of the features with and without classes),
-            ``"knn_features"`` (mean distance to the ten nearest features of the training inputs that a fit keeps, so
-            not of a loaded posterior), ``"distance"`` (to the nearest point), or ``"votes"``: the share of the ten
-            nearest points that are not of the class of the nearest.
-        auroc: For "the input is unknown".
-        auprc: The same.
+        name: ``"uncertainty"``, ``"novelty"``, ``"mahalanobis_outputs"`` and ``"mahalanobis_relative"`` (distances to
+            Gaussians of training inputs: of the outputs, and of the features with and without classes),
+            ``"knn_features"`` (mean distance to the ten nearest features of the training inputs that a fit keeps; not
+            for a loaded posterior), ``"distance"`` (to the nearest point), or ``"votes"``: the share of the ten nearest
+            points whose class differs from the nearest point's.
+        auroc: AUROC for "the input is unknown".
+        auprc: Average precision for "the input is unknown".
         r_auroc: AUROC for "the nearest neighbour is wrong".
     """
 
@@ -161,14 +161,14 @@ class Compared:
 
 @dataclass(frozen=True)
 class Flagged:
-    """What the decision ``p_value <= alpha`` flags as unknown.
+    """Inputs that the decision ``p_value <= alpha`` flags as unknown.
 
     Attributes:
         alpha: The threshold.
-        known: Share of the known test inputs, which should be about ``alpha``.
-        unknown: Share of the unknown inputs; ``None`` where there are none.
-        novelty: Novelty from which on inputs are flagged, to the nearest one seen; ``None`` where none is.
-        deviation: Standard deviation of ``known`` by chance, of test and of calibration inputs, where it is calibrated.
+        known: Flagged share of the known test inputs, which should be about ``alpha``.
+        unknown: Flagged share of the unknown inputs; ``None`` without unknown inputs.
+        novelty: Novelty above which inputs are flagged, estimated from the inputs; ``None`` if no input is flagged.
+        deviation: Standard deviation of ``known`` by the random choice of test and calibration inputs, if calibrated.
     """
 
     alpha: float
@@ -183,14 +183,15 @@ class Thresholds:
     """Flagged shares at many thresholds, and the histograms of the novelty.
 
     Attributes:
-        steps: From the smallest threshold that there are enough calibration inputs for to 0.5.
-        chosen: The thresholds that were asked for.
-        too_small: Thresholds that were asked for and need more calibration inputs.
-        n_compared: Known inputs that p-values compare with; ``None`` where that is not known.
-        calibrated: Whether ``la.calibrate`` has run; otherwise they are training inputs, and p-values optimistic.
-        edges: Of the bins of both histograms; the last bin holds all larger values too.
+        steps: Results for thresholds from the smallest that has enough calibration inputs up to 0.5.
+        chosen: Results for the requested thresholds.
+        too_small: Requested thresholds that need more calibration inputs.
+        n_compared: Number of known inputs that p-values compare with; ``None`` if unknown.
+        calibrated: Whether ``la.calibrate`` has run; otherwise p-values compare with training inputs, and are
+            optimistic.
+        edges: Edges of the bins of both histograms; the last bin also holds all larger values.
         known: Share of the known test inputs in each bin.
-        unknown: Share of the unknown inputs in each bin; ``None`` where there are none.
+        unknown: Share of the unknown inputs in each bin; ``None`` without unknown inputs.
     """
 
     steps: list[Flagged]
@@ -208,13 +209,13 @@ class Card:
     """One input that the page shows.
 
     Attributes:
-        name: Its id, or its position in the data.
-        item: A text, an image or a path of one; ``None`` where nothing is known but the name.
-        label: Name of its class, where it has one.
-        match: Name of its nearest neighbour's class, where it was searched.
-        right: Whether that is its class; ``None`` where that is not known, or nothing of its class is there to find.
-        uncertainty: In radians.
-        p_value: Where there is one.
+        name: Id of the input, or its position in the data.
+        item: A text, an image or the path of an image; ``None`` if only the name is known.
+        label: Name of its class, if it has one.
+        match: Class name of its nearest neighbour, if neighbours were searched.
+        right: Whether ``match`` is its class; ``None`` if unknown, or if there is no point of its class to find.
+        uncertainty: Uncertainty in radians.
+        p_value: P-value, if there is one.
     """
 
     name: str
@@ -231,8 +232,8 @@ class Group:
     """Inputs that are shown together.
 
     Attributes:
-        title: Of the group.
-        text: What they have in common, a sentence.
+        title: Title of the group.
+        text: Sentence that describes the group.
         cards: The inputs, the most extreme first.
     """
 
@@ -243,19 +244,19 @@ class Group:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """All that was measured of a posterior; :func:`~contrastive_curvature.apps.report.evaluate` makes it.
+    """All measurements of a posterior, from :func:`~contrastive_curvature.apps.report.evaluate`.
 
     Attributes:
         counts: Numbers of ``test``, ``unknown`` and ``gallery`` inputs, and of ``classes`` of the test inputs.
-        retrieval: recall@k and mAP@k, or why not.
-        errors: AUSC and R-AUROC of the uncertainty, or why not.
-        reliability: ECE, Brier score and bins of the votes of sampled networks, or why not.
-        pairs: Equal error rate and DET curve of pairs of test inputs, or why not.
-        detection: AUROC and AUPRC of the novelty, or why not.
-        thresholds: What ``p_value <= alpha`` flags, or why not.
-        compared: The scores side by side, ours and those that need a gallery but no posterior.
-        groups: The inputs that the page shows.
-        posterior: What was evaluated: structure, numbers, options.
+        retrieval: recall@k and mAP@k, or :class:`Missing`.
+        errors: AUSC and R-AUROC of the uncertainty, or :class:`Missing`.
+        reliability: ECE, Brier score and bins of the votes of sampled networks, or :class:`Missing`.
+        pairs: Equal error rate and DET curve of pairs of test inputs, or :class:`Missing`.
+        detection: AUROC and AUPRC of the novelty, or :class:`Missing`.
+        thresholds: Inputs that ``p_value <= alpha`` flags, or :class:`Missing`.
+        compared: All scores, ours and those that need a gallery but no posterior.
+        groups: Inputs that the page shows.
+        posterior: Description of the posterior: structure, numbers, options.
     """
 
     counts: dict[str, int]
@@ -271,19 +272,19 @@ class Evaluation:
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Every number by its name, those that are missing left out: ``recall@1``, ``auroc``, ``flagged_known@0.05``.
+        """Return all available numbers by name: ``recall@1``, ``auroc``, ``flagged_known@0.05``.
 
-        ``docs/report.md`` defines them. Give them to a model card with ``la.save_pretrained(folder, metrics=...)``.
+        ``docs/report.md`` defines them. ``la.save_pretrained(folder, metrics=...)`` writes them to a model card.
         """
         return {name: value for name, value in self._figures() if not isinstance(value, Missing)}
 
     @property
     def missing(self) -> dict[str, str]:
-        """Reasons why parts or metrics are missing, by name."""
+        """Return the reasons why parts or metrics are missing, by name."""
         return {name: value.reason for name, value in self._figures() if isinstance(value, Missing)}
 
     def _figures(self) -> Iterator[tuple[str, float | Missing]]:
-        """Yield the parts that are missing by name, then the figures of the others, or why one is not there."""
+        """Yield the missing parts by name, then the numbers of the other parts, or the reason if one is missing."""
         for name in ("retrieval", "errors", "reliability", "pairs", "detection", "thresholds"):
             if isinstance(part := getattr(self, name), Missing):
                 yield name, part
@@ -316,7 +317,7 @@ class Evaluation:
                 yield f"flagged_known@{alpha:g}", Missing(f"{reason} Call la.calibrate with more inputs.")
 
     def to_plain(self) -> dict[str, Any]:
-        """Everything but the inputs that are shown, as numbers, texts, lists and mappings."""
+        """Return everything but the shown inputs, as numbers, texts, lists and mappings."""
         parts = {
             "sparsification": self.errors,
             "reliability": self.reliability,
@@ -335,19 +336,19 @@ class Evaluation:
         }
 
     def to_json(self) -> str:
-        """:meth:`to_plain` as JSON, without NaN and infinity, which JSON does not have."""
+        """Return :meth:`to_plain` as JSON, which has no NaN and no infinity."""
         return json.dumps(self.to_plain(), indent=1, allow_nan=False) + "\n"
 
     def to_html(self, path: Path | str, *, title: str = "How sure is this encoder?") -> None:
         """Write the page: one file that loads nothing else, for any browser.
 
         Args:
-            path: The file; its folder must exist. An old file stays where the new one cannot be written.
-            title: Its heading, plain text.
+            path: The file; its folder must exist. If the new file cannot be written, an old file stays.
+            title: Heading of the page, plain text.
 
         Raises:
             UnsupportedError: Pillow is not installed, and pictures of inputs are shown.
-            InputError: The folder does not exist, or an item to show is no text and no image.
+            InputError: The folder does not exist, or an item to show is neither a text nor an image.
             OSError: The file cannot be written.
         """
         write_whole(path, methodcaller("write", page.render(self, title)))
@@ -355,11 +356,11 @@ class Evaluation:
     def save(self, folder: Path | str, *, title: str = "How sure is this encoder?") -> dict[str, Path]:
         """Write ``report.html``, ``metrics.json`` and the plots as PNG and SVG files.
 
-        A new folder appears whole or not at all. An earlier report is replaced once all files of the new one are
-        written; where that fails, it stays as it was.
+        A new folder appears complete or not at all. An earlier report is replaced after all files of the new one are
+        written; if writing fails, the earlier report does not change.
 
         Args:
-            folder: Made where it does not exist. One that is there must be empty, or hold a report alone.
+            folder: The folder; created if it does not exist. An existing folder must be empty, or hold only a report.
             title: Heading of the page, plain text.
 
         Returns:
@@ -367,7 +368,7 @@ class Evaluation:
 
         Raises:
             UnsupportedError: Pillow or matplotlib is not installed.
-            InputError: The folder is a file, or holds other files than those of a report.
+            InputError: The folder is a file, or holds files that do not belong to a report.
             OSError: A file cannot be written.
         """
         target = check_target(folder)
@@ -377,7 +378,7 @@ class Evaluation:
 
 
 def check_target(folder: Path | str, argument: str = "folder") -> Path:
-    """Return a folder with all links followed; refuse a file, and a folder with other files than those of a report."""
+    """Return a folder with all links followed; refuse a file, and a folder with files that are not of a report."""
     target = folder_path(argument, folder)
     foreign = sorted(
         entry.name
@@ -392,13 +393,14 @@ def check_target(folder: Path | str, argument: str = "folder") -> Path:
 
 
 def _write(target: Path, contents: dict[str, bytes]) -> None:
-    """Write the files of a report by name; those of an earlier one go.
+    """Write the files of a report by name, and remove the files of an earlier report.
 
-    All is written beside its place first, so that an error, such as a full disk, changes nothing. The page goes first
-    and comes last: without one, nobody takes for a report what a killed process leaves.
+    All files are first written to a temporary folder, so that an error, such as a full disk, changes nothing. The old
+    page is removed first and the new page is added last: without a page, the rest of a killed process does not look
+    like a report.
     """
     is_new = not target.exists()
-    # An earlier folder may be the current one, or the root of a disk, neither of which can be renamed.
+    # An existing folder may be the current folder or the root of a disk, which cannot be renamed.
     unfinished = (target.parent if is_new else target) / f".{target.name}.{secrets.token_hex(6)}.tmp"
     unfinished.mkdir(parents=True)
     try:

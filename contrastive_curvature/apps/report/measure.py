@@ -72,22 +72,22 @@ def evaluate(
     class_names: Mapping[int, str] | Sequence[str] | None = None,
     progress_bar: bool | None = None,
 ) -> Evaluation:
-    """Compute every metric of the library, and what its page shows.
+    """Compute every metric of the library, and the content of the page.
 
-    Each data set is run over once. What there is no data for is a :class:`Missing` with its reason: labels for
-    retrieval, ``unknown`` for the detection of unknown inputs, a calibration for thresholds.
+    Each data set is run over once. A part without its data is a :class:`Missing` with the reason: retrieval needs
+    labels, the detection of unknown inputs needs ``unknown``, and thresholds need a calibration.
 
     Args:
-        la: A fitted posterior of one encoder, best calibrated with other inputs than ``test``.
+        la: A fitted posterior of one encoder, preferably calibrated with other inputs than ``test``.
         test: Known inputs that the posterior was neither fitted nor calibrated on: batches ``(x, labels)``, mappings,
             or ``x`` alone; or a :class:`Data`, which adds texts, pictures and names for the page.
-        unknown: Inputs of kinds that the encoder does not know, in the same form; labels are not used.
-        gallery: What the test inputs are searched in, with labels. ``None`` searches among the other test inputs.
+        unknown: Inputs of a kind that the encoder does not know, in the same form; labels are not used.
+        gallery: Inputs to search, with labels. ``None`` searches among the other test inputs.
         ks: Ranks of recall@k and mAP@k.
         alphas: Thresholds of the p-value whose flagged shares are reported, each in (0, 1).
-        n_samples: Networks that vote, for the reliability; 0 leaves it out.
-        n_shown: Inputs of each group on the page; 0 for none.
-        seed: Of the sampled networks, and of the pairs where there are more than 100,000 of a kind.
+        n_samples: Number of networks that vote, for the reliability; 0 leaves the reliability out.
+        n_shown: Number of inputs in each group on the page; 0 for none.
+        seed: Seed of the sampled networks, and of the pairs if there are more than 100,000 of one class or of two.
         class_names: Names of the labels, for the page.
         progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
@@ -101,8 +101,8 @@ def evaluate(
         UnsupportedError: ``la`` is a posterior of two towers.
 
     Warns:
-        UserWarning: Most test inputs are in the gallery, too.
-        LabelWarning: Test inputs are of classes that the fit did not have.
+        UserWarning: Most test inputs are also in the gallery.
+        LabelWarning: Test inputs have classes that the fit did not have.
         OptimisticPValueWarning: The posterior is not calibrated.
     """
     _check_posterior(la)
@@ -188,7 +188,7 @@ def _sorted(name: str, values: Any, check: Callable[[str, object], Any]) -> list
 
 
 def _advise_on_classes(la: Any, known: Scored) -> None:
-    """Warn of classes without a centre, which ``uncertainty`` compares inputs with."""
+    """Warn about classes without a centre, because ``uncertainty`` uses the centres."""
     if la.class_centres is None or known.labels is None:
         return
     classes = known.labels.unique()
@@ -203,7 +203,7 @@ def _advise_on_classes(la: Any, known: Scored) -> None:
 
 
 def _description(la: Any, n_compared: int | None) -> dict[str, str | int | float | bool | None]:
-    """Return what a reader needs to know of a posterior to judge its evaluation, as plain values."""
+    """Return a description of a posterior for readers of its evaluation, as plain values."""
     precision = la.prior_precision.detach().flatten().double().cpu()
     out: dict[str, Any] = {
         "class": type(la).__name__,
@@ -225,7 +225,7 @@ def _description(la: Any, n_compared: int | None) -> dict[str, str | int | float
 
 
 def _part(measured: Callable[..., _Part], source: Any, *options: Any) -> _Part | Missing:
-    """Return a part of an evaluation, or why what it is measured on is missing."""
+    """Return a part of an evaluation, or ``source`` if it is :class:`Missing`."""
     return source if isinstance(source, Missing) else measured(source, *options)
 
 
@@ -234,11 +234,11 @@ class _Search:
     """The neighbours of N test inputs.
 
     Attributes:
-        ranking: Which of them are right.
-        labels: Of the test inputs, shape (N,).
+        ranking: The neighbours that are right.
+        labels: Labels of the test inputs, shape (N,).
         match: Labels of the nearest neighbours, shape (N,).
-        right: 1 where that is the own class, 0 where not, NaN where nothing of it is there to find; float64, (N,).
-        size: Number of points that each input was compared with.
+        right: 1 if the match has the same class, 0 if not, NaN if there is no point of this class; float64, shape (N,).
+        size: Number of points that each input is compared with.
     """
 
     ranking: metrics.Ranking
@@ -249,9 +249,9 @@ class _Search:
 
 
 def _neighbours(scored: Scored, searched: Scored, most: int) -> Tensor | None:
-    """Return the rows of up to ``most`` nearest points, shape (N, K), where there are any.
+    """Return the rows of up to ``most`` nearest points, shape (N, K); ``None`` without points.
 
-    An input that is searched among its own data set is left out.
+    In a search among its own data set, an input is not its own neighbour.
     """
     alone = searched is scored
     size = len(searched) - alone
@@ -259,7 +259,7 @@ def _neighbours(scored: Scored, searched: Scored, most: int) -> Tensor | None:
 
 
 def _search(test: Scored, searched: Scored, near: Tensor | None) -> _Search | Missing:
-    """Compare the classes of the test inputs with those of their neighbours, shape (N, K)."""
+    """Compare the classes of test inputs and their neighbours ``near``, shape (N, K)."""
     alone = searched is test
     if test.labels is None or searched.labels is None:
         whose = "test inputs have" if test.labels is None else "gallery has"
@@ -285,7 +285,7 @@ def _search(test: Scored, searched: Scored, near: Tensor | None) -> _Search | Mi
 
 
 def _retrieval(search: _Search, ks: list[int]) -> Retrieval:
-    """Return recall and mAP for all k that there are points for."""
+    """Return recall and mAP for all k up to the number of points."""
     fitting = [k for k in ks if k <= search.size]
     return Retrieval(
         {k: metrics.recall_at_k(search.ranking, k) for k in fitting},
@@ -304,7 +304,7 @@ def _errors(search: _Search, uncertainty: Tensor, r_auroc: float | None) -> Erro
     reason = f"Every nearest neighbour is {all_are}, so no order of the inputs separates right from wrong."
     by_right = torch.nan_to_num(1 - right, nan=1.0)
     curve, best = (metrics.sparsification_curve(order, right) for order in (uncertainty, by_right))
-    # Few enough points for a page, the first and the last among them.
+    # Few enough points for a page, including the first and the last.
     n = len(curve[0])
     at = torch.linspace(0, n - 1, min(_MOST_POINTS, n), dtype=torch.float64).round().long().unique()
     return Errors(
@@ -332,11 +332,12 @@ def _reliability(search: _Search, test: Scored, searched: Scored) -> Reliability
 
 
 def _pairs(test: Scored, seed: int) -> Pairs | Missing:
-    """Return the equal error rate and the DET curve of pairs of test inputs: all, or where they are many a sample."""
+    """Return the equal error rate and the DET curve of all pairs of test inputs, or of a sample if there are many."""
     if test.labels is None:
         return Missing("The test inputs have no labels, so no pair is of one class or of two.")
     labels, order = test.labels.sort()
-    # Partners come earlier in this order: those of one class from its first row on, and those of others before it.
+    # The partners of a row come earlier in this order: the same class starts at its first row, other classes are before
+    # it.
     first, row = torch.searchsorted(labels, labels), torch.arange(len(labels))
     if not bool((first < row).any()) or not int(first[-1]):
         return Missing("The test inputs have no pairs of one class, or none of two. Give some of both kinds.")
@@ -354,7 +355,7 @@ def _pairs(test: Scored, seed: int) -> Pairs | Missing:
 
 
 def _draw(first: Tensor, count: Tensor, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Return both rows of pairs, where row i has the partners ``first[i]`` to ``first[i] + count[i] - 1``."""
+    """Return both rows of pairs; row i has the partners ``first[i]`` to ``first[i] + count[i] - 1``."""
     end = count.cumsum(0)
     total = int(end[-1])
     many = total > _MOST_PAIRS
@@ -364,13 +365,13 @@ def _draw(first: Tensor, count: Tensor, generator: torch.Generator) -> tuple[Ten
 
 
 def _cosines(mu: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """Return the cosine of each pair of rows, a few thousand at a time for the memory."""
+    """Return the cosine of each pair of rows, a few thousand at a time to save memory."""
     steps = zip(a.split(4096), b.split(4096), strict=True)
     return torch.cat([(mu[i].double() * mu[j].double()).sum(1) for i, j in steps])
 
 
 def _scores(scored: Scored, searched: Scored, near: Tensor | None) -> dict[str, Tensor]:
-    """Return all scores of a data set with neighbours ``near``, shape (N, K): by name, shape (N,)."""
+    """Return all scores of a data set by name, shape (N,) each; ``near`` are its neighbours, shape (N, K)."""
     scores = dict(scored.scores)
     if near is None:
         return scores
@@ -400,7 +401,7 @@ def _compared(known: dict[str, Tensor], unknown: dict[str, Tensor], search: _Sea
 def _thresholds(
     p_value: Tensor, known: Scored, unknown: Scored | None, alphas: list[float], calibration: Any, n: int | None
 ) -> Thresholds:
-    """Return what is flagged, at the thresholds that are asked for and at many others."""
+    """Return the flagged shares at the requested thresholds and at many others."""
     novelties, p_values = [known.scores["novelty"]], [p_value]
     if unknown is not None:
         novelties.append(unknown.scores["novelty"])
@@ -410,7 +411,7 @@ def _thresholds(
 
     def at(alpha: float) -> Flagged:
         flagged, line = everything <= alpha, None
-        # No value of the novelty says what another score flags.
+        # With another score, no value of the novelty is a threshold.
         if bool(flagged.any()) and (calibration is None or str(calibration.score) == NOVELTY):
             first, others = novelty[flagged].min(), novelty[~flagged]
             line = float((first + others.max()) / 2 if len(others) else first)
@@ -422,7 +423,7 @@ def _thresholds(
     grid = [float(f"{step}e{power}") for power in range(-4, 0) for step in _STEPS]
     steps = [alpha for alpha in grid if least <= alpha <= _LARGEST_ALPHA] or [_LARGEST_ALPHA]
     edges = _bin_edges(known.scores["novelty"], novelty)
-    # Those outside the edges count in the first or the last bin.
+    # Values outside the edges count in the first or the last bin.
     counts = [torch.histogram(values.double().clamp(edges[0], edges[-1]), edges).hist for values in novelties]
     histograms = [_rounded(count / len(values)) for count, values in zip(counts, novelties, strict=True)]
     return Thresholds(
@@ -438,7 +439,7 @@ def _thresholds(
 
 
 def _groups(scored: Mapping[str, Scored], search: _Search | Missing, names: _ClassNames) -> tuple[Group, ...]:
-    """Return the most and the least certain test inputs, and those that a threshold flags first and last."""
+    """Return the most and the least certain test inputs, and the inputs that a threshold flags first and last."""
     shown = []
     for title, (source, _, _, text) in GROUPS.items():
         extremes = scored[source].extremes[title] if source in scored else []
@@ -466,14 +467,14 @@ def _card(scored: Scored, extreme: Extreme, search: _Search | None, names: _Clas
 
 
 def _class_name(label: int, names: _ClassNames) -> str:
-    """Return the name of a class, or its number where it has none."""
+    """Return the name of a class, or its number without a name."""
     if isinstance(names, Mapping):
         return str(names.get(label, label))
     return str(label if names is None or not 0 <= label < len(names) else names[label])
 
 
 def _rounded(values: Tensor) -> list[float]:
-    """Return numbers with five significant digits: shorter in a file, and the same in a plot."""
+    """Return numbers with five significant digits: shorter in a file, but equal in a plot."""
     return [float(f"{value:.5g}") for value in values.tolist()]
 
 
@@ -483,7 +484,7 @@ def _points(x: Tensor, y: Tensor, rows: Tensor) -> list[list[float]]:
 
 
 def _bin_edges(known: Tensor, everything: Tensor) -> Tensor:
-    """Return edges of equal width that show the known values well; the last bin takes what is far beyond them."""
+    """Return bin edges of equal width that show the known values well; the last bin also holds far larger values."""
     low, high = float(everything.min()), float(everything.max())
     middle, far = float(known.median()), float(known.max())
     high = min(high, far + 2 * (far - middle))

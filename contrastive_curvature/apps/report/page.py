@@ -43,10 +43,11 @@ def render(evaluation: Evaluation, title: str) -> bytes:
         steps = evaluation.thresholds.steps  # type: ignore[union-attr]
         start = min(range(len(steps)), key=lambda i: abs(math.log(steps[i].alpha / _START)))
         curves["slider"] = [_step(step) for step in steps]
-    # Pictures of all groups have one scale of brightness.
+    # Pictures of all groups have the same brightness scale.
     images = iter(thumbnails([card.item for group in evaluation.groups for card in group.cards]))
     page = environment.get_template("report.html").render(
-        # Nothing but these two runs or styles, even if an input's text were not escaped; and nothing is ever loaded.
+        # Only this script runs and only this style applies, even if an input's text were not escaped; nothing is
+        # loaded.
         policy=f"default-src 'none'; img-src data:; style-src '{_hash(style)}'; script-src '{_hash(script)}'",
         style=markupsafe.Markup(style),
         script=markupsafe.Markup(script),
@@ -58,12 +59,12 @@ def render(evaluation: Evaluation, title: str) -> bytes:
         groups=[(group, [(card, next(images)) for card in group.cards]) for group in evaluation.groups],
         data=curves,
     )
-    # A text of the user may hold half a character, which has no code.
+    # A text of the user may hold half a character (a lone surrogate), which UTF-8 cannot encode.
     return page.encode("utf-8", "replace")
 
 
 def _percent(share: float) -> str:
-    """Return a share as text: one digit after the point, more where it is small."""
+    """Return a share as text: one digit after the point, or two if it is small."""
     hundred = 100 * share
     digits = 1 if hundred >= 1 or hundred == 0 else 2
     return f"{hundred:.{digits}f} %"
@@ -74,7 +75,7 @@ def _hash(text: str) -> str:
 
 
 def _step(step: Flagged) -> dict[str, Any]:
-    """Return the texts of one position of the slider; made here, so that they are those of the tables."""
+    """Return the texts of one slider position; built here, so that they equal the texts of the tables."""
     return {
         "alpha": f"{step.alpha:g}",
         "known": _percent(step.known),

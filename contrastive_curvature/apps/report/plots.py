@@ -11,12 +11,12 @@ from contrastive_curvature import validate
 if TYPE_CHECKING:
     from contrastive_curvature.apps.report.evaluation import Errors, Evaluation, Pairs, Reliability, Thresholds
 
-# Two colours that people with any colour vision tell apart (Okabe and Ito, 2008).
+# Two colours that people with any colour vision can distinguish (Okabe and Ito, 2008).
 _KNOWN, _UNKNOWN, _SOFT = "#0072B2", "#D55E00", "#6b7280"
 
 
 def draw(evaluation: Evaluation) -> dict[str, bytes]:
-    """Return the contents of the files by name; charts that there is no data for are left out."""
+    """Return the contents of the files by name; charts without data are left out."""
     matplotlib = validate.package("plots (to_html writes the page alone)", "matplotlib", "report")
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -69,14 +69,14 @@ def _reliability(axes: Any, reliability: Reliability) -> None:
 
 
 def _det(axes: Any, pairs: Pairs) -> None:
-    # A logarithm of 0 is none: such a rate lies on the edge, below that of one pair.
+    # 0 has no logarithm: such a rate is drawn at the edge, below the rate of one pair.
     least = 0.5 / max(pairs.n_same, pairs.n_different)
     points = [(max(x, least), max(y, least)) for x, y in pairs.curve]
     axes.plot(*zip(*points, strict=True), color=_KNOWN, label=f"cosine, EER {pairs.eer:.3f}")
     axes.plot([least, 1], [least, 1], color=_SOFT, linestyle=":", label="equal rates")
     axes.set(xlabel="false match rate", ylabel="false non-match rate", xscale="log", yscale="log")
     axes.set(xlim=(least, 1), ylim=(least, 1))
-    # Curve and diagonal may reach every corner.
+    # The legend is outside, because curve and diagonal may reach every corner.
     axes.legend(frameon=False, loc="lower center", bbox_to_anchor=(0.5, 1), ncols=2)
 
 

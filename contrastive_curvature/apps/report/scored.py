@@ -1,4 +1,4 @@
-"""What an evaluation reads, and everything that it needs of the inputs of one data set, from one pass over them."""
+"""The data of an evaluation, and the scores of one data set, from one pass over its inputs."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Data:
         batches: ``(x, labels)``, mappings that hold the labels too, or ``x`` alone; run over once.
         items: What to show of each input, in the order of the batches: a text (``str``), an image (PIL, an array or
             tensor of shape (H, W), (H, W, C) or (C, H, W)), or a :class:`~pathlib.Path` of an image file. ``None``
-            shows inputs that are image tensors (C, H, W) or texts themselves, and of others the name.
+            shows the inputs if they are image tensors (C, H, W) or texts, and otherwise the names.
         ids: Name of each input. ``None`` counts them from 0.
 
     Raises:
-        InputTypeError: ``batches`` cannot be run over, or ``items`` or ``ids`` is no sequence.
+        InputTypeError: ``batches`` cannot be iterated, or ``items`` or ``ids`` is not a sequence.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Data:
         self.batches, self.items, self.ids = batches, items, ids
 
     def check_length(self, argument: str, n: int) -> None:
-        """Refuse items or ids of another number than the inputs."""
+        """Refuse items or ids if their number is not the number of inputs."""
         for name, value in (("items", self.items), ("ids", self.ids)):
             if value is not None and len(value) != n:
                 raise InputError(f"{argument}: {name}", f"{n}, one for each input", len(value))
@@ -81,7 +81,7 @@ class Data:
 
 
 class Extreme(NamedTuple):
-    """An input with one of the largest scores: its row in the data, and what it looks like if that is known."""
+    """An input with one of the largest scores: its score, its row in the data, and its text or image if known."""
 
     score: float
     row: int
@@ -93,14 +93,14 @@ class Scored:
     """Scores of N inputs, on the CPU.
 
     Attributes:
-        data: Where they came from.
+        data: The data set.
         mu: Directions, shape (N, D).
-        labels: Shape (N,); ``None`` where there are none.
-        scores: By name, float64, shape (N,) each: ``"uncertainty"`` in radians; where there are p-values,
-            ``"novelty"`` and other scores of whether an input is known.
-        p_value: Float64, shape (N,), or why there are none.
-        samples: Embeddings by S networks, the same ones for all data sets, shape (S, N, D); ``None`` where not wanted.
-        extremes: By title of a group, the inputs to show.
+        labels: Labels, shape (N,); ``None`` without labels.
+        scores: Scores by name, float64, shape (N,) each: ``"uncertainty"`` in radians; if there are p-values, also
+            ``"novelty"`` and alternative scores for unknown inputs.
+        p_value: P-values, float64, shape (N,), or :class:`Missing` with the reason.
+        samples: Embeddings by S networks (the same for all data sets), shape (S, N, D); ``None`` if not requested.
+        extremes: The inputs to show, by title of their group.
     """
 
     data: Data
@@ -117,7 +117,7 @@ class Scored:
 
 
 def score(la: Any, argument: str, data: Data, n_samples: int, n_shown: int, seed: int, progress: Progress) -> Scored:
-    """Run over a data set once, with ``n_samples`` networks of ``seed`` beside the mean."""
+    """Run over a data set once, with the mean network and ``n_samples`` networks drawn with ``seed``."""
     parts: dict[str, list[Tensor]] = defaultdict(list)
     extremes: dict[str, list[Extreme]] = defaultdict(list)
     missing = Missing("They were not asked for.") if argument == "gallery" else None
@@ -135,7 +135,7 @@ def score(la: Any, argument: str, data: Data, n_samples: int, n_shown: int, seed
             if missing is None:
                 try:
                     columns |= {
-                        # No metric takes infinities; the order stays.
+                        # No metric accepts infinities; the order does not change.
                         "novelty": embedding.novelty.cpu().nan_to_num(posinf=_HIGHEST, neginf=-_HIGHEST),
                         "p_value": embedding.p_value.cpu(),
                         **{name: values.double().cpu() for name, values in rivals(la, embedding).items()},
@@ -187,17 +187,17 @@ def _split(where: str, batch: Any, label_key: str) -> tuple[Any, Any]:
 
 
 def _preview(x: Any, row: int) -> Any:
-    """Return what to show of an input of a batch, ``None`` where it is neither a text nor an image tensor."""
+    """Return the text or image tensor of an input of a batch; ``None`` if it is neither."""
     if is_texts(x):
         return x[row]
     if isinstance(x, Tensor) and x.ndim == 4 and x.shape[1] in (1, 3):
-        # A copy, because a part of the batch would keep all of it in memory.
+        # A copy, because a view would keep the whole batch in memory.
         return x[row].detach().to("cpu", torch.float32, copy=True)
     return None
 
 
 def _largest(earlier: list[Extreme], scores: Tensor, first_row: int, x: Any, n: int) -> list[Extreme]:
-    """Return the ``n`` inputs with the largest scores, of earlier batches and of a batch."""
+    """Return the ``n`` inputs with the largest scores among earlier batches and this batch."""
     best = scores.argsort(descending=True, stable=True)[:n].tolist()
     new = [Extreme(float(scores[i]), first_row + i, _preview(x, i)) for i in best]
     # Sorted by score and then by row, so that the choice does not depend on the batch size.

@@ -1,4 +1,4 @@
-"""Small images as ``data:`` addresses, so that a page needs no other file."""
+"""Small images as ``data:`` URLs, so that a page needs no other file."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _JPEG_FROM = 48
 
 
 def thumbnails(items: list[Any]) -> list[str | None]:
-    """Return addresses of images as :class:`.Data` takes them; ``None`` for what is no image.
+    """Return ``data:`` URLs of the items of a :class:`.Data`; ``None`` for items that are not images.
 
-    Arrays of whole numbers hold 0 to 255 (0 and 1 where nothing is larger). Others hold 0 to 1, or, where one is
-    outside that, anything: then the smallest number of all the images is black, and the largest is white.
+    Arrays of whole numbers hold 0 to 255 (or only 0 and 1). Other arrays hold 0 to 1; if a number is outside this
+    range, the smallest number of all images becomes black and the largest white.
     """
     pictures = {i for i, item in enumerate(items) if isinstance(item, Path) or hasattr(item, "getbands")}
     arrays = {
@@ -45,7 +45,7 @@ def _array(item: Any) -> np.ndarray:
         item = item.detach().cpu()
         item = item.float() if item.is_floating_point() else item
     array = np.asarray(item)
-    # Tensors have their channels first, arrays last, where both could be.
+    # If both axes could be channels, tensors have them first and arrays last.
     first, last = (array.ndim == 3 and array.shape[axis] in (1, 3, 4) for axis in (0, 2))
     if first and (isinstance(item, Tensor) or not last):
         array = np.moveaxis(array, 0, 2)
@@ -67,7 +67,7 @@ def _grey_values(array: np.ndarray, low: float, high: float) -> np.ndarray:
 
 
 def _address(item: Any) -> str:
-    """Return the address of an array of grey values, a Pillow image or an image file."""
+    """Return the ``data:`` URL of an array of grey values, a Pillow image or an image file."""
     validate.package("pictures of inputs (n_shown=0 shows none)", "PIL", "report")
     from PIL import Image, UnidentifiedImageError
 

@@ -1,4 +1,4 @@
-"""Second derivatives of a pair loss and of the l2-normalisation, in the form that BackPACK asks for."""
+"""Second derivatives of a pair loss and of the l2-normalisation, in BackPACK's form."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from contrastive_curvature.options import Distance
 
 def hessian_of(module: Any) -> OutputHessian:
     """Return the output Hessian of an extended loss at its last call, without a graph."""
-    # BackPACK stores positional inputs only, and of the last call that it saw. Labels of another call than the
-    # embeddings' would be worse than none.
+    # BackPACK stores only positional inputs, of the last call that it saw. Labels of another call would give a wrong
+    # Hessian.
     labels, pairs = module.given_with(module.input0) or (getattr(module, "input1", None), None)
     if labels is None and pairs is None:
         raise UnsupportedError(
@@ -31,13 +31,13 @@ def hessian_of(module: Any) -> OutputHessian:
 
 
 def check_unit_inputs(module: Any, keeps_residual: bool) -> None:
-    """Refuse a normalised network whose loss would give another split than its ``distance`` says.
+    """Refuse a loss behind a normalisation layer if the extension would contradict its ``distance``.
 
-    A loss behind a normalisation layer gets unit vectors. A generalised Gauss-Newton passes its blocks on through the
-    Jacobian ``P / n`` of that layer. It keeps all of an ``euclidean`` block, ``d P / n^2``. Of an ``arccos`` block it
-    keeps ``a P / n^2`` and loses ``(u t^T + t u^T) / n^2``. A Hessian adds the second derivative of the layer: it
-    completes ``arccos``, and adds to ``euclidean`` what this distance leaves out.
-    ``keeps_residual`` tells whether the extension adds that second derivative.
+    A loss behind a normalisation layer gets unit vectors. A generalised Gauss-Newton multiplies its blocks with the
+    Jacobian ``P / n`` of that layer. It keeps an ``euclidean`` block ``d P / n^2`` whole. From an ``arccos`` block it
+    keeps ``a P / n^2`` and loses ``(u t^T + t u^T) / n^2``. A Hessian adds the second derivative of the layer: this
+    completes ``arccos``, but adds to ``euclidean`` a term that this distance leaves out. ``keeps_residual`` says
+    whether the extension adds this second derivative.
     """
     z, distance = module.input0.detach(), module.distance
     lengths = z.norm(dim=-1)
@@ -55,20 +55,20 @@ def check_unit_inputs(module: Any, keeps_residual: bool) -> None:
 class PairLossDerivatives(BaseLossDerivatives):
     """Second derivatives of a :class:`~contrastive_curvature.losses.PairLoss` at raw outputs (N, D).
 
-    BackPACK squares factors point by point, so square roots exist for ``pd_fix`` ``"psd"``, and for ``"fixed"`` where
-    the blocks happen to be positive semidefinite; products exist for every fix.
+    BackPACK squares factors point by point, so square roots exist for ``pd_fix="psd"``, and for ``"fixed"`` if the
+    blocks happen to be positive semidefinite; products exist for every fix.
     """
 
     def hessian_is_psd(self) -> bool:
-        """Return that the loss is not convex for every option; ``require_psd`` knows about the loss at hand."""
+        """Return false, because the loss is not convex for every option; ``require_psd`` checks the actual loss."""
         return False
 
     def hessian_is_zero(self, module: nn.Module) -> bool:
-        """Return that it is not."""
+        """Return false."""
         return False
 
     def require_uncoupled(self, module: Any) -> OutputHessian:
-        """Return the Hessian of a fix without cross terms, or refuse one that couples the points."""
+        """Return the Hessian; refuse a fix that couples the points."""
         hessian = hessian_of(module)
         if hessian.coupled:
             raise UnsupportedError(
@@ -79,7 +79,7 @@ class PairLossDerivatives(BaseLossDerivatives):
         return hessian
 
     def require_psd(self, module: Any) -> OutputHessian:
-        """Return the Hessian if it has a square root of every point, or refuse it."""
+        """Return the Hessian; refuse it if a point has no square root."""
         hessian = self.require_uncoupled(module)
         if not hessian.is_psd():
             raise UnsupportedError(
@@ -91,7 +91,7 @@ class PairLossDerivatives(BaseLossDerivatives):
         return hessian
 
     def _sqrt_hessian(self, module: Any, g_inp: Any, g_out: Any, subsampling: list[int] | None = None) -> Tensor:
-        # The root is symmetric, so its rows may stand as BackPACK's columns.
+        # The root is symmetric, so its rows can be BackPACK's columns.
         root = self.require_psd(module).blocks.factor()
         active = root if subsampling is None else root[subsampling]
         return active.transpose(0, 1).to(module.input0.dtype)
@@ -125,18 +125,18 @@ class L2NormDerivatives(BaseDerivatives):
     """
 
     def hessian_is_zero(self, module: nn.Module) -> bool:
-        """Return that it is not."""
+        """Return false."""
         return False
 
     def hessian_is_diagonal(self, module: nn.Module) -> bool:
-        """Return that it is not: the outputs of a point depend on all its inputs."""
+        """Return false: the outputs of a point depend on all its inputs."""
         return False
 
     def residual_blocks(self, module: nn.Module, g_out: tuple[Tensor, ...]) -> NodeBlocks:
         """Return ``sum_k g_k d^2 u_k / dz^2`` of every point with inputs (N, D)."""
         u, n = _direction(module)
         g, n = g_out[0].detach(), n.squeeze(-1)
-        # An arccos block is the same second derivative, of the neighbour sum -g.
+        # An arccos block is the same second derivative, with the neighbour sum -g.
         return NodeBlocks.from_sums(u, n, torch.zeros_like(n), -g, Distance.ARCCOS)
 
     def ea_jac_t_mat_jac_prod(self, module: nn.Module, g_inp: Any, g_out: Any, mat: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ class L2NormDerivatives(BaseDerivatives):
 
 
 def _direction(module: Any) -> tuple[Tensor, Tensor]:
-    """Return outputs and norms (..., 1); a row of zeros, which the module passes on, counts as norm one."""
+    """Return outputs and norms (..., 1); a row of zeros, which the module does not change, gets norm one."""
     z = module.input0.detach()
     n = norms(z).unsqueeze(-1)
     return module.forward(z), torch.where(n > 0, n, torch.ones_like(n))

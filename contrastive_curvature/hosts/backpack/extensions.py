@@ -1,4 +1,4 @@
-"""Extensions of our own, exact for every fix: indefinite and coupled output Hessians too."""
+"""Our own extensions, exact for every fix, also for indefinite and coupled output Hessians."""
 
 from __future__ import annotations
 
@@ -40,31 +40,31 @@ class SignedExtension(SecondOrderBackpropExtension):
         super().__init__(savefield=savefield, module_exts=modules, fail_mode="ERROR")
 
     def __call__(self, module: nn.Module, g_inp: Any, g_out: Any) -> None:
-        """Run the rule of a module; that of a loss is for all classes of losses, while the host looks up by class."""
+        """Run the rule of a module; one rule serves all classes of losses, while the host looks up by class."""
         if isinstance(module, CosineLoss):
             _SignedLoss()(self, module, g_inp, g_out)
         else:
             super().__call__(module, g_inp, g_out)
 
     def start(self, z: Tensor, factor: SignedFactor) -> None:
-        """Take a factor at outputs ``z`` instead of a loss of them."""
+        """Start from a factor at outputs ``z`` instead of a loss."""
         self.saved_quantities.save_quantity(z.data_ptr(), {0: factor}, self.accumulate_backpropagated_quantities)
 
     def accumulate_backpropagated_quantities(self, existing: _Factors, other: _Factors) -> _Factors:
-        """Sum what arrives over the branches of a network, loss by loss."""
+        """Sum the factors from several branches of a network, loss by loss."""
         both = {
             k: SignedFactor(existing[k].columns + other[k].columns, existing[k].signs) for k in existing.keys() & other
         }
         every = existing | other | both
-        # In the order of the losses, which is then the same for all parameters.
+        # Sorted by loss, so that the order is the same for all parameters.
         return {k: every[k] for k in sorted(every)}
 
 
 class DiagCurvature(SignedExtension):
-    """Diagonal of the generalised Gauss-Newton ``J^T H J`` of any :class:`~contrastive_curvature.losses.PairLoss`.
+    """Diagonal of the generalised Gauss-Newton ``J^T H J`` for any :class:`~contrastive_curvature.losses.PairLoss`.
 
-    Exact and unclamped for every ``distance`` and ``pd_fix``: an indefinite ``H`` keeps its signs, a coupled one is
-    summed over the batch before it is squared. Stored with the shape of the parameter.
+    Exact and unclamped for every ``distance`` and ``pd_fix``: an indefinite ``H`` keeps its signs, and a coupled ``H``
+    is summed over the batch before it is squared. The result has the shape of the parameter.
 
     Args:
         savefield: Attribute of a parameter that gets the result.
@@ -78,8 +78,8 @@ class CurvatureFactor(SignedExtension):
     """Signed factor ``F`` of the generalised Gauss-Newton: ``J^T H J = F^T diag(signs) F``.
 
     A parameter gets an object with ``columns``, shape (R, *parameter), and ``signs``, shape (R,). R and its order are
-    the same for all parameters, so the factors of several, side by side, are that of their joint curvature. Several
-    losses in one backward pass put their rows below one another, in parameters that all of them reach.
+    the same for all parameters, so the concatenated factors of several parameters are the factor of their joint
+    curvature. Several losses in one backward pass concatenate their rows, for parameters that all losses reach.
 
     Args:
         savefield: Attribute of a parameter that gets the result.
@@ -128,15 +128,15 @@ class _SignedLoss(ModuleExtension):
     def backpropagate(self, ext: Any, module: Any, g_inp: Any, g_out: Any, backproped: Any) -> _Factors:
         factor = hessian_of(module).signed_factor()
         columns, signs = factor.columns.to(module.input0.dtype), factor.signs.to(module.input0.dtype)
-        # The loss may be a part of what backward() was called on, with a weight.
+        # The loss may be one weighted term of the number that backward() was called on.
         scale = g_out[0].detach().to(columns.dtype)
         return {next(_numbers): SignedFactor(columns * scale.abs().sqrt(), signs * scale.sign())}
 
 
 def _parameter_products(derivatives: Any, module: Any, name: str, columns: Tensor, sum_batch: bool) -> Tensor:
-    """Return ``B^T v``, (C, *parameter) or (C, N, *parameter); ``B`` has a layer's outputs by one of its parameters."""
+    """Return ``B^T v``, (C, *parameter) or (C, N, *parameter); ``B`` is the Jacobian of a layer in one parameter."""
     if isinstance(module, (nn.Conv1d, nn.Conv2d)) and name == "weight" and module.groups == 1:
-        # BackPACK's own rule convolves with one group a column, point and channel, which is slow.
+        # BackPACK's own rule is slow: it convolves with one group for each column, point and channel.
         x = derivatives.get_unfolded_input(module)
         products = torch.einsum(f"cnot,nkt->c{'' if sum_batch else 'n'}ok", columns.flatten(3), x)
         return products.reshape(*products.shape[:-2], *module.weight.shape)

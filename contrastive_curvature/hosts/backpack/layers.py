@@ -1,4 +1,4 @@
-"""Which layers BackPACK has derivatives of, and for which settings they are right."""
+"""The layers that BackPACK can differentiate, and the settings for which its derivatives are right."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _ADAPTIVE_AVERAGES = (nn.AdaptiveAvgPool1d, nn.AdaptiveAvgPool2d, nn.AdaptiveAvg
 
 
 class Layer(NamedTuple):
-    """BackPACK's derivatives of a module class, or ours in the same form, and the names of its parameters."""
+    """Derivatives of a module class, BackPACK's or ours in the same form, and the names of its parameters."""
 
     derivatives: Any
     params: tuple[str, ...] = ()
 
 
 class _LinearMap(BaseDerivatives):
-    """A layer without parameters that is linear in each point: its own transpose, by autograd.
+    """A layer without parameters that is linear in each point: its transpose, by autograd.
 
-    BackPACK's rules for average pooling work in the default precision only, and on sizes without remainder.
+    BackPACK's rules for average pooling work only in the default precision and for sizes without remainder.
     """
 
     def hessian_is_zero(self, module: nn.Module) -> bool:
@@ -46,7 +46,7 @@ class _LinearMap(BaseDerivatives):
         many, points = mat.shape[:2]
         with torch.enable_grad():
             x = module.input0.new_zeros(many * points, *module.input0.shape[1:], requires_grad=True)
-            # Not module(x): the hooks of an extended module would take this for its forward pass.
+            # Not module(x), because the hooks of an extended module would record this as its forward pass.
             (moved,) = torch.autograd.grad(module.forward(x), x, mat.flatten(0, 1))
         return moved.view(many, points, *module.input0.shape[1:])
 
@@ -72,7 +72,7 @@ class _Lookup(EmbeddingDerivatives):
 
 @functools.cache
 def known_layers() -> dict[type[nn.Module], Layer]:
-    """Return every supported module class: those of the host's ``SqrtGGNExact``, our normalisation, and reshaping."""
+    """Return every supported module class: those of the host's ``SqrtGGNExact``, normalisation, and reshaping."""
     host = SqrtGGNExact()._BackpropExtension__module_extensions
     known = {
         kind: Layer(ext.derivatives, tuple(ext._ModuleExtension__params))
@@ -87,7 +87,7 @@ def known_layers() -> dict[type[nn.Module], Layer]:
 
 
 def check_layer(name: str, module: nn.Module) -> None:
-    """Refuse a layer, by its name, whose derivative BackPACK does not have or has for other settings only."""
+    """Refuse a layer that BackPACK cannot differentiate with these settings; the message names it."""
     layer = known_layers().get(type(module))
     if layer is None:
         refuse(name, module, "BackPACK has no derivatives of it")
@@ -106,7 +106,7 @@ def refuse(name: str, module: nn.Module, why: str) -> NoReturn:
 
 
 def _wrong_setting(m: Any) -> str:
-    """Return which setting of a known layer leaves it without right derivatives; empty where none does."""
+    """Return the setting of a known layer for which BackPACK has no right derivatives; empty if there is none."""
     if isinstance(m, _BatchNorm) and not (m.affine and m.track_running_stats):
         return "only affine=True and track_running_stats=True have derivatives"
     if isinstance(m, _ConvNd) and m.padding_mode != "zeros":

@@ -1,8 +1,8 @@
-"""Running an encoder under BackPACK's extensions without a trace in the user's modules or in the process.
+"""Runs an encoder with BackPACK's extensions, and leaves no trace in the user's modules or in the process.
 
-BackPACK keeps results on parameters and inputs on modules, and its context tells the whole process which extensions to
-run. So each pass has shallow copies of the layers, with parameter objects of their own (the numbers are shared), and
-calls the extensions itself, in the order in which autograd reaches the layers' outputs.
+BackPACK stores results on parameters and inputs on modules, and its context sets the extensions for the whole process.
+So each pass makes shallow copies of the layers, with their own parameter objects (the numbers are shared), and calls
+the extensions itself, in the order in which autograd reaches the layers' outputs.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from contrastive_curvature.network.threads import private_copy, watched
 
 
 class HostedEncoder:
-    """A copy of an encoder, refused where a parameter belongs to two layers or to one that BackPACK does not know.
+    """A copy of an encoder; refuses a parameter of two layers, or of a layer that BackPACK does not know.
 
     Attributes:
         params: The trainable parameters of the original.
-        layers: The modules of the copy that have a rule in the host, with their names.
-        others: Those without a rule and without parts, with their names.
-        in_place: Layers that overwrite their input in the user's model; in the copy they do not.
+        layers: Modules of the copy with a rule in the host, and their names.
+        others: Modules without a rule and without submodules, and their names.
+        in_place: Layers that overwrite their input in the user's model, but not in the copy.
     """
 
     def __init__(self, encoder: Encoder) -> None:
@@ -60,7 +60,7 @@ class HostedEncoder:
 
 
 class Pass:
-    """One forward pass of a batch of N points, and any number of backward passes of our extensions of the host.
+    """One forward pass of a batch of N points, and any number of backward passes with our extensions.
 
     Attributes:
         z: Raw outputs, shape (N, D), with a graph.
@@ -93,20 +93,20 @@ class Pass:
         """Run extensions from a factor at the outputs back to the parameters.
 
         Returns:
-            For every extension its value for each trainable parameter; ``None`` where no gradient arrives.
+            For every extension, its value for each trainable parameter; ``None`` if the parameter gets no gradient.
         """
         if self.z.requires_grad:
             self._extensions = extensions
             for extension in extensions:
                 extension.start(self.z, factor)
-            # The gradient itself is of no interest: it takes autograd past the outputs of all layers, last first.
+            # The gradient itself is not used: it makes autograd visit the outputs of all layers, last first.
             zero = torch.zeros_like(self.z)
             torch.autograd.grad(self.z, self._hosted.params, zero, allow_unused=True, retain_graph=True)
         twins = [vars(self._twins[id(p)]) if id(p) in self._twins else {} for p in self._hosted.params]
         return [[twin.pop(extension.savefield, None) for twin in twins] for extension in extensions]
 
     def _end(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Stop to look at the input of the normalisation, the raw outputs; any function may follow."""
+        """Stop checking at the input of the normalisation, the raw outputs; any function may follow."""
         if not self._over:
             self._ends.append((*args, *kwargs.values())[0])
             self._over = len(self._ends) > self._hosted.encoder.place.run
@@ -116,13 +116,13 @@ class Pass:
             return
         many = len(args) != 1 and not isinstance(module, SumModule)
         if kwargs or many or not all(isinstance(a, Tensor) for a in args):
-            # An output_size, say, would be dropped.
+            # The host would drop an argument such as output_size.
             refuse(self._hosted.layers[module], module, "it takes more than one input, or none by position")
         for a in args:
             self._require_seen(a, f"layer {self._hosted.layers[module]!r}")
 
     def _follow(self, module: Any, args: tuple[Tensor, ...], out: Any) -> None:
-        """Let the extensions look at a layer when its output's gradient is complete."""
+        """Run the extensions on a layer when the gradient of its output is complete."""
         if self._over:
             return
         if not isinstance(out, Tensor):
@@ -165,7 +165,7 @@ class Pass:
             refuse(self._hosted.others[module], module, "BackPACK has no derivatives of it")
 
     def _require_seen(self, t: Tensor, taker: str) -> None:
-        """Refuse a tensor that no layer put out, or that was written to since: the host would not know."""
+        """Refuse a tensor that is not the unchanged output of a layer, because the host would not notice."""
         if t.untyped_storage().data_ptr() in self._overwritten:
             raise UnsupportedError(
                 f"backend BackPACK: {taker} takes what a layer before it overwrote (inplace=True). {ADVICE}"
@@ -180,7 +180,7 @@ class Pass:
 
 
 def _copied(encoder: Encoder) -> Encoder:
-    """Return a copy without the hooks of BackPACK, which would store and compute for the user."""
+    """Return a copy without BackPACK's hooks, which would store and compute results on the user's modules."""
     try:
         copied = private_copy(encoder, backward_hooks=False)
     except Exception as error:
@@ -189,7 +189,7 @@ def _copied(encoder: Encoder) -> Encoder:
             f"backend BackPACK: {type(encoder.model).__name__} cannot be copied ({reason}). {ADVICE}"
         ) from error
     for module in copied.modules():
-        # As it was written: a compiled module calls no layers.
+        # Use the original module, because a compiled module calls no layers.
         if type(module).__name__ == "OptimizedModule":
             vars(module)["forward"] = module.get_submodule("_orig_mod").__call__
     return copied

@@ -30,17 +30,17 @@ _POINTS = 8
 class BackPackPullback(LayerwisePullback):
     """All trainable parameters of an encoder, by BackPACK.
 
-    :class:`DiagCurvature` gives diagonals, and :class:`CurvatureFactor` products with Jacobians, so matrices too; both
-    by BackPACK's derivatives of the layers. The diagonal of the cross terms of coupled fixes and Kronecker factors come
-    from the code for any network: ``KFLR`` sums the positions of a convolution before it squares, which is another
-    approximation.
+    :class:`DiagCurvature` gives diagonals; :class:`CurvatureFactor` gives products with Jacobians, and so matrices too.
+    Both use BackPACK's derivatives of the layers. The code for any network gives Kronecker factors, and the diagonal of
+    cross terms of coupled fixes. (``KFLR`` sums the positions of a convolution before it squares, which is another
+    approximation.)
 
     Args:
         encoder: The analysed encoder.
 
     Raises:
-        UnsupportedError: BackPACK does not know a layer or a setting of it, or a parameter is used twice; the message
-            names the layer.
+        UnsupportedError: BackPACK does not know a layer or one of its settings, or a parameter is used twice; the
+            message names the layer.
     """
 
     def __init__(self, encoder: Encoder) -> None:
@@ -78,10 +78,10 @@ class BackPackPullback(LayerwisePullback):
         return out
 
     def diag(self, context: Any, blocks: Blocks) -> Tensor:
-        """See :meth:`Pullback.diag`; without a Jacobian of any point."""
+        """See :meth:`Pullback.diag`; no Jacobian of a point is formed."""
         out = blocks.u.new_zeros(self.n_params)
         pieces = self._pieces(out)
-        # A layer that is not linear makes a gradient of every point and column: chunks keep these within bounds.
+        # A layer that is not linear stores a gradient for every point and column, so the points are split into chunks.
         owners = [m for m in self.hosted.layers if not isinstance(m, nn.Linear)]
         gradients = [p.numel() for m in owners for p in m.parameters(recurse=False) if p.requires_grad]
         n, dim = blocks.u.shape
@@ -106,34 +106,35 @@ class BackPackPullback(LayerwisePullback):
         return _attempt(type(extension).__name__, lambda: run.pull(factor, extension))
 
     def _pieces(self, flat: Tensor) -> list[Tensor]:
-        """Return views of the last axis, one a parameter."""
+        """Return views of the last axis, one for each parameter."""
         return list(flat.split([p.numel() for p in self.hosted.params], dim=-1))
 
     def _compare(self, x: Inputs, z: Tensor) -> None:
-        """Compare outputs and products with autograd's on the first batch.
+        """Compare outputs and products with autograd on the first batch.
 
-        BackPACK sees layers only. Where a hook changes something, every Jacobian would be that of another function.
+        BackPACK sees only layers. If a hook changes an output, every Jacobian would belong to another function.
         """
         if isinstance(x, Mapping):
             raise UnsupportedError(
                 f"backend BackPACK: a batch that is a mapping; the host's layers take one tensor. {ADVICE}"
             )
-        # Outputs that are not finite are refused by the code that takes them.
+        # The caller refuses outputs that are not finite.
         if self._agrees or not z.numel() or not bool(z.isfinite().all()):
             return
         few = x[:_POINTS]
-        # The same each time, without a draw from the user's generator.
+        # The same vector each time, without using the user's generator.
         v = torch.randn(z[:_POINTS].shape, generator=torch.Generator().manual_seed(0), dtype=z.dtype).to(z.device)
         run = _attempt("the network", lambda: Pass(self.hosted, few))
         self._width = run.width
-        # The same operations in the same order: tighter than for products, of which BackPACK computes some otherwise.
+        # A tighter tolerance than for products: these are the same operations in the same order, while BackPACK
+        # computes some products in another way.
         if run.z.shape != z[:_POINTS].shape or not _close(run.z.detach(), z[:_POINTS], 0.1):
             raise UnsupportedError(
                 "backend BackPACK: a copy of the encoder gives other outputs than itself (something that works in "
                 f"place, or that a copy does not share?). {ADVICE}"
             )
         with torch.inference_mode(False):
-            # Without the hooks of a model that its user extended, which would overwrite or delete what it keeps.
+            # Without the hooks of a model that the user extended, which would overwrite or delete stored results.
             autograd = ModulePullback(self._running)
             wanted = _attempt("autograd", lambda: autograd.vjp_sum(few.clone(), v.clone()))
         check_finite(wanted, self, "the first batch")
@@ -147,7 +148,7 @@ class BackPackPullback(LayerwisePullback):
                 part.copy_(product.columns.sum(0).flatten())
                 square.copy_(product.columns.square().sum(0).flatten())
                 entry.copy_(squared.flatten())
-        # Diagonals go by other rules.
+        # Diagonals use other rules.
         if not (_close(sums, wanted, 1.0) and _close(diagonal, squares, 1.0)):
             raise UnsupportedError(
                 "backend BackPACK: the host's rules give other gradients than autograd through the encoder (a hook "
@@ -157,7 +158,7 @@ class BackPackPullback(LayerwisePullback):
 
 
 def _attempt(what: str, compute: Callable[[], _T]) -> _T:
-    """Run a computation, and turn the host's errors, but not a lack of memory, into a refusal that names it."""
+    """Run a computation; convert the host's errors, except a lack of memory, into a refusal that names it."""
     try:
         return compute()
     except (UnsupportedError, torch.OutOfMemoryError):
@@ -168,7 +169,7 @@ def _attempt(what: str, compute: Callable[[], _T]) -> _T:
 
 
 def _close(computed: Tensor, wanted: Tensor, factor: float) -> bool:
-    """Return whether two tensors agree up to a part of the largest entry; not, where there is a NaN."""
+    """Return whether two tensors agree up to a fraction of the largest entry; false if there is a NaN."""
     if not wanted.numel():
         return True
     # On a GPU, convolutions and products may be rounded to the ten bits of TF32.

@@ -40,13 +40,13 @@ from contrastive_curvature.losses.cosine import CosineLoss
 
 
 def drop_empty_labels(loss: nn.Module) -> None:
-    """Forget labels that were ``None`` by position, beside pairs by keyword: BackPACK would ask for their gradient."""
+    """Delete labels that were passed as ``None`` by position: BackPACK would ask for their gradient."""
     if getattr(loss, "input1", 0) is None:
         del loss.input1
 
 
 def call(extension: Any, module: nn.Module, g_inp: Any, g_out: Any) -> None:
-    """Run a second-order extension on a module, by our rules where it has none for a loss of cosines or ``L2Norm``."""
+    """Run a second-order extension on a module; for a loss of cosines or ``L2Norm`` without a rule, use ours."""
     ours = None
     if type(module) not in extension._BackpropExtension__module_extensions:
         loss, norm = _rules_for(extension.__class__)
@@ -62,7 +62,7 @@ def call(extension: Any, module: nn.Module, g_inp: Any, g_out: Any) -> None:
 
 @functools.cache
 def _rules_for(extension: type) -> tuple[Any, Any]:
-    """Return the rules for a loss and for the normalisation, ``None`` where an extension cannot have them."""
+    """Return the rules for a loss and for the normalisation; ``None`` if an extension cannot have them."""
     loss, norm = PairLossDerivatives(), L2NormDerivatives()
     rules: dict[tuple[type, ...], tuple[Any, Any]] = {
         (SqrtGGN,): (SqrtGGNBaseLossModule(loss), SqrtGGNBaseModule(norm)),
@@ -70,7 +70,7 @@ def _rules_for(extension: type) -> tuple[Any, Any]:
         (HBP,): (_HBPLoss(loss), _HBPL2Norm(norm)),
         (GGNMP,): (GGNMPLoss(loss), GGNMPBase(norm)),
         (HMP,): (HMPLoss(loss), HMPBase(norm)),
-        # It takes element-wise layers only.
+        # PCHMP supports only element-wise layers.
         (PCHMP,): (_PCHMPLoss(loss), None),
         (DiagHessian, BatchDiagHessian): (_DiagHessianLoss(loss), _DiagHessianL2Norm(norm)),
     }
@@ -85,11 +85,11 @@ def _keeps_residual(extension: Any) -> bool:
 
 
 class _HBPLoss(HBPLoss):
-    """KFAC and KFLR need a square root; KFRA sums the blocks, so that its factors may be indefinite."""
+    """KFAC and KFLR need a square root; KFRA sums the blocks, so its factors may be indefinite."""
 
     def backpropagate(self, ext: Any, module: Any, g_inp: Any, g_out: Any, backproped: Any) -> Tensor:
-        # The host asks the derivatives once for all losses whether they are convex; ours depends on the options, and
-        # the square roots refuse by themselves. KFRA needs none.
+        # The host asks each class of losses once whether it is convex. Ours depends on the options; the square roots
+        # refuse by themselves, and KFRA needs no root.
         return self.make_loss_hessian_func(ext)(module, g_inp, g_out)
 
 
@@ -100,9 +100,9 @@ class _PCHMPLoss(PCHMPLoss):
 
 
 class _DiagHessianLoss(DiagHLoss):
-    """With ``arccos`` and ``fixed`` the Hessian of the loss in which every pair holds one of its points still.
+    """With ``arccos`` and ``fixed``, this is the Hessian of the loss with one point of every pair held constant.
 
-    ``euclidean`` leaves out the second derivative of the normalisation, here as everywhere.
+    ``euclidean`` leaves out the second derivative of the normalisation, as everywhere.
     """
 
     def backpropagate(self, ext: Any, module: Any, g_inp: Any, g_out: Any, backproped: Any) -> dict[str, list[Any]]:

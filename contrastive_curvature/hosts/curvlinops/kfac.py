@@ -1,8 +1,8 @@
-"""curvlinops' own K-FAC and EK-FAC of a pair loss, where the output Hessian is a sum over points.
+"""curvlinops' own K-FAC and EK-FAC of a pair loss, for output Hessians that are a sum over points.
 
-The host knows three losses. With ``H_ii = S_i S_i^T``, the squared loss of ``x_i -> S_i^T f(x_i) / sqrt(2)`` has the
-curvature ``J_i^T H_ii J_i``, so the host's factors for it are those of the pair loss. Indefinite blocks
-have no real ``S_i``, and coupled ones no ``S_i`` of each point.
+The host knows only three losses. With ``H_ii = S_i S_i^T``, the squared loss of ``x_i -> S_i^T f(x_i) / sqrt(2)`` has
+the curvature ``J_i^T H_ii J_i``, so the host's factors for the squared loss are the factors of the pair loss.
+Indefinite blocks have no real ``S_i``, and coupled Hessians have no ``S_i`` for each point.
 """
 
 from __future__ import annotations
@@ -31,19 +31,20 @@ from contrastive_curvature.pairs import Pairs
 def contrastive_kfac(
     model: nn.Module, x: Inputs, labels: Tensor | None = None, *, pairs: Pairs | None = None, **options: Any
 ) -> KFACLinearOperator:
-    """K-FAC of a pair loss by curvlinops over all pairs of a batch.
+    """Return curvlinops' K-FAC of a pair loss over all pairs of a batch.
 
     Args:
-        model: Any module that maps ``x`` to (N, D) with parameters in ``nn.Linear`` and ``nn.Conv2d`` only; it is
-            copied, and the copy run in evaluation mode.
+        model: Any module that maps ``x`` to (N, D) with parameters only in ``nn.Linear`` and ``nn.Conv2d``; a copy of
+            it runs in evaluation mode.
         x: A batch of N points.
         labels: Integer class labels, shape (N,).
-        pairs: Instead of labels, see :func:`contrastive_curvature.ggn`.
+        pairs: Pairs instead of labels, see :func:`contrastive_curvature.ggn`.
         **options: ``loss``, ``distance``, ``pd_fix``, ``margin``, ``negative_weight`` and ``normalization``, see
-            :func:`contrastive_curvature.ggn`; without a loss, ``pd_fix`` is ``"psd"`` unless given.
+            :func:`contrastive_curvature.ggn`; without a loss, the default of ``pd_fix`` is ``"psd"``.
 
     Returns:
-        The host's operator (K-FAC-expand, weights and biases apart), on the trainable parameters in their order.
+        The host's operator (K-FAC-expand, separate factors for weights and biases), on the trainable parameters in
+        order.
 
     Raises:
         InputError: An argument is malformed.
@@ -55,7 +56,7 @@ def contrastive_kfac(
 def contrastive_ekfac(
     model: nn.Module, x: Inputs, labels: Tensor | None = None, *, pairs: Pairs | None = None, **options: Any
 ) -> EKFACLinearOperator:
-    """EK-FAC of a pair loss by curvlinops: K-FAC whose eigenvalues are the curvatures along its eigenvectors.
+    """Return curvlinops' EK-FAC of a pair loss: K-FAC with the curvatures along its eigenvectors as eigenvalues.
 
     Args:
         model: See :func:`contrastive_kfac`.
@@ -77,11 +78,11 @@ def contrastive_ekfac(
 class CurvlinopsPullback(LayerwisePullback):
     """All trainable parameters; Kronecker factors by curvlinops.
 
-    Its operators give a diagonal or a matrix column by column only, so those come from the shared code.
+    Its operators give a diagonal or a matrix only column by column, so the shared code computes these.
     """
 
     def kron(self, context: Any, blocks: Blocks) -> KronFactors:
-        """See :meth:`Pullback.kron`; the host's own where its squared loss can stand for the blocks."""
+        """See :meth:`Pullback.kron`; the host computes it if its squared loss can represent the blocks."""
         if blocks.is_psd():
             few = self.slice_context(context, slice(0, 1))
             positions = _layer_positions(self.encoder, few)
@@ -89,7 +90,7 @@ class CurvlinopsPullback(LayerwisePullback):
                 with torch.enable_grad():
                     z = self._running(few)
                     gradients = torch.autograd.grad(z.sum(), self.trainable, allow_unused=True)
-                # An unused layer has no gradient, which the host's backward pass trips over.
+                # The host's backward pass fails for an unused layer, which has no gradient.
                 used = all(gradient is not None for gradient in gradients)
                 own = _own_copy(self.encoder, few) if used else None
                 if own is not None:
@@ -98,7 +99,7 @@ class CurvlinopsPullback(LayerwisePullback):
 
 
 def _layer_positions(encoder: Encoder, x: Inputs) -> dict[str, list[int]]:
-    """Return how many positions a point has in each run of a linear or convolutional layer, by the layers' names."""
+    """Return a point's number of positions in each run of every linear or convolutional layer, by layer name."""
     named = {m: name for name, m in encoder.named_modules() if isinstance(m, (nn.Linear, nn.Conv2d))}
     positions: dict[str, list[int]] = {name: [] for name in named.values()}
 
@@ -111,7 +112,7 @@ def _layer_positions(encoder: Encoder, x: Inputs) -> dict[str, list[int]]:
 
 
 def _why_unknown(encoder: Encoder, positions: dict[str, list[int]]) -> str | None:
-    """Return why the host has no factors for an encoder, or ``None``."""
+    """Return the reason why the host has no factors for an encoder, or ``None``."""
     for name, module in encoder.named_modules():
         own = [p for p in module.parameters(recurse=False) if p.requires_grad]
         plain = type(module) is nn.Linear or (
@@ -141,7 +142,7 @@ def _host_factors(encoder: Encoder, x: Inputs, blocks: Blocks, positions: dict[s
             factors[places["bias"]] = [weights._gradient_covariances[name].clone()]
     vectors = [k for k, p in enumerate(params) if p.ndim == 1 and not factors[k]]
     if vectors:
-        # A bias is the same at all positions of a convolution: summed over them its block is exact.
+        # A bias is the same at all positions of a convolution, so its block, summed over positions, is exact.
         biases = _operator(KFACLinearOperator, network, [params[k] for k in vectors], x, KFACType.REDUCE)
         with torch.enable_grad():
             biases.compute_kronecker_factors()
@@ -151,9 +152,9 @@ def _host_factors(encoder: Encoder, x: Inputs, blocks: Blocks, positions: dict[s
 
 
 def _own_copy(encoder: Encoder, x: Inputs) -> Encoder | None:
-    """Return a copy for the host's hooks, which would see the forward passes of all threads.
+    """Return a copy for the host's hooks; on the original they would see the forward passes of all threads.
 
-    ``None`` where it cannot be made, or does not run the layers that the encoder runs.
+    ``None`` if the encoder cannot be copied, or if the copy does not run the same layers.
     """
     try:
         copied = private_copy(encoder, backward_hooks=False)

@@ -39,23 +39,21 @@ _TANGENT_ELEMENTS = 2**25
 class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
     """``J^T H J`` over all pairs of a data set, unclamped, as a linear operator of parameters.
 
-    Everything that curvlinops does with an operator works on it: products with vectors, matrices and lists of tensors,
-    sums and multiples, submatrices, trace and diagonal estimators, inverses, spectral densities, ``to_scipy()``. The
-    operator is that of the parameters' values at construction. ``positive`` and ``full`` couple points of different
-    batches too.
+    It supports all of curvlinops' functions for operators: products with vectors, matrices and lists of tensors, sums
+    and multiples, submatrices, trace and diagonal estimators, inverses, spectral densities, ``to_scipy()``. It uses the
+    values that the parameters had at construction. ``positive`` and ``full`` also couple points of different batches.
 
     Args:
-        model: Any module that maps a batch to (N, D); an l2-normalisation at its end is looked through. It is run in
-            evaluation mode.
+        model: Any module that maps a batch to (N, D); an l2-normalisation at its end is skipped. It runs in evaluation
+            mode.
         loss: The loss, with the distance and the fix of its curvature.
-        params: Some parameters of the model that require gradients, in the order of the operator's space; ``None``
-            takes all of those.
-        data: Batches ``(x, labels)``, or mappings with the labels under ``dict_key_y``; the same in every pass. Of a
-            shuffling ``DataLoader`` the data set is taken in its own order. A loss of anchors takes two views of every
-            input, too, and compares each with all points of the data.
+        params: Parameters of the model that require gradients, in the order of the operator's space; ``None`` for all.
+        data: Batches ``(x, labels)``, or mappings with the labels under ``dict_key_y``; the same in every pass. A
+            shuffling ``DataLoader`` is read in the order of its data set. A loss of anchors also accepts two views of
+            every input, and compares each anchor with all points of the data.
         pairs: Instead of class labels: index tuples or masks over all points in the order of ``data`` (labels are then
-            not looked at), or a callable on the labels.
-        dict_key_y: Where a mapping keeps the labels.
+            ignored), or a callable on the labels.
+        dict_key_y: Key of the labels in a mapping.
         check_deterministic: Whether to compare two products, as curvlinops does.
 
     Raises:
@@ -121,7 +119,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         count = columns[0].shape[-1]
         by_parameter = [columns[self._order.index(k)].reshape(-1, count) for k in range(len(self._order))]
         flat = torch.cat(by_parameter).detach()
-        # As many columns at once as the bound allows: every chunk is two passes over the data.
+        # Use as many columns at once as the bound allows, because every chunk needs two passes over the data.
         step = max(1, _TANGENT_ELEMENTS // max(1, self.hessian.z.numel()))
         with evaluation_mode(self._model), torch.no_grad():
             parts = [
@@ -137,7 +135,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         for batch in self._data:
             x, y, numbers_inputs = self._read(batch)
             if numbers_inputs:
-                # They go on from batch to batch.
+                # The numbers continue from batch to batch.
                 y, numbered = y + numbered, numbered + input_length(x) // 2
             outputs.append(check_outputs(encoder(x), "model(x)"))
             targets.append(y)
@@ -152,7 +150,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
             yield self._read(batch)[0]
 
     def _read(self, batch: Any) -> tuple[Inputs, Any, bool]:
-        """Return the inputs and labels of a batch, and whether these number the inputs of two views."""
+        """Return the inputs and labels of a batch, and whether the labels only number the inputs of two views."""
         of_points = self.loss.compares in ("pairs", "proxies")
         views = read_views(self._model, batch, self._label_key, "data", related=of_points, labelled=False)
         if views.second is None:
@@ -167,7 +165,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
 
 
 def _take(encoder: Encoder, params: Sequence[nn.Parameter] | None) -> tuple[ModulePullback, list[int]]:
-    """The pullback to some parameters, and the place of each of them in it."""
+    """Return the pullback to some parameters, and the position of each of them in it."""
     trainable = {id(p): name for name, p in encoder.named_parameters() if p.requires_grad}
     wanted = [p for p in encoder.parameters() if p.requires_grad] if params is None else list(params)
     if not wanted:

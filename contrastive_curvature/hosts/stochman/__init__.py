@@ -1,4 +1,4 @@
-"""StochMan: the Hessian calculators of the paper on the layers of ``stochman.nnj``, and a converter to these."""
+"""StochMan: the Hessian calculators of the paper on the layers of ``stochman.nnj``, and a converter to these layers."""
 
 from contrastive_curvature.hosts.stochman.calculators import (
     ArccosHessianCalculator,

@@ -1,9 +1,9 @@
 """The Hessian calculators of the paper's released code, in node form and corrected.
 
-Their interface is kept (``wrt``, ``shape``, ``speed``, ``method``; ``tuple_indices`` of a miner); see
-``docs/migration.md`` for what differs and why. One pair counts once: ``1/2 |u_i - u_j|^2`` for a positive pair, its
-negative for a negative one. In this library's terms: ``normalization="sum"`` times 2, since ``negative_weight=0.5``
-halves both kinds.
+Their interface is the same (``wrt``, ``shape``, ``speed``, ``method``; ``tuple_indices`` of a miner);
+``docs/migration.md`` explains the differences. One pair counts once: ``1/2 |u_i - u_j|^2`` for a positive pair, and
+minus this for a negative pair. In terms of this library: ``normalization="sum"`` times 2, because
+``negative_weight=0.5`` halves both kinds.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ _NO_OPS = (nnj.Identity, nnj.Flatten, nnj.Reshape)
 
 
 class HessianCalculator:
-    """What both calculators share.
+    """Base class of both calculators.
 
     Args:
         wrt: ``"weight"``: the trainable parameters. ``"input"``: the inputs of every point.
         shape: ``"diagonal"``, ``"block"`` (by layer, or by point) or ``"full"``.
-        speed: ``"slow"``: exact, by the code that the library has for any network. ``"half"``: exact; a diagonal of the
-            weights by one backward sweep of the matrix between layers, by StochMan's rules, where these are exact for
-            every layer and the matrix is small (``docs/migration.md``), all else as ``"slow"``. ``"fast"``: an
-            approximation, only the diagonal of that matrix goes from layer to layer, by StochMan's rules alone.
+        speed: ``"slow"``: exact, by the library's code for any network. ``"half"``: exact; a diagonal of the weights
+            uses one backward sweep of the matrix between layers with StochMan's rules, if these are exact for every
+            layer and the matrix is small (``docs/migration.md``); all other results as with ``"slow"``. ``"fast"``: an
+            approximation that passes only the diagonal of this matrix from layer to layer, with StochMan's rules alone.
         method: ``"fix"`` (or ``"fixed"``), ``"pos"`` (``"positive"``), ``"full"``, or ``"psd"``; see
             :class:`~contrastive_curvature.options.PDFix`.
-        margin: Distance of unit embeddings below which a negative pair counts; ``None``, as in the released code,
-            lets every one count.
+        margin: Distance of unit embeddings below which a negative pair counts; ``None``: every pair counts, as in the
+            released code.
         negative_weight: ``w_n`` of Eq. 10; positives weigh ``2 (1 - w_n)``, negatives ``2 w_n``.
 
     Raises:
@@ -51,7 +51,7 @@ class HessianCalculator:
         UnsupportedError: ``"fast"`` for the ``"full"`` shape, or for the weights with a method that couples points.
 
     Attributes:
-        loss: The pair loss whose curvature this is, up to the factor 2.
+        loss: The pair loss that the curvature belongs to, up to the factor 2.
     """
 
     distance: ClassVar[Distance]
@@ -97,7 +97,7 @@ class HessianCalculator:
             tuple_indices: ``(a, p, n)`` or ``(a1, p, a2, n)``, each (K,); a point's pair with itself is left out.
 
         Returns:
-            A scalar, differentiable. The negatives are left out of it with the method ``"pos"``.
+            A differentiable scalar. The method ``"pos"`` leaves the negatives out.
 
         Raises:
             InputError: Indices or outputs are malformed.
@@ -106,10 +106,10 @@ class HessianCalculator:
         return self._loss(self._raw(nnj_module, x)(x), tuple_indices)
 
     def compute_gradient(self, x: Tensor, nnj_module: nn.Module, tuple_indices: tuple[Tensor, ...]) -> Tensor:
-        """Gradient of :meth:`compute_loss`.
+        """Return the gradient of :meth:`compute_loss`.
 
         Returns:
-            Shape (P,) in the order of the trainable parameters, or (N, *input). Arguments and errors are those of
+            Shape (P,) in the order of the trainable parameters, or (N, *input). Arguments and errors as in
             :meth:`compute_loss`.
         """
         network = self._raw(nnj_module, x)
@@ -128,7 +128,7 @@ class HessianCalculator:
     def compute_hessian(
         self, x: Tensor, nnj_module: nn.Module, tuple_indices: tuple[Tensor, ...]
     ) -> Tensor | list[Tensor]:
-        """Generalised Gauss-Newton of the listed pairs, unclamped; arguments and errors as in :meth:`compute_loss`.
+        """Return the unclamped Gauss-Newton of the listed pairs; arguments and errors as in :meth:`compute_loss`.
 
         Returns:
             ``wrt="weight"``, for P trainable parameters: ``"diagonal"`` (P,), ``"block"`` a list with (P_l, P_l) for
@@ -166,7 +166,7 @@ class HessianCalculator:
 
 
 class ContrastiveHessianCalculator(HessianCalculator):
-    """Contrastive loss of a network that ends in :class:`~contrastive_curvature.L2Norm`, which is linearised with it.
+    """Contrastive loss of a network that ends in :class:`~contrastive_curvature.L2Norm`, which is linearised too.
 
     See :class:`HessianCalculator`; the distance is ``"euclidean"`` (paper, appendix F.1).
     """
@@ -175,7 +175,7 @@ class ContrastiveHessianCalculator(HessianCalculator):
 
 
 class ArccosHessianCalculator(HessianCalculator):
-    """Contrastive loss with the normalisation inside the loss; an ``L2Norm`` at the network's end counts as that.
+    """Contrastive loss with the normalisation inside the loss; a final ``L2Norm`` counts as part of the loss.
 
     See :class:`HessianCalculator`; the distance is ``"arccos"`` (paper, appendix F.2).
     """
@@ -184,12 +184,12 @@ class ArccosHessianCalculator(HessianCalculator):
 
 
 def _normalized_from(network: nnj.Sequential, x: Tensor) -> int | None:
-    """Return where the layers begin that only normalise or pass on their input, up to the end; ``None`` without any."""
+    """Return the index from which all layers only normalise or do nothing; ``None`` without such layers."""
     with torch.no_grad():
         shapes = [value.shape for value in feature_maps(list(network), x[:1])]
     first = None
     for k in reversed(range(len(network))):
-        # Reshaping to the shape that it has already is no work either.
+        # Reshaping to the same shape does nothing either.
         if shapes[k] != shapes[k + 1] or not isinstance(network[k], (L2Norm, *_NO_OPS)):
             break
         if isinstance(network[k], L2Norm):
@@ -216,7 +216,7 @@ def _weight_hessian(
     if speed != "fast" and shape != "block":
         kind = LayerwisePullback if speed == "slow" else StochManPullback
         pullback = kind(Encoder(network, x[:8]))
-        # The run tells how many points a tile of cross terms may have.
+        # Run the network, because the pullback needs its widths to choose the size of tiles.
         context = pullback.forward(x)[1]
         coupled = pullback.coupled_diag if shape == "diagonal" else pullback.coupled_full
         return coupled(context, hessian)
@@ -238,7 +238,7 @@ def _block(network: nn.Sequential, k: int, x: Tensor, hessian: OutputHessian) ->
 def _input_hessian(network: nn.Sequential, x: Tensor, hessian: OutputHessian, shape: str, speed: str) -> Tensor:
     """Return ``J^T H J`` for the inputs of every point.
 
-    Points that a fix couples meet off the diagonal blocks alone, so only ``"full"`` has their terms.
+    Cross terms of coupled points lie off the diagonal blocks, so only ``"full"`` contains them.
     """
     if shape == "full":
         j = _input_jacobian(network, x)
@@ -256,9 +256,10 @@ def _input_hessian(network: nn.Sequential, x: Tensor, hessian: OutputHessian, sh
 def _sweep(
     network: nn.Sequential, x: Tensor, hessian: OutputHessian, shape: str, wanted: list[int]
 ) -> dict[int, Tensor]:
-    """Return what StochMan's rules give with diagonals between layers (:meth:`Sweep.run`)."""
+    """Return the results of StochMan's rules with diagonals between layers (:meth:`Sweep.run`)."""
     blocks = hessian.blocks
-    # For this distance the released code normalises in the network: its sweep has cut off-diagonals there already.
+    # For this distance the released code normalises in the network, so its sweep has already dropped off-diagonals
+    # there.
     diagonal = hessian.distance is Distance.EUCLIDEAN
     try:
         sweep = Sweep(list(network), x, wanted, shape=shape, approximate=True, diagonal=diagonal)

@@ -1,4 +1,4 @@
-"""From a torch network to one of StochMan's layers with the same parameter objects."""
+"""Convert a torch network to StochMan's layers with the same parameter objects."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _INSTEAD = "Use backend=ContrastiveGGN (torch.func), which takes any module."
 
 
 def to_nnj(module: nn.Module) -> nnj.Sequential:
-    """Make a StochMan network of a torch one.
+    """Convert a torch network to a StochMan network.
 
     Args:
-        module: One layer or an ``nn.Sequential`` of layers, nested as deeply as wished: every layer that
-            ``stochman.nnj`` has under torch's name, ``nn.Flatten()``, ``nn.Unflatten`` of vectors, ``nn.Dropout`` and
-            ``nn.Identity``. :class:`~contrastive_curvature.L2Norm` stays what it is: StochMan has no rule for it.
+        module: One layer or an ``nn.Sequential`` of layers, nested to any depth: every layer that ``stochman.nnj`` has
+            under torch's name, ``nn.Flatten()``, ``nn.Unflatten`` of vectors, ``nn.Dropout`` and ``nn.Identity``.
+            :class:`~contrastive_curvature.L2Norm` is not converted, because StochMan has no rule for it.
 
     Returns:
-        A network without nesting, in evaluation mode, that shares parameters and buffers with the original and
-        nothing else: in-place layers work out of place, and the original is left as it was.
+        A network without nesting, in evaluation mode, that shares only parameters and buffers with the original: its
+        in-place layers work out of place, and the original does not change.
 
     Raises:
         UnsupportedError: StochMan has no such layer; the message names it.
@@ -40,7 +40,7 @@ def to_nnj(module: nn.Module) -> nnj.Sequential:
 
 
 def leaves(module: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield names and layers that a module runs one after another, nested sequences taken apart."""
+    """Yield names and layers that a module runs one after another; nested sequences are flattened."""
     if isinstance(module, nn.Sequential) and type(module).forward in _PLAIN_FORWARD:
         _check_hooks(module, name)
         for key, child in module._modules.items():
@@ -63,7 +63,7 @@ def counterpart(module: Any, name: str) -> nn.Module:
         return L2Norm()
     if kind is nn.Flatten and (module.start_dim, module.end_dim) == (1, -1):
         return nnj.Flatten()
-    # With an axis of unknown length, StochMan's layer would take images too, and give something else.
+    # With an axis of unknown length, StochMan's layer would accept images too, and return another result.
     if kind is nn.Unflatten and module.dim == 1 and all(isinstance(n, int) and n > 0 for n in module.unflattened_size):
         return nnj.Reshape(*module.unflattened_size)
     if kind not in _SAME:
@@ -78,17 +78,17 @@ def counterpart(module: Any, name: str) -> nn.Module:
 
 
 def _share(module: Any, kind: Any) -> nn.Module:
-    """Return the same settings, parameters and buffers under another class, in dictionaries of its own."""
+    """Return a layer of another class with the same settings, parameters and buffers, in its own dictionaries."""
     if kind is nnj.Identity:
         return nnj.Identity()
     shared: nn.Module = kind.__new__(kind)
     for key, value in vars(module).items():
         shared.__dict__[key] = value.copy() if isinstance(value, dict) else value
-    # In-place work would overwrite inputs that are still needed.
+    # An in-place operation would overwrite inputs that are still needed.
     if hasattr(shared, "inplace"):
         shared.__dict__["inplace"] = False
     if kind is nnj.Conv2d and not isinstance(module.padding, str):
-        # What StochMan's constructor notes beside torch's.
+        # An attribute that StochMan's constructor sets in addition to torch's.
         pairs = zip(module.padding, module.kernel_size, strict=True)
         shared.__dict__["dw_padding"] = tuple(nnj.compute_reversed_padding(p, kernel_size=k) for p, k in pairs)
     shared.training = False

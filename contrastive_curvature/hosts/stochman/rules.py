@@ -1,8 +1,8 @@
 """StochMan's own rules for one layer, each compared with autograd before its first use.
 
-StochMan writes ``J^T M J`` by hand, four times a layer (from and to a full matrix or a diagonal), for a few layers; for
-elementwise ones it has the derivative. Some of these rules are wrong or incomplete in 0.3.0 (``docs/migration.md``), so
-a rule is used only where it gives what autograd gives.
+For a few layers, StochMan implements ``J^T M J`` by hand, four times each (from and to a full matrix or a diagonal);
+for elementwise layers it has the derivative. Some of these rules are wrong or incomplete in 0.3.0
+(``docs/migration.md``), so a rule is used only if it agrees with autograd.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _PROBES = 32
 
 
 class RefusedError(Exception):
-    """StochMan has no rule for a layer that agrees with autograd; the message, for another one, says why."""
+    """StochMan has no rule for a layer that agrees with autograd; the message says why."""
 
 
 class _InTypeOf(TorchFunctionMode):
-    """Lets ``torch.zeros`` and its like make tensors of the network's type, in this thread.
+    """Makes ``torch.zeros`` and similar functions create tensors of the network's dtype and device, in this thread.
 
-    StochMan gives its work buffers no dtype: without this, float64 networks with convolutions raise errors or lose half
-    of their digits.
+    StochMan sets no dtype for its work buffers: without this mode, float64 networks with convolutions raise errors or
+    lose half of their digits.
     """
 
     def __init__(self, like: Tensor) -> None:
@@ -42,17 +42,17 @@ class _InTypeOf(TorchFunctionMode):
 
 
 def find_rule(of: str, layer: nn.Module, x: Tensor, *, diag_inp: bool, diag_out: bool) -> Rule:
-    """Return StochMan's rule for ``J^T M J``, compared with autograd on the first point of ``x`` and on random ones.
+    """Return StochMan's rule for ``J^T M J``, checked against autograd on the first point and on random points.
 
     Args:
-        of: ``"input"`` or ``"weight"``: the variables of the Jacobian; all parameters of the layer, in their order.
-        layer: A layer of StochMan, private to the caller: pooling layers keep the indices of their last run.
-        x: Inputs (B, *input) of it.
-        diag_inp: Whether ``M`` is given by its diagonal.
-        diag_out: Whether only the diagonal of the result is wanted.
+        of: Variables of the Jacobian: ``"input"``, or ``"weight"`` for all parameters of the layer, in order.
+        layer: A layer of StochMan, used only by the caller, because pooling layers keep the indices of their last run.
+        x: Inputs (B, *input) of the layer.
+        diag_inp: Whether ``M`` is passed as its diagonal.
+        diag_out: Whether to return only the diagonal of the result.
 
     Raises:
-        RefusedError: There is no rule, or none that agrees with autograd.
+        RefusedError: There is no rule, or no rule agrees with autograd.
     """
     name = f"_jacobian_wrt_{of}_sandwich"
 
@@ -76,11 +76,11 @@ def find_rule(of: str, layer: nn.Module, x: Tensor, *, diag_inp: bool, diag_out:
         raise RefusedError(reason)
     rules: list[Rule] = []
     if hasattr(layer, name):
-        # StochMan leaves out some of the four that have one diagonal; a diagonal may be too long for a matrix.
+        # StochMan lacks some of the four rules with one diagonal; a diagonal may be too long for a matrix.
         rules += [sandwich, from_full] if diag_inp != diag_out else [sandwich]
     if of == "input" and hasattr(layer, "_jacobian_wrt_input_mult_left_vec") and x.shape == layer(x).shape:
         rules.append(slope)
-    # The user's points may be empty images, on which a wrong rule is right.
+    # The user's points may be empty images, on which a wrong rule can agree.
     drawn = torch.randn(2, *x.shape[1:], generator=torch.Generator().manual_seed(0)).to(x)
     probes = torch.cat([x[:1], drawn])
     reasons = []
@@ -102,7 +102,7 @@ def _in_type(rule: Rule) -> Rule:
 
 
 def _wrong_for_some(layer: nn.Module) -> str | None:
-    """Return what is wrong with a rule for some inputs only, so that a few points may not show it."""
+    """Return a known error of a rule that occurs only for some inputs, so that a few points may not show it."""
     if isinstance(layer, nn.MaxPool2d):
         sizes = [nn.modules.utils._pair(size) for size in (layer.stride, layer.kernel_size, layer.dilation)]
         if any(stride <= dilation * (kernel - 1) for stride, kernel, dilation in zip(*sizes, strict=True)):
@@ -117,12 +117,12 @@ def _wrong_for_some(layer: nn.Module) -> str | None:
 
 
 def _compare(rule: Rule, layer: nn.Module, x: Tensor, of: str, diag_inp: bool, diag_out: bool) -> str | None:
-    """Return why a rule cannot be used, or ``None``."""
+    """Return the reason why a rule cannot be used, or ``None``."""
     val = layer(x)
     size = val[0].numel()
     generator = torch.Generator().manual_seed(0)
     if diag_inp:
-        # The first and the last one are at the edges of an image.
+        # The first and the last position are at the edges of an image.
         places = torch.linspace(0, size - 1, min(size, _PROBES)).round().long()
         axes, factors = torch.eye(size)[places].to(val), torch.rand(len(places), 1, generator=generator).to(val) + 0.5
         m = (factors * axes).sum(0).expand(len(x), size)
@@ -132,7 +132,7 @@ def _compare(rule: Rule, layer: nn.Module, x: Tensor, of: str, diag_inp: bool, d
     rows = torch.stack([_products(layer, point.unsqueeze(0), axes, of) for point in x])
     truth = (rows * factors * rows).sum(1) if diag_out else rows.mT @ (factors * rows)
     try:
-        # Run once more: pooling layers keep the indices of their last run.
+        # Run the layer again, because pooling layers keep the indices of their last run.
         sandwich = rule(layer, x, layer(x), m)
     except torch.OutOfMemoryError:
         raise

@@ -1,6 +1,6 @@
 """One backward sweep of ``M = B^T H B`` through a network by StochMan's rules.
 
-``B`` (D, O) is the Jacobian of the outputs with respect to what a layer gives, so ``M`` is (O, O) for every point.
+``B`` (D, O) is the Jacobian of the network's outputs in the outputs of a layer, so ``M`` is (O, O) for every point.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ class Sweep:
     """A sweep, planned on the first point of a batch.
 
     Args:
-        layers: Layers of StochMan that run one after another, private to the caller.
+        layers: Layers of StochMan that run one after another, used only by the caller.
         x: Points (N, *input), at least one.
-        wanted: Indices of the layers whose parameters are asked for; -1 for the input of the network.
-        names: Of the layers in messages, where not their indices.
-        shape: ``"diagonal"`` or ``"block"``: what is asked for of each.
-        approximate: Whether only the diagonal of ``M`` goes from layer to layer (``speed="fast"``).
-        diagonal: Whether ``M`` at the outputs is given by its diagonal.
+        wanted: Indices of the layers whose parameters get a result; -1 for the input of the network.
+        names: Names of the layers in messages; by default their indices.
+        shape: Form of each result, ``"diagonal"`` or ``"block"``.
+        approximate: Whether only the diagonal of ``M`` is passed from layer to layer (``speed="fast"``).
+        diagonal: Whether ``M`` at the outputs is passed as its diagonal.
 
     Raises:
         RefusedError: A layer has no rule, or StochMan would hold too much; the message names the layer.
@@ -99,11 +99,11 @@ class Sweep:
         self._held = max(self._held, numbers)
 
     def run(self, x: Tensor, m: Callable[[slice], Tensor]) -> dict[int, Tensor]:
-        """Sweep points (N, *input); ``m`` gives ``M`` at the outputs of some of them, (n, D, D) or its diagonal (n, D).
+        """Sweep points (N, *input); ``m`` returns ``M`` at the outputs of n points, (n, D, D) or a diagonal (n, D).
 
         Returns:
-            By index of the layer the sum over points of ``J^T M J`` for its trainable parameters: (P_l,) or (P_l, P_l).
-            Under -1 that of every point for the input: (N, I) or (N, I, I).
+            By layer index, the sum over points of ``J^T M J`` for its trainable parameters: (P_l,) or (P_l, P_l). Under
+            -1, ``J^T M J`` of every point for the input: (N, I) or (N, I, I).
         """
         total: dict[int, Tensor] = {}
         ends: list[Tensor] = []
@@ -127,21 +127,21 @@ class Sweep:
 
 
 class StochManPullback(LayerwisePullback):
-    """All trainable parameters of an encoder; its diagonal by StochMan's sandwiches.
+    """All trainable parameters of an encoder; StochMan's rules for ``J^T M J`` give the diagonal.
 
     The blocks ``sum_i J_i^T H_ii J_i`` of a diagonal come from one backward sweep by StochMan's rules, each compared
-    with autograd before its first use. Where StochMan has no exact rule for a layer (:attr:`reasons`), that diagonal,
-    and always cross terms and other structures, are those of the code for any network.
+    with autograd before its first use. If StochMan has no exact rule for a layer (:attr:`reasons`), the code for any
+    network computes the diagonal; it always computes cross terms and other structures.
 
     Args:
         encoder: The analysed encoder, in evaluation mode.
 
     Raises:
-        UnsupportedError: StochMan has no counterpart of a layer, or the raw outputs lie inside of one.
+        UnsupportedError: StochMan has no counterpart of a layer, or the raw outputs lie inside a layer.
 
     Attributes:
-        reasons: The layer that leaves the diagonal to the code for any network, and why; empty before the first
-            curvature.
+        reasons: The layer without an exact rule, and the reason; empty before the first curvature or if every layer has
+            one.
     """
 
     def __init__(self, encoder: Encoder) -> None:
@@ -185,14 +185,14 @@ class StochManPullback(LayerwisePullback):
 
 
 def owners(layers: Iterable[nn.Module]) -> list[int]:
-    """Return indices of the layers that share no parameter: shared ones have a square of a sum of Jacobians."""
+    """Return indices of the layers that share no parameter; a shared one needs the square of a sum of Jacobians."""
     runs = list(layers)
     times = Counter(id(p) for layer in runs for p in layer.parameters())
     return [k for k, layer in enumerate(runs) if all(times[id(p)] == 1 for p in layer.parameters())]
 
 
 def _raw_leaves(encoder: Encoder) -> list[tuple[str, nn.Module]]:
-    """Return the layers up to the raw outputs, without the normalisation that the encoder looks through."""
+    """Return the layers up to the raw outputs, without the normalisation at the end."""
     every = list(leaves(encoder.model))
     if encoder.normalization is None:
         return every

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import Any, NoReturn, get_args
 
 import numpy as np
 import torch
@@ -13,12 +14,17 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from contrastive_curvature import validate
-from contrastive_curvature.artifact import ArtifactFolder
+from contrastive_curvature.artifact import locked, read_header, target_folder, write_tensors
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
-from contrastive_curvature.io.feature_folder.columns import check_identifiers, decode, encode, target_type
-from contrastive_curvature.io.feature_folder.folder import FeatureFolder
-from contrastive_curvature.io.feature_folder.header import FORMATS, PRECISIONS, FeatureHeader
-from contrastive_curvature.io.feature_folder.storage import storage_of, without_damaged
+from contrastive_curvature.io.feature_folder.folder import (
+    HEADER,
+    Arrays,
+    FeatureFolder,
+    FeatureHeader,
+    Precision,
+    TargetType,
+    decode,
+)
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.given_features import FeatureSource, difference
 from contrastive_curvature.network.inputs import Inputs, input_length, slice_inputs
@@ -29,10 +35,13 @@ _PART_BYTES = 2**26
 """Features of one part: what is held in memory, written at once, and lost by an interruption."""
 
 _PROBE = 8
-"""Points that the encoder is analysed with, and of each part that is kept those that are computed again."""
+"""Points of each part that is kept whose features are computed again."""
 
 _ROUNDING = 1e-2
 """Largest difference of a point's features, relative to their norm: half precision, and batches of other sizes."""
+
+_MOST_LOST = 0.01
+"""Rounding error of a feature, relative to the largest of its point, that is let pass."""
 
 _OTHER = "Use another path; nothing has been changed."
 
@@ -43,7 +52,6 @@ def features(
     path: str | PathLike[str],
     *,
     dtype: str | torch.dtype = "float32",
-    format: str = "memmap",
     identifiers: Sequence[int] | Sequence[str] | NDArray[Any] | Tensor | None = None,
     last_layer_name: str | None = None,
     label_key: str = "labels",
@@ -66,8 +74,6 @@ def features(
             its data set. Targets are tensors with one entry a point: class labels, or whatever a relation takes.
         path: The folder; it is made if need be, inside a folder that exists.
         dtype: ``"float32"``, ``"bfloat16"``, ``"float16"`` (at most 65504 in absolute value) or ``"float64"``.
-        format: ``"memmap"``: plain arrays, which are mapped into memory. ``"parquet"``: Parquet files, for other tools;
-            needs pyarrow.
         identifiers: One whole number or one text a point, all different; ``None`` numbers the points from 0.
         last_layer_name: Name of the last layer, ``None`` to find it.
         label_key: Where batches that are mappings keep the targets; ``dict_key_y`` of laplace-torch.
@@ -83,39 +89,42 @@ def features(
         InputError: An argument or a batch is malformed; a feature is not finite, or too large for ``dtype``; the loader
             is empty; the folder is of another encoder, of other options or of other data, or somebody else writes it.
         UnsupportedError: Batches of two views; a loader that leaves points out; no last linear layer, or raw outputs
-            that cannot be reached; pyarrow is missing.
+            that cannot be reached.
     """
     check_model(encoder, half=True)
     dtype = str(dtype).removeprefix("torch.")
-    validate.choice("dtype", dtype, PRECISIONS)
-    validate.choice("format", format, FORMATS)
+    validate.choice("dtype", dtype, get_args(Precision))
     if rows_per_part is not None:
         validate.count("rows_per_part", rows_per_part)
+    if isinstance(class_names, str) or not all(isinstance(name, str) for name in class_names or ()):
+        raise InputTypeError("class_names", "a list of texts", repr(class_names))
     progress = Progress(progress_bar)
-    names = None if class_names is None else _check_names(class_names)
-    numbers = None if identifiers is None else check_identifiers(identifiers)
-    kind = f"S{numbers.itemsize}" if numbers is not None and numbers.dtype.kind == "S" else "int64"
+    numbers = None if identifiers is None else _stored_identifiers(identifiers)
     check_loader(loader, "loader", once=True)
     if getattr(loader, "drop_last", False) is True:
         raise UnsupportedError("loader: drop_last=True leaves out the last points of the data. Use drop_last=False.")
     loader = in_fixed_order(loader)
-    n = _length(loader)
-    if numbers is not None and n is not None:
+    try:
+        n = len(loader.dataset)  # type: ignore[attr-defined]
+    except (AttributeError, TypeError):
+        n = None
+    if n is not None:
         _check_number(numbers, n)
-    folder = ArtifactFolder(path, FeatureHeader)
-    folder.make()
-    given = {
-        "format": format,
+    folder = target_folder("path", path, HEADER, FeatureHeader.described, overwrite=True)
+    try:
+        folder.mkdir(exist_ok=True)
+    except FileNotFoundError:
+        raise InputError("path", "a folder in one that exists", f"no folder {folder.parent}") from None
+    options: dict[str, Any] = {
         "dtype": dtype,
-        "identifiers": kind,
+        "identifiers": f"S{numbers.itemsize}" if numbers is not None and numbers.dtype.kind == "S" else "int64",
         "rows_per_part": rows_per_part,
-        "last_layer_name": last_layer_name,
-        "class_names": names,
+        "class_names": None if class_names is None else tuple(class_names),
     }
-    with folder.locked(wait=False), evaluation_mode(encoder), torch.no_grad():
-        header = folder.read() if folder.exists else None
+    with locked(folder), evaluation_mode(encoder), torch.no_grad():
+        header = read_header(folder / HEADER, FeatureHeader) if (folder / HEADER).is_file() else None
         if header is not None:
-            _check_same(folder, header, encoder, given)
+            _check_same(folder, header, encoder, {**options, "last_layer_name": last_layer_name})
             last_layer_name = header.source.last_layer
         batches = _batches(encoder, progress.over(loader, "[features]"), label_key)
         x, y = first = first_batch(batches, "loader")
@@ -123,54 +132,29 @@ def features(
         analysed.require_last_layer()
         if header is None:
             source = FeatureSource.of(encoder, str(analysed.last_layer_name))
-            header = FeatureHeader(
-                format=format,
-                dtype=dtype,
-                source=source,
-                target_type=target_type(y),
-                target_shape=tuple(y.shape[1:]),
-                identifiers=kind,
-                class_names=names,
-                rows_per_part=rows_per_part or max(1, _PART_BYTES // (source.width * getattr(torch, dtype).itemsize)),
-            )
+            rows = max(1, _PART_BYTES // (source.width * getattr(torch, dtype).itemsize))
+            options |= {"rows_per_part": rows_per_part or rows, "source": source, "target_type": _target_type(y)}
+            header = FeatureHeader(target_shape=tuple(y.shape[1:]), **options)
         writer = _Writer(folder, header, analysed, numbers)
-        # Of a folder that is complete, the first batch alone is compared.
-        complete = writer.header.complete and writer.header.points == n
         for x, y in itertools.chain([first], batches):
-            if names is not None and not _numbers_classes(y, len(names)):
-                wanted = f"targets that are whole numbers from 0 to {len(names) - 1}, one a point, as class_names has"
-                raise InputError("loader", wanted, f"{y.dtype}, shape {tuple(y.shape)}, up to {y.max()}")
             writer.add(x, y)
-            if complete:
+            # Of a folder that is complete, the first batch alone is compared.
+            if writer.header.points is not None and writer.header.points == n:
                 break
         else:
             writer.finish()
-    return FeatureFolder(folder.path)
+    return FeatureFolder(folder)
 
 
-def _check_names(names: object) -> tuple[str, ...]:
-    if isinstance(names, str) or not isinstance(names, Sequence) or not all(isinstance(name, str) for name in names):
-        raise InputTypeError("class_names", "a list of texts", f"a {type(names).__name__}")
-    return tuple(names)
-
-
-def _numbers_classes(y: Tensor, count: int) -> bool:
-    whole = y.ndim == 1 and not y.is_floating_point() and not y.is_complex()
-    return whole and int(y.min()) >= 0 and int(y.max()) < count
-
-
-def _check_same(
-    folder: ArtifactFolder[FeatureHeader], header: FeatureHeader, encoder: nn.Module, given: dict[str, Any]
-) -> None:
+def _check_same(folder: Path, header: FeatureHeader, encoder: nn.Module, options: dict[str, Any]) -> None:
     """Refuse to go on with a folder of another encoder or other options."""
     there = {**header.model_dump(), "last_layer_name": header.source.last_layer}
-    for name, value in given.items():
+    for name, value in options.items():
         if value not in (None, there[name]):
-            wanted = f"{there[name]!r}, that of the folder {folder.path}"
+            wanted = f"{there[name]!r}, that of the folder {folder}"
             raise InputError(name, wanted, repr(value), _OTHER)
-    reason = difference(encoder, header.source)
-    if reason is not None:
-        raise InputError("path", f"features of this encoder in {folder.path}", reason, _OTHER)
+    if (reason := difference(encoder, header.source)) is not None:
+        raise InputError("path", f"features of this encoder in {folder}", reason, _OTHER)
 
 
 def _batches(encoder: nn.Module, loader: Iterable[Any], label_key: str) -> Iterator[tuple[Inputs, Tensor]]:
@@ -183,11 +167,9 @@ def _batches(encoder: nn.Module, loader: Iterable[Any], label_key: str) -> Itera
                 "loader: batches of two views. A folder keeps one view of every input: yield (x, targets), or fit with "
                 "the loader itself."
             )
-        n, shape = input_length(x), f"shape {tuple(y.shape)}"
-        if y.ndim == 0 or len(y) != n:
-            raise InputError("loader", f"one target for each of the {n} points of a batch", shape)
-        if 0 in y.shape:
-            raise InputError("loader", "targets of at least one number", shape)
+        n, shape = input_length(x), tuple(y.shape)
+        if y.ndim == 0 or len(y) != n or 0 in shape:
+            raise InputError("loader", f"one target for each of the {n} points of a batch", f"shape {shape}")
         yield x, y
 
 
@@ -201,114 +183,166 @@ class _Writer:
         identifiers: Of all points; ``None`` for their numbers.
     """
 
-    def __init__(
-        self,
-        folder: ArtifactFolder[FeatureHeader],
-        header: FeatureHeader,
-        encoder: Encoder,
-        identifiers: NDArray[Any] | None,
-    ) -> None:
-        self.folder, self.encoder, self.identifiers = folder, encoder, identifiers
-        self.storage = storage_of(folder.path, header)
-        self.header = without_damaged(self.storage, header)
-        if not folder.exists or self.header != header:
-            folder.write(self.header)
-        self.points = 0
-        self.waiting: list[dict[str, NDArray[Any]]] = []
+    def __init__(self, folder: Path, header: FeatureHeader, encoder: Encoder, identifiers: NDArray[Any] | None) -> None:
+        self.folder, self.header, self.encoder, self.identifiers = folder, header, encoder, identifiers
+        self.arrays = Arrays(folder, header)
+        whole = self.arrays.whole(header)
+        if header.points is None or whole != header.parts:
+            self._update(parts=whole, points=None)
+            self.arrays.keep(len(whole))
+        self.kept = self.header.points or len(whole) * header.rows_per_part
+        self.points, self.waiting = 0, list[dict[str, NDArray[Any]]]()
 
     def add(self, x: Inputs, y: Tensor) -> None:
         """Take one batch."""
-        header, n, phi = self.header, input_length(x), None
-        if target_type(y) != header.target_type or tuple(y.shape[1:]) != header.target_shape:
+        header, start, n = self.header, self.points, input_length(x)
+        if (_target_type(y), tuple(y.shape[1:])) != (header.target_type, header.target_shape):
             known = f"targets of {header.target_type} and shape (B, {', '.join(map(str, header.target_shape))})"
             raise InputError("loader", f"{known}, as before", f"{y.dtype} and shape {tuple(y.shape)}")
-        if self.identifiers is not None and self.points + n > len(self.identifiers):
-            _check_number(self.identifiers, self.points + n, "at least ")
-        start = 0
-        while start < n:
-            part, place = divmod(self.points + start, header.rows_per_part)
-            rows = slice(start, min(n, start + header.rows_per_part - place))
-            start = rows.stop
-            if part < len(header.parts) and header.parts[part] is not None:
-                self._compare(x, y, rows, probe=place == 0)
-                continue
-            phi = self._features(x) if phi is None else phi
-            stored = encode(phi[rows], header.dtype, self.points + rows.start)
-            self.waiting.append({"features": stored, **self._known(y, rows)})
-            if (self.points + rows.stop) % header.rows_per_part == 0:
-                self._write(part)
+        if header.class_names is not None:
+            last = len(header.class_names) - 1
+            if y.ndim != 1 or y.is_floating_point() or int(y.min()) < 0 or int(y.max()) > last:
+                wanted = f"targets that are whole numbers from 0 to {last}, one a point, as class_names has"
+                raise InputError("loader", wanted, f"{y.dtype}, shape {tuple(y.shape)}, up to {y.max()}")
+        if self.identifiers is None:
+            identifiers = np.arange(start, start + n, dtype=np.int64)
+        else:
+            identifiers = self.identifiers[start : start + n]
+            if len(identifiers) < n:
+                _check_number(self.identifiers, start + n)
+        rows = {"targets": y.detach().cpu().numpy(), "identifiers": identifiers}
+        kept = min(n, max(0, self.kept - start))
+        if kept:
+            self._compare(x, {name: values[:kept] for name, values in rows.items()})
+        if kept < n:
+            if header.points is not None:
+                self._refuse(f"more than the {header.points} points that are there")
+            rows = {name: values[kept:] for name, values in rows.items()}
+            self.waiting.append({**rows, "features": _encoded(self._features(x)[kept:], header.dtype, start + kept)})
         self.points += n
+        while self.points - self.kept >= header.rows_per_part:
+            self._write(header.rows_per_part)
 
     def finish(self) -> None:
         """Write the last part, and close the folder."""
-        header, points = self.header, self.points
-        if self.identifiers is not None:
-            _check_number(self.identifiers, points)
-        parts = -(-points // header.rows_per_part)
-        if len(header.parts) > parts or header.points not in (None, points):
-            there = header.points or f"at least {len(header.parts) * header.rows_per_part}"
-            self._refuse(f"{points} points, and {there} are there")
-        if self.waiting:
-            self._write(parts - 1, last=True)
-        self.header = self.header.model_copy(update={"points": points})
-        self.storage.finish(self.header)
-        self.folder.write(self.header)
+        _check_number(self.identifiers, self.points)
+        if self.points < self.kept:
+            self._refuse(f"{self.points} points, and {self.kept} are there")
+        if self.points > self.kept:
+            self._write(self.points - self.kept)
+        if self.header.points is None:
+            self._update(points=self.points)
 
     def _features(self, x: Inputs) -> Tensor:
         phi = self.encoder.forward_with_features(x).features
         wanted = (input_length(x), self.header.source.width)
         if phi.shape != wanted:
             raise InputError("encoder", f"features of shape {wanted}", f"shape {tuple(phi.shape)}")
-        return phi
+        return phi.detach().cpu()
 
-    def _known(self, y: Tensor, rows: slice) -> dict[str, NDArray[Any]]:
-        """Return targets and identifiers of rows of the batch as they are stored."""
-        start, stop = self.points + rows.start, self.points + rows.stop
-        numbers = np.arange(start, stop) if self.identifiers is None else self.identifiers[start:stop]
-        return {"targets": y[rows].detach().cpu().numpy(), "identifiers": numbers}
-
-    def _compare(self, x: Inputs, y: Tensor, rows: slice, *, probe: bool) -> None:
-        """Refuse other data than that of a part that is kept; features of a few points only."""
-        start, stop = self.points + rows.start, self.points + rows.stop
-        if self.header.points is not None and stop > self.header.points:
-            self._refuse(f"more than the {self.header.points} points that are there")
-        for name, values in self._known(y, rows).items():
+    def _compare(self, x: Inputs, rows: dict[str, NDArray[Any]]) -> None:
+        """Refuse other data than the points that are there; of the features, compare a few of a part."""
+        start, kept = self.points, len(rows["targets"])
+        for name, values in rows.items():
             # By their bytes: NaN is a target like any other.
-            if self.storage.read(name, slice(start, stop)).tobytes() != values.tobytes():
+            if self.arrays.read(name, slice(start, start + kept)).tobytes() != values.tobytes():
                 self._refuse(f"other {name} for the points from row {start} on")
-        if probe:
-            some = slice(rows.start, min(rows.stop, rows.start + _PROBE))
-            now = self._features(slice_inputs(x, some)).detach().cpu().double()
-            stored = self.storage.read("features", slice(start, start + len(now)))
-            before = decode(stored, self.header.dtype).double()
-            apart = torch.linalg.vector_norm(before - now, dim=1)
-            if bool((apart > _ROUNDING * torch.linalg.vector_norm(before, dim=1)).any()):
-                hint = " Random augmentation must be off."
-                self._refuse(f"other features for the points from row {start} on", hint)
+        first = -start % self.header.rows_per_part
+        if first >= kept:
+            return
+        now = self._features(slice_inputs(x, slice(first, min(first + _PROBE, kept)))).double()
+        stored = self.arrays.read("features", slice(start + first, start + first + len(now)))
+        before = decode(stored, self.header.dtype).double()
+        apart = torch.linalg.vector_norm(before - now, dim=1)
+        if bool((apart > _ROUNDING * torch.linalg.vector_norm(before, dim=1)).any()):
+            hint = " Random augmentation must be off."
+            self._refuse(f"other features for the points from row {start + first} on", hint)
 
-    def _write(self, part: int, *, last: bool = False) -> None:
-        """Write what is waiting as one part, onto the disk and then into the header; of the last part, later."""
-        rows = {name: np.concatenate([some[name] for some in self.waiting]) for name in self.header.columns}
-        self.header = self.header.with_part(part, self.storage.write(part, rows))
-        self.waiting = []
-        if not last:
-            self.folder.write(self.header)
+    def _write(self, count: int) -> None:
+        """Write so many of the points that wait as one part, onto the disk and then into the header."""
+        rows = {name: np.concatenate([some[name] for some in self.waiting]) for name in self.arrays.kinds}
+        self.arrays.write({name: values[:count] for name, values in rows.items()})
+        self.waiting = [{name: values[count:] for name, values in rows.items()}]
+        self.kept += count
+        self._update(parts=(*self.header.parts, self.arrays.checksum(len(self.header.parts))))
+
+    def _update(self, **changes: Any) -> None:
+        self.header = self.header.model_copy(update=changes)
+        write_tensors(self.folder / HEADER, self.header, {}, follow=False)
 
     def _refuse(self, received: str, hint: str = "") -> NoReturn:
-        wanted = f"the data of the folder {self.folder.path}, in the same order"
+        wanted = f"the data of the folder {self.folder}, in the same order"
         raise InputError("loader", wanted, received, _OTHER + hint)
 
 
-def _check_number(identifiers: NDArray[Any], points: int, at_least: str = "") -> None:
+def _target_type(targets: Tensor) -> str:
+    """Return the name of the type that targets are stored in."""
+    name = str(targets.dtype).removeprefix("torch.")
+    if name not in get_args(TargetType):
+        wanted = f"targets of one of the types {', '.join(get_args(TargetType))}"
+        raise InputTypeError("loader", wanted, str(targets.dtype))
+    return name
+
+
+def _stored_identifiers(value: Sequence[int] | Sequence[str] | NDArray[Any] | Tensor) -> NDArray[Any]:
+    """Return the identifiers that a user gave as they are stored: int64, or texts in UTF-8."""
+    plain: list[Any] = value.tolist() if isinstance(value, (Tensor, np.ndarray)) else list(value)
+    stored = np.asarray(plain)
+    if stored.ndim == 1 and stored.dtype.kind in "iu" and np.can_cast(stored.dtype, np.int64):
+        stored = stored.astype(np.int64)
+    else:
+        wanted = "whole numbers below 2^63 or texts, one for each point"
+        other = next((one for one in plain if not isinstance(one, str)), None)
+        if other is not None or not plain:
+            raise InputTypeError("identifiers", wanted, f"a {type(other).__name__} among them" if plain else "none")
+        if any(one.endswith("\0") for one in plain):
+            # NumPy pads with them.
+            raise InputError("identifiers", "texts that do not end in a zero byte", "one that does")
+        stored = np.array([one.encode() for one in plain])
+    different, counts = np.unique(stored, return_counts=True)
+    if len(different) < len(stored):
+        shown = different[counts > 1][0]
+        shown = shown.decode() if isinstance(shown, bytes) else int(shown)
+        raise InputError("identifiers", "a different one for each point", f"{shown!r} twice")
+    return stored
+
+
+def _check_number(identifiers: NDArray[Any] | None, points: int) -> None:
     """Refuse another number of identifiers than of points."""
-    if len(identifiers) != points:
-        received = f"{len(identifiers)} identifiers, and {at_least}{points} points"
+    if identifiers is not None and len(identifiers) != points:
+        received = f"{len(identifiers)} identifiers, and {points} points"
         raise InputError("identifiers", "one for each point of the loader", received)
 
 
-def _length(loader: Any) -> int | None:
-    """Return the number of points of a loader's data set, ``None`` where it is not known."""
-    try:
-        return len(loader.dataset)
-    except (AttributeError, TypeError):
-        return None
+def _encoded(wide: Tensor, dtype: str, first_row: int) -> NDArray[Any]:
+    """Return features (B, F) as they are stored; refuse those that the precision cannot hold.
+
+    ``first_row`` is the number of the first of them in the data.
+    """
+    rounded = wide.to(getattr(torch, dtype)).contiguous()
+    sizes = wide.abs().amax(dim=1)
+    lost = (wide - rounded.to(wide.dtype)).abs().amax(dim=1)
+    narrower = "Use dtype='bfloat16', of the same size, or 'float32'." if dtype == "float16" else "Use dtype='float64'."
+    for bad, argument, wanted, received, hint in (
+        (~sizes.isfinite(), "loader", "finite features", "NaN or infinity", "Look at that input."),
+        (
+            ~lost.isfinite(),
+            f"dtype={dtype!r}",
+            f"features of at most {torch.finfo(rounded.dtype).max:.6g} in absolute value",
+            "{:.6g}",
+            narrower,
+        ),
+        (
+            lost > _MOST_LOST * sizes,
+            f"dtype={dtype!r}",
+            "features that are rounded by less than a hundredth of the largest of their point",
+            "a largest feature of {:.3g}",
+            narrower,
+        ),
+    ):
+        if bool(bad.any()):
+            row = int(bad.nonzero()[0])
+            where = f"{received.format(float(sizes[row]))} in row {first_row + row} (counted from 0)"
+            raise InputError(argument, wanted, where, hint)
+    # NumPy does not know bfloat16.
+    return rounded.view(torch.uint16).numpy() if dtype == "bfloat16" else rounded.numpy()

@@ -1,12 +1,13 @@
-"""Saved posteriors: one folder with numbers in safetensors, options in JSON, and a model card.
+"""Saved posteriors: one folder with a safetensors file and a model card.
 
 ``la.save_pretrained(folder)`` writes it, :func:`load_pretrained` reads it back around the encoder, :func:`read_info`
 says what is in it without an encoder. Nothing in such a folder is executed.
 """
 
 from contrastive_curvature.io.pretrained.folder import PosteriorInfo, PretrainedInfo
+from contrastive_curvature.io.pretrained.hub import PushOptions
 from contrastive_curvature.io.pretrained.load import load_match, load_pretrained, read_info
-from contrastive_curvature.io.pretrained.options import PushOptions, SaveOptions
+from contrastive_curvature.io.pretrained.save import SaveOptions
 
 __all__ = [
     "PosteriorInfo",

@@ -1,28 +1,42 @@
-"""The folder of a saved posterior: ``config.json``, which names the file of numbers, and a model card."""
+"""What is in the folder of a saved posterior, and what writing and reading it share.
+
+``posterior.safetensors`` is everything that is read back: numbers, and all else in its header. ``README.md`` is a model
+card. So each save replaces the posterior in one step.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
-import re
+import inspect
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import BaseModel, ConfigDict, Field
-from safetensors import SafetensorError
-from torch import Tensor
+import torch
+from pydantic import BaseModel, ConfigDict
+from torch import Tensor, nn
 
-from contrastive_curvature.artifact import VERSION, ArtifactFolder, Header, sha256_of, write_whole
+from contrastive_curvature import losses
+from contrastive_curvature.artifact import VERSION, Header, read_header
 from contrastive_curvature.embedding.known import NOVELTY
-from contrastive_curvature.errors import InputError
-from contrastive_curvature.io.pretrained.options import About
+from contrastive_curvature.laplace import ContrastiveLaplace, FunctionSpaceLaplace
+from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.network.digest import state_tensors, tensor_bytes
+from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 
-CONFIG, CARD, NUMBERS = "config.json", "README.md", "posterior-*.safetensors"
+FILE, CARD = "posterior.safetensors", "README.md"
 
-_NUMBERS = re.compile(r"posterior-[0-9a-f]{16}\.safetensors")
-"""The name has the checksum of the content, so that new numbers never replace those of the present ``config.json``."""
+KNOWN_LOSSES: dict[str, type[CosineLoss]] = {
+    name: kind
+    for name, kind in vars(losses).items()
+    if name in losses.__all__ and issubclass(kind, CosineLoss) and not inspect.isabstract(kind)
+}
+"""The losses of this library, by name."""
 
-_UNFINISHED = re.compile(rf"\.({CONFIG}|{CARD}|{_NUMBERS.pattern})\.[0-9a-f]{{12}}\.tmp")
+CLASSES: dict[str, type[ContrastiveLaplace]] = {
+    kind.__name__: kind for kind in (ContrastiveLaplace, FunctionSpaceLaplace)
+}
+"""All classes that can be saved, by name."""
 
 
 class _Model(BaseModel):
@@ -83,7 +97,19 @@ class PosteriorInfo(_Model):
     n_encoder_tensors: int
 
 
-class PretrainedInfo(_Model):
+class Contents(_Model):
+    """What is said of a saved posterior, see :class:`PretrainedInfo`."""
+
+    versions: dict[str, str]
+    towers: bool
+    shared: bool
+    posteriors: tuple[PosteriorInfo, ...]
+    match: bool
+    metrics: dict[str, float]
+    about: dict[str, Any]
+
+
+class PretrainedInfo(Contents):
     """What is in a saved posterior.
 
     Attributes:
@@ -96,18 +122,11 @@ class PretrainedInfo(_Model):
         match: Whether a :class:`~contrastive_curvature.MatchProbability` is in it.
         metrics: What was measured, by name.
         about: What else its author said: ``fitted_on``, ``encoder_source``, ``license``, ``evaluated_on``, ...
-        size: Bytes of its numbers.
+        size: Bytes of its file.
     """
 
     folder: Path
-    format_version: int
-    versions: dict[str, str]
-    towers: bool
-    shared: bool
-    posteriors: tuple[PosteriorInfo, ...]
-    match: bool
-    metrics: dict[str, float]
-    about: dict[str, Any]
+    format_version: int = VERSION
     size: int
 
     def to_plain(self) -> dict[str, Any]:
@@ -115,148 +134,56 @@ class PretrainedInfo(_Model):
         return self.model_dump(mode="json")
 
 
-class SavedPosterior(_Model):
-    """One posterior: what is said of it, and what it is made from; states are as :func:`.packed` gives them."""
-
-    info: PosteriorInfo
-    arguments: Any
-    options: Any
-    loss_name: str
-    loss_options: Any
-    backend: str | None
-    encoder: list[tuple[str, str, list[int], str]]
-    example_outputs: Any
-    state: Any
-
-
-class NumbersFile(_Model):
-    """The file of numbers beside ``config.json``; its name leads nowhere else."""
-
-    name: str = Field(pattern=f"^{_NUMBERS.pattern}$")
-    sha256: str
-    size: int
-
-
 class Saved(Header):
-    """Everything that is in the folder but the numbers."""
+    """What stands in the file of a saved posterior besides tensors.
+
+    Args:
+        contents: What is said of it.
+        trees: What each posterior is made from, as :func:`.packed` gives it.
+        match: The state of a :class:`~contrastive_curvature.MatchProbability`, packed too; ``None`` without.
+    """
 
     kind: ClassVar[str] = "pretrained"
-    file_name: ClassVar[str] = CONFIG
     described: ClassVar[str] = "a saved posterior"
-    made_by: ClassVar[str] = "Name a folder that la.save_pretrained(folder) wrote."
+    made_by: ClassVar[str] = (
+        "Name a folder that la.save_pretrained(folder) wrote. One of version 0.2 is not read: fit again."
+    )
     repaired_by: ClassVar[str] = (
         "Copy or download the folder again, or replace it with la.save_pretrained(folder, overwrite=True)."
     )
 
-    versions: dict[str, str]
-    towers: bool
-    shared: bool
-    posteriors: list[SavedPosterior]
+    contents: Contents
+    trees: list[Any]
     match: Any
-    about: About
-    numbers: NumbersFile
-
-    def info(self, folder: Path) -> PretrainedInfo:
-        """Return what is said of it."""
-        about = self.about.model_dump(exclude_none=True)
-        return PretrainedInfo(
-            folder=folder,
-            format_version=VERSION,
-            versions=self.versions,
-            towers=self.towers,
-            shared=self.shared,
-            posteriors=tuple(one.info for one in self.posteriors),
-            match=self.match is not None,
-            metrics=about.pop("metrics", {}),
-            about=about,
-            size=self.numbers.size,
-        )
 
 
-def place_of(folder: object, argument: str = "folder") -> ArtifactFolder[Saved]:
-    """Return the folder, with ``~`` and all symbolic links followed."""
-    return ArtifactFolder(folder, Saved, argument, _NUMBERS)
+def state_checksum(folder: Path) -> str:
+    """Return a text that tells the posterior in a folder from every other one."""
+    return str(read_header(folder / FILE, Saved).trees[0]["state"]["checksum"])
 
 
-def check_target(place: ArtifactFolder[Saved], *, overwrite: bool) -> None:
-    """Refuse a folder that must not be written, before anything is computed.
-
-    Raises:
-        InputError: It holds something else than a saved posterior, or one, and ``overwrite`` is false.
-    """
-    place.check()
-    if not place.exists:
-        return
-    # A damaged folder has the numbers or the name of the format still.
-    if not any(place.path.glob(NUMBERS)) and Saved.format_name().encode() not in place.header_path.read_bytes():
-        hint = "Name another folder: this one may hold something that nobody wants to lose."
-        received = f"{place.path}, which holds {CONFIG!r} and no saved posterior"
-        raise InputError("folder", "a new folder, or one with a saved posterior", received, hint)
-    if not overwrite:
-        hint = "Pass overwrite=True to replace it, or name another folder."
-        received = f"{place.path}, which holds a saved posterior"
-        raise InputError("folder", "a new folder", received, hint)
+def encoder_of(la: Any) -> nn.Module:
+    """Return the encoder inside a posterior."""
+    model: nn.Module = la.model.model if isinstance(la.model, Encoder) else la.model
+    return model
 
 
-def numbers_file(content: bytes) -> NumbersFile:
-    """Return name, checksum and size of the file for these numbers."""
-    sha256 = hashlib.sha256(content).hexdigest()
-    return NumbersFile(name=f"posterior-{sha256[:16]}.safetensors", sha256=sha256, size=len(content))
+def encoder_records(model: nn.Module) -> Iterator[list[Any]]:
+    """Yield name, type, shape and checksum of every parameter and buffer."""
+    for name, tensor in state_tensors(model):
+        digest = hashlib.sha256()
+        for part in tensor_bytes(tensor):
+            digest.update(part)
+        yield [name, str(tensor.dtype), list(tensor.shape), digest.hexdigest()[:16]]
 
 
-def write(place: ArtifactFolder[Saved], saved: Saved, numbers: bytes, card: str, *, overwrite: bool) -> None:
-    """Write the folder such that a reader finds the old posterior or the new one, complete.
-
-    The numbers come first, under a name of their own; then ``config.json``, which names them, is replaced in one step.
-
-    Raises:
-        InputError: The folder holds by now what must not be replaced.
-    """
-    place.make(parents=True)
-    with place.locked():
-        # Somebody else may have saved there since the first check.
-        check_target(place, overwrite=overwrite)
-        try:
-            write_whole(place.path / saved.numbers.name, lambda file: file.write(numbers), follow=False)
-            place.write(saved)
-        finally:
-            _remove_remains(place)
-        write_whole(place.path / CARD, lambda file: file.write(card.encode()), follow=False)
+def raw_outputs(la: Any, x: Any) -> Tensor:
+    """Return raw outputs (B, D) of a last-layer posterior's encoder for inputs on its device."""
+    with evaluation_mode(la.model), torch.no_grad():
+        z: Tensor = la.model(x)
+    return z.detach()
 
 
-def _remove_remains(place: ArtifactFolder[Saved]) -> None:
-    """Remove numbers that ``config.json`` does not name, and unfinished files of killed writers."""
-    try:
-        named = place.read().numbers.name if place.exists else None
-    except InputError:
-        # It is damaged, or of another release: its numbers may be worth something.
-        return
-    for path in place.path.iterdir():
-        old = _NUMBERS.fullmatch(path.name) and path.name != named
-        if old or _UNFINISHED.fullmatch(path.name):
-            # A file that cannot be removed does no harm.
-            with contextlib.suppress(OSError):
-                path.unlink()
-
-
-def read(folder: Path, *, again: bool = True) -> tuple[Saved, dict[str, Tensor]]:
-    """Return what is in a folder, with its tensors on the CPU.
-
-    Raises:
-        InputError: A file is missing, foreign, damaged or of another version.
-    """
-    from safetensors.torch import load_file
-
-    saved = place_of(folder, "source").read()
-    path = folder / saved.numbers.name
-    try:
-        if sha256_of(path) != saved.numbers.sha256:
-            Saved.refuse(str(path), "a damaged one: its checksum is another", Saved.repaired_by)
-        return saved, load_file(path)
-    except SafetensorError:
-        Saved.refuse(str(path), "something else", Saved.repaired_by)
-    except (FileNotFoundError, IsADirectoryError):
-        if again:
-            # Somebody may have replaced the posterior between the two files.
-            return read(folder, again=False)
-        Saved.refuse(str(path), "no such file", Saved.repaired_by)
+def name_of(value: object) -> str:
+    """Return the name of a function, or of the class of an object."""
+    return str(getattr(value, "__qualname__", type(value).__qualname__))

@@ -10,31 +10,44 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from pydantic import StrictBool
+
 from contrastive_curvature import validate
 from contrastive_curvature.artifact import folder_path
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.io.pretrained.folder import CARD, CONFIG, NUMBERS
-from contrastive_curvature.io.pretrained.options import (
-    PushOptions,
-    SaveOptions,
-    check_repository,
-    is_repository,
-    parsed,
-)
-from contrastive_curvature.io.pretrained.save import LIBRARY, save_pretrained
+from contrastive_curvature.io.pretrained.folder import CARD, FILE
+from contrastive_curvature.io.pretrained.save import LIBRARY, SaveOptions, is_repository, parsed, write_posterior
 
-_FILES = [CONFIG, CARD, NUMBERS]
 _HINT = "Check the name, the network and the token (hf auth login)."
 _SECONDS = 10
 """After which a hub that does not answer is given up; the hub's own download waits for minutes."""
 
 
+class PushOptions(SaveOptions):
+    """Options of ``push_to_hub``, besides those of :class:`SaveOptions`.
+
+    Attributes:
+        private: Whether a new repository is private; None for the default of the account.
+        token: Of the hub; None takes the one of ``hf auth login``.
+        revision: Branch to upload to; None for the main one.
+        create_pr: Whether to open a pull request instead.
+        commit_message: Of the upload.
+    """
+
+    private: StrictBool | None = None
+    token: str | StrictBool | None = None
+    revision: str | None = None
+    create_pr: StrictBool = False
+    commit_message: str | None = None
+
+
 def local_folder(
     source: object,
-    revision: str | None,
-    token: str | bool | None,
-    cache_dir: Path | str | None,
-    local_files_only: bool,
+    *,
+    revision: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: Path | str | None = None,
+    local_files_only: bool = False,
 ) -> Path:
     """Return the folder of a saved posterior on this machine, downloaded where it is one of the hub.
 
@@ -60,56 +73,39 @@ def local_folder(
 
     silence = None if local_files_only else _silence(source, revision, token)
     try:
-        found = huggingface_hub.snapshot_download(
+        snapshot = huggingface_hub.snapshot_download(
             source,
             revision=revision,
             token=token,
             cache_dir=cache_dir,
             local_files_only=local_files_only or silence is not None,
             library_name=LIBRARY,
-            allow_patterns=_FILES,
+            allow_patterns=[FILE, CARD],
         )
     except Exception as error:  # the hub's errors have no common base: of HTTP, of its cache, of names
         where = "no answer from the hub" if silence else "not on the hub"
         received = f"{source!r}: no folder of that name here, and {where} ({_reason(silence or error)})"
         raise InputError("source", "a folder, or a repository that you may read", received, _HINT) from error
-    return Path(found)
+    return Path(snapshot)
 
 
 def push_to_hub(la: Any, repo_id: str, **options: Any) -> str:
-    """Save a posterior and upload it to the Hugging Face hub; the repository is made where there is none.
-
-    Args:
-        la: A fitted posterior, or one of two towers.
-        repo_id: The repository, ``"user/name"``.
-        **options: See :class:`~contrastive_curvature.io.pretrained.PushOptions`.
-
-    Returns:
-        Address of the upload.
-
-    Raises:
-        InputError: An option is malformed, or the hub refuses the upload.
-        UnsupportedError: See :func:`.save_pretrained`.
-    """
+    """Do what :meth:`.ContrastiveLaplace.push_to_hub` says."""
     import huggingface_hub
 
-    check_repository(repo_id)
-    given = parsed(PushOptions, options)
-    of_saving = {name: value for name, value in options.items() if name in SaveOptions.model_fields}
+    push = parsed(PushOptions, {**options, "repo_id": repo_id})
     with tempfile.TemporaryDirectory() as above:
-        folder = save_pretrained(la, Path(above) / "posterior", repo_id=repo_id, **of_saving)
+        folder = write_posterior(la, Path(above) / "posterior", push, overwrite=False)
         try:
-            api = huggingface_hub.HfApi(token=given.token, library_name=LIBRARY)
-            api.create_repo(repo_id, private=given.private, exist_ok=True)
+            api = huggingface_hub.HfApi(token=push.token, library_name=LIBRARY)
+            api.create_repo(repo_id, private=push.private, exist_ok=True)
             commit = api.upload_folder(
                 repo_id=repo_id,
                 folder_path=folder,
-                revision=given.revision,
-                create_pr=given.create_pr,
-                commit_message=given.commit_message or "Upload a posterior with contrastive-curvature",
-                allow_patterns=_FILES,
-                # Numbers of an earlier upload have another name.
-                delete_patterns=NUMBERS,
+                revision=push.revision,
+                create_pr=push.create_pr,
+                commit_message=push.commit_message or "Upload a posterior with contrastive-curvature",
+                allow_patterns=[FILE, CARD],
             )
         except Exception as error:  # the hub's errors have no common base
             received = f"{repo_id!r}, which the hub refuses ({_reason(error)})"

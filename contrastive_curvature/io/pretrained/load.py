@@ -2,24 +2,40 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from contrastive_curvature.artifact import read_header, read_tensors
 from contrastive_curvature.codec import unpacked
 from contrastive_curvature.embedding.match_probability import MatchProbability
-from contrastive_curvature.errors import ContrastiveCurvatureError, InputError, InputTypeError
-from contrastive_curvature.io.pretrained.folder import CONFIG, PretrainedInfo, Saved, place_of, read
+from contrastive_curvature.errors import InputError, InputTypeError
+from contrastive_curvature.io.pretrained.folder import (
+    CLASSES,
+    FILE,
+    KNOWN_LOSSES,
+    PosteriorInfo,
+    PretrainedInfo,
+    Saved,
+    encoder_of,
+    encoder_records,
+    name_of,
+    raw_outputs,
+)
 from contrastive_curvature.io.pretrained.hub import local_folder
-from contrastive_curvature.io.pretrained.posterior import constructor, fill
-from contrastive_curvature.laplace import TwoTowerLaplace
+from contrastive_curvature.laplace import ContrastiveLaplace, TwoTowerLaplace
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
+from contrastive_curvature.laplace.prediction import moved_inputs
 from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.network.digest import encoder_digest, state_tensors
 from contrastive_curvature.network.two_towers import TwoTowers
 from contrastive_curvature.pairs import RelationFunction
+
+_SAME_OUTPUTS = {torch.float64: 1e-6, torch.float32: 1e-2}
+"""Relative difference of the outputs of one encoder on two devices, at most; half precision has 0.1."""
 
 
 def load_pretrained(
@@ -61,101 +77,194 @@ def load_pretrained(
     if not isinstance(encoder, nn.Module):
         hint = "The folder holds the posterior; build the encoder and load its weights first."
         raise InputTypeError("encoder", "a torch.nn.Module with its weights", repr(encoder), hint)
-    folder = local_folder(source, revision, token, cache_dir, local_files_only)
-    saved, tensors = read(folder)
-    if saved.towers is not isinstance(encoder, TwoTowers):
-        wanted = "a TwoTowers" if saved.towers else "one encoder"
-        hint = "Pass contrastive_curvature.TwoTowers(encoder_a, encoder_b)." if saved.towers else ""
+    folder = local_folder(
+        source, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
+    )
+    saved, tensors = read_tensors(folder / FILE, Saved)
+    contents = saved.contents
+    if contents.towers is not isinstance(encoder, TwoTowers):
+        wanted = "a TwoTowers" if contents.towers else "one encoder"
+        hint = "Pass contrastive_curvature.TwoTowers(encoder_a, encoder_b)." if contents.towers else ""
         raise InputError("encoder", wanted, f"a {type(encoder).__name__}", hint)
-    given = {"loss": loss, "relation": relation, "backend": backend}
-    with _well_formed(folder):
-        if isinstance(encoder, TwoTowers):
-            return _towers(saved, tensors, encoder, given)
-        (only,) = saved.posteriors
-        kind, arguments = constructor(only, tensors, encoder, **given)
+    if isinstance(encoder, TwoTowers) and encoder.shared is not contents.shared:
+        kinds = ("two modules", "one module for both towers")
+        raise InputError("encoder", kinds[contents.shared], kinds[encoder.shared])
+    constructors = [
+        _constructor(info, unpacked(tree, tensors), encoder, loss, relation, backend)
+        for info, tree in zip(contents.posteriors, saved.trees, strict=True)
+    ]
+    kind, arguments = constructors[0]
+    if isinstance(encoder, TwoTowers):
+        if "last_layer_name" in arguments:
+            arguments["last_layer_name"] = [constructors[k][1]["last_layer_name"] for k in (0, -1)]
+        la: Any = TwoTowerLaplace(encoder, **arguments)
+        each = {f"encoder_{info.name}": getattr(la, info.name) for info in contents.posteriors}
+    else:
         la = kind(encoder, **arguments)
-        fill(la, only, tensors)
+        each = {"encoder": la}
+    for (argument, one), info, plain in zip(each.items(), contents.posteriors, saved.trees, strict=True):
+        device = next(one.model.parameters()).device
+        tree = unpacked(plain, {name: tensor.to(device) for name, tensor in tensors.items()})
+        _check_encoder(encoder_of(one), info.encoder, tree["encoder"], argument)
+        one.load_state_dict(tree["state"])
+        if tree["outputs"] is not None:
+            _check_outputs(one, moved_inputs(one.model, tree["state"]["data"], device), tree["outputs"], argument)
     return la
 
 
-def load_match(
-    source: Path | str,
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: Path | str | None = None,
-    local_files_only: bool = False,
-) -> MatchProbability:
+def load_match(source: Path | str, **hub: Any) -> MatchProbability:
     """Load the :class:`~contrastive_curvature.MatchProbability` that was saved with a posterior; needs no encoder.
 
     Args:
         source: As of :func:`load_pretrained`.
-        revision: As there.
-        token: As there.
-        cache_dir: As there.
-        local_files_only: As there.
+        **hub: ``revision``, ``token``, ``cache_dir`` and ``local_files_only``, as of :func:`load_pretrained`.
 
     Raises:
         InputError: See :func:`load_pretrained`; or none was saved with it.
     """
-    folder = local_folder(source, revision, token, cache_dir, local_files_only)
-    saved, tensors = read(folder)
+    folder = local_folder(source, **hub)
+    saved, tensors = read_tensors(folder / FILE, Saved)
     if saved.match is None:
         hint = "Save one with la.save_pretrained(folder, match=...)."
         raise InputError(str(folder), "a posterior with a MatchProbability", "one without", hint)
-    with _well_formed(folder):
-        state = unpacked(saved.match, tensors)
-        match = MatchProbability(use_uncertainty=state["use_uncertainty"], curve=state["curve"])
-        match.load_state_dict(state)
+    state = unpacked(saved.match, tensors)
+    match = MatchProbability(use_uncertainty=state["use_uncertainty"], curve=state["curve"])
+    match.load_state_dict(state)
     return match
 
 
-def read_info(
-    source: Path | str,
-    *,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: Path | str | None = None,
-    local_files_only: bool = False,
-) -> PretrainedInfo:
+def read_info(source: Path | str, **hub: Any) -> PretrainedInfo:
     """Read what is in a saved posterior; needs no encoder.
 
     Args:
         source: The folder, or a repository of the Hugging Face hub, as ``"user/name"``.
-        revision: Branch, tag or commit of the repository.
-        token: Of the hub.
-        cache_dir: Where the hub's files are kept.
-        local_files_only: Whether only files that were downloaded before are used.
+        **hub: ``revision``, ``token``, ``cache_dir`` and ``local_files_only``, as of :func:`load_pretrained`.
 
     Raises:
-        InputError: There is no such folder or repository, or its ``config.json`` is missing, damaged, foreign, or of
-            another version.
+        InputError: There is no such folder or repository, or its file is missing, damaged, foreign, or of another
+            version.
     """
-    folder = local_folder(source, revision, token, cache_dir, local_files_only)
-    return place_of(folder).read().info(folder)
+    folder = local_folder(source, **hub)
+    saved = read_header(folder / FILE, Saved)
+    return PretrainedInfo(folder=folder, size=(folder / FILE).stat().st_size, **dict(saved.contents))
 
 
-@contextlib.contextmanager
-def _well_formed(folder: Path) -> Iterator[None]:
-    """Refuse a header whose checksum is right, and whose content no posterior can be made of."""
-    try:
-        yield
-    except ContrastiveCurvatureError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        received = f"a malformed one ({type(error).__name__}: {(str(error).splitlines() or [''])[0]})"
-        Saved.refuse(str(folder / CONFIG), received, Saved.repaired_by)
+def _constructor(
+    info: PosteriorInfo, tree: Mapping[str, Any], encoder: nn.Module, loss: object, relation: object, backend: Any
+) -> tuple[Callable[..., ContrastiveLaplace], dict[str, Any]]:
+    """Return class and arguments of a saved posterior.
+
+    Args:
+        info: What is said of it.
+        tree: What it is made from, with tensors on the CPU.
+        encoder: The encoder.
+        loss: A loss of the user's own, which cannot be rebuilt.
+        relation: The relation, which cannot be rebuilt.
+        backend: A backend, or None for the default.
+
+    Raises:
+        InputError: Something that has to be given is missing or another one.
+    """
+    received = None if relation is None else name_of(relation)
+    if received != info.relation:
+        wanted, hint = "None", "The posterior was fitted with class labels; leave it out."
+        if info.relation is not None:
+            wanted = f"the function {info.relation} that the posterior was fitted with"
+            hint = "Its code is not in the folder. Pass relation=... as in backend_kwargs of the fit, under that name."
+        raise InputError("relation", wanted, received, hint)
+    arguments, options = dict(tree["arguments"]), dict(tree["options"])
+    if relation is not None:
+        options["relation"] = relation
+    # A contrastive loss may have been given by its options alone, as margin=0.5.
+    as_object = "loss" in tree["state"]["contrastive"]
+    if as_object or loss is not None:
+        same = _loss(info, tree["loss"], loss)
+        if as_object:
+            # The class refuses an encoder without parameters.
+            device = next((p.device for p in encoder.parameters()), "cpu")
+            options["loss"] = same if same is loss else same.to(device)
+    if backend is not None:
+        arguments["backend"] = backend
+    return CLASSES[info.kind], {**arguments, "backend_kwargs": options}
 
 
-def _towers(saved: Saved, tensors: dict[str, Tensor], encoder: TwoTowers, given: dict[str, Any]) -> TwoTowerLaplace:
-    if encoder.shared is not saved.shared:
-        kinds = ("two modules", "one module for both towers")
-        raise InputError("encoder", kinds[saved.shared], kinds[encoder.shared])
-    first, last = saved.posteriors[0], saved.posteriors[-1]
-    _, arguments = constructor(first, tensors, encoder, **given)
-    if "last_layer_name" in arguments:
-        arguments["last_layer_name"] = [one.arguments["last_layer_name"] for one in (first, last)]
-    la = TwoTowerLaplace(encoder, **arguments)
-    for one in saved.posteriors:
-        fill(getattr(la, one.info.name), one, tensors, f"encoder_{one.info.name}")
-    return la
+def _loss(info: PosteriorInfo, saved: tuple[str, Any], loss: object) -> CosineLoss:
+    """Return the loss of a saved posterior: the one that the user passed, if it is the same, or the rebuilt one."""
+    name, options = saved
+    if isinstance(loss, CosineLoss) and (type(loss).__qualname__, loss.description) == (name, info.loss):
+        return loss
+    if loss is None and not info.needs_loss:
+        return KNOWN_LOSSES[name].from_config(options)
+    received = loss.description if isinstance(loss, CosineLoss) else "None" if loss is None else name_of(loss)
+    hint = "Leave it out."
+    if info.needs_loss:
+        hint = (
+            f"Its code is not in the folder. Pass loss={name}(...) to load_pretrained, with its options: {info.loss}."
+        )
+    raise InputError("loss", f"the {name} that the posterior was fitted with, {info.loss}", received, hint)
+
+
+def _check_encoder(model: nn.Module, digest: str, saved: Sequence[Sequence[Any]], argument: str) -> None:
+    """Refuse another encoder, and name some parameters or buffers that differ.
+
+    Args:
+        model: From the user.
+        digest: Of the encoder that was saved.
+        saved: Its :func:`.encoder_records`.
+        argument: Name of the encoder in the message.
+    """
+    if any(tensor.is_meta for _, tensor in state_tensors(model)):
+        hint = "Load its weights: encoder.to_empty(device=...), then encoder.load_state_dict(...)."
+        raise InputError(argument, "an encoder with its weights", "one on the device meta", hint)
+    if encoder_digest(model) == digest:
+        return
+    was, now = _by_name(saved), _by_name(encoder_records(model))
+    both = [name for name in was if name in now]
+    kinds, shapes, values = ([name for name in both if was[name][i] != now[name][i]] for i in range(3))
+    missing, new = [name for name in was if name not in now], [name for name in now if name not in was]
+    hint = "Build the same architecture, and load its weights."
+    if missing or new:
+        received = f"one without {_some(missing)}" if missing else f"one with {_some(new)} too"
+    elif shapes:
+        received = f"another shape of {_some(shapes)}: {tuple(now[shapes[0]][1])} instead of {tuple(was[shapes[0]][1])}"
+    elif kinds:
+        received = f"{now[kinds[0]][0]} instead of {was[kinds[0]][0]} in {_some(kinds)}"
+        hint = f"Load its weights in that precision: a conversion, as encoder.to({was[kinds[0]][0]}), rounds them."
+    elif values:
+        received = f"other numbers in {len(values)} of {len(was)} parameters and buffers: {_some(values)}"
+        hint = "Load the encoder's weights first, as encoder.load_state_dict(...); or fit the posterior again."
+    else:
+        received = "its parameters in another order"
+    raise InputError(argument, "the encoder that the posterior was saved from", received, hint)
+
+
+def _check_outputs(la: Any, x: Any, saved: Tensor, argument: str) -> None:
+    """Refuse an encoder that has the weights and still computes something else.
+
+    Args:
+        la: A loaded posterior of a last layer.
+        x: Inputs that were saved.
+        saved: Raw outputs for them, shape (B, D).
+        argument: Name of the encoder in the message.
+    """
+    off = float((raw_outputs(la, x).double() - saved.double()).norm())
+    # Outputs of zero inputs may be zero.
+    size = max(float(saved.double().norm()), torch.finfo(torch.float32).tiny)
+    # Written so that NaN is refused too.
+    if not off <= _SAME_OUTPUTS.get(saved.dtype, 0.1) * size:
+        hint = "It has the same weights but other layers between them, as another activation or pooling."
+        wanted = "the encoder's outputs for the example inputs in the folder"
+        raise InputError(argument, wanted, f"others, {off / size:.2g} of their norm apart", hint)
+
+
+def _by_name(records: Iterable[Sequence[Any]]) -> dict[str, tuple[str, list[int], str]]:
+    # torch.compile and DistributedDataParallel put these before the names.
+    return {
+        name.removeprefix("_orig_mod.").removeprefix("module."): (kind, shape, checksum)
+        for name, kind, shape, checksum in records
+    }
+
+
+def _some(names: list[str], most: int = 3) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

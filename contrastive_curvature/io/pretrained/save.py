@@ -1,77 +1,154 @@
-"""``la.save_pretrained``: a posterior as a folder to keep or to share, with a model card."""
+"""``la.save_pretrained`` and ``la.push_to_hub``: a posterior as a folder to keep or to share, with a model card."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeVar
 
 import torch
+from pydantic import BaseModel, ConfigDict, FiniteFloat, StringConstraints, ValidationError
+from torch import Tensor
 
 import contrastive_curvature
 from contrastive_curvature import validate
-from contrastive_curvature.codec import TensorTable, packed
-from contrastive_curvature.errors import InputError, InputTypeError
+from contrastive_curvature.artifact import VERSION, target_folder, write_tensors, write_whole
+from contrastive_curvature.codec import TensorTable, packed, to_tree
+from contrastive_curvature.embedding.known import NOVELTY
+from contrastive_curvature.embedding.match_probability import MatchProbability
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.io.pretrained.folder import (
-    PretrainedInfo,
+    CARD,
+    CLASSES,
+    FILE,
+    KNOWN_LOSSES,
+    Contents,
+    PosteriorInfo,
     Saved,
-    SavedPosterior,
-    check_target,
-    numbers_file,
-    place_of,
-    write,
+    encoder_of,
+    encoder_records,
+    name_of,
+    raw_outputs,
 )
-from contrastive_curvature.io.pretrained.options import (
-    About,
-    SaveOptions,
-    check_repository,
-    is_repository,
-    parsed,
-)
-from contrastive_curvature.io.pretrained.posterior import saved_posterior
-from contrastive_curvature.laplace import ContrastiveLaplace, TwoTowerLaplace
+from contrastive_curvature.laplace import ContrastiveLaplace, FunctionSpaceLaplace, TwoTowerLaplace
+from contrastive_curvature.laplace.options import known_options
+from contrastive_curvature.laplace.prediction import moved_inputs
+from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.network.digest import encoder_digest
+from contrastive_curvature.network.inputs import Inputs, asks_for_example, check_inputs, slice_inputs, tokenized
 
 LIBRARY = "contrastive-curvature"
 """Name of this library on the Hugging Face hub."""
 
 _TAGS = (LIBRARY, "laplace", "uncertainty", "embeddings", "metric-learning")
 
+_ARGUMENTS = (
+    *("subset_of_weights", "hessian_structure", "enable_backprop", "dict_key_x", "dict_key_y"),
+    *("n_subset", "seed"),
+)
+
+_Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
+
+
+class About(BaseModel):
+    """What the model card says beyond the posterior itself.
+
+    Attributes:
+        fitted_on: What data the posterior was fitted on.
+        encoder_source: Where the encoder comes from: a repository of the hub, as ``"user/name"``, or a sentence.
+        license: Licence of what is shared, as the hub names it: ``"mit"``, ``"apache-2.0"``, ``"cc-by-nc-4.0"``.
+        metrics: Names and values of what was measured, as ``{"auroc": 0.97}``.
+        evaluated_on: What data that was measured on.
+        pipeline_tag: The hub's name of the task; ``"feature-extraction"``, unless it is given.
+        tags: Further tags.
+        notes: Anything else, Markdown.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
+
+    fitted_on: _Text | None = None
+    encoder_source: _Text | None = None
+    license: _Text | None = None
+    metrics: dict[_Text, FiniteFloat] | None = None
+    evaluated_on: _Text | None = None
+    pipeline_tag: _Text | None = None
+    tags: list[_Text] | None = None
+    notes: _Text | None = None
+
+
+class SaveOptions(About):
+    """Options of ``save_pretrained``, besides those of :class:`About`.
+
+    Attributes:
+        match: A fitted :class:`~contrastive_curvature.MatchProbability` for the same encoder, saved with the posterior;
+            :func:`contrastive_curvature.io.pretrained.load_match` reads it back.
+        example: One or two inputs to save in the place of the made-up ones that a last layer's state keeps, where the
+            encoder does not take those; for two towers a pair of them. They are in the folder.
+        repo_id: A repository of the Hugging Face hub, ``"user/name"``, that the folder will go to: the model card says
+            how to load it from there. Nothing is uploaded.
+    """
+
+    match: MatchProbability | None = None
+    example: Any = None
+    repo_id: str | None = None
+
+
+_Options = TypeVar("_Options", bound=SaveOptions)
+
 
 def save_pretrained(la: Any, folder: Path | str, *, overwrite: bool = False, **options: Any) -> Path:
-    """Write a posterior, or that of two towers, to a folder.
+    """Do what :meth:`.ContrastiveLaplace.save_pretrained` says."""
+    validate.flag("overwrite", overwrite)
+    return write_posterior(la, folder, parsed(SaveOptions, options), overwrite=overwrite)
 
-    Args:
-        la: The posterior.
-        folder: The folder; missing parents are made.
-        overwrite: Whether a saved posterior that is there may be replaced.
-        **options: See :class:`~contrastive_curvature.io.pretrained.SaveOptions`.
 
-    Returns:
-        The folder, with all links followed.
+def parsed(kind: type[_Options], options: Mapping[str, Any]) -> _Options:
+    """Return options as an object.
 
     Raises:
-        NotFittedError: Before ``fit``.
-        InputError: An option is malformed, or the folder holds something already.
-        UnsupportedError: The posterior is of a class of the user's own, or has options that are no plain values.
-        OSError: The folder cannot be written.
+        InputTypeError: One is unknown.
+        InputError: One has another type, is empty or not finite.
     """
-    from safetensors.torch import save
-
-    validate.flag("overwrite", overwrite)
-    given = parsed(SaveOptions, options)
-    if given.repo_id is not None:
-        check_repository(given.repo_id)
-    place = place_of(folder)
-    check_target(place, overwrite=overwrite)
-    table = TensorTable()
-    posteriors = _posteriors(la, table, given.example)
-    if given.match is not None and given.match._fitted is None:
+    try:
+        checked = kind(**options)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        name = ".".join(map(str, wrong["loc"]))
+        if wrong["type"] == "extra_forbidden":
+            raise InputTypeError(name, f"an option among {', '.join(kind.model_fields)}", name) from None
+        raise InputError(name, wrong["msg"].removeprefix("Input should be "), wrong["input"]) from None
+    if checked.repo_id is not None and not is_repository(checked.repo_id):
+        hint = "Letters, digits, '_', '-' and '.' stand in it, and neither '--' nor '..'."
+        raise InputError("repo_id", "the name of a repository, 'user/name'", checked.repo_id, hint)
+    if checked.match is not None and checked.match._fitted is None:
         hint = "Call match.fit_pairs(a, b, same) first."
         raise InputError("match", "a fitted MatchProbability", "one that is not fitted", hint)
-    match = packed(None if given.match is None else given.match.state_dict(), table, "match")
-    numbers = save(table.tensors)
-    saved = Saved(
+    return checked
+
+
+def is_repository(name: Any) -> bool:
+    """Return whether a name is that of a repository on the hub, ``"user/name"``."""
+    # Imported when used: the hub's package is not needed for a posterior in a folder.
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return isinstance(name, str) and "/" in name
+
+
+def write_posterior(la: Any, folder: Path | str, options: SaveOptions, *, overwrite: bool) -> Path:
+    """Write a posterior, or two of two towers, to a folder."""
+    place = target_folder("folder", folder, FILE, Saved.described, overwrite=overwrite)
+    table, match = TensorTable(), options.match
+    posteriors, trees = zip(*_posteriors(la, table, options.example), strict=True)
+    about = options.model_dump(include=set(About.model_fields), exclude_none=True)
+    contents = Contents(
         versions={
             "contrastive_curvature": contrastive_curvature.__version__,
             "torch": str(torch.__version__),
@@ -81,33 +158,144 @@ def save_pretrained(la: Any, folder: Path | str, *, overwrite: bool = False, **o
         towers=isinstance(la, TwoTowerLaplace),
         shared=isinstance(la, TwoTowerLaplace) and la.shared,
         posteriors=posteriors,
-        match=match,
-        about=About(**{name: getattr(given, name) for name in About.model_fields}),
-        numbers=numbers_file(numbers),
+        match=match is not None,
+        metrics=about.pop("metrics", {}),
+        about=about,
     )
-    card = _card(saved.info(place.path), given.repo_id)
-    write(place, saved, numbers, card, overwrite=overwrite)
-    return place.path
+    saved = Saved(
+        contents=contents,
+        trees=list(trees),
+        match=None if match is None else packed(match.state_dict(), table, "match"),
+    )
+    place.mkdir(parents=True, exist_ok=True)
+    write_tensors(place / FILE, saved, table.tensors, follow=False)
+    card = _card(contents, options.repo_id or place.name, options.repo_id)
+    write_whole(place / CARD, lambda file: file.write(card.encode()), follow=False)
+    return place
 
 
-def _posteriors(la: Any, table: TensorTable, example: Any) -> list[SavedPosterior]:
+def _posteriors(la: Any, table: TensorTable, example: Any) -> list[tuple[PosteriorInfo, Any]]:
     if isinstance(la, ContrastiveLaplace):
-        return [saved_posterior(la, "encoder", table, "", example)]
+        return [_posterior(la, "encoder", table, example)]
     if not isinstance(la, TwoTowerLaplace):
         raise InputTypeError("la", "a posterior of likelihood='contrastive'", f"a {type(la).__name__}")
     if example is not None and not (isinstance(example, (tuple, list)) and len(example) == 2):
         raise InputTypeError("example", "inputs of both towers, (a, b)", f"a {type(example).__name__}")
     of_a, of_b = example or (None, None)
-    saved = [saved_posterior(la.a, "a", table, "a.", of_a)]
-    return saved if la.shared else [*saved, saved_posterior(la.b, "b", table, "b.", of_b)]
+    saved = [_posterior(la.a, "a", table, of_a)]
+    return saved if la.shared else [*saved, _posterior(la.b, "b", table, of_b)]
 
 
-def _card(info: PretrainedInfo, repo_id: str | None) -> str:
+def _posterior(la: Any, name: str, table: TensorTable, example: Inputs | None) -> tuple[PosteriorInfo, Any]:
+    """Return what is said of a fitted posterior, and what it is made from; the table takes its tensors."""
+    if type(la) is not CLASSES.get(type(la).__name__):
+        raise UnsupportedError(
+            f"save_pretrained: {type(la).__name__} is a class of your own, which load_pretrained cannot construct. Use "
+            "torch.save(la.state_dict(), path)."
+        )
+    state, outputs = la.state_dict(), None
+    if "data" in state:
+        state["data"], outputs = _example(la, example)
+    elif example is not None:
+        hint = "Only a posterior of a last layer keeps inputs; leave it out."
+        raise InputError("example", "None for this posterior", "inputs", hint)
+    loss, relation, encoder = la.backend.loss, la.curvature_options.relation, encoder_of(la)
+    loss_options = _loss_config(loss)
+    prior = la.prior_precision.detach().double().cpu()
+    calibration, classes = la.known.calibration, la.class_centres
+    records = list(encoder_records(encoder))
+    tree = {
+        "arguments": _arguments(la),
+        "options": _given_options(la),
+        "loss": (type(loss).__qualname__, loss_options),
+        "encoder": records,
+        "outputs": outputs,
+        "state": state,
+    }
+    info = PosteriorInfo(
+        name=name,
+        kind=type(la).__name__,
+        subset_of_weights=la.subset_of_weights,
+        hessian_structure=la.hessian_structure,
+        dtype=str(la._dtype),
+        n_outputs=la.n_outputs,
+        n_params=la.n_params,
+        n_data=la.n_data,
+        loss=loss.description,
+        needs_loss=loss_options is None,
+        relation=None if relation is None else name_of(relation),
+        options={key: value for key, value in state["contrastive"].items() if key != "loss"},
+        prior_precision=float(prior) if prior.numel() == 1 else None,
+        prior_precisions=(prior.numel(), float(prior.min()), float(prior.max())),
+        temperature=la.temperature,
+        typical_norm=la.typical_norm,
+        n_classes=None if classes is None else len(classes.labels),
+        calibrated=calibration is not None,
+        n_calibration=None if calibration is None else len(calibration.reference.statistics),
+        score=NOVELTY if calibration is None else str(calibration.score),
+        curvature_error=la.curvature_error,
+        encoder=encoder_digest(encoder),
+        n_encoder_tensors=len(records),
+    )
+    return info, packed(to_tree(tree), table, name)
+
+
+def _example(la: Any, example: Any) -> tuple[Inputs, Tensor]:
+    """Return at most two inputs to save, those of the user or the made-up ones of the state, and their raw outputs.
+
+    Raises:
+        InputTypeError: Texts, and the encoder has no tokenizer; or no batch.
+        InputError: The encoder does not take them, or its outputs are not finite.
+    """
+    given = la.data if example is None else tokenized(encoder_of(la), example, "example")
+    few = slice_inputs(check_inputs(given, "example"), slice(0, 2))
+    with asks_for_example(example):
+        try:
+            outputs = raw_outputs(la, moved_inputs(la.model, few, la._device))
+        except Exception as error:  # what an encoder raises at inputs of another kind has no common base
+            reason = (str(error) or type(error).__name__).splitlines()[0]
+            raise InputError("example", "inputs that the encoder takes", reason) from error
+        if outputs.shape[1:] != (la.n_outputs,) or not bool(outputs.isfinite().all()):
+            wanted = f"inputs with finite outputs of shape (N, {la.n_outputs})"
+            raise InputError("example", wanted, f"outputs of shape {tuple(outputs.shape)}")
+    return to_tree(few), outputs
+
+
+def _arguments(la: Any) -> dict[str, Any]:
+    """Return arguments of the constructor, besides the options of the curvature, that are not in the state."""
+    arguments = {name: getattr(la, name) for name in _ARGUMENTS if hasattr(la, name)}
+    if isinstance(la, FunctionSpaceLaplace):
+        del arguments["hessian_structure"]
+    if la.subset_of_weights == "subnetwork":
+        arguments["subnetwork_indices"] = la.backend.subnetwork_indices.cpu()
+    if la.on_last_layer:
+        arguments["last_layer_name"] = la._last_layer_name
+    return arguments
+
+
+def _given_options(la: Any) -> dict[str, Any]:
+    """Return the options of the curvature that are not the defaults, besides the loss and the relation."""
+    known, options = known_options(la._backend_cls), la.curvature_options
+    left_out = ("loss", "relation", *(("distance", "pd_fix") if options.given_loss else ()))
+    given = {**options.named(), **la._own_options}
+    named = {name: value for name, value in given.items() if name not in left_out}
+    return {name: v for name, v in named.items() if v != known.get(name) or type(v) is not type(known.get(name))}
+
+
+def _loss_config(loss: CosineLoss) -> dict[str, Any] | None:
+    """Return the options that make this loss; None where it takes code of the user's own, or was changed by hand."""
+    if type(loss) is KNOWN_LOSSES.get(type(loss).__name__):
+        with suppress(InputError):
+            return type(loss).from_config(loss.config()).config()
+    return None
+
+
+def _card(info: Contents, name: str, repo_id: str | None) -> str:
     """Return the model card: Markdown, with metadata for the hub in front."""
     import jinja2
     from huggingface_hub import EvalResult, ModelCardData
 
-    about, name = info.about, repo_id or info.folder.name
+    about = info.about
     task = about.get("pipeline_tag", "feature-extraction")
     source = about.get("encoder_source")
     results = [
@@ -134,5 +322,10 @@ def _card(info: PretrainedInfo, repo_id: str | None) -> str:
     environment.filters["cell"] = lambda text: " ".join(text.split()).replace("|", "\\|")
     template = environment.from_string(files(__package__).joinpath("card.md.jinja").read_text(encoding="utf-8"))
     return template.render(
-        metadata=data.to_yaml(), info=info, name=name, source=repo_id or "path/to/this/folder", library=LIBRARY
+        metadata=data.to_yaml(),
+        info=info,
+        name=name,
+        source=repo_id or "path/to/this/folder",
+        library=LIBRARY,
+        format_version=VERSION,
     )

@@ -7,7 +7,7 @@ import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, cast
 
 import numpy as np
 import torch
@@ -150,13 +150,16 @@ def _batch(la: Any, example: Any) -> Example:
                 wanted = "a mapping of names to tensors"
                 hint = "What is no tensor is a part of the graph: set it in the encoder, and leave it out here."
                 raise InputTypeError("example", wanted, f"{key!r} of type {type(value).__name__}", hint)
-    n, moved = input_length(batch), move_inputs(batch, la._device)
+    n, moved = input_length(batch), cast(Example, move_inputs(batch, la._device))
+    # A graph that was traced with one point may hold for one only.
+    return moved if n > 1 else _mapped(moved, lambda _, x: x.repeat_interleave(2, 0) if _of_batch(x, n) else x)
 
-    def twice(value: Tensor) -> Tensor:
-        # A graph that was traced with one point may hold for one only.
-        return value.repeat_interleave(2, dim=0) if n == 1 and _of_batch(value, n) else value
 
-    return twice(moved) if isinstance(moved, Tensor) else {key: twice(value) for key, value in moved.items()}
+def _mapped(example: Any, function: Callable[[str, Tensor], Any]) -> Any:
+    """Return a function of the name of every tensor (``""`` for the only one) and of the tensor."""
+    if isinstance(example, Tensor):
+        return function("", example)
+    return {key: function(key, value) for key, value in example.items()}
 
 
 def _of_batch(value: Tensor, n: int) -> bool:
@@ -190,18 +193,13 @@ def _trace(module: ServedEncoder, example: Example, axes: dict[str, list[int]]) 
         # Sizes that an encoder needs, such as those of a kernel, become the range of the axis.
         return shape | dict.fromkeys(axes[key], torch.export.Dim.DYNAMIC)
 
-    shapes: Any
-    if isinstance(example, dict):
-        shapes = {key: shape_of(key, value) for key, value in example.items()}
-    else:
-        shapes = shape_of("", example)
     message = (
         "export: torch.export cannot trace the encoder ({}). Its forward must not choose what to run by the values or "
         "the number of its inputs, nor leave torch: replace such ifs by torch.where, or export the numpy scorer, "
         "la.export('scorer.npz'), and compute its features in Python."
     )
     with refusing(message), torch.no_grad():
-        return torch.export.export(module, (example,), dynamic_shapes=(shapes,), strict=False)
+        return torch.export.export(module, (example,), dynamic_shapes=(_mapped(example, shape_of),), strict=False)
 
 
 @torch.no_grad()

@@ -24,13 +24,6 @@ from contrastive_curvature.vmf.estimation import concentration_of_variance
 
 FORMAT, VERSION = "contrastive_curvature.served", 1
 
-_BUFFERS = (
-    *("typical_norm", "centres", "typical_ratio", "location", "scale", "rows", "counts"),
-    *("variance", "bias_variance", "axes", "basis", "along", "across", "common", "covariance", "trace"),
-    *("known_centre", "known_axes", "known_inside", "known_outside"),
-    *("known_basis", "known_weights", "known_slopes", "known_offsets"),
-)
-
 
 class ServedEncoder(nn.Module):
     """``mu, kappa, uncertainty, p_value = module(x)``: a copy of the encoder with the arrays of its posterior.
@@ -157,12 +150,12 @@ class ScoreHead(nn.Module):
             rows[: self.n] = arrays["statistics"]
             arrays["rows"] = rows.view(-1, width)
         self.tolerance = float(arrays.get("rounding", 0.0))
-        for name in _BUFFERS:
-            self.register_buffer(name, arrays.get(name))
         # As tensors, because ONNX would round plain numbers to float32 first.
         limits = torch.finfo(torch.float64)
-        self.register_buffer("tiny", torch.tensor(limits.tiny, dtype=torch.float64, device=weight.device))
-        self.register_buffer("largest", torch.tensor(limits.max, dtype=torch.float64, device=weight.device))
+        arrays["tiny"] = torch.tensor(limits.tiny, dtype=torch.float64, device=weight.device)
+        arrays["largest"] = torch.tensor(limits.max, dtype=torch.float64, device=weight.device)
+        for name in ScoreHead.__annotations__:
+            self.register_buffer(name, arrays.get(name))
 
     def forward(self, z: Tensor, phi: Tensor) -> tuple[Tensor, ...]:
         """Score raw outputs (B, D) of features (B, F)."""

@@ -1,4 +1,4 @@
-"""Thin adapters that hand the output Hessian to a host library and its answer back."""
+"""Thin adapters that pass the output Hessian to a host library and return its curvature."""
 
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend, ContrastiveGGN
 

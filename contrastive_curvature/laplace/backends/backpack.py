@@ -13,8 +13,8 @@ from contrastive_curvature.network.pullback import Pullback
 class BackPackContrastiveGGN(ContrastiveBackend):
     """Generalised Gauss-Newton of a pair loss by BackPACK's extensions; see :class:`ContrastiveBackend`.
 
-    An encoder that BackPACK cannot differentiate is refused when it is fitted: a layer or a setting that it does not
-    know, a function in the forward of a module, a layer that runs twice.
+    ``fit`` refuses an encoder that BackPACK cannot differentiate: an unknown layer or setting, a function in the
+    forward of a module, a layer that runs twice.
     """
 
     @override

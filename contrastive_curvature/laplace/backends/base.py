@@ -1,11 +1,11 @@
-"""What all adapters share: laplace-torch's curvature interface on top of a pullback.
+"""The common base of all adapters: laplace-torch's curvature interface on top of a pullback.
 
-An adapter says how its host pulls the output Hessian back to all parameters of a network
-(:meth:`ContrastiveBackend.all_parameters`); subnetworks, last layers, data sets and batches follow from that.
+An adapter defines how its host pulls the output Hessian back to all parameters of a network
+(:meth:`ContrastiveBackend.all_parameters`). Subnetworks, last layers, data sets and batches are built on this method.
 
-The host's contract: ``diag``, ``full`` and ``kron`` take a batch and return ``(loss, curvature)``, both summed over
-what the batch stands for in a data set of ``N`` points; Jacobians are (batch, outputs, parameters). ``diag`` and
-``full`` are exact. A data set's pairs do not fall apart into batches, so the contrastive Laplace classes call
+The host's contract: ``diag``, ``full`` and ``kron`` take a batch and return ``(loss, curvature)``, both scaled to the
+batch's share of a data set of ``N`` points; Jacobians are (batch, outputs, parameters). ``diag`` and ``full`` are
+exact. The pairs of a data set cannot be split into batches, so the contrastive Laplace classes call
 :meth:`ContrastiveBackend.fit` instead.
 """
 
@@ -67,33 +67,34 @@ class ContrastiveBackend(GGNInterface, ABC):
     """Generalised Gauss-Newton of the contrastive loss, for laplace-torch.
 
     Args:
-        model: The encoder; for a last layer, analysed (:class:`contrastive_curvature.network.encoder.Encoder`).
+        model: The encoder; for a last layer, an analysed :class:`contrastive_curvature.network.encoder.Encoder`.
         likelihood: ``"contrastive"``.
-        last_layer: Only the last linear layer.
+        last_layer: Whether to use only the last linear layer.
         subnetwork_indices: Entries of the flattened trainable parameters, or ``None``.
-        dict_key_x: Not used; a mapping is given to the model whole.
-        dict_key_y: Where a mapping keeps the labels.
-        loss: A loss (:mod:`contrastive_curvature.losses`); ``None`` takes the contrastive one with ``margin``,
+        dict_key_x: Not used; the model receives the whole mapping.
+        dict_key_y: Key of the labels in a mapping.
+        loss: A loss (:mod:`contrastive_curvature.losses`); ``None``: the contrastive loss with ``margin``,
             ``negative_weight`` and ``normalization``.
         distance: See :class:`~contrastive_curvature.options.Distance`; with a ``loss``, by default its own.
         pd_fix: See :class:`~contrastive_curvature.options.PDFix`; with a ``loss``, by default its own.
         margin: See :class:`~contrastive_curvature.ContrastiveLoss`.
         negative_weight: See :class:`~contrastive_curvature.ContrastiveLoss`.
         normalization: See :class:`~contrastive_curvature.ContrastiveLoss`.
-        pairs: Of a loss of pairs: ``"dataset"``, exact over all pairs of the data set, or ``"batch"``, only pairs
+        pairs: For a loss of pairs: ``"dataset"``, exact over all pairs of the data set, or ``"batch"``, only pairs
             inside a batch, rescaled. Losses of anchors compare within batches, as in training.
-        positives: Where a loader has two views of every input, and labels: ``"views"`` of one input belong together, or
-            inputs with the same of the ``"labels"``; ``None``: labels for losses of classes, views for the others.
-        relation: Instead of class labels, a callable on the loader's targets that returns two boolean masks.
-        rank: Number of eigenpairs of the structure ``lowrank``, or of eigenvectors that ``kron_lowrank`` keeps of the
-            input factor, there ``None`` to choose it from the spectrum.
-        negative_samples: Number M of points, drawn uniformly, that replace all negatives: a price of N M instead of N^2
-            (``docs/large_data.md``). ``None`` counts all pairs. ``"auto"``, the default, takes 2,000 from 30,000 points
-            on, where the fix and the structure have no cross terms or products with all pairs. For class labels and a
-            loss of pairs, with ``pairs="dataset"``.
+        positives: For a loader with two views of every input and labels. ``"views"``: the views of one input are
+            positives; ``"labels"``: inputs with equal labels are positives; ``None``: labels for losses of classes,
+            views for other losses.
+        relation: A callable that replaces class labels: it maps the loader's targets to two boolean masks.
+        rank: Number of eigenpairs of ``lowrank``, or number of eigenvectors of the input factor that ``kron_lowrank``
+            keeps; for ``kron_lowrank``, ``None`` chooses it from the spectrum.
+        negative_samples: Number M of uniformly drawn points that replace all negatives: N M pairs instead of N^2
+            (``docs/large_data.md``). ``None`` counts all pairs. ``"auto"``, the default, draws 2,000 for 30,000 points
+            or more, if the fix and the structure have no cross terms or products with all pairs. Only for class labels
+            and a loss of pairs, with ``pairs="dataset"``.
         mc_samples: ``None``: exact. K: an unbiased estimate of the structures ``diag`` and ``kron`` from K random
-            backward passes, see :func:`contrastive_curvature.ggn`; the same samples at every fit.
-        options: All of these, parsed; those that are given by name besides it replace its own.
+            backward passes, see :func:`contrastive_curvature.ggn`; every fit uses the same samples.
+        options: All options above, parsed; an option passed by name replaces the value in here.
 
     Raises:
         InputError: An option is unknown or out of range.
@@ -121,9 +122,10 @@ class ContrastiveBackend(GGNInterface, ABC):
         if options is None or given:
             options = CurvatureOptions.parse(given if options is None else {**options.named(), **given})
         self.options, self.loss = options, options.loss
-        # The host knows no contrastive likelihood; what it derives from the name is replaced below.
+        # The host does not know the contrastive likelihood; the lines below replace the attributes that it derives from
+        # the name.
         super().__init__(model, "regression", False, subnetwork_indices, dict_key_x, dict_key_y)
-        # Which layer is the last may not be known yet, and the host asks for its parameters.
+        # The last layer may still be unknown, but the host would ask for its parameters.
         self.likelihood, self.last_layer = likelihood, last_layer
         self.lossfunc = self.loss
         self.factor = 1.0
@@ -141,7 +143,7 @@ class ContrastiveBackend(GGNInterface, ABC):
 
     @abstractmethod
     def all_parameters(self, encoder: Encoder) -> Pullback:
-        """The host's pullback to all trainable parameters of an encoder.
+        """Return the host's pullback to all trainable parameters of an encoder.
 
         Args:
             encoder: The analysed encoder, in evaluation mode.
@@ -150,19 +152,19 @@ class ContrastiveBackend(GGNInterface, ABC):
             The pullback, at the parameters' present values.
 
         Raises:
-            UnsupportedError: The host cannot differentiate a layer of it; the message names the layer, and
-                :class:`~contrastive_curvature.laplace.backends.ContrastiveGGN`, which can.
+            UnsupportedError: The host cannot differentiate a layer of the encoder; the message names the layer, and
+                recommends :class:`~contrastive_curvature.laplace.backends.ContrastiveGGN`.
         """
 
     def subnetwork_parameters(self, encoder: Encoder, indices: Tensor) -> Pullback:
-        """The host's pullback to some entries of the parameters."""
+        """Return the host's pullback to some entries of the parameters."""
         return SubnetworkPullback(self.all_parameters(encoder), indices)
 
     def pullback(self, probe: Inputs) -> Pullback:
         """Return the pullback to this backend's parameters, at their present values."""
         encoder = self.encoder(probe)
         if self.last_layer:
-            # One linear layer has closed forms, which leave nothing to a host.
+            # One linear layer has closed forms, so no host is needed.
             width = encoder.require_last_layer().in_features
             return LastLayerPullback(encoder, sketch_size(width, self.options.rank) if self.sketches_inputs else None)
         check_trainable(encoder)
@@ -183,7 +185,7 @@ class ContrastiveBackend(GGNInterface, ABC):
     def kron(self, x: Inputs, y: Tensor, N: int | None = None, **kwargs: Any) -> tuple[Tensor, HostKron]:
         """Return loss and Kronecker factors that a batch adds to the estimate for N points."""
         loss, curvature = self._batch(x, y, N, Kron)
-        # The host adds up means over all points.
+        # The host adds up means over all points, so each batch divides by all of them.
         whole = curvature.points.new_tensor(len(y) if N is None else N)
         return loss, HostKron(replace(curvature, points=whole).plain())
 
@@ -204,7 +206,7 @@ class ContrastiveBackend(GGNInterface, ABC):
             return pullback.vjp(context, axes), z
 
     def last_layer_jacobians(self, x: Inputs, enable_backprop: bool = False) -> tuple[Tensor, Tensor]:
-        """Do the same as :meth:`jacobians`, which already knows whether this is a last-layer backend."""
+        """Call :meth:`jacobians`, which handles last-layer backends too."""
         return self.jacobians(x, enable_backprop)
 
     def gradients(self, x: Inputs, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -216,7 +218,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         raise UnsupportedError("gradients: a loss of pairs has no gradient per point. Use diag, full or kron.")
 
     def read(self, batch: Any) -> tuple[Inputs, Tensor]:
-        """Take apart a batch ``(x, labels)`` or a mapping, and bring it to the model's device."""
+        """Split a batch ``(x, labels)`` or a mapping into inputs and labels, on the model's device."""
         related = self.options.relation is not None
         views = read_views(self.model, batch, self.dict_key_y, related=related)
         if views.second is not None or views.targets is None:
@@ -234,7 +236,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         return views.first, views.targets
 
     def points_of(self, batch: Any) -> Batch:
-        """Take apart what a loader yields, as the loss takes it."""
+        """Convert a batch of a loader into the form that the loss needs."""
         if self.loss.compares == "pairs":
             return labelled_batch(*self.read(batch), self.options.relation)
         views = read_views(self.model, batch, self.dict_key_y, related=self.options.relation is not None)
@@ -243,11 +245,11 @@ class ContrastiveBackend(GGNInterface, ABC):
         return points
 
     def identity(self, structure: type[Structure]) -> dict[str, str]:
-        """Return what parts of one fit have in common: the encoder and all options."""
+        """Return the identity that all parts of one fit share: the encoder and all options."""
         options = {field.name: getattr(self.options, field.name) for field in fields(self.options)}
-        # The loss stands by itself below; whether it was given by name or as an object makes no other curvature.
+        # The loss has its own entry below; passing it by name or as an object gives the same curvature.
         del options["loss"], options["given_loss"]
-        # A function has no text that another process could compare.
+        # A function has no text that processes could compare.
         options["relation"] = self.options.relation is not None
         indices = self.subnetwork_indices
         weights = "last layer" if self.last_layer else "all"
@@ -265,17 +267,18 @@ class ContrastiveBackend(GGNInterface, ABC):
     def fit(self, loader: Iterable[Any], structure: type[Structure], progress: bool | None = None) -> DatasetCurvature:
         """Return the unclamped curvature of a data set, times its scale.
 
-        Inside an initialised ``torch.distributed`` process group, every process gives its share of the data, and all
-        get the curvature of all of it.
+        Inside an initialised ``torch.distributed`` process group, every process passes its share of the data, and all
+        get the curvature of the whole data set.
 
         Args:
             loader: Batches ``(x, labels)`` or mappings.
-            structure: What is kept of the curvature.
+            structure: Structure of the curvature.
             progress: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
         Returns:
-            Curvature, loss and number of points. With ``normalization="type"``, a mean over pairs, both are multiplied
-            by N / 2, so that they grow with the data; on classes of equal size this equals ``"anchor"``.
+            Curvature, loss and number of points. With ``normalization="type"``, a mean over pairs, curvature and loss
+            are multiplied by N / 2, so that they grow with the data; for classes of equal size this equals
+            ``"anchor"``.
 
         Raises:
             InputError: See :meth:`~contrastive_curvature.laplace.posterior.ContrastiveLaplace.fit`.
@@ -294,7 +297,7 @@ class ContrastiveBackend(GGNInterface, ABC):
             if exchange is not None:
                 identity = self.identity(structure)
                 check_agreed(exchange, {**identity, "backend": type(self).__name__})
-                # One process shows its progress for all.
+                # Only the first process shows its progress.
                 progress = progress if exchange.rank == 0 else False
                 f = self._fit(pullback, structure, Progress(progress), (exchange.rank, exchange.count))
                 reader = self._reader(loader, exchange.rank)
@@ -313,7 +316,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         statistics: State | None,
         progress: bool | None,
     ) -> State:
-        """Return what a pass over a part of the data finds: the second one, with the statistics of all parts.
+        """Run the first pass over a part of the data, or the second pass if ``statistics`` of all parts are passed.
 
         ``loader`` is ``None`` for a part without points.
         """
@@ -335,7 +338,7 @@ class ContrastiveBackend(GGNInterface, ABC):
     def fit_of_parts(
         self, structure: type[Structure], statistics: State, curvature: State, probe: Inputs
     ) -> DatasetCurvature:
-        """Return the curvature of a data set from what :meth:`fit_part` gave for all its parts."""
+        """Return the curvature of a data set from the states of :meth:`fit_part` for all its parts."""
         identity = self.identity(structure)
         check_identity(statistics, identity)
         check_identity(curvature, {**identity, "statistics": digest_of(statistics)})
@@ -350,14 +353,14 @@ class ContrastiveBackend(GGNInterface, ABC):
         """Return the leading eigenvectors (P, R) and eigenvalues (R,) over all pairs of a data set, times its scale.
 
         Args:
-            loader: Batches, always in the same order; of a shuffling ``DataLoader`` the data set in its own order.
+            loader: Batches, always in the same order; a shuffling ``DataLoader`` is read in the order of its data set.
             progress: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
         Returns:
-            The pair of them as curvature, loss and number of points.
+            The eigenpairs as curvature, loss and number of points.
 
         Raises:
-            UnsupportedError: ``pairs="batch"``; or a sample stands for all negatives, and the fix couples points.
+            UnsupportedError: ``pairs="batch"``; or a sample replaces all negatives, and the fix couples points.
             InputError: The backend has no rank.
         """
         if self.options.pairs == "batch":
@@ -380,14 +383,14 @@ class ContrastiveBackend(GGNInterface, ABC):
         """Return ``J^T H J v`` over all pairs of a data set, unclamped, times its scale; no matrix is formed.
 
         Args:
-            loader: Batches, always in the same order; of a shuffling ``DataLoader`` the data set in its own order.
+            loader: Batches, always in the same order; a shuffling ``DataLoader`` is read in the order of its data set.
             v: Shape (P,).
 
         Returns:
             Shape (P,).
 
         Raises:
-            UnsupportedError: A sample stands for all negatives, and does not give the product.
+            UnsupportedError: A sample replaces all negatives, and the fix couples points.
         """
         with self._all_at_once(loader, Progress(None)) as (pullback, reader, hessian):
             product = curvature_product(pullback, hessian, reader.inputs, v)
@@ -396,12 +399,12 @@ class ContrastiveBackend(GGNInterface, ABC):
     def fit_subset(
         self, loader: Iterable[Any], size: int, seed: int = 0, progress: bool | None = None
     ) -> tuple[HessianSubset, Tensor, Tensor, int]:
-        """Draw points of a data set, with a square root of their output Hessian, times the data set's scale.
+        """Draw points of a data set, with a square root of their output Hessian, multiplied by the data set's scale.
 
         Args:
             loader: Batches.
             size: Number of points.
-            seed: Of the draw.
+            seed: Seed of the draw.
             progress: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
         Returns:
@@ -432,7 +435,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         return *out.curvature.plain(), out.loss
 
     def _batch(self, x: Inputs, y: Tensor, n_data: int | None, structure: type[_S]) -> tuple[Tensor, _S]:
-        """Return loss and curvature that a batch of a data set of ``n_data`` points stands for."""
+        """Return loss and curvature of a batch, scaled to its share of a data set of ``n_data`` points."""
         options, loss = self.options, self.loss
         with evaluation_mode(self.model), torch.no_grad():
             pullback = self.pullback(x)
@@ -451,21 +454,21 @@ class ContrastiveBackend(GGNInterface, ABC):
     def _fit(
         self, pullback: Pullback, structure: type[Structure], progress: Progress, part: tuple[int, int] = (0, 1)
     ) -> Fit:
-        """Return the loss over the data that the options ask for."""
+        """Return the fit that the options define."""
         self.options.check_structure(structure)
         of_batches = BATCHES if self.loss.compares == "pairs" else ANCHORS
         source = DATASET if self.options.over_dataset else of_batches
         return Fit(source, [pullback], structure, self.options, progress, part)
 
     def _reader(self, loader: Any, part: int = 0) -> Reader:
-        # Over all pairs of a data set, points of two passes are told apart by their place in the order.
+        # For all pairs of a data set, a point is recognised in the second pass by its position in the order.
         return Reader(in_fixed_order(loader) if self.options.over_dataset else loader, self.points_of, part)
 
     @contextmanager
     def _ready(self, loader: Iterable[Any], *, shares: bool = False) -> Iterator[tuple[Encoder, Pullback]]:
-        """Give the encoder in evaluation mode, and the pullback; ``shares`` as of ``check_loader``."""
+        """Yield the encoder in evaluation mode, and the pullback; for ``shares`` see ``check_loader``."""
         check_loader(loader, shares=shares)
-        # An encoder that is analysed already may have a part of the data without a point.
+        # With an analysed encoder, a part of the data may be empty.
         probe = {} if self._encoder is not None else self.points_of(first_batch(loader)).x
         with evaluation_mode(self.model), torch.no_grad():
             yield self.encoder(probe), self.pullback(probe)
@@ -474,7 +477,7 @@ class ContrastiveBackend(GGNInterface, ABC):
     def _all_at_once(
         self, loader: Iterable[Any], progress: Progress
     ) -> Iterator[tuple[Pullback, Reader, WholeHessian]]:
-        """Give the pullback, the batches in a fixed order, and the output Hessian of all points, for products."""
+        """Yield the pullback, the batches in a fixed order, and the output Hessian of all points, for products."""
         if samples_of(self.options) is not None and self.loss.coupled:
             refuse_sampled(
                 f"pd_fix={str(self.loss.pd_fix)!r} couples points, and this structure multiplies with all pairs"
@@ -485,7 +488,7 @@ class ContrastiveBackend(GGNInterface, ABC):
             yield pullback, reader, whole_hessian(f, Passes(reader, encoder, pullback))
 
     def at_data_scale(self, out: DatasetCurvature) -> DatasetCurvature:
-        """Multiply by N / 2 where the loss is a mean over pairs, so that it grows with the data; see :meth:`fit`."""
+        """Multiply by N / 2 if the loss is a mean over pairs, so that it grows with the data; see :meth:`fit`."""
         scale = self.loss.data_scale(out.n)
         return replace(out, curvature=out.curvature.scaled(scale), loss=scale * out.loss, cost=scale * out.cost)
 
@@ -500,5 +503,5 @@ class ContrastiveGGN(ContrastiveBackend):
         return make_pullback(encoder, "all")
 
     def subnetwork_parameters(self, encoder: Encoder, indices: Tensor) -> Pullback:
-        """Differentiates only the parameters that the entries lie in."""
+        """Return a pullback that differentiates only the parameters with chosen entries."""
         return make_pullback(encoder, indices)

@@ -13,10 +13,10 @@ from contrastive_curvature.network.pullback import Pullback
 class CurvlinopsContrastiveGGN(ContrastiveBackend):
     """Generalised Gauss-Newton of a pair loss by curvlinops; see :class:`ContrastiveBackend`.
 
-    ``kron`` is curvlinops' K-FAC where the blocks are positive semidefinite and it knows the layers, else the equal
-    factors of :mod:`contrastive_curvature.network.layerwise`; ``lowrank`` takes the products of
-    :class:`~contrastive_curvature.hosts.curvlinops.ContrastiveGGNLinearOperator`. ``diag`` and ``full``, which an
-    operator has column by column only, come from the shared code.
+    ``kron`` is curvlinops' K-FAC if the blocks are positive semidefinite and curvlinops knows the layers, otherwise the
+    equal factors of :mod:`contrastive_curvature.network.layerwise`; ``lowrank`` uses the products of
+    :class:`~contrastive_curvature.hosts.curvlinops.ContrastiveGGNLinearOperator`. ``diag`` and ``full`` come from the
+    shared code, because an operator gives only one column at a time.
     """
 
     @override

@@ -1,4 +1,4 @@
-"""The adapter for StochMan."""
+"""laplace-torch's backend by StochMan."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from contrastive_curvature.network.pullback import Pullback
 class StochManContrastiveGGN(ContrastiveBackend):
     """Generalised Gauss-Newton of the contrastive loss through StochMan's layers; see :class:`ContrastiveBackend`.
 
-    The encoder is converted by :func:`~contrastive_curvature.hosts.stochman.to_nnj`, parameters shared; one with a
-    layer that StochMan does not have is refused when it is fitted. The diagonal is StochMan's as far as its rules are
-    exact (``docs/migration.md``); everything else is computed as :class:`ContrastiveGGN` does it.
+    :func:`~contrastive_curvature.hosts.stochman.to_nnj` converts the encoder and shares its parameters; ``fit`` refuses
+    an encoder with a layer that StochMan does not have. StochMan computes the diagonal if its rules are exact
+    (``docs/migration.md``); :class:`ContrastiveGGN` computes all other results.
     """
 
     @override
