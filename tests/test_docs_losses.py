@@ -54,7 +54,7 @@ def test_every_loss_and_every_fix_stands_on_the_page() -> None:
     concrete = [kind.__name__ for kind in kinds if not kind.__abstractmethods__]
     assert len(concrete) >= 10
     for name in concrete:
-        found = any(row.startswith(f"| `{name}(") for row in rows)
+        found = any(row.startswith(f"| `{name}` (") for row in rows)
         assert found, f"{name} has no row in the table at the top of docs/losses.md"
     for fix in cc.PDFix:
         assert f'| `"{fix}"` |' in losses
