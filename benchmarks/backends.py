@@ -21,7 +21,7 @@ from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from benchmarks.experiments import networks
+from benchmarks.experiments import training
 from benchmarks.machine import Case, count_flop, finished, machine_line, measure_cases, measure_peak, table, take_turns
 from contrastive_curvature.testing.contract import make_backend
 
@@ -64,7 +64,7 @@ def make_network(name: str) -> tuple[nn.Module, tuple[int, ...]]:
         layers = [nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, OUTPUTS)]
         return nn.Sequential(*layers), (784,)
     if name == "paper":
-        encoder = networks.make_network("fashionmnist", OUTPUTS)
+        encoder = training.make_network("fashionmnist", OUTPUTS)
         for module in encoder.modules():
             if isinstance(module, nn.ReLU):
                 # BackPACK's own hooks do not stand layers that work in place.

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from benchmarks.experiments.data import load_data
-from benchmarks.experiments.networks import make_network
+from benchmarks.experiments.data import read_idx
+from benchmarks.experiments.training import make_network
 from benchmarks.machine import Case, machine_line, measure_cases, measure_peak, measure_time, table
 from benchmarks.pairwise import pairwise_curvature
 from contrastive_curvature.hessian.sphere import normalize
@@ -200,9 +201,8 @@ def load_images(root: str | None, points: int) -> tuple[Tensor, Tensor, str]:
         labels = torch.arange(points) % 10
         patterns = nn.functional.interpolate(torch.rand(10, 1, 4, 4), size=28, mode="bilinear")
         return patterns[labels] + 0.3 * torch.rand(points, 1, 28, 28), labels, "synthetic images of the same shape"
-    data = load_data("fashionmnist", root, ood="none").train
-    images, labels = zip(*(data[k] for k in range(min(points, len(data)))), strict=True)
-    return torch.stack(images), torch.as_tensor(labels), "Fashion-MNIST, training set"
+    data = read_idx("fashionmnist", Path(root), "train")
+    return data.images(range(min(points, len(data)))), data.targets[:points], "Fashion-MNIST, training set"
 
 
 def train(encoder: nn.Module, images: Tensor, labels: Tensor, steps: int) -> None:

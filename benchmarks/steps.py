@@ -20,8 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from benchmarks.experiments.methods.training import ContrastiveStep
-from benchmarks.experiments.networks import NETWORKS, make_network
+from benchmarks.experiments.training import NETWORKS, ContrastiveStep, make_network
 from benchmarks.machine import (
     Case,
     count_flop,

@@ -55,10 +55,10 @@ def test_parts_are_there_and_the_suite_is_run_whole(tmp_path: Path, capsys: pyte
 
 def test_table_2_is_shared_out_whole() -> None:
     """Every method of every seed once; ensembles, which need all seeds, in none."""
-    rows = table_rows(2)
+    rows = table_rows("2")
     made = table2.units(rows, ["0", "1"])
     done = [(seed, key) for seed, keys in made for key in keys]
     assert len(set(done)) == len(done)
-    assert set(done) == {(seed, row.key) for seed in ("0", "1") for row in rows if not row.is_ensemble}
+    assert set(done) == {(seed, row.key) for seed in ("0", "1") for row in rows if row.method != "deep_ensemble"}
     assert made[0][1][0] == "deterministic"
     assert all("deterministic" in keys for _, keys in made if "laplace_posthoc" in keys)

@@ -10,10 +10,7 @@ from hypothesis import strategies as st
 from torch.distributions import Normal
 
 from benchmarks.experiments import figures, plan
-from benchmarks.experiments.data import RetrievalData, TensorSplit
 from benchmarks.experiments.evaluate import retrieve
-from benchmarks.experiments.methods import embed
-from benchmarks.experiments.methods.embed import SphereSpread
 from benchmarks.experiments.methods.hedged import choose_pairs
 from benchmarks.experiments.methods.pfe import mutual_likelihood_score
 from benchmarks.experiments.methods.scores import VMFMixture
@@ -27,6 +24,7 @@ from benchmarks.experiments.methods.triplet import (
     gaussians,
     mine_triplets,
 )
+from benchmarks.experiments.training import spread_of, unit
 from contrastive_curvature import metrics, triplet, vmf
 from contrastive_curvature.metrics import brier_score, retrieval_votes
 
@@ -95,51 +93,15 @@ def test_trapezoid_of_the_precision_recall_curve():
     assert metrics.auprc(inside, outside) == pytest.approx(0.5 + 1 / 3)
 
 
-def split(targets):
-    return TensorSplit(torch.zeros(len(targets), 1, 8, 8, dtype=torch.uint8), targets)
-
-
-def by_hand(same, queries, gallery, leave_one_out):
-    similarity = torch.nn.functional.cosine_similarity(queries.unsqueeze(1), gallery, dim=2)
-    if leave_one_out:
-        similarity.fill_diagonal_(-2)
-        same = same & ~torch.eye(len(same), dtype=torch.bool)
+def test_retrieval_leaves_the_query_out():
+    z, labels = torch.randn(30, 4), torch.randint(4, (30,))
+    similarity = torch.nn.functional.cosine_similarity(z.unsqueeze(1), z, dim=2).fill_diagonal_(-2)
+    same = (labels.unsqueeze(1) == labels) & ~torch.eye(30, dtype=torch.bool)
     order = similarity.argsort(1, descending=True)[:, :10]
-    return same.gather(1, order), same.sum(1), order[:, 0]
-
-
-@pytest.mark.parametrize("with_gallery", [True, False])
-@pytest.mark.parametrize("positions", [True, False])
-def test_retrieval_by_labels_and_by_positions(with_gallery, positions):
-    queries, gallery = torch.randn(30, 4), torch.randn(40, 4)
-    held = gallery if with_gallery else queries
-
-    def near(a, b):
-        apart = torch.cdist(a, b)
-        return apart <= 25, apart > 25
-
-    if positions:
-        targets, held_targets = torch.rand(30, 2).double() * 80, torch.rand(40, 2).double() * 80
-        same = near(targets, held_targets if with_gallery else targets)[0]
-    else:
-        targets, held_targets = torch.randint(4, (30,)), torch.randint(4, (40,))
-        same = targets.unsqueeze(1) == (held_targets if with_gallery else targets)
-    data = RetrievalData(
-        "fake",
-        "Fake",
-        "",
-        split(targets),
-        split(targets),
-        gallery=split(held_targets) if with_gallery else None,
-        # what trains is stricter than what counts as right
-        relation=(lambda a, b: (torch.cdist(a, b) <= 5, torch.cdist(a, b) > 25)) if positions else None,
-        relevance=near if positions else None,
-    )
-    got = retrieve(data, queries, gallery if with_gallery else None)
-    relevant, counts, nearest = by_hand(same, queries, held, not with_gallery)
-    assert torch.equal(got.ranking.relevant, relevant)
-    assert torch.equal(got.ranking.n_positives, counts)
-    assert torch.equal(got.nearest, nearest)
+    ranking, nearest = retrieve(z, labels)
+    assert torch.equal(ranking.relevant, same.gather(1, order))
+    assert torch.equal(ranking.n_positives, same.sum(1))
+    assert torch.equal(nearest, order[:, 0])
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=17, unique=True))
@@ -148,11 +110,11 @@ def test_ensembles_share_no_encoder_and_are_planned_when_their_seeds_are_done(se
     members = [seed for group in groups for seed in group]
     assert len(set(members)) == len(members) == 5 * max(1, len(seeds) // 5)
     assert members[: len(seeds)] == sorted(seeds)[: len(members)]
-    cells = plan.plan_cells(plan.table_rows(2), seeds)
+    cells = plan.plan_cells(plan.table_rows("2"), seeds)
     assert len({(cell.row.key, cell.seed) for cell in cells}) == len(cells) == 15 * len(seeds) + 2 * len(groups)
     place = {cell.seed: number for number, cell in enumerate(cells) if cell.row.key == plan.BASE}
     for number, cell in enumerate(cells):
-        assert cell.row.is_ensemble == bool(cell.members)
+        assert (cell.row.method == "deep_ensemble") == bool(cell.members)
         assert all(place[seed] < number for seed in cell.members if seed in place)
 
 
@@ -161,10 +123,7 @@ def test_sums_give_what_all_samples_give(n_samples, dim, noise, seed):
     torch.manual_seed(seed)
     samples = torch.randn(5, dim) + noise * torch.randn(n_samples, 5, dim)
     samples = torch.nn.functional.normalize(samples, dim=2)
-    spread = SphereSpread()
-    for u in samples:
-        spread.add(u)
-    found = spread.prediction()
+    found = spread_of(samples)
     mu, kappa = vmf.fit(samples.double())
     assert torch.allclose(found.mean, mu.float(), atol=1e-5)
     assert torch.allclose(1 / found.uncertainty, kappa.float(), rtol=1e-2)
@@ -187,9 +146,9 @@ def test_mixture_is_the_sum_of_its_classes(dim, seed):
     torch.manual_seed(seed)
     labels = torch.randint(4, (30,)) * 10
     labels[0] = 99  # the only image of its class
-    u = embed.unit(torch.randn(30, dim, dtype=torch.float64))
+    u = unit(torch.randn(30, dim, dtype=torch.float64))
     mixture = VMFMixture.fit(u, labels)
-    queries = embed.unit(torch.randn(7, dim, dtype=torch.float64))
+    queries = unit(torch.randn(7, dim, dtype=torch.float64))
     terms, several = [], []
     for number, label in enumerate(sorted(set(labels.tolist()))):
         rows = u[labels == label]

@@ -13,12 +13,12 @@ from scipy import ndimage
 from tables import covering
 
 from benchmarks.transfer import baselines, figures, results
-from benchmarks.transfer.cli import main
 from benchmarks.transfer.corruption import KINDS, LEVELS, corrupt
 from benchmarks.transfer.feature_file import FeatureFile, Pairs, save_features
 from benchmarks.transfer.figures import best_threshold
 from benchmarks.transfer.judge import Judgement, judge
 from benchmarks.transfer.rows import all_rows
+from benchmarks.transfer.run import main
 from contrastive_curvature import metrics
 
 

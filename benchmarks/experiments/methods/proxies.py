@@ -13,13 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.experiments.data.split import RetrievalData, Split
-from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.deterministic import EncoderMethod
-from benchmarks.experiments.methods.embed import unit
-from benchmarks.experiments.methods.training import train
+from benchmarks.experiments.data import RetrievalData, Split
+from benchmarks.experiments.training import Fitted, Prediction, Setting, encode, train, unit
 from contrastive_curvature import vmf
-from contrastive_curvature.errors import UnsupportedError
 
 _CLOSED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "l2": vmf.squared_euclidean_distance,
@@ -156,61 +152,32 @@ class ProxyStep(nn.Module):
         return -_CLOSED[distance](mu, kappa, self.directions, proxy_kappa) / temperature
 
 
-class Proxies(EncoderMethod):
-    """Every class has a proxy; an image is drawn to that of its class and away from all others.
+def proxies(
+    setting: Setting, data: RetrievalData, seed: int, encoders: list[nn.Module], distance: str = SAMPLED
+) -> Fitted:
+    """Give every class a proxy; an image is drawn to that of its class and away from all others.
 
     A raw output stands for a von Mises-Fisher distribution, whose concentration is its length times a learned scale
     (see :class:`ProxyStep`): the images that the encoder answers with long outputs are the certain ones. Retrieval is
-    by the cosine, as in the document. The proxies are not used after training, but kept.
-
-    Args:
-        setting: How the encoder is made and trained; its margin is not used.
-        distance: ``"cosine"``, ``"l2"``, ``"nivmf"``, ``"b_vmf"``, ``"el_vmf"``, ``"kl_vmf"`` or ``"el_nivmf"``.
-            ``"cosine"`` and ``"nivmf"`` do not depend on an embedding's concentration: the score is the length of an
-            output that the loss does not see. With them and with ``"l2"``, an embedding is no distribution, and there
-            are no samples.
+    by the cosine, as in the document. ``"cosine"`` and ``"nivmf"`` do not depend on an embedding's concentration: the
+    score is the length of an output that the loss does not see. With them and with ``"l2"``, an embedding is no
+    distribution, and there are no samples.
     """
+    step = train(setting, data, seed, lambda encoder, probe: ProxyStep(encoder, probe, data.train.targets, distance))
+    scale = float(step.scale().detach())
 
-    name = "proxies"
-
-    def __init__(self, setting: Setting, distance: str = SAMPLED) -> None:
-        super().__init__(setting)
-        self.distance = distance
-
-    def fit(self, data: RetrievalData, seed: int, base: Method | None = None) -> None:
-        """See :meth:`Method.fit`; without ``base``.
-
-        Raises:
-            UnsupportedError: The training images have positions instead of classes.
-        """
-        targets = data.train.targets
-        if targets.is_floating_point() or targets.ndim != 1:
-            raise UnsupportedError(
-                "proxies: the training images have positions and no classes for proxies. Take 'deterministic'."
-            )
-
-        def make_step(encoder: nn.Module, probe: Tensor) -> nn.Module:
-            return ProxyStep(encoder, probe, targets, self.distance)
-
-        step = train(self.setting, data, seed, make_step=make_step)
-        assert isinstance(step, ProxyStep)
-        self.encoder, self._scale = step.encoder, float(step.scale().detach())
-
-    def outputs(self, split: Split) -> Tensor:
+    def outputs(split: Split) -> Tensor:
         """Embeddings in units of their concentration, shape (N, D), on the CPU: raw outputs times the scale."""
-        return self._scale * super().outputs(split)
+        return scale * encode(setting, step.encoder, split)
 
-    def predict(self, split: Split) -> Prediction:
-        """Unit embeddings; one over the concentration."""
-        z = self.outputs(split)
+    def predict(split: Split) -> Prediction:
+        z = outputs(split)
         return Prediction(unit(z), 1 / z.norm(dim=1))
 
-    def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor] | None:
-        """Draws from each image's own distribution; ``None`` where the distance takes it for none."""
-        return self._draw(split, n_samples, seed) if self.distance in DISTRIBUTION else None
-
-    def _draw(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
-        mu, kappa = vmf.from_embedding(self.outputs(split))
+    def samples(split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
+        mu, kappa = vmf.from_embedding(outputs(split))
         generator = torch.Generator().manual_seed(seed)
         for _ in range(n_samples):
             yield vmf.sample(mu, kappa, 1, generator)[0]
+
+    return Fitted(predict, samples if distance in DISTRIBUTION else None)

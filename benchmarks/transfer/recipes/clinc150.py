@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from benchmarks.transfer.corruption import LEVELS, TEXT_KINDS, corrupt_text
 from benchmarks.transfer.feature_file import FeatureFile
 from benchmarks.transfer.recipes.queries import read_queries
-from benchmarks.transfer.recipes.recipe import Recipe
 from benchmarks.transfer.recipes.text_encoder import make_text_encoder, parts_of
 from benchmarks.transfer.train import LOSSES, Training, seeded, train
 
@@ -72,9 +71,9 @@ def _features(trunk: nn.Module, numbers: Tensor) -> NDArray[np.float32]:
         return torch.cat([trunk(rows) for rows in numbers.split(_ROWS)]).numpy()
 
 
-CLINC150 = tuple(
-    Recipe(f"clinc150-{name}{_DIM}-{loss}", f"CLINC150{title}, D = {_DIM}, {loss}", partial(_make, loss, left_out))
+CLINC150 = {
+    f"clinc150-{name}{_DIM}-{loss}": (f"CLINC150{title}, D = {_DIM}, {loss}", partial(_make, loss, left_out))
     for name, title, left_out in (("", "", 0), ("unseen-", f", {_LEFT_OUT} intents left out", _LEFT_OUT))
     for loss in LOSSES
-)
+}
 """Dimension 64, three losses, of queries of seen and of unseen intents."""
