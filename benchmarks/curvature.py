@@ -240,7 +240,6 @@ def render(results: Case) -> str:
     cases = results["cases"]
     out = [
         "# Curvature: time and memory",
-        "",
         f"`python -m benchmarks.curvature`, {machine_line(results['machine'])}. Fastest of several calls; "
         "memory (MiB) is what the first call took above its inputs. On a GPU all times are by the clock.",
     ]
@@ -251,43 +250,33 @@ def render(results: Case) -> str:
         head += ["node MiB", "paper MiB", "chunked MiB", "error float64", "float32"]
         rows = []
         for case in listed:
-            row = [
-                case["distance"],
-                case["pd_fix"],
-                *(f"{1e3 * case[name]['cpu_seconds']:.2f}" for name in ("node", "ggn")),
-            ]
+            row = [case["distance"], case["pd_fix"]]
+            row += [f"{1e3 * case[name]['cpu_seconds']:.2f}" for name in ("node", "ggn")]
             for name in CHUNKS:
                 row += [f"{case[name]['cpu_seconds']:.2f}", f"{case[name]['ratio']:.0f}"]
             row += [f"{case[name]['peak_mib']:.0f}" for name in ("node", *CHUNKS)]
             rows.append([*row, *(f"{error:.0e}" for error in case["error"].values())])
         out += [
-            "",
             f"## {n} points, {count} triplets, last layer {width} -> {dim}",
-            "",
             "Paper: every pair pulled back on its own, the whole batch at once as in the released code; chunked: the "
             f"same, {CHUNKS['chunked']} pairs at a time, which stay in the cache. `cc.ggn` also runs and checks the "
             "encoder. One thread, processor time.",
-            "",
             table(head, rows),
         ]
     head = ["s by the clock", "s of processor", "MiB"]
     if wide:
         n, width, dim = wide[0]["sizes"]
         rows = [[case["distance"], case["pd_fix"], *_cost(case["node"], 3)] for case in wide]
-        title = f"## {n} points, class labels, last layer {width} -> {dim}"
-        out += ["", title, "", table(["distance", "fix", *head], rows)]
+        out += [f"## {n} points, class labels, last layer {width} -> {dim}", table(["distance", "fix", *head], rows)]
     for case in whole:
         rows = [["forward pass", *_cost(case["forward"], 1)], ["curvature", *_cost(case["node"], 1)]]
         out += [
-            "",
             f"## All {case['ordered_pairs']:,} ordered pairs of {case['points']:,} points, arccos, fixed, margin 0.7",
-            "",
             f"{case['source']}; {case['encoder']}; {case['negatives_inside']:.0%} of the negatives inside the margin. "
             f"One forward pass of the encoder, then the curvature from features: {case['ratio']:.1f} times as fast.",
-            "",
             table(["", *head], rows),
         ]
-    return "\n".join(out) + "\n"
+    return "\n\n".join(out) + "\n"
 
 
 def _cost(measured: dict[str, float], digits: int) -> list[str]:

@@ -321,25 +321,19 @@ def render(results: Case) -> str:
         for decision, found in one["decisions"].items()
         if decision not in wide
     ]
-    below = ["", table(["encoder", "decision", "result"], alone)] if alone else []
-    return "\n".join(
-        [
-            "# Asked and observed errors of thresholds",
-            "",
-            f"`python -m benchmarks.thresholds`, {machine_line(results['machine'])}; {SPLITS} splits of the test",
-            "inputs, by class where training has not seen the classes (`*`), else by input.",
-            "",
-            "Each cell: error asked for / observed on average (share of splits above the one asked for: a half, by",
-            "chance, where an error holds on average); after the semicolon the share of queries answered, or of pairs",
-            "of one class missed. Wrong answers: half of the encoder's error is asked for; among the answered with a",
-            f"confidence of {CONFIDENCE:g}. Drift: share of {STREAMS} streams of test inputs with a false alarm (asked",
-            "/ observed); missed: streams without an alarm within 100 inputs of another kind.",
-            "",
-            table(["encoder", *wide], rows),
-            *below,
-            "",
-        ]
-    )
+    parts = [
+        "# Asked and observed errors of thresholds",
+        f"`python -m benchmarks.thresholds`, {machine_line(results['machine'])}; {SPLITS} splits of the test\n"
+        "inputs, by class where training has not seen the classes (`*`), else by input.",
+        "Each cell: error asked for / observed on average (share of splits above the one asked for: a half, by\n"
+        "chance, where an error holds on average); after the semicolon the share of queries answered, or of pairs\n"
+        "of one class missed. Wrong answers: half of the encoder's error is asked for; among the answered with a\n"
+        f"confidence of {CONFIDENCE:g}. Drift: share of {STREAMS} streams of test inputs with a false alarm (asked\n"
+        "/ observed); missed: streams without an alarm within 100 inputs of another kind.",
+        table(["encoder", *wide], rows),
+        *([table(["encoder", "decision", "result"], alone)] if alone else []),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def _cell(found: Case) -> str:

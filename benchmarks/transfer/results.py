@@ -69,7 +69,6 @@ def read_results(folder: Path) -> list[Result]:
 def write_result(path: Path, result: Result) -> Result:
     """Write a result with figures of four digits and one line a row; gives it as a reader will find it."""
     rounded = _rounded(result)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "\n".join(_lines(rounded)) + "\n")
     return rounded
 
