@@ -250,14 +250,12 @@ def render(results: Case) -> str:
         errors = [f"{row[name]:.1e}" if row.get(name) is not None else "" for name in ("error", "true_error")]
         shown.append([_kind(row), f"{row['n']:,}", negatives, f"{row['seconds']:.2f}", f"{row['mib']:.0f}", *errors])
     head = ["fit", "points", "negatives", "seconds", "MiB beyond the mapping", "reported error", "true error"]
-    lines = [
+    grows = []
+    parts = [
         "# A fit of the last layer against the number of points",
-        "",
         f"`python -m benchmarks.scale`, {machine_line(results['machine'])}. {FEATURES} features (float16 on disk), "
         f"{DIMENSIONS} dimensions, {CLASSES} classes, margin {MARGIN}.",
-        "",
         table(head, shown),
-        "",
     ]
     for fitted, samples in dict.fromkeys((_kind(row), row["samples"]) for row in rows):
         mine = [row for row in rows if (_kind(row), row["samples"]) == (fitted, samples)]
@@ -265,10 +263,8 @@ def render(results: Case) -> str:
         if first["n"] < last["n"]:
             power = math.log(last["seconds"] / first["seconds"]) / math.log(last["n"] / first["n"])
             kind = "all pairs" if samples is None else f"{samples:,} negatives"
-            lines.append(
-                f"- {fitted}, {kind}: seconds grow with N to the power {power:.2f} from {first['n']:,} to "
-                f"{last['n']:,} points."
-            )
+            sizes = f"from {first['n']:,} to {last['n']:,} points"
+            grows.append(f"- {fitted}, {kind}: seconds grow with N to the power {power:.2f} {sizes}.")
     shown = [
         [f"{row['n']:,}", f"{row['classes']:,}", step, *(f"{value:.2f}" for value in row[step].values())]
         for row in results["parts"]
@@ -276,8 +272,7 @@ def render(results: Case) -> str:
     ]
     head = ["points", "classes", "pass", "seconds a part", "seconds of all merges", "MiB a part", "MiB merged"]
     title = f"In {PARTS} parts, one after the other, `kron_lowrank`, {SAMPLES:,} negatives:"
-    lines += ["", title, "", table(head, shown)]
-    return "\n".join(lines) + "\n"
+    return "\n\n".join([*parts, "\n".join(grows), title, table(head, shown)]) + "\n"
 
 
 def _kind(row: Case) -> str:
