@@ -10,22 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from benchmarks.experiments import plan
 from benchmarks.experiments.data import RetrievalData
-from benchmarks.experiments.plan import (
-    ALPHAS,
-    BASE,
-    COLUMNS,
-    DEMO,
-    MEMBERS,
-    NOVELTY,
-    OWN,
-    PAPER_DATA,
-    QUALITY,
-    UNCERTAINTY,
-    known_rows,
-    paper_rows,
-    score_titles,
-)
 from benchmarks.machine import table, write_atomically
 
 FORMAT = 5
@@ -50,8 +36,8 @@ _VARIANTS = {
 _SECONDS = {"fit": "fit [s]", "predict": "predict [s]", "predict_over_forward": "predict / plain forward pass"}
 _SCORES = {
     "sum_std": "sum of standard deviations (released code)",
-    UNCERTAINTY: "uncertainty alone",
-    NOVELTY: "novelty alone",
+    plan.UNCERTAINTY: "uncertainty alone",
+    plan.NOVELTY: "novelty alone",
     "inverse_kappa": "1/κ",
     "inverse_kappa_sampled": "1/κ of samples",
     "harmonic": "harmonic mean of variances (PFE's own)",
@@ -59,9 +45,9 @@ _SCORES = {
     "norm": "minus norm of the mean",
 }
 _STEPS = (
-    ("training", BASE, "fit"),
+    ("training", plan.BASE, "fit"),
     ("curvature fit, prior and calibration", _POSTERIOR, "fit"),
-    ("deterministic forward pass, all test images", BASE, "predict"),
+    ("deterministic forward pass, all test images", plan.BASE, "predict"),
     ("prediction with uncertainty, novelty and p-value, all test images", _POSTERIOR, "predict"),
     ("prediction / forward pass (ratio)", _POSTERIOR, "predict_over_forward"),
     ("prediction with sampled networks, all test images", _POSTERIOR, "predict_inverse_kappa_sampled"),
@@ -90,7 +76,7 @@ def write_report(out: Path, config: Results, data: RetrievalData) -> str:
         if "failed" not in one and not before & set(one["members"]):
             cells.append(one)
     # A prediction is held against the plain forward passes of the same seed.
-    plain = {one["seed"]: one["seconds"]["predict"] for one in cells if one["row"] == BASE}
+    plain = {one["seed"]: one["seconds"]["predict"] for one in cells if one["row"] == plan.BASE}
     for one in cells:
         if one["seed"] in plain:
             one["seconds"]["predict_over_forward"] = one["seconds"]["predict"] / plain[one["seed"]]
@@ -111,7 +97,7 @@ def write_report(out: Path, config: Results, data: RetrievalData) -> str:
         "cells": cells,
         "failed": [one for one in everything if "failed" in one],
     }
-    text = (demo_page if config["table"] == DEMO else table_page)(results)
+    text = (demo_page if config["table"] == plan.DEMO else table_page)(results)
     write_atomically(out / "results.json", json.dumps(results, indent=1, allow_nan=False) + "\n")
     write_atomically(out / "results.md", text)
     return text
@@ -153,18 +139,18 @@ def shown(summary: Results | None, digits: int = 3) -> str:
 def table_page(results: Results) -> str:
     """The table, the paper's figures below each row, scores and definitions of the released code, seconds, notes."""
     config, data, found = results["config"], results["data"], results["rows"]
-    rows = [row for row in known_rows(config["table"]) if row.key in found]
-    paper = paper_rows(config["table"], config["data"])
-    columns = COLUMNS[config["table"]]
+    rows = [row for row in plan.known_rows(config["table"]) if row.key in found]
+    paper = plan.paper_rows(config["table"], config["data"])
+    columns = plan.COLUMNS[config["table"]]
     columns = columns | {k: v for k, v in _EXTRA.items() if any(k in found[row.key]["figures"] for row in rows)}
     lines = []
     for row in rows:
         figures = found[row.key]["figures"]
         lines.append([row.title, *(shown(figures.get(key)) for key in columns), len(found[row.key]["seeds"])])
         if row.key in paper:
-            lines.append(_paper_line(f"*paper, {PAPER_DATA[config['table']]}*", paper[row.key], columns))
+            lines.append(_paper_line(f"*paper, {plan.PAPER_DATA[config['table']]}*", paper[row.key], columns))
     if "hib" in paper and "hib" not in found:
-        lines.append(_paper_line(f"*HIB; paper, {PAPER_DATA[config['table']]}*", paper["hib"], columns))
+        lines.append(_paper_line(f"*HIB; paper, {plan.PAPER_DATA[config['table']]}*", paper["hib"], columns))
     variants = {
         key: title
         for key, title in _VARIANTS.items()
@@ -173,10 +159,10 @@ def table_page(results: Results) -> str:
     scores = []
     for row in rows:
         released = shown(found[row.key]["figures"].get("ece_released"))
-        two = NOVELTY in found[row.key]["variants"]
+        two = plan.NOVELTY in found[row.key]["variants"]
         own = "the method's own: novelty for AUROC and AUPRC, uncertainty else" if two else "the method's own"
         for name, figures in found[row.key]["variants"].items():
-            score = own if name == OWN else _SCORES.get(name, name)
+            score = own if name == plan.OWN else _SCORES.get(name, name)
             scores.append([row.title, score, *(shown(figures.get(key)) for key in variants), released])
             released = ""  # The votes are the method's, whichever score it is asked for.
     seconds = [[row.title, *(shown(found[row.key]["seconds"].get(key), 1) for key in _SECONDS)] for row in rows]
@@ -222,7 +208,7 @@ def _notes(results: Results, paper: bool) -> list[str]:
         "Released code: AUPRC by the trapezoidal rule; AUSC with the neighbour's uncertainty added, over 99 "
         "percentiles; ECE over bins [low, high), which leave out full agreement.",
     ]
-    if any(NOVELTY in row["variants"] for row in rows.values()):
+    if any(plan.NOVELTY in row["variants"] for row in rows.values()):
         notes.append(
             "LAM has two scores: AUROC and AUPRC are of its novelty, AUSC and R-AUROC of its uncertainty. All other "
             "methods have one score for both questions."
@@ -234,13 +220,13 @@ def _notes(results: Results, paper: bool) -> list[str]:
         )
     if any(key.startswith("deep_ensemble") for key in rows):
         notes.append(
-            f"Deep ensembles ({MEMBERS} votes for the ECE, whatever the others have): {MEMBERS} seeds of the run at a "
-            "time form one from their deterministic encoders; fewer are filled up with encoders of further seeds. "
+            f"Deep ensembles ({plan.MEMBERS} votes for the ECE, whatever the others have): so many seeds of the run at "
+            "a time form one from their deterministic encoders; fewer are filled up with encoders of further seeds. "
             "Aligned: the members are rotated onto the first. The paper has one ensemble, not aligned, and so no "
             "deviation."
         )
     if paper:
-        data = PAPER_DATA[config["table"]]
+        data = plan.PAPER_DATA[config["table"]]
         notes.append(f"*Paper*: Warburg et al. (2023), on {data}, mean ± standard deviation of five runs.")
         if config["table"] == "2" and (config["dim"], config["epochs"], config["train_size"]) != (3, 20, None):
             notes.append("Not the paper's setting (dimension 3, 20 epochs, all training images): compare with care.")
@@ -263,7 +249,7 @@ def demo_page(results: Results) -> str:
     head = f"latent dimension {config['dim']}, {config['epochs']} epochs; out of distribution: "
     parts = [f"# contrastive_curvature demo: {config['data']}, {head}{results['data']['ood_title']}"]
     seeds = sorted({one["seed"] for one in results["cells"]})
-    paper = paper_rows("2", config["data"])
+    paper = plan.paper_rows("2", config["data"])
     for seed in seeds:
         alone = {one["row"]: summarized([one]) for one in results["cells"] if one["seed"] == seed}
         parts += [f"Seed {seed}", _demo_table(alone, paper if len(seeds) == 1 else {})]
@@ -290,24 +276,24 @@ def demo_page(results: Results) -> str:
 
 
 def _demo_table(rows: Results, paper: Results) -> str:
-    columns, lines = COLUMNS[DEMO], []
-    for row in known_rows(DEMO):
+    columns, lines = plan.COLUMNS[plan.DEMO], []
+    for row in plan.known_rows(plan.DEMO):
         found = rows.get(row.key, {"variants": {}})
-        for name, title in score_titles(DEMO, row).items():
+        for name, title in plan.score_titles(plan.DEMO, row).items():
             if name in found["variants"]:
                 figures = found["figures"] | found["variants"][name]
                 seconds = found["seconds"].get(f"predict_{name}", found["seconds"]["predict"])
                 seconds = shown(found["seconds"].get("search", seconds), 1)
                 lines.append([title, *(shown(figures.get(key)) for key in columns), seconds])
     for key, title in {_POSTERIOR: "LAM post-hoc", "laplace_online": "LAM online"}.items() if paper else ():
-        cells = [f"{paper[key][name][0]:.2f}" if name in QUALITY else "–" for name in columns]
+        cells = [f"{paper[key][name][0]:.2f}" if name in plan.QUALITY else "–" for name in columns]
         lines.append([f"Warburg et al. 2023: {title}", *cells, "–"])
     return table(["score", *columns.values(), "seconds"], lines)
 
 
 def flagged(figures: Results, data: Results) -> str:
     """The table of flagged images of the demonstration's page; empty where there are no p-values."""
-    alphas = [alpha for alpha in ALPHAS if f"flagged_known_{alpha}" in figures]
+    alphas = [alpha for alpha in plan.ALPHAS if f"flagged_known_{alpha}" in figures]
     if not alphas:
         return ""
     lines = []

@@ -16,14 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from benchmarks.experiments.methods.scores import VMFMixture, neighbor_distance
-from benchmarks.transfer.baselines import (
-    ClassGaussians,
-    FeatureNeighbors,
-    match_distance,
-    match_votes,
-    principal_space,
-    residual,
-)
+from benchmarks.transfer import baselines
 from benchmarks.transfer.fitted import DEFAULT, STRUCTURES, Fitted, Points
 from contrastive_curvature.hessian.sphere import normalize
 
@@ -109,13 +102,13 @@ def all_rows() -> list[Row]:
             "match",
             "distance to match",
             Needs.GALLERY,
-            lambda f, points: match_distance(points.outputs, f.test.outputs, points.rows),
+            lambda f, points: baselines.match_distance(points.outputs, f.test.outputs, points.rows),
         ),
         Row(
             "knn_votes",
             "votes of 10-NN",
             Needs.LABELS,
-            lambda f, points: match_votes(points.outputs, f.test.outputs, f.gallery_labels, points.rows),
+            lambda f, points: baselines.match_votes(points.outputs, f.test.outputs, f.gallery_labels, points.rows),
         ),
     ]
 
@@ -134,24 +127,28 @@ def _vmf(fitted: Fitted, points: Points) -> Tensor:
     return -mixture.log_prob(normalize(points.outputs)[0])
 
 
-def _classes(fitted: Fitted) -> ClassGaussians:
-    return fitted.once("classes", lambda: ClassGaussians(fitted.train.features, fitted.labels))
+def _classes(fitted: Fitted) -> baselines.ClassGaussians:
+    return fitted.once("classes", lambda: baselines.ClassGaussians(fitted.train.features, fitted.labels))
 
 
 def _mahalanobis_unit(fitted: Fitted, points: Points) -> Tensor:
-    gaussians = fitted.once("unit", lambda: ClassGaussians(F.normalize(fitted.train.features), fitted.labels))
+    gaussians = fitted.once("unit", lambda: baselines.ClassGaussians(F.normalize(fitted.train.features), fitted.labels))
     return gaussians(F.normalize(points.features))
 
 
 def _mahalanobis_one(fitted: Fitted, points: Points) -> Tensor:
-    gaussians = fitted.once("one", lambda: ClassGaussians(fitted.train.features, torch.zeros_like(fitted.labels)))
+    gaussians = fitted.once(
+        "one", lambda: baselines.ClassGaussians(fitted.train.features, torch.zeros_like(fitted.labels))
+    )
     return gaussians(points.features)
 
 
 def _residual(fitted: Fitted, points: Points) -> Tensor:
-    space = fitted.once("residual", lambda: principal_space(fitted.train.features, fitted.weight, fitted.bias))
-    return residual(points.features, *space)
+    space = fitted.once(
+        "residual", lambda: baselines.principal_space(fitted.train.features, fitted.weight, fitted.bias)
+    )
+    return baselines.residual(points.features, *space)
 
 
 def _knn_features(fitted: Fitted, points: Points) -> Tensor:
-    return fitted.once("knn_features", lambda: FeatureNeighbors(fitted.train.features))(points.features)
+    return fitted.once("knn_features", lambda: baselines.FeatureNeighbors(fitted.train.features))(points.features)

@@ -8,21 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.machine import describe, write_atomically
+from benchmarks.transfer import results
 from benchmarks.transfer.feature_file import load_features, save_features
 from benchmarks.transfer.judge import judge
 from benchmarks.transfer.plots import draw_all
 from benchmarks.transfer.recipes import RECIPES
-from benchmarks.transfer.results import (
-    VERSION,
-    Result,
-    key_of,
-    missing_rows,
-    read_result,
-    read_results,
-    save_scores,
-    with_rows,
-    write_result,
-)
 from benchmarks.transfer.rows import all_rows
 from benchmarks.transfer.tables import encoder_table, summary
 from contrastive_curvature.errors import ContrastiveCurvatureError
@@ -85,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def judge_features(
     features: Path, name: str, title: str, output: Path, extras: Path, again: Sequence[str] | None = None
-) -> Result:
+) -> results.Result:
     """Judge one feature file; write ``NAME.json``, and plots and scores into a folder ``NAME``.
 
     Where a result of the same feature file is there, only the rows that it lacks are judged and added to it, without
@@ -102,18 +92,18 @@ def judge_features(
     Returns:
         The result, as it is in the file.
     """
-    path, key = output / f"{name}.json", key_of(features)
-    found = None if again is not None and not again else read_result(path, key)
-    wanted = all_rows() if found is None else missing_rows(found, again or ())
+    path, key = output / f"{name}.json", results.key_of(features)
+    found = None if again is not None and not again else results.read_result(path, key)
+    wanted = all_rows() if found is None else results.missing_rows(found, again or ())
     if found is not None and not wanted:
         print(f"{name}: result is there", flush=True)
         return found
     judgement = judge(load_features(features), wanted)
-    heading = {"name": name, "title": title, "version": VERSION, "key": key}
+    heading = {"name": name, "title": title, "version": results.VERSION, "key": key}
     result = {**heading, **judgement.figures, "machine": describe()}
-    result = write_result(path, result if found is None else with_rows(found, result))
+    result = results.write_result(path, result if found is None else results.with_rows(found, result))
     if found is None:
-        save_scores(extras / name / "scores.npz", judgement)
+        results.save_scores(extras / name / "scores.npz", judgement)
         draw_all(extras / name, judgement, title)
     skipped = f"; left out: {', '.join(result['skipped'])}" if result["skipped"] else ""
     print(f"{name}: judged in {result['seconds']:.0f} s{skipped}", flush=True)
@@ -122,13 +112,13 @@ def judge_features(
 
 def write_summary(output: Path) -> None:
     """Write the table of each result of ``OUTPUT/transfer``, and the summary of all."""
-    results = read_results(output / "transfer")
-    for result in results:
+    every = results.read_results(output / "transfer")
+    for result in every:
         write_table(output / "transfer", result)
-    write_atomically(output / "transfer.md", summary(results))
+    write_atomically(output / "transfer.md", summary(every))
 
 
-def write_table(output: Path, result: Result) -> str:
+def write_table(output: Path, result: results.Result) -> str:
     """Write and give the table of one encoder."""
     text = encoder_table(result) + "\n"
     write_atomically(output / f"{result['name']}.md", text)

@@ -6,17 +6,8 @@ import statistics
 from collections.abc import Callable, Sequence
 
 from benchmarks.machine import table
+from benchmarks.transfer import gaps
 from benchmarks.transfer.figures import REJECTED
-from benchmarks.transfer.gaps import (
-    KINDS,
-    best,
-    class_free,
-    gallery_free,
-    label_free,
-    questions,
-    resolve,
-    summarise,
-)
 from benchmarks.transfer.results import Result
 from benchmarks.transfer.rows import ANSWERS, Needs
 
@@ -34,14 +25,14 @@ Beside = tuple[str, Callable[[str], bool]]
 
 _ALL: Beside = ("of all", lambda _: True)
 _FREE: tuple[Beside, ...] = (
-    ("gallery-free", gallery_free),
-    ("that keeps nothing", class_free),
+    ("gallery-free", gaps.gallery_free),
+    ("that keeps nothing", gaps.class_free),
     ("that keeps classes", lambda needs: needs == Needs.CLASSES),
 )
 
 TARGETS: tuple[tuple[str, str, Beside, float], ...] = (
     *(("match", "retrieval", beside, 0.01) for beside in _FREE),
-    ("match", "unlabelled", ("without gallery labels", label_free), 0.01),
+    ("match", "unlabelled", ("without gallery labels", gaps.label_free), 0.01),
     ("match", "gallery", _ALL, 0.01),
     *(("unknown", "known", beside, 0.02) for beside in _FREE),
     ("unknown", "gallery", _ALL, 0.01),
@@ -71,7 +62,7 @@ def encoder_table(result: Result) -> str:
             verified += f" The {pairs['new_people']:,} pairs of people who are not in training: "
             verified += f"accuracy {pairs['accuracy_new_people']:.4f}."
     columns = _columns(result)
-    free = {name for name, row in result["rows"].items() if gallery_free(row["needs"])}
+    free = {name for name, row in result["rows"].items() if gaps.gallery_free(row["needs"])}
     lines = [
         [row["title"], "" if row["needs"] == Needs.NOTHING else row["needs"]]
         + [_marked(name, column, free) for column in columns.values()]
@@ -126,9 +117,9 @@ def summary(results: Sequence[Result]) -> str:
 
 
 def _gap_table(results: Sequence[Result]) -> str:
-    asked = [question for result in results for question in questions(result)]
+    asked = [question for result in results for question in gaps.questions(result)]
     titles = {"match": "R-AUROC", "unknown": "unknown, AUROC", "corruption": "worst corruption, AUROC"}
-    columns = [name for kind in KINDS for name in (f"{titles[kind]}: n", "mean", "gap", "largest", "at")]
+    columns = [name for kind in gaps.KINDS for name in (f"{titles[kind]}: n", "mean", "gap", "largest", "at")]
     # In the order of the longest result: an encoder may lack a row in the middle.
     rows = {name: row for result in results for name, row in result["rows"].items()}
     longest = max(results, key=lambda result: len(result["rows"]), default={"rows": {}})["rows"]
@@ -136,12 +127,12 @@ def _gap_table(results: Sequence[Result]) -> str:
     for name in dict.fromkeys([*longest, *rows]):
         row = rows[name]
         cells = [row["title"], row["needs"]]
-        for kind in KINDS:
-            gaps = summarise(asked, name, kind)
+        for kind in gaps.KINDS:
+            apart = gaps.summarise(asked, name, kind)
             cells += (
                 ["0", "", "", "", ""]
-                if gaps is None
-                else [str(gaps.asked), *(f"{v:.3f}" for v in (gaps.mean, gaps.gap, gaps.worst)), gaps.where]
+                if apart is None
+                else [str(apart.asked), *(f"{v:.3f}" for v in (apart.mean, apart.gap, apart.worst)), apart.where]
             )
         found = [
             figures["spearman"]
@@ -155,24 +146,24 @@ def _gap_table(results: Sequence[Result]) -> str:
 
 def _target_table(results: Sequence[Result]) -> str:
     """How many questions every answer is close to the best for."""
-    asked = [(result, question) for result in results for question in questions(result) if question.counts]
+    asked = [(result, question) for result in results for question in gaps.questions(result) if question.counts]
     lines = []
     for kind, answer, (beside, allowed), wanted in TARGETS:
-        gaps = []
+        apart = []
         for result, question in asked:
-            row, top = resolve(ANSWERS[answer], result), best(question, allowed)
+            row, top = gaps.resolve(ANSWERS[answer], result), gaps.best(question, allowed)
             if question.kind == kind and top is not None and row in question.values:
-                gaps.append((top[1] - question.values[row], f"{question.encoder} {question.item}".strip()))
-        if gaps:
-            worst, where = max(gaps)
+                apart.append((top[1] - question.values[row], f"{question.encoder} {question.item}".strip()))
+        if apart:
+            worst, where = max(apart)
             # Figures have four digits: a gap of the target itself is within it.
-            within = sum(gap <= wanted + 1e-9 for gap, _ in gaps)
-            cells = [_SHOWN[answer], _ASKED[kind], beside, f"<= {wanted}", f"{within} of {len(gaps)}"]
-            lines.append([*cells, f"{statistics.fmean(gap for gap, _ in gaps):.3f}", f"{worst:.3f}", where])
+            within = sum(gap <= wanted + 1e-9 for gap, _ in apart)
+            cells = [_SHOWN[answer], _ASKED[kind], beside, f"<= {wanted}", f"{within} of {len(apart)}"]
+            lines.append([*cells, f"{statistics.fmean(gap for gap, _ in apart):.3f}", f"{worst:.3f}", where])
     own = [
         (question.values[row], result["name"])
         for result, question in asked
-        if question.kind == "match" and (row := resolve(ANSWERS["retrieval"], result)) in question.values
+        if question.kind == "match" and (row := gaps.resolve(ANSWERS["retrieval"], result)) in question.values
     ]
     low = [f"{name} ({value:.3f})" for value, name in own if value < 0.5]
     cells = [_SHOWN["retrieval"], _ASKED["match"], "chance", ">= 0.5", f"{len(own) - len(low)} of {len(own)}"]

@@ -9,29 +9,20 @@ import torch
 from scipy.linalg import orthogonal_procrustes
 from torch import Tensor, nn
 
+from benchmarks.experiments import training
 from benchmarks.experiments.data import RetrievalData, Split
-from benchmarks.experiments.training import (
-    CACHE_BYTES,
-    Fitted,
-    Setting,
-    encode,
-    image_batches,
-    spread_of,
-    train,
-    unit,
-)
 
 _RATE = 0.2
 """Of the dropout between all trainable layers, the paper's."""
 
 
-def mc_dropout(setting: Setting, data: RetrievalData, seed: int, encoders: list[nn.Module]) -> Fitted:
+def mc_dropout(setting: training.Setting, data: RetrievalData, seed: int, encoders: list[nn.Module]) -> training.Fitted:
     """Take mean direction, ``1 / kappa`` and ``"sum_std"`` of passes with dropout.
 
     A pass draws masks of its own for every image, as the released code does; so one sample is not one network for all
     images. An image's masks depend on where in the split it stands.
     """
-    parts = list(train(setting, data, seed, dropout=_RATE).encoder.children())
+    parts = list(training.train(setting, data, seed, dropout=_RATE).encoder.children())
     first = next(i for i, part in enumerate(parts) if isinstance(part, nn.Dropout))
     stem, rest = nn.Sequential(*parts[:first]), nn.Sequential(*parts[first:])
 
@@ -39,9 +30,9 @@ def mc_dropout(setting: Setting, data: RetrievalData, seed: int, encoders: list[
     def before_dropout(split: Split) -> Iterable[Tensor]:
         """What is the same in all passes: kept if it fits in memory."""
         kept: list[Tensor] = []
-        for x in image_batches(setting, split):
+        for x in training.image_batches(setting, split):
             kept.append(stem(x))
-            if kept[0].numel() * kept[0].element_size() / len(kept[0]) * len(split) > CACHE_BYTES:
+            if kept[0].numel() * kept[0].element_size() / len(kept[0]) * len(split) > training.CACHE_BYTES:
                 return ()
         return kept
 
@@ -55,15 +46,15 @@ def mc_dropout(setting: Setting, data: RetrievalData, seed: int, encoders: list[
                 torch.manual_seed(one)
                 for module in rest.modules():
                     module.train(isinstance(module, nn.Dropout))
-                z = torch.cat([rest(h).cpu() for h in kept or map(stem, image_batches(setting, split))])
-            yield unit(z)
+                z = torch.cat([rest(h).cpu() for h in kept or map(stem, training.image_batches(setting, split))])
+            yield training.unit(z)
 
-    return Fitted(lambda split: spread_of(samples(split, setting.n_samples, seed)), samples)
+    return training.Fitted(lambda split: training.spread_of(samples(split, setting.n_samples, seed)), samples)
 
 
 def deep_ensemble(
-    setting: Setting, data: RetrievalData, seed: int, encoders: list[nn.Module], alignment: str = "none"
-) -> Fitted:
+    setting: training.Setting, data: RetrievalData, seed: int, encoders: list[nn.Module], alignment: str = "none"
+) -> training.Fitted:
     """Take mean direction and spread of the embeddings of deterministic encoders of several seeds.
 
     The contrastive loss does not change when all embeddings are rotated together, so every member has a frame of its
@@ -73,16 +64,18 @@ def deep_ensemble(
     """
     rotations: list[Tensor | None] = [None] * len(encoders)
     if alignment == "procrustes":
-        embedded = [unit(encode(setting, encoder, data.train)) for encoder in encoders]
+        embedded = [training.unit(training.encode(setting, encoder, data.train)) for encoder in encoders]
         rotations = [torch.eye(setting.dim), *(rotation_onto(other, embedded[0]) for other in embedded[1:])]
 
     def embeddings(split: Split) -> Iterator[Tensor]:
         for encoder, rotation in zip(encoders, rotations, strict=True):
-            u = unit(encode(setting, encoder, split))
+            u = training.unit(training.encode(setting, encoder, split))
             yield u if rotation is None else u @ rotation
 
     # Each member is one sample, and there are no others, whatever the seed.
-    return Fitted(lambda split: spread_of(embeddings(split)), lambda split, n, _: islice(embeddings(split), n))
+    return training.Fitted(
+        lambda split: training.spread_of(embeddings(split)), lambda split, n, _: islice(embeddings(split), n)
+    )
 
 
 def rotation_onto(moving: Tensor, reference: Tensor) -> Tensor:

@@ -13,18 +13,8 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from tqdm import tqdm
 
+from benchmarks.experiments import training
 from benchmarks.experiments.data import RetrievalData, Split, loader
-from benchmarks.experiments.training import (
-    EVAL_BATCH,
-    Fitted,
-    Prediction,
-    Setting,
-    features_of,
-    image_batches,
-    spread_of,
-    train,
-    unit,
-)
 from contrastive_curvature.embedding.known import OptimisticPValueWarning
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.online import OnlineLaplace
@@ -37,30 +27,30 @@ _CALIBRATION = 2_000
 
 
 def laplace_posthoc(
-    setting: Setting,
+    setting: training.Setting,
     data: RetrievalData,
     seed: int,
     encoders: list[nn.Module],
     structure: str | None = None,
     **curvature: str,
-) -> Fitted:
+) -> training.Fitted:
     """Fit the curvature of trained weights over all pairs of the training set, and the library's prior."""
     options = {"margin": setting.margin, **curvature}
     chosen = {} if structure is None else {"hessian_structure": structure}
     la: ContrastiveLaplace = Laplace(encoders[0], "contrastive", backend_kwargs=options, **chosen)
-    la.fit(loader(data.train, EVAL_BATCH), progress_bar=setting.progress)
+    la.fit(loader(data.train, training.EVAL_BATCH), progress_bar=setting.progress)
     la.optimize_prior_precision()
     return _calibrated(setting, la, data)
 
 
 def laplace_online(
-    setting: Setting,
+    setting: training.Setting,
     data: RetrievalData,
     seed: int,
     encoders: list[nn.Module],
     structure: str | None = None,
     **curvature: str,
-) -> Fitted:
+) -> training.Fitted:
     """Train by Monte-Carlo EM from the first step on; the same scores, by the curvature that training remembers."""
 
     def make_step(encoder: nn.Module, probe: Tensor) -> nn.Module:
@@ -74,10 +64,10 @@ def laplace_online(
             **chosen,
         )
 
-    return _calibrated(setting, train(setting, data, seed, make_step).laplace(), data)
+    return _calibrated(setting, training.train(setting, data, seed, make_step).laplace(), data)
 
 
-def _calibrated(setting: Setting, la: Any, data: RetrievalData) -> Fitted:
+def _calibrated(setting: training.Setting, la: Any, data: RetrievalData) -> training.Fitted:
     """Give the posterior known images to compare others with: those held out for it, else training images.
 
     Relative to training images p-values would be optimistic, so predictions have them only with images that were held
@@ -88,15 +78,17 @@ def _calibrated(setting: Setting, la: Any, data: RetrievalData) -> Fitted:
     with warnings.catch_warnings():
         if data.calibration is None:
             warnings.simplefilter("ignore", OptimisticPValueWarning)
-        la.calibrate(loader(split.take(rows), EVAL_BATCH), progress_bar=None if setting.progress else False)
+        la.calibrate(loader(split.take(rows), training.EVAL_BATCH), progress_bar=None if setting.progress else False)
 
-    def predict(split: Split) -> Prediction:
+    def predict(split: Split) -> training.Prediction:
         return closed_form(setting, la, split, data.calibration is not None)
 
-    return Fitted(predict, lambda split, n_samples, seed: sampled_embeddings(setting, la, split, n_samples, seed))
+    return training.Fitted(
+        predict, lambda split, n_samples, seed: sampled_embeddings(setting, la, split, n_samples, seed)
+    )
 
 
-def closed_form(setting: Setting, la: ContrastiveLaplace, split: Split, p_values: bool) -> Prediction:
+def closed_form(setting: training.Setting, la: ContrastiveLaplace, split: Split, p_values: bool) -> training.Prediction:
     """The library's prediction, and beside it what sampling gives.
 
     Returns:
@@ -108,7 +100,7 @@ def closed_form(setting: Setting, la: ContrastiveLaplace, split: Split, p_values
     started = time.perf_counter()
     parts = []
     with torch.no_grad():
-        for x in image_batches(setting, split):
+        for x in training.image_batches(setting, split):
             predicted = la(x)
             scores = [predicted.raw_mean, predicted.uncertainty, predicted.novelty, 1 / predicted.kappa]
             parts.append([score.cpu() for score in [*scores, *([predicted.p_value] if p_values else [])]])
@@ -117,8 +109,8 @@ def closed_form(setting: Setting, la: ContrastiveLaplace, split: Split, p_values
     started = time.perf_counter()
     # Seeded: equal images give equal predictions.
     draws = sampled_embeddings(setting, la, split, setting.n_samples, 0)
-    sampled = spread_of(u.double() for u in draws)
-    return Prediction(
+    sampled = training.spread_of(u.double() for u in draws)
+    return training.Prediction(
         mean,
         score,
         {"inverse_kappa": angular, _SAMPLED: sampled.uncertainty, **sampled.variants},
@@ -131,13 +123,13 @@ def closed_form(setting: Setting, la: ContrastiveLaplace, split: Split, p_values
 
 
 def sampled_embeddings(
-    setting: Setting, la: ContrastiveLaplace, split: Split, n_samples: int, seed: int
+    setting: training.Setting, la: ContrastiveLaplace, split: Split, n_samples: int, seed: int
 ) -> Iterator[Tensor]:
     """Unit embeddings (N, D) by one sampled network after the other; only the last layer is random, the rest runs once.
 
     Each is the same network for all images.
     """
-    _, features = features_of(setting, la.model, split)
+    _, features = training.features_of(setting, la.model, split)
     generator = torch.Generator(features.device).manual_seed(seed)
     dim, width = la.model.last_layer.weight.shape
     step = max(1, _CHUNK // max(dim * width, dim * len(features)))
@@ -148,7 +140,7 @@ def sampled_embeddings(
                 theta = la.sample(min(step, n_samples - start), generator=generator)
                 weight, bias = theta[:, : dim * width].reshape(-1, width), theta[:, dim * width :].flatten()
                 raw = linear(features, weight, bias).view(len(features), -1, dim)
-                units = [unit(sample) for sample in raw.unbind(1)]
+                units = [training.unit(sample) for sample in raw.unbind(1)]
             for sample in units:
                 yield sample.float().cpu()
                 bar.update()

@@ -10,20 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset, default_collate
 
+from benchmarks.experiments import training
 from benchmarks.experiments.data import RetrievalData, Split
-from benchmarks.experiments.training import (
-    CACHE_BYTES,
-    Fitted,
-    Prediction,
-    Setting,
-    analysed,
-    encode,
-    features_of,
-    run_training,
-    seed_everything,
-    training_loader,
-    unit,
-)
 from contrastive_curvature import ContrastiveLoss
 
 _FLOOR = 1e-6
@@ -69,15 +57,15 @@ class MutualLikelihoodStep(nn.Module):
 
     Args:
         head: Features -> logarithms of the variances.
-        encode: A batch -> unit embeddings (N, D) and features (N, F), without a graph.
+        read: A batch -> unit embeddings (N, D) and features (N, F), without a graph.
     """
 
-    def __init__(self, head: nn.Module, encode: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
+    def __init__(self, head: nn.Module, read: Callable[[Tensor], tuple[Tensor, Tensor]]) -> None:
         super().__init__()
-        self.head, self.encode = head, encode
+        self.head, self.read = head, read
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
-        mu, phi = self.encode(x)
+        mu, phi = self.read(x)
         i, j, _, _ = ContrastiveLoss(None).mine(mu, targets)
         # Small classes have an image twice in a batch, and with itself it agrees at any variance.
         other = (mu[i] != mu[j]).any(1)
@@ -89,39 +77,39 @@ class MutualLikelihoodStep(nn.Module):
         return -mutual_likelihood_score(mu[i], variance[i], mu[j], variance[j]).mean()
 
 
-def pfe(setting: Setting, data: RetrievalData, seed: int, encoders: list[nn.Module]) -> Fitted:
+def pfe(setting: training.Setting, data: RetrievalData, seed: int, encoders: list[nn.Module]) -> training.Fitted:
     """Learn Gaussian embeddings: the frozen encoder's mean, and variances by a head on the features.
 
     Its score is the variance, averaged over dimensions. Variants: ``"sum_std"``, the sum of the standard deviations
     (the code released with the paper), and ``"harmonic"``, the harmonic mean of the variances (Shi and Jain 2019,
     section 4.2). The features of the training images are computed once if they fit in memory.
     """
-    seed_everything(seed)
+    training.seed_everything(seed)
     dim, width = setting.dim, encoders[0].get_submodule("head").in_features
     layers = (nn.Linear(width, dim), nn.BatchNorm1d(dim), nn.ReLU(), nn.Linear(dim, dim), SharedBatchNorm(dim))
     head = nn.Sequential(*layers).to(setting.device)
-    encoder = analysed(setting, encoders[0], data)
+    encoder = training.analysed(setting, encoders[0], data)
 
     @torch.no_grad()
     def of_images(x: Tensor) -> tuple[Tensor, Tensor]:
         z, phi = encoder.forward_with_features(x)
-        return unit(z), phi
+        return training.unit(z), phi
 
     rows: Any = data.train
     more: dict[str, Any] = {}
     read = of_images
-    if len(data.train) * (width + dim) * 4 <= CACHE_BYTES:
-        z, phi = features_of(setting, encoder, data.train)
+    if len(data.train) * (width + dim) * 4 <= training.CACHE_BYTES:
+        z, phi = training.features_of(setting, encoder, data.train)
         rows, more = (
-            TensorDataset(torch.cat([unit(z), phi], 1).cpu(), data.train.targets),
+            TensorDataset(torch.cat([training.unit(z), phi], 1).cpu(), data.train.targets),
             {"collate_fn": default_collate},
         )
 
         def read(row: Tensor) -> tuple[Tensor, Tensor]:
             return row[:, :dim], row[:, dim:]
 
-    batches = training_loader(setting, rows, data.train.targets, seed, **more)
-    run_training(setting, MutualLikelihoodStep(head, read), batches, _RATE)
+    batches = training.training_loader(setting, rows, data.train.targets, seed, **more)
+    training.run_training(setting, MutualLikelihoodStep(head, read), batches, _RATE)
     head.eval()
 
     def gaussians(split: Split) -> tuple[Tensor, Tensor]:
@@ -131,19 +119,19 @@ def pfe(setting: Setting, data: RetrievalData, seed: int, encoders: list[nn.Modu
             u, phi = of_images(x)
             return torch.cat([u, head(phi).exp() + _FLOOR], 1)
 
-        out = encode(setting, both, split)
+        out = training.encode(setting, both, split)
         return out[:, :dim], out[:, dim:]
 
-    def predict(split: Split) -> Prediction:
+    def predict(split: Split) -> training.Prediction:
         u, variance = gaussians(split)
         variants = {"sum_std": variance.sqrt().sum(1), "harmonic": 1 / (1 / variance).mean(1)}
-        return Prediction(u, variance.mean(1), variants)
+        return training.Prediction(u, variance.mean(1), variants)
 
     def samples(split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
         u, variance = gaussians(split)
         std = variance.sqrt()
         generator = torch.Generator().manual_seed(seed)
         for _ in range(n_samples):
-            yield unit(u + std * torch.randn(u.shape, generator=generator))
+            yield training.unit(u + std * torch.randn(u.shape, generator=generator))
 
-    return Fitted(predict, samples)
+    return training.Fitted(predict, samples)

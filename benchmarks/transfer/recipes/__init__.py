@@ -7,10 +7,9 @@ features for the same seed on the same machine.
 from __future__ import annotations
 
 from benchmarks.transfer.recipes.cifar10 import CIFAR10, RESNET56
-from benchmarks.transfer.recipes.clinc150 import CLINC150
+from benchmarks.transfer.recipes.clinc150 import CLINC150, MINILM
 from benchmarks.transfer.recipes.faces import FACES
-from benchmarks.transfer.recipes.grey import GREY, OMNIGLOT
-from benchmarks.transfer.recipes.minilm import MINILM
+from benchmarks.transfer.recipes.image_encoder import GREY, OMNIGLOT
 
 RECIPES = CIFAR10 | RESNET56 | GREY | FACES | CLINC150 | OMNIGLOT | MINILM
 """By the names of their feature files, without their ending."""

