@@ -11,9 +11,8 @@ from matplotlib import pyplot as plt
 from matplotlib.figure import Figure
 from torch import Tensor
 
-from benchmarks.transfer.gaps import resolve
 from benchmarks.transfer.judge import Judgement
-from benchmarks.transfer.rows import ANSWERS
+from benchmarks.transfer.rows import ANSWERS, resolve
 from contrastive_curvature import metrics
 
 _SHOWN = ("diag/uncertainty", "norm", "mahalanobis", "knn_embedding")

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,6 +64,12 @@ gallery, with labels of its points and without: names of rows. The tables show h
 The last two were of ``RetrievalUncertainty``, which is no more: committed results have them. The tables of
 ``cc.Retriever`` are made by :mod:`benchmarks.transfer.answers`.
 """
+
+
+def resolve(row: str, result: dict[str, Any]) -> str:
+    """The name of a row of the default posterior with the name of its structure."""
+    return row.replace(f"{DEFAULT}/", f"{result['default']}/")
+
 
 _OF_POSTERIOR = {
     "uncertainty": "uncertainty",

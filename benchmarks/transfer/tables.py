@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 from benchmarks.machine import table
-from benchmarks.transfer import gaps
 from benchmarks.transfer.figures import REJECTED
 from benchmarks.transfer.results import Result
-from benchmarks.transfer.rows import ANSWERS, Needs
+from benchmarks.transfer.rows import ANSWERS, Needs, resolve
 
 _LEGEND = (
     "R-AUROC: AUROC of the score for a wrong nearest neighbour, leave-one-out among the test inputs; 0.5 is chance. "
@@ -20,19 +21,28 @@ _LEGEND = (
 )
 
 
+_LEAST = 0.6
+"""Where no gallery-free score reaches this AUROC, nothing is to be seen, and no gap is counted."""
+
+
+def gallery_free(needs: str) -> bool:
+    """Whether a row does without training inputs and without the gallery."""
+    return needs not in (Needs.GALLERY, Needs.LABELS)
+
+
 Beside = tuple[str, Callable[[str], bool]]
 """What rows are called that an answer is compared with, and which they are by what they keep."""
 
 _ALL: Beside = ("of all", lambda _: True)
 _FREE: tuple[Beside, ...] = (
-    ("gallery-free", gaps.gallery_free),
-    ("that keeps nothing", gaps.class_free),
+    ("gallery-free", gallery_free),
+    ("that keeps nothing", lambda needs: needs == Needs.NOTHING),
     ("that keeps classes", lambda needs: needs == Needs.CLASSES),
 )
 
 TARGETS: tuple[tuple[str, str, Beside, float], ...] = (
     *(("match", "retrieval", beside, 0.01) for beside in _FREE),
-    ("match", "unlabelled", ("without gallery labels", gaps.label_free), 0.01),
+    ("match", "unlabelled", ("without gallery labels", lambda needs: needs != Needs.LABELS), 0.01),
     ("match", "gallery", _ALL, 0.01),
     *(("unknown", "known", beside, 0.02) for beside in _FREE),
     ("unknown", "gallery", _ALL, 0.01),
@@ -62,7 +72,7 @@ def encoder_table(result: Result) -> str:
             verified += f" The {pairs['new_people']:,} pairs of people who are not in training: "
             verified += f"accuracy {pairs['accuracy_new_people']:.4f}."
     columns = _columns(result)
-    free = {name for name, row in result["rows"].items() if gaps.gallery_free(row["needs"])}
+    free = {name for name, row in result["rows"].items() if gallery_free(row["needs"])}
     lines = [
         [row["title"], "" if row["needs"] == Needs.NOTHING else row["needs"]]
         + [_marked(name, column, free) for column in columns.values()]
@@ -116,44 +126,93 @@ def summary(results: Sequence[Result]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
+class Question(NamedTuple):
+    """One column of figures.
+
+    Args:
+        encoder: Its name.
+        kind: ``"match"``: is the nearest neighbour right (R-AUROC)? ``"unknown"``: is the input unknown (AUROC)?
+            ``"corruption"``: is it corrupted (AUROC, worst level)?
+        item: Name of the unknown, or kind and level of the corruption; empty for matches.
+        values: Row -> figure, larger is better.
+        needs: Row -> what it keeps.
+    """
+
+    encoder: str
+    kind: str
+    item: str
+    values: dict[str, float]
+    needs: dict[str, str]
+
+    @property
+    def where(self) -> str:
+        return f"{self.encoder} {self.item}".strip()
+
+    def best(self, allowed: Callable[[str], bool]) -> float | None:
+        """The best figure of the rows that keep what is allowed."""
+        return max((value for name, value in self.values.items() if allowed(self.needs[name])), default=None)
+
+
+def questions(result: Result) -> Iterator[Question]:
+    """The questions of one encoder that count: all about matches, others if a gallery-free score sees something."""
+    rows = result["rows"]
+    needs = {name: row["needs"] for name, row in rows.items()}
+    columns: dict[tuple[str, str], dict[str, float]] = {}
+    for name, row in rows.items():
+        if row["r_auroc"] is not None:
+            columns.setdefault(("match", ""), {})[name] = row["r_auroc"]
+        for unknown, figures in row["unknown"].items():
+            columns.setdefault(("unknown", unknown), {})[name] = figures["auroc"]
+        for kind, figures in row.get("corruption", {}).items():
+            level = max(figures["auroc"], key=int)
+            columns.setdefault(("corruption", f"{kind} {level}"), {})[name] = figures["auroc"][level]
+    for (kind, item), values in columns.items():
+        question = Question(result["name"], kind, item, values, needs)
+        top = question.best(gallery_free)
+        if top is not None and (kind == "match" or top > _LEAST):
+            yield question
+
+
 def _gap_table(results: Sequence[Result]) -> str:
-    asked = [question for result in results for question in gaps.questions(result)]
+    asked = [question for result in results for question in questions(result)]
     titles = {"match": "R-AUROC", "unknown": "unknown, AUROC", "corruption": "worst corruption, AUROC"}
-    columns = [name for kind in gaps.KINDS for name in (f"{titles[kind]}: n", "mean", "gap", "largest", "at")]
+    columns = [name for title in titles.values() for name in (f"{title}: n", "mean", "gap", "largest", "at")]
     # In the order of the longest result: an encoder may lack a row in the middle.
     rows = {name: row for result in results for name, row in result["rows"].items()}
     longest = max(results, key=lambda result: len(result["rows"]), default={"rows": {}})["rows"]
     lines = []
     for name in dict.fromkeys([*longest, *rows]):
-        row = rows[name]
-        cells = [row["title"], row["needs"]]
-        for kind in gaps.KINDS:
-            apart = gaps.summarise(asked, name, kind)
-            cells += (
-                ["0", "", "", "", ""]
-                if apart is None
-                else [str(apart.asked), *(f"{v:.3f}" for v in (apart.mean, apart.gap, apart.worst)), apart.where]
-            )
-        found = [
+        cells = [rows[name]["title"], rows[name]["needs"]]
+        for kind in titles:
+            of = [question for question in asked if question.kind == kind and name in question.values]
+            # Below zero where the row is better.
+            apart = [(question.best(gallery_free) or 0) - question.values[name] for question in of]
+            if not of:
+                cells += ["0", "", "", "", ""]
+                continue
+            means = [math.fsum(question.values[name] for question in of) / len(of), math.fsum(apart) / len(of)]
+            worst = max(range(len(of)), key=lambda k: apart[k])
+            cells += [str(len(of)), *(f"{value:.3f}" for value in (*means, apart[worst])), of[worst].where]
+        correlations = [
             figures["spearman"]
             for result in results
             if name in result["rows"]
             for figures in result["rows"][name].get("corruption", {}).values()
         ]
-        lines.append([*cells, f"{statistics.fmean(found):.3f}" if found else ""])
+        lines.append([*cells, f"{statistics.fmean(correlations):.3f}" if correlations else ""])
     return table(["score", "keeps", *columns, "corruption, Spearman"], lines)
 
 
 def _target_table(results: Sequence[Result]) -> str:
     """How many questions every answer is close to the best for."""
-    asked = [(result, question) for result in results for question in gaps.questions(result) if question.counts]
+    asked = [(result, question) for result in results for question in questions(result)]
     lines = []
     for kind, answer, (beside, allowed), wanted in TARGETS:
         apart = []
         for result, question in asked:
-            row, top = gaps.resolve(ANSWERS[answer], result), gaps.best(question, allowed)
+            row, top = resolve(ANSWERS[answer], result), question.best(allowed)
             if question.kind == kind and top is not None and row in question.values:
-                apart.append((top[1] - question.values[row], f"{question.encoder} {question.item}".strip()))
+                apart.append((top - question.values[row], question.where))
         if apart:
             worst, where = max(apart)
             # Figures have four digits: a gap of the target itself is within it.
@@ -163,7 +222,7 @@ def _target_table(results: Sequence[Result]) -> str:
     own = [
         (question.values[row], result["name"])
         for result, question in asked
-        if question.kind == "match" and (row := gaps.resolve(ANSWERS["retrieval"], result)) in question.values
+        if question.kind == "match" and (row := resolve(ANSWERS["retrieval"], result)) in question.values
     ]
     low = [f"{name} ({value:.3f})" for value, name in own if value < 0.5]
     cells = [_SHOWN["retrieval"], _ASKED["match"], "chance", ">= 0.5", f"{len(own) - len(low)} of {len(own)}"]
