@@ -9,7 +9,7 @@ machines, with few and with many classes: seconds of a part and of all merges, a
 Every case runs in a process of its own. The points lie around the centres of 1,000 classes in a space of 8 dimensions,
 so that many negatives are inside the margin.
 
-    python -m benchmarks.scale [--points N ...] [--structures diag kron_lowrank] [--folder FOLDER] [--device cuda]
+    python -m benchmarks.scale [--points N ...] [--structures diag kron_lowrank] [--device cuda]
 """
 
 from __future__ import annotations
@@ -275,15 +275,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = machine.options(__doc__)
     parser.add_argument("--points", type=int, nargs="+", default=list(POINTS))
     parser.add_argument("--structures", nargs="+", default=["diag", "kron_lowrank"])
-    parser.add_argument("--folder", type=Path, help="where features are kept; a temporary one without it")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.case:
         print(json.dumps(measure(json.loads(given.case))))
         return
     with tempfile.TemporaryDirectory() as temporary:
-        place = given.folder or Path(temporary)
-        place.mkdir(parents=True, exist_ok=True)
+        place = Path(temporary)
         results = {
             "machine": machine.describe(given.device),
             "rows": run(given.points, given.structures, place, given.device),

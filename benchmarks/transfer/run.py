@@ -35,7 +35,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--data-root", type=Path, default=Path("data"), metavar="FOLDER", help="where the data is (%(default)s)")
     cache = Path("runs/transfer")
     add("--cache", type=Path, default=cache, metavar="FOLDER", help="feature files, scores, plots (%(default)s)")
-    add("--seed", type=int, default=0, metavar="SEED", help="of the training; one above 0 is part of the name")
     features = "one feature file, anybody's: arrays train_features (N, F), train_labels (N,), test_features, "
     features += "test_labels, weight (D, F), bias (D,), unknown_NAME (K, F) for any number of names; further ones: "
     add("--features", type=Path, metavar="FILE.npz", help=f"{features}benchmarks/transfer/feature_file.py")
@@ -52,17 +51,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"{output / name}.json, {name}.md; plots and scores in {name}/")
         return 0
     output, left_out = given.output or Path("benchmarks/results"), []
-    for recipe in given.only:
-        title, make = RECIPES[recipe]
-        name, title = (
-            (recipe, title) if not given.seed else (f"{recipe}-seed{given.seed}", f"{title}, seed {given.seed}")
-        )
+    for name in given.only:
+        title, make = RECIPES[name]
         path = given.cache / f"{name}.npz"
         try:
             if not path.is_file():
                 print(f"{name}: making its features", flush=True)
                 start = time.perf_counter()
-                content = make(given.data_root, given.cache, given.seed)
+                content = make(given.data_root, given.cache, 0)
                 save_features(path, content, half=content.weight.shape[1] >= _WIDTH_OF_HALF)
                 print(f"{name}: features made in {time.perf_counter() - start:.0f} s", flush=True)
             judge_features(path, name, title, output / "transfer", given.cache, given.again)

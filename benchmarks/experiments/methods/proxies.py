@@ -31,10 +31,6 @@ WITH_KAPPA = (*_CLOSED, SAMPLED)
 """Distances that an embedding's concentration enters."""
 DISTRIBUTION = tuple(name for name in WITH_KAPPA if name != "l2")
 """Those that take it for the concentration of a distribution; that of ``"l2"`` has the unit of its temperature."""
-PROXY_KAPPA = (*_CLOSED, *PER_AXIS)
-"""Distances that the proxies' concentrations enter."""
-DISTANCES = ("cosine", *PROXY_KAPPA)
-"""All of them."""
 
 _SHARE = 0.1
 """Of the newest batch in the running mean of lengths."""
@@ -72,7 +68,7 @@ class ProxyStep(nn.Module):
         encoder: Images -> raw outputs (N, D).
         probe: A few images on the encoder's device.
         targets: Class labels of the training images, any integers, shape (N,).
-        distance: One of :data:`DISTANCES`.
+        distance: One of :data:`FIRST`.
     """
 
     classes: Tensor
@@ -91,25 +87,18 @@ class ProxyStep(nn.Module):
         # On the encoder's device, and drawn on the CPU: the same start everywhere.
         self.directions = nn.Parameter(nn.functional.normalize(torch.randn(rows, dim), dim=1).to(probe.device))
         self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature), device=probe.device))
-        self.log_kappa: nn.Parameter | None = None
-        self.log_embedding_kappa: nn.Parameter | None = None
-        if distance in WITH_KAPPA:
-            first = math.log(embedding_kappa)
-            self.log_embedding_kappa = nn.Parameter(torch.tensor(first, device=probe.device))
-        if distance in PROXY_KAPPA:
-            shape = (rows, dim) if distance in PER_AXIS else (rows,)
-            self.log_kappa = nn.Parameter(torch.full(shape, math.log(proxy_kappa), device=probe.device))
+        # Where the distance does not depend on a concentration, it has no gradient and stays as it is.
+        self.log_embedding_kappa = nn.Parameter(torch.tensor(math.log(embedding_kappa), device=probe.device))
+        shape = (rows, dim) if distance in PER_AXIS else (rows,)
+        self.log_kappa = nn.Parameter(torch.full(shape, math.log(proxy_kappa), device=probe.device))
 
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
         """The encoder's weights, directions and temperature, and concentrations, each with a rate of its own."""
-        groups: list[dict[str, Any]] = [
+        return [
             {"params": list(self.encoder.parameters()), "lr": lr},
             {"params": [self.directions, self.log_temperature], "lr": lr * _PROXY_RATE},
+            {"params": [self.log_kappa, self.log_embedding_kappa], "lr": lr},
         ]
-        kappas = [p for p in (self.log_kappa, self.log_embedding_kappa) if p is not None]
-        if kappas:
-            groups.append({"params": kappas, "lr": lr})
-        return groups
 
     def scale(self, mean_length: Tensor | None = None) -> Tensor:
         """Concentration of an embedding of length 1; 1 where the distance does not depend on it.
@@ -117,7 +106,7 @@ class ProxyStep(nn.Module):
         Args:
             mean_length: What counts as the mean length; ``None`` for that of the last batches.
         """
-        if self.log_embedding_kappa is None:
+        if self.distance not in WITH_KAPPA:
             return torch.ones_like(self.mean_length)
         return self.log_embedding_kappa.exp() / (self.mean_length if mean_length is None else mean_length)
 
@@ -138,7 +127,6 @@ class ProxyStep(nn.Module):
         mu, length = vmf.from_embedding(z)
         if distance == "cosine":
             return -vmf.cosine_distance(mu, self.directions) / temperature
-        assert self.log_kappa is not None
         mean_length = None
         if self.training:
             mean_length = length.mean()
