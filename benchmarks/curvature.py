@@ -284,12 +284,11 @@ def _cost(measured: dict[str, float], digits: int) -> list[str]:
     return [*seconds, f"{measured['peak_mib']:.0f}" if "peak_mib" in measured else ""]
 
 
-def _data_root(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data-root", help="folder of FashionMNIST/raw; without it the data are synthetic")
-
-
 def main(arguments: list[str] | None = None) -> Case:
-    return measure_cases("curvature", __doc__, make_cases, run_case, render, arguments, _data_root)
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--data-root", help="folder of FashionMNIST/raw; without it the data are synthetic")
+
+    return measure_cases("curvature", __doc__, make_cases, run_case, render, arguments, add)
 
 
 if __name__ == "__main__":

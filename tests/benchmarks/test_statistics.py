@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.distributions import Normal
 
-from benchmarks.experiments import figures, plan
-from benchmarks.experiments.evaluate import retrieve
+from benchmarks.experiments import evaluate, plan
 from benchmarks.experiments.methods.hedged import choose_pairs
 from benchmarks.experiments.methods.pfe import mutual_likelihood_score
 from benchmarks.experiments.methods.scores import VMFMixture
@@ -36,7 +35,7 @@ def test_r_auroc_counts_pairs_of_wrong_and_right(queries):
     uncertainty, precision = (torch.tensor(column) for column in zip(*queries, strict=True))
     wrong = [u for u, p in queries if p == 0]
     right = [u for u, p in queries if p == 1]
-    got = figures.r_auroc(uncertainty, precision)
+    got = evaluate.r_auroc(uncertainty, precision)
     if not wrong or not right:
         assert got is None
     else:
@@ -56,7 +55,7 @@ def test_released_ece_differs_in_the_bins_alone(seed, n_points, n_samples):
         if agree < n_samples:
             bins.setdefault(10 * agree // n_samples, []).append((int(mode == labels[point]), agree / n_samples))
     kept = sum(map(len, bins.values()))
-    got = figures.ece_released(votes, labels)
+    got = evaluate.ece_released(votes, labels)
     if not kept:
         assert got is None
     else:
@@ -73,7 +72,7 @@ def test_released_map_counts_queries_without_a_positive(seed, n):
     alone = (labels.bincount()[labels] == 1).double().mean().item()
     for k, counted in ((1, 0.0), (5, 1.0), (10, 1.0)):
         own = metrics.map_at_k(ranking, k) if alone < 1 else 0.0
-        assert figures.map_released(ranking, k) == pytest.approx((1 - alone) * own + alone * counted, abs=1e-6)
+        assert evaluate.map_released(ranking, k) == pytest.approx((1 - alone) * own + alone * counted, abs=1e-6)
 
 
 def test_released_ausc_adds_the_neighbour():
@@ -82,14 +81,14 @@ def test_released_ausc_adds_the_neighbour():
     # the neighbours alone know that the first of each pair is wrong: after half is removed all are right
     wanted = [0.5 * 100 / (100 - i) if i < 50 else 1.0 for i in range(99)]
     area = sum((a + b) / 2 for a, b in pairwise(wanted)) / 99
-    assert figures.ausc_released(own, correct, neighbor) == pytest.approx(area)
-    assert figures.ausc_released(own, torch.ones(100), own) == pytest.approx(98 / 99)
+    assert evaluate.ausc_released(own, correct, neighbor) == pytest.approx(area)
+    assert evaluate.ausc_released(own, torch.ones(100), own) == pytest.approx(98 / 99)
 
 
 def test_trapezoid_of_the_precision_recall_curve():
     inside, outside = torch.tensor([1.0, 3.0]), torch.tensor([2.0, 4.0])
     # points (recall, precision): (0, 1), (1/2, 1), (1/2, 1/2), (1, 2/3), (1, 1/2)
-    assert figures.auprc_released(inside, outside) == pytest.approx(0.5 + 0.25 * (0.5 + 2 / 3))
+    assert evaluate.auprc_released(inside, outside) == pytest.approx(0.5 + 0.25 * (0.5 + 2 / 3))
     assert metrics.auprc(inside, outside) == pytest.approx(0.5 + 1 / 3)
 
 
@@ -98,7 +97,7 @@ def test_retrieval_leaves_the_query_out():
     similarity = torch.nn.functional.cosine_similarity(z.unsqueeze(1), z, dim=2).fill_diagonal_(-2)
     same = (labels.unsqueeze(1) == labels) & ~torch.eye(30, dtype=torch.bool)
     order = similarity.argsort(1, descending=True)[:, :10]
-    ranking, nearest = retrieve(z, labels)
+    ranking, nearest = evaluate.retrieve(z, labels)
     assert torch.equal(ranking.relevant, same.gather(1, order))
     assert torch.equal(ranking.n_positives, same.sum(1))
     assert torch.equal(nearest, order[:, 0])
@@ -118,7 +117,7 @@ def test_ensembles_share_no_encoder_and_are_planned_when_their_seeds_are_done(se
         assert all(place[seed] < number for seed in cell.members if seed in place)
 
 
-@given(st.integers(2, 30), st.integers(2, 9), st.sampled_from([1e-4, 0.1, 1.0, 100.0]), st.integers(0, 999))
+@given(st.integers(2, 30), st.integers(2, 9), st.sampled_from([1e-3, 0.1, 1.0, 100.0]), st.integers(0, 999))
 def test_sums_give_what_all_samples_give(n_samples, dim, noise, seed):
     torch.manual_seed(seed)
     samples = torch.randn(5, dim) + noise * torch.randn(n_samples, 5, dim)
