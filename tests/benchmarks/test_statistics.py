@@ -117,7 +117,7 @@ def test_ensembles_share_no_encoder_and_are_planned_when_their_seeds_are_done(se
         assert all(place[seed] < number for seed in cell.members if seed in place)
 
 
-@given(st.integers(2, 30), st.integers(2, 9), st.sampled_from([1e-3, 0.1, 1.0, 100.0]), st.integers(0, 999))
+@given(st.integers(2, 30), st.integers(2, 9), st.sampled_from([1e-2, 0.1, 1.0, 100.0]), st.integers(0, 999))
 def test_sums_give_what_all_samples_give(n_samples, dim, noise, seed):
     torch.manual_seed(seed)
     samples = torch.randn(5, dim) + noise * torch.randn(n_samples, 5, dim)
