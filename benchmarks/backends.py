@@ -4,7 +4,7 @@ For an MLP, the paper's convolutional network and a small ResNet: seconds and pe
 each backend and structure, beside those of laplace-torch's adapter to the same host for a classification likelihood of
 as many outputs. Each ratio is taken in one process, the two sides in turns.
 
-    python -m benchmarks.backends [--network mlp] [--device cuda] [--quick]
+    python -m benchmarks.backends [--device cuda] [--quick]
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from benchmarks.experiments import networks
+from benchmarks.experiments import training
 from benchmarks.machine import Case, count_flop, finished, machine_line, measure_cases, measure_peak, table, take_turns
 from contrastive_curvature.testing.contract import make_backend
 
@@ -64,7 +64,7 @@ def make_network(name: str) -> tuple[nn.Module, tuple[int, ...]]:
         layers = [nn.Linear(784, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, OUTPUTS)]
         return nn.Sequential(*layers), (784,)
     if name == "paper":
-        encoder = networks.make_network("fashionmnist", OUTPUTS)
+        encoder = training.make_network("fashionmnist", OUTPUTS)
         for module in encoder.modules():
             if isinstance(module, nn.ReLU):
                 # BackPACK's own hooks do not stand layers that work in place.
@@ -82,7 +82,7 @@ def make_cases(given: argparse.Namespace) -> list[Case]:
     return [
         {"network": network, "backend": backend, "weights": weights, "structure": structure}
         | {**sizes, "threads": 2, "device": given.device}
-        for network in (("tiny",) if given.quick else given.network)
+        for network in (("tiny",) if given.quick else ("mlp", "paper", "resnet"))
         for backend in HOSTS
         for weights, structure in parts
         if (network, weights, structure) != ("paper", "last_layer", "full")  # 92,170 parameters squared
@@ -171,13 +171,8 @@ def cell(measured: Case | None) -> str:
     return f"{measured['seconds']:.4f} s ({measured['peak_mib']:.0f}){ratio}"
 
 
-def _networks(parser: argparse.ArgumentParser) -> None:
-    names = ["mlp", "paper", "resnet"]
-    parser.add_argument("--network", nargs="+", choices=names, default=names, help="networks (default: all)")
-
-
 def main(arguments: list[str] | None = None) -> Case:
-    return measure_cases("backends", __doc__, make_cases, run_case, render, arguments, _networks)
+    return measure_cases("backends", __doc__, make_cases, run_case, render, arguments)
 
 
 if __name__ == "__main__":

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import argparse
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from benchmarks.experiments.data import load_data
-from benchmarks.experiments.networks import make_network
+from benchmarks.experiments.data import read_idx
+from benchmarks.experiments.training import make_network
 from benchmarks.machine import Case, machine_line, measure_cases, measure_peak, measure_time, table
 from benchmarks.pairwise import pairwise_curvature
 from contrastive_curvature.hessian.sphere import normalize
@@ -200,9 +201,8 @@ def load_images(root: str | None, points: int) -> tuple[Tensor, Tensor, str]:
         labels = torch.arange(points) % 10
         patterns = nn.functional.interpolate(torch.rand(10, 1, 4, 4), size=28, mode="bilinear")
         return patterns[labels] + 0.3 * torch.rand(points, 1, 28, 28), labels, "synthetic images of the same shape"
-    data = load_data("fashionmnist", root, ood="none").train
-    images, labels = zip(*(data[k] for k in range(min(points, len(data)))), strict=True)
-    return torch.stack(images), torch.as_tensor(labels), "Fashion-MNIST, training set"
+    data = read_idx("fashionmnist", Path(root), "train")
+    return data.images(range(min(points, len(data)))), data.targets[:points], "Fashion-MNIST, training set"
 
 
 def train(encoder: nn.Module, images: Tensor, labels: Tensor, steps: int) -> None:
@@ -240,7 +240,6 @@ def render(results: Case) -> str:
     cases = results["cases"]
     out = [
         "# Curvature: time and memory",
-        "",
         f"`python -m benchmarks.curvature`, {machine_line(results['machine'])}. Fastest of several calls; "
         "memory (MiB) is what the first call took above its inputs. On a GPU all times are by the clock.",
     ]
@@ -251,43 +250,33 @@ def render(results: Case) -> str:
         head += ["node MiB", "paper MiB", "chunked MiB", "error float64", "float32"]
         rows = []
         for case in listed:
-            row = [
-                case["distance"],
-                case["pd_fix"],
-                *(f"{1e3 * case[name]['cpu_seconds']:.2f}" for name in ("node", "ggn")),
-            ]
+            row = [case["distance"], case["pd_fix"]]
+            row += [f"{1e3 * case[name]['cpu_seconds']:.2f}" for name in ("node", "ggn")]
             for name in CHUNKS:
                 row += [f"{case[name]['cpu_seconds']:.2f}", f"{case[name]['ratio']:.0f}"]
             row += [f"{case[name]['peak_mib']:.0f}" for name in ("node", *CHUNKS)]
             rows.append([*row, *(f"{error:.0e}" for error in case["error"].values())])
         out += [
-            "",
             f"## {n} points, {count} triplets, last layer {width} -> {dim}",
-            "",
             "Paper: every pair pulled back on its own, the whole batch at once as in the released code; chunked: the "
             f"same, {CHUNKS['chunked']} pairs at a time, which stay in the cache. `cc.ggn` also runs and checks the "
             "encoder. One thread, processor time.",
-            "",
             table(head, rows),
         ]
     head = ["s by the clock", "s of processor", "MiB"]
     if wide:
         n, width, dim = wide[0]["sizes"]
         rows = [[case["distance"], case["pd_fix"], *_cost(case["node"], 3)] for case in wide]
-        title = f"## {n} points, class labels, last layer {width} -> {dim}"
-        out += ["", title, "", table(["distance", "fix", *head], rows)]
+        out += [f"## {n} points, class labels, last layer {width} -> {dim}", table(["distance", "fix", *head], rows)]
     for case in whole:
         rows = [["forward pass", *_cost(case["forward"], 1)], ["curvature", *_cost(case["node"], 1)]]
         out += [
-            "",
             f"## All {case['ordered_pairs']:,} ordered pairs of {case['points']:,} points, arccos, fixed, margin 0.7",
-            "",
             f"{case['source']}; {case['encoder']}; {case['negatives_inside']:.0%} of the negatives inside the margin. "
             f"One forward pass of the encoder, then the curvature from features: {case['ratio']:.1f} times as fast.",
-            "",
             table(["", *head], rows),
         ]
-    return "\n".join(out) + "\n"
+    return "\n\n".join(out) + "\n"
 
 
 def _cost(measured: dict[str, float], digits: int) -> list[str]:
@@ -295,12 +284,11 @@ def _cost(measured: dict[str, float], digits: int) -> list[str]:
     return [*seconds, f"{measured['peak_mib']:.0f}" if "peak_mib" in measured else ""]
 
 
-def _data_root(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data-root", help="folder of FashionMNIST/raw; without it the data are synthetic")
-
-
 def main(arguments: list[str] | None = None) -> Case:
-    return measure_cases("curvature", __doc__, make_cases, run_case, render, arguments, _data_root)
+    def add(parser: argparse.ArgumentParser) -> None:
+        parser.add_argument("--data-root", help="folder of FashionMNIST/raw; without it the data are synthetic")
+
+    return measure_cases("curvature", __doc__, make_cases, run_case, render, arguments, add)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from benchmarks.machine import Case, describe, machine_line, options, table, write_results
@@ -56,7 +55,7 @@ def corrupted(path: Path) -> dict[str, Any]:
         if kind not in KINDS:
             continue
         scores, flagged, delays = (
-            encoder.score("novelty", encoder.fitted.points(kind, torch.from_numpy(features))),
+            encoder.score("novelty", encoder.fitted.points(features)),
             [],
             [],
         )

@@ -15,7 +15,6 @@ import resource
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -25,6 +24,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+
+from contrastive_curvature.artifact import write_whole
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -127,7 +128,6 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
 
 def write_results(folder: Path, name: str, result: Case, text: str, show: bool = True) -> None:
     """Write ``NAME.json`` and ``NAME.md`` into a folder, which is made if need be, and print the latter."""
-    folder.mkdir(parents=True, exist_ok=True)
     write_atomically(folder / f"{name}.json", json.dumps(result, indent=1) + "\n")
     write_atomically(folder / f"{name}.md", text)
     if show:
@@ -135,17 +135,9 @@ def write_results(folder: Path, name: str, result: Case, text: str, show: bool =
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a file so that no reader ever sees half of it, and an interrupted write leaves the old one."""
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(text)
-        # mkstemp gives a file that nobody else may read; results are no secret.
-        os.chmod(name, 0o644)
-        os.replace(name, path)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
-        raise
+    """Write a file so that no reader ever sees half of it; its folder is made if need be."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, lambda file: file.write(text.encode()))
 
 
 def finished(function: Callable[[], _T], device: torch.device | str) -> Callable[[], _T]:

@@ -107,7 +107,7 @@ def feature_file(root: Path, head: FeatureFile) -> tuple[FeatureFile, float]:
 def judge(content: FeatureFile) -> dict[str, dict[str, float]]:
     """AUROC in percent of every score, by kind."""
     fitted = Fitted(content)
-    points = {kind: fitted.points(kind, torch.from_numpy(features)) for kind, features in content.unknown.items()}
+    points = {kind: fitted.points(features) for kind, features in content.unknown.items()}
     found = {}
     for row in all_rows():
         known = row.score(fitted, fitted.test)

@@ -139,32 +139,20 @@ def render(result: dict[str, Any]) -> str:
         + [f"{row['difference']:.1e}"]
         for row in result["rows"]
     ]
-    head = [
-        "",
-        "fit, s",
-        "embeddings, s",
-        "fit, times one process",
-        "embeddings, times one process",
-        "points of the fit",
+    head = ["", "fit, s", "embeddings, s", "fit, times one process", "embeddings, times one process"]
+    head += ["points of the fit", "rows written", "different ones", "uncertainty, largest relative difference"]
+    parts = [
+        "# Fits and embeddings on a local Ray",
+        f"`python -m benchmarks.ray_jobs`, {machine_line(result['machine'])}, Ray {result['ray']}: "
+        f"{result['points']:,} points of {WIDTH} features in Parquet, a last layer with {DIM} outputs, `kron`, "
+        f"`negative_samples=2000`, {result['parts']} parts. Starting Ray took {result['start']:.1f} s, which is "
+        "not in the table; starting its processes is, once for each pass of the fit and once for the embeddings.",
+        table(head, rows),
+        f"A fit whose states are all there, called again: {result['rows'][1]['again']:.1f} s. The state of a part "
+        f"has {sizes['statistics'] / 2**20:.1f} MiB after the first pass and {sizes['curvature'] / 2**20:.1f} MiB "
+        "after the second, whatever its number of points.",
     ]
-    head += ["rows written", "different ones", "uncertainty, largest relative difference"]
-    return "\n".join(
-        [
-            "# Fits and embeddings on a local Ray",
-            "",
-            f"`python -m benchmarks.ray_jobs`, {machine_line(result['machine'])}, Ray {result['ray']}: "
-            f"{result['points']:,} points of {WIDTH} features in Parquet, a last layer with {DIM} outputs, `kron`, "
-            f"`negative_samples=2000`, {result['parts']} parts. Starting Ray took {result['start']:.1f} s, which is "
-            "not in the table; starting its processes is, once for each pass of the fit and once for the embeddings.",
-            "",
-            table(head, rows),
-            "",
-            f"A fit whose states are all there, called again: {result['rows'][1]['again']:.1f} s. The state of a part "
-            f"has {sizes['statistics'] / 2**20:.1f} MiB after the first pass and {sizes['curvature'] / 2**20:.1f} MiB "
-            "after the second, whatever its number of points.",
-            "",
-        ]
-    )
+    return "\n\n".join(parts) + "\n"
 
 
 def main(arguments: list[str] | None = None) -> None:

@@ -9,7 +9,7 @@ machines, with few and with many classes: seconds of a part and of all merges, a
 Every case runs in a process of its own. The points lie around the centres of 1,000 classes in a space of 8 dimensions,
 so that many negatives are inside the margin.
 
-    python -m benchmarks.scale [--points N ...] [--structures diag kron_lowrank] [--folder FOLDER] [--device cuda]
+    python -m benchmarks.scale [--points N ...] [--structures diag kron_lowrank] [--device cuda]
 """
 
 from __future__ import annotations
@@ -30,17 +30,7 @@ from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from benchmarks.machine import (
-    Case,
-    describe,
-    finished,
-    machine_line,
-    options,
-    run_apart,
-    table,
-    watch_memory,
-    write_results,
-)
+from benchmarks import machine
 from contrastive_curvature import FeatureFolder
 
 FEATURES, DIMENSIONS, CLASSES = 512, 128, 1000
@@ -153,10 +143,10 @@ def fit(case: dict[str, Any], rank: int) -> dict[str, Any]:
         if processes > 1:
             torch.distributed.barrier()
         start = time.perf_counter()
-        finished(lambda: la.fit(loader, progress_bar=False), device)()
+        machine.finished(lambda: la.fit(loader, progress_bar=False), device)()
         return time.perf_counter() - start
 
-    seconds, mib = watch_memory(run_fit, "RssAnon")
+    seconds, mib = machine.watch_memory(run_fit, "RssAnon")
     out: dict[str, Any] = {"seconds": seconds, "mib": mib, "error": la.curvature_error}
     if device.type == "cuda":
         out["gpu_mib"] = torch.cuda.max_memory_allocated() / 2**20
@@ -170,8 +160,8 @@ def fit_in_parts(case: dict[str, Any]) -> dict[str, Any]:
     """A fit in parts: seconds of a part in both passes, of all merges, and MiB of what is handed on."""
     count = case["parts"]
     whole = FeatureFolder(case["path"], batch_size=_BATCH)
-    options = {"margin": MARGIN, "negative_samples": SAMPLES}
-    la: Any = Laplace(encoder().to(case["device"]), "contrastive", backend_kwargs=options)
+    pairs = {"margin": MARGIN, "negative_samples": SAMPLES}
+    la: Any = Laplace(encoder().to(case["device"]), "contrastive", backend_kwargs=pairs)
     out: dict[str, Any] = {}
     statistics = None
     with tempfile.TemporaryDirectory() as place:
@@ -197,27 +187,27 @@ def fit_in_parts(case: dict[str, Any]) -> dict[str, Any]:
     return out
 
 
-def run_parts(place: Path, device: str, most: int) -> list[Case]:
+def run_parts(place: Path, device: str, most: int) -> list[machine.Case]:
     """The fits in parts, with few and with many classes."""
     rows = []
     n = min(POINTS_IN_PARTS, most)
     for classes in (CLASSES, min(MANY_CLASSES, n // 3)):
         path = str(folder_of(n, place, classes))
         case = {"path": path, "parts": PARTS, "device": device, "threads": 2}
-        rows.append({"n": n, "classes": classes, "parts": PARTS, **run_apart("benchmarks.scale", case)})
+        rows.append({"n": n, "classes": classes, "parts": PARTS, **machine.run_apart("benchmarks.scale", case)})
         print(rows[-1], flush=True)
     return rows
 
 
-def run(points: list[int], structures: list[str], place: Path, device: str) -> list[Case]:
+def run(points: list[int], structures: list[str], place: Path, device: str) -> list[machine.Case]:
     """All cases: sampled for all numbers of points, exact up to :data:`MOST_EXACT`."""
-    rows: list[Case] = []
+    rows: list[machine.Case] = []
     # A process on a GPU has it alone.
     several = (1, 2) if device == "cpu" else (1,)
 
     def add(n: int, **case: Any) -> None:
         case = {"n": n, "save": None, "device": device, "threads": 2, **case}
-        found = run_apart("benchmarks.scale", case)
+        found = machine.run_apart("benchmarks.scale", case)
         images = case["path"] is None
         shown = {name: case[name] for name in ("n", "structure", "samples", "processes")}
         rows.append({**shown, "images": images, **found})
@@ -242,7 +232,7 @@ def run(points: list[int], structures: list[str], place: Path, device: str) -> l
     return rows
 
 
-def render(results: Case) -> str:
+def render(results: machine.Case) -> str:
     """A table, and the powers of N that the seconds grow with."""
     rows, shown = results["rows"], []
     for row in rows:
@@ -250,14 +240,12 @@ def render(results: Case) -> str:
         errors = [f"{row[name]:.1e}" if row.get(name) is not None else "" for name in ("error", "true_error")]
         shown.append([_kind(row), f"{row['n']:,}", negatives, f"{row['seconds']:.2f}", f"{row['mib']:.0f}", *errors])
     head = ["fit", "points", "negatives", "seconds", "MiB beyond the mapping", "reported error", "true error"]
-    lines = [
+    grows = []
+    parts = [
         "# A fit of the last layer against the number of points",
-        "",
-        f"`python -m benchmarks.scale`, {machine_line(results['machine'])}. {FEATURES} features (float16 on disk), "
-        f"{DIMENSIONS} dimensions, {CLASSES} classes, margin {MARGIN}.",
-        "",
-        table(head, shown),
-        "",
+        f"`python -m benchmarks.scale`, {machine.machine_line(results['machine'])}. {FEATURES} features (float16 on "
+        f"disk), {DIMENSIONS} dimensions, {CLASSES} classes, margin {MARGIN}.",
+        machine.table(head, shown),
     ]
     for fitted, samples in dict.fromkeys((_kind(row), row["samples"]) for row in rows):
         mine = [row for row in rows if (_kind(row), row["samples"]) == (fitted, samples)]
@@ -265,10 +253,8 @@ def render(results: Case) -> str:
         if first["n"] < last["n"]:
             power = math.log(last["seconds"] / first["seconds"]) / math.log(last["n"] / first["n"])
             kind = "all pairs" if samples is None else f"{samples:,} negatives"
-            lines.append(
-                f"- {fitted}, {kind}: seconds grow with N to the power {power:.2f} from {first['n']:,} to "
-                f"{last['n']:,} points."
-            )
+            sizes = f"from {first['n']:,} to {last['n']:,} points"
+            grows.append(f"- {fitted}, {kind}: seconds grow with N to the power {power:.2f} {sizes}.")
     shown = [
         [f"{row['n']:,}", f"{row['classes']:,}", step, *(f"{value:.2f}" for value in row[step].values())]
         for row in results["parts"]
@@ -276,35 +262,32 @@ def render(results: Case) -> str:
     ]
     head = ["points", "classes", "pass", "seconds a part", "seconds of all merges", "MiB a part", "MiB merged"]
     title = f"In {PARTS} parts, one after the other, `kron_lowrank`, {SAMPLES:,} negatives:"
-    lines += ["", title, "", table(head, shown)]
-    return "\n".join(lines) + "\n"
+    return "\n\n".join([*parts, "\n".join(grows), title, machine.table(head, shown)]) + "\n"
 
 
-def _kind(row: Case) -> str:
+def _kind(row: machine.Case) -> str:
     """Structure and processes of a case."""
     several = "" if row["processes"] == 1 else f", {row['processes']} processes"
     return f"`{row['structure']}`{several}{', images' if row['images'] else ''}"
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = options(__doc__)
+    parser = machine.options(__doc__)
     parser.add_argument("--points", type=int, nargs="+", default=list(POINTS))
     parser.add_argument("--structures", nargs="+", default=["diag", "kron_lowrank"])
-    parser.add_argument("--folder", type=Path, help="where features are kept; a temporary one without it")
     parser.add_argument("--case", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     if given.case:
         print(json.dumps(measure(json.loads(given.case))))
         return
     with tempfile.TemporaryDirectory() as temporary:
-        place = given.folder or Path(temporary)
-        place.mkdir(parents=True, exist_ok=True)
+        place = Path(temporary)
         results = {
-            "machine": describe(given.device),
+            "machine": machine.describe(given.device),
             "rows": run(given.points, given.structures, place, given.device),
             "parts": run_parts(place, given.device, max(given.points)),
         }
-    write_results(given.out, "scale", results, render(results))
+    machine.write_results(given.out, "scale", results, render(results))
 
 
 if __name__ == "__main__":

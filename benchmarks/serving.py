@@ -7,7 +7,7 @@ features instead of all 1,024. Beside the encoder alone in the same runtime, one
 four scores read, and the export in torch (``torch.export``) and in onnxruntime. And one query of ``cc.Retriever``
 beside the encoder, the product with a gallery of 10,000 points and the ten nearest.
 
-    python -m benchmarks.serving [--seconds 8] [--quick]
+    python -m benchmarks.serving [--quick]
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ from benchmarks.machine import Case, machine_line, measure_cases, table, take_tu
 
 NETWORKS = ("resnet18", "vit", "mlp", "mlp, rank 64", "cnn")
 BATCHES = (1, 32, 256)
+SECONDS = 8.0
+"""For each network and batch size."""
 _CLASSES = 8
 
 
@@ -194,18 +196,14 @@ def render(results: Case) -> str:
 
 def make_cases(given: argparse.Namespace) -> list[Case]:
     quick = given.quick
-    sizes = {"batches": (1, 3) if quick else BATCHES, "seconds": 0.0 if quick else given.seconds, "threads": 1}
+    sizes = {"batches": (1, 3) if quick else BATCHES, "seconds": 0.0 if quick else SECONDS, "threads": 1}
     names = ("mlp",) if quick else NETWORKS
     cases: list[Case] = [{"network": name, "quick": quick, **sizes} for name in names]
     return [*cases, {"network": "retriever", "points": 500 if quick else 10_000, **sizes}]
 
 
-def _seconds(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--seconds", type=float, default=8.0, help="time for each network and batch size")
-
-
 def main(arguments: list[str] | None = None) -> Case:
-    return measure_cases("serving", __doc__, make_cases, run_case, render, arguments, _seconds)
+    return measure_cases("serving", __doc__, make_cases, run_case, render, arguments)
 
 
 if __name__ == "__main__":

@@ -20,19 +20,8 @@ import torch
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from benchmarks.experiments.methods.training import ContrastiveStep
-from benchmarks.experiments.networks import NETWORKS, make_network
-from benchmarks.machine import (
-    Case,
-    count_flop,
-    finished,
-    machine_line,
-    measure_cases,
-    measure_peak,
-    measure_time,
-    table,
-    take_turns,
-)
+from benchmarks import machine
+from benchmarks.experiments.training import NETWORKS, ContrastiveStep, make_network
 from contrastive_curvature.online import OnlineLaplace
 
 LOSSES = {"infonce": cc.InfoNCELoss, "supcon": cc.SupConLoss, "siglip": cc.SigLIPLoss}
@@ -40,11 +29,11 @@ ANCHORS = [(name, fix) for name in LOSSES for fix in ("psd_parts", "ggn_fixed")]
 N_DATA = 60_000
 
 
-def make_cases(given: argparse.Namespace) -> list[Case]:
+def make_cases(given: argparse.Namespace) -> list[machine.Case]:
     quick = given.quick
     online, layer, output = (4, 8, 16) if quick else (64, 1024, 4096)
     network = "digits" if quick else "fashionmnist"
-    cases: list[Case] = [
+    cases: list[machine.Case] = [
         {"kind": "online", "network": network, "dim": dim, "points": online} for dim in ((3,) if quick else (3, 32))
     ]
     for name, fix in [*ANCHORS, ("supcon", "psd")]:
@@ -55,7 +44,7 @@ def make_cases(given: argparse.Namespace) -> list[Case]:
     return [{**case, "threads": 2, "rounds": 1 if quick else 15, "device": given.device} for case in cases]
 
 
-def run_case(case: Case) -> Case:
+def run_case(case: machine.Case) -> machine.Case:
     """Median seconds of every call, and what the ratios of its turns to those of the first call are."""
     torch.manual_seed(0)
     device = case["device"]
@@ -67,12 +56,12 @@ def run_case(case: Case) -> Case:
         def diagonal() -> Tensor:
             return loss.output_hessian(z, labels).diagonal()
 
-        _, peak = measure_peak(diagonal, device)
-        return {"peak_mib": peak, **measure_time(diagonal, min(case["rounds"], 3), device)}
+        _, peak = machine.measure_peak(diagonal, device)
+        return {"peak_mib": peak, **machine.measure_time(diagonal, min(case["rounds"], 3), device)}
     calls = (online_calls if case["kind"] == "online" else layer_calls)(case)
     for call in calls.values():
         call()
-    seconds = take_turns({name: finished(call, device) for name, call in calls.items()}, case["rounds"])
+    seconds = machine.take_turns({name: machine.finished(call, device) for name, call in calls.items()}, case["rounds"])
     first = next(iter(seconds.values()))
     found = {
         name: {
@@ -83,11 +72,11 @@ def run_case(case: Case) -> Case:
     }
     if device != "cpu":
         for name, call in calls.items():
-            found[name]["flop"] = count_flop(call)
+            found[name]["flop"] = machine.count_flop(call)
     return {"calls": found}
 
 
-def online_calls(case: Case) -> dict[str, Callable[[], object]]:
+def online_calls(case: machine.Case) -> dict[str, Callable[[], object]]:
     """Training steps, the deterministic one first."""
     device, n = case["device"], case["points"]
     x, y = torch.rand(n, *NETWORKS[case["network"]], device=device), torch.arange(n, device=device) % 10
@@ -119,7 +108,7 @@ def online_calls(case: Case) -> dict[str, Callable[[], object]]:
     return calls
 
 
-def layer_calls(case: Case) -> dict[str, Callable[[], object]]:
+def layer_calls(case: machine.Case) -> dict[str, Callable[[], object]]:
     """The loss and its gradient in a last layer, and its curvature in two structures."""
     device, n = case["device"], case["points"]
     loss, labels = LOSSES[case["loss"]](pd_fix=case["fix"]), torch.arange(n, device=device) // 2
@@ -136,38 +125,38 @@ def layer_calls(case: Case) -> dict[str, Callable[[], object]]:
     return {"gradient": gradient, "diag": curvature("diag"), "kron": curvature("kron")}
 
 
-def render(results: Case) -> str:
+def render(results: machine.Case) -> str:
     """A table for each kind."""
     cases = results["cases"]
     out = [
         "# What curvature costs beside a training step",
         "",
-        f"`python -m benchmarks.steps`, {machine_line(results['machine'])}. Medians of calls in turns, and of the "
-        "ratios of their turns to those of the first call.",
+        f"`python -m benchmarks.steps`, {machine.machine_line(results['machine'])}. Medians of calls in turns, and of "
+        "the ratios of their turns to those of the first call.",
     ]
     online, layer, output = ([c for c in cases if c["kind"] == kind] for kind in ("online", "layer", "output"))
     rows = [
         [name, *(f"{1e3 * c['calls'][name]['seconds']:.1f} ms, {c['calls'][name]['ratio']:.2f}" for c in online)]
         for name in (online[0]["calls"] if online else ())
     ]
-    out += ["", table(["step of 64 images", *(f"D = {c['dim']}" for c in online)], rows), ""]
+    out += ["", machine.table(["step of 64 images", *(f"D = {c['dim']}" for c in online)], rows), ""]
     head = ["loss", "`pd_fix`", "points", "dimensions"]
     rows = [
         [c["loss"], f"`{c['fix']}`", c["points"], c["dim"], f"{1e3 * c['calls']['gradient']['seconds']:.0f}"]
         + [f"{c['calls'][name]['ratio']:.1f}" for name in ("diag", "kron")]
         for c in layer
     ]
-    out += [table([*head, "loss and gradient, ms", "`diag`, times", "`kron`, times"], rows), ""]
+    out += [machine.table([*head, "loss and gradient, ms", "`diag`, times", "`kron`, times"], rows), ""]
     rows = [
         [c["loss"], f"`{c['fix']}`", c["points"], c["dim"], f"{c['seconds']:.2f}", f"{c['peak_mib']:.0f}"]
         for c in output
     ]
-    out += [table([*head, "diagonal of the output Hessian, s", "MiB above the inputs"], rows), ""]
+    out += [machine.table([*head, "diagonal of the output Hessian, s", "MiB above the inputs"], rows), ""]
     return "\n".join(out)
 
 
-def main(arguments: list[str] | None = None) -> Case:
-    return measure_cases("steps", __doc__, make_cases, run_case, render, arguments)
+def main(arguments: list[str] | None = None) -> machine.Case:
+    return machine.measure_cases("steps", __doc__, make_cases, run_case, render, arguments)
 
 
 if __name__ == "__main__":

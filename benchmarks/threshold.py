@@ -123,33 +123,24 @@ def render(results: Case) -> str:
             kinds[" " in other].append(f"{other}: " + " / ".join(f"{share:.2f}" for share in shares))
         others.append([name, *("; ".join(kinds[corrupted]) for corrupted in (False, True))])
     ways = [f"{what} {alpha:g}" for what in ("calibrated", "validation", "without") for alpha in ALPHAS]
-    return "\n".join(
-        [
-            "# What `is_known(alpha)` flags",
-            "",
-            f"`python -m benchmarks.threshold`, {machine_line(results['machine'])}: the posterior that "
-            '`Laplace(encoder, likelihood="contrastive")` takes, on the feature files of `benchmarks.transfer`.',
-            "",
-            "## Known inputs",
-            "",
-            "Share of the test inputs that are flagged. Calibrated on a random half of them and judged on the other "
-            f"half, mean of {SPLITS} splits; in brackets the standard deviation between splits over that of binomial "
-            "counts. This must be alpha whatever the encoder, as splits are exchangeable. Validation: calibrated on "
-            "the file's own calibration inputs. Without `la.calibrate`: compared with training inputs; `*` marks test "
-            "inputs of classes that training has not seen.",
-            "",
-            table(["encoder", *ways], known),
-            "",
-            "## Unknown and corrupted inputs",
-            "",
-            f"Share that is flagged at alpha = {' / '.join(f'{alpha:g}' for alpha in ALPHAS)}; corrupted at the worst "
-            "level. Calibrated on the file's own calibration inputs where it has them, else on halves of the test "
-            "inputs.",
-            "",
-            table(["encoder", "unknown", "corrupted"], others),
-            "",
-        ]
-    )
+    parts = [
+        "# What `is_known(alpha)` flags",
+        f"`python -m benchmarks.threshold`, {machine_line(results['machine'])}: the posterior that "
+        '`Laplace(encoder, likelihood="contrastive")` takes, on the feature files of `benchmarks.transfer`.',
+        "## Known inputs",
+        "Share of the test inputs that are flagged. Calibrated on a random half of them and judged on the other "
+        f"half, mean of {SPLITS} splits; in brackets the standard deviation between splits over that of binomial "
+        "counts. This must be alpha whatever the encoder, as splits are exchangeable. Validation: calibrated on "
+        "the file's own calibration inputs. Without `la.calibrate`: compared with training inputs; `*` marks test "
+        "inputs of classes that training has not seen.",
+        table(["encoder", *ways], known),
+        "## Unknown and corrupted inputs",
+        f"Share that is flagged at alpha = {' / '.join(f'{alpha:g}' for alpha in ALPHAS)}; corrupted at the worst "
+        "level. Calibrated on the file's own calibration inputs where it has them, else on halves of the test "
+        "inputs.",
+        table(["encoder", "unknown", "corrupted"], others),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def judge_files(
@@ -172,15 +163,10 @@ def judge_files(
     """
     parser = options(description)
     parser.add_argument("--cache", type=Path, default=Path("runs/transfer"), help="folder with the feature files")
-    parser.add_argument(
-        "--only", nargs="+", metavar="NAME", help="feature files (default: all); other results are kept"
-    )
+    only = "feature files (default: all); other results are kept"
+    parser.add_argument("--only", nargs="+", metavar="NAME", help=only)
     given = parser.parse_args(arguments)
     there = sorted(path.stem for path in given.cache.glob("*.npz"))
-    if not there:
-        parser.error(f"--cache: no feature file in {given.cache}; python -m benchmarks.transfer makes them")
-    if missing := [name for name in given.only or () if name not in there]:
-        parser.error(f"--only: no {', '.join(missing)} in {given.cache}; there are {', '.join(there)}")
     before = given.out / f"{name}.json"
     found = json.loads(before.read_text(encoding="utf-8"))["encoders"] if given.only and before.exists() else {}
     results = {"machine": describe(), **about}

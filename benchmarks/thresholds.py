@@ -83,7 +83,7 @@ class Encoder:
         fitted, content = self.fitted, self.content
         some = np.random.default_rng(0).permutation(len(content.train_features))[:5000]
         gallery = normalize(torch.from_numpy(content.outputs(content.train_features[some])), dim=1)
-        kinds = [fitted.test, *(fitted.points(name, torch.from_numpy(x)) for name, x in content.unknown.items())]
+        kinds = [fitted.test, *(fitted.points(x) for name, x in content.unknown.items())]
         found: dict[str, list[Tensor]] = {"novelty": [], "uncertainty": [], "distance": []}
         for points in kinds:
             answers = fitted.answers(DEFAULT, points)
@@ -188,8 +188,8 @@ def drift(encoder: Encoder) -> dict[str, Found]:
     has other people or letters than the calibration, which is a shift. Missed: the other kind, within 100 inputs.
     """
     known, rng = encoder.score("novelty"), np.random.default_rng(0)
-    kind, features = next(iter(encoder.content.unknown.items()))
-    other = encoder.score("novelty", encoder.fitted.points(kind, torch.from_numpy(features)))
+    _, features = next(iter(encoder.content.unknown.items()))
+    other = encoder.score("novelty", encoder.fitted.points(features))
     rows = np.arange(len(known))
     orders = [rng.permutation(rows)[:1500] for _ in range(STREAMS)]
     ways = {"": [np.split(order, [len(order) // 2]) for order in orders]}
@@ -321,25 +321,19 @@ def render(results: Case) -> str:
         for decision, found in one["decisions"].items()
         if decision not in wide
     ]
-    below = ["", table(["encoder", "decision", "result"], alone)] if alone else []
-    return "\n".join(
-        [
-            "# Asked and observed errors of thresholds",
-            "",
-            f"`python -m benchmarks.thresholds`, {machine_line(results['machine'])}; {SPLITS} splits of the test",
-            "inputs, by class where training has not seen the classes (`*`), else by input.",
-            "",
-            "Each cell: error asked for / observed on average (share of splits above the one asked for: a half, by",
-            "chance, where an error holds on average); after the semicolon the share of queries answered, or of pairs",
-            "of one class missed. Wrong answers: half of the encoder's error is asked for; among the answered with a",
-            f"confidence of {CONFIDENCE:g}. Drift: share of {STREAMS} streams of test inputs with a false alarm (asked",
-            "/ observed); missed: streams without an alarm within 100 inputs of another kind.",
-            "",
-            table(["encoder", *wide], rows),
-            *below,
-            "",
-        ]
-    )
+    parts = [
+        "# Asked and observed errors of thresholds",
+        f"`python -m benchmarks.thresholds`, {machine_line(results['machine'])}; {SPLITS} splits of the test\n"
+        "inputs, by class where training has not seen the classes (`*`), else by input.",
+        "Each cell: error asked for / observed on average (share of splits above the one asked for: a half, by\n"
+        "chance, where an error holds on average); after the semicolon the share of queries answered, or of pairs\n"
+        "of one class missed. Wrong answers: half of the encoder's error is asked for; among the answered with a\n"
+        f"confidence of {CONFIDENCE:g}. Drift: share of {STREAMS} streams of test inputs with a false alarm (asked\n"
+        "/ observed); missed: streams without an alarm within 100 inputs of another kind.",
+        table(["encoder", *wide], rows),
+        *([table(["encoder", "decision", "result"], alone)] if alone else []),
+    ]
+    return "\n\n".join(parts) + "\n"
 
 
 def _cell(found: Case) -> str:

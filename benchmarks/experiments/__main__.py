@@ -2,6 +2,6 @@
 
 import sys
 
-from benchmarks.experiments.cli import main
+from benchmarks.experiments.run import main
 
 sys.exit(main())

@@ -1,4 +1,8 @@
-"""A fitted method -> predictions, and all figures of its row."""
+"""A fitted method -> predictions, and all figures of its row: the library's, failures, the released code's definitions.
+
+The released code (https://github.com/FrederikWarburg/bayesian-metric-learning, ``src/evaluate``) departs from the
+paper's text in several of its figures; each is here under its name with ``_released``, so that both can be reported.
+"""
 
 from __future__ import annotations
 
@@ -9,68 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.experiments import figures
 from benchmarks.experiments.data import RetrievalData, Split
-from benchmarks.experiments.methods import Method, Prediction
-from benchmarks.experiments.methods.embed import unit
 from benchmarks.experiments.methods.scores import NEIGHBORS
 from benchmarks.experiments.plan import ALPHAS, NOVELTY, OWN, UNCERTAINTY
+from benchmarks.experiments.training import Fitted, Prediction
 from contrastive_curvature import metrics
-from contrastive_curvature.metrics import CalibrationBins, Ranking
-from contrastive_curvature.metrics.neighbors import Metric
 
-DOTS = 3000
-"""Embeddings of each set that are kept for a plot: more would hide each other."""
 _REPEATS = 5
-
-
-@dataclass(frozen=True)
-class Scores:
-    """One uncertainty of all images: larger is less certain.
-
-    Args:
-        inside: In distribution, shape (N,).
-        outside: Out of distribution, shape (M,); ``None`` where there are no such images.
-    """
-
-    inside: Tensor
-    outside: Tensor | None
-
-
-@dataclass(frozen=True)
-class Curves:
-    """What the plots show of a cell.
-
-    Args:
-        scores: The uncertainties; of a method with two scores, that of the retrievals under
-            :data:`~benchmarks.experiments.plan.UNCERTAINTY` and under
-            :data:`~benchmarks.experiments.plan.OWN`, the other under :data:`~benchmarks.experiments.plan.NOVELTY`.
-        precision_at_1: Of every query, NaN without a positive, shape (N,).
-        nearest: Index of each query's nearest neighbour, shape (N,).
-        embeddings: Of the first test images in and out of distribution, each (at most 3000, D); of unit length where
-            they are compared by cosine.
-        p_values: Of "this image is of a known kind", where there are.
-        calibration: Of the votes, where there are.
-    """
-
-    scores: dict[str, Scores]
-    precision_at_1: Tensor
-    nearest: Tensor
-    embeddings: dict[str, Tensor | None]
-    p_values: Scores | None
-    calibration: CalibrationBins | None
-
-    @classmethod
-    def of(cls, content: dict[str, Any]) -> Curves:
-        """Make what ``dataclasses.asdict`` took apart."""
-        scores = {name: Scores(**parts) for name, parts in content["scores"].items()}
-        p_values, bins = content["p_values"], content["calibration"]
-        made = {
-            "scores": scores,
-            "p_values": None if p_values is None else Scores(**p_values),
-            "calibration": None if bins is None else CalibrationBins(**bins),
-        }
-        return cls(**content | made)
+Figures = dict[str, float | None]
 
 
 @dataclass(frozen=True)
@@ -83,115 +33,77 @@ class Evaluation:
             score with embeddings of its own has the figures of their retrieval too.
         seconds: ``"predict"``: mean and uncertainty of all test images, in and out of distribution; ``"predict_NAME"``:
             the same for a variant, where it is known. ``"votes"``.
-        curves: The arrays behind them.
+        curves: What the plots show: ``scores``, each of the test images (N,) and of those out of distribution (M,);
+            ``precision_at_1`` of every query, NaN without a positive (N,); ``nearest``, the index of each query's
+            nearest neighbour (N,); ``calibration`` of the votes: confidence, accuracy, count, error.
     """
 
-    figures: dict[str, float | None]
-    variants: dict[str, dict[str, float | None]]
+    figures: Figures
+    variants: dict[str, Figures]
     seconds: dict[str, float]
-    curves: Curves
+    curves: dict[str, Any]
 
 
-def evaluate(method: Method, data: RetrievalData, *, n_votes: int, seed: int) -> Evaluation:
+def evaluate(method: Fitted, data: RetrievalData, *, n_votes: int, seed: int) -> Evaluation:
     """Predict and score.
 
     Args:
-        method: Fitted.
+        method: What to ask.
         data: The images.
         n_votes: Sampled networks (or embeddings) that vote, for the calibration.
         seed: Of them.
-
-    Returns:
-        All that is reported.
     """
     inside, seconds = _predict(method, data.test)
-    outside = None
-    if data.ood is not None:
-        outside, more = _predict(method, data.ood)
-        seconds = {name: taken + more[name] for name, taken in seconds.items()}
-    gallery = None if data.gallery is None else method.predict(data.gallery)
-    retrieval = retrieve(data, inside.mean, None if gallery is None else gallery.mean, inside.metric)
-    precision = metrics.average_precision_at_k(retrieval.ranking, 1)
-    all_scores = _scores(inside, outside)
-    held = _scores(inside if gallery is None else gallery, None)
-    found = _map(retrieval)
-    found |= {f"recall_at_{k}": metrics.recall_at_k(retrieval.ranking, k) for k in (1, 5, 10)}
+    outside, more = _predict(method, data.ood)
+    seconds = {name: taken + more[name] for name, taken in seconds.items()}
+    ranking, nearest = retrieve(inside.mean, data.test.targets, inside.metric)
+    precision = metrics.average_precision_at_k(ranking, 1)
+    others = _by_name(outside)
+    scores = {name: (score, others[name]) for name, score in _by_name(inside).items()}
+    found = _map(ranking)
+    found |= {f"recall_at_{k}": metrics.recall_at_k(ranking, k) for k in (1, 5, 10)}
     if bool(precision.isnan().any()):
-        found |= {f"map_at_{k}_released": figures.map_released(retrieval.ranking, k) for k in (1, 5, 10)}
-    variants = {
-        name: _rank_figures(scores, retrieval, precision, held[name].inside) | _detection_figures(scores)
-        for name, scores in all_scores.items()
-    }
-    if NOVELTY in all_scores:
-        variants[OWN] |= _detection_figures(all_scores[NOVELTY])
+        found |= {f"map_at_{k}_released": map_released(ranking, k) for k in (1, 5, 10)}
+    variants: dict[str, Figures] = {}
+    for name, (known, unknown) in scores.items():
+        variants[name] = {
+            "ausc": metrics.ausc(known, precision),
+            "r_auroc": r_auroc(known, precision),
+            "ausc_released": ausc_released(known, ranking.relevant[:, 0], known[nearest]),
+            **_detection(known, unknown),
+        }
+    if NOVELTY in scores:
+        variants[OWN] |= _detection(*scores[NOVELTY])
     for name, mean in inside.means.items():
-        held_mean = None if gallery is None else gallery.means[name]
-        variants[name] |= _map(retrieve(data, mean, held_mean, inside.metric))
-    calibration, voted, vote_seconds = _votes(method, data, n_votes, seed, inside.metric)
+        variants[name] |= _map(retrieve(mean, data.test.targets, inside.metric)[0])
+    if data.calibration is not None and inside.p_value is not None and outside.p_value is not None:
+        for alpha in ALPHAS:
+            # Where there are enough known images to say so at all.
+            if alpha >= 1 / (len(data.calibration) + 1):
+                found[f"flagged_known_{alpha}"] = float((inside.p_value <= alpha).double().mean())
+                found[f"flagged_unknown_{alpha}"] = float((outside.p_value <= alpha).double().mean())
     own = variants.get(OWN, {})
-    p_values = None
-    if inside.p_value is not None:
-        p_values = Scores(inside.p_value, None if outside is None else outside.p_value)
-    kinds = {"inside": inside, "outside": outside}
-    found |= _flagged(data, p_values)
-    embeddings = {name: None if part is None else part.mean[:DOTS] for name, part in kinds.items()}
-    if inside.metric == "cosine":
-        embeddings = {name: None if z is None else unit(z) for name, z in embeddings.items()}
-    return Evaluation(
-        found | {name: own[name] for name in ("auroc", "auprc", "ausc", "r_auroc") if name in own} | voted,
-        variants,
-        seconds | ({"votes": vote_seconds} if voted else {}),
-        Curves(all_scores, precision, retrieval.nearest, embeddings, p_values, calibration),
-    )
+    found |= {name: own[name] for name in ("auroc", "auprc", "ausc", "r_auroc") if name in own}
+    calibration = None
+    # Votes for a class, which open-set queries do not have (paper, G.3).
+    if method.samples is not None and not data.open_set:
+        started, labels = time.perf_counter(), data.test.targets
+        votes = metrics.retrieval_votes(method.samples(data.test, n_votes, seed), labels, metric=inside.metric)
+        bins = metrics.calibration_bins(votes, labels)
+        found["ece"], found["ece_released"] = bins.expected_calibration_error, ece_released(votes, labels)
+        found["brier"], seconds["votes"] = metrics.brier_score(votes, labels), time.perf_counter() - started
+        calibration = (bins.confidence, bins.accuracy, bins.count, found["ece"])
+    curves = {"scores": scores, "precision_at_1": precision, "nearest": nearest, "calibration": calibration}
+    return Evaluation(found, variants, seconds, curves)
 
 
-_BLOCK = 256
-"""Queries that are held against the whole gallery at a time."""
+def retrieve(z: Tensor, labels: Tensor, metric: metrics.neighbors.Metric = "cosine") -> tuple[metrics.Ranking, Tensor]:
+    """Find ten nearest neighbours of embeddings (N, D), leave-one-out: which are right, and the nearest (N,)."""
+    nearest = metrics.nearest_neighbors(z, k=NEIGHBORS, metric=metric)
+    return metrics.rank_by_labels(nearest, labels), nearest[:, 0]
 
 
-@dataclass(frozen=True)
-class Retrieval:
-    """What was retrieved from the gallery, or leave-one-out among the queries.
-
-    Args:
-        ranking: Right and wrong neighbours.
-        nearest: Index of the first one, int64, shape (N,).
-    """
-
-    ranking: Ranking
-    nearest: Tensor
-
-
-def retrieve(data: RetrievalData, queries: Tensor, gallery: Tensor | None, metric: Metric = "cosine") -> Retrieval:
-    """Find the ten nearest neighbours, and tell the right ones.
-
-    Args:
-        data: Targets of queries and gallery; with positions, its relevance (or else its relation) decides.
-        queries: Embeddings, shape (N, D).
-        gallery: Embeddings, shape (M, D), or ``None`` for leave-one-out.
-        metric: What is near, ``"cosine"`` or ``"euclidean"``.
-
-    Returns:
-        The neighbours.
-    """
-    found = metrics.nearest_neighbors(queries, gallery, k=NEIGHBORS, metric=metric)
-    same = data.relevance or data.relation
-    if same is None:
-        held = None if data.gallery is None else data.gallery.targets
-        return Retrieval(metrics.rank_by_labels(found, data.test.targets, held), found[:, 0])
-    targets = data.test.targets
-    held = targets if data.gallery is None else data.gallery.targets
-    relevant, counts = [], []
-    for rows in torch.arange(len(targets)).split(_BLOCK):
-        right = same(targets[rows], held)[0]
-        if data.gallery is None:
-            right[torch.arange(len(rows)), rows] = False
-        relevant.append(right.gather(1, found[rows]))
-        counts.append(right.sum(1))
-    return Retrieval(Ranking(torch.cat(relevant), torch.cat(counts)), found[:, 0])
-
-
-def _predict(method: Method, split: Split) -> tuple[Prediction, dict[str, float]]:
+def _predict(method: Fitted, split: Split) -> tuple[Prediction, dict[str, float]]:
     """The prediction, and the seconds of the quickest of several: less than a second is repeated."""
     best: dict[str, float] = {}
     for _ in range(_REPEATS):
@@ -206,70 +118,126 @@ def _predict(method: Method, split: Split) -> tuple[Prediction, dict[str, float]
     return prediction, best
 
 
-def _map(retrieval: Retrieval) -> dict[str, float]:
-    return {f"map_at_{k}": metrics.map_at_k(retrieval.ranking, k) for k in (1, 5, 10)}
-
-
-def _scores(inside: Prediction, outside: Prediction | None) -> dict[str, Scores]:
-    other = {} if outside is None else _by_name(outside)
-    return {name: Scores(score, other.get(name)) for name, score in _by_name(inside).items()}
+def _map(ranking: metrics.Ranking) -> Figures:
+    return {f"map_at_{k}": metrics.map_at_k(ranking, k) for k in (1, 5, 10)}
 
 
 def _by_name(prediction: Prediction) -> dict[str, Tensor]:
     own = {} if prediction.uncertainty is None else {OWN: prediction.uncertainty}
-    if prediction.novelty is not None and own:
+    if prediction.novelty is not None:
         own |= {UNCERTAINTY: own[OWN], NOVELTY: prediction.novelty}
     return own | prediction.variants
 
 
-def _rank_figures(scores: Scores, retrieval: Retrieval, precision: Tensor, held: Tensor) -> dict[str, float | None]:
-    correct = retrieval.ranking.relevant[:, 0]
+def _detection(known: Tensor, unknown: Tensor) -> Figures:
     return {
-        "ausc": metrics.ausc(scores.inside, precision),
-        "r_auroc": figures.r_auroc(scores.inside, precision),
-        "ausc_released": figures.ausc_released(scores.inside, correct, held[retrieval.nearest]),
+        "auroc": metrics.auroc(known, unknown),
+        "auprc": metrics.auprc(known, unknown),
+        "auprc_released": auprc_released(known, unknown),
     }
 
 
-def _detection_figures(scores: Scores) -> dict[str, float | None]:
-    if scores.outside is None:
-        return {}
-    return {
-        "auroc": metrics.auroc(scores.inside, scores.outside),
-        "auprc": metrics.auprc(scores.inside, scores.outside),
-        "auprc_released": figures.auprc_released(scores.inside, scores.outside),
-    }
+def r_auroc(uncertainty: Tensor, precision_at_1: Tensor) -> float | None:
+    """AUROC of the uncertainty for telling the queries whose nearest neighbour is wrong.
+
+    Args:
+        uncertainty: Of each query, larger is less certain, shape (N,).
+        precision_at_1: 1 where the nearest neighbour is right, 0 where it is wrong (the positive class), NaN for
+            queries without a positive, which are left out; shape (N,).
+
+    Returns:
+        A number in [0, 1], chance 0.5; ``None`` where all are right or all wrong, as there is nothing to tell.
+    """
+    right, wrong = uncertainty[precision_at_1 == 1], uncertainty[precision_at_1 == 0]
+    return metrics.auroc(right, wrong) if len(right) and len(wrong) else None
 
 
-def _flagged(data: RetrievalData, p_values: Scores | None) -> dict[str, float | None]:
-    """Shares of images that are taken for unknown, where there are enough known ones to say so at all."""
-    if p_values is None or data.calibration is None:
-        return {}
-    parts = {"known": p_values.inside} | ({} if p_values.outside is None else {"unknown": p_values.outside})
-    return {
-        f"flagged_{name}_{alpha}": float((values <= alpha).double().mean())
-        for alpha in ALPHAS
-        if alpha >= 1 / (len(data.calibration) + 1)
-        for name, values in parts.items()
-    }
+def map_released(ranking: metrics.Ranking, k: int) -> float:
+    """Mean average precision over all queries, those without a positive too, as the released code counts them.
+
+    At k = 1 it reports the recall, so that they count as wrong (``recall.py``); above, as right (``map.py``).
+
+    Args:
+        ranking: Right and wrong neighbours.
+        k: How many neighbours count.
+
+    Returns:
+        A number in [0, 1].
+
+    Source: ``src/evaluate/map.py`` and ``recall.py`` of the released code.
+    """
+    precision = metrics.average_precision_at_k(ranking, k)
+    return float(precision.nan_to_num(0.0 if k == 1 else 1.0).mean())
 
 
-def _votes(
-    method: Method, data: RetrievalData, n_votes: int, seed: int, metric: Metric
-) -> tuple[CalibrationBins | None, dict[str, float | None], float]:
-    """Calibration of the votes for a class, which open-set queries and positions do not have (paper, G.3)."""
-    if data.open_set or data.gallery is not None or data.relation is not None:
-        return None, {}, 0.0
-    started = time.perf_counter()
-    samples = method.samples(data.test, n_votes, seed)
-    if samples is None:
-        return None, {}, 0.0
-    labels = data.test.targets
-    votes = metrics.retrieval_votes(samples, labels, metric=metric)
-    bins = metrics.calibration_bins(votes, labels)
-    found = {
-        "ece": bins.expected_calibration_error,
-        "ece_released": figures.ece_released(votes, labels),
-        "brier": metrics.brier_score(votes, labels),
-    }
-    return bins, found, time.perf_counter() - started
+def auprc_released(uncertainty_id: Tensor, uncertainty_ood: Tensor) -> float:
+    """Area under the precision-recall curve by the trapezoidal rule, which joins its points by straight lines.
+
+    Args:
+        uncertainty_id: In distribution, shape (N,).
+        uncertainty_ood: Out of distribution (the positive class), shape (M,).
+
+    Returns:
+        A number in (0, 1], usually above the average precision.
+
+    Source: ``src/evaluate/ood.py`` of the released code.
+    """
+    from sklearn.metrics import auc, precision_recall_curve
+
+    truth = torch.cat([torch.zeros(len(uncertainty_id)), torch.ones(len(uncertainty_ood))])
+    scores = torch.cat([uncertainty_id, uncertainty_ood]).double()
+    precision, recall, _ = precision_recall_curve(truth.numpy(), scores.numpy())
+    return float(auc(recall, precision))
+
+
+def ausc_released(uncertainty: Tensor, correct: Tensor, neighbor_uncertainty: Tensor) -> float:
+    """Area under the sparsification curve with the retrieved neighbour's uncertainty added to the query's.
+
+    Besides: 99 percentiles of the queries are removed instead of one query after the other, the area of the constant 1
+    is 98/99, and queries without any positive count as wrong.
+
+    Args:
+        uncertainty: Of each query, shape (N,).
+        correct: Whether the nearest neighbour is right, shape (N,).
+        neighbor_uncertainty: Of each query's nearest neighbour, shape (N,).
+
+    Returns:
+        A number in [0, 98/99].
+
+    Source: ``src/evaluate/ausc.py`` of the released code.
+    """
+    total = uncertainty.double() + neighbor_uncertainty.double()
+    order = total.argsort(descending=True, stable=True)
+    remaining = correct.double()[order]
+    removed = [len(order) * percent // 100 for percent in range(99)]
+    curve = torch.stack([remaining[start:].mean() for start in removed])
+    return float(torch.trapezoid(curve) / len(curve))
+
+
+def ece_released(votes: Tensor, labels: Tensor, n_bins: int = 10) -> float | None:
+    """Expected calibration error over bins ``[low, high)``, which leave out the points of confidence 1.
+
+    The error is averaged over the points that are in a bin. Votes, mode and confidence are those of
+    :func:`contrastive_curvature.metrics.calibration_bins`.
+
+    Args:
+        votes: Labels voted for, int64, shape (S, N).
+        labels: True labels, int64, shape (N,).
+        n_bins: Number of bins of equal width.
+
+    Returns:
+        A number in [0, 1], ``None`` where all points have confidence 1.
+
+    Source: ``src/evaluate/ece.py`` of the released code.
+    """
+    mode = votes.mode(0).values
+    agree = (votes == mode).sum(0)
+    n_samples = len(votes)
+    # In integers, because 0.7 * 10 need not round to 7.
+    position = agree * n_bins // n_samples
+    kept = position < n_bins
+    if not bool(kept.any()):
+        return None
+    gap = (mode == labels).double() - agree.double() / n_samples
+    sums = torch.zeros(n_bins, dtype=torch.float64).index_add_(0, position[kept], gap[kept])
+    return float(sums.abs().sum() / kept.sum())

@@ -1,189 +1,236 @@
-"""The run folder, and its cells one after the other: fit, evaluate, write; what is finished is not done again.
+"""Command line of the experiments: cells one after the other, fit, evaluate, write; what is finished is not done again.
 
-``config.json`` says what the run was made with. A cell, one row and seed, leaves its figures in ``seedN/ROW.json``,
-written last, and what plots need in ``seedN/ROW.pt``. The encoder of a seed, which several rows build on, is in
-``seedN/encoder.pt``.
+``config.json`` of the run folder says what the run was made with. A cell, one row and seed, leaves its figures in
+``seedN/ROW.json``, written last, and what plots need in ``seedN/ROW.pt``. The encoder of a seed, which several rows
+build on, is in ``seedN/encoder.pt``.
 """
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import sys
 import time
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 import torch
 from filelock import FileLock
+from torch import nn
 from tqdm import tqdm
 
-from benchmarks import machine
-from benchmarks.experiments.config import Config, settings
-from benchmarks.experiments.data import RetrievalData
-from benchmarks.experiments.evaluate import Curves, evaluate
-from benchmarks.experiments.methods import METHODS, Method
-from benchmarks.experiments.methods.deterministic import Deterministic
-from benchmarks.experiments.methods.ensembles import DeepEnsemble
-from benchmarks.experiments.plan import BASE, Cell, Row
-from benchmarks.machine import write_atomically
+from benchmarks.experiments.data import RetrievalData, load_data
+from benchmarks.experiments.evaluate import evaluate
+from benchmarks.experiments.methods import METHODS, ON_ENCODER
+from benchmarks.experiments.plan import DEMO, TABLE_DATA, Cell, defaults_of, known_rows, plan_cells, table_rows
+from benchmarks.experiments.report import FORMAT, write_report
+from benchmarks.experiments.training import Fitted, Setting, new_encoder, train
+from benchmarks.machine import describe, write_atomically
 from contrastive_curvature.artifact import write_whole
 from contrastive_curvature.errors import ContrastiveCurvatureError, InputError
 
-FORMAT = 4
-"""Of run folders."""
+_MOST_HELD_OUT = 2_000
 
 
-def open_run(config: Config, data: RetrievalData) -> None:
-    """Make the run folder, or check that the one that is there was made with the same options.
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the experiment of one table, or go on with it.
 
-    Args:
-        config: ``out`` names the folder. Seeds, rows and how to compute may differ from those it was made with.
-        data: What was loaded, which must be the same images.
-
-    Raises:
-        InputError: Another option differs, or the folder holds something else.
+    Returns:
+        Exit status: 0; 1 when a cell failed; 2 when something was refused; 130 when it was interrupted.
     """
-    wanted = config.identity() | {"images": data.fingerprint(), "format": FORMAT}
-    out, path = config.out, config.out / "config.json"
-    if path.is_file():
-        there = json.loads(path.read_text(encoding="utf-8"))
+    started = time.perf_counter()
+    given = parse(argv)
+    try:
+        rows = table_rows(given.table, given.methods)
+        if given.threads is not None:
+            torch.set_num_threads(given.threads)
+        data = read_data(given)
+        open_run(given, data)
+        cells = plan_cells(rows, given.seeds)
+        sizes = f"{len(data.train):,} training, {len(data.test):,} test images; out of distribution: {len(data.ood):,}"
+        print(f"{data.title}: {sizes} ({data.ood_title}); {len(cells)} cells. Run folder: {given.out}")
+        text, failed = run(given, data, cells)
+    except ContrastiveCurvatureError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"\ninterrupted; start again with the same options to go on (--out {given.out})", file=sys.stderr)
+        return 130
+    seconds = time.perf_counter() - started
+    print(f"\n{text}\n{seconds:.0f} seconds in all; figures and seed {given.seeds[0]}'s plots in\n{given.out}")
+    return int(failed)
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read arguments, with the defaults of table and data set."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.experiments",
+        description="Train, predict, score, and compare: the tables of Warburg et al. (2023) beside the paper's "
+        "figures, or the demonstration. A run that was interrupted goes on when it is started again with the same "
+        "options.",
+        epilog=f"Rows (--methods). Table 1: {_row_names('1')}. The others: {_row_names('2')}.",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("--table", choices=TABLE_DATA, required=True, help="of the paper, or the demonstration")
+    shown = "; ".join(f"{table}: {', '.join(names)}" for table, names in TABLE_DATA.items())
+    add("--data", help=f"data set, the table's first by default ({shown})")
+    add("--methods", nargs="+", metavar="ROW", help="rows (default: all but those in brackets, see below)")
+    add("--seeds", type=int, nargs="+", default=[0], metavar="SEED", help="several give mean ± deviation (default: 0)")
+    add("--train-size", type=int, metavar="N", help="training images (default: all)")
+    add("--test-size", type=int, metavar="N", help="test images, in and out of distribution each (default: all)")
+    add("--dim", type=int, metavar="D", help="latent dimension (default: 3, Omniglot 32)")
+    passes = "passes over the training images (default: 20, digits 15, the demonstration of 60,000 images 3)"
+    add("--epochs", type=int, metavar="N", help=passes)
+    precision = "of the forward passes in training (default: %(default)s); bfloat16 is many times slower on a "
+    precision += "processor without instructions for it, AMX or AVX512_BF16"
+    add("--precision", choices=("float32", "bfloat16"), default="float32", help=precision)
+    memory = "what online LAM forgets in a step, alpha of Eq. 5 (default: the paper's %(default)s)"
+    add("--memory-factor", type=float, default=1e-4, metavar="ALPHA", help=memory)
+    add("--n-samples", type=int, default=100, metavar="N", help="samples for scores and votes (default: %(default)s)")
+    passes = "passes of MC dropout at most, for which a sample is a pass of the whole network (default: no limit)"
+    add("--dropout-passes", type=int, metavar="N", help=passes)
+    add("--data-root", type=Path, default=Path("data"), metavar="DIR", help="of all data sets (default: %(default)s)")
+    add("--download", action="store_true", help="fetch files that are missing (the demonstration does so)")
+    out = "run folder; one with the same options is gone on with (default: runs/tableN-DATA, runs/DATA-TIME for demo)"
+    add("--out", type=Path, metavar="DIR", help=out)
+    add("--device", default="cpu", help="where torch computes (default: %(default)s)")
+    add("--threads", type=int, metavar="N", help="of torch on the CPU (default: torch's)")
+    add("--quiet", action="store_false", dest="progress", help="no progress bars")
+    given = parser.parse_args(argv)
+    given.data = given.data or TABLE_DATA[given.table][0]
+    if given.data not in TABLE_DATA[given.table]:
+        parser.error(f"--data: expected for table {given.table} one of {', '.join(TABLE_DATA[given.table])}")
+    for name, value in defaults_of(given.table, given.data).items():
+        setattr(given, name, getattr(given, name, None) or value)
+    if given.out is None:
+        time_now = f"{datetime.now().astimezone():%Y%m%d-%H%M%S}"
+        name = f"{given.data}-{time_now}" if given.table == DEMO else f"table{given.table}-{given.data}"
+        given.out = Path("runs", name)
+    return given
+
+
+def _row_names(table: str) -> str:
+    return ", ".join(row.key if row.default else f"[{row.key}]" for row in known_rows(table))
+
+
+def settings(given: argparse.Namespace) -> Setting:
+    """How all methods of the run are trained."""
+    known = {name: value for name, value in vars(given).items() if name in Setting.__dataclass_fields__}
+    return Setting(**known, own_order=given.table == DEMO)
+
+
+def read_data(given: argparse.Namespace) -> RetrievalData:
+    """Load the data sets; of the demonstration's a fifth of the training images is held out, to calibrate with."""
+    download = given.download or given.table == DEMO
+    data = load_data(given.data, given.data_root, given.train_size, given.test_size, download)
+    if given.table != DEMO:
+        return data
+    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(2))
+    held = min(_MOST_HELD_OUT, len(order) // 5)
+    kept = data.train.take(order[held:].sort().values)
+    return dataclasses.replace(data, train=kept, calibration=data.train.take(order[:held]))
+
+
+def open_run(given: argparse.Namespace, data: RetrievalData) -> None:
+    """Make the run folder, or check that the one that is there was made with the same options, of the same images.
+
+    Seeds, rows and how to compute may differ from those it was made with.
+    """
+    wanted = identity(given) | {"images": data.fingerprint(), "format": FORMAT}
+    path = given.out / "config.json"
+    if path.is_file() and (there := json.loads(path.read_text(encoding="utf-8"))) != wanted:
         differ = [name for name in wanted | there if wanted.get(name) != there.get(name)]
-        if differ:
-            was, got = (", ".join(f"{name} = {of.get(name)!r}" for name in differ) for of in (there, wanted))
-            hint = "Name another --out, or give the same options to go on."
-            raise InputError(f"--out {out}", f"options as the run there: {was}", got, hint)
-    elif out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise InputError(f"--out {out}", "a new or empty folder, or a run's", "something else", "Name another one.")
-    out.mkdir(parents=True, exist_ok=True)
+        was, got = (", ".join(f"{name} = {of.get(name)!r}" for name in differ) for of in (there, wanted))
+        hint = "Name another --out, or give the same options to go on."
+        raise InputError(f"--out {given.out}", f"options as the run there: {was}", got, hint)
+    given.out.mkdir(parents=True, exist_ok=True)
     write_atomically(path, json.dumps(wanted, indent=1) + "\n")
 
 
-def load_results(out: Path) -> list[dict[str, Any]]:
-    """What all cells in a run folder gave, figures or a failure, in the order of their seeds."""
-    cells = [json.loads(path.read_text(encoding="utf-8")) for path in out.glob("seed*/*.json")]
-    return sorted(cells, key=lambda cell: (cell["seed"], cell["row"]))
+def identity(given: argparse.Namespace) -> dict[str, Any]:
+    """What a run folder must agree on to be resumed, as JSON has it."""
+    setting = dataclasses.asdict(settings(given))
+    kept = {name: value for name, value in setting.items() if name not in ("progress", "own_order")}
+    named = {name: getattr(given, name) for name in ("table", "data", "train_size", "test_size")}
+    return named | kept
 
 
-def load_curves(out: Path, seed: int, key: str) -> Curves | None:
-    """What the plots show of a cell; ``None`` where it is not finished."""
-    result = out / f"seed{seed}" / f"{key}.json"
-    if not result.is_file() or "failed" in json.loads(result.read_text(encoding="utf-8")):
-        return None
-    return Curves.of(torch.load(result.with_suffix(".pt"), map_location="cpu", weights_only=True))
+def run(given: argparse.Namespace, data: RetrievalData, cells: Sequence[Cell]) -> tuple[str, bool]:
+    """Compute what is missing, and report after every seed.
 
-
-class Runner:
-    """Fills the cells of one table.
-
-    Args:
-        config: Checked.
-        data: Loaded.
-        rows: Of the table. Every method is made once, so that options it refuses are refused before any training.
-
-    Attributes:
-        failed: Cells that have no figures because their method raised an error of the library's.
+    Returns:
+        The tables, in Markdown, and whether a method raised an error of the library's.
     """
+    from benchmarks.experiments.plots import draw_all
 
-    def __init__(self, config: Config, data: RetrievalData, rows: Sequence[Row]) -> None:
-        self.config, self.data = config, data
-        self.setting = settings(config, data)
-        self.failed = 0
-        self._base: tuple[int, Deterministic, float] | None = None
-        for row in rows:
-            METHODS[row.method](self.setting, **row.options)
-        device = torch.device(config.device)
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
-        self._machine = machine.describe() | {"device": config.device, "accelerator": name}
-        # A forward pass, so that the first prediction that is timed does not pay for the start of the device.
-        with torch.no_grad():
-            images = data.test.images(range(min(self.setting.eval_batch, len(data.test))))
-            self.setting.make_encoder().eval()(images.to(device)).cpu()
-
-    def run(self, cells: Sequence[Cell]) -> str:
-        """Compute what is missing, and report after every seed.
-
-        Args:
-            cells: In their order.
-
-        Returns:
-            The tables, in Markdown.
-        """
-        from benchmarks.experiments.plots import draw_all
-        from benchmarks.experiments.report import write_report
-
-        config, text = self.config, ""
-        with tqdm(total=len(cells), desc="[cells]", unit="cell", disable=not config.progress) as bar:
-            for number, cell in enumerate(cells):
-                if not number or cells[number - 1].seed != cell.seed:
-                    tqdm.write(f"seed {cell.seed}")
-                bar.set_postfix_str(f"seed {cell.seed}, {cell.row.key}", refresh=True)
-                new = self._fill(cell)
-                bar.update()
-                last = number + 1 == len(cells)
-                if last or (new and cells[number + 1].seed != cell.seed):
-                    text = write_report(config, self.data)
-                    if last or cell.seed == config.seeds[0]:
-                        draw_all(config.out, self.data, config.table, config.seeds[0])
-        return text
-
-    def _fill(self, cell: Cell) -> bool:
-        """Compute a cell unless it is finished, an ensemble with these members; whether there was anything to do."""
-        path = self.config.out / f"seed{cell.seed}" / f"{cell.row.key}.json"
-        if path.is_file():
-            there = json.loads(path.read_text(encoding="utf-8"))
-            if "failed" not in there and there["members"] == list(cell.members):
-                return False
-        path.parent.mkdir(exist_ok=True)
-        content: dict[str, Any] = {"row": cell.row.key, "seed": cell.seed, "members": list(cell.members)}
-        try:
-            method, seconds = self._fitted(cell)
-            found = evaluate(method, self.data, n_votes=self.config.ece_samples, seed=cell.seed)
-        except ContrastiveCurvatureError as error:
-            # One method that diverges on one seed says nothing against the others.
-            tqdm.write(f"seed {cell.seed}, {cell.row.key} failed: {error}", file=sys.stderr)
-            self.failed += 1
-            content["failed"] = f"{type(error).__name__}: {error}"
-        else:
-            curves = dataclasses.asdict(found.curves)
-            write_whole(path.with_suffix(".pt"), lambda file: torch.save(curves, file))
-            content |= {"method": cell.row.method, "options": cell.row.options, "figures": found.figures}
-            content |= {"variants": found.variants, "seconds": {"fit": seconds} | found.seconds}
-            content["machine"] = self._machine
-        write_atomically(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
-        return True
-
-    def _fitted(self, cell: Cell) -> tuple[Method, float]:
-        """The cell's method, and the seconds of all fits that only it needed."""
-        if cell.row.key == BASE:
-            return self._encoder(cell.seed)
-        method = METHODS[cell.row.method](self.setting, **cell.row.options)
-        seconds = 0.0
-        if isinstance(method, DeepEnsemble):
-            method.members, each = zip(*map(self._encoder, cell.members), strict=True)
-            seconds = sum(each)
-        base = self._encoder(cell.seed)[0] if method.needs_base else None
-        started = time.perf_counter()
-        method.fit(self.data, cell.seed, base)
-        return method, seconds + time.perf_counter() - started
-
-    def _encoder(self, seed: int) -> tuple[Deterministic, float]:
-        """The deterministic encoder of a seed, trained or loaded, and the seconds of its training."""
-        if self._base is None or self._base[0] != seed:
-            path = self.config.out / f"seed{seed}" / "encoder.pt"
+    setting, failed, text = settings(given), False, ""
+    encoders: dict[int, tuple[nn.Module, float]] = {}
+    device = torch.device(given.device)
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else None
+    machine = describe() | {"device": given.device, "accelerator": name}
+    # A forward pass, so that the first prediction that is timed does not pay for the start of the device.
+    with torch.no_grad():
+        new_encoder(setting).eval()(data.test.images(range(len(data.test))[:200]).to(device)).cpu()
+    for number, cell in enumerate(cells):
+        path = given.out / f"seed{cell.seed}" / f"{cell.row.key}.json"
+        last = number + 1 == len(cells)
+        there = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {"failed": "not begun"}
+        if new := "failed" in there or there["members"] != list(cell.members):
+            tqdm.write(f"seed {cell.seed}, {cell.row.key}")
             path.parent.mkdir(exist_ok=True)
-            base = Deterministic(self.setting)
-            # Several processes may want the same encoder: one trains it, the others wait and load it.
-            with FileLock(path.with_suffix(".lock")):
-                if path.is_file():
-                    saved = torch.load(path, map_location=self.config.device, weights_only=True)
-                    base.encoder = self.setting.make_encoder().eval()
-                    base.encoder.load_state_dict(saved["encoder"])
-                else:
-                    started = time.perf_counter()
-                    base.fit(self.data, seed)
-                    saved = {"encoder": base.encoder.state_dict(), "seconds": time.perf_counter() - started}
-                    write_whole(path, lambda file: torch.save(saved, file))
-            self._base = seed, base, saved["seconds"]
-        return self._base[1:]
+            content: dict[str, Any] = {"row": cell.row.key, "seed": cell.seed, "members": list(cell.members)}
+            try:
+                method, seconds = fit(given, data, cell, encoders)
+                found = evaluate(method, data, n_votes=setting.n_samples, seed=cell.seed)
+            except ContrastiveCurvatureError as error:
+                # One method that diverges on one seed says nothing against the others.
+                tqdm.write(f"seed {cell.seed}, {cell.row.key} failed: {error}", file=sys.stderr)
+                failed, content["failed"] = True, f"{type(error).__name__}: {error}"
+            else:
+                write_whole(path.with_suffix(".pt"), lambda file, curves=found.curves: torch.save(curves, file))
+                content |= {"method": cell.row.method, "options": cell.row.options, "figures": found.figures}
+                content |= {"variants": found.variants, "seconds": {"fit": seconds} | found.seconds, "machine": machine}
+            write_atomically(path, json.dumps(content, indent=1, allow_nan=False) + "\n")
+        if last or (new and cells[number + 1].seed != cell.seed):
+            text = write_report(given.out, identity(given), data)
+            if last or cell.seed == given.seeds[0]:
+                draw_all(given.out, data, given.table, given.seeds[0])
+    return text, failed
+
+
+def fit(
+    given: argparse.Namespace, data: RetrievalData, cell: Cell, encoders: dict[int, tuple[nn.Module, float]]
+) -> tuple[Fitted, float]:
+    """The cell's method, and the seconds of all fits that only it needed."""
+    setting, method = settings(given), METHODS[cell.row.method]
+    seeds = cell.members or ((cell.seed,) if cell.row.method in ON_ENCODER else ())
+    for seed in seeds:
+        if seed not in encoders:
+            encoders[seed] = _encoder(given, data, seed)
+    started = time.perf_counter()
+    fitted = method(setting, data, cell.seed, [encoders[seed][0] for seed in seeds], **cell.row.options)
+    seconds = time.perf_counter() - started
+    own = sum(encoders[seed][1] for seed in seeds) if cell.members or cell.row.method == "deterministic" else 0.0
+    return fitted, seconds + own
+
+
+def _encoder(given: argparse.Namespace, data: RetrievalData, seed: int) -> tuple[nn.Module, float]:
+    """The deterministic encoder of a seed, trained or loaded, and the seconds of its training."""
+    setting, path = settings(given), given.out / f"seed{seed}" / "encoder.pt"
+    path.parent.mkdir(exist_ok=True)
+    # Several processes may want the same encoder: one trains it, the others wait and load it.
+    with FileLock(path.with_suffix(".lock")):
+        if path.is_file():
+            saved = torch.load(path, map_location=given.device, weights_only=True)
+            encoder: nn.Module = new_encoder(setting).eval()
+            encoder.load_state_dict(saved["encoder"])
+        else:
+            started = time.perf_counter()
+            encoder = train(setting, data, seed).encoder
+            saved = {"encoder": encoder.state_dict(), "seconds": time.perf_counter() - started}
+            write_whole(path, lambda file: torch.save(saved, file))
+    return encoder, saved["seconds"]

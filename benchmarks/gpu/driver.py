@@ -1,4 +1,4 @@
-"""Runs parts one after another, each in a process of its own with a time limit, and keeps account of them."""
+"""What is run on a GPU: one part after another, each in a process with a time limit, and an account."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from benchmarks.gpu.parts import Part
 from benchmarks.machine import table, write_results
 
 FINISHED, FAILED, UNFINISHED = "finished", "failed", "unfinished"
@@ -24,8 +24,63 @@ GRACE_SECONDS = 40.0
 _SHOWN_LINES = 15
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 """Of tests, whose processes share the cores."""
+_PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=quick", "--tb=short", "-rfEs")
+_ALONE = ("laplace", "fit", "hessian", "losses", "network", "hosts")
+_SUITE = {
+    "contract": ("tests/laplace/test_contract.py",),
+    "tests_laplace": ("tests/laplace", "--deselect", "tests/laplace/test_contract.py"),
+    "tests_curvature": tuple(f"tests/{name}" for name in _ALONE if name != "laplace"),
+    "tests_rest": ("tests", *(f"--ignore=tests/{name}" for name in _ALONE)),
+}
+"""The whole suite, in pieces that can be run again one by one."""
+_NEED = {"tests/indexes": ("faiss", "lancedb"), "tests/docs": ("mkdocs", "mkdocstrings", "markdown_it")}
+"""Folders of tests that are left out where an optional package is missing."""
 
-Account = dict[str, dict[str, Any]]
+
+class Part(NamedTuple):
+    """One process.
+
+    Args:
+        name: In file names and on the command line.
+        command: Arguments after the name of the interpreter, which is the driver's own.
+        minutes: Its time limit.
+        goes_on: Whether a part that ran into its limit goes on, when it is called again, from where it was stopped.
+    """
+
+    name: str
+    command: tuple[str, ...]
+    minutes: float = 5
+    goes_on: bool = False
+
+
+def parts_of(results: Path, work: Path, data: Path, rehearse: bool) -> list[Part]:
+    """Everything, in under forty minutes on one H200; rehearsed on the CPU in about two: tiny sizes, a few tests."""
+    on = ("--device", "cpu" if rehearse else "cuda", "--out", str(results))
+    jobs = "1" if rehearse else str(max(1, min(8, (os.cpu_count() or 2) - 2)))
+    quick = ("--quick",) if rehearse else ()
+    lacking = [folder for folder, names in _NEED.items() if not all(find_spec(name) for name in names)]
+    chosen = (*(f"--ignore={folder}" for folder in lacking), "-k", "cuda")
+    shared = ("-n", jobs) if find_spec("xdist") else ()
+    tests = [Part(name, (*_PYTEST, *what, *chosen, *shared), 6) for name, what in _SUITE.items()]
+    sizes: tuple[str, ...] = ()
+    rows: tuple[str, ...] = ("--seeds", "0", "1", "2", "3", "4")
+    if rehearse:
+        tests = [Part("contract", (*_PYTEST, *_SUITE["contract"], "-k", "TestTorchFunc and float32"))]
+        sizes = ("--points", "1000", "2000", "--structures", "diag")
+        rows = ("--seeds", "0", "1", "--methods", "deterministic", "norm", "--")
+        rows += ("--train-size", "60", "--test-size", "20", "--epochs", "1", "--n-samples", "2")
+    images = () if rehearse else ("--data-root", str(data))
+    table2 = ("--data-root", str(data), "--work", str(work / "table2"), "--jobs", jobs, *rows)
+    return [
+        Part("rates", ("-m", "benchmarks.gpu.rates", *on, *quick)),
+        *tests,
+        Part("curvature", ("-m", "benchmarks.curvature", *on, *images, *quick)),
+        Part("backends", ("-m", "benchmarks.backends", *on, *quick)),
+        Part("scale", ("-m", "benchmarks.scale", *on, *sizes)),
+        Part("steps", ("-m", "benchmarks.steps", *on, *quick)),
+        Part("fractions", ("-m", "benchmarks.gpu.fractions", str(results))),
+        Part("table2", ("-m", "benchmarks.gpu.table2", *on, *table2), 5 if rehearse else 20, goes_on=True),
+    ]
 
 
 def run_parts(
@@ -51,18 +106,17 @@ def run_parts(
     """
     logs.mkdir(parents=True, exist_ok=True)
     earlier = results / "gpu.json"
-    account: Account = json.loads(earlier.read_text(encoding="utf-8"))["parts"] if earlier.is_file() else {}
+    account = json.loads(earlier.read_text(encoding="utf-8"))["parts"] if earlier.is_file() else {}
     end = time.monotonic() + seconds
     for part in parts:
         if part.name not in again and account.get(part.name, {}).get("status") == FINISHED:
             print(f"{part.name}: finished earlier")
             continue
         left = end - time.monotonic()
-        account[part.name] = (
-            _run(part, left, logs / f"{part.name}.log")
-            if left >= LEAST_SECONDS
-            else {"status": UNFINISHED, "why": "not begun: no time was left", "seconds": 0.0}
-        )
+        if left >= LEAST_SECONDS:
+            account[part.name] = _run(part, left, logs / f"{part.name}.log")
+        else:
+            account[part.name] = {"status": UNFINISHED, "why": "not begun: no time was left", "seconds": 0.0}
         write_results(results, "gpu", {"machine": machine, "parts": account}, _render(machine, account), show=False)
         print(f"{part.name}: {account[part.name]['status']} {account[part.name]['why']}".rstrip())
     states = [account[part.name]["status"] for part in parts]
@@ -88,14 +142,8 @@ def _run(part: Part, left: float, log: Path) -> dict[str, Any]:
     return {**found, "status": FAILED, "why": why, "last_lines": lines}
 
 
-def run_limited(command: Sequence[str], seconds: float, log: Path, grace: float = GRACE_SECONDS) -> int | None:
-    """Run a command with everything it starts, and end all of it when its time is over.
-
-    Args:
-        command: Program and arguments.
-        seconds: From which on it is interrupted as by Ctrl-C.
-        log: Where its output goes, added to what is there.
-        grace: Seconds after which it is killed.
+def run_limited(command: Sequence[str], seconds: float, log: Path) -> int | None:
+    """Run a command with everything it starts, and end all of it when its time is over, as by Ctrl-C.
 
     Returns:
         Its exit status; ``None`` when its time was over.
@@ -106,7 +154,8 @@ def run_limited(command: Sequence[str], seconds: float, log: Path, grace: float 
             stdout=file,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_hear_interruptions,
+            # A shell starts what runs in the background with interruptions ignored, and its children inherit that.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
             env={**os.environ, **(_ONE_THREAD if "pytest" in command else {})},
         )
         try:
@@ -116,18 +165,13 @@ def run_limited(command: Sequence[str], seconds: float, log: Path, grace: float 
         finally:
             with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
                 os.killpg(child.pid, signal.SIGINT)
-                child.wait(grace)
+                child.wait(GRACE_SECONDS)
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
 
 
-def _hear_interruptions() -> None:
-    """A shell starts what runs in the background with interruptions ignored, and its children inherit that."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
-def _render(machine: dict[str, Any], account: Account) -> str:
+def _render(machine: dict[str, Any], account: dict[str, dict[str, Any]]) -> str:
     about = ", ".join(f"{name} {value}" for name, value in machine.items())
     rows = [[name, entry["status"], f"{entry['seconds']:.0f}", entry["why"]] for name, entry in account.items()]
     parts = ["# What ran on the GPU", f"`python -m benchmarks.gpu`: {about}.", table(["part", "", "seconds", ""], rows)]

@@ -19,16 +19,14 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from benchmarks.experiments.cli import parse
-from benchmarks.experiments.config import read_data
-from benchmarks.experiments.plan import BASE, Row, table_rows
+from benchmarks.experiments.methods import ON_ENCODER
+from benchmarks.experiments.plan import Row, table_rows
 from benchmarks.experiments.report import write_report
-from benchmarks.experiments.run import open_run
+from benchmarks.experiments.run import identity, open_run, parse, read_data
 from benchmarks.machine import write_results
 
 _TRAINED_ALONE = 2
 """Of the methods that train an encoder of their own, so many are done one after another by one process."""
-_NEED_ENCODER = ("pfe", "laplace_posthoc", "norm", "vmf_density", "knn")
 
 Unit = tuple[str, tuple[str, ...]]
 """A seed and the methods one process does for it."""
@@ -41,9 +39,8 @@ def units(rows: Sequence[Row], seeds: Sequence[str]) -> list[Unit]:
         rows: Of the table.
         seeds: As on the command line.
     """
-    keys = [row.key for row in rows if not row.is_ensemble]
-    shared = tuple(key for key in keys if key == BASE or key.startswith(_NEED_ENCODER))
-    own = [key for key in keys if key not in shared]
+    shared = tuple(row.key for row in rows if row.method in ON_ENCODER)
+    own = [row.key for row in rows if row.key not in shared and row.method != "deep_ensemble"]
     groups = [shared, *(tuple(own[i : i + _TRAINED_ALONE]) for i in range(0, len(own), _TRAINED_ALONE))]
     return [(seed, group) for group in groups if group for seed in seeds]
 
@@ -66,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     given = parser.parse_args(argv)
     common = ["--table", "2", "--data", "fashionmnist", "--device", given.device, "--data-root", given.data_root]
     common += ["--out", str(given.work), "--quiet", "--threads", "1", *given.options]
-    rows = table_rows(2, given.methods)
+    rows = table_rows("2", given.methods)
     whole = [*common, "--seeds", *given.seeds, "--methods", *(row.key for row in rows)]
     config = parse(whole)
     data = read_data(config)
@@ -76,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status = int(_run(whole) or failed)
     except KeyboardInterrupt:
         status = 3
-    text = write_report(config, data)
+    text = write_report(config.out, identity(config), data)
     write_results(given.out, "table2", json.loads((config.out / "results.json").read_text(encoding="utf-8")), text)
     return status
 

@@ -1,10 +1,7 @@
 """``python -m benchmarks.transfer``."""
 
-from __future__ import annotations
-
 import sys
 
-from benchmarks.transfer.cli import main
+from benchmarks.transfer.run import main
 
-if __name__ == "__main__":
-    sys.exit(main())
+sys.exit(main())

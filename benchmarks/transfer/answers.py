@@ -113,29 +113,18 @@ def judged(every: Asked, splits: int = _SPLITS) -> dict[str, Any]:
         decision = rule.decision(queries.evidence, queries.novelty)
         now = decision == "answer"
         confidence = 1 / (1 + np.exp(rule.right(np.concatenate([queries.evidence, lacking]))))
-        rows.append(
-            {
-                **auroc,
-                **{f"answered {title}": shares for title, shares in answered.items()},
-                "ece": {
-                    "": _ece(
-                        confidence,
-                        np.append(queries.right, np.zeros(len(lacking), bool)),
-                        np.repeat([1, 0.1], [len(queries.right), len(lacking)]),
-                    )
-                },
-                "rates": {
-                    "answered": float(now.mean()),
-                    "wrong": float((~queries.right[now]).mean()) if now.any() else 0.0,
-                    "matches": float(promises.answered(rule, lacking, queries.novelty).mean()),
-                    "alarms": float((decision == "unknown").mean()),
-                    "unknown": mean(
-                        float(promises.answered(rule, kind, np.exp(kind[:, -1])).mean())
-                        for kind in every.unknown.values()
-                    ),
-                },
-            }
-        )
+        known_or_not = np.append(queries.right, np.zeros(len(lacking), bool))
+        weight = np.repeat([1, 0.1], [len(queries.right), len(lacking)])
+        of_unknown = [promises.answered(rule, kind, np.exp(kind[:, -1])).mean() for kind in every.unknown.values()]
+        kept = {
+            "answered": float(now.mean()),
+            "wrong": float((~queries.right[now]).mean()) if now.any() else 0.0,
+            "matches": float(promises.answered(rule, lacking, queries.novelty).mean()),
+            "alarms": float((decision == "unknown").mean()),
+            "unknown": mean(map(float, of_unknown)),
+        }
+        shares = {f"answered {title}": shares for title, shares in answered.items()}
+        rows.append({**auroc, **shares, "ece": {"": _ece(confidence, known_or_not, weight)}, "rates": kept})
     figures = {
         key: {str(name): float(np.nanmean([row[key][name] for row in rows])) for name in rows[0][key]}
         for key in rows[0]
@@ -186,45 +175,22 @@ def tables(results: dict[str, dict[str, Any]]) -> Iterator[str]:
         text = f"{averaged(names, question, ours):.3f} / {singles[best]:.3f}"
         return (f"**{text}**" if averaged(names, question, ours) < singles[best] - 0.01 else text) + f" {best}"
 
-    head = ["family", "encoders", "wrong", "right?", "class absent", "unknown kinds", "ECE"]
-    yield table(
-        head,
-        [
-            [
-                title,
-                len(names),
-                f"{averaged(names, 'error'):.3f}",
-                *(compared(names, question, score) for question, score in _QUESTIONS.items()),
-                f"{averaged(names, 'ece', ''):.3f}",
-            ]
-            for title, names in families.items()
-        ],
-    )
-    yield table(
-        ["family", *(f"at {risk}" for risk in _RISKS), "by the cosine alone"],
-        [
-            [
-                title,
-                *(compared(names, f"answered {risk}", "retriever") for risk in _RISKS),
-                ", ".join(f"{averaged(names, f'answered {risk}', 'match'):.3f}" for risk in _RISKS),
-            ]
-            for title, names in families.items()
-        ],
-    )
+    scores, answered, kept = [], [], []
+    for title, names in families.items():
+        error, by_cosine = averaged(names, "error"), [averaged(names, f"answered {risk}", "match") for risk in _RISKS]
+        rates = {key: averaged(names, "rates", key) for key in results[names[0]]["rates"]}
+        most = max(results[name]["rates"]["above"] for name in names)
+        shown = [compared(names, question, score) for question, score in _QUESTIONS.items()]
+        scores.append([title, len(names), f"{error:.3f}", *shown, f"{averaged(names, 'ece', ''):.3f}"])
+        shown = [compared(names, f"answered {risk}", "retriever") for risk in _RISKS]
+        answered.append([title, *shown, ", ".join(f"{share:.3f}" for share in by_cosine)])
+        shown = [f"{rates[key]:.3f}" for key in ("matches", "alarms", "answered", "unknown")]
+        kept.append([title, f"{error / 2:.3f}, {rates['wrong']:.3f}", f"{rates['above']:.2f}, {most:.2f}", *shown])
+    yield table(["family", "encoders", "wrong", "right?", "class absent", "unknown kinds", "ECE"], scores)
+    yield table(["family", *(f"at {risk}" for risk in _RISKS), "by the cosine alone"], answered)
     head = ["family", "wrong answers: asked, observed", "draws above: mean, most"]
     head += [f"class absent, answered ({_MATCHES:g} asked)", f"called unknown ({_ALARMS:g} asked)"]
-    rows = []
-    for title, names in families.items():
-        rates = {key: averaged(names, "rates", key) for key in results[names[0]]["rates"]}
-        rows.append(
-            [
-                title,
-                f"{averaged(names, 'error') / 2:.3f}, {rates['wrong']:.3f}",
-                f"{rates['above']:.2f}, {max(results[name]['rates']['above'] for name in names):.2f}",
-                *(f"{rates[key]:.3f}" for key in ("matches", "alarms", "answered", "unknown")),
-            ]
-        )
-    yield table([*head, "answered", "unknown kinds, answered"], rows)
+    yield table([*head, "answered", "unknown kinds, answered"], kept)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

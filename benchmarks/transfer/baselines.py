@@ -7,9 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from benchmarks.experiments.methods.scores import NEIGHBORS, feature_distance, neighbor_distance
+from benchmarks.experiments.methods.scores import NEIGHBORS, feature_distance
 from contrastive_curvature import metrics
-from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.sphere import normalize
 
 _FEATURES = 2**26
@@ -17,16 +16,6 @@ _FEATURES = 2**26
 
 _RANK = 2048
 """Covariances of more features than this are estimated in the span of as many training inputs."""
-
-
-def neighbors(queries: Tensor, gallery: Tensor) -> Tensor:
-    """Mean cosine distance to the ten nearest gallery embeddings, shape (N,).
-
-    Raises:
-        InputError: There are fewer than ten.
-    """
-    _check_enough(gallery)
-    return neighbor_distance(queries, gallery)
 
 
 class FeatureNeighbors:
@@ -39,9 +28,6 @@ class FeatureNeighbors:
     Args:
         features: Of the training inputs, shape (N, F). Of very many numbers a part is searched,
             drawn with a fixed seed.
-
-    Raises:
-        InputError: There are fewer than ten with a feature that is not zero.
     """
 
     def __init__(self, features: Tensor) -> None:
@@ -49,7 +35,6 @@ class FeatureNeighbors:
         order = torch.randperm(len(features), generator=torch.Generator().manual_seed(0))
         chosen = features[order[:most]] if len(features) > most else features
         self.gallery = chosen[(chosen != 0).any(1)]
-        _check_enough(self.gallery)
 
     def __call__(self, features: Tensor) -> Tensor:
         """The distance, in [0, 2], shape (M,); one where all features of an input are zero."""
@@ -87,9 +72,6 @@ def match_votes(queries: Tensor, gallery: Tensor, labels: Tensor, rows: Tensor |
 
     Returns:
         Shape (N,), in [-1, 0). It takes ten values at most: many queries are tied.
-
-    Raises:
-        InputError: There are fewer than ten test inputs to search.
     """
     classes = labels[_nearest_others(queries, gallery, NEIGHBORS, rows)]
     return -(classes == classes[:, :1]).double().mean(1)
@@ -119,9 +101,6 @@ class ClassGaussians:
     Args:
         features: Shape (N, F).
         labels: Shape (N,).
-
-    Raises:
-        InputError: No class has two different inputs, so that there is no covariance.
     """
 
     def __init__(self, features: Tensor, labels: Tensor) -> None:
@@ -135,8 +114,6 @@ class ClassGaussians:
         # Rows of classes with one input are zero, and would only count as certainty that is not there.
         rows = rows[sizes[index[rows]] > 1]
         left = features[rows] - self.centre - means[index[rows]]
-        if not bool(left.any()):
-            raise InputError("train_labels", "a class with two different inputs", "none")
         shrinkage, size, values, self.axes = _spectrum(left)
         floor = max(shrinkage * size, torch.finfo(left.dtype).eps * size)
         # The inverse is 1 / floor, less along the axes: weight is the root of how much less.
@@ -239,8 +216,3 @@ def _spectrum(left: Tensor) -> tuple[float, float, Tensor, Tensor]:
     distance = (square - width * size**2) / width
     error = min((fourth - square) / (n * width), distance)
     return (0.0 if error <= 0 else error / distance), size, values / n, axes
-
-
-def _check_enough(gallery: Tensor) -> None:
-    if len(gallery) < NEIGHBORS:
-        raise InputError("train_features", f"at least {NEIGHBORS} inputs that are not zero", len(gallery))

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import string
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +14,8 @@ Images = NDArray[np.uint8]
 LEVELS = (1, 2, 3, 4, 5)
 """Strengths; 5 is the worst."""
 
+KINDS = ("blur", "noise", "occlusion", "contrast", "rotation")
+"""Names of the corruptions."""
 _BLUR = (0.02, 0.04, 0.06, 0.09, 0.13)
 _NOISE = (0.05, 0.10, 0.18, 0.28, 0.40)
 _SQUARE = (0.20, 0.32, 0.44, 0.56, 0.70)
@@ -41,53 +42,31 @@ def corrupt(images: Images, kind: str, level: int, seed: int) -> Images:
     Returns:
         uint8, of the same shape.
     """
-    rng = np.random.default_rng((seed, KINDS.index(kind)))
-    if not len(images):
-        return images.copy()
-    return np.stack([_rounded(_CORRUPTIONS[kind](image.astype(np.float32), level - 1, rng)) for image in images])
+    rng, changed = np.random.default_rng((seed, KINDS.index(kind))), np.empty_like(images)
+    shape, at = images.shape[1:3], level - 1
+    for row, image in enumerate(images.astype(np.float32)):
+        match kind:
+            case "blur":
+                new = ndimage.gaussian_filter(image, _BLUR[at] * min(shape), mode="nearest", axes=(0, 1))
+            case "noise":
+                new = image + 255 * _NOISE[at] * rng.standard_normal(image.shape, dtype=np.float32)
+            case "occlusion":
+                side = max(1, round(_SQUARE[at] * min(shape)))
+                # A point of the unit square, not of the pixels: each level's square then lies within the next one's.
+                top, left = (int(part * (length - side + 1)) for part, length in zip(rng.random(2), shape, strict=True))
+                new = image
+                new[top : top + side, left : left + side] = _GREY
+            case "contrast":
+                new = image.mean() + _CONTRAST[at] * (image - image.mean())
+            case _:
+                degrees = _DEGREES[at] * rng.choice((-1, 1))
+                new = ndimage.rotate(image, degrees, axes=(0, 1), reshape=False, order=1, mode="nearest")
+        changed[row] = np.clip(np.rint(new), 0, 255)
+    return changed
 
 
-def _rounded(image: NDArray[np.float32]) -> Images:
-    return np.clip(np.rint(image), 0, 255).astype(np.uint8)
-
-
-def _blur(image: Any, at: int, _rng: np.random.Generator) -> Any:
-    sigma = _BLUR[at] * min(image.shape[:2])
-    return ndimage.gaussian_filter(image, sigma, mode="nearest", axes=(0, 1))
-
-
-def _noise(image: Any, at: int, rng: np.random.Generator) -> Any:
-    return image + 255 * _NOISE[at] * rng.standard_normal(image.shape, dtype=np.float32)
-
-
-def _occlusion(image: Any, at: int, rng: np.random.Generator) -> Any:
-    side = max(1, round(_SQUARE[at] * min(image.shape[:2])))
-    # A point of the unit square, not of the pixels: each level's square then lies within the next one's.
-    top, left = (int(share * (length - side + 1)) for share, length in zip(rng.random(2), image.shape[:2], strict=True))
-    image[top : top + side, left : left + side] = _GREY
-    return image
-
-
-def _contrast(image: Any, at: int, _rng: np.random.Generator) -> Any:
-    mean = image.mean()
-    return mean + _CONTRAST[at] * (image - mean)
-
-
-def _rotation(image: Any, at: int, rng: np.random.Generator) -> Any:
-    degrees = _DEGREES[at] * rng.choice((-1, 1))
-    return ndimage.rotate(image, degrees, axes=(0, 1), reshape=False, order=1, mode="nearest")
-
-
-_CORRUPTIONS: dict[str, Callable[[Any, int, np.random.Generator], Any]] = {
-    "blur": _blur,
-    "noise": _noise,
-    "occlusion": _occlusion,
-    "contrast": _contrast,
-    "rotation": _rotation,
-}
-KINDS = tuple(_CORRUPTIONS)
-"""Names of the corruptions."""
-
+TEXT_KINDS = ("typos", "deletion")
+"""Names of the corruptions of text."""
 _TYPOS = (0.04, 0.08, 0.14, 0.22, 0.35)
 """Share of the letters that are edited."""
 _DELETED = (0.15, 0.30, 0.45, 0.60, 0.80)
@@ -110,11 +89,8 @@ def corrupt_text(texts: Sequence[str], kind: str, level: int, seed: int) -> list
     Returns:
         The corrupted texts. Words of a text come back with single spaces between them.
     """
-    number = TEXT_KINDS.index(kind)
-    return [
-        _TEXT_CORRUPTIONS[kind](text, level - 1, np.random.default_rng((seed, number, row)))
-        for row, text in enumerate(texts)
-    ]
+    worse, number = {"typos": _typos, "deletion": _deletion}[kind], TEXT_KINDS.index(kind)
+    return [worse(text, level - 1, np.random.default_rng((seed, number, row))) for row, text in enumerate(texts)]
 
 
 def _deletion(text: str, at: int, rng: np.random.Generator) -> str:
@@ -137,8 +113,3 @@ def _typos(text: str, at: int, rng: np.random.Generator) -> str:
         if edits[number] == 3 and following:
             letters[place + 1] = ""
     return "".join(letters)
-
-
-_TEXT_CORRUPTIONS: dict[str, Callable[[str, int, np.random.Generator], str]] = {"typos": _typos, "deletion": _deletion}
-TEXT_KINDS = tuple(_TEXT_CORRUPTIONS)
-"""Names of the corruptions of text."""

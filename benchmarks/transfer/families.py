@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 from benchmarks.machine import table
-from benchmarks.transfer.gaps import resolve
 from benchmarks.transfer.results import Result, read_results
+from benchmarks.transfer.rows import resolve
 
 FAMILIES = {
     "cifar10-resnet56": "CIFAR-10, pretrained ResNet-56",

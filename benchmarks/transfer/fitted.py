@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -14,17 +13,14 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from benchmarks.transfer.feature_file import FeatureFile
 from contrastive_curvature import EmbeddingDistribution, FeatureNormWarning
-from contrastive_curvature.errors import ContrastiveCurvatureError, InputError
+from contrastive_curvature.errors import ContrastiveCurvatureError
 
 T = TypeVar("T")
-
 STRUCTURES = ("diag", "kron_lowrank")
 """Structures of the posterior that are compared. ``kron`` is the same as ``kron_lowrank`` at full rank, which this has
 up to 2,048 features, and takes minutes with many more."""
-
 DEFAULT = "default"
 """Stands for the structure that ``Laplace`` takes when nobody asks for one."""
-
 READ: dict[str, Callable[[EmbeddingDistribution, Tensor], Tensor]] = {
     "uncertainty": lambda e, _: e.uncertainty,
     "without_classes": lambda e, spread: spread / e.raw_mean.norm(dim=1),
@@ -36,7 +32,6 @@ READ: dict[str, Callable[[EmbeddingDistribution, Tensor], Tensor]] = {
 """Scores of a posterior, each (B,) from the prediction for B inputs and its tangential variance."""
 
 _BATCH = 1024
-_KNOWN = 2000
 _COVARIANCES = 2**20
 """Entries of the covariances in memory at once: many more would leave the processor's caches."""
 
@@ -45,7 +40,6 @@ class Points:
     """Inputs to score.
 
     Args:
-        name: Name of the array that they come from, for messages.
         features: Shape (N, F).
         outputs: Raw outputs, shape (N, D).
         rows: Row number of each in the test, or of the test input that it was made from, shape (N,); ``None`` for
@@ -53,108 +47,55 @@ class Points:
 
     Attributes:
         answers: Scores of each posterior, filled by :meth:`Fitted.answers`.
-
-    Raises:
-        InputError: A raw output is zero, which has no direction.
     """
 
-    def __init__(self, name: str, features: Tensor, outputs: Tensor, rows: Tensor | None = None) -> None:
-        if zeros := int((outputs == 0).all(1).sum()):
-            hint = "A zero raw output has no direction."
-            raise InputError(name, "features whose raw outputs are not zero", f"{zeros} that are", hint)
-        self.name, self.features, self.outputs, self.rows = name, features, outputs, rows
+    def __init__(self, features: Tensor, outputs: Tensor, rows: Tensor | None = None) -> None:
+        self.features, self.outputs, self.rows = features, outputs, rows
         self.answers: dict[str, dict[str, Tensor]] = {}
-
-    def __len__(self) -> int:
-        return len(self.features)
 
 
 class Fitted:
     """An encoder's last layer and training inputs; posteriors and baselines are fitted when a row first needs them.
 
-    Args:
-        content: Of the feature file.
-
     Attributes:
         gallery_labels: Classes of the test inputs, which are the gallery, shape (M,).
         warned: Structure -> what its fit warned of: that its score is little more than the norm of the features.
-
-    Raises:
-        InputError: No training class has two inputs, or there is one class only: pairs of both kinds are needed.
     """
 
     def __init__(self, content: FeatureFile) -> None:
         self.weight, self.bias = torch.from_numpy(content.weight), torch.from_numpy(content.bias)
-        self.labels = torch.from_numpy(content.train_labels)
-        sizes = self.labels.unique(return_counts=True)[1]
-        if len(sizes) < 2 or int(sizes.max()) < 2:
-            came = f"{len(sizes)} classes, {int(sizes.max())} inputs in the largest"
-            hint = "The posterior needs pairs of one class and pairs of two."
-            raise InputError("train_labels", "at least 2 classes and one of at least 2 inputs", came, hint)
-        self.train = self.points("train_features", torch.from_numpy(content.train_features))
-        rows = torch.arange(len(content.test_features))
-        self.test = self.points("test_features", torch.from_numpy(content.test_features), rows)
-        self.gallery_labels = torch.from_numpy(content.test_labels)
-        found = content.calibration_features
-        self.calibration = None if found is None else self.points("calibration_features", torch.from_numpy(found))
+        self.labels, self.gallery_labels = torch.from_numpy(content.train_labels), torch.from_numpy(content.test_labels)
+        self.train = self.points(content.train_features)
+        self.test = self.points(content.test_features, torch.arange(len(content.test_features)))
         self.warned: dict[str, str] = {}
-        self._posteriors: dict[str, Any] = {}
         self._once: dict[str, Any] = {}
 
     def once(self, name: str, make: Callable[[], T]) -> T:
-        """What a row fits at its first call and keeps for the next."""
+        """What a row fits at its first call and keeps for the next, be it an error."""
         if name not in self._once:
-            self._once[name] = make()
+            try:
+                self._once[name] = make()
+            except ContrastiveCurvatureError as error:
+                # Several scores ask for a posterior, and a fit may fail after minutes.
+                self._once[name] = error
+        if isinstance(self._once[name], ContrastiveCurvatureError):
+            raise self._once[name]
         return self._once[name]
 
-    @cached_property
-    def known(self) -> Points:
-        """Inputs that say which scores are usual: those for calibration, else a sample of the training inputs."""
-        return self.training_sample if self.calibration is None else self.calibration
-
-    @cached_property
-    def training_sample(self) -> Points:
-        """Some of the training inputs, drawn with a fixed seed."""
-        order = torch.randperm(len(self.train), generator=torch.Generator().manual_seed(0))
-        return self.points("train_features", self.train.features[order[:_KNOWN]])
-
-    def points(self, name: str, features: Tensor, rows: Tensor | None = None) -> Points:
+    def points(self, features: Any, rows: Tensor | None = None) -> Points:
         """Inputs with their raw outputs."""
-        return Points(name, features, torch.addmm(self.bias, features, self.weight.T), rows)
-
-    @cached_property
-    def encoder(self) -> nn.Linear:
-        """The last layer, which is the whole encoder where inputs are features."""
-        layer = nn.Linear(self.weight.shape[1], self.weight.shape[0])
-        with torch.no_grad():
-            layer.weight.copy_(self.weight)
-            layer.bias.copy_(self.bias)
-        return layer
+        features = torch.as_tensor(features)
+        return Points(features, torch.addmm(self.bias, features, self.weight.T), rows)
 
     def posterior(self, structure: str) -> Any:
-        """The posterior of one structure, with the defaults of the README.
-
-        Args:
-            structure: One of :data:`STRUCTURES`, or :data:`DEFAULT`.
-
-        Raises:
-            ContrastiveCurvatureError: The library refuses the structure.
-        """
-        if structure == DEFAULT:
-            structure = default_structure()
-        if structure not in self._posteriors:
-            try:
-                self._posteriors[structure] = self._fit(structure)
-            except ContrastiveCurvatureError as error:
-                # Three scores ask for it, and a fit may fail after minutes.
-                self._posteriors[structure] = error
-        found = self._posteriors[structure]
-        if isinstance(found, ContrastiveCurvatureError):
-            raise found
-        return found
+        """The posterior of one of :data:`STRUCTURES`, or :data:`DEFAULT`, with the defaults of the README."""
+        structure = default_structure() if structure == DEFAULT else structure
+        return self.once(structure, lambda: self._fit(structure))
 
     def _fit(self, structure: str) -> Any:
-        la: Any = Laplace(self.encoder, likelihood="contrastive", hessian_structure=structure)
+        layer = nn.Linear(self.weight.shape[1], self.weight.shape[0])
+        layer.load_state_dict({"weight": self.weight, "bias": self.bias})
+        la: Any = Laplace(layer, likelihood="contrastive", hessian_structure=structure)
         loader = DataLoader(TensorDataset(self.train.features, self.labels), batch_size=_BATCH)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", FeatureNormWarning)
@@ -168,14 +109,8 @@ class Fitted:
         return la
 
     def answers(self, structure: str, points: Points) -> dict[str, Tensor]:
-        """All scores of :data:`READ`, from one prediction, float64, shape (N,) each.
-
-        Args:
-            structure: One of :data:`STRUCTURES`, or :data:`DEFAULT`.
-            points: N inputs.
-        """
-        if structure == DEFAULT:
-            structure = default_structure()
+        """All scores of :data:`READ`, from one prediction, float64, shape (N,) each."""
+        structure = default_structure() if structure == DEFAULT else structure
         if structure not in points.answers:
             la = self.posterior(structure)
             size = min(_BATCH, max(1, _COVARIANCES // len(self.bias) ** 2))

@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -49,107 +48,65 @@ class Judgement:
 
 
 def judge(content: FeatureFile, rows: Sequence[Row] | None = None) -> Judgement:
-    """Fit the posteriors to an encoder's features, and take the figures of every row.
-
-    Args:
-        content: Of the feature file.
-        rows: Scores to compare; all by default.
-
-    Raises:
-        InputError: The inputs allow no posterior or no retrieval, or no row could be computed.
-    """
+    """Fit the posteriors to an encoder's features, and take the figures of every row, or of these."""
     start = time.perf_counter()
     fitted = Fitted(content)
-    labels = torch.from_numpy(content.test_labels)
-    retrieval = retrieve(fitted.test.outputs, labels)
-    pair_points, verified = _verification(content, fitted)
-    corrupted_rows = torch.from_numpy(
-        np.zeros(0, np.int64) if content.corrupted_rows is None else content.corrupted_rows
-    )
-    out = Judgement(_header(content, retrieval, verified), retrieval, verified, corrupted_rows)
-    sets = _sets(content, fitted, corrupted_rows)
+    retrieval = retrieve(fitted.test.outputs, fitted.gallery_labels)
+    corrupted = torch.as_tensor([] if content.corrupted_rows is None else content.corrupted_rows, dtype=torch.int64)
+    sides: list[Points] = []
+    verified = None
+    if (pairs := content.pairs) is not None:
+        features = torch.from_numpy(content.test_features if pairs.features is None else pairs.features)
+        for chosen in (torch.as_tensor(pairs.left), torch.as_tensor(pairs.right)):
+            sides.append(fitted.points(features[chosen], chosen if pairs.features is None else None))
+        same, fold = torch.as_tensor(pairs.same).bool(), torch.as_tensor(pairs.fold)
+        verified = verify(sides[0].outputs, sides[1].outputs, same, fold)
+    sets = {"test": fitted.test, **{f"unknown_{name}": fitted.points(x) for name, x in content.unknown.items()}}
+    for (kind, level), features in content.corrupted.items():
+        sets[f"corrupted_{kind}_{level}"] = fitted.points(features, corrupted)
+    if content.calibration_features is not None:
+        sets["calibration"] = fitted.points(content.calibration_features)
+    out = Judgement(_header(content, retrieval, verified), retrieval, verified, corrupted)
     skipped: dict[str, str] = {}
     for row in all_rows() if rows is None else rows:
         try:
             scores = {name: _score(row, fitted, points) for name, points in sets.items()}
-            halves = None if pair_points is None else [_score(row, fitted, points) for points in pair_points]
+            halves = [_score(row, fitted, points) for points in sides]
         except ContrastiveCurvatureError as error:
             skipped[row.name] = str(error)
             continue
         out.scores[row.name] = scores
         found = _figures(content, scores, out)
-        if halves is not None and verified is not None:
+        if verified is not None:
             out.pairs[row.name] = {name: combine(*halves) for name, combine in COMBINED.items()}
             found["pairs"] = {n: match_figures(s, verified.right) for n, s in out.pairs[row.name].items()}
         out.figures["rows"][row.name] = {"title": row.title, "needs": str(row.needs), **found}
-    if not out.scores:
-        raise InputError("feature file", "data that at least one score can be computed of", str(skipped))
-    out.figures["skipped"] = skipped
-    out.figures["warned"] = fitted.warned
-    out.figures["seconds"] = round(time.perf_counter() - start, 1)
+    seconds = round(time.perf_counter() - start, 1)
+    out.figures |= {"skipped": skipped, "warned": fitted.warned, "seconds": seconds}
     return out
 
 
 def _header(content: FeatureFile, retrieval: Retrieval, verified: Verified | None) -> dict[str, Any]:
-    out: dict[str, Any] = {
-        "sizes": {
-            "train": len(content.train_features),
-            "classes": len(set(content.train_labels.tolist())),
-            "test": len(content.test_features),
-            "features": content.features,
-            "dim": content.dim,
-            **{f"unknown_{name}": len(features) for name, features in content.unknown.items()},
-        },
-        "default": default_structure(),
-        "map_at_1": retrieval.map_at_1,
-        "rows": {},
-    }
+    dim, width = content.weight.shape
+    sizes = {"train": len(content.train_features), "classes": len(set(content.train_labels.tolist()))}
+    sizes |= {"test": len(content.test_features), "features": width, "dim": dim}
+    sizes |= {f"unknown_{name}": len(features) for name, features in content.unknown.items()}
     if content.corrupted_rows is not None:
-        out["sizes"]["corrupted"] = len(content.corrupted_rows)
+        sizes["corrupted"] = len(content.corrupted_rows)
+    out: dict[str, Any] = {"sizes": sizes, "default": default_structure(), "map_at_1": retrieval.map_at_1, "rows": {}}
     if content.pairs is not None and verified is not None:
-        out["pairs"] = {
-            "pairs": len(verified.right),
-            "accuracy": verified.accuracy,
-            "true_accept": verified.true_accept,
-        }
+        right = verified.right
+        out["pairs"] = {"pairs": len(right), "accuracy": verified.accuracy, "true_accept": verified.true_accept}
         if content.pairs.people_in_train is not None:
             new = torch.from_numpy(~content.pairs.people_in_train)
-            out["pairs"] |= {"new_people": int(new.sum()), "accuracy_new_people": float(verified.right[new].mean())}
+            out["pairs"] |= {"new_people": int(new.sum()), "accuracy_new_people": float(right[new].mean())}
     return out
-
-
-def _sets(content: FeatureFile, fitted: Fitted, corrupted_rows: Tensor) -> dict[str, Points]:
-    sets = {"test": fitted.test}
-    for name, features in content.unknown.items():
-        sets[f"unknown_{name}"] = fitted.points(f"unknown_{name}", torch.from_numpy(features))
-    for (kind, level), features in content.corrupted.items():
-        name = f"corrupted_{kind}_{level}"
-        sets[name] = fitted.points(name, torch.from_numpy(features), corrupted_rows)
-    if fitted.calibration is not None:
-        sets["calibration"] = fitted.calibration
-    return sets
-
-
-def _verification(content: FeatureFile, fitted: Fitted) -> tuple[list[Points] | None, Verified | None]:
-    """The inputs of the left and of the right of each pair, and the decisions."""
-    pairs = content.pairs
-    if pairs is None:
-        return None, None
-    own = pairs.features is not None
-    features = torch.from_numpy(pairs.features) if own else fitted.test.features
-    sides = []
-    for name, rows in (("pairs_left", pairs.left), ("pairs_right", pairs.right)):
-        chosen = torch.from_numpy(rows)
-        sides.append(fitted.points(name, features[chosen], None if own else chosen))
-    same, fold = torch.from_numpy(pairs.same), torch.from_numpy(pairs.fold)
-    return sides, verify(sides[0].outputs, sides[1].outputs, same, fold)
 
 
 def _score(row: Row, fitted: Fitted, points: Points) -> Tensor:
     score = row.score(fitted, points).detach().double()
-    if score.shape != (len(points),) or not bool(score.isfinite().all()):
-        came = f"shape {tuple(score.shape)}, {int((~score.isfinite()).sum())} of them NaN or infinite"
-        raise InputError(f"{row.name} of {points.name}", f"{len(points)} finite scores", came)
+    if not bool(score.isfinite().all()):
+        raise InputError(row.name, "finite scores", f"{int((~score.isfinite()).sum())} that are NaN or infinite")
     return score
 
 
@@ -161,7 +118,6 @@ def _figures(content: FeatureFile, scores: Mapping[str, Tensor], out: Judgement)
     for kind, level in content.corrupted:
         levels.setdefault(kind, {})[level] = scores[f"corrupted_{kind}_{level}"]
     if levels:
-        found["corruption"] = {
-            kind: corruption_figures(test[out.corrupted_rows], some) for kind, some in levels.items()
-        }
+        clean = test[out.corrupted_rows]
+        found["corruption"] = {kind: corruption_figures(clean, some) for kind, some in levels.items()}
     return found

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.machine import write_atomically
-from benchmarks.transfer.feature_file import files_of
 from benchmarks.transfer.judge import Judgement
 from benchmarks.transfer.rows import Row, all_rows
 
@@ -24,38 +23,29 @@ _DIGITS = 4
 
 
 def key_of(features: Path) -> str:
-    """What a result depends on: the feature file, or the folder of feature folders, and the meaning of its figures.
+    """What a result depends on: the feature file, and the meaning of its figures.
 
     Changes of the library are not in it; ``--again`` judges anew after them.
     """
-    out = hashlib.blake2b(digest_size=16)
-    out.update(repr(VERSION).encode())
-    for path in files_of(features):
-        with path.open("rb") as file:
-            while block := file.read(2**22):
-                out.update(block)
+    out = hashlib.blake2b(repr(VERSION).encode(), digest_size=16)
+    with features.open("rb") as file:
+        while block := file.read(2**22):
+            out.update(block)
     return out.hexdigest()
 
 
 def read_result(path: Path, key: str | None = None) -> Result | None:
     """A result that is there and was made from the same key (any key where none is given); else ``None``."""
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        same = isinstance(found, dict) and found["version"] == VERSION and key in (None, found["key"])
-    except (OSError, ValueError, KeyError):
+    if not path.is_file():
         return None
-    return found if same else None
+    found = json.loads(path.read_text(encoding="utf-8"))
+    return found if found["version"] == VERSION and key in (None, found["key"]) else None
 
 
-def missing_rows(result: Result) -> list[Row]:
-    """The rows that a result has neither figures of nor a reason to leave out, or has under another title."""
-    rows = result["rows"]
-    return [
-        row
-        for row in all_rows()
-        if row.name not in result["skipped"]
-        and (row.name not in rows or (rows[row.name]["title"], rows[row.name]["needs"]) != (row.title, row.needs))
-    ]
+def missing_rows(result: Result, again: Sequence[str]) -> list[Row]:
+    """The rows that a result has neither figures of nor a reason to leave out, or that are to be judged again."""
+    there = {*result["rows"], *result["skipped"]}
+    return [row for row in all_rows() if row.name not in there or row.name in again]
 
 
 def with_rows(result: Result, new: Result) -> Result:
@@ -79,7 +69,6 @@ def read_results(folder: Path) -> list[Result]:
 def write_result(path: Path, result: Result) -> Result:
     """Write a result with figures of four digits and one line a row; gives it as a reader will find it."""
     rounded = _rounded(result)
-    path.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(path, "\n".join(_lines(rounded)) + "\n")
     return rounded
 

@@ -10,21 +10,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from benchmarks.experiments.methods.scores import VMFMixture
-from benchmarks.transfer.baselines import (
-    ClassGaussians,
-    FeatureNeighbors,
-    match_distance,
-    match_votes,
-    neighbors,
-    principal_space,
-    residual,
-)
+from benchmarks.experiments.methods.scores import VMFMixture, neighbor_distance
+from benchmarks.transfer import baselines
 from benchmarks.transfer.fitted import DEFAULT, STRUCTURES, Fitted, Points
 from contrastive_curvature.hessian.sphere import normalize
 
@@ -72,6 +65,12 @@ The last two were of ``RetrievalUncertainty``, which is no more: committed resul
 ``cc.Retriever`` are made by :mod:`benchmarks.transfer.answers`.
 """
 
+
+def resolve(row: str, result: dict[str, Any]) -> str:
+    """The name of a row of the default posterior with the name of its structure."""
+    return row.replace(f"{DEFAULT}/", f"{result['default']}/")
+
+
 _OF_POSTERIOR = {
     "uncertainty": "uncertainty",
     "novelty": "novelty",
@@ -87,17 +86,37 @@ def all_rows() -> list[Row]:
     rows = [_posterior(structure, name) for structure in STRUCTURES for name in _OF_POSTERIOR]
     return [
         *rows,
-        Row("norm", "minus norm", Needs.NOTHING, _minus_norm),
+        Row("norm", "minus norm", Needs.NOTHING, lambda _, points: -points.outputs.norm(dim=1)),
         Row("vmf", "vMF density", Needs.CLASSES, _vmf),
-        Row("mahalanobis", "Mahalanobis, features", Needs.CLASSES, _mahalanobis),
+        Row("mahalanobis", "Mahalanobis, features", Needs.CLASSES, lambda f, points: _classes(f)(points.features)),
         Row("mahalanobis_unit", "Mahalanobis, normalised features", Needs.CLASSES, _mahalanobis_unit),
-        Row("mahalanobis_relative", "relative Mahalanobis, features", Needs.CLASSES, _mahalanobis_relative),
+        Row(
+            "mahalanobis_relative",
+            "relative Mahalanobis, features",
+            Needs.CLASSES,
+            lambda f, points: _classes(f).relative(points.features),
+        ),
         Row("mahalanobis_one", "Mahalanobis, features, one centre", Needs.NOTHING, _mahalanobis_one),
         Row("residual", "ViM's residual, features", Needs.NOTHING, _residual),
-        Row("knn_embedding", "10-NN, embedding", Needs.GALLERY, _knn_embedding),
+        Row(
+            "knn_embedding",
+            "10-NN, embedding",
+            Needs.GALLERY,
+            lambda f, points: neighbor_distance(points.outputs, f.train.outputs),
+        ),
         Row("knn_features", "10-NN, features", Needs.GALLERY, _knn_features),
-        Row("match", "distance to match", Needs.GALLERY, _match),
-        Row("knn_votes", "votes of 10-NN", Needs.LABELS, _votes),
+        Row(
+            "match",
+            "distance to match",
+            Needs.GALLERY,
+            lambda f, points: baselines.match_distance(points.outputs, f.test.outputs, points.rows),
+        ),
+        Row(
+            "knn_votes",
+            "votes of 10-NN",
+            Needs.LABELS,
+            lambda f, points: baselines.match_votes(points.outputs, f.test.outputs, f.gallery_labels, points.rows),
+        ),
     ]
 
 
@@ -110,57 +129,33 @@ def _posterior(structure: str, name: str) -> Row:
     return Row(f"{structure}/{name}", f"`{structure}`, {_OF_POSTERIOR[name]}", needs, score)
 
 
-def _minus_norm(_: Fitted, points: Points) -> Tensor:
-    return -points.outputs.norm(dim=1)
-
-
 def _vmf(fitted: Fitted, points: Points) -> Tensor:
     mixture = fitted.once("vmf", lambda: VMFMixture.fit(normalize(fitted.train.outputs)[0], fitted.labels))
     return -mixture.log_prob(normalize(points.outputs)[0])
 
 
-def _classes(fitted: Fitted) -> ClassGaussians:
-    return fitted.once("classes", lambda: ClassGaussians(fitted.train.features, fitted.labels))
-
-
-def _mahalanobis(fitted: Fitted, points: Points) -> Tensor:
-    return _classes(fitted)(points.features)
-
-
-def _mahalanobis_relative(fitted: Fitted, points: Points) -> Tensor:
-    return _classes(fitted).relative(points.features)
+def _classes(fitted: Fitted) -> baselines.ClassGaussians:
+    return fitted.once("classes", lambda: baselines.ClassGaussians(fitted.train.features, fitted.labels))
 
 
 def _mahalanobis_unit(fitted: Fitted, points: Points) -> Tensor:
-    def make() -> ClassGaussians:
-        return ClassGaussians(F.normalize(fitted.train.features), fitted.labels)
-
-    return fitted.once("mahalanobis_unit", make)(F.normalize(points.features))
+    gaussians = fitted.once("unit", lambda: baselines.ClassGaussians(F.normalize(fitted.train.features), fitted.labels))
+    return gaussians(F.normalize(points.features))
 
 
 def _mahalanobis_one(fitted: Fitted, points: Points) -> Tensor:
-    def make() -> ClassGaussians:
-        return ClassGaussians(fitted.train.features, torch.zeros_like(fitted.labels))
-
-    return fitted.once("mahalanobis_one", make)(points.features)
+    gaussians = fitted.once(
+        "one", lambda: baselines.ClassGaussians(fitted.train.features, torch.zeros_like(fitted.labels))
+    )
+    return gaussians(points.features)
 
 
 def _residual(fitted: Fitted, points: Points) -> Tensor:
-    space = fitted.once("residual", lambda: principal_space(fitted.train.features, fitted.weight, fitted.bias))
-    return residual(points.features, *space)
-
-
-def _knn_embedding(fitted: Fitted, points: Points) -> Tensor:
-    return neighbors(points.outputs, fitted.train.outputs)
+    space = fitted.once(
+        "residual", lambda: baselines.principal_space(fitted.train.features, fitted.weight, fitted.bias)
+    )
+    return baselines.residual(points.features, *space)
 
 
 def _knn_features(fitted: Fitted, points: Points) -> Tensor:
-    return fitted.once("knn_features", lambda: FeatureNeighbors(fitted.train.features))(points.features)
-
-
-def _match(fitted: Fitted, points: Points) -> Tensor:
-    return match_distance(points.outputs, fitted.test.outputs, points.rows)
-
-
-def _votes(fitted: Fitted, points: Points) -> Tensor:
-    return match_votes(points.outputs, fitted.test.outputs, fitted.gallery_labels, points.rows)
+    return fitted.once("knn_features", lambda: baselines.FeatureNeighbors(fitted.train.features))(points.features)

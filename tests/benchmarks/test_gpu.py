@@ -8,7 +8,7 @@ import pytest
 from benchmarks.experiments.plan import table_rows
 from benchmarks.gpu import driver, table2
 from benchmarks.gpu.__main__ import main
-from benchmarks.gpu.parts import Part, Places, real_parts, rehearsed_parts
+from benchmarks.gpu.driver import Part, parts_of
 
 ROOT = Path(__file__).parents[2]
 
@@ -38,8 +38,7 @@ def test_a_failure_does_not_stop_the_others_and_is_run_again(tmp_path: Path) -> 
 
 
 def test_parts_are_there_and_the_suite_is_run_whole(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    places = Places(tmp_path / "results", tmp_path, tmp_path)
-    real, rehearsed = real_parts(places), rehearsed_parts(places)
+    real, rehearsed = (parts_of(tmp_path, tmp_path, tmp_path, rehearse) for rehearse in (False, True))
     assert {part.name for part in rehearsed} <= {part.name for part in real}
     for part in (*real, *rehearsed):
         module = ROOT.joinpath(*part.command[1].split("."))
@@ -49,16 +48,17 @@ def test_parts_are_there_and_the_suite_is_run_whole(tmp_path: Path, capsys: pyte
     left_out = {word.partition("=")[2] for word in pieces[-1] if word.startswith("--ignore=")}
     assert "tests" in pieces[-1]
     assert left_out <= chosen, f"in no piece of the suite: {left_out - chosen}"
-    assert main(["--rehearse", "--parts", "nothing", "--work", str(tmp_path)]) == 2
-    assert "--parts: expected some of rates, contract" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["--rehearse", "--parts", "nothing", "--work", str(tmp_path)])
+    assert "--parts: invalid choice: 'nothing'" in capsys.readouterr().err
 
 
 def test_table_2_is_shared_out_whole() -> None:
     """Every method of every seed once; ensembles, which need all seeds, in none."""
-    rows = table_rows(2)
+    rows = table_rows("2")
     made = table2.units(rows, ["0", "1"])
     done = [(seed, key) for seed, keys in made for key in keys]
     assert len(set(done)) == len(done)
-    assert set(done) == {(seed, row.key) for seed in ("0", "1") for row in rows if not row.is_ensemble}
+    assert set(done) == {(seed, row.key) for seed in ("0", "1") for row in rows if row.method != "deep_ensemble"}
     assert made[0][1][0] == "deterministic"
     assert all("deterministic" in keys for _, keys in made if "laplace_posthoc" in keys)

@@ -104,7 +104,7 @@ def test_rates_and_fractions(device: str, tmp_path: Path) -> None:
 def test_a_fit_of_many_points(tmp_path, monkeypatch):
     start = partial(torch.multiprocessing.start_processes, start_method=START_METHOD)
     monkeypatch.setattr(torch.multiprocessing, "spawn", start)
-    monkeypatch.setattr(scale, "run_apart", lambda _, case: scale.measure(case))
+    monkeypatch.setattr(machine, "run_apart", lambda _, case: scale.measure(case))
     monkeypatch.setattr(scale, "CLASSES", 5)
     monkeypatch.setattr(scale, "FEATURES", 64)
     path, saved, rows = scale.folder_of(300, tmp_path, 5), [], []

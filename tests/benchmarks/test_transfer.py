@@ -1,17 +1,25 @@
 """The judge of ``benchmarks.transfer``: figures against sklearn, scipy and loops; a file of anybody's."""
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from scipy import ndimage
+from tables import covering
 
 from benchmarks.transfer import baselines, figures, results
-from benchmarks.transfer.cli import main
+from benchmarks.transfer.corruption import KINDS, LEVELS, corrupt
 from benchmarks.transfer.feature_file import FeatureFile, Pairs, save_features
+from benchmarks.transfer.figures import best_threshold
 from benchmarks.transfer.judge import Judgement, judge
 from benchmarks.transfer.rows import all_rows
+from benchmarks.transfer.run import main
+from contrastive_curvature import metrics
 
 
 def make_content(
@@ -95,6 +103,41 @@ def test_class_gaussians_are_those_of_sklearn(n: int, width: int, limit: int, mo
     torch.testing.assert_close(gaussians.relative(queries), expected, rtol=1e-4, atol=1e-3)
 
 
+@pytest.mark.parametrize(("n", "width", "limit"), [(90, 12, 2048), (40, 60, 2048), (40, 60, 30)])
+def test_residual_is_outside_of_the_principal_space(
+    n: int, width: int, limit: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(baselines, "_RANK", limit)
+    g = torch.Generator().manual_seed(n)
+    features, queries = (torch.randn(k, width, generator=g) * torch.arange(width) + 3 for k in (n, 7))
+    weight, bias = torch.randn(5, width, generator=g), torch.randn(5, generator=g)
+    origin, axes = baselines.principal_space(features, weight, bias)
+    torch.testing.assert_close(weight @ origin + bias, torch.zeros(5), rtol=0, atol=1e-4)
+    order = torch.randperm(n, generator=torch.Generator().manual_seed(0))
+    left = (features - origin)[order[:limit] if width > limit else order].double()
+    vectors = np.linalg.svd(left.numpy())[2]
+    expected = np.linalg.norm((queries - origin).double().numpy() @ vectors[min(width // 2, limit) :].T, axis=1)
+    np.testing.assert_allclose(baselines.residual(queries, origin, axes).numpy(), expected, rtol=1e-4)
+
+
+def test_match_figures_by_hand() -> None:
+    from sklearn.metrics import roc_auc_score
+
+    g = torch.Generator().manual_seed(3)
+    score, right = torch.rand(50, generator=g), (torch.rand(50, generator=g) > 0.3).double()
+    found = figures.match_figures(
+        torch.cat([score, torch.tensor([5.0])]), torch.cat([right, torch.tensor([torch.nan])])
+    )
+    assert found["r_auroc"] == pytest.approx(roc_auc_score(1 - right.numpy(), score.numpy()))
+    assert found["ausc"] == pytest.approx(metrics.ausc(score, right))
+    certain_first = right[score.argsort()]
+    assert found["error_at"] == pytest.approx(
+        [1 - float(certain_first[:45].mean()), 1 - float(certain_first[:40].mean())]
+    )
+    assert figures.match_figures(score, torch.ones(50))["r_auroc"] is None
+    assert figures.match_figures(score[:1], torch.ones(1))["error_at"] == [0.0, 0.0]
+
+
 def test_unknown_and_corruption_figures_are_those_of_sklearn_and_scipy(content: FeatureFile, judged: Judgement) -> None:
     from scipy.stats import spearmanr
     from sklearn.metrics import average_precision_score, roc_auc_score
@@ -115,6 +158,18 @@ def test_unknown_and_corruption_figures_are_those_of_sklearn_and_scipy(content: 
             auroc = roc_auc_score(np.r_[np.zeros(30), np.ones(30)], np.r_[clean, levels[level]])
             assert row["corruption"]["noise"]["auroc"][str(level)] == pytest.approx(auroc)
     assert figures.corruption_figures(torch.ones(4), {1: torch.ones(4)}) == {"spearman": 0.0, "auroc": {"1": 0.5}}
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.booleans()), min_size=1, max_size=12))
+def test_best_threshold_makes_the_fewest_errors(pairs: list[tuple[int, bool]]) -> None:
+    cosine = torch.tensor([c / 5 for c, _ in pairs], dtype=torch.float64)
+    same = torch.tensor([s for _, s in pairs])
+
+    def errors(threshold: float) -> int:
+        return int(((cosine >= threshold) != same).sum())
+
+    least = min(errors(threshold) for threshold in np.linspace(-0.1, 1.1, 13))
+    assert errors(best_threshold(cosine, same)) == least
 
 
 def test_verification_by_hand(content: FeatureFile, judged: Judgement) -> None:
@@ -156,3 +211,19 @@ def test_a_file_of_anybodys(file: Path, capsys: pytest.CaptureFixture[str]) -> N
     assert drawn == {"corruption", "rejection", "rejection_pairs_sum", "rejection_pairs_max"}
     with np.load(folder / "theirs" / "scores.npz") as scores:
         assert scores["norm:unknown_far"].shape == (25,)
+
+
+def pictures(shape, seed=0):
+    """Blots of several pixels over the whole range of grey."""
+    rough = np.random.default_rng(seed).standard_normal(shape)
+    smooth = ndimage.gaussian_filter(rough, [0, 2, 2] + [0] * (len(shape) - 3))
+    low, high = smooth.min(), smooth.max()
+    return np.rint(255 * (smooth - low) / (high - low)).astype(np.uint8)
+
+
+@covering(1, kind=KINDS, shape=[(60, 28, 28), (40, 24, 40, 3)])
+def test_more_corruption_is_further_from_the_image(kind, shape):
+    images = pictures(shape)
+    far = [np.abs(corrupt(images, kind, level, 3).astype(int) - images).mean() for level in LEVELS]
+    assert far[0] > 0
+    assert all(less < more for less, more in pairwise(far))

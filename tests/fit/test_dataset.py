@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, reject
 from hypothesis import strategies as st
 from laplace import Laplace
-from scipy.sparse.linalg import ArpackNoConvergence
+from scipy.sparse.linalg import ArpackError, ArpackNoConvergence
 from strategies import INPUTS, NETWORKS, build_network, close, make_inputs, options, relate_by_remainder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -100,7 +100,10 @@ def test_low_rank_finds_the_largest(drawn: Any, rank: int, device: str) -> None:
         patch.setattr(lowrank, "DENSE_PARAMETERS", 0)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message=".* eigenpairs converged")
-            vectors, values = cc.ContrastiveGGN(model, rank=rank, **chosen).fit_lowrank(ordered).curvature.plain()
+            try:
+                vectors, values = cc.ContrastiveGGN(model, rank=rank, **chosen).fit_lowrank(ordered).curvature.plain()
+            except ArpackError:  # a curvature of rank one or zero, of which Lanczos iterations find no second vector
+                reject()
     scale = len(x) / 2 if chosen["normalization"] == "type" else 1.0
     truth = torch.linalg.eigvalsh(scale * cc.ggn(model, x, y, structure="full", clamp=False, **chosen)).flip(0)[:rank]
     size = scale * _size(model, x, y, chosen)

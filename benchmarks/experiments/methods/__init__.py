@@ -1,42 +1,26 @@
-"""The methods that the tables compare, by name."""
+"""The methods that the tables compare: ``fit(setting, data, seed, encoders, **options) -> Fitted``, a file a kind."""
 
 from __future__ import annotations
 
-from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.deterministic import Deterministic
-from benchmarks.experiments.methods.ensembles import DeepEnsemble, MCDropout
-from benchmarks.experiments.methods.hedged import Hedged, HedgedPoint
-from benchmarks.experiments.methods.laplace import LaplaceOnline, LaplacePosthoc
-from benchmarks.experiments.methods.pfe import PFE
-from benchmarks.experiments.methods.proxies import Proxies
-from benchmarks.experiments.methods.scores import (
-    KNNEmbedding,
-    KNNFeatures,
-    NormScore,
-    VMFDensity,
-)
-from benchmarks.experiments.methods.triplet import BayesianTriplet, TripletDeterministic
+from benchmarks.experiments.methods import ensembles, hedged, laplace, pfe, proxies, scores, triplet
 
-__all__ = ["METHODS", "Method", "Prediction", "Setting"]
-
-METHODS: dict[str, type[Method]] = {
-    method.name: method
-    for method in (
-        Deterministic,
-        DeepEnsemble,
-        PFE,
-        LaplacePosthoc,
-        MCDropout,
-        LaplaceOnline,
-        NormScore,
-        VMFDensity,
-        KNNEmbedding,
-        KNNFeatures,
-        HedgedPoint,
-        Hedged,
-        TripletDeterministic,
-        BayesianTriplet,
-        Proxies,
-    )
+ON_ENCODER = {
+    "deterministic": scores.deterministic,
+    "pfe": pfe.pfe,
+    "laplace_posthoc": laplace.laplace_posthoc,
+    "norm": scores.norm,
+    "vmf_density": scores.vmf_density,
+    "knn_embedding": scores.knn_embedding,
+    "knn_features": scores.knn_features,
 }
-"""From the name that a row of :mod:`benchmarks.experiments.plan` gives."""
+"""Those that are given the trained deterministic encoder of their seed, ``encoders[0]``, and leave it as it is."""
+METHODS = ON_ENCODER | {
+    "deep_ensemble": ensembles.deep_ensemble,
+    "mc_dropout": ensembles.mc_dropout,
+    "laplace_online": laplace.laplace_online,
+    "hedged": hedged.hedged,
+    "triplet": triplet.triplet,
+    "bayesian_triplet": triplet.bayesian_triplet,
+    "proxies": proxies.proxies,
+}
+"""By the name that a row of :mod:`benchmarks.experiments.plan` gives."""

@@ -2,168 +2,83 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
 from itertools import islice
 
 import torch
 from scipy.linalg import orthogonal_procrustes
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
-from tqdm import tqdm
 
-from benchmarks.experiments.data.split import RetrievalData, Split
-from benchmarks.experiments.methods import embed
-from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.deterministic import Deterministic, EncoderMethod
-from benchmarks.experiments.methods.embed import SphereSpread
-from benchmarks.experiments.methods.training import train
+from benchmarks.experiments import training
+from benchmarks.experiments.data import RetrievalData, Split
+
+_RATE = 0.2
+"""Of the dropout between all trainable layers, the paper's."""
 
 
-class MCDropout(EncoderMethod):
-    """Mean direction and spread of passes with dropout.
+def mc_dropout(setting: training.Setting, data: RetrievalData, seed: int, encoders: list[nn.Module]) -> training.Fitted:
+    """Take mean direction, ``1 / kappa`` and ``"sum_std"`` of passes with dropout.
 
     A pass draws masks of its own for every image, as the released code does; so one sample is not one network for all
-    images. All other modules, batch normalisation among them, stay in evaluation mode.
-
-    Args:
-        setting: ``n_samples``, or ``dropout_passes`` if that is less, is the number of passes.
-        rate: Of the dropout between all trainable layers, in (0, 1); the paper's by default.
+    images. An image's masks depend on where in the split it stands.
     """
+    parts = list(training.train(setting, data, seed, dropout=_RATE).encoder.children())
+    first = next(i for i, part in enumerate(parts) if isinstance(part, nn.Dropout))
+    stem, rest = nn.Sequential(*parts[:first]), nn.Sequential(*parts[first:])
 
-    name = "mc_dropout"
-
-    def __init__(self, setting: Setting, rate: float = 0.2) -> None:
-        super().__init__(setting)
-        self.rate = rate
-
-    def fit(self, data: RetrievalData, seed: int, base: Method | None = None) -> None:
-        """See :meth:`Method.fit`; without ``base``."""
-        self.encoder = train(self.setting, data, seed, dropout=self.rate).get_submodule("encoder")
-        self._seed = seed
-
-    def predict(self, split: Split) -> Prediction:
-        """Mean direction, ``1 / kappa`` and ``"sum_std"`` of the passes, seeded by the fit's seed.
-
-        Equal calls give equal predictions; an image's masks depend on where in the split it stands.
-        """
-        spread = SphereSpread()
-        passes = self.samples(split, self.setting.n_samples, self._seed)
-        total, hidden = self._limited(self.setting.n_samples), not self.setting.progress
-        for u in tqdm(passes, desc="[dropout passes]", total=total, leave=False, disable=hidden):
-            spread.add(u)
-        return spread.prediction()
-
-    def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
-        """One pass after the other, ``setting.dropout_passes`` at most."""
-        stem, rest = _split_at_dropout(self.encoder)
-        read = self._stem_reader(stem, split)
-        devices = [torch.device(self.setting.device)] if torch.device(self.setting.device).type == "cuda" else []
-        draws = torch.randint(2**62, (self._limited(n_samples),), generator=torch.Generator().manual_seed(seed))
-        for one in draws.tolist():
-            # The caller's random numbers go on as if nothing had been drawn here.
-            with torch.random.fork_rng(devices), torch.no_grad(), _dropout_on(rest):
-                torch.manual_seed(one)
-                z = torch.cat([rest(h).cpu() for h in read()])
-            yield embed.unit(z)
-
-    def _limited(self, n_samples: int) -> int:
-        most = self.setting.dropout_passes
-        return n_samples if most is None else min(n_samples, most)
-
-    def _stem_reader(self, stem: nn.Module, split: Split) -> Callable[[], Iterable[Tensor]]:
-        """Reads what comes out before the first dropout, the same in all passes: kept if it fits in memory."""
-
-        def read() -> Iterator[Tensor]:
-            for x in embed.image_batches(split, self.setting):
-                # Not around the loop: what stands around a yield holds for the caller too.
-                with torch.no_grad():
-                    h = stem(x)
-                yield h
-
+    @torch.no_grad()
+    def before_dropout(split: Split) -> Iterable[Tensor]:
+        """What is the same in all passes: kept if it fits in memory."""
         kept: list[Tensor] = []
-        for h in read():
-            kept.append(h)
-            if h.numel() * h.element_size() / len(h) * len(split) > embed.CACHE_BYTES:
-                return read
-        return lambda: kept
+        for x in training.image_batches(setting, split):
+            kept.append(stem(x))
+            if kept[0].numel() * kept[0].element_size() / len(kept[0]) * len(split) > training.CACHE_BYTES:
+                return ()
+        return kept
+
+    def samples(split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
+        kept = before_dropout(split)
+        count = n_samples if setting.dropout_passes is None else min(n_samples, setting.dropout_passes)
+        devices = [torch.device(setting.device)] if torch.device(setting.device).type == "cuda" else []
+        for one in torch.randint(2**62, (count,), generator=torch.Generator().manual_seed(seed)).tolist():
+            # The caller's random numbers go on as if nothing had been drawn here.
+            with torch.random.fork_rng(devices), torch.no_grad():
+                torch.manual_seed(one)
+                for module in rest.modules():
+                    module.train(isinstance(module, nn.Dropout))
+                z = torch.cat([rest(h).cpu() for h in kept or map(stem, training.image_batches(setting, split))])
+            yield training.unit(z)
+
+    return training.Fitted(lambda split: training.spread_of(samples(split, setting.n_samples, seed)), samples)
 
 
-def _split_at_dropout(encoder: nn.Module) -> tuple[nn.Module, nn.Module]:
-    """The parts of a sequential encoder before its first dropout, and those from there on."""
-    parts = list(encoder.children())
-    first = next(i for i, part in enumerate(parts) if isinstance(part, _DropoutNd))
-    return nn.Sequential(*parts[:first]), nn.Sequential(*parts[first:])
-
-
-@contextmanager
-def _dropout_on(network: nn.Module) -> Iterator[None]:
-    modules = [module for module in network.modules() if isinstance(module, _DropoutNd)]
-    try:
-        for module in modules:
-            module.train()
-        yield
-    finally:
-        for module in modules:
-            module.eval()
-
-
-class DeepEnsemble(Method):
-    """Mean direction and spread of the members' embeddings.
+def deep_ensemble(
+    setting: training.Setting, data: RetrievalData, seed: int, encoders: list[nn.Module], alignment: str = "none"
+) -> training.Fitted:
+    """Take mean direction and spread of the embeddings of deterministic encoders of several seeds.
 
     The contrastive loss does not change when all embeddings are rotated together, so every member has a frame of its
     own, and the mean of embeddings in different frames says little. The paper's rows are such means
-    (``alignment="none"``), and retrieve worse than a single encoder.
-
-    Args:
-        setting: Of each member.
-        alignment: ``"none"``, or ``"procrustes"``: each member is rotated onto the first one, so that their embeddings
-            of the training images lie as close as they can.
-
-    Attributes:
-        members: Fitted deterministic methods, to be given before the fit.
+    (``alignment="none"``), and retrieve worse than a single encoder. With ``"procrustes"`` each member is rotated onto
+    the first one, so that their embeddings of the training images lie as close as they can.
     """
+    rotations: list[Tensor | None] = [None] * len(encoders)
+    if alignment == "procrustes":
+        embedded = [training.unit(training.encode(setting, encoder, data.train)) for encoder in encoders]
+        rotations = [torch.eye(setting.dim), *(rotation_onto(other, embedded[0]) for other in embedded[1:])]
 
-    name = "deep_ensemble"
+    def embeddings(split: Split) -> Iterator[Tensor]:
+        for encoder, rotation in zip(encoders, rotations, strict=True):
+            u = training.unit(training.encode(setting, encoder, split))
+            yield u if rotation is None else u @ rotation
 
-    def __init__(self, setting: Setting, alignment: str = "none") -> None:
-        super().__init__(setting)
-        self.alignment = alignment
-        self.members: Sequence[Deterministic] = ()
-
-    def fit(self, data: RetrievalData, seed: int, base: Method | None = None) -> None:
-        """Align the members."""
-        self._rotations = [torch.eye(self.setting.dim) for _ in self.members]
-        if self.alignment == "procrustes":
-            first, *others = (member.predict(data.plain).mean for member in self.members)
-            self._rotations[1:] = [rotation_onto(other, first) for other in others]
-
-    def predict(self, split: Split) -> Prediction:
-        """Mean direction, ``1 / kappa`` and ``"sum_std"`` of the members."""
-        spread = SphereSpread()
-        for u in self._embeddings(split):
-            spread.add(u)
-        return spread.prediction()
-
-    def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
-        """Each member is one sample, and there are no others, whatever the seed."""
-        return islice(self._embeddings(split), n_samples)
-
-    def _embeddings(self, split: Split) -> Iterator[Tensor]:
-        for member, rotation in zip(self.members, self._rotations, strict=True):
-            u = member.predict(split).mean
-            yield u if self.alignment == "none" else u @ rotation
+    # Each member is one sample, and there are no others, whatever the seed.
+    return training.Fitted(
+        lambda split: training.spread_of(embeddings(split)), lambda split, n, _: islice(embeddings(split), n)
+    )
 
 
 def rotation_onto(moving: Tensor, reference: Tensor) -> Tensor:
-    """The orthogonal matrix R that brings ``moving @ R`` closest to ``reference`` (Schönemann 1966), by an SVD.
-
-    Args:
-        moving: Shape (N, D).
-        reference: Of the same points, shape (N, D).
-
-    Returns:
-        Shape (D, D), float32; it may reflect.
-    """
+    """The orthogonal (D, D) that brings ``moving @ R`` closest to ``reference``, both (N, D) (Schönemann 1966)."""
     rotation, _ = orthogonal_procrustes(moving.double().numpy(), reference.double().numpy())
     return torch.from_numpy(rotation).float()

@@ -1,27 +1,23 @@
-"""Hedged instance embeddings (Oh et al., "Modeling uncertainty with hedged instance embedding"), and their points."""
+"""Hedged instance embeddings (Oh et al., "Modeling uncertainty with hedged instance embedding")."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
-from torch.utils.data import DataLoader, Sampler
+from torch.utils.data import Sampler
 
-from benchmarks.experiments.data.split import RetrievalData, Split
-from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.deterministic import EncoderMethod
-from benchmarks.experiments.methods.training import train
-from contrastive_curvature.errors import InputError, UnsupportedError
+from benchmarks.experiments.data import RetrievalData, Split, loader
+from benchmarks.experiments.training import Fitted, Prediction, Setting, encode, train
 from contrastive_curvature.hedged import (
     MatchParameters,
     kl_bound,
     match_loss,
     match_probability,
-    soft_contrastive_loss,
     stratified_samples,
 )
 from contrastive_curvature.hedged.match import inverse_softplus
@@ -76,14 +72,14 @@ def choose_pairs(targets: Tensor, most: int = _MISMATCHES) -> tuple[Tensor, Tens
 
 
 class PairStep(nn.Module):
-    """The loss of a batch of pairs: of points (Eq. 3), or of mixtures, the VIB objective (Eq. 8).
+    """The loss of a batch of pairs of mixtures, the VIB objective (Eq. 8).
 
     An image has the same samples in all its pairs, and its divergence counts twice for each image of the batch
     (once for each end of a pair), whatever the number of pairs that it is in.
 
     Args:
-        encoder: Images -> points (N, D), or outputs of a mixture (N, 2 C D).
-        components: C; 0 for points.
+        encoder: Images -> outputs of a mixture (N, 2 C D).
+        components: C.
     """
 
     def __init__(self, encoder: nn.Module, components: int) -> None:
@@ -105,8 +101,6 @@ class PairStep(nn.Module):
 
     def losses(self, raw: Tensor, i: Tensor, j: Tensor, matches: Tensor) -> Tensor:
         """The loss of each pair, shape (P,)."""
-        if not self.components:
-            return soft_contrastive_loss(raw[i], raw[j], matches, *self.match(), reduction="none")
         mean, variance = mixture(raw, self.components)
         samples = stratified_samples(mean, variance, _SAMPLES)
         found = match_loss(samples[i], samples[j], matches, *self.match(), average="probability", reduction="none")
@@ -161,118 +155,58 @@ class PairBatches(Sampler[list[int]]):
         return (torch.rand(bounds.shape, dtype=torch.float64, generator=self.generator) * bounds).long()
 
 
-class PairMethod(EncoderMethod):
-    """An encoder trained on batches of pairs, half of them of one class (section 2.3).
+def hedged(setting: Setting, data: RetrievalData, seed: int, encoders: list[nn.Module], components: int = 1) -> Fitted:
+    """Train an encoder on batches of pairs, half of them of one class (section 2.3).
 
     A batch has ``setting.batch_size / 2`` pairs; ``setting.per_class`` and ``setting.margin`` do not matter. Embeddings
-    are compared by Euclidean distance.
+    are compared by Euclidean distance. The score is the self-mismatch (Eq. 9), with the same noise for all images.
+    Variants of a mixture: ``"variance"``, averaged over dimensions.
 
     Args:
-        setting: How the encoder is made and trained; its images have class labels.
-        components: Gaussians of an embedding; 0 for a point.
-
-    Raises:
-        InputError: ``setting.batch_size`` is no multiple of 4.
-        UnsupportedError: The setting's images have positions, not classes.
+        setting: How the encoder is made and trained; ``setting.batch_size`` is a multiple of 4.
+        data: The training images are ``data.train``.
+        seed: Of weights, pairs and noise.
+        encoders: None.
+        components: Gaussians of an embedding, a divisor of 8.
     """
+    size, n = setting.batch_size, len(data.train)
+    generator = torch.Generator().manual_seed(seed)
+    drawn = PairBatches(data.train.targets, size // 2, math.ceil(n / size), generator)
+    step = train(
+        setting,
+        data,
+        seed,
+        lambda encoder, _: PairStep(encoder, components).to(setting.device),
+        outputs=setting.dim * 2 * components,
+        batches=loader(data.train, 1, batch_sampler=drawn, generator=generator),
+    )
+    # The learned slope a and intercept b of the match probability.
+    match = [number.item() for number in step.match()]
 
-    def __init__(self, setting: Setting, components: int) -> None:
-        super().__init__(setting)
-        if setting.relation is not None:
-            raise UnsupportedError(
-                f"setting.relation: method {self.name!r} draws pairs from class labels. Use data with classes."
-            )
-        if setting.batch_size < 4 or setting.batch_size % 4:
-            hint = "Half of the pairs match. Or leave the rows hib, hib_mixture and hib_point out of --methods."
-            raise InputError("setting.batch_size", "a multiple of 4", setting.batch_size, hint)
-        self.components = components
+    def mixtures(split: Split) -> tuple[Tensor, Tensor]:
+        return mixture(encode(setting, step.encoder, split), components)
 
-    def fit(self, data: RetrievalData, seed: int, base: Method | None = None) -> None:
-        """See :meth:`Method.fit`; without ``base``."""
-        step = train(
-            self.setting,
-            data,
-            seed,
-            make_step=lambda encoder, _: PairStep(encoder, self.components).to(self.setting.device),
-            outputs=self.setting.dim * max(1, 2 * self.components),
-            batches=_pairs,
-        )
-        assert isinstance(step, PairStep)
-        self.encoder = step.encoder
-        # The learned slope a and intercept b of the match probability.
-        self.match = tuple(number.item() for number in step.match())
-
-
-class HedgedPoint(PairMethod):
-    """The document's point embedding: no uncertainty, and no samples.
-
-    Args:
-        setting: See :class:`PairMethod`.
-    """
-
-    name = "hedged_point"
-
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting, 0)
-
-    def predict(self, split: Split) -> Prediction:
-        """Points, without uncertainty."""
-        return Prediction(self.outputs(split), metric="euclidean")
-
-
-class Hedged(PairMethod):
-    """Embeddings that are Gaussians or mixtures of C of them.
-
-    Args:
-        setting: See :class:`PairMethod`.
-        components: C, a divisor of 8.
-    """
-
-    name = "hedged"
-
-    def __init__(self, setting: Setting, components: int = 1) -> None:
-        super().__init__(setting, components)
-
-    def mixtures(self, split: Split) -> tuple[Tensor, Tensor]:
-        """Means and variances of images, both (N, C, D), on the CPU."""
-        return mixture(self.outputs(split), self.components)
-
-    def predict(self, split: Split) -> Prediction:
-        """Means of the mixtures; the self-mismatch (Eq. 9), with the same noise for all images.
-
-        Returns:
-            Variants: ``"variance"``, the variance of the mixture, averaged over dimensions.
-        """
-        mean, variance = self.mixtures(split)
-        volume = (variance.mean(1) + mean.var(1, correction=0)).mean(1)
-        return Prediction(mean.mean(1), self._mismatch(mean, variance), {"variance": volume}, metric="euclidean")
-
-    def _mismatch(self, mean: Tensor, variance: Tensor) -> Tensor:
-        generator, each = torch.Generator().manual_seed(_SEED), _SAMPLES // self.components
+    def mismatch(mean: Tensor, variance: Tensor) -> Tensor:
+        generator, each = torch.Generator().manual_seed(_SEED), _SAMPLES // components
         centre, spread = mean.repeat_interleave(each, 1), variance.sqrt().repeat_interleave(each, 1)
         zero = torch.zeros_like(mean[0])
         # The noise of one image serves all: equal images have equal scores, and ranks have less noise.
         sets = [
             centre + spread * stratified_samples(zero, torch.ones_like(zero), _SAMPLES, generator) for _ in range(2)
         ]
-        return 1 - match_probability(*sets, *self.match)
+        return 1 - match_probability(*sets, *match)
 
-    def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
-        """Independent draws from each image's mixture."""
-        mean, variance = self.mixtures(split)
+    def predict(split: Split) -> Prediction:
+        mean, variance = mixtures(split)
+        volume = (variance.mean(1) + mean.var(1, correction=0)).mean(1)
+        return Prediction(mean.mean(1), mismatch(mean, variance), {"variance": volume}, metric="euclidean")
+
+    def samples(split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
+        mean, variance = mixtures(split)
         generator, images = torch.Generator().manual_seed(seed), torch.arange(len(mean))
         for _ in range(n_samples):
-            chosen = torch.randint(self.components, (len(mean),), generator=generator)
+            chosen = torch.randint(components, (len(mean),), generator=generator)
             noise = torch.randn(mean[:, 0].shape, generator=generator)
             yield mean[images, chosen] + variance[images, chosen].sqrt() * noise
 
-
-def _pairs(setting: Setting, images: Any, seed: int) -> Iterable[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(seed)
-    batches = math.ceil(len(images) / setting.batch_size)
-    drawn = PairBatches(images.targets, setting.batch_size // 2, batches, generator)
-    return DataLoader(images, batch_sampler=drawn, collate_fn=_same, generator=generator, num_workers=setting.workers)
-
-
-def _same(batch: Any) -> Any:
-    return batch
+    return Fitted(predict, samples)

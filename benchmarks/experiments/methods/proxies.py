@@ -13,13 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
-from benchmarks.experiments.data.split import RetrievalData, Split
-from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.deterministic import EncoderMethod
-from benchmarks.experiments.methods.embed import unit
-from benchmarks.experiments.methods.training import train
+from benchmarks.experiments.data import RetrievalData, Split
+from benchmarks.experiments.training import Fitted, Prediction, Setting, encode, train, unit
 from contrastive_curvature import vmf
-from contrastive_curvature.errors import UnsupportedError
 
 _CLOSED: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]] = {
     "l2": vmf.squared_euclidean_distance,
@@ -35,10 +31,6 @@ WITH_KAPPA = (*_CLOSED, SAMPLED)
 """Distances that an embedding's concentration enters."""
 DISTRIBUTION = tuple(name for name in WITH_KAPPA if name != "l2")
 """Those that take it for the concentration of a distribution; that of ``"l2"`` has the unit of its temperature."""
-PROXY_KAPPA = (*_CLOSED, *PER_AXIS)
-"""Distances that the proxies' concentrations enter."""
-DISTANCES = ("cosine", *PROXY_KAPPA)
-"""All of them."""
 
 _SHARE = 0.1
 """Of the newest batch in the running mean of lengths."""
@@ -76,7 +68,7 @@ class ProxyStep(nn.Module):
         encoder: Images -> raw outputs (N, D).
         probe: A few images on the encoder's device.
         targets: Class labels of the training images, any integers, shape (N,).
-        distance: One of :data:`DISTANCES`.
+        distance: One of :data:`FIRST`.
     """
 
     classes: Tensor
@@ -95,25 +87,18 @@ class ProxyStep(nn.Module):
         # On the encoder's device, and drawn on the CPU: the same start everywhere.
         self.directions = nn.Parameter(nn.functional.normalize(torch.randn(rows, dim), dim=1).to(probe.device))
         self.log_temperature = nn.Parameter(torch.tensor(math.log(temperature), device=probe.device))
-        self.log_kappa: nn.Parameter | None = None
-        self.log_embedding_kappa: nn.Parameter | None = None
-        if distance in WITH_KAPPA:
-            first = math.log(embedding_kappa)
-            self.log_embedding_kappa = nn.Parameter(torch.tensor(first, device=probe.device))
-        if distance in PROXY_KAPPA:
-            shape = (rows, dim) if distance in PER_AXIS else (rows,)
-            self.log_kappa = nn.Parameter(torch.full(shape, math.log(proxy_kappa), device=probe.device))
+        # Where the distance does not depend on a concentration, it has no gradient and stays as it is.
+        self.log_embedding_kappa = nn.Parameter(torch.tensor(math.log(embedding_kappa), device=probe.device))
+        shape = (rows, dim) if distance in PER_AXIS else (rows,)
+        self.log_kappa = nn.Parameter(torch.full(shape, math.log(proxy_kappa), device=probe.device))
 
     def parameter_groups(self, lr: float) -> list[dict[str, Any]]:
         """The encoder's weights, directions and temperature, and concentrations, each with a rate of its own."""
-        groups: list[dict[str, Any]] = [
+        return [
             {"params": list(self.encoder.parameters()), "lr": lr},
             {"params": [self.directions, self.log_temperature], "lr": lr * _PROXY_RATE},
+            {"params": [self.log_kappa, self.log_embedding_kappa], "lr": lr},
         ]
-        kappas = [p for p in (self.log_kappa, self.log_embedding_kappa) if p is not None]
-        if kappas:
-            groups.append({"params": kappas, "lr": lr})
-        return groups
 
     def scale(self, mean_length: Tensor | None = None) -> Tensor:
         """Concentration of an embedding of length 1; 1 where the distance does not depend on it.
@@ -121,7 +106,7 @@ class ProxyStep(nn.Module):
         Args:
             mean_length: What counts as the mean length; ``None`` for that of the last batches.
         """
-        if self.log_embedding_kappa is None:
+        if self.distance not in WITH_KAPPA:
             return torch.ones_like(self.mean_length)
         return self.log_embedding_kappa.exp() / (self.mean_length if mean_length is None else mean_length)
 
@@ -142,7 +127,6 @@ class ProxyStep(nn.Module):
         mu, length = vmf.from_embedding(z)
         if distance == "cosine":
             return -vmf.cosine_distance(mu, self.directions) / temperature
-        assert self.log_kappa is not None
         mean_length = None
         if self.training:
             mean_length = length.mean()
@@ -156,61 +140,32 @@ class ProxyStep(nn.Module):
         return -_CLOSED[distance](mu, kappa, self.directions, proxy_kappa) / temperature
 
 
-class Proxies(EncoderMethod):
-    """Every class has a proxy; an image is drawn to that of its class and away from all others.
+def proxies(
+    setting: Setting, data: RetrievalData, seed: int, encoders: list[nn.Module], distance: str = SAMPLED
+) -> Fitted:
+    """Give every class a proxy; an image is drawn to that of its class and away from all others.
 
     A raw output stands for a von Mises-Fisher distribution, whose concentration is its length times a learned scale
     (see :class:`ProxyStep`): the images that the encoder answers with long outputs are the certain ones. Retrieval is
-    by the cosine, as in the document. The proxies are not used after training, but kept.
-
-    Args:
-        setting: How the encoder is made and trained; its margin is not used.
-        distance: ``"cosine"``, ``"l2"``, ``"nivmf"``, ``"b_vmf"``, ``"el_vmf"``, ``"kl_vmf"`` or ``"el_nivmf"``.
-            ``"cosine"`` and ``"nivmf"`` do not depend on an embedding's concentration: the score is the length of an
-            output that the loss does not see. With them and with ``"l2"``, an embedding is no distribution, and there
-            are no samples.
+    by the cosine, as in the document. ``"cosine"`` and ``"nivmf"`` do not depend on an embedding's concentration: the
+    score is the length of an output that the loss does not see. With them and with ``"l2"``, an embedding is no
+    distribution, and there are no samples.
     """
+    step = train(setting, data, seed, lambda encoder, probe: ProxyStep(encoder, probe, data.train.targets, distance))
+    scale = float(step.scale().detach())
 
-    name = "proxies"
-
-    def __init__(self, setting: Setting, distance: str = SAMPLED) -> None:
-        super().__init__(setting)
-        self.distance = distance
-
-    def fit(self, data: RetrievalData, seed: int, base: Method | None = None) -> None:
-        """See :meth:`Method.fit`; without ``base``.
-
-        Raises:
-            UnsupportedError: The training images have positions instead of classes.
-        """
-        targets = data.train.targets
-        if targets.is_floating_point() or targets.ndim != 1:
-            raise UnsupportedError(
-                "proxies: the training images have positions and no classes for proxies. Take 'deterministic'."
-            )
-
-        def make_step(encoder: nn.Module, probe: Tensor) -> nn.Module:
-            return ProxyStep(encoder, probe, targets, self.distance)
-
-        step = train(self.setting, data, seed, make_step=make_step)
-        assert isinstance(step, ProxyStep)
-        self.encoder, self._scale = step.encoder, float(step.scale().detach())
-
-    def outputs(self, split: Split) -> Tensor:
+    def outputs(split: Split) -> Tensor:
         """Embeddings in units of their concentration, shape (N, D), on the CPU: raw outputs times the scale."""
-        return self._scale * super().outputs(split)
+        return scale * encode(setting, step.encoder, split)
 
-    def predict(self, split: Split) -> Prediction:
-        """Unit embeddings; one over the concentration."""
-        z = self.outputs(split)
+    def predict(split: Split) -> Prediction:
+        z = outputs(split)
         return Prediction(unit(z), 1 / z.norm(dim=1))
 
-    def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor] | None:
-        """Draws from each image's own distribution; ``None`` where the distance takes it for none."""
-        return self._draw(split, n_samples, seed) if self.distance in DISTRIBUTION else None
-
-    def _draw(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
-        mu, kappa = vmf.from_embedding(self.outputs(split))
+    def samples(split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
+        mu, kappa = vmf.from_embedding(outputs(split))
         generator = torch.Generator().manual_seed(seed)
         for _ in range(n_samples):
             yield vmf.sample(mu, kappa, 1, generator)[0]
+
+    return Fitted(predict, samples if distance in DISTRIBUTION else None)

@@ -1,45 +1,51 @@
-"""Scores on top of a trained encoder: its norm, densities of classes, and neighbours."""
+"""A trained encoder as it is, and scores on top of it: its norm, densities of classes, and neighbours."""
 
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from benchmarks.experiments.data.split import RetrievalData, Split
-from benchmarks.experiments.methods.base import Prediction, Setting
-from benchmarks.experiments.methods.deterministic import OnBase
-from benchmarks.experiments.methods.embed import unit
+from benchmarks.experiments.data import RetrievalData, Split
+from benchmarks.experiments.training import Fitted, Prediction, Setting, analysed, encode, features_of, unit
 from contrastive_curvature import metrics, vmf
-from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.metrics.neighbors import squared_distances
 from contrastive_curvature.vmf.estimation import sra
 
+NEIGHBORS = 10
+"""Neighbours of these methods, and of the retrieval whose figures the tables show."""
+_GALLERY = 10_000
+"""Training images whose features are searched at most: they stay in memory."""
+_BLOCK = 2**24
+"""Densities held at once."""
+_BLOCK_KNN = 2000
+"""Queries at once: beside the gallery no array is larger than their neighbours or their distances."""
+Encoders = list[nn.Module]
 
-class NormScore(OnBase):
-    """Long outputs count as certain: those of images that the network answers strongly.
+
+def deterministic(setting: Setting, data: RetrievalData, seed: int, encoders: Encoders) -> Fitted:
+    """Embed, without uncertainty (paper, G.4)."""
+    return Fitted(lambda split: Prediction(unit(encode(setting, encoders[0], split))))
+
+
+def norm(setting: Setting, data: RetrievalData, seed: int, encoders: Encoders) -> Fitted:
+    """Count long outputs as certain: those of images that the network answers strongly.
 
     Read as the concentration of a von Mises-Fisher distribution around the embedding, the norm is that score too: any
     decreasing function of it ranks alike.
-
-    Args:
-        setting: That of the encoder.
     """
 
-    name = "norm"
-
-    def predict(self, split: Split) -> Prediction:
-        """The encoder's unit embeddings; minus the norm, in units of the raw outputs."""
-        z = self.base.outputs(split)
+    def predict(split: Split) -> Prediction:
+        z = encode(setting, encoders[0], split)
         return Prediction(unit(z), -z.norm(dim=1))
 
-
-_BLOCK = 2**24
-"""Densities held at once."""
+    return Fitted(predict)
 
 
-class VMFMixture:
+class VMFMixture(NamedTuple):
     """A mixture of one von Mises-Fisher distribution for each class, weighted by the classes' frequencies.
 
     Args:
@@ -48,8 +54,9 @@ class VMFMixture:
         log_weight: Logarithms of the frequencies, shape (C,).
     """
 
-    def __init__(self, mu: Tensor, kappa: Tensor, log_weight: Tensor) -> None:
-        self.mu, self.kappa, self.log_weight = mu.double(), kappa.double(), log_weight.double()
+    mu: Tensor
+    kappa: Tensor
+    log_weight: Tensor
 
     @classmethod
     def fit(cls, u: Tensor, labels: Tensor) -> VMFMixture:
@@ -60,33 +67,18 @@ class VMFMixture:
         Args:
             u: Unit embeddings, shape (N, D).
             labels: Shape (N,).
-
-        Returns:
-            The mixture.
-
-        Raises:
-            InputError: No class has two images.
         """
         _, sizes = labels.unique(return_counts=True)
-        if int(sizes.max()) < 2:
-            raise InputError("data.train", "a class with at least 2 images", "one image of every class")
         groups = [group.double() for group in u[labels.argsort(stable=True)].split(sizes.tolist())]
         # For each image of a class of several: squared distance to its class's mean, which is 1 - Rbar^2 on average.
         spread = torch.cat([(group - group.mean(0)).square().sum(1) for group in groups if len(group) > 1]).mean()
         pooled = sra((1 - spread).clamp(min=0).sqrt(), spread, u.shape[1])
-        found = [vmf.fit(group) if len(group) > 1 else (group[0], pooled) for group in groups]
-        mu, kappa = (torch.stack(part) for part in zip(*found, strict=True))
-        return cls(mu, kappa, (sizes / sizes.sum()).log())
+        classes = [vmf.fit(group) if len(group) > 1 else (group[0], pooled) for group in groups]
+        mu, kappa = (torch.stack(part).double() for part in zip(*classes, strict=True))
+        return cls(mu, kappa, (sizes / sizes.sum()).log().double())
 
     def log_prob(self, u: Tensor) -> Tensor:
-        """Log-density with respect to the surface measure.
-
-        Args:
-            u: Unit embeddings, shape (N, D).
-
-        Returns:
-            In nats, float64, shape (N,).
-        """
+        """Log-density of unit embeddings (N, D) by the surface measure, in nats, float64, shape (N,)."""
         peak = self.log_weight + vmf.log_density_at_mode(self.kappa, self.mu.shape[1])
         parts = [
             torch.logsumexp(peak - self.kappa * (1 - rows.double() @ self.mu.T), dim=1)
@@ -95,68 +87,26 @@ class VMFMixture:
         return torch.cat(parts)
 
 
-class VMFDensity(OnBase):
-    """Minus the log-density of the embedding under the training classes.
+def vmf_density(setting: Setting, data: RetrievalData, seed: int, encoders: Encoders) -> Fitted:
+    """Score by minus the log-density under the training classes; images of new classes count as unknown."""
+    mixture = VMFMixture.fit(unit(encode(setting, encoders[0], data.train)), data.train.targets)
 
-    The score is meant for images of these classes; those of new ones count as out of distribution.
+    def predict(split: Split) -> Prediction:
+        u = unit(encode(setting, encoders[0], split))
+        return Prediction(u, -mixture.log_prob(u).float())
 
-    Args:
-        setting: That of the encoder.
-    """
-
-    name = "vmf_density"
-
-    def fit_on_base(self, data: RetrievalData, seed: int) -> None:
-        """Estimate the classes.
-
-        Raises:
-            UnsupportedError: The training images have positions instead of classes.
-        """
-        plain = data.plain
-        if plain.targets.is_floating_point():
-            raise UnsupportedError(
-                "vmf_density: the training images have positions and no classes. Take 'knn_embedding' instead."
-            )
-        self._mixture = VMFMixture.fit(unit(self.base.outputs(plain)), plain.targets)
-
-    def predict(self, split: Split) -> Prediction:
-        """The encoder's unit embeddings; minus the log-density in nats."""
-        u = unit(self.base.outputs(split))
-        return Prediction(u, -self._mixture.log_prob(u).float())
+    return Fitted(predict)
 
 
-NEIGHBORS = 10
-"""Neighbours of these methods, and of the retrieval whose figures the tables show."""
+def knn_embedding(setting: Setting, data: RetrievalData, seed: int, encoders: Encoders) -> Fitted:
+    """Score by the mean cosine distance to the embeddings of the ten nearest training images, in [0, 2]."""
+    gallery = encode(setting, encoders[0], data.train)
 
-_BLOCK_KNN = 2000
-"""Queries at once: beside the gallery no array is larger than their neighbours or their distances."""
+    def predict(split: Split) -> Prediction:
+        z = encode(setting, encoders[0], split)
+        return Prediction(unit(z), torch.cat([neighbor_distance(rows, gallery) for rows in z.split(_BLOCK_KNN)]))
 
-
-class KNNEmbedding(OnBase):
-    """Mean cosine distance to the embeddings of the ten nearest training images, without augmentation.
-
-    Args:
-        setting: That of the encoder.
-    """
-
-    name = "knn_embedding"
-
-    def fit_on_base(self, data: RetrievalData, seed: int) -> None:
-        """Embed the training images."""
-        self._gallery = self._read_gallery(data.plain)
-
-    def predict(self, split: Split) -> Prediction:
-        """The encoder's unit embeddings; the distance, in [0, 2]."""
-        parts = [self._scores(split.take(rows), self._gallery) for rows in torch.arange(len(split)).split(_BLOCK_KNN)]
-        return Prediction(torch.cat([u for u, _ in parts]), torch.cat([distance for _, distance in parts]))
-
-    def _read_gallery(self, plain: Split) -> Tensor:
-        return self.base.outputs(plain)
-
-    def _scores(self, split: Split, gallery: Tensor) -> tuple[Tensor, Tensor]:
-        """Unit embeddings and distances of some images."""
-        z = self.base.outputs(split)
-        return unit(z), neighbor_distance(z, gallery)
+    return Fitted(predict)
 
 
 def neighbor_distance(queries: Tensor, gallery: Tensor) -> Tensor:
@@ -168,30 +118,22 @@ def neighbor_distance(queries: Tensor, gallery: Tensor) -> Tensor:
     return squared_distances(normalize(queries)[0], normalize(gallery)[0], nearest).mean(1) / 2
 
 
-class KNNFeatures(KNNEmbedding):
-    """The same between features, where directions are left that the last layer drops.
+def knn_features(setting: Setting, data: RetrievalData, seed: int, encoders: Encoders) -> Fitted:
+    """Score by the same distance between features, where directions are left that the last layer drops."""
+    encoder = analysed(setting, encoders[0], data)
+    rows = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(0))[:_GALLERY]
+    gallery = check_outputs(features_of(setting, encoder, data.train.take(rows))[1], "features of training images")
 
-    Args:
-        setting: That of the encoder.
-        gallery_size: Training images to search at most, drawn with a fixed seed: their features stay in memory.
-            ``None`` for the setting's ``baseline_features``.
-    """
+    def predict(split: Split) -> Prediction:
+        parts: list[Any] = []
+        for block in torch.arange(len(split)).split(_BLOCK_KNN):
+            z, phi = features_of(setting, encoder, split.take(block))
+            distance = feature_distance(check_outputs(phi, "features"), gallery, setting.progress)
+            parts.append((unit(z).cpu(), distance.cpu()))
+        u, distances = (torch.cat(part) for part in zip(*parts, strict=True))
+        return Prediction(u, distances)
 
-    name = "knn_features"
-
-    def __init__(self, setting: Setting, gallery_size: int | None = None) -> None:
-        super().__init__(setting)
-        self.gallery_size = setting.baseline_features if gallery_size is None else gallery_size
-
-    def _read_gallery(self, plain: Split) -> Tensor:
-        rows = torch.randperm(len(plain), generator=torch.Generator().manual_seed(0))[: self.gallery_size]
-        _, phi = self.base.features(plain.take(rows))
-        return check_outputs(phi, "features of training images").to(self.setting.device)
-
-    def _scores(self, split: Split, gallery: Tensor) -> tuple[Tensor, Tensor]:
-        z, phi = self.base.features(split)
-        queries = check_outputs(phi, "features").to(gallery.device)
-        return unit(z), feature_distance(queries, gallery, self.setting.progress).cpu()
+    return Fitted(predict)
 
 
 def feature_distance(queries: Tensor, gallery: Tensor, progress: bool = False) -> Tensor:

@@ -7,21 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import softplus
 
-from benchmarks.experiments.data.split import RetrievalData, Split
-from benchmarks.experiments.methods.base import Method, Prediction, Setting
-from benchmarks.experiments.methods.deterministic import Deterministic, EncoderMethod
-from benchmarks.experiments.methods.training import train
+from benchmarks.experiments.data import RetrievalData, Split
+from benchmarks.experiments.training import Fitted, Prediction, Setting, encode, train, unit
 from contrastive_curvature import metrics, vmf
 from contrastive_curvature.hedged.match import inverse_softplus
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.metrics.neighbors import Metric
-from contrastive_curvature.pairs import RelationFunction
 from contrastive_curvature.pairs.relation import make_target_relation
 from contrastive_curvature.triplet import kl_to_normal, kl_to_uniform, log_probability
 
@@ -76,24 +72,21 @@ def squared_distances(z: Tensor) -> Tensor:
     return (z.unsqueeze(1) - z).square().sum(2)
 
 
-def mine_triplets(
-    z: Tensor, targets: Tensor, margin: float, negatives: int | None, relation: RelationFunction | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
+def mine_triplets(z: Tensor, targets: Tensor, margin: float, negatives: int | None) -> tuple[Tensor, Tensor, Tensor]:
     """Triplets of a batch: every ordered positive pair, with some of the negatives of its anchor.
 
     Args:
         z: Points, shape (B, D); no gradient flows through the choice.
-        targets: Class labels, shape (B,), or what ``relation`` takes, shape (B, ...).
+        targets: Class labels, shape (B,).
         margin: Only negatives that violate it, ``|a - n|^2 < |a - p|^2 + margin``, count.
         negatives: Negatives that are drawn at random for each pair, at most; ``None`` for all.
-        relation: ``None`` for class labels, or a callable on targets that returns two boolean masks.
 
     Returns:
         Indices of anchors, positives and negatives, each int64 of shape (T,). Random numbers come from torch's global
         generator of the CPU.
     """
     with torch.no_grad():
-        positive, negative = make_target_relation(targets, len(z), z.device, relation).rows(0, len(z))
+        positive, negative = make_target_relation(targets, len(z), z.device, None).rows(0, len(z))
         anchors, positives = positive.nonzero().unbind(1)
         distances = squared_distances(z)
         counts = negative[anchors].bool()
@@ -123,21 +116,18 @@ class TripletStep(nn.Module):
 
     Args:
         encoder: Images -> raw outputs (N, D), which are put on the unit sphere.
-        relation: On positions, which images show the same place; ``None`` for class labels.
         negatives: See :func:`mine_triplets`.
     """
 
-    def __init__(
-        self, encoder: nn.Module, relation: RelationFunction | None = None, negatives: int | None = NEGATIVES
-    ) -> None:
+    def __init__(self, encoder: nn.Module, negatives: int | None = NEGATIVES) -> None:
         super().__init__()
-        self.encoder, self.relation, self.negatives = encoder, relation, negatives
+        self.encoder, self.negatives = encoder, negatives
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         """The loss, a scalar; zero, with a zero gradient, for a batch without such triplets."""
         z: Tensor = self.encoder(x)
         u = normalize(check_outputs(z))[0]
-        a, p, n = mine_triplets(u, targets, MARGIN, self.negatives, self.relation)
+        a, p, n = mine_triplets(u, targets, MARGIN, self.negatives)
         if not len(a):
             return z.sum() * 0
         near, far = (u[a] - u[p]).square().sum(1), (u[a] - u[n]).square().sum(1)
@@ -153,25 +143,18 @@ class BayesianStep(nn.Module):
     Args:
         encoder: Images -> raw outputs (N, D + 1).
         form: See there.
-        relation: On positions, which images show the same place; ``None`` for class labels.
         negatives: See :func:`mine_triplets`.
     """
 
-    def __init__(
-        self,
-        encoder: nn.Module,
-        form: Form,
-        relation: RelationFunction | None = None,
-        negatives: int | None = NEGATIVES,
-    ) -> None:
+    def __init__(self, encoder: nn.Module, form: Form, negatives: int | None = NEGATIVES) -> None:
         super().__init__()
-        self.encoder, self.form, self.relation, self.negatives = encoder, form, relation, negatives
+        self.encoder, self.form, self.negatives = encoder, form, negatives
 
     def forward(self, x: Tensor, targets: Tensor) -> Tensor:
         """The loss in nats, a scalar; zero, with a zero gradient, for a batch without triplets."""
         form, z = self.form, self.encoder(x)
         mean, variance = gaussians(z, form)
-        triplet = mine_triplets(mean, targets, form.mining_margin, self.negatives, self.relation)
+        triplet = mine_triplets(mean, targets, form.mining_margin, self.negatives)
         if not len(triplet[0]):
             return torch.as_tensor(z.sum() * 0)
         a, p, n = ((mean[i], variance[i]) for i in triplet)
@@ -180,91 +163,55 @@ class BayesianStep(nn.Module):
         return form.kl_weight * (share.to(each.dtype) * each).sum() - log_probability(a, p, n, 0.0).mean()
 
 
-class TripletDeterministic(Deterministic):
-    """Unit embeddings, trained with the triplet loss; what the Bayesian one is compared with."""
-
-    name = "triplet"
-
-    def fit(self, data: RetrievalData, seed: int, base: Method | None = None) -> None:
-        """See :meth:`Method.fit`; without ``base``."""
-        relation = self.setting.relation
-        step = train(self.setting, data, seed, make_step=lambda encoder, _: TripletStep(encoder, relation))
-        self.encoder = step.get_submodule("encoder")
+def triplet(setting: Setting, data: RetrievalData, seed: int, encoders: list[nn.Module]) -> Fitted:
+    """Train unit embeddings with the triplet loss; what the Bayesian one is compared with."""
+    encoder = train(setting, data, seed, lambda encoder, _: TripletStep(encoder)).encoder
+    return Fitted(lambda split: Prediction(unit(encode(setting, encoder, split))))
 
 
-class BayesianTriplet(EncoderMethod):
-    """An encoder that gives a mean and a variance for every image.
+def bayesian_triplet(
+    setting: Setting, data: RetrievalData, seed: int, encoders: list[nn.Module], distribution: str = "gaussian"
+) -> Fitted:
+    """Train an encoder that gives a mean and a variance for every image; with ``"vmf"`` means are unit vectors.
 
-    Args:
-        setting: How the encoder is made and trained; its margin is that of pairs, and not used.
-        distribution: ``"gaussian"``, or ``"vmf"``: unit means.
+    The score is the variance, summed over dimensions, as a share of the mean's squared norm. On the sphere that is the
+    variance itself, the documents' score. Off it, where means are twice as long, so are the distances that the scatter
+    stands beside. Variants, off the sphere: ``"variance"``, the variance as it is, and ``"norm"``, minus the norm of
+    the mean.
     """
+    form = FORMS[distribution]
+    metric: Metric = "cosine" if form.on_sphere else "euclidean"
+    encoder = train(
+        setting, data, seed, lambda encoder, _: BayesianStep(encoder, form), outputs=setting.dim + 1
+    ).encoder
 
-    name = "bayesian_triplet"
-
-    def __init__(self, setting: Setting, distribution: Literal["gaussian", "vmf"] = "gaussian") -> None:
-        super().__init__(setting)
-        self.form = FORMS[distribution]
-        self.metric: Metric = "cosine" if self.form.on_sphere else "euclidean"
-
-    def fit(self, data: RetrievalData, seed: int, base: Method | None = None) -> None:
-        """See :meth:`Method.fit`; without ``base``."""
-        step = train(
-            self.setting,
-            data,
-            seed,
-            make_step=lambda encoder, _: BayesianStep(encoder, self.form, self.setting.relation),
-            outputs=self.setting.dim + 1,
-        )
-        self.encoder = step.get_submodule("encoder")
-        # Factor on the variances of samples.
-        self.temperature = self._calibrated(data.plain, seed)
-
-    def _calibrated(self, images: Split, seed: int) -> float:
-        """The temperature whose votes are best on some training images; 1 for positions, which have no votes."""
-        if self.setting.relation is not None:
-            return 1.0
-        order = torch.randperm(len(images), generator=torch.Generator().manual_seed(seed))
-        known = images.take(order[:_CALIBRATION])
-        mean, variance = self.distributions(known)
-
-        def draw(temperature: float) -> Iterator[Tensor]:
-            return self._draw(mean, variance, temperature, _DRAWS, seed)
-
-        return calibrated_temperature(draw, known.targets, self.metric)
-
-    def distributions(self, split: Split) -> tuple[Tensor, Tensor]:
+    def distributions(split: Split) -> tuple[Tensor, Tensor]:
         """Means (N, D) and variances (N, 1) of images, on the CPU."""
-        return gaussians(self.outputs(split), self.form)
+        return gaussians(encode(setting, encoder, split), form)
 
-    def predict(self, split: Split) -> Prediction:
-        """Means; the variance, summed over dimensions, as a share of the mean's squared norm.
-
-        On the sphere that is the variance itself, the documents' score. Off it, where means are twice as long, so are
-        the distances that the scatter stands beside.
-
-        Returns:
-            Variants, off the sphere: ``"variance"``, the variance as it is, and ``"norm"``, minus the norm of the mean.
-        """
-        mean, variance = self.distributions(split)
-        total, squares = variance.expand_as(mean).sum(1), mean.square().sum(1)
-        if self.form.on_sphere:
-            return Prediction(mean, total, metric=self.metric)
-        variants = {"variance": total, "norm": -squares.sqrt()}
-        return Prediction(mean, total / squares.clamp(min=_SMALLEST), variants, metric=self.metric)
-
-    def samples(self, split: Split, n_samples: int, seed: int) -> Iterator[Tensor]:
-        """Draws from each image's own distribution, with its variance times the temperature."""
-        return self._draw(*self.distributions(split), self.temperature, n_samples, seed)
-
-    def _draw(self, mean: Tensor, variance: Tensor, temperature: float, n_samples: int, seed: int) -> Iterator[Tensor]:
+    def draw(mean: Tensor, variance: Tensor, temperature: float, n_samples: int, seed: int) -> Iterator[Tensor]:
         variance = temperature * variance
         generator = torch.Generator().manual_seed(seed)
         for _ in range(n_samples):
-            if self.form.on_sphere:
+            if form.on_sphere:
                 yield vmf.sample(mean, 1 / variance.squeeze(1), 1, generator)[0]
             else:
                 yield mean + variance.sqrt() * torch.randn(mean.shape, generator=generator)
+
+    order = torch.randperm(len(data.train), generator=torch.Generator().manual_seed(seed))
+    known = data.train.take(order[:_CALIBRATION])
+    of_known = distributions(known)
+    temperature = calibrated_temperature(lambda t: draw(*of_known, t, _DRAWS, seed), known.targets, metric)
+
+    def predict(split: Split) -> Prediction:
+        mean, variance = distributions(split)
+        total, squares = variance.expand_as(mean).sum(1), mean.square().sum(1)
+        if form.on_sphere:
+            return Prediction(mean, total, metric=metric)
+        variants = {"variance": total, "norm": -squares.sqrt()}
+        return Prediction(mean, total / squares.clamp(min=_SMALLEST), variants, metric=metric)
+
+    return Fitted(predict, lambda split, n_samples, seed: draw(*distributions(split), temperature, n_samples, seed))
 
 
 def calibrated_temperature(draw: Callable[[float], Iterable[Tensor]], labels: Tensor, metric: Metric) -> float:

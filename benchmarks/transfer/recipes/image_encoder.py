@@ -1,39 +1,36 @@
-"""Encoders of small images: the known images, those of other kinds, and the features of all of them."""
+"""Encoders of small images: known and other kinds, and their features; Fashion-MNIST, MNIST and Omniglot."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+import io
+import zipfile
+from functools import lru_cache, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from PIL import Image
 from torch import Tensor, nn
+from torch.nn.functional import interpolate
 
-from benchmarks.experiments.data.files import LoadOptions
-from benchmarks.experiments.data.ood import SizedSplit
-from benchmarks.experiments.data.registry import OUTSIDE
+from benchmarks.experiments.data import Split, read_idx, read_omniglot
+from benchmarks.experiments.training import make_network
 from benchmarks.transfer.corruption import KINDS, LEVELS, corrupt
 from benchmarks.transfer.feature_file import FeatureFile
+from benchmarks.transfer.train import LOSSES, Training, seeded, train
 
 Images = NDArray[np.uint8]
 """Shape (N, H, W, C)."""
-
 _BATCH = 250
 _PAD = 4
+_LUMINANCE = (0.299, 0.587, 0.114)
+"""Weights of red, green and blue in a grey value (ITU-R BT.601, as Pillow and torchvision)."""
 
 
-@dataclass(frozen=True, eq=False)
-class Known:
-    """Images of the kind that an encoder is trained on.
-
-    Args:
-        train: Shape (N, H, W, C).
-        train_labels: Shape (N,).
-        test: Shape (M, H, W, C).
-        test_labels: Shape (M,).
-    """
+class Known(NamedTuple):
+    """Images of the kind that an encoder is trained on."""
 
     train: Images
     train_labels: NDArray[np.int64]
@@ -41,21 +38,15 @@ class Known:
     test_labels: NDArray[np.int64]
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Numbers of images whose features are kept, each at most as many as there are.
-
-    Args:
-        train: Training images, the first ones.
-        test: Test images, the first ones.
-        corrupted: Of the test images, those that are corrupted, the first ones.
-        unknown: Images of each other kind.
-    """
+class Sizes(NamedTuple):
+    """Numbers of images whose features are kept, each at most as many as there are, the first ones."""
 
     train: int
     test: int
     corrupted: int
+    """Of the test images."""
     unknown: int
+    """Of each other kind."""
 
 
 def choose(labels: NDArray[np.int64], count: int, seed: int) -> NDArray[np.int64]:
@@ -75,18 +66,12 @@ def make_inputs(images: Images) -> Tensor:
 
 
 class Augmented:
-    """Images for training by row number, each shifted by up to four pixels and mirrored half of the time.
-
-    Args:
-        images: Shape (N, H, W, C).
-        seed: Of shifts and mirroring.
-    """
+    """Images for training by row number, each shifted by up to four pixels and mirrored half of the time."""
 
     def __init__(self, images: Images, seed: int) -> None:
         self.images, self.rng = images, np.random.default_rng(seed)
 
     def __call__(self, rows: Tensor) -> Tensor:
-        """Inputs (B, C, H, W) of the images in these rows."""
         batch = self.images[rows.numpy()]
         count, height, width = batch.shape[:3]
         padded = np.pad(batch, ((0, 0), (_PAD, _PAD), (_PAD, _PAD), (0, 0)), mode="reflect")
@@ -109,9 +94,6 @@ def all_features(
         unknown: Name -> images of another kind.
         sizes: How many of each.
         seed: Of the corruption.
-
-    Returns:
-        The feature file.
     """
     test = known.test[: sizes.test]
     corrupted = test[: sizes.corrupted]
@@ -132,34 +114,128 @@ def all_features(
     )
 
 
+@torch.no_grad()
+def features_of(body: nn.Module, images: Images) -> NDArray[np.float32]:
+    return torch.cat([body(make_inputs(images[at : at + _BATCH])) for at in range(0, len(images), _BATCH)]).numpy()
+
+
 @lru_cache(maxsize=32)
 def unknown_images(name: str, root: Path, shape: tuple[int, int, int], count: int, seed: int) -> Images:
     """Test images of another data set, in the size and the colours of the known ones.
 
     Args:
-        name: A name in :data:`benchmarks.experiments.data.registry.OUTSIDE`.
+        name: ``"mnist"``, ``"fashionmnist"``, ``"omniglot"``, ``"omniglot_full"`` or ``"lfw"``.
         root: The data root.
         shape: Channels (1 or 3), height and width of the known images.
-        count: How many, drawn at random.
+        count: How many, drawn at random; all where there are fewer.
         seed: Of the draw.
 
     Returns:
-        Shape (count, H, W, C), or fewer where there are fewer.
-
-    Raises:
-        InputError: Files are missing or damaged.
+        Shape (count, H, W, C).
     """
-    source = OUTSIDE[name]
-    size = min(shape[1], source.largest) if source.largest and not source.photos else None
-    split = source.load(root, LoadOptions(image_size=size))
-    sized = SizedSplit(split, shape, source.photos, False)
-    rows = np.random.default_rng(seed).permutation(len(split))[:count]
-    # In pieces: photographs come in full size.
-    parts = [sized.images(part.tolist()) for part in np.array_split(rows, -(-len(rows) // _BATCH))]
-    pixels = torch.cat(parts).mul(255).round().to(torch.uint8)
-    return np.ascontiguousarray(pixels.permute(0, 2, 3, 1).numpy())
+    if name == "lfw":
+        people = read_people(root, "Test")
+        rows = np.random.default_rng(seed).permutation(len(people))[:count]
+        pixels = torch.stack([_photograph(root, *people[row]) for row in rows])
+    else:
+        size = min(shape[1], 105)
+        split = read_omniglot(name, root, size)[1] if name.startswith("omni") else read_idx(name, root, "t10k")
+        rows = np.random.default_rng(seed).permutation(len(split))[:count]
+        pixels = split.images(rows.tolist())
+    if pixels.shape[2:] != shape[1:]:
+        pixels = interpolate(pixels, shape[1:], mode="bilinear", antialias=True).clamp(0, 1)
+    if pixels.shape[1] < shape[0]:
+        pixels = pixels.expand(-1, 3, -1, -1)
+    elif pixels.shape[1] > shape[0]:
+        pixels = torch.einsum("nchw,c->nhw", pixels, torch.tensor(_LUMINANCE)).unsqueeze(1)
+    return np.ascontiguousarray(pixels.mul(255).round().to(torch.uint8).permute(0, 2, 3, 1).numpy())
 
 
-@torch.no_grad()
-def features_of(body: nn.Module, images: Images) -> NDArray[np.float32]:
-    return torch.cat([body(make_inputs(images[at : at + _BATCH])) for at in range(0, len(images), _BATCH)]).numpy()
+def read_people(root: Path, part: str) -> list[tuple[str, int]]:
+    """Names and numbers of the images of ``ROOT/lfw-py/peopleDevTrain.txt`` (or ``Test``); nobody is in both.
+
+    The first line of the file is the number of lines that follow.
+    """
+    _, *lines = (root / "lfw-py" / f"peopleDev{part}.txt").read_text(encoding="utf-8").splitlines()
+    counts = (line.split() for line in lines if line.strip())
+    return [(name, number) for name, count in counts for number in range(1, int(count) + 1)]
+
+
+@lru_cache(maxsize=1)
+def _archive(root: Path) -> zipfile.ZipFile:
+    return zipfile.ZipFile(root / "lfw-py" / "lfw-deepfunneled.zip")
+
+
+def read_face(root: Path, name: str, number: int) -> Image.Image:
+    """An image of 250 x 250 pixels of ``ROOT/lfw-py/lfw-deepfunneled.zip``, read as it is."""
+    jpeg = _archive(root).read(f"lfw-deepfunneled/{name}/{name}_{number:04d}.jpg")
+    return Image.open(io.BytesIO(jpeg)).convert("RGB")
+
+
+def _photograph(root: Path, name: str, number: int) -> Tensor:
+    """The middle 224 of 256 pixels, float32 in [0, 1], shape (3, 224, 224)."""
+    from torchvision.transforms import v2  # a second to import
+
+    crop = [v2.Resize(256, antialias=True), v2.CenterCrop(224), v2.ToImage(), v2.ToDtype(torch.float32, scale=True)]
+    return v2.Compose([*crop, v2.ToPureTensor()])(read_face(root, name, number))
+
+
+_TITLES = {"fashionmnist": "Fashion-MNIST", "mnist": "MNIST"}
+_OTHERS = {
+    "fashionmnist": ("mnist", "omniglot"),
+    "mnist": ("fashionmnist", "omniglot"),
+    "omniglot": ("mnist", "fashionmnist"),
+}
+_TRAIN = 12_000
+_TRAIN_EACH, _CHARACTERS, _TEST_EACH = 10, 250, 6
+# The paper's network has 9216 features: 40 kilobytes an image.
+_SIZES = Sizes(6_000, 1_000, 250, 700)
+_SIZES_OMNIGLOT = _SIZES._replace(test=_CHARACTERS * _TEST_EACH)
+_TRAINING = Training(epochs=3)
+# Two drawings of one character are rare in a batch at random.
+_TRAINING_OMNIGLOT = Training(epochs=8, rate=2e-3, batch=256, together=4)
+
+
+@lru_cache(maxsize=2)
+def _known(name: str, root: Path, seed: int) -> Known:
+    if name != "omniglot":
+        parts = (
+            _chosen(split, choose(split.targets.numpy(), count, seed))
+            for split, count in ((read_idx(name, root, "train"), _TRAIN), (read_idx(name, root, "t10k"), _SIZES.test))
+        )
+        return Known(*(array for part in parts for array in part))
+    train, test = read_omniglot("omniglot_full", root)
+    labels, test_labels = train.targets.numpy(), test.targets.numpy()
+    rows = choose(labels, _TRAIN_EACH * len(np.unique(labels)), seed)
+    characters = np.random.default_rng(seed).permutation(np.unique(test_labels))[:_CHARACTERS]
+    tests = np.flatnonzero(np.isin(test_labels, characters))
+    tests = tests[choose(test_labels[tests], _TEST_EACH * len(characters), seed)]
+    return Known(*_chosen(train, rows), *_chosen(test, tests))
+
+
+def _chosen(split: Split, rows: NDArray[np.int64]) -> tuple[Images, NDArray[np.int64]]:
+    return split.pixels[torch.from_numpy(rows)].permute(0, 2, 3, 1).numpy(), split.targets.numpy()[rows]
+
+
+def _make(name: str, dim: int, loss: str, root: Path, _folder: Path, seed: int) -> FeatureFile:
+    omniglot = name == "omniglot"
+    known, sizes = _known(name, root, seed), _SIZES_OMNIGLOT if omniglot else _SIZES
+    unknown = {other: unknown_images(other, root, (1, 28, 28), sizes.unknown, seed) for other in _OTHERS[name]}
+    with seeded(seed):
+        encoder = make_network("fashionmnist", dim).to(memory_format=torch.channels_last)
+    how, labels = _TRAINING_OMNIGLOT if omniglot else _TRAINING, torch.from_numpy(known.train_labels)
+    train(encoder, lambda rows: make_inputs(known.train[rows.numpy()]), labels, loss, how, seed)
+    return all_features(encoder[:-1], encoder[-1], known, unknown, sizes, seed)
+
+
+GREY = {
+    f"{name}-{dim}-{loss}": (f"{title}, D = {dim}, {loss}", partial(_make, name, dim, loss))
+    for name, title in _TITLES.items()
+    for dim in (3, 32, 128)
+    for loss in LOSSES
+}
+"""Both data sets, dimensions 3, 32 and 128, three losses."""
+OMNIGLOT = {
+    f"omniglot-64-{loss}": (f"Omniglot, D = 64, {loss}", partial(_make, "omniglot", 64, loss)) for loss in LOSSES
+}
+"""Dimension 64, three losses."""

@@ -4,23 +4,16 @@ from __future__ import annotations
 
 import gzip
 import json
-import zlib
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.experiments.data.files import require
-from contrastive_curvature.errors import InputError
-
-_FILE = "clinc150/data_full.json.gz"
-_HOW = "Get data/data_full.json of https://github.com/clinc/oos-eval (commit 828f809), and gzip it."
 _PARTS = ("train", "val", "test")
 
 
-@dataclass(frozen=True)
-class Queries:
+class Queries(NamedTuple):
     """Texts with the number of their intent.
 
     Args:
@@ -37,26 +30,13 @@ class Queries:
 def read_queries(data_root: Path) -> Queries:
     """Read ``ROOT/clinc150/data_full.json.gz``: 15,000 / 3,000 / 4,500 queries, and 1,000 out of scope.
 
-    Args:
-        data_root: The data root.
-
-    Returns:
-        The queries. The few out-of-scope queries for training and validation are left out: what is unknown stays so.
-
-    Raises:
-        InputError: The file is missing or damaged.
+    It is data/data_full.json of https://github.com/clinc/oos-eval (commit 828f809), gzipped. The few out-of-scope
+    queries for training and validation are left out: what is unknown stays so.
     """
-    require(data_root, [_FILE], _HOW)
-    path = data_root / _FILE
-    try:
-        content = json.loads(gzip.decompress(path.read_bytes()))
-        found = {part: [(text, intent) for text, intent in content[part]] for part in (*_PARTS, "oos_test")}
-    except (gzip.BadGzipFile, EOFError, zlib.error, ValueError, KeyError, TypeError) as error:
-        wanted = "gzipped JSON with lists of [query, intent]"
-        raise InputError(str(path), wanted, f"something else ({error})", _HOW) from None
-    numbers = {name: number for number, name in enumerate(sorted({intent for _, intent in found["train"]}))}
+    content = json.loads(gzip.decompress((data_root / "clinc150" / "data_full.json.gz").read_bytes()))
+    numbers = {name: number for number, name in enumerate(sorted({intent for _, intent in content["train"]}))}
     return Queries(
-        {part: [text for text, _ in found[part]] for part in _PARTS},
-        {part: np.array([numbers[intent] for _, intent in found[part]], dtype=np.int64) for part in _PARTS},
-        [text for text, _ in found["oos_test"]],
+        {part: [text for text, _ in content[part]] for part in _PARTS},
+        {part: np.array([numbers[intent] for _, intent in content[part]], dtype=np.int64) for part in _PARTS},
+        [text for text, _ in content["oos_test"]],
     )

@@ -1,0 +1,351 @@
+"""What all methods share: the network, its training, and passing images through it.
+
+RMSprop with a decaying rate, on all active pairs of a batch (paper, G.1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR
+from torch.utils.data import DataLoader, Dataset, Sampler
+from tqdm import tqdm
+
+from benchmarks.experiments.data import RetrievalData, Split, loader
+from contrastive_curvature import ContrastiveLoss, DivergenceError
+from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.metrics.neighbors import Metric
+from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.vmf.estimation import sra
+
+NETWORKS: dict[str, tuple[int, int, int]] = {"digits": (1, 8, 8), "fashionmnist": (1, 28, 28), "cifar10": (3, 32, 32)}
+"""Names for :func:`make_network`, and the images (C, H, W) that each is made for."""
+EVAL_BATCH = 200
+"""Images a forward pass outside training."""
+CACHE_BYTES = 2**30
+"""Memory that intermediate results of a split may fill; where they need more they are computed again."""
+_DECAY = math.exp(-0.1)
+"""Factor on the learning rate after every epoch."""
+_PROBE = 8
+"""Images that show a step what its encoder does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """How encoders are made and trained; the same for all methods of a table.
+
+    Args:
+        network: One of :data:`NETWORKS`.
+        dim: Latent dimension D.
+        epochs: Passes over the training images.
+        batch_size: Images a training step, all of whose pairs count.
+        lr: Learning rate of RMSprop at the first epoch; multiplied by exp(-0.1) after each (paper, G.1).
+        margin: Of the contrastive loss and its curvature, on the distance.
+        per_class: Images of each class in a batch, for data with many classes; ``None`` draws images at random.
+        own_order: Whether nothing but the order of the images is drawn from its generator, as in the committed results
+            of the demonstration. In those of the tables torch's loader draws a number from it too, at each pass.
+        n_samples: Sampled networks (or embeddings) for methods that have them.
+        dropout_passes: Of MC dropout at most, whose every sample is a pass of the whole network; ``None``: no limit.
+        memory_factor: ``alpha`` of online LAM (paper, Eq. 5).
+        precision: Of the encoder's forward passes in training; ``"bfloat16"`` is autocast, and takes less than half the
+            time on a CPU that has instructions for it (AMX or AVX512_BF16), and six to twelve times as long on others.
+            Losses, weights and everything after training are float32.
+        device: Where torch computes.
+        progress: Whether to show progress bars.
+    """
+
+    network: str = "fashionmnist"
+    dim: int = 3
+    epochs: int = 3
+    batch_size: int = 64
+    lr: float = 1e-3
+    margin: float = 0.7
+    per_class: int | None = None
+    own_order: bool = False
+    n_samples: int = 100
+    dropout_passes: int | None = None
+    memory_factor: float = 1e-4
+    precision: Literal["float32", "bfloat16"] = "float32"
+    device: str = "cpu"
+    progress: bool = True
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a method says of N images, on the CPU.
+
+    Args:
+        mean: Embeddings to retrieve with, of any length; float32, shape (N, D).
+        uncertainty: The method's own score, larger is less certain, shape (N,); ``None`` if it has none.
+        variants: Further scores by name, as the released code's.
+        means: Embeddings that belong to a variant and differ from ``mean``, by the variant's name.
+        seconds: What mean and uncertainty took, where the variants took more; ``None`` for the whole call.
+        variant_seconds: The same for a variant, where it is known.
+        novelty: Where a method has another score for how unlike the known images an image is: larger is less like them,
+            shape (N,). It tells images out of distribution, and ``uncertainty`` ranks retrievals.
+        p_value: Conformal p-values of "this image is of a known kind", shape (N,), where the method was calibrated with
+            known images that it was not trained on.
+        metric: How ``mean``, ``means`` and the method's samples are compared.
+    """
+
+    mean: Tensor
+    uncertainty: Tensor | None = None
+    variants: dict[str, Tensor] = field(default_factory=dict)
+    means: dict[str, Tensor] = field(default_factory=dict)
+    seconds: float | None = None
+    variant_seconds: dict[str, float] = field(default_factory=dict)
+    novelty: Tensor | None = None
+    p_value: Tensor | None = None
+    metric: Metric = "cosine"
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """A fitted method.
+
+    Args:
+        predict: What it says of images, in evaluation mode; equal images give equal predictions.
+        samples: From images, a number S and a seed, S sampled embeddings of the images for votes and calibration, each
+            float32 (N, D) on the CPU and of unit length where they are compared by cosine; fewer where there are no
+            more (an ensemble's members). ``None`` for a method that has none.
+    """
+
+    predict: Callable[[Split], Prediction]
+    samples: Callable[[Split, int, int], Iterable[Tensor]] | None = None
+
+
+def make_network(name: str, dim: int, dropout: float = 0.0) -> nn.Sequential:
+    """Make an encoder whose raw outputs are not normalised (paper, G.2).
+
+    Args:
+        name: One of :data:`NETWORKS`. ``"fashionmnist"`` and ``"cifar10"`` are the paper's convolutional networks, both
+            with 9216 features before the last layer; the paper prints ``conv2d(1, 32)`` for CIFAR10 too, whose images
+            have three channels. ``"digits"`` is a small one for quick runs.
+        dim: Latent dimension D.
+        dropout: Rate of the dropout between all trainable layers (paper, G.4: 0.2 for MC dropout). At 0 there are no
+            dropout modules. Names and shapes of the parameters do not depend on it.
+
+    Returns:
+        The encoder, float32 (N, C, H, W) -> (N, D), in training mode. Its last part is the ``nn.Linear`` named
+        ``"head"``.
+    """
+    channels, _, _ = NETWORKS[name]
+    # 8x8 images are too small to lose their edge to every convolution.
+    padding = 1 if name == "digits" else 0
+    parts: list[tuple[str, nn.Module]] = [
+        ("conv1", nn.Conv2d(channels, 32, 3, padding=padding)),
+        # In place, as nothing else reads what goes in: half the memory traffic of a forward pass.
+        ("relu1", nn.ReLU(inplace=True)),
+        ("drop1", nn.Dropout(dropout)),
+        ("conv2", nn.Conv2d(32, 64, 3, padding=padding)),
+        ("relu2", nn.ReLU(inplace=True)),
+        ("pool", nn.MaxPool2d(2)),
+    ]
+    if name == "cifar10":
+        third = nn.Conv2d(64, 64, 3)
+        parts += [("drop2", nn.Dropout(dropout)), ("conv3", third), ("relu3", nn.ReLU(inplace=True))]
+    parts += [("flatten", nn.Flatten()), ("head_drop", nn.Dropout(dropout))]
+    if not dropout:
+        parts = [(part, module) for part, module in parts if not isinstance(module, nn.Dropout)]
+    head = nn.Linear(1024 if name == "digits" else 9216, dim)
+    return nn.Sequential(OrderedDict([*parts, ("head", head)]))
+
+
+class ContrastiveStep(nn.Module):
+    """The contrastive loss of a batch, over all positive pairs and the negative ones inside the margin."""
+
+    def __init__(self, encoder: nn.Module, margin: float) -> None:
+        super().__init__()
+        self.encoder, self.loss = encoder, ContrastiveLoss(margin, normalization="type")
+
+    def forward(self, x: Tensor, targets: Tensor) -> Tensor:
+        z = self.encoder(x)
+        return self.loss(z, pairs=self.loss.mine(z, targets))
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every source of random numbers that torch, NumPy and scikit-learn draw from; ``seed`` in [0, 2^32)."""
+    torch.manual_seed(seed)
+    np.random.seed(seed)  # noqa: NPY002  scikit-learn draws from this generator
+
+
+def new_encoder(setting: Setting, outputs: int | None = None, dropout: float = 0.0) -> nn.Sequential:
+    """A new encoder on the device; its weights come from torch's global generator."""
+    network = make_network(setting.network, setting.dim if outputs is None else outputs, dropout)
+    return network.to(setting.device, memory_format=torch.channels_last)
+
+
+def train(
+    setting: Setting,
+    data: RetrievalData,
+    seed: int,
+    make_step: Callable[[nn.Module, Tensor], Any] | None = None,
+    *,
+    dropout: float = 0.0,
+    outputs: int | None = None,
+    batches: Iterable[tuple[Tensor, Tensor]] | None = None,
+) -> Any:
+    """Train a new encoder.
+
+    Args:
+        setting: Network and training.
+        data: The training images are ``data.train``.
+        seed: Of the initial weights, the order of the images and dropout.
+        make_step: From the encoder and a few images on its device, the module whose call with a batch returns the loss;
+            ``None`` for :class:`ContrastiveStep`.
+        dropout: Rate of the dropout between all trainable layers.
+        outputs: Raw outputs of the encoder, where a method needs more than the setting's ``dim``.
+        batches: Of an epoch; ``None`` for :func:`training_loader`.
+
+    Returns:
+        The step, in evaluation mode.
+    """
+    seed_everything(seed)
+    encoder = new_encoder(setting, outputs, dropout)
+    probe = data.train.images(range(min(_PROBE, len(data.train)))).to(setting.device)
+    step = ContrastiveStep(encoder, setting.margin) if make_step is None else make_step(encoder, probe)
+    if setting.precision == "bfloat16":
+        plain, device = encoder.forward, torch.device(setting.device).type
+
+        def forward(x: Tensor) -> Tensor:
+            with torch.autocast(device, dtype=torch.bfloat16):
+                z: Tensor = plain(x)
+            return z.float()
+
+        encoder.forward = forward  # type: ignore[method-assign]
+    run_training(setting, step, batches or training_loader(setting, data.train, data.train.targets, seed), setting.lr)
+    vars(encoder).pop("forward", None)
+    return step.eval()
+
+
+def run_training(setting: Setting, step: nn.Module, batches: Iterable[tuple[Tensor, Tensor]], lr: float) -> None:
+    """Train the parameters of a step with the paper's optimiser.
+
+    Args:
+        setting: Epochs, device and progress.
+        step: ``step(x, targets)`` returns the loss of a batch. Where it has a method ``parameter_groups``, that gives
+            the optimiser's groups from ``lr``; where it has an attribute ``optimizer``, that is its class.
+        batches: Iterated once an epoch.
+        lr: Learning rate of the first epoch.
+    """
+    grouped = getattr(step, "parameter_groups", None)
+    kind: type[torch.optim.Optimizer] = getattr(step, "optimizer", torch.optim.RMSprop)
+    optimizer = kind(step.parameters() if grouped is None else grouped(lr), **{"lr": lr})
+    scheduler = ExponentialLR(optimizer, _DECAY)
+    steps = 0
+    step.train()
+    for epoch in range(1, setting.epochs + 1):
+        for x, targets in tqdm(batches, f"[epoch {epoch}/{setting.epochs}]", unit="step", disable=not setting.progress):
+            steps += 1
+            loss = step(x.to(setting.device), targets.to(setting.device))
+            if not bool(loss.isfinite()):
+                raise DivergenceError(f"the loss is {float(loss)}.", steps)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        if not all(bool(parameter.isfinite().all()) for parameter in step.parameters()):
+            raise DivergenceError("a parameter is not finite.", steps)
+        scheduler.step()
+
+
+def training_loader(setting: Setting, images: Dataset[Any], targets: Tensor, seed: int, **more: Any) -> DataLoader[Any]:
+    """Batches in a new order each epoch.
+
+    With ``setting.per_class``, each batch holds that many images of each of ``batch_size / per_class`` classes drawn at
+    random, and an epoch has as many images as the training set, less an incomplete batch. A class with fewer images
+    gives some of them twice.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    if setting.per_class is not None:
+        # a second to import, and only data with many classes needs it
+        from pytorch_metric_learning.samplers import MPerClassSampler
+
+        class Restartable(MPerClassSampler):
+            """Shuffles its classes anew from the same order, so that an epoch depends on the random state alone."""
+
+            def __iter__(self) -> Iterator[int]:
+                self.labels.sort()
+                return super().__iter__()
+
+        size = setting.batch_size
+        sampler = Restartable(targets, setting.per_class, size, length_before_new_iter=len(targets))
+        return loader(images, size, sampler, generator=generator, **more)
+    if setting.own_order:
+        return loader(images, setting.batch_size, _Permutation(len(targets), generator), **more)
+    return loader(images, setting.batch_size, shuffle=True, generator=generator, **more)
+
+
+class _Permutation(Sampler[int]):
+    """All images in a new order each time; torch's own sampler draws one order more a pass."""
+
+    def __init__(self, size: int, generator: torch.Generator) -> None:
+        self.size, self.generator = size, generator
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(self.size, generator=self.generator).tolist())
+
+
+def image_batches(setting: Setting, split: Split) -> Iterator[Tensor]:
+    """Images on the device, (B, C, H, W), in their order."""
+    for rows in torch.arange(len(split)).split(EVAL_BATCH):
+        yield split.images(rows.tolist()).to(setting.device)
+
+
+@torch.no_grad()
+def encode(setting: Setting, network: Callable[[Tensor], Tensor], split: Split) -> Tensor:
+    """What a network says of every image, shape (N, ...), on the CPU."""
+    return torch.cat([network(x).cpu() for x in image_batches(setting, split)])
+
+
+def features_of(setting: Setting, encoder: Encoder, split: Split) -> tuple[Tensor, Tensor]:
+    """Raw outputs (N, D) of images, and what the last layer makes them from, (N, F), on the device."""
+    with torch.no_grad():
+        parts = [encoder.forward_with_features(x) for x in image_batches(setting, split)]
+    return torch.cat([z for z, _ in parts]), torch.cat([phi for _, phi in parts])
+
+
+def analysed(setting: Setting, encoder: nn.Module, data: RetrievalData) -> Encoder:
+    """The library's view of an encoder, which knows its last layer."""
+    return Encoder(encoder, data.test.images([0, 1]).to(setting.device))
+
+
+def unit(z: Tensor) -> Tensor:
+    """Unit embeddings; refuse raw outputs that are zero or not finite."""
+    return normalize(check_outputs(z, "raw outputs"))[0]
+
+
+def spread_of(samples: Iterable[Tensor]) -> Prediction:
+    """Summarise samples (N, D) one after the other as :func:`contrastive_curvature.vmf.fit` does all of them.
+
+    Means and sums of squared deviations are updated as Welford (1962) does, which keeps the digits of samples that
+    almost agree. Three arrays of a sample's size are held.
+
+    Returns:
+        Mean directions (N, D); uncertainty ``1 / kappa`` (N,) of the von Mises-Fisher distribution fitted to the
+        samples (paper, Eq. 42-43); variant ``"sum_std"`` (N,), the sum over dimensions of the (unbiased) standard
+        deviation, which the code released with the paper scores by.
+    """
+    count, first, mean, squares = 0, torch.empty(0), torch.empty(0), torch.empty(0)
+    for count, u in enumerate(samples, start=1):
+        if count == 1:
+            first, mean, squares = u, torch.zeros_like(u), torch.zeros_like(u)
+        change = u - mean
+        mean += change / count
+        squares += change * (u - mean)
+    length = mean.norm(dim=1)
+    # Samples that cancel have no mean direction; the first stands in, as in vmf.fit.
+    cancelled = (length <= torch.finfo(length.dtype).eps).unsqueeze(1)
+    direction = torch.where(cancelled, first, mean / length.unsqueeze(1))
+    kappa = sra(length.clamp(max=1), (squares.sum(1) / count).clamp(min=0, max=1), mean.shape[1])
+    sum_std = (squares.clamp(min=0) / (count - 1)).sqrt().sum(1)
+    return Prediction(direction, 1 / kappa, {"sum_std": sum_std})
