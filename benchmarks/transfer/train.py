@@ -44,8 +44,8 @@ def train(
     loss: str,
     how: Training,
     seed: int,
-) -> None:
-    """Train a network in place, and leave it in evaluation mode.
+) -> list[float]:
+    """Train a network in place, leave it in evaluation mode, and return the mean loss of each epoch.
 
     Args:
         network: Maps inputs to raw outputs; the loss sees their directions only.
@@ -54,7 +54,6 @@ def train(
         loss: One of :data:`LOSSES`.
         how: Length and pace.
         seed: Of the order of the inputs.
-
     """
     value = _loss(loss)
     generator = torch.Generator().manual_seed(seed)
@@ -63,13 +62,19 @@ def train(
     optimizer = torch.optim.AdamW(network.parameters(), lr=how.rate, weight_decay=1e-4)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, how.rate, total_steps=steps * how.epochs + 1)
     network.train()
+    history = []
     for _ in range(how.epochs):
+        total = 0.0
         for rows in order_of_epoch(labels, how.together, generator).split(how.batch)[:steps]:
             optimizer.zero_grad(set_to_none=True)
-            value(network(inputs(rows)), labels[rows]).backward()
+            mean = value(network(inputs(rows)), labels[rows])
+            mean.backward()
             optimizer.step()
             schedule.step()
+            total += float(mean.detach())
+        history.append(total / steps)
     network.eval()
+    return history
 
 
 def order_of_epoch(labels: Tensor, together: int, generator: torch.Generator) -> Tensor:
