@@ -56,7 +56,7 @@ class Part(NamedTuple):
 def parts_of(results: Path, work: Path, data: Path, rehearse: bool) -> list[Part]:
     """Everything, in under forty minutes on one H200; rehearsed on the CPU in about two: tiny sizes, a few tests."""
     on = ("--device", "cpu" if rehearse else "cuda", "--out", str(results))
-    jobs = "1" if rehearse else str(max(1, min(8, (os.cpu_count() or 2) - 2)))
+    jobs = "1" if rehearse else str(max(1, min(14, (os.cpu_count() or 2) - 2)))
     quick = ("--quick",) if rehearse else ()
     lacking = [folder for folder, names in _NEED.items() if not all(find_spec(name) for name in names)]
     chosen = (*(f"--ignore={folder}" for folder in lacking), "-k", "cuda")
