@@ -20,7 +20,7 @@ and other vectors have their exact block. The cross terms of fixes that couple p
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -366,17 +366,13 @@ class LayerwisePullback(ModulePullback):
         new = numbers - self.by_func
         self.by_func |= numbers
         self.general = ModulePullback(self.encoder, only={self.names[k] for k in self.by_func})
+        names = [own_name(self.names[k]) for k in sorted(new)]
+        shown = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
         msg = (
-            f"model: the Jacobians of {_listed([self.names[k] for k in sorted(new)])} are taken point by point, which "
-            "is exact and slow: they are applied in a way that the layer-by-layer computation does not know."
+            f"model: the Jacobians of {len(names)} parameters ({shown}) are taken point by point, which is exact and "
+            "slow: they are applied in a way that the layer-by-layer computation does not know."
         )
         warnings.warn(msg, UserWarning, stacklevel=2)
-
-
-def _listed(names: Iterable[str]) -> str:
-    own = list(dict.fromkeys(own_name(name) for name in names))
-    shown = ", ".join(repr(name) for name in own[:5]) + (", ..." if len(own) > 5 else "")
-    return f"{len(own)} parameters ({shown})"
 
 
 def _without_backward_hooks(encoder: Encoder) -> Encoder:
