@@ -315,22 +315,13 @@ class MathAttention(TorchFunctionMode):
 
 
 def _math_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
 ) -> Tensor:
     """Compute ``F.scaled_dot_product_attention`` by plain operations, which have vmap and second derivatives."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         # The plain operations add the mask to the scores, so a boolean mask would add ones and zeros.
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
-    out: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )[0]
+    out: Tensor = torch.ops.aten._scaled_dot_product_attention_math(query, key, value, attn_mask, *rest, **options)[0]
     return out
 
 
