@@ -380,7 +380,7 @@ def _without_backward_hooks(encoder: Encoder) -> Encoder:
     if not any(module._backward_hooks or module._backward_pre_hooks for module in encoder.modules()):
         return encoder
     try:
-        return private_copy(encoder, backward_hooks=False)
+        return private_copy(encoder)
     except Exception:
         return encoder
 

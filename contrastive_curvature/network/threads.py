@@ -129,10 +129,11 @@ def users_hooks(module: nn.Module, before_only: bool = False) -> list[Any]:
     return [hook for table in tables for hook in list(table.values()) if not isinstance(hook, OwnThreadHook)]
 
 
-def private_copy(module: _Module, *, backward_hooks: bool = True) -> _Module:
+def private_copy(module: _Module) -> _Module:
     """Return a copy in evaluation mode with module objects of its own, which share every tensor with the original.
 
-    A function that reaches a module in another way than through attributes, such as a closure, runs the original.
+    Of the hooks, it has the user's forward hooks. A function that reaches a module in another way than through
+    attributes, such as a closure, runs the original.
 
     Raises:
         UnsupportedError: The module has a ``__deepcopy__`` that copies its parameters.
@@ -146,10 +147,9 @@ def private_copy(module: _Module, *, backward_hooks: bool = True) -> _Module:
         memo.update((id(t), t) for t in tree_leaves(list(attributes.values())) if isinstance(t, Tensor))
         for name, value in attributes.items():
             if isinstance(value, OrderedDict) and "_hooks" in name:
-                kept = name.startswith("_forward") or (backward_hooks and name.startswith("_backward"))
                 # The hooks themselves are not copied: a hook may refer to objects that cannot be copied.
-                hooks = ((key, hook) for key, hook in value.copy().items() if not isinstance(hook, OwnThreadHook))
-                memo[id(value)] = OrderedDict(hooks if kept else ())
+                hooks = value.copy().items() if name.startswith("_forward") else ()
+                memo[id(value)] = OrderedDict((key, hook) for key, hook in hooks if not isinstance(hook, OwnThreadHook))
     copied = copy.deepcopy(module, memo)
     if [id(p) for p in copied.parameters()] != [id(p) for p in module.parameters()]:
         raise UnsupportedError(
