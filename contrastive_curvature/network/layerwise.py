@@ -98,7 +98,6 @@ class LayerwisePullback(ModulePullback):
 
     Args:
         encoder: The analysed encoder, in evaluation mode.
-        only: Names of the parameters to use; ``None`` uses all trainable parameters.
 
     Attributes:
         by_func: Numbers of the parameters that go through ``torch.func``.
@@ -108,11 +107,11 @@ class LayerwisePullback(ModulePullback):
         UnsupportedError: Gradients of a parameter are not derivatives.
     """
 
-    def __init__(self, encoder: Encoder, only: set[str] | None = None) -> None:
-        super().__init__(encoder, only=only)
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__(encoder)
         _refuse_gradients(encoder)
         self.names = list(self.params)
-        self.trainable = [p for name, p in encoder.named_parameters() if name in self.params]
+        self.trainable = [p for p in encoder.parameters() if p.requires_grad]
         self.analysis = _UNKNOWN
         self._example: Inputs | None = None
         self.by_func: set[int] = set()
