@@ -108,11 +108,6 @@ class Watch:
         return fingerprint
 
 
-def trunk_fingerprint(model: nn.Module, last_layer_name: str) -> Tensor:
-    """Return the :func:`summary` of the tensors that determine the last layer's inputs."""
-    return summary(trunk_tensors(model, last_layer_name))
-
-
 def same_encoder(first: Tensor, second: Tensor) -> bool:
     """Return whether two fingerprints belong to one encoder, up to the order of sums on another device."""
     if first.shape != second.shape or not torch.equal(first[:1], second[:1]):
