@@ -101,7 +101,7 @@ class Dominance:
             self._search(self._first)
         factors = {}
         for k, size in enumerate(torch.as_tensor(self._total).tolist()):
-            name = f"curvature factor of {self._pullback.parameter_name(k)!r}" if self._factored else ""
+            name = f"curvature factor of {self._pullback.named_sizes()[k][0]!r}" if self._factored else ""
             factors[name] = Largest(size, (self._largest[k],) if k in self._largest else ())
         inputs = {layer: found.largest(self._part) for layer, found in self._inputs.items()}
         return replace(total, contributions=Contributions(self._count, factors, inputs))

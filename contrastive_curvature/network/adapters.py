@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.network.call import ModelCall, entry_of, named_entries
-from contrastive_curvature.network.encoder import Encoder, evaluation_mode, other_values
+from contrastive_curvature.network.encoder import Encoder, Place, evaluation_mode, other_values
 from contrastive_curvature.network.inputs import Inputs, check_inputs, move_inputs, slice_inputs, tokenized
 from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.network.threads import watched
@@ -72,12 +72,13 @@ class EncoderOutput(nn.Module):
         if not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]:
             return tokens.mean(1) if self.pooling == "mean" else tokens[:, 0 if self.pooling == "first" else -1]
         weights = mask.to(tokens)
-        if self.pooling == "last":
-            # The last token has the largest place with a one: padding may be on either side.
-            places = torch.arange(1, mask.shape[1] + 1, device=mask.device) * (mask != 0)
-            weights = nn.functional.one_hot(places.argmax(1), mask.shape[1]).to(tokens)
-        elif self.pooling == "first":
-            weights = nn.functional.one_hot((mask != 0).int().argmax(1), mask.shape[1]).to(tokens)
+        if self.pooling != "mean":
+            # Padding may be on either side: the last token has the largest place with a one.
+            kept = (mask != 0).int()
+            place = (kept * torch.arange(mask.shape[1], device=mask.device) if self.pooling == "last" else kept).argmax(
+                1
+            )
+            weights = nn.functional.one_hot(place, mask.shape[1]).to(tokens)
         total = (weights.unsqueeze(2) * tokens).sum(1)
         return total / weights.sum(1, keepdim=True).clamp(min=1e-9)
 
@@ -99,7 +100,7 @@ class WithLastLayer(nn.Module):
     def forward(self, x: Inputs) -> Tensor:
         """Return raw outputs, shape (N, D)."""
         encoder, name = self.encoder, self.replaced
-        phi = encoder(x) if name is None else encoder.passed(encoder.model.get_submodule(name), x)[0]
+        phi = encoder(x) if name is None else encoder.passed(Place(encoder.model.get_submodule(name)), x)[0]
         out: Tensor = self.last_layer(phi)
         return out
 

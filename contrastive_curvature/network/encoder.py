@@ -547,11 +547,10 @@ class Encoder(nn.Module):
         return self._raw_outputs(x)
 
     def _raw_outputs(self, x: Inputs) -> Tensor:
-        module, run, entry, key, normalizes = self.place
-        if module is None:
+        if self.place.module is None:
             z = at_least_float32(self._run(x))
         else:
-            z = self.passed(module, x, run, entry, key)[0 if normalizes else 1]
+            z = self.passed(self.place, x)[0 if self.place.normalizes else 1]
         return z[..., : self.dim]
 
     @property
@@ -578,7 +577,7 @@ class Encoder(nn.Module):
         """Return raw outputs (N, D) and last-layer inputs (N, F); saved features are returned unchanged."""
         if not has_features(x):
             self.analyse(x)
-            phi, z = self.passed(self.require_last_layer(), x)
+            phi, z = self.passed(Place(self.require_last_layer()), x)
             return Features(z, phi)
         self._check_source(x)
         layer = self.require_last_layer()
@@ -586,18 +585,10 @@ class Encoder(nn.Module):
         phi = x[FEATURES].to(layer.weight.device, torch.promote_types(layer.weight.dtype, torch.float32))
         return Features(at_least_float32(layer(phi.to(layer.weight.dtype))), phi)
 
-    def passed(
-        self, module: nn.Module, x: Inputs, run: int = 0, entry: Key = None, key: Key = None
-    ) -> tuple[Tensor, Tensor]:
-        """Run a batch, and return copies of a module's input and output.
-
-        Args:
-            module: The module.
-            x: The batch.
-            run: Number of the module's run, counted from zero.
-            entry: Name of the tensor, if the module's input is a mapping.
-            key: Name of the tensor, if the module's output is a mapping.
-        """
+    def passed(self, place: Place, x: Inputs) -> tuple[Tensor, Tensor]:
+        """Run a batch, and return copies of the input and the output of a module's run."""
+        module, run, entry, key, _ = place
+        assert module is not None
         inputs: list[Any] = []
         outputs: list[Any] = []
 

@@ -15,7 +15,7 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.network.digest import same_encoder, trunk_fingerprint
+from contrastive_curvature.network.digest import same_encoder, summary, trunk_tensors
 
 FEATURES = "contrastive_curvature.features"
 """Key of the features, shape (B, F)."""
@@ -32,7 +32,7 @@ class FeatureSource:
         last_layer: Name of the linear layer whose outputs are the raw outputs, in ``model.named_modules()``.
         width: Number F of features.
         outputs: Number D of outputs.
-        trunk: Fingerprint of all weights before the last layer, see :func:`.trunk_fingerprint`.
+        trunk: Fingerprint of all weights before the last layer: the :func:`.summary` of :func:`.trunk_tensors`.
     """
 
     last_layer: str
@@ -44,7 +44,7 @@ class FeatureSource:
     def of(cls, model: nn.Module, last_layer_name: str) -> FeatureSource:
         """Return the source for features that this encoder computes now."""
         layer: Any = model.get_submodule(last_layer_name)
-        trunk = tuple(trunk_fingerprint(model, last_layer_name).tolist())
+        trunk = tuple(summary(trunk_tensors(model, last_layer_name)).tolist())
         return cls(last_layer_name, layer.in_features, layer.out_features, trunk)
 
     @classmethod
@@ -80,6 +80,6 @@ def difference(model: nn.Module, source: FeatureSource, last_layer_name: str | N
     if layer.in_features != source.width:
         return f"{source.width} of a point, and layer {source.last_layer!r} takes {layer.in_features}"
     trunk = torch.tensor(source.trunk, dtype=torch.float64)
-    if not same_encoder(trunk_fingerprint(model, source.last_layer), trunk):
+    if not same_encoder(summary(trunk_tensors(model, source.last_layer)), trunk):
         return "those of an encoder with other weights before the last layer"
     return None

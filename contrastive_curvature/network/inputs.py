@@ -103,8 +103,8 @@ def asks_for_example(example: object) -> Iterator[None]:
             raise
         reason = (str(error) or type(error).__name__).splitlines()[0]
         hint = "Pass example=, two inputs that may be in the file."
-        came = f"none, and made-up ones fail: {reason}"
-        raise InputError("example", "inputs that the encoder takes", came, hint) from error
+        received = f"none, and made-up ones fail: {reason}"
+        raise InputError("example", "inputs that the encoder takes", received, hint) from error
 
 
 def same_tokens(parts: Sequence[Inputs]) -> list[Inputs]:
@@ -115,30 +115,26 @@ def same_tokens(parts: Sequence[Inputs]) -> list[Inputs]:
     """
     masks = [part.get("attention_mask") if isinstance(part, Mapping) else None for part in parts]
     tokens = [mask for mask in masks if isinstance(mask, Tensor) and mask.ndim == 2]
-    lengths = [mask.shape[1] for mask in tokens]
-    if len(lengths) < len(parts) or len(set(lengths)) < 2:
+    longest = max((mask.shape[1] for mask in tokens), default=0)
+    if len(tokens) < len(parts) or all(mask.shape[1] == longest for mask in tokens):
         return list(parts)
     sides = [_padded_side(mask) for mask in tokens]
     known = {side for side in sides if side is not None}
-    longest = max(lengths)
     padded: list[Inputs] = []
     for part, mask, side in zip(parts, tokens, sides, strict=True):
         missing = longest - mask.shape[1]
         if missing and side is None and len(known) != 1:
             hint = "Pad all batches to one length, as tokenizer(texts, padding='max_length', max_length=...) does."
-            came = f"batches of {mask.shape[1]} and {longest} tokens whose masks do not show on which side to pad"
-            raise InputError("train_loader", "batches of one number of tokens", came, hint)
-        in_front = (side or next(iter(known), "")) == "left"
-        # Entries with the mask's shape are the tokens, their types and their positions.
-        padded.append(
-            {
-                key: nn.functional.pad(value, (missing, 0) if in_front else (0, missing))
-                if isinstance(value, Tensor) and value.shape == mask.shape
-                else value
-                for key, value in part.items()  # type: ignore[union-attr]
-            }
-        )
+            received = f"batches of {mask.shape[1]} and {longest} tokens whose masks do not show on which side to pad"
+            raise InputError("train_loader", "batches of one number of tokens", received, hint)
+        side = side or next(iter(known), "right")
+        padded.append(_padded(part, mask.shape, (missing, 0) if side == "left" else (0, missing)))
     return padded
+
+
+def _padded(x: Inputs, shape: torch.Size, pad: tuple[int, int]) -> Inputs:
+    """Pad the entries with the mask's shape, which are the tokens, their types and their positions."""
+    return map_tensors(x, lambda t: nn.functional.pad(t, pad) if t.shape == shape else t)
 
 
 def _padded_side(mask: Tensor) -> str | None:
@@ -174,7 +170,7 @@ def tokenized(model: Any, x: Any, argument: str = "x") -> Any:
     prompt = prompts.get(getattr(owner, "default_prompt_name", None)) if isinstance(prompts, Mapping) else None
     out = getattr(owner, name)(list(x), **({} if prompt is None else {"prompt": prompt}))
     if not isinstance(out, Mapping) or input_length(out) != len(x):
-        came = f"a {type(out).__name__}" + (f" of {input_length(out)} points" if isinstance(out, Mapping) else "")
+        received = f"a {type(out).__name__}" + (f" of {input_length(out)} points" if isinstance(out, Mapping) else "")
         wanted = f"a mapping of tensors with {len(x)} points from {type(owner).__name__}.{name}"
-        raise InputError(argument, wanted, came)
+        raise InputError(argument, wanted, received)
     return dict(out)

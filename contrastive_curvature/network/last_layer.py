@@ -110,11 +110,9 @@ class LastLayerPullback(Pullback):
         for rows in chunks(n, JACOBIAN_ELEMENTS // max(1, width * width, dim * dim)):
             outer = (phi[rows].unsqueeze(2) * phi[rows].unsqueeze(1)).flatten(1)
             out += blocks[rows].dense().flatten(1).T @ outer
-        by_layer = out.view(dim, dim, width, width).permute(0, 2, 1, 3).reshape(dim * width, dim * width)
-        order = torch.arange(dim * width, device=phi.device).view(dim, width)
-        if self.bias:
-            order = torch.cat([order[:, :-1].flatten(), order[:, -1]])
-        return by_layer[order.flatten()][:, order.flatten()]
+        # Axes: output and input of the column, output and input of the row.
+        by_entry = out.view(dim, dim, width, width).permute(1, 3, 0, 2)
+        return self._flat(self._flat(by_entry).movedim(-1, 0)).contiguous()
 
     @full_precision
     def cross_diag(self, rows: Any, columns: Any, cross: CrossBlocks) -> Tensor:

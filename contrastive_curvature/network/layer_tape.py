@@ -10,7 +10,6 @@ right by construction (:func:`is_plain`).
 
 from __future__ import annotations
 
-import math
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -19,17 +18,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from contrastive_curvature.hessian.sphere import L2Norm
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs
-from contrastive_curvature.network.layer_parts import (
-    BlockJacobian,
-    EmbeddingJacobian,
-    EntrywiseJacobian,
-    MatrixJacobian,
-)
+from contrastive_curvature.network.layer_parts import Gradients, MatrixBlock, ParameterBlock, make_block
 from contrastive_curvature.network.recorder import BatchAxis, Call, ParameterUse, Recorder, by_point, possible_axes
 from contrastive_curvature.network.threads import users_hooks
 
@@ -50,41 +43,6 @@ _PLAIN = frozenset(
     )
 )
 """Modules that keep every point in its place, in front, and apply their parameters by functions that have a rule."""
-
-Gradients = dict[Call, Tensor]
-"""The gradients at the outputs of calls for K cotangents, shape (K, *output), without those that none reaches."""
-
-
-@dataclass
-class ParameterBlock:
-    """Some or all entries of a parameter, and their common uses.
-
-    Args:
-        number: Number of the parameter.
-        jacobian: The Jacobian with respect to these entries.
-        uses: Uses of these entries.
-    """
-
-    number: int
-    jacobian: BlockJacobian
-    uses: list[ParameterUse]
-
-    @property
-    def calls(self) -> list[Call]:
-        """Return the calls whose gradients the block needs."""
-        return [use.call for use in self.uses]
-
-    def gradients(self, at_calls: Gradients, n: int) -> Tensor | None:
-        """Return gradients for K cotangents of n points in the Jacobian's layout; ``None`` if no gradient arrives."""
-        reached = [at_calls[call] for call in self.calls if call in at_calls]
-        if not reached:
-            return None
-        by_use = []
-        for use in self.uses:
-            nothing = reached[0].new_zeros(()).expand(len(reached[0]), *use.call.shape)
-            shifted = use.batch_axis._replace(axis=use.batch_axis.axis + 1)
-            by_use.append(_ordered(use, by_point(at_calls.get(use.call, nothing), shifted, n).movedim(2, 0)))
-        return by_use[0] if len(by_use) == 1 else torch.cat(by_use, dim=-2)
 
 
 @dataclass
@@ -107,27 +65,30 @@ class Tape:
 
     def gradients(self, columns: Tensor, blocks: Sequence[ParameterBlock] | None = None) -> Gradients:
         """Return gradients for cotangents (K, n, D) at the calls of some blocks, by default all."""
-        calls = [call for block in (self.blocks if blocks is None else blocks) for call in block.calls]
-        return gradients_at(self.z, calls, columns)
+        return gradients_at(self.z, calls_of(self.blocks if blocks is None else blocks), columns)
 
     def reached(self, at_calls: Gradients) -> Iterator[tuple[ParameterBlock, Tensor]]:
         """Yield the blocks that gradients reach, with the gradients at their calls."""
         for block in self.blocks:
-            b = block.gradients(at_calls, len(self.z))
+            b = block.gradients(at_calls)
             if b is not None:
                 yield block, b
 
 
-def gradients_at(z: Tensor, calls: Iterable[Call], columns: Tensor) -> Gradients:
-    """Return gradients for cotangents (K, n, D) at some calls, in the dtype of the outputs."""
-    distinct = list(dict.fromkeys(calls))
-    if not z.requires_grad or not distinct:
+def calls_of(blocks: Iterable[ParameterBlock]) -> list[Call]:
+    """Return the distinct calls whose gradients some blocks need, in order."""
+    return list(dict.fromkeys(use.call for block in blocks for use in block.uses))
+
+
+def gradients_at(z: Tensor, calls: Sequence[Call], columns: Tensor) -> Gradients:
+    """Return gradients for cotangents (K, n, D) at some distinct calls, in the dtype of the outputs."""
+    if not z.requires_grad or not calls:
         return {}
+    edges = [call.edge for call in calls]
     by_call: dict[Call, list[Tensor]] = defaultdict(list)
     for column in columns:
-        edges = [call.edge for call in distinct]
         gradients = torch.autograd.grad(z, edges, column, retain_graph=True, allow_unused=True)
-        for call, gradient in zip(distinct, gradients, strict=True):
+        for call, gradient in zip(calls, gradients, strict=True):
             if gradient is not None:
                 by_call[call].append(gradient.to(z.dtype))
     out: Gradients = {}
@@ -197,15 +158,14 @@ def analyse_layers(encoder: Encoder, params: Sequence[Tensor], few: Inputs) -> L
     blocks, wrong = make_blocks(recorder.uses, places, z, lacking)
     lacking |= wrong
     counts = Counter(block.number for block in blocks)
-    matrices = {block.number: block.jacobian for block in blocks if isinstance(block.jacobian, MatrixJacobian)}
-    calls = {call for block in blocks for call in block.calls}
+    matrices = [block for block in blocks if isinstance(block, MatrixBlock)]
     return LayerAnalysis(
         places,
         lookups,
-        frozenset(k for k, m in matrices.items() if counts[k] == 1 and m.groups == 1 and m.entries is None),
+        frozenset(m.number for m in matrices if counts[m.number] == 1 and m.groups == 1 and m.entries is None),
         frozenset(use.subset.number for use in recorder.uses) | lacking,
-        max(1, sum(call.shape.numel() for call in calls) // len(z)),
-        sum(p.jacobian.inputs.numel() for p in blocks if isinstance(p.jacobian, MatrixJacobian)) // len(z),
+        max(1, sum(call.shape.numel() for call in calls_of(blocks)) // len(z)),
+        sum(m.inputs.numel() for m in matrices) // len(z),
         frozenset(lacking),
     )
 
@@ -223,7 +183,8 @@ def _batch_axes(
     n = len(z)
     of_first, of_others = _random_like(z, seed=0).repeat(2, 1, 1)
     of_first[1:], of_others[0] = 0, 0
-    at_calls = {} if plain else gradients_at(z, [use.call for use in uses], torch.stack([of_first, of_others]))
+    calls = [] if plain else list(dict.fromkeys(use.call for use in uses))
+    at_calls = gradients_at(z, calls, torch.stack([of_first, of_others]))
 
     def separates(batch_axis: BatchAxis, gradients: Tensor) -> bool:
         first, others = (by_point(g, batch_axis, n) for g in gradients)
@@ -231,16 +192,14 @@ def _batch_axes(
 
     places: dict[tuple[int, int], BatchAxis] = {}
     without = []
-    seen: Counter[int] = Counter()
     for use in uses:
-        number, possible = use.subset.number, possible_axes(use.call.shape, use.axes, n)
+        possible = possible_axes(use.call.shape, use.axes, n)
         if use.call in at_calls:
             possible = [place for place in possible if separates(place, at_calls[use.call])]
         if possible:
-            places[number, seen[number]] = possible[0]
+            places[use.key] = possible[0]
         else:
             without.append(use)
-        seen[number] += 1
     return places, without
 
 
@@ -258,7 +217,7 @@ def unproven(tape: Tape, params: Sequence[Tensor], without: Collection[int] = ()
     z, n = tape.z, len(tape.z)
     if not z.requires_grad or not tracked or not n:
         return set()
-    calls = list(dict.fromkeys(call for block in tape.blocks for call in block.calls))
+    calls = calls_of(tape.blocks)
     coarsest = coarsest_dtype(calls, z.dtype)
     v = _random_like(z, seed=n)
     inputs: Any = [*(call.edge for call in calls), *(params[k] for k in tracked)]
@@ -271,9 +230,9 @@ def unproven(tape: Tape, params: Sequence[Tensor], without: Collection[int] = ()
     }
     if not all(_read(g.isfinite().all() for g in truth.values())):
         return set()
-    terms: dict[int, list[tuple[BlockJacobian, Tensor]]] = {k: [] for k in tracked}
+    terms: dict[int, list[tuple[ParameterBlock, Tensor]]] = {k: [] for k in tracked}
     for block, b in tape.reached(one):
-        terms[block.number].append((block.jacobian, b))
+        terms[block.number].append((block, b))
     right = _read(_agree(_total(terms[k], g), g, g, coarsest) for k, g in truth.items())
     apart = [k for k, agrees in zip(truth, right, strict=True) if not agrees]
     # A gradient whose terms cancel has the rounding error of its terms.
@@ -298,11 +257,11 @@ def _read(checks: Iterable[Tensor]) -> list[bool]:
     return torch.stack([check.to(several[0].device) for check in several]).tolist() if several else []
 
 
-def _total(terms: Sequence[tuple[BlockJacobian, Tensor]], like: Tensor, absolute: bool = False) -> Tensor:
+def _total(terms: Sequence[tuple[ParameterBlock, Tensor]], like: Tensor, absolute: bool = False) -> Tensor:
     """Return the sum of the blocks of a parameter (size,), or of their absolute terms."""
     out = torch.zeros_like(like)
-    for jacobian, b in terms:
-        out[jacobian.place] += jacobian.total(b, absolute)
+    for block, b in terms:
+        out[block.place] += block.total(b, absolute)
     return out
 
 
@@ -354,17 +313,14 @@ def make_blocks(
         The blocks; and the numbers of parameters without blocks, because a use is not in ``places`` or has another
         shape, or because their uses do not form blocks.
     """
-    n, wrong = len(z), set[int]()
-    seen: Counter[int] = Counter()
+    wrong = set[int]()
     groups: dict[tuple[Any, ...], list[list[ParameterUse]]] = {}
     for use in uses:
-        number = use.subset.number
-        if number in lacking:
+        if use.subset.number in lacking:
             continue
-        batch_axis = places.get((number, seen[number]))
-        seen[number] += 1
-        if batch_axis is None or batch_axis.axis not in use.axes or use.call.shape[batch_axis.axis] % n:
-            wrong.add(number)
+        batch_axis = places.get(use.key)
+        if batch_axis is None or batch_axis.axis not in use.axes or use.call.shape[batch_axis.axis] % len(z):
+            wrong.add(use.subset.number)
             continue
         use.batch_axis = batch_axis
         alike = groups.setdefault(_way(use), [])
@@ -373,19 +329,17 @@ def make_blocks(
             alike.append([use])
         else:
             group.append(use)
-    blocks: list[ParameterBlock] = []
-    jacobians: dict[int, list[BlockJacobian]] = {}
+    blocks: dict[int, list[ParameterBlock]] = defaultdict(list)
     for group in chain.from_iterable(groups.values()):
         number = group[0].subset.number
-        jacobian = None if number in wrong else _make_jacobian(group, n, z.dtype)
-        if jacobian is None:
+        block = None if number in wrong else make_block(group, len(z), z.dtype)
+        if block is None:
             wrong.add(number)
         else:
-            blocks.append(ParameterBlock(number, jacobian, group))
-            jacobians.setdefault(number, []).append(jacobian)
+            blocks[number].append(block)
     # If blocks share an entry, its square is not the sum of the blocks' squares.
-    wrong |= {number for number, several in jacobians.items() if _overlap(several)}
-    return [block for block in blocks if block.number not in wrong], wrong
+    wrong |= {number for number, several in blocks.items() if _overlap(several)}
+    return [block for number, several in blocks.items() if number not in wrong for block in several], wrong
 
 
 def _way(use: ParameterUse) -> tuple[Any, ...]:
@@ -405,111 +359,9 @@ def _same_entries(a: ParameterUse, b: ParameterUse) -> bool:
     return torch.equal(one.flatten(), other.flatten())
 
 
-def _overlap(jacobians: list[BlockJacobian]) -> bool:
+def _overlap(blocks: Sequence[ParameterBlock]) -> bool:
     """Return whether several blocks of one parameter share an entry."""
-    if len(jacobians) < 2:
+    if len(blocks) < 2:
         return False
-    entries = [jacobian.entries for jacobian in jacobians if jacobian.entries is not None]
-    return len(entries) < len(jacobians) or torch.cat(entries).unique().numel() < sum(map(len, entries))
-
-
-def _make_jacobian(group: list[ParameterUse], n: int, dtype: torch.dtype) -> BlockJacobian | None:
-    """Make the Jacobian of uses of the same entries in the same way; ``None`` if a matrix repeats an entry."""
-    first, entries = group[0], group[0].subset.entries
-    flat = None if entries is None else entries.flatten().to(first.call.device)
-    if first.kind == "entrywise":
-        factors = _factors(group, n, dtype)
-        if flat is None:
-            return EntrywiseJacobian(factors, first.shape.numel())
-        distinct, places = flat.unique(return_inverse=True)
-        if len(distinct) == len(flat):
-            return EntrywiseJacobian(factors, len(flat), None, flat)
-        return EntrywiseJacobian(factors, len(distinct), places, distinct)
-    if flat is not None and len(flat.unique()) < len(flat):
-        return None
-    if first.kind == "embedding":
-        tokens = torch.cat([_tokens(use, n) for use in group], dim=1)
-        return EmbeddingJacobian(tokens, (first.shape[0], first.shape[1]), flat)
-    inputs = [_inputs(use, n, dtype) for use in group]
-    channels = first.shape[0] // inputs[0].shape[1]
-    return MatrixJacobian(inputs[0] if len(inputs) == 1 else torch.cat(inputs, dim=2), channels, flat)
-
-
-def _ordered(use: ParameterUse, b: Tensor) -> Tensor:
-    """Bring gradients (K, n, m, *rest) into the Jacobian's layout."""
-    many, n, m = b.shape[:3]
-    if use.kind == "linear":
-        return b.reshape(many, n, 1, -1, b.shape[-1])
-    if use.kind == "embedding":
-        return b.reshape(many, n, -1, b.shape[-1])
-    if use.kind == "convolution":
-        groups = use.options.get("groups", 1)
-        split = b.flatten(4).unflatten(3, (groups, -1)).permute(0, 1, 3, 2, 5, 4)
-        return split[:, :, :, 0] if m == 1 else split.flatten(3, 4)
-    return _entries_last(use, b, 3)
-
-
-def _entries_last(use: ParameterUse, t: Tensor, start: int) -> Tensor:
-    """Reshape (..., m, *rest) to (..., positions, entries); the output's axes begin at ``start``."""
-    aligned = list(use.shape)
-    del aligned[use.batch_axis.axis]
-    kept = [start + j for j, size in enumerate(aligned) if size != 1]
-    summed = [j for j in range(start - 1, t.ndim) if j not in kept]
-    count = math.prod(t.shape[j] for j in kept)
-    return t.permute(*range(start - 1), *summed, *kept).reshape(*t.shape[: start - 1], -1, count)
-
-
-def _factors(group: list[ParameterUse], n: int, dtype: torch.dtype) -> Tensor | None:
-    if all(use.source is None for use in group):
-        return None
-    factors = []
-    for use in group:
-        source = torch.ones((), dtype=dtype, device=use.call.device) if use.source is None else use.source.to(dtype)
-        factors.append(_entries_last(use, by_point(source.expand(use.call.shape), use.batch_axis, n), 2))
-    return factors[0] if len(factors) == 1 else torch.cat(factors, dim=1)
-
-
-def _tokens(use: ParameterUse, n: int) -> Tensor:
-    """Return tokens (n, T), with -1 for the padding index, whose row has no gradient."""
-    tokens = by_point(use.source, use.batch_axis, n).reshape(n, -1)
-    padding = use.options.get("padding_idx")
-    if padding is None:
-        return tokens
-    padding = padding + use.shape[0] if padding < 0 else padding
-    return tokens.masked_fill(tokens == padding, -1)
-
-
-def _inputs(use: ParameterUse, n: int, dtype: torch.dtype) -> Tensor:
-    """Return the inputs of a matrix, shape (n, groups, positions, inputs of a group)."""
-    a = use.source.to(dtype)
-    if use.kind == "linear":
-        return by_point(a, use.batch_axis, n).reshape(n, 1, -1, a.shape[-1])
-    windows = by_point(_windows(a, use), use.batch_axis, n)
-    split = windows.unflatten(2, (use.options.get("groups", 1), -1)).permute(0, 2, 1, 4, 3)
-    return split[:, :, 0] if split.shape[2] == 1 else split.flatten(2, 3)
-
-
-def _windows(a: Tensor, use: ParameterUse) -> Tensor:
-    """Return the inputs that a convolution multiplies its weight with, shape (N, inputs, positions)."""
-    kernel = tuple(use.shape[2:])
-    axes = len(kernel)
-    stride, dilation = (_each(use.options.get(name, 1), axes) for name in ("stride", "dilation"))
-    padding = use.options.get("padding", 0)
-    if padding == "same":
-        total = [d * (k - 1) for d, k in zip(dilation, kernel, strict=True)]
-        pads = [(t // 2, t - t // 2) for t in total]
-    else:
-        pads = [(p, p) for p in _each(0 if padding == "valid" else padding, axes)]
-    if any(p for pair in pads for p in pair):
-        a = F.pad(a, [p for pair in reversed(pads) for p in pair])
-    if kernel == (1,) * axes:
-        return a[(slice(None), slice(None), *(slice(None, None, s) for s in stride))].flatten(2)
-    if axes == 1:
-        a, kernel, stride, dilation = a.unsqueeze(2), (1, *kernel), (1, *stride), (1, *dilation)
-    return F.unfold(a, kernel, dilation, 0, stride)
-
-
-def _each(value: int | Sequence[int], axes: int) -> tuple[int, ...]:
-    if isinstance(value, int):
-        return (value,) * axes
-    return tuple(value) * (axes if len(value) == 1 else 1)
+    entries = [block.entries for block in blocks if block.entries is not None]
+    return len(entries) < len(blocks) or torch.cat(entries).unique().numel() < sum(map(len, entries))

@@ -20,7 +20,7 @@ and other vectors have their exact block. The cross terms of fixes that couple p
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -34,12 +34,12 @@ from contrastive_curvature.hessian.node_blocks import NodeBlocks
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, few_points, input_length, map_tensors
-from contrastive_curvature.network.layer_parts import MatrixJacobian
+from contrastive_curvature.network.layer_parts import MatrixBlock, ParameterBlock, chunk_of_entries
 from contrastive_curvature.network.layer_tape import (
     LayerAnalysis,
-    ParameterBlock,
     Tape,
     analyse_layers,
+    calls_of,
     is_plain,
     make_blocks,
     unproven,
@@ -52,7 +52,8 @@ from contrastive_curvature.pairs.relation import chunks
 
 _T = TypeVar("_T")
 
-_Pair = tuple[ParameterBlock, ParameterBlock]
+_Terms = Callable[[], Iterator[tuple[ParameterBlock, Tensor]]]
+"""A function that yields blocks and terms of their diagonals."""
 
 _UNKNOWN = LayerAnalysis()
 
@@ -97,7 +98,6 @@ class LayerwisePullback(ModulePullback):
 
     Args:
         encoder: The analysed encoder, in evaluation mode.
-        only: Names of the parameters to use; ``None`` uses all trainable parameters.
 
     Attributes:
         by_func: Numbers of the parameters that go through ``torch.func``.
@@ -107,11 +107,11 @@ class LayerwisePullback(ModulePullback):
         UnsupportedError: Gradients of a parameter are not derivatives.
     """
 
-    def __init__(self, encoder: Encoder, only: set[str] | None = None) -> None:
-        super().__init__(encoder, only=only)
+    def __init__(self, encoder: Encoder) -> None:
+        super().__init__(encoder)
         _refuse_gradients(encoder)
         self.names = list(self.params)
-        self.trainable = [p for name, p in encoder.named_parameters() if name in self.params]
+        self.trainable = [p for p in encoder.parameters() if p.requires_grad]
         self.analysis = _UNKNOWN
         self._example: Inputs | None = None
         self.by_func: set[int] = set()
@@ -128,11 +128,11 @@ class LayerwisePullback(ModulePullback):
     def diag(self, context: Any, blocks: Blocks) -> Tensor:
         """See :meth:`Pullback.diag`; uses no Jacobian of the network."""
 
-        def add(vectors: Sequence[Tensor]) -> None:
+        def terms() -> Iterator[tuple[ParameterBlock, Tensor]]:
             for rows, tape in self.tapes(context):
-                self._add_squares(vectors, tape, blocks[rows].signed_factor())
+                yield from self._squares(tape, blocks[rows].signed_factor())
 
-        return self._diagonal(blocks.u, context, add, lambda general: general.diag(context, blocks))
+        return self._diagonal(blocks.u, terms, ModulePullback.diag, context, blocks)
 
     def coupled_diag(self, context: Any, hessian: OutputHessian) -> Tensor:
         """See :meth:`Pullback.coupled_diag`; in a single tile, blocks and cross terms share their backward passes."""
@@ -142,27 +142,24 @@ class LayerwisePullback(ModulePullback):
             return super().coupled_diag(context, hessian)
         columns, weight, rest = shared
 
-        def add(vectors: Sequence[Tensor]) -> None:
+        def terms() -> Iterator[tuple[ParameterBlock, Tensor]]:
             tape = self.tape(context)
-            for group, _ in self.backward(tape, columns, columns[..., 0]):
-                for block, b in group:
-                    vectors[block.number][block.jacobian.place] += block.jacobian.weighted(b, block.jacobian, b, weight)
-            self._add_squares(vectors, tape, rest)
+            for _, group in self.backward(tape, columns):
+                yield from ((block, block.weighted(b, block, b, weight)) for block, b in group)
+            yield from self._squares(tape, rest)
 
-        return self._diagonal(hessian.z, context, add, lambda general: general.coupled_diag(context, hessian))
+        return self._diagonal(hessian.z, terms, ModulePullback.coupled_diag, context, hessian)
 
     def cross_diag(self, rows: Any, columns: Any, cross: CrossBlocks) -> Tensor:
         """See :meth:`Pullback.cross_diag`; uses no Jacobian of the network."""
         if not all(cross.shape):
             return cross.u_rows.new_zeros(self.n_params)
 
-        def add(vectors: Sequence[Tensor]) -> None:
+        def terms() -> Iterator[tuple[ParameterBlock, Tensor]]:
             left = self.tape(rows)
-            right = left if cross.symmetric else self.tape(columns)
-            for block, diagonal in _cross_diagonals(left, right, cross):
-                vectors[block.number][block.jacobian.place] += diagonal
+            yield from _cross_diagonals(left, left if cross.symmetric else self.tape(columns), cross)
 
-        return self._diagonal(cross.u_rows, rows, add, lambda general: general.cross_diag(rows, columns, cross))
+        return self._diagonal(cross.u_rows, terms, ModulePullback.cross_diag, rows, columns, cross)
 
     def kron(self, context: Any, blocks: Blocks) -> KronFactors:
         """See :meth:`Pullback.kron`; each ``A`` is a sum over points.
@@ -197,11 +194,10 @@ class LayerwisePullback(ModulePullback):
 
     def _kind(self, number: int) -> str:
         """Return the kind of a parameter's factors; factors of two batches add up only if they have the same kind."""
-        p = self.trainable[number]
-        if p.ndim > 1 and number in self.analysis.matrices and number not in self.by_func:
+        p, analysis = self.trainable[number], self.analysis
+        is_matrix = number in analysis.matrices or number not in analysis.used
+        if p.ndim > 1 and is_matrix and number not in self.by_func:
             return "matrix"
-        if p.ndim > 1 and number not in self.analysis.used and number not in self.by_func:
-            return "none"
         return "block" if p.ndim <= 1 or p.numel() <= BLOCK_ENTRIES else "entries"
 
     def _layer_factors(self, context: Any, blocks: Blocks) -> KronFactors:
@@ -210,15 +206,16 @@ class LayerwisePullback(ModulePullback):
         out = [self._zeros(number, kind, blocks.u) for number, kind in enumerate(kinds)]
         for rows, tape in self.tapes(context):
             for block in tape.blocks:
-                if kinds[block.number] == "matrix" and isinstance(block.jacobian, MatrixJacobian):
-                    inputs = block.jacobian.inputs[:, 0]  # without groups
+                if kinds[block.number] == "matrix" and isinstance(block, MatrixBlock):
+                    inputs = block.inputs[:, 0]  # without groups
                     a = inputs.flatten(0, 1)
                     out[block.number][1].addmm_(a.mT, a, alpha=1 / inputs.shape[1])
             for number, p in enumerate(self.trainable):
-                if kinds[number] in ("entries", "none") and number not in self.by_func:
+                if kinds[number] == "entries" and number not in self.by_func:
                     out[number][1] += _identity(p, len(tape.z)).to(tape.z)
             factor = blocks[rows].signed_factor()
-            for group, signs in self.backward(tape, factor.columns, factor.signs):
+            for some, group in self.backward(tape, factor.columns):
+                signs = factor.signs[some]
                 jacobians: dict[int, Tensor] = {}
                 for block, b in group:
                     number = block.number
@@ -229,20 +226,17 @@ class LayerwisePullback(ModulePullback):
                         continue
                     if number not in jacobians:
                         jacobians[number] = b.new_zeros(b.shape[1], b.shape[0], self.trainable[number].numel())
-                    for entries, chunk in block.jacobian.jacobians(b):
-                        whole = block.jacobian.entries
-                        jacobians[number][..., entries if whole is None else whole[entries]] += chunk
+                    for entries, chunk in block.jacobians(b, chunk_of_entries(b)):
+                        place = entries if block.entries is None else block.entries[entries]
+                        jacobians[number][..., place] += chunk
                 for number, jacobian in jacobians.items():
                     _add_products(out[number][0], jacobian, signs)
         return out
 
     def _zeros(self, number: int, kind: str, like: Tensor) -> list[Tensor]:
         p = self.trainable[number]
-        sizes: tuple[int, ...] = (_rows(p), p.numel() // _rows(p))
-        if kind == "block":
-            sizes = (p.numel(),)
-        elif kind in ("matrix", "none"):
-            sizes = (len(p), p.shape[1:].numel())
+        rows = len(p) if kind == "matrix" else _rows(p)
+        sizes = (p.numel(),) if kind == "block" else (rows, p.numel() // max(1, rows))
         if max(sizes) > FACTOR_SIZE:
             name = own_name(self.names[number])
             _refuse_kron(
@@ -268,7 +262,7 @@ class LayerwisePullback(ModulePullback):
             for _, tape in self.tapes(context, columns=dim):
                 covariance = tape.z.new_zeros(len(tape.z), dim, dim)
                 for block, b in tape.reached(tape.gradients(tape.axes)):
-                    covariance += block.jacobian.covariance(b, own[block.number][block.jacobian.place])
+                    covariance += block.covariance(b, own[block.number][block.place])
                 out.append(covariance)
             return torch.cat(out) if out else variance.new_zeros(0, dim, dim)
 
@@ -309,13 +303,10 @@ class LayerwisePullback(ModulePullback):
         for rows in chunks(input_length(context), _CHUNK_ELEMENTS * (1 if columns == 1 else 2) // size):
             yield rows, self.tape(self.slice_context(context, rows))
 
-    def backward(
-        self, tape: Tape, columns: Tensor, signs: Tensor
-    ) -> Iterator[tuple[Iterator[tuple[ParameterBlock, Tensor]], Tensor]]:
-        """Yield the gradients of all blocks for columns (K, n, D), and the signs (K, n), several columns at a time."""
-        step = max(1, _COLUMN_ELEMENTS // max(1, len(tape.z) * self.analysis.gradients))
-        for v, s in zip(columns.split(step), signs.split(step), strict=True):
-            yield tape.reached(tape.gradients(v)), s
+    def backward(self, tape: Tape, columns: Tensor) -> Iterator[tuple[slice, Iterator[tuple[ParameterBlock, Tensor]]]]:
+        """Yield several of the columns (K, n, D) at a time, and the gradients of all blocks for these columns."""
+        for some in chunks(len(columns), _COLUMN_ELEMENTS // max(1, len(tape.z) * self.analysis.gradients)):
+            yield some, tape.reached(tape.gradients(columns[some]))
 
     def tape(self, context: Any) -> Tape:
         """Run the encoder once, and compare with autograd unless all layers are known to be right.
@@ -338,57 +329,49 @@ class LayerwisePullback(ModulePullback):
             raise NotVerifiedError(wrong)
         return tape
 
-    def _diagonal(
-        self,
-        like: Tensor,
-        context: Any,
-        add: Callable[[Sequence[Tensor]], None],
-        general: Callable[[ModulePullback], Tensor],
-    ) -> Tensor:
-        """Compute a vector (P,) from the layers and from ``torch.func``.
+    def _diagonal(self, like: Tensor, terms: _Terms, method: Callable[..., Tensor], context: Any, *rest: Any) -> Tensor:
+        """Compute a diagonal (P,) from the layers, and by ``torch.func`` for the other parameters.
 
         Args:
-            like: A tensor with the vector's dtype and device.
-            context: Context of some points.
-            add: Function that adds the layers' part to views of the vector, one per parameter.
-            general: Function that computes the part of the parameters that go through ``torch.func``.
+            like: A tensor with the diagonal's dtype and device.
+            terms: Terms of the layers.
+            method: Method of :class:`ModulePullback` that computes the diagonal.
+            context: First argument of the method, the context of some points.
+            *rest: Its other arguments.
         """
 
         def compute() -> Tensor:
             out = like.new_zeros(self.n_params)
-            add(self.split(out))
+            vectors = self.split(out)
+            for block, diagonal in terms():
+                vectors[block.number][block.place] += diagonal
             return out
 
         out = self.run_layers(context, compute)
         if self.general is not None:
             with torch.no_grad():
-                parts, entries = self.general.split(general(self.general)), self.split(out)
+                parts, entries = self.general.split(method(self.general, context, *rest)), self.split(out)
             for number, part in zip(sorted(self.by_func), parts, strict=True):
                 entries[number].copy_(part)
         return out
 
-    def _add_squares(self, vectors: Sequence[Tensor], tape: Tape, factor: SignedFactor) -> None:
-        """Add ``sum_ki sign_ki (J_i^T v_ki)^2`` of columns (K, n, D) to views of a vector, one per parameter."""
-        for group, signs in self.backward(tape, factor.columns, factor.signs):
-            for block, b in group:
-                vectors[block.number][block.jacobian.place] += block.jacobian.diagonal(b, signs)
+    def _squares(self, tape: Tape, factor: SignedFactor) -> Iterator[tuple[ParameterBlock, Tensor]]:
+        """Yield ``sum_ki sign_ki (J_i^T v_ki)^2`` of columns (K, n, D), by block."""
+        for some, group in self.backward(tape, factor.columns):
+            yield from ((block, block.diagonal(b, factor.signs[some])) for block, b in group)
 
     def _give_up(self, numbers: set[int]) -> None:
         """Use ``torch.func`` for these parameters from now on."""
         new = numbers - self.by_func
         self.by_func |= numbers
         self.general = ModulePullback(self.encoder, only={self.names[k] for k in self.by_func})
+        names = [own_name(self.names[k]) for k in sorted(new)]
+        shown = ", ".join(map(repr, names[:5])) + (", ..." if len(names) > 5 else "")
         msg = (
-            f"model: the Jacobians of {_listed([self.names[k] for k in sorted(new)])} are taken point by point, which "
-            "is exact and slow: they are applied in a way that the layer-by-layer computation does not know."
+            f"model: the Jacobians of {len(names)} parameters ({shown}) are taken point by point, which is exact and "
+            "slow: they are applied in a way that the layer-by-layer computation does not know."
         )
         warnings.warn(msg, UserWarning, stacklevel=2)
-
-
-def _listed(names: Iterable[str]) -> str:
-    own = list(dict.fromkeys(own_name(name) for name in names))
-    shown = ", ".join(repr(name) for name in own[:5]) + (", ..." if len(own) > 5 else "")
-    return f"{len(own)} parameters ({shown})"
 
 
 def _without_backward_hooks(encoder: Encoder) -> Encoder:
@@ -396,7 +379,7 @@ def _without_backward_hooks(encoder: Encoder) -> Encoder:
     if not any(module._backward_hooks or module._backward_pre_hooks for module in encoder.modules()):
         return encoder
     try:
-        return private_copy(encoder, backward_hooks=False)
+        return private_copy(encoder)
     except Exception:
         return encoder
 
@@ -506,40 +489,39 @@ def _cross_diagonals(left: Tape, right: Tape, cross: CrossBlocks) -> Iterator[tu
     numbers = [[block.number for block in tape.blocks] for tape in (left, right)]
     if numbers[0] != numbers[1]:
         raise NotVerifiedError({*numbers[0], *numbers[1]})
-    pairs = list(zip(left.blocks, right.blocks, strict=True))
+
+    def pulled(
+        places: Sequence[int], of_left: Tensor, of_right: Tensor
+    ) -> Iterator[tuple[ParameterBlock, Tensor, ParameterBlock, Tensor]]:
+        """Yield the blocks on both sides that gradients reach, with these gradients for columns (K, n, D)."""
+        at_left = left.gradients(of_left, [left.blocks[k] for k in places])
+        at_right = at_left if right is left else right.gradients(of_right, [right.blocks[k] for k in places])
+        for one, other in ((left.blocks[k], right.blocks[k]) for k in places):
+            rows = one.gradients(at_left)
+            columns = rows if right is left else other.gradients(at_right)
+            if rows is not None and columns is not None:
+                yield one, rows, other, columns
+
     if cross.c is None and cross.roots is None:
         of_rows, of_columns = tangent_axes(cross.u_rows, cross.n_rows), tangent_axes(cross.u_columns, cross.n_columns)
         # One axis at a time: the gradients of all axes at all layers are never in memory together.
         for a, b in zip(of_rows.transpose(0, 1).split(1), of_columns.transpose(0, 1).split(1), strict=True):
-            for one, rows, other, columns in _at_both(left, right, pairs, a, b):
-                yield one, one.jacobian.weighted(rows, other.jacobian, columns, -cross.y)
+            for one, rows, other, columns in pulled(range(len(left.blocks)), a, b):
+                yield one, one.weighted(rows, other, columns, -cross.y)
         return
     points = len(left.z) + (0 if right is left else len(right.z))
-    for group in _groups(pairs, left.z.shape[1] * points // max(1, len(left.z))):
-        for one, rows, other, columns in _at_both(left, right, group, left.axes, right.axes):
-            yield one, one.jacobian.cross(rows, other.jacobian, columns, cross)
+    for group in _groups(left.blocks, left.z.shape[1] * points // max(1, len(left.z))):
+        for one, rows, other, columns in pulled(group, left.axes, right.axes):
+            yield one, one.cross(rows, other, columns, cross.matmul)
 
 
-def _at_both(
-    left: Tape, right: Tape, pairs: list[_Pair], of_left: Tensor, of_right: Tensor
-) -> Iterator[tuple[ParameterBlock, Tensor, ParameterBlock, Tensor]]:
-    """Yield the pairs of blocks that gradients reach, each block with its gradients for columns (K, n, D)."""
-    at_left = left.gradients(of_left, [one for one, _ in pairs])
-    at_right = at_left if right is left else right.gradients(of_right, [other for _, other in pairs])
-    for one, other in pairs:
-        rows = one.gradients(at_left, len(left.z))
-        columns = rows if right is left else other.gradients(at_right, len(right.z))
-        if rows is not None and columns is not None:
-            yield one, rows, other, columns
-
-
-def _groups(pairs: list[_Pair], copies: int) -> Iterator[list[_Pair]]:
-    """Yield groups of blocks whose gradients fit into memory together, last layers first: their passes are short."""
-    group: list[_Pair] = []
-    for pair in reversed(pairs):
-        calls = {call for block, _ in [*group, pair] for call in block.calls}
+def _groups(blocks: Sequence[ParameterBlock], copies: int) -> Iterator[list[int]]:
+    """Yield numbers of blocks whose gradients fit into memory together, last layers first: their passes are short."""
+    group: list[int] = []
+    for k in reversed(range(len(blocks))):
+        calls = calls_of(blocks[number] for number in [*group, k])
         if group and copies * sum(call.shape.numel() for call in calls) > _HELD_ELEMENTS:
             yield group
             group = []
-        group.append(pair)
+        group.append(k)
     yield group

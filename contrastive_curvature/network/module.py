@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from types import FunctionType
 from typing import Any
 
@@ -247,10 +248,6 @@ class SubnetworkPullback(Pullback):
     def tile_diag(self, dim: int) -> int:
         return self.inner.tile_diag(dim)
 
-    @override
-    def tile_full(self, dim: int) -> int:
-        return self.inner.tile_full(dim)
-
 
 class _FunctionalEncoder:
     """Raw outputs of an encoder at given values of its parameters, computed on copies of its modules.
@@ -267,18 +264,20 @@ class _FunctionalEncoder:
 
     def __call__(self, values: dict[str, Tensor], x: Inputs) -> Tensor:
         """Run the encoder with values of all parameters and buffers, under all names of each."""
+        # With torch's tie_weights, a module with two names would keep the replaced tensors afterwards.
+        call = partial(torch.func.functional_call, parameter_and_buffer_dicts=values, args=(x,), tie_weights=False)
         own = self._free_copy()
         if own is not None:
             try:
                 with MathAttention(self._originals) as watching:
-                    out = _call(own, values, x)
+                    out: Tensor = call(own)
             finally:
                 self._free_copies.append(own)
             if not watching.original_used:
                 return out
             self._can_be_copied = False
         with MathAttention():
-            return _call(self._encoder, values, x)
+            return call(self._encoder)
 
     def _free_copy(self) -> Encoder | None:
         """Return a copy that no thread is running; ``None`` if the encoder cannot be copied."""
@@ -289,11 +288,6 @@ class _FunctionalEncoder:
         except Exception:
             self._can_be_copied = False
             return None
-
-
-def _call(encoder: Encoder, values: dict[str, Tensor], x: Inputs) -> Tensor:
-    # With torch's tie_weights, a module with two names would keep the replaced tensors afterwards.
-    return torch.func.functional_call(encoder, values, (x,), tie_weights=False)
 
 
 class MathAttention(TorchFunctionMode):
@@ -321,22 +315,13 @@ class MathAttention(TorchFunctionMode):
 
 
 def _math_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = None,
-    dropout_p: float = 0.0,
-    is_causal: bool = False,
-    scale: float | None = None,
-    enable_gqa: bool = False,
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
 ) -> Tensor:
     """Compute ``F.scaled_dot_product_attention`` by plain operations, which have vmap and second derivatives."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         # The plain operations add the mask to the scores, so a boolean mask would add ones and zeros.
         attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill(~attn_mask, -torch.inf)
-    out: Tensor = torch.ops.aten._scaled_dot_product_attention_math(
-        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
-    )[0]
+    out: Tensor = torch.ops.aten._scaled_dot_product_attention_math(query, key, value, attn_mask, *rest, **options)[0]
     return out
 
 

@@ -81,10 +81,6 @@ class Pullback(ABC):
         """Return name (in the user's model) and number of entries of every parameter, in order."""
         return [(own_name(name), p.numel()) for name, p in self.encoder.named_parameters() if p.requires_grad]
 
-    def parameter_name(self, number: int) -> str:
-        """Return the name of a parameter by its number."""
-        return self.named_sizes()[number][0]
-
     def parameter_at(self, position: int) -> str:
         """Return the name of the parameter with the entry ``position`` of the flat vector (P,)."""
         for name, size in self.named_sizes():
@@ -146,7 +142,7 @@ class Pullback(ABC):
             # One product of large matrices instead of one for the blocks and one for the cross terms.
             jacobian = self.jacobians(context, hessian.z)
             return jacobian.flatten(0, 1).T @ hessian.matvec(jacobian).flatten(0, 1)
-        return self._coupled(context, hessian, self.full, self.cross_full, self.tile_full)
+        return self._coupled(context, hessian, self.full, self.cross_full, self.points_at_once)
 
     def _coupled(
         self,
@@ -194,7 +190,7 @@ class Pullback(ABC):
         """Return ``sum_i J_i^T H_ii J_i`` (P, P)."""
         n, dim = blocks.u.shape
         out = blocks.u.new_zeros(self.n_params, self.n_params)
-        for rows in chunks(n, self._points_at_once(dim)):
+        for rows in chunks(n, self.points_at_once(dim)):
             jacobian = self.jacobians(self.slice_context(context, rows), blocks.u[rows])
             out += jacobian.flatten(0, 1).T @ blocks[rows].matmul(jacobian).flatten(0, 1)
         return out
@@ -226,7 +222,7 @@ class Pullback(ABC):
         """Return covariances (N, D, D) of linearised outputs, ``J diag(v) J^T``, for variances (P,) of parameters."""
         dim = self.encoder.dim
         out = variance.new_zeros(input_length(context), dim, dim)
-        for rows in chunks(len(out), self._points_at_once(dim)):
+        for rows in chunks(len(out), self.points_at_once(dim)):
             jacobian = self.jacobians(self.slice_context(context, rows), out[rows, 0])
             out[rows] = (jacobian * variance) @ jacobian.mT
         return out
@@ -260,18 +256,14 @@ class Pullback(ABC):
 
     def tile_diag(self, dim: int) -> int:
         """Return the largest number of points, with D outputs, per side of a tile of :meth:`cross_diag`."""
-        return self._points_at_once(dim)
+        return self.points_at_once(dim)
 
-    def tile_full(self, dim: int) -> int:
-        """Return the largest number of points, with D outputs, per side of a tile of :meth:`cross_full`."""
-        return self._points_at_once(dim)
-
-    def _points_at_once(self, dim: int) -> int:
-        """Return the largest number of points whose Jacobians of D outputs may be in memory."""
+    def points_at_once(self, dim: int) -> int:
+        """Return the largest number of points whose Jacobians of D outputs may be in memory: one side of a tile."""
         return max(1, JACOBIAN_ELEMENTS // max(1, self.width * dim))
 
     def _chunks(self, n: int, dim: int) -> Iterator[tuple[slice, slice]]:
         """Yield slices of points and output axes with a bounded number of Jacobian entries each."""
-        for rows in chunks(n, self._points_at_once(dim)):
+        for rows in chunks(n, self.points_at_once(dim)):
             for axes in chunks(dim, JACOBIAN_ELEMENTS // max(1, (rows.stop - rows.start) * self.width)):
                 yield rows, axes

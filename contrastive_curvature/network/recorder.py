@@ -7,6 +7,7 @@ tokens that are added or concatenated. It does not touch the user's hooks, other
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -99,6 +100,7 @@ class ParameterUse:
             other factor of an ``entrywise`` product (``None`` for a sum).
         options: Options of the function.
         batch_axis: The axis of the points, once known.
+        ordinal: Number of earlier uses of the parameter.
     """
 
     call: Call
@@ -109,6 +111,12 @@ class ParameterUse:
     source: Any = None
     options: dict[str, Any] = field(default_factory=dict)
     batch_axis: BatchAxis = _IN_FRONT
+    ordinal: int = 0
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Return the number of the parameter and of this use, which are the same in every batch."""
+        return self.subset.number, self.ordinal
 
 
 class Recorder(TorchFunctionMode):
@@ -129,6 +137,7 @@ class Recorder(TorchFunctionMode):
         # Kept alive, because a new tensor could reuse the ``id`` of a freed one.
         self._kept = list(parameters)
         self._lookups = lookups
+        self._uses_of: Counter[int] = Counter()
         self.uses: list[ParameterUse] = []
         self.unknown: set[int] = set()
 
@@ -226,6 +235,8 @@ class Recorder(TorchFunctionMode):
     def _add(self, use: ParameterUse) -> None:
         if use.source is not None:
             use.source = use.source.detach()
+        use.ordinal = self._uses_of[use.subset.number]
+        self._uses_of[use.subset.number] += 1
         self.uses.append(use)
 
     def _track(self, t: Tensor, subset: ParameterSubset) -> None:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import copy
 import sys
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -24,18 +23,12 @@ from contrastive_curvature.errors import UnsupportedError
 _Module = TypeVar("_Module", bound=nn.Module)
 
 
-@dataclass
-class _SwitchedModule:
-    """A module in evaluation mode, its mode before, and the number of callers that need evaluation mode now."""
-
-    module: nn.Module
-    mode: bool
-    users: int = 0
-
-
-_switched: dict[int, _SwitchedModule] = {}
-_switched_lock = threading.RLock()
-"""Protects ``_switched`` only, and is never held while user code runs."""
+_modes: dict[nn.Module, bool] = {}
+"""The earlier modes of modules that are in evaluation mode now."""
+_callers: Counter[nn.Module] = Counter()
+"""The number of callers that need a module in evaluation mode."""
+_lock = threading.RLock()
+"""Protects these two, and is never held while user code runs."""
 
 
 @contextmanager
@@ -45,26 +38,24 @@ def evaluation_mode(model: nn.Module) -> Iterator[None]:
     If several threads do this to one module, the last thread to finish restores the mode that the module had before the
     first: no thread computes in a mode chosen by another. Modules already in evaluation mode are left alone.
     """
-    entries: list[_SwitchedModule] = []
     modules = list(model.modules())
-    with _switched_lock:
-        for module in modules:
-            if id(module) in _switched or module.training:
-                entry = _switched.setdefault(id(module), _SwitchedModule(module, module.training))
-                entry.users += 1
-                entries.append(entry)
+    with _lock:
+        switched = [module for module in modules if module in _modes or module.training]
+        for module in switched:
+            _modes.setdefault(module, module.training)
+        _callers.update(switched)
     try:
-        if entries:
+        if switched:
             # Needed even if another thread has registered all of them: that thread may not have called eval() yet.
             model.eval()
         yield
     finally:
-        with _switched_lock:
-            for entry in entries:
-                entry.users -= 1
-                if not entry.users:
-                    del _switched[id(entry.module)]
-                    entry.module.training = entry.mode
+        with _lock:
+            _callers.subtract(switched)
+            for module in switched:
+                if not _callers[module]:
+                    del _callers[module]
+                    module.training = _modes.pop(module)
 
 
 class OwnThreadHook:
@@ -138,10 +129,11 @@ def users_hooks(module: nn.Module, before_only: bool = False) -> list[Any]:
     return [hook for table in tables for hook in list(table.values()) if not isinstance(hook, OwnThreadHook)]
 
 
-def private_copy(module: _Module, *, backward_hooks: bool = True) -> _Module:
+def private_copy(module: _Module) -> _Module:
     """Return a copy in evaluation mode with module objects of its own, which share every tensor with the original.
 
-    A function that reaches a module in another way than through attributes, such as a closure, runs the original.
+    Of the hooks, it has the user's forward hooks. A function that reaches a module in another way than through
+    attributes, such as a closure, runs the original.
 
     Raises:
         UnsupportedError: The module has a ``__deepcopy__`` that copies its parameters.
@@ -155,10 +147,9 @@ def private_copy(module: _Module, *, backward_hooks: bool = True) -> _Module:
         memo.update((id(t), t) for t in tree_leaves(list(attributes.values())) if isinstance(t, Tensor))
         for name, value in attributes.items():
             if isinstance(value, OrderedDict) and "_hooks" in name:
-                kept = name.startswith("_forward") or (backward_hooks and name.startswith("_backward"))
                 # The hooks themselves are not copied: a hook may refer to objects that cannot be copied.
-                hooks = ((key, hook) for key, hook in value.copy().items() if not isinstance(hook, OwnThreadHook))
-                memo[id(value)] = OrderedDict(hooks if kept else ())
+                hooks = value.copy().items() if name.startswith("_forward") else ()
+                memo[id(value)] = OrderedDict((key, hook) for key, hook in hooks if not isinstance(hook, OwnThreadHook))
     copied = copy.deepcopy(module, memo)
     if [id(p) for p in copied.parameters()] != [id(p) for p in module.parameters()]:
         raise UnsupportedError(

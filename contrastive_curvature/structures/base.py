@@ -70,7 +70,7 @@ class Structure(ABC):
     @classmethod
     def tile(cls, pullback: Pullback, dim: int) -> int:
         """Return how many points with ``dim`` outputs a tile of cross terms may have on each side."""
-        return pullback.tile_full(dim)
+        return pullback.points_at_once(dim)
 
     @abstractmethod
     def clamped(self, sizes: list[int]) -> Clamped:

@@ -44,7 +44,7 @@ def check_finite(curvature: Any, pullback: Pullback, where: str) -> None:
         name = pullback.parameter_at(int(entries.nonzero()[0]))
     else:
         groups = [not all(bool(factor.isfinite().all()) for factor in group) for group in curvature]
-        name = pullback.parameter_name(groups.index(True))
+        name = pullback.named_sizes()[groups.index(True)][0]
     layer = name.rpartition(".")[0] or name
     hint = (
         "Check for inputs that are not finite, or whose squares overflow (beyond 1e19 in float32). Leave them out or "

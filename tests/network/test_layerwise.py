@@ -343,3 +343,20 @@ def test_one_point_no_point_one_output_and_frozen_parameters(device: str) -> Non
         part = jacobian[rows]
         assert close(found, (part * hessian.blocks[rows].dense().flatten(1) * part).sum(0), 1e-12)
     assert pullback.output_covariance(x[:0], torch.ones(pullback.n_params, device=device).double()).shape == (0, 1, 1)
+
+
+@pytest.mark.parametrize("shape", [(2, 3), (1, 70, 80)])
+def test_unused_parameters_add_nothing(shape: tuple[int, ...], device: str) -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(4, 3).to(device), torch.randn(6, 4, device=device)
+    hessian = cc.output_hessian(model(x).detach(), LABELS.to(device), margin=None)
+    found = []
+    for network in (model, Lambda(lambda m, x: m.used(x), used=model, unused=parameter(*shape).to(device))):
+        pullback = LayerwisePullback(Encoder(network, x))
+        with no_warning(), torch.no_grad():
+            found.append(
+                {name: f for (name, _), f in zip(pullback.named_sizes(), pullback.kron(x, hessian.blocks), strict=True)}
+            )
+    g, _ = found[1].pop("unused")
+    assert not g.any()
+    torch.testing.assert_close(found[0]["weight"], found[1]["used.weight"])

@@ -182,7 +182,7 @@ class Pass:
 def _copied(encoder: Encoder) -> Encoder:
     """Return a copy without BackPACK's hooks, which would store and compute results on the user's modules."""
     try:
-        copied = private_copy(encoder, backward_hooks=False)
+        copied = private_copy(encoder)
     except Exception as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise UnsupportedError(

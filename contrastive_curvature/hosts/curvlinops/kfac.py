@@ -157,7 +157,7 @@ def _own_copy(encoder: Encoder, x: Inputs) -> Encoder | None:
     ``None`` if the encoder cannot be copied, or if the copy does not run the same layers.
     """
     try:
-        copied = private_copy(encoder, backward_hooks=False)
+        copied = private_copy(encoder)
     except Exception:
         return None
     own = {module for module in copied.modules() if any(p.requires_grad for p in module.parameters(recurse=False))}
