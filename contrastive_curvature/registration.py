@@ -105,7 +105,7 @@ class _AfterImport:
             # Hide warnings of two packages that laplace-torch imports, because users cannot avoid them. Warning filters
             # of these packages are kept. The name distinguishes this filter from the filter of the other host, which
             # may be imported at the same time.
-            warnings.filterwarnings("ignore", rf"`torch\.jit\.script` is deprecated(?#{name})", FutureWarning)
+            warnings.filterwarnings("ignore", rf"`torch\.jit\.script` is (?#{name})", FutureWarning)
             ours = warnings.filters[0]
             try:
                 execute(module)
