@@ -101,7 +101,7 @@ $(DEMO): pyproject.toml constraints.txt
 	@touch $@
 
 $(STAMP): $(DEMO)
-	@echo "adding what tests, docs and benchmarks need to $(VENV): 1.6 GB and about two minutes the first time"
+	@echo "adding what tests, docs and benchmarks need to $(VENV): 1.7 GB and about two minutes the first time"
 	$(INSTALL) ".[$(ALL_EXTRAS)]"
 	@touch $@
 
