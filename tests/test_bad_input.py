@@ -188,7 +188,7 @@ class OnApple(Tensor):
     @staticmethod
     def __new__(cls, *shape: int) -> Self:
         device = torch.device("mps")
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=device)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -297,15 +297,7 @@ LOADERS = loaders()
     name__build__kind__words=LOADERS,
     weights__structure=[("last_layer", "diag"), ("all", "diag"), ("last_layer", "kron"), ("all", "lowrank")],
 )
-def test_a_bad_loader_costs_no_earlier_fit(
-    weights: str,
-    structure: str,
-    name: str,
-    build: Callable[[], Any],
-    kind: type[Exception],
-    words: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_bad_loader_costs_no_earlier_fit(weights, structure, name, build, kind, words, monkeypatch) -> None:
     monkeypatch.setattr(dataset, "FEATURES_KEPT", 0)
     if name == "other data":
         build, words = _unlike_in_the_last_pass, words[:1]
@@ -396,10 +388,7 @@ NAMES = [f"class {label}" for label in LABELS.tolist()]
     "call, words",
     [
         (lambda la: la.fit(X, LABELS), ("train_loader", "a Tensor", "DataLoader(TensorDataset(x, labels)")),
-        (
-            lambda la: la.fit(pd.DataFrame(X), LABELS.numpy()),
-            ("train_loader", "a DataFrame", "DataLoader("),
-        ),
+        (lambda la: la.fit(pd.DataFrame(X), LABELS.numpy()), ("train_loader", "a DataFrame", "DataLoader(")),
         (lambda la: la.fit(TensorDataset(X, LABELS)), ("train_loader", "a TensorDataset", "DataLoader(TensorDataset(")),
         (lambda la: la(DataLoader(TensorDataset(X, LABELS))), ("x: ", "a DataLoader", "for x, _ in loader")),
         (lambda la: la(X.numpy()), ("x: ", "a ndarray", "torch.as_tensor(x)")),

@@ -235,9 +235,7 @@ def test_a_third_derivative_is_refused() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(1, 5), st.floats(0, 3), st.sampled_from([(), (0,), (1,), (2, 3)]))
-def test_log_probability_is_the_normal_approximation(
-    seed: int, dim: int, margin: float, batch: tuple[int, ...]
-) -> None:
+def test_log_probability_is_the_normal_approximation(seed, dim, margin, batch) -> None:
     three = triplet(seed, dim, batch)
     mean, variance = tau_moments(*three)
     normal = torch.distributions.Normal(mean, variance.sqrt(), validate_args=False)
@@ -270,9 +268,7 @@ def normals(seed: int, *shape: int, width: int) -> tuple[Tensor, Tensor]:
     st.floats(0.01, 100),
     st.sampled_from([torch.float32, torch.float64]),
 )
-def test_gaussian_is_the_divergence_of_torch(
-    seed: int, dim: int, batch: tuple[int, ...], isotropic: bool, prior: float, dtype: torch.dtype
-) -> None:
+def test_gaussian_is_the_divergence_of_torch(seed, dim, batch, isotropic, prior, dtype) -> None:
     mean, variance = (t.to(dtype) for t in normals(seed, *batch, dim, width=1 if isotropic else dim))
     result = kl_to_normal(mean, variance, prior)
     assert result.shape == batch
@@ -343,9 +339,7 @@ def test_uniform_at_zero_has_the_limit_of_its_derivatives(dim: int) -> None:
     st.floats(0.1, 10),
     st.sampled_from([0.0, 1e-6, 1.0]),
 )
-def test_gaussian_loss_is_the_sum_of_its_parts(
-    seed: int, dim: int, batch: tuple[int, ...], dtype: torch.dtype, margin: float, prior: float, weight: float
-) -> None:
+def test_gaussian_loss_is_the_sum_of_its_parts(seed, dim, batch, dtype, margin, prior, weight) -> None:
     three = triplet(seed, dim, batch, dtype=dtype)
     loss = bayesian_triplet_loss(*three, margin, prior_variance=prior, kl_weight=weight, reduction="none")
     right = weight * sum(kl_to_normal(*one, prior) for one in three) - log_probability(*three, margin)

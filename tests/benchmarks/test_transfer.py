@@ -104,9 +104,7 @@ def test_class_gaussians_are_those_of_sklearn(n: int, width: int, limit: int, mo
 
 
 @pytest.mark.parametrize(("n", "width", "limit"), [(90, 12, 2048), (40, 60, 2048), (40, 60, 30)])
-def test_residual_is_outside_of_the_principal_space(
-    n: int, width: int, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_residual_is_outside_of_the_principal_space(n, width, limit, monkeypatch) -> None:
     monkeypatch.setattr(baselines, "_RANK", limit)
     g = torch.Generator().manual_seed(n)
     features, queries = (torch.randn(k, width, generator=g) * torch.arange(width) + 3 for k in (n, 7))
@@ -149,7 +147,6 @@ def test_unknown_and_corruption_figures_are_those_of_sklearn_and_scipy(content: 
             both = torch.cat([scores["test"], scores[f"unknown_{unknown}"]]).numpy()
             assert row["unknown"][unknown]["auroc"] == pytest.approx(roc_auc_score(truth, both))
             assert row["unknown"][unknown]["auprc"] == pytest.approx(average_precision_score(truth, both))
-        assert content.corrupted_rows is not None
         clean = scores["test"].numpy()[content.corrupted_rows]
         levels = [clean, *(scores[f"corrupted_noise_{level}"].numpy() for level in range(1, 6))]
         expected = spearmanr(np.repeat(np.arange(6), 30), np.concatenate(levels)).statistic
@@ -174,7 +171,6 @@ def test_best_threshold_makes_the_fewest_errors(pairs: list[tuple[int, bool]]) -
 
 def test_verification_by_hand(content: FeatureFile, judged: Judgement) -> None:
     pairs = content.pairs
-    assert pairs is not None
     z = torch.tensor(content.outputs(content.test_features)).double()
     cosine = torch.nn.functional.cosine_similarity(z[pairs.left], z[pairs.right]).numpy()
     right = np.zeros(len(cosine))
@@ -184,7 +180,6 @@ def test_verification_by_hand(content: FeatureFile, judged: Judgement) -> None:
         middles = (candidates[1:] + candidates[:-1]) / 2
         counts = [((cosine[~mine] >= middle) != pairs.same[~mine]).sum() for middle in middles]
         right[mine] = (cosine[mine] >= middles[int(np.argmin(counts))]) == pairs.same[mine]
-    assert judged.verified is not None
     np.testing.assert_array_equal(judged.verified.right.numpy(), right)
     folds = [right[pairs.fold == fold].mean() for fold in range(5)]
     assert judged.figures["pairs"]["accuracy"] == pytest.approx(np.mean(folds))

@@ -39,7 +39,6 @@ def test_every_command_has_help_with_an_example_that_it_understands(place: Path,
     assert result.exit_code == 0
     assert f"Example: contrastive-curvature {name}" in result.stdout
     command = cli.get_command(click.Context(cli), name)
-    assert command is not None
     words = " ".join(str(command.epilog).split()).removeprefix(f"Example: contrastive-curvature {name} ").split(" >")[0]
     context = command.make_context(name, words.split(), resilient_parsing=False)
     assert context.params

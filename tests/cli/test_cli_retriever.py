@@ -112,7 +112,7 @@ def test_texts_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
     text = '{"text": "red", "label": "a"}\n{"text": "blue", "label": "b"}\n'
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
     found = opened("-")
-    assert (found.texts, found.classes.tolist()) == (["red", "blue"], ["a", "b"])  # type: ignore[attr-defined]
+    assert (found.texts, found.classes.tolist()) == (["red", "blue"], ["a", "b"])
 
 
 def test_broken_images_are_left_out_by_name(run: Run) -> None:

@@ -135,7 +135,7 @@ def test_tables(place: Path) -> None:
     Path("a.csv").write_text('\ufefftext,label,id\n"red, apple",fruit,a\ncar,vehicle,b\n', encoding="utf-8")
     Path("b.jsonl").write_text('{"sentence": "pear", "kind": 3}\n\n{"sentence": "bus", "kind": 1}\n')
     found = opened("a.csv", id="id")
-    assert (found.texts, found.ids) == (["red, apple", "car"], ["a", "b"])  # type: ignore[attr-defined]
+    assert (found.texts, found.ids) == (["red, apple", "car"], ["a", "b"])
     other = opened("b.jsonl", text="sentence", label="kind")
     assert (other.ids, other.classes.tolist()) == (["0", "1"], [3, 1])
     numbers, names = shared_labels(found, found)

@@ -28,9 +28,7 @@ def by_hand(made: Axes) -> Tensor:
 
 
 @given(n=st.integers(0, 5), dim=st.integers(2, 7), common=st.booleans(), size=st.sampled_from([1e-3, 1.0, 1e4]))
-def test_every_figure_is_that_of_the_dense_covariances(
-    device: str, n: int, dim: int, common: bool, size: float
-) -> None:
+def test_every_figure_is_that_of_the_dense_covariances(device, n, dim, common, size) -> None:
     made = parts(n, dim, common, size, device)
     z = torch.randn(n, dim, dtype=torch.float64, device=device)
     out = cc.EmbeddingDistribution.trusted(z, made).relative_to(2.0)

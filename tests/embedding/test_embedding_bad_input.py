@@ -95,7 +95,7 @@ def test_numbers_of_samples(bad: Any) -> None:
 def test_there_is_no_mean(device: str) -> None:
     """It could be the encoder's output, or the direction."""
     found = cc.EmbeddingDistribution(3 * mean(device), covariance=matrices(device))
-    refused(lambda: found.mean, "raw_mean", "mu (norm 1)", kind=AttributeError)  # type: ignore[attr-defined]
+    refused(lambda: found.mean, "raw_mean", "mu (norm 1)", kind=AttributeError)
     assert not hasattr(found, "mean")
     assert torch.allclose(found.raw_mean, found.raw_mean.norm(dim=1, keepdim=True) * found.mu)
 
@@ -225,12 +225,7 @@ HOW = "la.predictive_samples(x, n_samples=..., joint=True)"
 )
 def test_samples_of_another_kind(function: Callable[..., Any]) -> None:
     """The message says what to pass."""
-    for bad in (
-        SAMPLES.unsqueeze(0),
-        [SAMPLES],
-        3,
-        cc.EmbeddingDistribution(SAMPLES[0], variance=torch.ones(6, 3)),
-    ):
+    for bad in (SAMPLES.unsqueeze(0), [SAMPLES], 3, cc.EmbeddingDistribution(SAMPLES[0], variance=torch.ones(6, 3))):
         refused(lambda bad=bad: function(bad), HOW)
 
 

@@ -171,10 +171,10 @@ def test_parts_that_do_not_fit_are_refused(device: str) -> None:
         ([3], "list of EmbeddingDistributions"),
     ):
         with pytest.raises(cc.InputError, match=words):
-            cc.EmbeddingDistribution.cat([one, *others])  # type: ignore[list-item]
+            cc.EmbeddingDistribution.cat([one, *others])
     for bad in ([], one, draw(2, 3)):
         with pytest.raises(cc.InputError, match="list of EmbeddingDistributions"):
-            cc.EmbeddingDistribution.cat(bad)  # type: ignore[arg-type]
+            cc.EmbeddingDistribution.cat(bad)
     with pytest.raises(cc.UnsupportedError, match="joint=True"):
         cc.EmbeddingDistribution.cat([build("joint", device)] * 2)
     centres = [ClassCentres.of(draw(4, D, seed=seed).to(device), torch.arange(4, device=device) % 2) for seed in (0, 1)]
@@ -189,7 +189,7 @@ def test_parts_that_do_not_fit_are_refused(device: str) -> None:
         cc.EmbeddingDistribution.cat([samples, fewer])
     for dtype in (torch.int64, "float16"):
         with pytest.raises(cc.InputError, match=r"dtype: .*floating-point"):
-            one.to(dtype=dtype)  # type: ignore[arg-type]
+            one.to(dtype=dtype)
     assert one.to(torch.device(device)).raw_mean.device.type == torch.device(device).type
 
 

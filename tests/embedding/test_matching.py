@@ -15,12 +15,7 @@ from tables import each
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from contrastive_curvature import (
-    EmbeddingDistribution,
-    InputError,
-    MatchProbability,
-    NotFittedError,
-)
+from contrastive_curvature import EmbeddingDistribution, InputError, MatchProbability, NotFittedError
 from contrastive_curvature.codec import sealed
 from contrastive_curvature.embedding.match_probability import Side, pair_features
 from contrastive_curvature.embedding.similarity import directions

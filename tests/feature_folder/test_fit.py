@@ -15,7 +15,7 @@ import contrastive_curvature as cc
 
 pytestmark = [
     # Both calibrations use the training inputs, which are at hand.
-    pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning"),
+    pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning")
 ]
 
 

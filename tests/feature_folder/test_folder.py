@@ -50,9 +50,7 @@ def test_content(dtype: str, device: str, tmp_path: Path) -> None:
 
 @settings(max_examples=15)
 @given(count=st.integers(1, 70), rows=st.integers(1, 60), size=st.integers(1, 60), seed=st.none() | st.integers(0, 9))
-def test_shards_are_a_partition(
-    count: int, rows: int, size: int, seed: int | None, device: str, tmp_path_factory: Any
-) -> None:
+def test_shards_are_a_partition(count, rows, size, seed, device, tmp_path_factory) -> None:
     folder = write(tmp_path_factory.mktemp("f") / "f", device, dtype="float64", rows_per_part=rows)
     whole = cc.FeatureFolder(folder.path, batch_size=size, seed=seed)
     shards = [whole.shard(index, count) for index in range(count)]

@@ -25,9 +25,7 @@ from contrastive_curvature.io.feature_folder.folder import HEADER, FeatureHeader
         ("float64", torch.nan, "finite features, got NaN or infinity in row 30", None),
     ],
 )
-def test_features_that_the_precision_cannot_hold(
-    dtype: str, size: float, message: str, wider: str | None, device: str, tmp_path: Path
-) -> None:
+def test_features_that_the_precision_cannot_hold(dtype, size, message, wider, device, tmp_path) -> None:
     torch.manual_seed(1)
     layers = [nn.Linear(5, 7, bias=False), nn.Identity(), nn.Linear(7, 4)]
     model, (x, y) = nn.Sequential(*layers).double().to(device), data(device)

@@ -126,9 +126,7 @@ def _first_weight(model: Any) -> Any:
         ({"given": "inputs"}, "other features for the points from row 0 on"),
     ],
 )
-def test_other_encoder_options_or_data_are_refused(
-    change: dict[str, Any], message: str, complete: bool, device: str, tmp_path: Path
-) -> None:
+def test_other_encoder_options_or_data_are_refused(change, message, complete, device, tmp_path) -> None:
     x, y = data(device)
     if complete:
         write(tmp_path / "f", device)
@@ -140,10 +138,7 @@ def test_other_encoder_options_or_data_are_refused(
     if options.get("model"):
         options["model"] = _first_weight(encoder(device))
     if given := options.get("given"):
-        options["given"] = {
-            "targets": loader(x, y + 1),
-            "inputs": loader(x + 0.1, y),
-        }[given]
+        options["given"] = {"targets": loader(x, y + 1), "inputs": loader(x + 0.1, y)}[given]
     with pytest.raises(cc.InputError, match=message):
         write(tmp_path / "f", device, **options)
     assert content(tmp_path / "f") == kept

@@ -236,9 +236,7 @@ TWO = views(X)
         ({"loss": cc.CoSENTLoss()}, TWO, cc.InputError, "grades"),
     ],
 )
-def test_batches_that_are_refused(
-    options: dict[str, Any], batch: Any, kind: type[Exception], words: str, device: str
-) -> None:
+def test_batches_that_are_refused(options, batch, kind, words, device) -> None:
     la = Laplace(problem(device)[0], "contrastive", backend_kwargs={"loss": cc.InfoNCELoss(0.2), **options})
     with pytest.raises(kind, match=words):
         la.fit([batch])

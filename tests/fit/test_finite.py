@@ -40,9 +40,7 @@ STRUCTURES = [
 
 
 @covering(1, activation__value=OUTLIERS, weights__structure__more=STRUCTURES)
-def test_no_structure_keeps_it(
-    weights: str, structure: str, more: dict[str, Any], activation: nn.Module, value: float, device: str
-) -> None:
+def test_no_structure_keeps_it(weights, structure, more, activation, value, device) -> None:
     la = Laplace(encoder(activation, device), "contrastive", weights, structure, **more)
     # Infinity and too large outputs are found where the Hessian is made, the rest where it is pulled back.
     with pytest.raises(cc.InputError, match=r"finite|1 / norm"):

@@ -139,9 +139,7 @@ def test_batches_are_counted_with_the_targets_they_come_with(device: str) -> Non
     batch=st.integers(1, 31),
     noise=st.sampled_from((0.0, 1e-6)),
 )
-def test_a_record_knows_its_points_in_any_order(
-    n: int, dim: int, classes: int, seed: int, batch: int, noise: float, device: str
-) -> None:
+def test_a_record_knows_its_points_in_any_order(n, dim, classes, seed, batch, noise, device) -> None:
     generator = torch.Generator().manual_seed(seed)
     z = torch.randn(n, dim, generator=generator) + 0.1
     labels = torch.randint(0, classes, (n,), generator=generator)
@@ -256,9 +254,7 @@ class Counting(nn.Linear):
     ("structure", "options"),
     [("kron", {}), ("diag", {"negative_samples": 10}), ("diag", {"pd_fix": "full"}), ("full", {"pd_fix": "psd"})],
 )
-def test_the_encoder_runs_once_a_point_where_features_are_kept(
-    structure: str, options: dict[str, Any], device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_encoder_runs_once_a_point_where_features_are_kept(structure, options, device, monkeypatch) -> None:
     generator = torch.Generator().manual_seed(0)
     x, labels = torch.randn(N, WIDTH, generator=generator).to(device), (torch.arange(N) % 4).to(device)
     points, curvatures = [], []

@@ -126,10 +126,7 @@ def test_ranking_by_labels_counts_positives(device: str) -> None:
     assert other.relevant.flatten().tolist() == [True, False, False, False, True]
 
 
-@given(
-    st.lists(st.floats(-5, 5), min_size=1, max_size=30),
-    st.lists(st.floats(-5, 5), min_size=1, max_size=30),
-)
+@given(st.lists(st.floats(-5, 5), min_size=1, max_size=30), st.lists(st.floats(-5, 5), min_size=1, max_size=30))
 def test_auroc_is_the_chance_to_rank_right(inside: list[float], outside: list[float]) -> None:
     a, b = torch.tensor(inside, dtype=torch.float64), torch.tensor(outside, dtype=torch.float64)
     direct = ((b[:, None] > a).double() + (b[:, None] == a).double() / 2).mean().item()

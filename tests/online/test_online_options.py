@@ -63,9 +63,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @each("wrong, kind, message", REFUSED)
-def test_refused_options_say_what_came_and_what_to_do(
-    wrong: dict[str, Any], kind: type[Exception], message: str, device: str
-) -> None:
+def test_refused_options_say_what_came_and_what_to_do(wrong, kind, message, device) -> None:
     arguments = {"encoder": encoder(), "probe": data("cpu")[0], "n_data": 12, **wrong}
     with pytest.raises(kind, match=f"(?s){message}"):
         OnlineLaplace(arguments.pop("encoder"), **arguments)

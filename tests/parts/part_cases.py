@@ -40,12 +40,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Options of the backend, and ``weights`` and ``structure`` of the fit."""
 
-ALONE = (
-    "pairs of batches",
-    "all pairs of batches",
-    "anchors of batches",
-    "mc samples",
-)
+ALONE = ("pairs of batches", "all pairs of batches", "anchors of batches", "mc samples")
 """Fits whose curvature depends on which points share a batch, or on random numbers of a part."""
 
 

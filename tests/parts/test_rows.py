@@ -29,9 +29,7 @@ def divisions(draw: st.DrawFn) -> tuple[torch.Tensor, list[list[torch.Tensor]]]:
 
 
 @given(drawn=divisions(), size=st.integers(1, 70), seed=st.integers(0, 5))
-def test_the_sample_is_that_of_any_other_division(
-    drawn: tuple[torch.Tensor, list[list[torch.Tensor]]], size: int, seed: int, device: str
-) -> None:
+def test_the_sample_is_that_of_any_other_division(drawn, size, seed, device) -> None:
     numbers, parts = drawn
     # The definition: the points with the smallest keys.
     wanted = numbers[point_keys(numbers, seed).argsort()[:size]].sort().values
@@ -48,9 +46,7 @@ def test_the_sample_is_that_of_any_other_division(
 
 
 @given(seed=st.integers(0, 99), n=st.integers(1, 300), kinds=st.integers(1, 90), size=st.integers(1, 60))
-def test_points_that_repeat_do_not_fill_a_sample_and_divisions_agree(
-    seed: int, n: int, kinds: int, size: int, device: str
-) -> None:
+def test_points_that_repeat_do_not_fill_a_sample_and_divisions_agree(seed, n, kinds, size, device) -> None:
     """Numbers by content: one in twenty rows is of one number, and more only for want of others."""
     generator = torch.Generator().manual_seed(seed)
     numbers = (kinds * torch.rand(n, generator=generator).square()).to(torch.int64)

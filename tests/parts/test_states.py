@@ -84,9 +84,7 @@ def merged_in(states: list[State], order: list[int], pairs: list[int]) -> State:
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ALONE])
 @settings(max_examples=5)
 @given(drawn=divisions(), data=st.data())
-def test_a_fit_in_parts_is_that_of_the_whole(
-    case: str, drawn: list[tuple[list[int], list[int]]], data: st.DataObject, device: str
-) -> None:
+def test_a_fit_in_parts_is_that_of_the_whole(case, drawn, data, device) -> None:
     parts = [loader_of(device, chosen, sizes) for chosen, sizes in drawn]
     la, count = make(case, device), len(parts)
 
@@ -102,9 +100,7 @@ def test_a_fit_in_parts_is_that_of_the_whole(
 
 
 @pytest.mark.parametrize("many", [N, N + 1])
-def test_the_number_of_all_points_decides_in_parts_as_in_one_process(
-    many: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_all_points_decides_in_parts_as_in_one_process(many, device, monkeypatch) -> None:
     monkeypatch.setattr(dataset, "MANY_POINTS", many)
     monkeypatch.setattr(dataset, "NEGATIVE_SAMPLES", 7)
     case = "as the number of points has it"
@@ -265,7 +261,7 @@ def test_malformed_parts_are_refused(part: Any, device: str) -> None:
 def test_malformed_states_are_refused(device: str) -> None:
     la, parts, first, _ = states("sampled", device)
     with pytest.raises(InputTypeError, match="states: expected several states, as a list"):
-        State.merged(first[0])  # type: ignore[arg-type]
+        State.merged(first[0])
     with pytest.raises(InputError, match="part: expected one of 2 parts"):
         la.part_curvature(parts[0], (0, 3), State.merged(first))
     with pytest.raises(InputError, match="statistics: expected at least one point"):
@@ -291,9 +287,7 @@ class Unread:
         ("gp", {"pd_fix": "psd"}, "of several sets of data does not add up"),
     ],
 )
-def test_fits_that_do_not_come_in_parts_are_refused_at_once(
-    structure: str, options: dict[str, Any], message: str, device: str
-) -> None:
+def test_fits_that_do_not_come_in_parts_are_refused_at_once(structure, options, message, device) -> None:
     host = {"n_subset": 5} if structure == "gp" else {}
     la = Laplace(encoder(device), "contrastive", "all", structure, backend_kwargs=options, **host)
     with pytest.raises(UnsupportedError, match=re.escape(message)):

@@ -116,7 +116,7 @@ def test_missing_damaged_foreign_and_later_files(la: Any, saved: Path, monkeypat
     with pytest.raises(cc.InputError, match="source: expected a folder that exists"):
         loaded(saved / "nowhere")
     with pytest.raises(cc.InputTypeError, match=r"encoder: expected a torch\.nn\.Module"):
-        cc.load_pretrained(saved, torch.nn.Linear)  # type: ignore[arg-type]
+        cc.load_pretrained(saved, torch.nn.Linear)
 
 
 def test_nothing_is_written_through_a_link(other: Any, saved: Path, tmp_path: Path) -> None:

@@ -148,9 +148,7 @@ def test_a_hub_that_does_not_answer_is_given_up(la: Any, hub: Hub, monkeypatch: 
 
 
 @each("repo_id", ["", "me", "me/x/y", "me/x y", "-me/x", "me/a--b", "me/x.git", "me/" + 97 * "x", 3])
-def test_names_of_repositories_are_checked_before_anything_is_saved(
-    la: Any, hub: Hub, tmp_path: Path, repo_id: Any
-) -> None:
+def test_names_of_repositories_are_checked_before_anything_is_saved(la, hub, tmp_path, repo_id) -> None:
     for save in (la.push_to_hub, lambda name: la.save_pretrained(tmp_path / "saved", repo_id=name)):
         with pytest.raises(cc.InputError, match=r"repo_id: expected (the name of a repository|a valid string)"):
             save(repo_id)

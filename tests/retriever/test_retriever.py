@@ -274,9 +274,7 @@ def test_what_is_learned_at_random_is_held_out_and_what_is_learned_of_answers_on
         ({"false_alarms": 0.01}, 50, ("false_alarms", "no query is unknown", "at least 99")),
     ],
 )
-def test_where_no_limit_keeps_a_rate_nothing_is_answered_and_the_reason_is_said(
-    rates: dict[str, Any], held: int, message: tuple[str, ...], la: Any
-) -> None:
+def test_where_no_limit_keeps_a_rate_nothing_is_answered_and_the_reason_is_said(rates, held, message, la) -> None:
     # One in ten has a wrong label: no score can tell.
     names = np.where(np.arange(300) % 10 == 0, "fox", HELD.names)[:held]
     gallery = TRAIN.x, TRAIN.names
@@ -407,7 +405,7 @@ FIT = {"x": TRAIN.x, "y": TRAIN.y, "held_out": (HELD.x, HELD.y)}
 @each(
     "call, kind, words",
     [
-        (lambda _: cc.Retriever("model"), cc.InputTypeError, ("encoder", "torch.nn.Module", "a str")),  # type: ignore[arg-type]
+        (lambda _: cc.Retriever("model"), cc.InputTypeError, ("encoder", "torch.nn.Module", "a str")),
         (lambda _: cc.Retriever(new().fit(**FIT).la, head=True), cc.InputError, ("head", "Pass the encoder")),
         (
             lambda _: cc.Retriever(None).fit(**{**FIT, "held_out": (HELD.x * np.nan, HELD.y)}),
@@ -416,7 +414,7 @@ FIT = {"x": TRAIN.x, "y": TRAIN.y, "held_out": (HELD.x, HELD.y)}
         ),
         (lambda _: cc.Retriever(encoder(), wrong_answers=2), cc.InputError, ("wrong_answers", "(0, 1)", "2")),
         (lambda _: cc.Retriever(encoder(), false_matches=0), cc.InputError, ("false_matches", "(0, 1)")),
-        (lambda _: cc.Retriever(encoder(), false_alarms="1 %"), cc.InputTypeError, ("false_alarms", "1 %")),  # type: ignore[arg-type]
+        (lambda _: cc.Retriever(encoder(), false_alarms="1 %"), cc.InputTypeError, ("false_alarms", "1 %")),
         (lambda _: cc.Retriever(encoder(), confidence=1), cc.InputError, ("confidence", "(0, 1)")),
         (lambda _: new()(TEST.x), cc.NotFittedError, ("Retriever.la", "fit(...)")),
         (lambda _: new().answered, cc.NotFittedError, ("Retriever.answered", "fit(...)")),
@@ -546,9 +544,7 @@ def test_an_exact_index_gives_the_answers_of_the_search_of_all() -> None:
         (lambda: None, torch.float32, True, 1e-4),
     ],
 )
-def test_a_served_answer_without_torch(
-    encoder_of: Any, dtype: torch.dtype, head: bool, tolerance: float, tmp_path: Path
-) -> None:
+def test_a_served_answer_without_torch(encoder_of, dtype, head, tolerance, tmp_path) -> None:
     model = encoder_of()
     model = model if model is None else model.to(dtype)
     parts = {name: (torch.from_numpy(p.x).to(dtype), p.names) for name, p in (("train", TRAIN), ("held", HELD))}

@@ -33,15 +33,7 @@ SUFFIXES = ("npz", "safetensors")
     structure=STRUCTURES,
     dtype__tolerance=[(torch.float64, 1e-10), (torch.float32, 1e-5)],
 )
-def test_the_scorer_is_la(
-    device: str,
-    structure: str,
-    calibrated: bool,
-    centres: bool,
-    dtype: torch.dtype,
-    tolerance: float,
-    tmp_path: Path,
-) -> None:
+def test_the_scorer_is_la(device, structure, calibrated, centres, dtype, tolerance, tmp_path) -> None:
     la = fitted(structure, calibrated=calibrated, centres=centres, bias=centres, dtype=dtype, device=device)
     x = inputs(20, 3, dtype, device)
     features = la.model.forward_with_features(x)[1].detach().cpu().numpy()
@@ -194,9 +186,7 @@ def test_arrays_that_only_numpy_would_execute_are_refused(device: str, tmp_path:
 
 
 @given(data=st.data())
-def test_a_damaged_file_is_refused_or_loads_whole(
-    device: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_damaged_file_is_refused_or_loads_whole(device, data, tmp_path_factory) -> None:
     folder = tmp_path_factory.mktemp("damaged")
     suffix = data.draw(st.sampled_from(SUFFIXES))
     path = folder / f"scorer.{suffix}"

@@ -25,7 +25,7 @@ def test_towers_run_both_encoders(device: str) -> None:
     assert torch.equal(z_a, a(x_a))
     assert torch.equal(z_b, b(x_b))
     with pytest.raises(cc.InputTypeError, match="encoder_b: expected a"):
-        TwoTowers(a, None)  # type: ignore[arg-type]
+        TwoTowers(a, None)
 
 
 @each(
