@@ -102,10 +102,10 @@ MUTANTS = [
       "losses/test_derivatives.py losses/test_pair_losses.py"),
     M("a sampled negative stands for the wrong number", "n / m points of other classes",
       "losses/dataset.py", "there.double() / drawn.clamp(min=1)", "drawn.double() / there.clamp(min=1)",
-      "fit/test_negative_samples.py::test_the_mean_over_all_samples_is_the_exact_sum"),
+      "fit/test_negative_samples.py::test_the_mean_over_all_samples_is_the_exact_curvature"),
     M("a banked negative stands for itself alone", "n / m points of other classes",
       "losses/dataset.py", "columns.weight.to(x.dtype)[index].unsqueeze(1) * repels", "1.0 * repels",
-      "fit/test_negative_samples.py::test_the_mean_over_all_samples_is_the_exact_sum"),
+      "fit/test_negative_samples.py::test_the_mean_over_all_samples_is_the_exact_curvature"),
 
     # hessian
     M("Euclidean blocks go with 1 / n", "d P / n^2", "hessian/node_blocks.py",

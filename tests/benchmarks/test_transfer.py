@@ -22,10 +22,10 @@ from benchmarks.transfer.run import main
 from contrastive_curvature import metrics
 
 
-def make_content(
-    n: int = 120, m: int = 60, width: int = 12, dim: int = 4, classes: int = 4, seed: int = 0
-) -> FeatureFile:
-    g = np.random.default_rng(seed)
+@pytest.fixture(scope="module")
+def content() -> FeatureFile:
+    n, m, width, dim, classes = 120, 60, 12, 4, 4
+    g = np.random.default_rng(0)
     centres = 2 * g.normal(size=(classes, width))
     labels, test_labels = g.integers(0, classes, n), g.integers(0, classes, m)
     test = centres[test_labels] + g.normal(size=(m, width))
@@ -42,11 +42,6 @@ def make_content(
         corrupted_rows=rows,
         pairs=Pairs(np.arange(m - 1), np.arange(1, m), test_labels[:-1] == test_labels[1:], np.arange(m - 1) % 5),
     )
-
-
-@pytest.fixture(scope="module")
-def content() -> FeatureFile:
-    return make_content()
 
 
 @pytest.fixture(scope="module")

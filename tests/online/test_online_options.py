@@ -110,6 +110,7 @@ def test_a_curvature_that_overflows(device: str) -> None:
         ({"sampling_temperature": 0.1}, "sampling_temperature"),
         ({"backend_kwargs": {"pd_fix": "psd"}}, "pd_fix"),
         ({"prior_precision": 3.0}, "prior_precision"),
+        *(({"backend_kwargs": {"loss": loss}}, "curvature_loss") for loss in (cc.InfoNCELoss(0.05), cc.TripletLoss())),
     ],
 )
 def test_a_state_of_other_options_is_refused(change: dict[str, Any], name: str, device: str) -> None:
