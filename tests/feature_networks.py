@@ -40,15 +40,3 @@ class Interrupted:
         yield from self.batches[: self.after]
         msg = "the disk with the images has gone"
         raise OSError(msg)
-
-
-class Counting(nn.Module):
-    """An encoder that counts the points it has seen."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.points = inner, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.points += len(x)
-        return self.inner(x)

@@ -243,7 +243,7 @@ MUTANTS = [
       "tangential * (typical_norm / norm)", "tangential * (typical_norm / norm) ** 2",
       "embedding/test_class_centres.py"),
     M("variance along the mean counts for a posterior", "V = tr Cov - u.Cov u", "embedding/distribution.py",
-      "((total - radial) / norm / norm)", "(total / norm / norm)", "embedding/test_axis_covariance.py"),
+      "((total - radial) / norm / norm)", "(total / norm / norm)", "embedding/test_embedding_rows.py"),
     M("variance along the mean counts", "(tr V - u.V u) / n^2", "vmf/estimation.py",
       "across = total - radial", "across = total + 0 * radial", "vmf/test_vmf_estimation.py"),
     M("two spreads do not meet", "tr(C_a C_b)", "embedding/similarity.py",

@@ -8,7 +8,7 @@ import pytest
 import torch
 from laplace import Laplace
 from tables import covering, each
-from tiny import data, encoder
+from tiny import Counting, data, encoder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -98,7 +98,7 @@ def test_pairs(call: Callable[..., Any], device: str) -> None:
 def test_options(option: str, value: Any, kind: type[Exception], words: tuple[str, ...]) -> None:
     z, y = outputs()
     x, _ = data()
-    model = Counting()
+    model = Counting(encoder())
     calls = [
         lambda: cc.output_hessian(z, y, **{option: value}),
         lambda: cc.ggn(model, x, y, **{option: value}),
@@ -112,22 +112,9 @@ def test_options(option: str, value: Any, kind: type[Exception], words: tuple[st
     assert model.points == 0
 
 
-class Counting(nn.Module):
-    """An encoder that counts the points it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = encoder()
-        self.points = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.points += x.shape[0]
-        return self.inner(x)
-
-
 def test_further_options_of_ggn() -> None:
     x, y = data()
-    model = Counting()
+    model = Counting(encoder())
     refused(lambda: cc.ggn(model, x, y, structure="lowrank"), cc.InputError, "structure", "'kron'", "lowrank")
     refused(lambda: cc.ggn(model, x[:0], y[:0]), cc.InputError, "x", "at least one point")
     assert model.points == 0

@@ -11,7 +11,8 @@ from feature_networks import POINTS, WIDTH, data, encoder, loader
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tables import each
-from torch import Tensor, nn
+from tiny import OfMapping
+from torch import Tensor
 
 import contrastive_curvature as cc
 
@@ -97,20 +98,12 @@ def test_shuffling_loader_is_read_in_the_order_of_its_data(device: str, tmp_path
 
 
 def test_mappings_and_plain_batches(device: str, tmp_path: Path) -> None:
-    class OfMapping(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = encoder(device)
-
-        def forward(self, batch: dict[str, Tensor]) -> Tensor:
-            return self.inner(batch["image"])
-
-    x, y = data(device)
+    (x, y), model = data(device), OfMapping(encoder(device), "image")
     given_batches = [{"image": x[:20], "class": y[:20]}, {"image": x[20:], "class": y[20:]}]
-    folder = cc.features(OfMapping(), given_batches, tmp_path / "f", label_key="class", dtype="float64")
+    folder = cc.features(model, given_batches, tmp_path / "f", label_key="class", dtype="float64")
     assert torch.allclose(torch.from_numpy(folder.numpy()), hidden(device), rtol=1e-12)
     with pytest.raises(cc.InputError, match=r"loader: .*labels under 'labels'"):
-        cc.features(OfMapping(), given_batches, tmp_path / "g")
+        cc.features(model, given_batches, tmp_path / "g")
 
 
 def test_options_of_the_folder(device: str, tmp_path: Path) -> None:

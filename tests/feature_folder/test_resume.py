@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from feature_networks import POINTS, Counting, Interrupted, data, encoder, loader
+from feature_networks import POINTS, Interrupted, data, encoder, loader
 from tables import covering, each
+from tiny import Counting
 
 import contrastive_curvature as cc
 

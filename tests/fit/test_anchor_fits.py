@@ -6,7 +6,7 @@ import pytest
 import torch
 from laplace import Laplace
 from tables import covering, each
-from tiny import encoder, numbers
+from tiny import OfMapping, encoder, numbers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
@@ -86,18 +86,9 @@ def test_views_without_labels(form: str, device: str) -> None:
         "mappings": ({"0": first}, {"0": second}),
     }[form]
 
-    class OfMapping(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: Any) -> Tensor:
-            out: Tensor = self.inner(x["0"] if isinstance(x, dict) else x)
-            return out
-
-    encoder = OfMapping(model) if form == "mappings" else model
+    chosen = OfMapping(model, "0") if form == "mappings" else model
     loss = cc.InfoNCELoss(0.2)
-    la = Laplace(encoder, "contrastive", "last_layer", "diag", backend_kwargs={"loss": loss})
+    la = Laplace(chosen, "contrastive", "last_layer", "diag", backend_kwargs={"loss": loss})
     la.fit([batch])
     joined, ids = torch.cat([first, second]), torch.arange(12, device=device).repeat(2)
     truth = 24 * cc.ggn(model, joined, ids, loss=loss, subset_of_weights="last_layer", clamp=False)

@@ -3,7 +3,7 @@
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from strategies import DISTANCES, FIXES, NORMALIZATIONS, build_network, close, make_inputs
 from tables import covering, each
-from tiny import in_batches
+from tiny import Numbered, in_batches
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -26,19 +26,6 @@ from contrastive_curvature.structures import Dense, Diagonal, Kron
 MARGINS = (None, 0.3, 0.9, 1.4, 2.0)
 WEIGHTS = (0.0, 0.3, 0.5, 1.0)
 WITH_FACTORS = ("linear", "no bias", "tanh", "softplus", "gelu", "batchnorm")
-
-
-class Numbered:
-    """Batches whose points have numbers, as those of a shard have."""
-
-    def __init__(self, batches: Sequence[tuple[Tensor, Tensor]], numbers: Tensor) -> None:
-        self.batches, self.numbers = batches, numbers
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        return iter(self.batches)
 
 
 def backend(model: nn.Module, x: Tensor, last: bool, **options: Any) -> Any:

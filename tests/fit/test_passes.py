@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
 from tables import covering
+from tiny import OfMapping
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, get_worker_info
 
@@ -201,21 +202,12 @@ class Stream(IterableDataset[Any]):
             yield {"x": self.x[k], "labels": k % 4} if self.keys else (self.x[k], k % 4)
 
 
-class OfMapping(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer = nn.Linear(WIDTH, 3)
-
-    def forward(self, batch: dict[str, Tensor]) -> Tensor:
-        return self.layer(batch["x"])
-
-
 def test_workers_that_give_every_point_are_named() -> None:
     for encoder, options in (
         (model("cpu"), {}),
         (model("cpu"), {"pairs": "batch"}),
         (model("cpu"), {"loss": cc.SupConLoss(0.1)}),
-        (OfMapping(), {}),
+        (OfMapping(model("cpu"), "x"), {}),
     ):
         keys = isinstance(encoder, OfMapping)
 

@@ -7,7 +7,8 @@ import torch
 from laplace import Laplace
 from strategies import close
 from tables import covering
-from torch import Tensor, nn
+from tiny import OfMapping
+from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 from tower_cases import LOSSES, batches, encoders, numbers, posterior
 
@@ -110,19 +111,11 @@ def test_what_a_loader_may_yield(device: str) -> None:
 def test_loader_of_torch_and_mappings(device: str) -> None:
     """A shuffling loader, and an encoder that takes a mapping."""
 
-    class Named(nn.Module):
-        def __init__(self, inner: nn.Module) -> None:
-            super().__init__()
-            self.inner = inner
-
-        def forward(self, x: dict[str, Tensor]) -> Tensor:
-            return self.inner(x["pixels"])
-
     a, b = encoders(device)
     data = TensorDataset(numbers(0, 9, 4), numbers(1, 9, 2))
     plain = posterior(a, b, "last_layer", "diag", LOSSES["infonce"]())
     plain.fit(DataLoader(data, batch_size=4))
-    named = posterior(Named(a), b, "last_layer", "diag", LOSSES["infonce"]())
+    named = posterior(OfMapping(a, "pixels"), b, "last_layer", "diag", LOSSES["infonce"]())
     named.fit([({"pixels": x}, y) for x, y in DataLoader(data, batch_size=4)])
     assert close(named.a.H_raw, plain.a.H_raw, tolerance=1e-13)
     assert close(named.b.H_raw, plain.b.H_raw, tolerance=1e-13)
