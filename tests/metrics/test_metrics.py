@@ -1,4 +1,4 @@
-"""Neighbours, recall, precision and metrics of one uncertainty per query; votes of sampled networks, and calibration."""
+"""Neighbours, recall, precision and metrics of one uncertainty per query; votes of sampled networks, calibration."""
 
 import importlib.util
 import math

@@ -56,15 +56,7 @@ def diagonal(la: Any) -> Tensor:
     seed=st.integers(0, 999),
 )
 def test_without_motion_and_forgetting_it_is_the_post_hoc_fit(
-    kind: str,
-    structure: str,
-    subset: str,
-    normalization: str,
-    distance: str,
-    size: int,
-    count: int,
-    seed: int,
-    device: str,
+    kind, structure, subset, normalization, distance, size, count, seed, device
 ) -> None:
     torch.manual_seed(seed)
     encoder = build_network(kind, 3).to(device)
