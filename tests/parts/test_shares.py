@@ -123,8 +123,7 @@ def head(numbers: range | None, points: int | None = None, seen: int | None = No
     return Head(Origin(n, 0, 0.0, float(n)), claim)
 
 
-def test_shares_are_the_data_set(device: str) -> None:
-    del device
+def test_shares_are_the_data_set() -> None:
     halves = [head(range(0, 10, 2), 10), head(range(1, 10, 2), 10)]
     assert not all_the_same(halves)
     check_shares(halves)

@@ -265,7 +265,6 @@ def test_the_information_is_that_of_the_posterior(device: str, tmp_path: Path) -
     assert json.loads(json.dumps(info.to_plain(), allow_nan=False)) == info.to_plain()
 
 
-def test_every_exported_loss_is_known(device: str) -> None:
-    del device
+def test_every_exported_loss_is_known() -> None:
     kinds = [getattr(cc, name) for name in cc.__all__ if name.endswith("Loss") and name not in ("PairLoss", "RowLoss")]
     assert {kind for kind in kinds if issubclass(kind, cc.losses.CosineLoss)} == set(KNOWN_LOSSES.values())
