@@ -25,18 +25,11 @@ def ggn(drawn: Drawn, device: str, **kwargs: Any) -> Any:
 
 
 @settings(max_examples=40)
-@given(
-    drawn=network_cases(),
-    freeze=st.integers(0, 3),
-    elements=st.sampled_from((2**25, 1, 7, 60)),
-    overhead=st.sampled_from((-(10**6), 10**6)),
-    data=st.data(),
-)
-def test_diag_and_full_are_exact(drawn, freeze, elements, overhead, data, device) -> None:
+@given(drawn=network_cases(), freeze=st.integers(0, 3), elements=st.sampled_from((2**25, 1, 7, 60)), data=st.data())
+def test_diag_and_full_are_exact(drawn: Drawn, freeze: int, elements: int, data: st.DataObject, device: str) -> None:
     """All parameters, the last layer, and a subnetwork.
 
-    Jacobians in chunks of points and of output axes, cross terms in tiles, down to one point at a time, and coupled
-    fixes of the last layer by points or by pairs.
+    Jacobians in chunks of points and of output axes, cross terms in tiles, down to one point at a time.
     """
     for p in [p for p in drawn[0].parameters() if p.requires_grad][:-1][:freeze]:
         p.requires_grad_(False)
@@ -44,7 +37,6 @@ def test_diag_and_full_are_exact(drawn, freeze, elements, overhead, data, device
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(pullback, "JACOBIAN_ELEMENTS", elements)
         patch.setattr(last_layer, "JACOBIAN_ELEMENTS", elements)
-        patch.setattr(last_layer, "_PAIR_OVERHEAD", overhead)
         if elements < 2**25:
             patch.setattr(last_layer.LastLayerPullback, "tile_diag", lambda *_: max(1, elements // 3))
         for weights, part in parts_of(drawn[0], truth, data):
@@ -52,6 +44,19 @@ def test_diag_and_full_are_exact(drawn, freeze, elements, overhead, data, device
             assert close(ggn(drawn, device, subset_of_weights=subset).cpu(), want.diagonal(), size)
             assert close(ggn(drawn, device, subset_of_weights=subset, structure="full").cpu(), want, size)
             drawn[0].cpu()
+
+
+@given(drawn=network_cases(), overhead=st.sampled_from((-(10**6), 10**6)))
+def test_both_routes_of_the_coupled_last_layer_agree(drawn: Drawn, overhead: int, device: str) -> None:
+    """By points and by pairs: the choice is one of speed."""
+    drawn[0].requires_grad_()  # a last layer is taken whole, frozen or not
+    drawn[2].options["pd_fix"] = "full"
+    truth, size = truth_and_size(*drawn)
+    count = sum(p.numel() for p in [m for m in drawn[0].modules() if isinstance(m, nn.Linear)][-1].parameters())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(last_layer, "_PAIR_OVERHEAD", overhead)
+        found = ggn(drawn, device, subset_of_weights="last_layer").cpu()
+    assert close(found, truth.diagonal()[-count:], size)
 
 
 @given(drawn=network_cases(networks=("linear", "tanh", "gelu")))
