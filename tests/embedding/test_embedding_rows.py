@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import covering, each
+from tables import covering, each, refused
 from torch import Tensor
 
 import contrastive_curvature as cc
@@ -177,8 +177,8 @@ def test_parts_that_do_not_fit_are_refused(device: str) -> None:
     for bad in ([], one, draw(2, 3)):
         with pytest.raises(cc.InputError, match="list of EmbeddingDistributions"):
             cc.EmbeddingDistribution.cat(bad)
-    with pytest.raises(cc.UnsupportedError, match="joint=True"):
-        cc.EmbeddingDistribution.cat([build("joint", device)] * 2)
+    joint = [build("joint", device)] * 2
+    refused(lambda: cc.EmbeddingDistribution.cat(joint), "joint=True", kind=cc.UnsupportedError)
     centres = [ClassCentres.of(draw(4, D, seed=seed).to(device), torch.arange(4, device=device) % 2) for seed in (0, 1)]
     compared = [build("variance", device).relative_to(2.0, made) for made in centres]
     assert len(cc.EmbeddingDistribution.cat([compared[0], compared[0]])) == 2 * N
@@ -187,8 +187,7 @@ def test_parts_that_do_not_fit_are_refused(device: str) -> None:
             cc.EmbeddingDistribution.cat(pair)
     samples = build("samples", device)
     fewer = cc.EmbeddingDistribution.from_samples(samples.raw_samples(6)).relative_to(2.0)
-    with pytest.raises(cc.InputError, match="7 samples"):
-        cc.EmbeddingDistribution.cat([samples, fewer])
+    refused(lambda: cc.EmbeddingDistribution.cat([samples, fewer]), "7 samples")
     for dtype in (torch.int64, "float16"):
         with pytest.raises(cc.InputError, match=r"dtype: .*floating-point"):
             one.to(dtype=dtype)
