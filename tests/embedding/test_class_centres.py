@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import refused
 from torch import Tensor
 
 import contrastive_curvature as cc
@@ -120,8 +121,7 @@ def test_autocast_and_inference_mode_change_nothing() -> None:
 
 def test_outputs_of_another_dimension_are_refused() -> None:
     made = ClassCentres.of(torch.randn(4, 3), torch.arange(4))
-    with pytest.raises(cc.InputError, match=r"class_centres: expected D = 3.*D = 2"):
-        made.ratio(torch.randn(2, 2))
+    refused(lambda: made.ratio(torch.randn(2, 2)), "class_centres: expected D = 3", "D = 2")
 
 
 @given(case=labelled(), cut=st.integers(1, 29))

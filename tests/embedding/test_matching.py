@@ -177,8 +177,7 @@ def test_saved_and_loaded(use, curve):
     assert repr(loaded) == repr(match)
     # Not fitted stays not fitted.
     loaded.load_state_dict(MatchProbability(**options).state_dict())
-    with pytest.raises(NotFittedError, match="fit_pairs"):
-        loaded.same(pairs.a, pairs.b)
+    refused(lambda: loaded.same(pairs.a, pairs.b), "fit_pairs", kind=NotFittedError)
     for other in ({**options, "use_uncertainty": not use}, {**options, "curve": "?"}):
         with pytest.raises(InputError, match="state_dict"):
             match.load_state_dict({**match.state_dict(), **other})

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from laplace import Laplace
-from tables import covering
+from tables import covering, refused
 from tiny import OfMapping
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset, get_worker_info
@@ -89,8 +89,7 @@ def test_other_targets_in_a_later_pass_are_refused(later, structure, more, chang
     la = Laplace(model(device), "contrastive", hessian_structure=structure, **more)
     loader = Passes(from_pass(later, change), device)
     loader.x[-1] *= 1e6 if far else 1
-    with pytest.raises(cc.InputError, match="the same outputs with other targets"):
-        la.fit(loader)
+    refused(lambda: la.fit(loader), "the same outputs with other targets")
     assert not la.n_data
 
 
@@ -119,8 +118,7 @@ def test_batches_are_counted_with_the_targets_they_come_with(device: str) -> Non
         return x, labels // 2
 
     la = Laplace(model(device), "contrastive", backend_kwargs={"pairs": "batch"})
-    with pytest.raises(cc.InputError, match="other targets"):
-        la.fit(Passes(from_pass(LATER, other), device))
+    refused(lambda: la.fit(Passes(from_pass(LATER, other), device)), "other targets")
     # Pairs of batches are formed in the second pass alone, so it may put points and labels together anew.
     la.fit(Passes(from_pass(LATER, shuffled_together), device))
 
@@ -151,14 +149,11 @@ def test_a_record_knows_its_points_in_any_order(n, dim, classes, seed, batch, no
         moved = labels.clone()
         # A class that no point was in.
         moved[int(order[0])] = classes
-        with pytest.raises(cc.InputError, match="other targets"):
-            first.check_same(record(z[order], moved[order], batch))
+        refused(lambda: first.check_same(record(z[order], moved[order], batch)), "other targets")
     other = z.clone()
     other[int(order[0])] *= -1.1
-    with pytest.raises(cc.InputError, match="different outputs"):
-        first.check_same(record(other[order], labels[order], batch))
-    with pytest.raises(cc.InputError, match="points in the first pass"):
-        first.check_same(record(z[1:], labels[1:], batch))
+    refused(lambda: first.check_same(record(other[order], labels[order], batch)), "different outputs")
+    refused(lambda: first.check_same(record(z[1:], labels[1:], batch)), "points in the first pass")
 
 
 def test_a_sampler_that_divides_the_data_is_refused() -> None:

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.neighbors import NearestNeighbors
-from tables import covering, refuses
+from tables import covering, refused, refuses
 from torchmetrics.functional.classification import binary_auroc, binary_average_precision, binary_calibration_error
 from torchmetrics.functional.retrieval import retrieval_average_precision
 
@@ -77,12 +77,10 @@ def test_backend_rule(monkeypatch: pytest.MonkeyPatch) -> None:
     assert neighbors._choose_backend("auto", double=True) == "sklearn"
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert neighbors._choose_backend("auto", double=False) == "sklearn"
-    with pytest.raises(UnsupportedError, match="pip install faiss-cpu"):
-        neighbors._choose_backend("faiss", double=False)
+    refused(lambda: neighbors._choose_backend("faiss", double=False), "pip install faiss-cpu", kind=UnsupportedError)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: object())
     assert neighbors._choose_backend("auto", double=False) == "faiss"
-    with pytest.raises(InputError, match="backend"):
-        neighbors._choose_backend("annoy", double=False)
+    refused(lambda: neighbors._choose_backend("annoy", double=False), "backend")
 
 
 def test_average_precision_by_hand() -> None:
@@ -241,8 +239,7 @@ def test_lengths_decide_and_zero_is_a_point(backend: str) -> None:
     line = torch.tensor([[0.0, 0.0], [1.0, 0.0], [3.0, 0.0], [7.0, 0.0]])
     found = metrics.nearest_neighbors(line, k=1, backend=backend, metric="euclidean")
     assert found.flatten().tolist() == [1, 0, 1, 2]
-    with pytest.raises(InputError, match="zero rows"):
-        metrics.nearest_neighbors(line, k=1, backend=backend)
+    refused(lambda: metrics.nearest_neighbors(line, k=1, backend=backend), "zero rows")
 
 
 def test_votes_and_calibration_follow_the_metric() -> None:

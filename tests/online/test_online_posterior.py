@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from laplace import Laplace
 from strategies import DISTANCES, build_network, close, make_inputs
-from tables import covering, each
+from tables import covering, each, refused
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -148,11 +148,9 @@ def test_no_posterior_without_a_step_or_a_positive_pair(device: str) -> None:
     encoder, x, _ = toy(device)
     fix = {"pd_fix": "positive"}
     online = OnlineLaplace(encoder, probe=x, n_data=12, hessian_structure="diag", backend_kwargs=fix)
-    with pytest.raises(cc.InputError, match=r"laplace\(\): expected at least one training step"):
-        online.laplace()
+    refused(lambda: online.laplace(), "laplace(): expected at least one training step")
     online(x, torch.arange(12, device=device))
-    with pytest.raises(cc.InputError, match="positive pairs, got 1 steps, and no positive curvature"):
-        online.laplace()
+    refused(lambda: online.laplace(), "positive pairs, got 1 steps, and no positive curvature")
 
 
 @each(

@@ -6,7 +6,7 @@ import pytest
 import torch
 from laplace import Laplace
 from strategies import close
-from tables import covering
+from tables import covering, refused
 from tiny import OfMapping
 from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
@@ -53,8 +53,7 @@ def test_bad_state_leaves_both_posteriors(device: str) -> None:
     state = other.state_dict()
     state["b"]["curvature"] = {**state["b"]["curvature"], "entries": state["b"]["curvature"]["entries"][1:]}
     before = la.state_dict()
-    with pytest.raises(cc.InputError, match="encoder_b: state_dict"):
-        la.load_state_dict(state)
+    refused(lambda: la.load_state_dict(state), "encoder_b: state_dict")
     for tower in "ab":
         assert la.state_dict()[tower]["checksum"] == before[tower]["checksum"]
     cut = {key: value for key, value in before.items() if key != "b"}
@@ -75,11 +74,9 @@ def test_failed_fit_leaves_both_posteriors(device: str) -> None:
     before = la.a(x).variance
     bad = batches(device)
     bad[1] = (bad[1][0], torch.full_like(bad[1][1], torch.nan))
-    with pytest.raises(cc.InputError, match=r"encoder_b\(b\): expected finite embeddings"):
-        la.fit(bad)
+    refused(lambda: la.fit(bad), "encoder_b(b): expected finite embeddings")
     assert torch.equal(la.a(x).variance, before)
-    with pytest.raises(cc.InputError):
-        la.optimize_prior_precision(strength=-1.0)
+    refused(lambda: la.optimize_prior_precision(strength=-1.0))
     assert torch.equal(la.a(x).variance, before)
 
 
