@@ -148,16 +148,9 @@ def test_graded_pairs(device: str) -> None:
     loss = cc.CoSENTLoss(5.0, pd_fix="full")
     la = Laplace(model, "contrastive", "last_layer", "full", backend_kwargs={"loss": loss})
     la.fit([(first, second, grades)])
-    rows = torch.arange(12, device=device)
-    truth = cc.ggn(
-        model,
-        torch.cat([first, second]),
-        pairs=(rows, rows + 12, grades),
-        loss=loss,
-        structure="full",
-        subset_of_weights="last_layer",
-        clamp=False,
-    )
+    rows, options = torch.arange(12, device=device), {"loss": loss, "subset_of_weights": "last_layer", "clamp": False}
+    graded = rows, rows + 12, grades
+    truth = cc.ggn(model, torch.cat([first, second]), pairs=graded, structure="full", **options)
     assert close(la.H_raw, truth, tolerance=1e-11)
 
 

@@ -108,9 +108,8 @@ def test_an_encoder_in_half_precision_may_round_otherwise(device: str) -> None:
             # One unit in the last place, now up and now down.
             return (z * (1 + 2**-7 * (self.runs % 2))).bfloat16().float()
 
-    Laplace(Rounded(), "contrastive", hessian_structure="diag", subset_of_weights="all", backend=cc.ContrastiveGGN).fit(
-        Passes(lambda _, x, y: (x, y), device)
-    )
+    la = Laplace(Rounded(), "contrastive", "all", "diag", backend=cc.ContrastiveGGN)
+    la.fit(Passes(lambda _, x, y: (x, y), device))
 
 
 def test_batches_are_counted_with_the_targets_they_come_with(device: str) -> None:
@@ -243,12 +242,8 @@ def test_the_encoder_runs_once_a_point_where_features_are_kept(structure, option
         monkeypatch.setattr(dataset, "FEATURES_KEPT", limit)
         torch.manual_seed(0)
         body = Counting(WIDTH, WIDTH).to(device)
-        la = Laplace(
-            nn.Sequential(body, nn.Linear(WIDTH, 3).to(device)),
-            "contrastive",
-            hessian_structure=structure,
-            backend_kwargs={"margin": 0.7, **options},
-        )
+        whole, kwargs = nn.Sequential(body, nn.Linear(WIDTH, 3).to(device)), {"margin": 0.7, **options}
+        la = Laplace(whole, "contrastive", hessian_structure=structure, backend_kwargs=kwargs)
         loader = DataLoader(TensorDataset(x, labels), 7)
         la.fit(loader)
         la.optimize_prior_precision()

@@ -64,27 +64,17 @@ def test_without_motion_and_forgetting_it_is_the_post_hoc_fit(
     # With this fix the clamp takes nothing away, so that it does not matter how often it is applied.
     options = {"pd_fix": "psd", "normalization": normalization, "distance": distance}
     how = {"subset_of_weights": subset, "hessian_structure": structure}
-    online = OnlineLaplace(
-        encoder,
-        probe=batches[0][0],
-        n_data=size * count,
-        memory_factor=0.0,
-        sampling_temperature=0,
-        backend_kwargs=options,
-        **how,
-    )
+    still = {"memory_factor": 0.0, "sampling_temperature": 0, "backend_kwargs": options}
+    online = OnlineLaplace(encoder, probe=batches[0][0], n_data=size * count, **still, **how)
     for x, labels in batches:
         online(x, labels)
     assume(bool(online.discounted.positive))  # four points may all be pulled the concave way
     found = online.laplace()
-    whole = {"rank": "full"} if (subset, structure) == ("last_layer", "kron") else {}
-    la = Laplace(
-        copy.deepcopy(encoder),
-        "contrastive",
-        backend=cc.ContrastiveGGN,
-        backend_kwargs={**options, **whole, "pairs": "batch"},
-        **how,
-    )
+    options["pairs"] = "batch"
+    if (subset, structure) == ("last_layer", "kron"):
+        options["rank"] = "full"
+    fresh = copy.deepcopy(encoder)
+    la = Laplace(fresh, "contrastive", backend=cc.ContrastiveGGN, backend_kwargs=options, **how)
     la.fit(batches)
     la.optimize_prior_precision()
     assert close(diagonal(found), diagonal(la), tolerance=1e-8)
