@@ -230,8 +230,7 @@ def test_samples_of_another_kind(function: Callable[..., Any]) -> None:
 
 @given(dim=st.integers(2, 40), log_kappa=st.floats(-5, 15), seed=st.integers(0, 99))
 def test_they_have_the_concentration_they_were_given(device, dim, log_kappa, seed):
-    g = torch.Generator().manual_seed(seed)
-    mu = torch.randn(3, dim, dtype=torch.float64, generator=g).to(device)
+    mu = torch.randn(3, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(device)
     kappa = dim * torch.full((3,), 10.0**log_kappa, dtype=torch.float64, device=device)
     stored = cc.StoredEmbeddings(mu, kappa, torch.ones(3, device=device))
     # The concentration of the Gaussian itself; the variance along the mean, of its size, does not count.

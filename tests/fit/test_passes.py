@@ -31,8 +31,7 @@ class Passes:
     """A loader whose passes differ: pass k has what ``change(k, x, labels)`` gives, in batches of 8."""
 
     def __init__(self, change: Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]], device: str) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.x, self.labels = torch.randn(N, WIDTH, generator=generator), torch.arange(N) % 4
+        self.x, self.labels = torch.randn(N, WIDTH, generator=torch.Generator().manual_seed(0)), torch.arange(N) % 4
         self.change, self.device, self.count = change, device, 0
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:

@@ -47,8 +47,7 @@ def test_the_sample_is_that_of_any_other_division(drawn, size, seed, device) -> 
 @given(seed=st.integers(0, 99), n=st.integers(1, 300), kinds=st.integers(1, 90), size=st.integers(1, 60))
 def test_points_that_repeat_do_not_fill_a_sample_and_divisions_agree(seed, n, kinds, size, device) -> None:
     """Numbers by content: one in twenty rows is of one number, and more only for want of others."""
-    generator = torch.Generator().manual_seed(seed)
-    numbers = (kinds * torch.rand(n, generator=generator).square()).to(torch.int64)
+    numbers = (kinds * torch.rand(n, generator=torch.Generator().manual_seed(seed)).square()).to(torch.int64)
     batches = numbers.split(1 + seed)
     merged, at_once = RowCollector(size).rows(), max(1, size // 20)
     for part in (batches[: len(batches) // 3], batches[len(batches) // 3 :]):

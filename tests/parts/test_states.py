@@ -26,6 +26,7 @@ from part_cases import (
 )
 from safetensors.torch import save
 from tables import each, refused
+from tiny import numbers
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -150,8 +151,7 @@ def test_shards_of_saved_features_are_parts(device: str, tmp_path: Path) -> None
 
 
 def test_a_point_that_dominates_is_named_with_its_part(device: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(40, 4, generator=generator, dtype=torch.float64)
+    x = numbers(0, 40, 4)
     x[33] *= 1e4
     y = torch.arange(40) % 4
     la = make("kron", device, weights="last_layer", negative_samples=7)
