@@ -40,7 +40,7 @@ def build(kind: str, dim: int) -> nn.Module:
             *(nn.Dropout(0.5), nn.Identity(), nn.Linear(3, dim)),
         ),
         "smooth": lambda: nn.Sequential(
-            *(nn.Linear(INPUTS, 2), nn.Sigmoid(), nn.Linear(2, 3), nn.ELU(), nn.Linear(3, dim)),
+            *(nn.Linear(INPUTS, 2), nn.Sigmoid(), nn.Linear(2, 3), nn.ELU(), nn.Linear(3, dim))
         ),
         "conv2d": lambda: nn.Sequential(
             *(image, nn.Conv2d(1, 2, 2, padding=1), nn.BatchNorm2d(2), nn.ReLU(), nn.AvgPool2d(2, 1), nn.Flatten()),

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+from tiny import numbers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -21,9 +22,7 @@ def encoder(device: str = "cpu", dtype: torch.dtype = torch.float64) -> nn.Seque
 
 def data(device: str = "cpu", dtype: torch.dtype = torch.float64, n: int = POINTS) -> tuple[Tensor, Tensor]:
     """Inputs of unbalanced classes."""
-    generator = torch.Generator().manual_seed(7)
-    x = torch.randn(n, INPUTS, generator=generator, dtype=torch.float64)
-    return x.to(device, dtype), (torch.arange(n) % 7).clamp(max=3).to(device)
+    return numbers(7, n, INPUTS).to(device, dtype), (torch.arange(n) % 7).clamp(max=3).to(device)
 
 
 def loader(x: Any, y: Tensor, size: int = 8, shuffle: bool = False) -> DataLoader[Any]:
@@ -40,15 +39,3 @@ class Interrupted:
         yield from self.batches[: self.after]
         msg = "the disk with the images has gone"
         raise OSError(msg)
-
-
-class Counting(nn.Module):
-    """An encoder that counts the points it has seen."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner, self.points = inner, 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.points += len(x)
-        return self.inner(x)

@@ -102,10 +102,10 @@ MUTANTS = [
       "losses/test_derivatives.py losses/test_pair_losses.py"),
     M("a sampled negative stands for the wrong number", "n / m points of other classes",
       "losses/dataset.py", "there.double() / drawn.clamp(min=1)", "drawn.double() / there.clamp(min=1)",
-      "fit/test_negative_samples.py::test_the_mean_over_all_samples_is_the_exact_sum"),
+      "fit/test_negative_samples.py::test_the_mean_over_all_samples_is_the_exact_curvature"),
     M("a banked negative stands for itself alone", "n / m points of other classes",
       "losses/dataset.py", "columns.weight.to(x.dtype)[index].unsqueeze(1) * repels", "1.0 * repels",
-      "fit/test_negative_samples.py::test_the_mean_over_all_samples_is_the_exact_sum"),
+      "fit/test_negative_samples.py::test_the_mean_over_all_samples_is_the_exact_curvature"),
 
     # hessian
     M("Euclidean blocks go with 1 / n", "d P / n^2", "hessian/node_blocks.py",
@@ -243,7 +243,7 @@ MUTANTS = [
       "tangential * (typical_norm / norm)", "tangential * (typical_norm / norm) ** 2",
       "embedding/test_class_centres.py"),
     M("variance along the mean counts for a posterior", "V = tr Cov - u.Cov u", "embedding/distribution.py",
-      "((total - radial) / norm / norm)", "(total / norm / norm)", "embedding/test_axis_covariance.py"),
+      "((total - radial) / norm / norm)", "(total / norm / norm)", "embedding/test_embedding_rows.py"),
     M("variance along the mean counts", "(tr V - u.V u) / n^2", "vmf/estimation.py",
       "across = total - radial", "across = total + 0 * radial", "vmf/test_vmf_estimation.py"),
     M("two spreads do not meet", "tr(C_a C_b)", "embedding/similarity.py",

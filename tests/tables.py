@@ -32,7 +32,7 @@ def each(names: str, rows: Iterable[Any]) -> Callable[[Test], Test]:
 
         signature = inspect.signature(test)
         rest = [value for name, value in signature.parameters.items() if name not in arguments]
-        run.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
+        run.__signature__ = signature.replace(parameters=rest)
         return run
 
     return decorate

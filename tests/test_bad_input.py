@@ -8,7 +8,7 @@ import pytest
 import torch
 from laplace import Laplace
 from tables import covering, each
-from tiny import data, encoder
+from tiny import Counting, data, encoder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -98,7 +98,7 @@ def test_pairs(call: Callable[..., Any], device: str) -> None:
 def test_options(option: str, value: Any, kind: type[Exception], words: tuple[str, ...]) -> None:
     z, y = outputs()
     x, _ = data()
-    model = Counting()
+    model = Counting(encoder())
     calls = [
         lambda: cc.output_hessian(z, y, **{option: value}),
         lambda: cc.ggn(model, x, y, **{option: value}),
@@ -112,22 +112,9 @@ def test_options(option: str, value: Any, kind: type[Exception], words: tuple[st
     assert model.points == 0
 
 
-class Counting(nn.Module):
-    """An encoder that counts the points it is given."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = encoder()
-        self.points = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.points += x.shape[0]
-        return self.inner(x)
-
-
 def test_further_options_of_ggn() -> None:
     x, y = data()
-    model = Counting()
+    model = Counting(encoder())
     refused(lambda: cc.ggn(model, x, y, structure="lowrank"), cc.InputError, "structure", "'kron'", "lowrank")
     refused(lambda: cc.ggn(model, x[:0], y[:0]), cc.InputError, "x", "at least one point")
     assert model.points == 0
@@ -188,7 +175,7 @@ class OnApple(Tensor):
     @staticmethod
     def __new__(cls, *shape: int) -> Self:
         device = torch.device("mps")
-        return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=device)  # type: ignore[attr-defined]
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32, device=device)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -297,15 +284,7 @@ LOADERS = loaders()
     name__build__kind__words=LOADERS,
     weights__structure=[("last_layer", "diag"), ("all", "diag"), ("last_layer", "kron"), ("all", "lowrank")],
 )
-def test_a_bad_loader_costs_no_earlier_fit(
-    weights: str,
-    structure: str,
-    name: str,
-    build: Callable[[], Any],
-    kind: type[Exception],
-    words: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_bad_loader_costs_no_earlier_fit(weights, structure, name, build, kind, words, monkeypatch) -> None:
     monkeypatch.setattr(dataset, "FEATURES_KEPT", 0)
     if name == "other data":
         build, words = _unlike_in_the_last_pass, words[:1]
@@ -396,10 +375,7 @@ NAMES = [f"class {label}" for label in LABELS.tolist()]
     "call, words",
     [
         (lambda la: la.fit(X, LABELS), ("train_loader", "a Tensor", "DataLoader(TensorDataset(x, labels)")),
-        (
-            lambda la: la.fit(pd.DataFrame(X), LABELS.numpy()),
-            ("train_loader", "a DataFrame", "DataLoader("),
-        ),
+        (lambda la: la.fit(pd.DataFrame(X), LABELS.numpy()), ("train_loader", "a DataFrame", "DataLoader(")),
         (lambda la: la.fit(TensorDataset(X, LABELS)), ("train_loader", "a TensorDataset", "DataLoader(TensorDataset(")),
         (lambda la: la(DataLoader(TensorDataset(X, LABELS))), ("x: ", "a DataLoader", "for x, _ in loader")),
         (lambda la: la(X.numpy()), ("x: ", "a ndarray", "torch.as_tensor(x)")),

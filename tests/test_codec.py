@@ -46,7 +46,7 @@ def test_dataclasses_come_back_from_torch_and_from_json() -> None:
     for again in (torch.load(file, weights_only=True), unpacked(plain, table.tensors)):
         found = from_tree("x", again, (Outer, Inner))
         assert (found.number, found.sample, found.inner.names) == (2.0, None, {3: ("a", 1.0)})
-        for one, other in zip(found.inner.sums[0], value().inner.sums[0], strict=True):  # type: ignore[union-attr]
+        for one, other in zip(found.inner.sums[0], value().inner.sums[0], strict=True):
             assert torch.equal(one, other)
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from docs_rows import close, numbers
 from laplace import Laplace
+from tables import refused
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -39,8 +40,7 @@ def test_anchors_without_a_positive_are_counted(device: str, caplog: pytest.LogC
     assert [r for r in caplog.records if r.getMessage().startswith("1 of 24 anchors ")]
     z = encoder(x).detach()
     assert close(some.loss, 23 * cc.InfoNCELoss(0.2)(z, alone))
-    with pytest.raises(cc.InputError, match="at least one anchor"):
-        fitted(encoder, [(x, torch.arange(24, device=device))], cc.InfoNCELoss(0.2))
+    refused(lambda: fitted(encoder, [(x, torch.arange(24, device=device))], cc.InfoNCELoss(0.2)), "at least one anchor")
 
 
 def test_every_loss_and_every_fix_stands_on_the_page() -> None:

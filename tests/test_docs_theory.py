@@ -132,6 +132,6 @@ def test_second_derivatives_of_cosent(device: str) -> None:
     m = torch.einsum("kl,kla->a", w, gaps)
     c = a**2 * (torch.einsum("kl,kla,klb->ab", w, gaps, gaps) - m[:, None] * m)
     found = cc.CoSENTLoss(a).output_hessian(z, pairs=pairs).derivatives
-    assert close(found._c, c)  # type: ignore[attr-defined]
+    assert close(found._c, c)
     assert close(found.rows(0, 4)[0][pairs[0], pairs[1]], -a * m)
     assert abs(float(1 - w.sum() - (-value).exp())) < 1e-12

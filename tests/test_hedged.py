@@ -137,7 +137,6 @@ def test_points_in_one_place_have_a_finite_gradient(match):
     matches = torch.tensor([match])
     losses = soft_contrastive_loss(z, z.detach(), matches, 1.0, 0.0) + hard_contrastive_loss(z, z.detach(), matches)
     losses.backward()
-    assert z.grad is not None
     assert torch.equal(z.grad, torch.zeros(1, 2))
 
 
@@ -271,7 +270,6 @@ def test_log_of_the_mean_stays_finite_far_away():
     loss = match_loss(far, torch.zeros(1, 8, 2), torch.tensor([True]), 1.0, 0.0, average="probability")
     loss.backward()
     assert loss.item() == pytest.approx(1e4 * math.sqrt(2), rel=1e-6)
-    assert far.grad is not None
     assert float(far.grad.sum()) == pytest.approx(math.sqrt(2), rel=1e-3)
 
 

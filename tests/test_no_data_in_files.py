@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from laplace import Laplace
+from tables import refused
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -235,8 +236,7 @@ def test_an_encoder_that_refuses_made_up_inputs_asks_for_an_example(device: str,
         write(tmp_path / path, example=x[:2])
     assert torch.equal(cc.load_pretrained(tmp_path / "saved", encoder)(x).mu, la(x).mu)
     fresh: Any = Laplace(encoder, "contrastive", backend_kwargs={"pd_fix": "psd"})
-    with pytest.raises(cc.InputError, match=r"state_dict\['data'\] = x\[:2\]"):
-        fresh.load_state_dict(la.state_dict())
+    refused(lambda: fresh.load_state_dict(la.state_dict()), "state_dict['data'] = x[:2]")
     fresh.load_state_dict({**la.state_dict(), "data": x[:2]})
     assert torch.equal(fresh(x).mu, la(x).mu)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tables import each, refuses
+from tables import covering, each, refuses
 from torch import Tensor
 
 from contrastive_curvature.errors import InputError, UnsupportedError
@@ -124,8 +124,7 @@ def test_without_concentration_nothing_is_left_but_the_dimension() -> None:
         assert moments.variance.item() == pytest.approx(8 / dim)
 
 
-@pytest.mark.parametrize("kappa", [0.0, 0.3, 1.4, 5.0, 200.0])
-@pytest.mark.parametrize("dim", [2, 5])
+@covering(1, kappa=[0.0, 0.3, 1.4, 5.0, 200.0], dim=[2, 3])
 def test_gradients_of_directed_moments(dim: int, kappa: float) -> None:
     flat = [t.requires_grad_() for pair in directed(1, dim, kappa) for t in pair]
 
@@ -153,22 +152,6 @@ def test_batches_broadcast_and_lengths_of_directions_do_not_matter() -> None:
         for found, alone in zip(function(*three), single, strict=True):
             assert found.shape == (3, 5)
             torch.testing.assert_close(found[1, 2], alone)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("margin", [0.0, 0.3])
-def test_the_loss_takes_these_moments_for_von_mises_fisher_embeddings(margin: float, dtype: torch.dtype) -> None:
-    three = [(mu.to(dtype), kappa.to(dtype)) for mu, kappa in directed(0, 4, 5.0, (6,))]
-    given = [(mu, 1 / kappa.unsqueeze(-1)) for mu, kappa in three]
-    loss = bayesian_triplet_loss(*given, margin, distribution="vmf", kl_weight=0.0, reduction="none")
-    mean, variance = tau_moments_vmf(*three)
-    precise = 1e-4 if dtype == torch.float32 else 1e-12
-    torch.testing.assert_close(loss, -log_normal_cdf(-(mean + margin) / variance.sqrt()), rtol=precise, atol=precise)
-    assert loss.dtype == mean.dtype == dtype
-    other = bayesian_triplet_loss(
-        *given, margin, distribution="vmf", moments="gaussian", kl_weight=0.0, reduction="none"
-    )
-    assert (other - loss).abs().max() > 1e-3
 
 
 POINTS = [-1e8, -1e4, -300.0, -37.5, -8.0, -5.0001, -5.0, -4.9999, -1.0, -1e-9, 0.0, 1e-9, 0.7, 5.0, 8.3, 20.0, 37.0]
@@ -235,9 +218,7 @@ def test_a_third_derivative_is_refused() -> None:
 
 
 @given(st.integers(0, 10**6), st.integers(1, 5), st.floats(0, 3), st.sampled_from([(), (0,), (1,), (2, 3)]))
-def test_log_probability_is_the_normal_approximation(
-    seed: int, dim: int, margin: float, batch: tuple[int, ...]
-) -> None:
+def test_log_probability_is_the_normal_approximation(seed, dim, margin, batch) -> None:
     three = triplet(seed, dim, batch)
     mean, variance = tau_moments(*three)
     normal = torch.distributions.Normal(mean, variance.sqrt(), validate_args=False)
@@ -270,9 +251,7 @@ def normals(seed: int, *shape: int, width: int) -> tuple[Tensor, Tensor]:
     st.floats(0.01, 100),
     st.sampled_from([torch.float32, torch.float64]),
 )
-def test_gaussian_is_the_divergence_of_torch(
-    seed: int, dim: int, batch: tuple[int, ...], isotropic: bool, prior: float, dtype: torch.dtype
-) -> None:
+def test_gaussian_is_the_divergence_of_torch(seed, dim, batch, isotropic, prior, dtype) -> None:
     mean, variance = (t.to(dtype) for t in normals(seed, *batch, dim, width=1 if isotropic else dim))
     result = kl_to_normal(mean, variance, prior)
     assert result.shape == batch
@@ -343,9 +322,7 @@ def test_uniform_at_zero_has_the_limit_of_its_derivatives(dim: int) -> None:
     st.floats(0.1, 10),
     st.sampled_from([0.0, 1e-6, 1.0]),
 )
-def test_gaussian_loss_is_the_sum_of_its_parts(
-    seed: int, dim: int, batch: tuple[int, ...], dtype: torch.dtype, margin: float, prior: float, weight: float
-) -> None:
+def test_gaussian_loss_is_the_sum_of_its_parts(seed, dim, batch, dtype, margin, prior, weight) -> None:
     three = triplet(seed, dim, batch, dtype=dtype)
     loss = bayesian_triplet_loss(*three, margin, prior_variance=prior, kl_weight=weight, reduction="none")
     right = weight * sum(kl_to_normal(*one, prior) for one in three) - log_probability(*three, margin)
@@ -354,14 +331,27 @@ def test_gaussian_loss_is_the_sum_of_its_parts(
     torch.testing.assert_close(loss, right, rtol=1e-5 if dtype == torch.float32 else 1e-12, atol=1e-6)
 
 
-@given(st.integers(0, 10**6), st.integers(2, 6), st.sampled_from([(), (0,), (1,), (2, 3)]), st.floats(0, 1))
-def test_loss_on_the_sphere_is_the_sum_of_its_parts(seed: int, dim: int, batch: tuple[int, ...], margin: float) -> None:
-    three = triplet(seed, dim, batch, width=1)
-    options: Any = {"distribution": "vmf", "moments": "gaussian", "kl_weight": 0.5, "reduction": "none"}
-    loss = bayesian_triplet_loss(*three, margin, **options)
+@given(
+    st.integers(0, 10**6),
+    st.integers(2, 6),
+    st.sampled_from([(), (0,), (1,), (2, 3)]),
+    st.floats(0, 1),
+    st.sampled_from([torch.float32, torch.float64]),
+)
+def test_loss_on_the_sphere_is_the_sum_of_its_parts(seed, dim, batch, margin, dtype) -> None:
+    three = triplet(seed, dim, batch, width=1, dtype=dtype)
+    options: Any = {"distribution": "vmf", "kl_weight": 0.5, "reduction": "none"}
     directed = [(torch.nn.functional.normalize(mean, dim=-1), variance) for mean, variance in three]
+    mean, variance = tau_moments_vmf(*((mean, 1 / variance.squeeze(-1)) for mean, variance in three))
     divergence = sum(kl_to_uniform(1 / variance.squeeze(-1), dim) for _, variance in directed)
-    torch.testing.assert_close(loss, 0.5 * divergence - log_probability(*directed, margin), rtol=1e-10, atol=1e-12)
+    precise = 1e-3 if dtype == torch.float32 else 1e-10
+    for moments, log_share in (
+        ({"moments": "gaussian"}, log_probability(*directed, margin)),
+        ({}, log_normal_cdf(-(mean + margin) / variance.sqrt())),
+    ):
+        loss = bayesian_triplet_loss(*three, margin, **options, **moments)
+        assert loss.dtype == dtype
+        torch.testing.assert_close(loss, 0.5 * divergence - log_share, rtol=precise, atol=precise)
 
 
 @pytest.mark.parametrize("distribution", ["gaussian", "vmf"])
@@ -381,15 +371,15 @@ def loss_of(distribution: Any) -> Callable[..., Tensor]:
     "function, width, twice",
     [
         (lambda *three: tuple(tau_moments(*three)), 1, False),
-        (lambda *three: tuple(tau_moments(*three)), 3, False),
-        (lambda *three: log_probability(*three, margin=0.2), 3, True),
+        (lambda *three: tuple(tau_moments(*three)), 2, False),
+        (lambda *three: log_probability(*three, margin=0.2), 2, True),
         (loss_of("gaussian"), 1, False),
         (loss_of("vmf"), 1, False),
     ],
 )
 def test_gradients(function: Callable[..., Any], width: int, twice: bool) -> None:
-    for seed in range(3):
-        flat = [t.requires_grad_() for one in triplet(seed, 3, (2,), width=width) for t in one]
+    for seed in range(2):
+        flat = [t.requires_grad_() for one in triplet(seed, 2, (2,), width=width) for t in one]
 
         def of(*t: Tensor) -> Any:
             return function(t[0:2], t[2:4], t[4:6])

@@ -1,11 +1,48 @@
 """The data sets, in small files of the formats in which they are published."""
 
+import gzip
+import struct
+import zipfile
+from io import BytesIO
+
 import numpy as np
 import torch
-from benchmark_data_files import write_mnist, write_omniglot
 from PIL import Image
 
 from benchmarks.experiments.data import load_data, shuffle_quarters
+
+
+def write_idx(path, values):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    head = struct.pack(f">BBBB{values.ndim}I", 0, 0, 8, values.ndim, *values.shape)
+    path.write_bytes(gzip.compress(head + values.numpy().tobytes()))
+
+
+def write_mnist(root, name, counts, seed=0):
+    """Random images of the published size; the labels count up."""
+    made = {}
+    for prefix, n in counts.items():
+        generator = torch.Generator().manual_seed(seed + n)
+        made[prefix] = torch.randint(256, (n, 28, 28), dtype=torch.uint8, generator=generator)
+        write_idx(root / name / "raw" / f"{prefix}-images-idx3-ubyte.gz", made[prefix])
+        write_idx(root / name / "raw" / f"{prefix}-labels-idx1-ubyte.gz", (torch.arange(n) % 10).to(torch.uint8))
+    return made
+
+
+def write_omniglot(root, archives):
+    """One-bit drawings: paper is 1, ink is 0, and the upper third is ink."""
+    folder, pixels = root / "omniglot", np.ones((105, 105), dtype=bool)
+    folder.mkdir(parents=True, exist_ok=True)
+    pixels[:35] = False
+    for number, alphabets in archives.items():
+        with zipfile.ZipFile(folder / f"images_background_small{number}.zip", "w") as archive:
+            for alphabet, characters in alphabets.items():
+                for character in range(1, characters + 1):
+                    for n in range(1, 4):
+                        png = BytesIO()
+                        Image.fromarray(pixels).save(png, "PNG")
+                        name = f"character{character:02d}/{character:04d}_{n:02d}.png"
+                        archive.writestr(f"images_background_small{number}/{alphabet}/{name}", png.getvalue())
 
 
 def test_fashionmnist_is_read_as_it_is(tmp_path):
@@ -20,18 +57,11 @@ def test_fashionmnist_is_read_as_it_is(tmp_path):
         assert torch.equal(split.targets, torch.arange(len(split)) % 10)
 
 
-def blank_with_ink(alphabet, character, n):
-    """A one-bit drawing: paper is 1, ink is 0, and the upper third is ink."""
-    pixels = np.ones((105, 105), dtype=bool)
-    pixels[:35] = False
-    return Image.fromarray(pixels)
-
-
 ALPHABETS = {1: {"Greek": 2, "Korean": 3}, 2: {"Greek": 2, "Sanskrit": 1, "Tagalog": 4}}
 
 
 def test_omniglot_tests_on_new_alphabets_with_bright_ink(tmp_path):
-    write_omniglot(tmp_path, ALPHABETS, blank_with_ink)
+    write_omniglot(tmp_path, ALPHABETS)
     digits = write_mnist(tmp_path, "MNIST", {"t10k": 6})
     data = load_data("omniglot", tmp_path)
     assert data.open_set

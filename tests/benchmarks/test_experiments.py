@@ -16,12 +16,6 @@ def results_of(folder):
     return json.loads((folder / "results.json").read_text())
 
 
-def figures_of(folder):
-    """What a run says of its cells, without what depends on the machine's mood."""
-    kept = ("row", "seed", "members", "figures", "variants")
-    return [{key: cell[key] for key in kept} for cell in results_of(folder)["cells"]]
-
-
 @pytest.fixture
 def undrawn(monkeypatch):
     monkeypatch.setattr(plots, "draw_all", lambda *_: None)  # half of the time
@@ -72,22 +66,3 @@ def test_the_demonstration(tmp_path, monkeypatch):
     results["config"]["data"] = "fashionmnist"
     theirs = "0.78 | 0.74 | 0.72 | 0.96 | 0.96 | 0.86 | 0.03"
     assert f"| Warburg et al. 2023: LAM post-hoc | {theirs} | – | – |" in report.demo_page(results)
-
-
-def test_an_interrupted_run_goes_on(tmp_path, undrawn, monkeypatch):
-    options = ["--table", "2", *TINY, "--methods", "deterministic", "deep_ensemble", "laplace_online", "norm"]
-    assert run.main([*options, "--out", str(tmp_path / "whole")]) == 0
-    left, evaluate = [2], run.evaluate
-
-    def stops(*arguments, **more):
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        return evaluate(*arguments, **more)
-
-    monkeypatch.setattr(run, "evaluate", stops)
-    assert run.main([*options, "--out", str(tmp_path / "parts")]) == 130
-    # The encoder and two cells are there; two are left.
-    left[0] = 2
-    assert run.main([*options, "--out", str(tmp_path / "parts")]) == 0
-    assert figures_of(tmp_path / "parts") == figures_of(tmp_path / "whole")

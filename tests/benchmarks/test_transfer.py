@@ -22,10 +22,10 @@ from benchmarks.transfer.run import main
 from contrastive_curvature import metrics
 
 
-def make_content(
-    n: int = 120, m: int = 60, width: int = 12, dim: int = 4, classes: int = 4, seed: int = 0
-) -> FeatureFile:
-    g = np.random.default_rng(seed)
+@pytest.fixture(scope="module")
+def content() -> FeatureFile:
+    n, m, width, dim, classes = 120, 60, 12, 4, 4
+    g = np.random.default_rng(0)
     centres = 2 * g.normal(size=(classes, width))
     labels, test_labels = g.integers(0, classes, n), g.integers(0, classes, m)
     test = centres[test_labels] + g.normal(size=(m, width))
@@ -42,11 +42,6 @@ def make_content(
         corrupted_rows=rows,
         pairs=Pairs(np.arange(m - 1), np.arange(1, m), test_labels[:-1] == test_labels[1:], np.arange(m - 1) % 5),
     )
-
-
-@pytest.fixture(scope="module")
-def content() -> FeatureFile:
-    return make_content()
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +99,7 @@ def test_class_gaussians_are_those_of_sklearn(n: int, width: int, limit: int, mo
 
 
 @pytest.mark.parametrize(("n", "width", "limit"), [(90, 12, 2048), (40, 60, 2048), (40, 60, 30)])
-def test_residual_is_outside_of_the_principal_space(
-    n: int, width: int, limit: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_residual_is_outside_of_the_principal_space(n, width, limit, monkeypatch) -> None:
     monkeypatch.setattr(baselines, "_RANK", limit)
     g = torch.Generator().manual_seed(n)
     features, queries = (torch.randn(k, width, generator=g) * torch.arange(width) + 3 for k in (n, 7))
@@ -149,7 +142,6 @@ def test_unknown_and_corruption_figures_are_those_of_sklearn_and_scipy(content: 
             both = torch.cat([scores["test"], scores[f"unknown_{unknown}"]]).numpy()
             assert row["unknown"][unknown]["auroc"] == pytest.approx(roc_auc_score(truth, both))
             assert row["unknown"][unknown]["auprc"] == pytest.approx(average_precision_score(truth, both))
-        assert content.corrupted_rows is not None
         clean = scores["test"].numpy()[content.corrupted_rows]
         levels = [clean, *(scores[f"corrupted_noise_{level}"].numpy() for level in range(1, 6))]
         expected = spearmanr(np.repeat(np.arange(6), 30), np.concatenate(levels)).statistic
@@ -174,7 +166,6 @@ def test_best_threshold_makes_the_fewest_errors(pairs: list[tuple[int, bool]]) -
 
 def test_verification_by_hand(content: FeatureFile, judged: Judgement) -> None:
     pairs = content.pairs
-    assert pairs is not None
     z = torch.tensor(content.outputs(content.test_features)).double()
     cosine = torch.nn.functional.cosine_similarity(z[pairs.left], z[pairs.right]).numpy()
     right = np.zeros(len(cosine))
@@ -184,7 +175,6 @@ def test_verification_by_hand(content: FeatureFile, judged: Judgement) -> None:
         middles = (candidates[1:] + candidates[:-1]) / 2
         counts = [((cosine[~mine] >= middle) != pairs.same[~mine]).sum() for middle in middles]
         right[mine] = (cosine[mine] >= middles[int(np.argmin(counts))]) == pairs.same[mine]
-    assert judged.verified is not None
     np.testing.assert_array_equal(judged.verified.right.numpy(), right)
     folds = [right[pairs.fold == fold].mean() for fold in range(5)]
     assert judged.figures["pairs"]["accuracy"] == pytest.approx(np.mean(folds))

@@ -50,9 +50,7 @@ def test_a_full_disk_while_a_posterior_is_written(run: Run, monkeypatch: pytest.
     assert {file.name: file.read_bytes() for file in Path("posterior").iterdir()} == before
 
 
-def test_a_kill_while_a_posterior_is_replaced_leaves_the_old_or_the_new_one(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kill_while_a_posterior_is_replaced_leaves_the_old_or_the_new_one(run, monkeypatch) -> None:
     arrays = dict(np.load("train.npz"))
     np.savez("other.npz", **{**arrays, "weight": 1.3 * arrays["weight"][::-1]})
 

@@ -1,10 +1,14 @@
-"""``info``, ``completion``, ``--help`` and ``--version``."""
+"""``info``, ``completion``, ``--help``, ``--version``, and a newcomer's pages, whose blocks all run in one folder."""
 
 import json
+import re
+import shlex
 import shutil
+import sys
 from pathlib import Path
 
 import click
+import pytest
 from cli_support import Run, encoder_file, error_of, rewrite_encoder
 from click.testing import CliRunner
 from tables import each
@@ -39,7 +43,6 @@ def test_every_command_has_help_with_an_example_that_it_understands(place: Path,
     assert result.exit_code == 0
     assert f"Example: contrastive-curvature {name}" in result.stdout
     command = cli.get_command(click.Context(cli), name)
-    assert command is not None
     words = " ".join(str(command.epilog).split()).removeprefix(f"Example: contrastive-curvature {name} ").split(" >")[0]
     context = command.make_context(name, words.split(), resilient_parsing=False)
     assert context.params
@@ -62,3 +65,42 @@ def test_a_foreign_folder_cannot_disguise_its_encoder(run: Run) -> None:
     shown = run("info", "posterior").stdout
     assert "evil:code\\r\\x1b[2K  encoder       timm:resnet18\\u202e\\n" in shown
     assert all(character.isprintable() or character == "\n" for character in shown)
+
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/quickstart.md", "docs/command_line.md")
+"""As a newcomer reads them."""
+
+
+def test_every_block_runs_after_the_ones_before_it_in_one_folder(tmp_path, monkeypatch) -> None:
+    pytest.importorskip("PIL")
+    pytest.importorskip("faiss")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    ran = set()
+    for page in PAGES:
+        names = {"__name__": "page"}
+        text = (ROOT / page).read_text(encoding="utf-8")
+        for kind, block in re.findall(r"^```(\w+)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
+            if kind == "py":
+                Path(block.splitlines()[0].removeprefix("# ")).write_text(block)
+            elif kind == "python":
+                exec(compile(block, page, "exec"), names)
+            # What runs in a copy of the repository is no block for this folder.
+            elif not block.startswith(("make ", "pip ")):
+                for line in block.splitlines():
+                    words = shlex.split(line.split(" > ")[0])
+                    assert words[0] == "contrastive-curvature"
+                    result = CliRunner().invoke(cli, words[1:])
+                    assert result.exit_code == 0, result.output
+                    ran.add(words[1])
+    written = {path.name for path in tmp_path.iterdir()}
+    assert {"posterior", "photo_posterior", "scores.csv", "photos.parquet"} <= written
+    assert ran == set(cli.commands)
+    sys.modules.pop("my_encoder", None)
+
+
+def test_evaluate_is_found_as_report() -> None:
+    shown = [CliRunner().invoke(cli, words).output for words in (["--help"], ["report", "--help"])]
+    assert re.search(r"evaluate .*report", shown[0])
+    assert "the command report is the same" in " ".join(shown[1].split())

@@ -1,6 +1,5 @@
 """``fit --held-out``, ``answer``, ``add`` and ``evaluate``: the answers and rates of the library, and its promise."""
 
-import io
 import json
 from pathlib import Path
 
@@ -104,15 +103,6 @@ def test_folders_and_options_that_do_not_fit(run: Run, named: None) -> None:
     run("fit", "train.npz", "--held-out", "validation.npz", "--out", "x", "--quiet")
     assert "the numbers" in error_of(run("add", "x", "more.npz", code=2))
     assert not Path("a.csv").exists()
-
-
-def test_texts_from_stdin(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cli_support import opened
-
-    text = '{"text": "red", "label": "a"}\n{"text": "blue", "label": "b"}\n'
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text.encode())))
-    found = opened("-")
-    assert (found.texts, found.classes.tolist()) == (["red", "blue"], ["a", "b"])  # type: ignore[attr-defined]
 
 
 def test_broken_images_are_left_out_by_name(run: Run) -> None:

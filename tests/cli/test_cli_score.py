@@ -127,9 +127,7 @@ def test_a_row_that_is_not_finite_is_named(run: Run) -> None:
         ("'--alpha'", ("--out", "scores.csv", "--alpha", "inf")),
     ],
 )
-def test_options_that_do_not_fit_are_refused_first(
-    run: Run, monkeypatch: pytest.MonkeyPatch, wanted: str, words: tuple[str, ...]
-) -> None:
+def test_options_that_do_not_fit_are_refused_first(run, monkeypatch, wanted, words) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     Path("posterior.csv").mkdir(exist_ok=True)
     assert wanted in error_of(run("score", "posterior", "new.npz", *words, code=2))

@@ -1,9 +1,11 @@
 """Sources: feature folders, arrays, images and texts, whole or refused in one line, and nothing in them is run."""
 
+import io
 import json
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from cli_support import BIAS, WEIGHT, Run, error_of, opened, points
 from tables import each
@@ -131,16 +133,24 @@ def test_features_are_not_taken_for_embeddings(run: Run) -> None:
     assert "the array embeddings" in error_of(run("score", "p", "new.npz", "--out", "scores.csv", code=2))
 
 
-def test_tables(place: Path) -> None:
+def test_tables(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("a.csv").write_text('\ufefftext,label,id\n"red, apple",fruit,a\ncar,vehicle,b\n', encoding="utf-8")
     Path("b.jsonl").write_text('{"sentence": "pear", "kind": 3}\n\n{"sentence": "bus", "kind": 1}\n')
     found = opened("a.csv", id="id")
-    assert (found.texts, found.ids) == (["red, apple", "car"], ["a", "b"])  # type: ignore[attr-defined]
+    assert (found.texts, found.ids) == (["red, apple", "car"], ["a", "b"])
     other = opened("b.jsonl", text="sentence", label="kind")
     assert (other.ids, other.classes.tolist()) == (["0", "1"], [3, 1])
     numbers, names = shared_labels(found, found)
     assert ([each.tolist() for each in numbers], names) == ([[0, 1], [0, 1]], ["fruit", "vehicle"])
     assert shared_labels(other)[1] is None
+    # A number of a table is a text, and the same class as a number of another source.
+    text = b'{"text": "red", "label": 3}\n{"text": "blue", "label": 10}\n'
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(text)))
+    Path("c.csv").write_text("text,label\npear,10\nbus,2\n")
+    piped = opened("-")
+    (one, two), names = shared_labels(piped, opened("c.csv"))
+    assert (piped.texts, names, one[1]) == (["red", "blue"], ["10", "2", "3"], two[0])
+    assert len({*one.tolist(), *two.tolist()}) == 3
 
 
 @each(
@@ -171,15 +181,6 @@ def test_a_last_layer_of_another_encoder(run: Run) -> None:
         assert "those of another" in error_of(run(*command, code=2))
     assert not Path("none.csv").exists()
     assert not Path("q").exists()
-
-
-def test_numbers_of_a_csv_and_of_other_sources(place: Path) -> None:
-    Path("a.csv").write_text("text,label\nred,3\nblue,10\n")
-    Path("b.jsonl").write_text('{"text": "pear", "label": 10}\n{"text": "bus", "label": 2}\n')
-    (one, other), names = shared_labels(opened("a.csv"), opened("b.jsonl"))
-    assert names == ["10", "2", "3"]
-    assert one[1] == other[0]
-    assert len({*one.tolist(), *other.tolist()}) == 3
 
 
 def test_columns_that_no_source_has(run: Run) -> None:

@@ -95,7 +95,7 @@ def test_numbers_of_samples(bad: Any) -> None:
 def test_there_is_no_mean(device: str) -> None:
     """It could be the encoder's output, or the direction."""
     found = cc.EmbeddingDistribution(3 * mean(device), covariance=matrices(device))
-    refused(lambda: found.mean, "raw_mean", "mu (norm 1)", kind=AttributeError)  # type: ignore[attr-defined]
+    refused(lambda: found.mean, "raw_mean", "mu (norm 1)", kind=AttributeError)
     assert not hasattr(found, "mean")
     assert torch.allclose(found.raw_mean, found.raw_mean.norm(dim=1, keepdim=True) * found.mu)
 
@@ -199,8 +199,7 @@ def test_a_joint_covariance_names_the_inputs_that_are_not_finite() -> None:
         cc.EmbeddingDistribution.trusted(mean(), Joint(joint.view(B, D, B, D)))
     between = torch.eye(B * D)
     between[0, D] = between[D, 0] = NAN
-    with pytest.raises(cc.InputError, match=r"rows \[0, 1\]"):
-        cc.EmbeddingDistribution.trusted(mean(), Joint(between.view(B, D, B, D)))
+    refused(lambda: cc.EmbeddingDistribution.trusted(mean(), Joint(between.view(B, D, B, D))), "rows [0, 1]")
 
 
 LABELS = torch.arange(6) % 2
@@ -225,19 +224,13 @@ HOW = "la.predictive_samples(x, n_samples=..., joint=True)"
 )
 def test_samples_of_another_kind(function: Callable[..., Any]) -> None:
     """The message says what to pass."""
-    for bad in (
-        SAMPLES.unsqueeze(0),
-        [SAMPLES],
-        3,
-        cc.EmbeddingDistribution(SAMPLES[0], variance=torch.ones(6, 3)),
-    ):
+    for bad in (SAMPLES.unsqueeze(0), [SAMPLES], 3, cc.EmbeddingDistribution(SAMPLES[0], variance=torch.ones(6, 3))):
         refused(lambda bad=bad: function(bad), HOW)
 
 
 @given(dim=st.integers(2, 40), log_kappa=st.floats(-5, 15), seed=st.integers(0, 99))
 def test_they_have_the_concentration_they_were_given(device, dim, log_kappa, seed):
-    g = torch.Generator().manual_seed(seed)
-    mu = torch.randn(3, dim, dtype=torch.float64, generator=g).to(device)
+    mu = torch.randn(3, dim, dtype=torch.float64, generator=torch.Generator().manual_seed(seed)).to(device)
     kappa = dim * torch.full((3,), 10.0**log_kappa, dtype=torch.float64, device=device)
     stored = cc.StoredEmbeddings(mu, kappa, torch.ones(3, device=device))
     # The concentration of the Gaussian itself; the variance along the mean, of its size, does not count.

@@ -2,7 +2,7 @@
 
 import io
 import math
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 
 import pytest
@@ -11,16 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sklearn.isotonic import IsotonicRegression
 from sklearn.linear_model import LogisticRegression
-from tables import each
+from tables import each, refused
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from contrastive_curvature import (
-    EmbeddingDistribution,
-    InputError,
-    MatchProbability,
-    NotFittedError,
-)
+from contrastive_curvature import EmbeddingDistribution, InputError, MatchProbability, NotFittedError
 from contrastive_curvature.codec import sealed
 from contrastive_curvature.embedding.match_probability import Side, pair_features
 from contrastive_curvature.embedding.similarity import directions
@@ -51,16 +46,6 @@ def noisy_pairs(n: int, seed: int, dim: int = 8, *, known: bool = True) -> Pairs
         raw, sizes = [normalize(z, dim=1) for z in raw], sizes[:, torch.randperm(n, generator=g)]
     a, b = (EmbeddingDistribution(z, variance=s.square().expand_as(z)) for z, s in zip(raw, sizes, strict=True))
     return Pairs(a, b, same)
-
-
-def plain_pairs(n: int, seed: int, slope: float = 6.0) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Embeddings on a circle whose P(same) is a logistic function of the cosine: both sides, outcomes, the truth."""
-    g = generator(seed)
-    cosine = 2 * torch.rand(n, generator=g, dtype=DOUBLE) - 1
-    a = torch.tensor([[1.0, 0.0]], dtype=DOUBLE).expand(n, 2)
-    b = torch.stack([cosine, (1 - cosine**2).sqrt()], 1)
-    truth = (slope * (cosine - 0.3)).sigmoid()
-    return a, b, torch.rand(n, generator=g, dtype=DOUBLE) < truth, truth
 
 
 def spread_along(one: EmbeddingDistribution, other: EmbeddingDistribution) -> Tensor:
@@ -192,8 +177,7 @@ def test_saved_and_loaded(use, curve):
     assert repr(loaded) == repr(match)
     # Not fitted stays not fitted.
     loaded.load_state_dict(MatchProbability(**options).state_dict())
-    with pytest.raises(NotFittedError, match="fit_pairs"):
-        loaded.same(pairs.a, pairs.b)
+    refused(lambda: loaded.same(pairs.a, pairs.b), "fit_pairs", kind=NotFittedError)
     for other in ({**options, "use_uncertainty": not use}, {**options, "curve": "?"}):
         with pytest.raises(InputError, match="state_dict"):
             match.load_state_dict({**match.state_dict(), **other})
@@ -288,18 +272,13 @@ def test_pairs_refused(change, words):
 def test_options_and_use_refused(monkeypatch):
     match = MatchProbability()
     for options in ({"use_uncertainty": 1}, {"curve": "platt"}, {"curve": None}):
-        with pytest.raises(InputError, match=next(iter(options))):
-            MatchProbability(**options)
-    with pytest.raises(NotFittedError, match="fit_pairs"):
-        match.same(A, B)
+        refused(partial(MatchProbability, **options), *options)
+    refused(lambda: match.same(A, B), "fit_pairs", kind=NotFittedError)
     match.fit_pairs(A, B, SAME)
-    for options in ({}, {"prevalence": 1.0}):
-        with pytest.raises(InputError, match="prevalence" if options else "D = 8, that of the fit"):
-            match.same(*((A, B) if options else (SMALL, SMALL)), **options)
-    a, b, same, _ = plain_pairs(100, 0)
-    b[3, 0] = math.nan
-    with pytest.raises(InputError, match="b: expected finite"):
-        MatchProbability(use_uncertainty=False).fit_pairs(a, b, same)
+    refused(lambda: match.same(SMALL, SMALL), "D = 8, that of the fit")
+    refused(lambda: match.same(A, B, prevalence=1.0), "prevalence")
+    plain, broken = MatchProbability(use_uncertainty=False), B.raw_mean.clone()
+    broken[3, 0] = math.nan
+    refused(lambda: plain.fit_pairs(A.raw_mean, broken, SAME), "b: expected finite")
     monkeypatch.setattr(EmbeddingDistribution, "uncertainty", property(lambda self: self.raw_mean[:, 0] * math.nan))
-    with pytest.raises(InputError, match="a: expected finite uncertainties"):
-        MatchProbability().fit_pairs(A, B, SAME)
+    refused(lambda: MatchProbability().fit_pairs(A, B, SAME), "a: expected finite uncertainties")

@@ -170,8 +170,6 @@ def test_blocks_rows_sides_and_bounds_agree(device, kinds, n, m, dim, size, entr
 @given(n=st.integers(1, 4), dim=st.integers(2, 6), size=st.floats(1e-6, 10), seed=st.integers(0, 99))
 def test_a_diagonal_covariance_is_one_of_the_dense_ones(n, dim, size, seed):
     a, b = build("diagonal", n, dim, seed, size), build("diagonal", n, dim, seed + 50, size)
-    assert isinstance(a, EmbeddingDistribution)
-    assert isinstance(b, EmbeddingDistribution)
     thin = similarity(a, b, pairwise=True)
     dense = [EmbeddingDistribution(d.raw_mean, covariance=torch.diag_embed(d.variance)) for d in (a, b)]
     for pair in (dense, [a, dense[1]], [dense[0], b]):
@@ -203,8 +201,6 @@ def test_endless_spread_is_the_uniform_distribution(dim):
 def test_samples_enter_with_their_own_moments():
     """All S x S cosines: their mean, and by rows, columns and the rest the three parts of the variance."""
     one, other = (build("samples", 1, 4, seed) for seed in (0, 50))
-    assert isinstance(one, EmbeddingDistribution)
-    assert isinstance(other, EmbeddingDistribution)
     x, y = (d.sample(12)[:, 0] for d in (one, other))
     cosines = x @ y.mT
     rest = cosines - cosines.mean(0) - cosines.mean(1, keepdim=True) + cosines.mean()
@@ -277,8 +273,6 @@ def test_near_duplicates_in_float32_are_those_of_float64(kinds, size):
     close = 0.1 if "samples" in kinds else 1e-4
     assert torch.allclose(narrow.std.double(), wide.std, rtol=close, atol=0)
     assert torch.allclose(pairs.std.diagonal(), narrow.std, rtol=1e-4, atol=0)
-    assert wide.complement is not None
-    assert narrow.complement is not None
     assert torch.allclose(narrow.complement, wide.complement, rtol=close, atol=0)
     for share in (0.5, 1.0, 2.0):
         threshold = 1 - share * wide.complement

@@ -103,9 +103,7 @@ def test_every_fix_and_both_kinds_of_fit(structure: str, pd_fix: str, kind: str,
     weights=st.sampled_from(["last_layer", "all"]),
     shuffle=st.booleans(),
 )
-def test_the_point_is_found_wherever_it_is(
-    row: int, kind__size: tuple[str, int], weights: str, shuffle: bool, device: str
-) -> None:
+def test_the_point_is_found_wherever_it_is(row, kind__size, weights, shuffle, device) -> None:
     """The output Hessian shrinks as the input grows, but the factors of inputs know nothing of it."""
     torch.manual_seed(0)
     (x, labels), (kind, size) = data(device), kind__size

@@ -6,7 +6,7 @@ import pytest
 import torch
 from laplace import Laplace
 from laplace.utils import Kron as HostKron
-from tables import covering, each
+from tables import covering, each, refused
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -40,9 +40,7 @@ STRUCTURES = [
 
 
 @covering(1, activation__value=OUTLIERS, weights__structure__more=STRUCTURES)
-def test_no_structure_keeps_it(
-    weights: str, structure: str, more: dict[str, Any], activation: nn.Module, value: float, device: str
-) -> None:
+def test_no_structure_keeps_it(weights, structure, more, activation, value, device) -> None:
     la = Laplace(encoder(activation, device), "contrastive", weights, structure, **more)
     # Infinity and too large outputs are found where the Hessian is made, the rest where it is pulled back.
     with pytest.raises(cc.InputError, match=r"finite|1 / norm"):
@@ -87,8 +85,7 @@ def test_a_subnetwork_is_named_by_its_parameters(device: str) -> None:
     first = sum(p.numel() for p in model[0].parameters())
     # Of the first layer, the weights of the infinite input are not finite; those of the last layer are.
     indices = torch.tensor([first + 3, WIDTH + 2])
-    with pytest.raises(cc.InputError, match=r"parameter '0\.weight'"):
-        cc.ggn(model, x, labels, subset_of_weights=indices)
+    refused(lambda: cc.ggn(model, x, labels, subset_of_weights=indices), "parameter '0.weight'")
     assert cc.ggn(model, x, labels, subset_of_weights=indices[:1]).isfinite().all()
 
 

@@ -97,8 +97,7 @@ def test_what_the_dtype_cannot_hold_is_refused(pd_fix: str, scale: float, device
 )
 def test_a_margin_of_two_masks_nothing(n: int, dim: int, seed: int, normalization: str, device: str) -> None:
     """Rounding takes antipodal points apart by more or less than 2, the documented upper end of margins."""
-    generator = torch.Generator().manual_seed(seed)
-    half = torch.randn(n, dim, generator=generator)
+    half = torch.randn(n, dim, generator=torch.Generator().manual_seed(seed))
     z, labels = torch.cat([half, -half * 1.7]).to(device), torch.arange(2 * n).to(device) // 2
     options: dict[str, Any] = {"normalization": normalization}
     closed, free = (cc.output_hessian(z, labels, margin=m, **options) for m in (2, None))

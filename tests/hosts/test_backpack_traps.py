@@ -234,11 +234,7 @@ def test_labels_are_those_of_the_inputs(device: str) -> None:
             loss_fn(model(x).detach(), labels=others)
 
     masks = (labels[:, None] == labels, labels[:, None] != labels)
-    calls = (
-        lambda z: loss_fn(z, labels),
-        lambda z: loss_fn(z, labels=labels),
-        lambda z: loss_fn(z, pairs=masks),
-    )
+    calls = (lambda z: loss_fn(z, labels), lambda z: loss_fn(z, labels=labels), lambda z: loss_fn(z, pairs=masks))
     for call in calls:
         for context in (disable(), torch.no_grad()):
             with backpack(DiagCurvature()):

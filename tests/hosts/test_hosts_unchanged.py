@@ -1,10 +1,6 @@
 """BackPACK's own numbers are bit-identical before, with and after our import, and use. In a fresh process."""
 
-from typing import Any
-
-import pytest
 from fresh import run
-from tables import each
 
 SCRIPT = """
 import hashlib, json, sys, warnings
@@ -37,20 +33,17 @@ def net():
 def results():
     torch.manual_seed(1)
     x = torch.randn(6, 1, 3, 3)
-    tasks = {"classes": (nn.CrossEntropyLoss, torch.arange(6) % 3), "regression": (nn.MSELoss, torch.randn(6, 3))}
     out = {}
-    for task, (loss, y) in tasks.items():
-        for name in NAMES:
-            torch.manual_seed(2)
-            model, extension = extend(net()), getattr(extensions, name)()
-            try:
-                with backpack(extension):
-                    extend(loss())(model(x), y).backward()
-            except Exception as error:  # what does not work must not work in the same way
-                out[f"backpack/{task}/{name}"] = f"{type(error).__name__}: {error}"
-                continue
-            found = [t for p in model.parameters() for t in flat(getattr(p, extension.savefield), p)]
-            out[f"backpack/{task}/{name}"] = [digest(found)]
+    for name in NAMES:
+        torch.manual_seed(2)
+        model, extension = extend(net()), getattr(extensions, name)()
+        try:
+            with backpack(extension):
+                extend(nn.CrossEntropyLoss())(model(x), torch.arange(6) % 3).backward()
+        except Exception as error:  # what does not work must not work in the same way
+            out[name] = f"{type(error).__name__}: {error}"
+            continue
+        out[name] = [digest([t for p in model.parameters() for t in flat(getattr(p, extension.savefield), p)])]
     return out
 
 out = {"plain": results()}
@@ -72,18 +65,9 @@ print(json.dumps(out))
 """
 
 
-@pytest.fixture(scope="module")
-def found() -> Any:
-    return run(SCRIPT)[0]
-
-
-@each("when", ["with", "afterwards", "undone"])
-def test_ordinary_results_are_bit_identical(found: Any, when: str) -> None:
-    assert found[when] == found["plain"]
-
-
-def test_the_comparison_is_one_of_numbers(found: Any) -> None:
-    plain = found["plain"]
-    worked = {key: value for key, value in plain.items() if isinstance(value, list)}
-    assert len(worked) >= 26, {key: value for key, value in plain.items() if key not in worked}
-    assert len({value[0] for value in worked.values()}) >= 22
+def test_ordinary_results_are_bit_identical() -> None:
+    found, _ = run(SCRIPT)
+    assert found["with"] == found["afterwards"] == found["undone"] == found["plain"]
+    worked = [value[0] for value in found["plain"].values() if isinstance(value, list)]
+    assert len(worked) >= 13, "the comparison is one of numbers"
+    assert len(set(worked)) >= 11

@@ -64,7 +64,7 @@ def test_the_nearest_are_those_of_the_largest_cosines(device: str, kind: str, n:
     cosine = torch.nn.functional.normalize(queries.cpu().double(), dim=1) @ vectors().double().T
     best = cosine.topk(10)
     distances, ids = make_index(kind, tmp_path / f"{kind}{n}").search(queries, 10)
-    assert distances.device.type == ids.device.type == device  # type: ignore[union-attr]
+    assert distances.device.type == ids.device.type == device
     rows = torch.as_tensor(ids).cpu()
     assert rows.shape == distances.shape == (n, 10)
     assert bool((distances.diff(dim=1) >= 0).all())

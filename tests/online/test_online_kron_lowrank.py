@@ -57,9 +57,7 @@ def close(a: Tensor, b: Tensor, tolerance: float = 1e-10) -> bool:
     normalization=st.sampled_from(["type", "anchor", "sum"]),
     fix=st.sampled_from(["psd", "fixed"]),
 )
-def test_the_discounted_sum_is_the_sketch_of_that_of_kron(
-    bias: bool, memory_factor: float, normalization: str, fix: str
-) -> None:
+def test_the_discounted_sum_is_the_sketch_of_that_of_kron(bias, memory_factor, normalization, fix) -> None:
     options = {"normalization": normalization, "pd_fix": fix, "negative_weight": 0.2}
     settings: dict[str, Any] = {"memory_factor": memory_factor, "sampling_temperature": 0.0, "backend_kwargs": options}
     mine, theirs = make("kron_lowrank", toy(bias), RANK, **settings), make("kron", toy(bias), **settings)

@@ -63,9 +63,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
 
 
 @each("wrong, kind, message", REFUSED)
-def test_refused_options_say_what_came_and_what_to_do(
-    wrong: dict[str, Any], kind: type[Exception], message: str, device: str
-) -> None:
+def test_refused_options_say_what_came_and_what_to_do(wrong, kind, message, device) -> None:
     arguments = {"encoder": encoder(), "probe": data("cpu")[0], "n_data": 12, **wrong}
     with pytest.raises(kind, match=f"(?s){message}"):
         OnlineLaplace(arguments.pop("encoder"), **arguments)
@@ -112,6 +110,7 @@ def test_a_curvature_that_overflows(device: str) -> None:
         ({"sampling_temperature": 0.1}, "sampling_temperature"),
         ({"backend_kwargs": {"pd_fix": "psd"}}, "pd_fix"),
         ({"prior_precision": 3.0}, "prior_precision"),
+        *(({"backend_kwargs": {"loss": loss}}, "curvature_loss") for loss in (cc.InfoNCELoss(0.05), cc.TripletLoss())),
     ],
 )
 def test_a_state_of_other_options_is_refused(change: dict[str, Any], name: str, device: str) -> None:

@@ -135,15 +135,9 @@ def setups(draw: st.DrawFn) -> tuple[nn.Module, list[tuple[Tensor, Tensor]], dic
 
 def make_online(encoder: nn.Module, probe: Tensor, how: dict[str, Any], **settings: Any) -> OnlineLaplace:
     options = {k: v for k, v in how.items() if k not in ("structure", "subset_of_weights")}
-    return OnlineLaplace(
-        encoder,
-        probe=probe,
-        n_data=N_DATA,
-        subset_of_weights=how["subset_of_weights"],
-        hessian_structure=how["structure"],
-        backend_kwargs={**options, **settings.pop("backend_kwargs", {})},
-        **settings,
-    )
+    settings |= {"subset_of_weights": how["subset_of_weights"], "hessian_structure": how["structure"]}
+    options |= settings.pop("backend_kwargs", {})
+    return OnlineLaplace(encoder, probe=probe, n_data=N_DATA, backend_kwargs=options, **settings)
 
 
 @pytest.mark.filterwarnings("ignore:.*K-FAC leaves")
@@ -157,14 +151,9 @@ def test_a_step_is_equations_79_and_80(setup: Any, source: str, device: str) -> 
         generator = torch.Generator().manual_seed(len(labels))
         return tuple(torch.randint(0, len(labels), (3, 6), generator=generator).to(labels.device))
 
-    online = make_online(
-        encoder,
-        batches[0][0].to(device),
-        how,
-        backend_kwargs={} if relation is None else {"relation": relation},
-        curvature_miner=miner if source == "miner" else None,
-        **settings,
-    )
+    given = {"backend_kwargs": {} if relation is None else {"relation": relation}, **settings}
+    given["curvature_miner"] = miner if source == "miner" else None
+    online = make_online(encoder, batches[0][0].to(device), how, **given)
     for x, labels in batches:
         x, labels = x.to(device), labels.to(device)
         before = remembered(online)

@@ -1,14 +1,15 @@
 """Fits whose data come in parts: what is fitted, of what, and how it is compared."""
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 from laplace import Laplace
-from torch import Tensor, nn
+from tiny import Numbered, encoder, numbers
+from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature.fit.state import State
@@ -40,31 +41,8 @@ CASES: dict[str, dict[str, Any]] = {
 }
 """Options of the backend, and ``weights`` and ``structure`` of the fit."""
 
-ALONE = (
-    "pairs of batches",
-    "all pairs of batches",
-    "anchors of batches",
-    "mc samples",
-)
+ALONE = ("pairs of batches", "all pairs of batches", "anchors of batches", "mc samples")
 """Fits whose curvature depends on which points share a batch, or on random numbers of a part."""
-
-
-class Numbered:
-    """Batches whose points have numbers."""
-
-    def __init__(self, batches: Sequence[Any], numbers: Tensor) -> None:
-        self.batches, self.numbers = batches, numbers
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(self.batches)
-
-
-def encoder(device: str, seed: int = 1) -> nn.Sequential:
-    torch.manual_seed(seed)
-    return nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double().to(device)
 
 
 def make(case: str, device: str, **more: Any) -> Any:
@@ -84,19 +62,15 @@ def make(case: str, device: str, **more: Any) -> Any:
 
 def points(device: str, n: int = N, seed: int = 7) -> tuple[Tensor, ...]:
     """Inputs and labels."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(n, 4, generator=generator, dtype=torch.float64)
-    y = torch.arange(n) // 2 % 3
-    return x.to(device), y.to(device)
+    return numbers(seed, n, 4).to(device), (torch.arange(n) // 2 % 3).to(device)
 
 
 def batches_of(device: str, sizes: Sequence[int], chosen: Tensor | None = None, seed: int = 7) -> Numbered:
     """The points, or some of them, in batches of some sizes."""
     given = points(device, seed=seed)
-    numbers = torch.arange(len(given[0])) if chosen is None else chosen
-    at = numbers.to(device)
-    batches = list(zip(*(part[at].split(list(sizes)) for part in given), strict=True))
-    return Numbered(batches, numbers)
+    chosen = torch.arange(len(given[0])) if chosen is None else chosen
+    at = chosen.to(device)
+    return Numbered(list(zip(*(part[at].split(list(sizes)) for part in given), strict=True)), chosen)
 
 
 def fit_in_parts(case: str, device: str, parts: Sequence[Any], **more: Any) -> tuple[Any, State, State]:
@@ -121,13 +95,11 @@ def content_of(state: State) -> bytes:
 
 def posterior(la: Any, device: str) -> dict[str, Tensor]:
     """What a fit leaves, as tensors."""
-    generator = torch.Generator().manual_seed(3)
-    x = torch.randn(5, 4, generator=generator, dtype=torch.float64).to(device)
     la.prior_precision = 2.0
-    found = la(x)
+    found = la(numbers(3, 5, 4).to(device))
     out = {"mean": found.raw_mean, "covariance": found.covariance, "uncertainty": found.uncertainty}
-    numbers = {"loss": la.loss, "cost": la.cost, "n": la.n_data, "norm": la.typical_norm, "error": la.curvature_error}
-    out |= {name: torch.tensor(-1.0 if part is None else float(part)).double() for name, part in numbers.items()}
+    scalars = {"loss": la.loss, "cost": la.cost, "n": la.n_data, "norm": la.typical_norm, "error": la.curvature_error}
+    out |= {name: torch.tensor(-1.0 if part is None else float(part)).double() for name, part in scalars.items()}
     if la.class_centres is not None:
         out |= {"sums": la.class_centres.sums, "labels": la.class_centres.labels.double()}
         out["typical"] = torch.tensor(la.class_centres.typical).double()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import refused
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
@@ -69,8 +70,7 @@ def test_more_rows_than_points_of_the_sampler_are_refused(device: str) -> None:
         return torch.stack([row[0] for row in rows] * 2), torch.stack([row[1] for row in rows] * 2)
 
     loader = DataLoader(points, 3, sampler=DistributedSampler(points, 2, 0), collate_fn=twice)
-    with pytest.raises(cc.InputError, match=r"train_loader: expected the 3 points of its sampler, got 6 or more"):
-        read(loader)
+    refused(lambda: read(loader), "train_loader: expected the 3 points of its sampler, got 6 or more")
 
 
 def test_shards_of_accelerate(device: str) -> None:
@@ -123,8 +123,7 @@ def head(numbers: range | None, points: int | None = None, seen: int | None = No
     return Head(Origin(n, 0, 0.0, float(n)), claim)
 
 
-def test_shares_are_the_data_set(device: str) -> None:
-    del device
+def test_shares_are_the_data_set() -> None:
     halves = [head(range(0, 10, 2), 10), head(range(1, 10, 2), 10)]
     assert not all_the_same(halves)
     check_shares(halves)
@@ -135,12 +134,10 @@ def test_shares_are_the_data_set(device: str) -> None:
     # One process alone has points.
     check_shares([head(None), head(range(10), 10)])
     assert not all_the_same([head(None), head(range(10), 10)])
-    with pytest.raises(cc.InputError, match="got 9 of 10 points"):
-        check_shares([head(range(4), 10), head(range(5, 10), 10)])
+    refused(lambda: check_shares([head(range(4), 10), head(range(5, 10), 10)]), "got 9 of 10 points")
     with pytest.raises(cc.InputError, match="some points twice and others not at all"):
         check_shares([head(range(5), 10), head(range(4, 9), 10)])
-    with pytest.raises(cc.InputError, match="data sets of different sizes"):
-        check_shares([head(range(5), 10), head(range(5, 9), 9)])
+    refused(lambda: check_shares([head(range(5), 10), head(range(5, 9), 9)]), "data sets of different sizes")
     # Nothing is said of points that a sampler drops, that have no numbers, or that nobody claims.
     check_shares([head(range(4), None), head(range(5, 9), None)])
     check_shares([head(range(4), 10), head(None, seen=6)])

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,9 @@ from part_cases import (
     points,
     same_posterior,
 )
-from tables import each
+from safetensors.torch import save
+from tables import each, refused
+from tiny import numbers
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -84,9 +87,7 @@ def merged_in(states: list[State], order: list[int], pairs: list[int]) -> State:
 @pytest.mark.parametrize("case", [case for case in CASES if case not in ALONE])
 @settings(max_examples=5)
 @given(drawn=divisions(), data=st.data())
-def test_a_fit_in_parts_is_that_of_the_whole(
-    case: str, drawn: list[tuple[list[int], list[int]]], data: st.DataObject, device: str
-) -> None:
+def test_a_fit_in_parts_is_that_of_the_whole(case, drawn, data, device) -> None:
     parts = [loader_of(device, chosen, sizes) for chosen, sizes in drawn]
     la, count = make(case, device), len(parts)
 
@@ -102,9 +103,7 @@ def test_a_fit_in_parts_is_that_of_the_whole(
 
 
 @pytest.mark.parametrize("many", [N, N + 1])
-def test_the_number_of_all_points_decides_in_parts_as_in_one_process(
-    many: int, device: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_number_of_all_points_decides_in_parts_as_in_one_process(many, device, monkeypatch) -> None:
     monkeypatch.setattr(dataset, "MANY_POINTS", many)
     monkeypatch.setattr(dataset, "NEGATIVE_SAMPLES", 7)
     case = "as the number of points has it"
@@ -152,8 +151,7 @@ def test_shards_of_saved_features_are_parts(device: str, tmp_path: Path) -> None
 
 
 def test_a_point_that_dominates_is_named_with_its_part(device: str) -> None:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(40, 4, generator=generator, dtype=torch.float64)
+    x = numbers(0, 40, 4)
     x[33] *= 1e4
     y = torch.arange(40) % 4
     la = make("kron", device, weights="last_layer", negative_samples=7)
@@ -177,17 +175,15 @@ def states(case: str, device: str, count: int = 2, **more: Any) -> tuple[Any, li
 def test_states_that_do_not_belong_together_are_refused(device: str) -> None:
     la, parts, first, second = states("sampled", device)
     whole = State.merged(first)
-    with pytest.raises(InputError, match="states: expected all of one kind, 'statistics', got 'curvature'"):
-        first[0].merge(second[1])
-    with pytest.raises(InputError, match="states: expected every part once, got part 0 twice"):
-        whole.merge(first[0])
-    with pytest.raises(InputError, match="states: expected parts of 2, got parts of 3"):
-        first[0].merge(la.part_statistics(parts[1], (1, 3)))
+    refused(lambda: first[0].merge(second[1]), "states: expected all of one kind, 'statistics', got 'curvature'")
+    refused(lambda: whole.merge(first[0]), "states: expected every part once, got part 0 twice")
+    third = la.part_statistics(parts[1], (1, 3))
+    refused(lambda: first[0].merge(third), "states: expected parts of 2, got parts of 3")
     other = make("sampled", device)
     with torch.no_grad():
         other.model.model[0].weight[0, 0] += 1e-12
-    with pytest.raises(InputError, match=r"states: encoder: expected .* in all parts"):
-        first[0].merge(other.part_statistics(parts[1], (1, 2)))
+    moved = other.part_statistics(parts[1], (1, 2))
+    refused(lambda: first[0].merge(moved), "states: encoder: expected", "in all parts")
     for more, name in (({"margin": 0.8}, "loss"), ({"structure": "full"}, "structure")):
         changed = make("sampled", device, **more)
         with pytest.raises(InputError, match=f"states: {name}: expected .* in all parts"):
@@ -200,28 +196,31 @@ def test_states_that_do_not_belong_together_are_refused(device: str) -> None:
     x, y = parts[1].batches[0]
     alien = State.merged([first[0], la.part_statistics(Numbered([(x, y // 2)], parts[1].numbers), (1, 2))])
     foreign = la.part_curvature(parts[0], (0, 2), alien)
-    with pytest.raises(InputError, match="states: statistics: expected"):
-        second[1].merge(foreign)
+    refused(lambda: second[1].merge(foreign), "states: statistics: expected")
     # The same targets with other inputs.
     moved = [Numbered([(part.batches[0][0].flip(0), part.batches[0][1])], part.numbers) for part in parts]
     elsewhere = State.merged([la.part_statistics(part, (k, 2)) for k, part in enumerate(moved)])
-    with pytest.raises(InputError, match="curvature: expected the points of part 0 of the statistics"):
-        la.fit_parts(elsewhere, State.merged(second))
+    points_of = "curvature: expected the points of part 0 of the statistics"
+    refused(lambda: la.fit_parts(elsewhere, State.merged(second)), points_of)
+    part = batches_of(device, [6], torch.arange(6))
+    twice = State.merged([la.part_statistics(part, (k, 2)) for k in range(2)])
+    refused(lambda: la.part_curvature(part, (0, 2), twice), "statistics: expected every point in one part", "twice")
 
 
 def test_a_missing_part_is_refused_by_its_number(device: str) -> None:
     la, parts, first, second = states("sampled", device, 3)
     some = State.merged([first[0], first[2]])
     assert some.missing == [1]
-    message = re.escape("statistics: expected all 3 parts, got none of [1]")
-    with pytest.raises(InputError, match=message):
-        la.part_curvature(parts[0], (0, 3), some)
-    with pytest.raises(InputError, match=message):
-        la.fit_parts(some, State.merged(second))
-    with pytest.raises(InputError, match=re.escape("curvature: expected all 3 parts, got none of [0, 1]")):
-        la.fit_parts(State.merged(first), second[2])
-    with pytest.raises(InputError, match="curvature: expected a state of kind 'curvature', got 'statistics'"):
-        la.fit_parts(State.merged(first), State.merged(first))
+    whole = State.merged(first)
+    la.fit_parts(whole, State.merged(second))
+    before = la.H.clone()
+    message = "statistics: expected all 3 parts, got none of [1]"
+    refused(lambda: la.part_curvature(parts[0], (0, 3), some), message)
+    refused(lambda: la.fit_parts(some, State.merged(second)), message)
+    refused(lambda: la.fit_parts(whole, second[2]), "curvature: expected all 3 parts, got none of [0, 1]")
+    refused(lambda: la.fit_parts(whole, whole), "curvature: expected a state of kind 'curvature', got 'statistics'")
+    assert torch.equal(la.H, before), "the last fit stays"
+    assert la.n_data == N
 
 
 @each("kind", ["points", "targets", "fewer", "outputs"])
@@ -238,38 +237,22 @@ def test_other_points_in_the_second_pass_are_refused(kind: str, device: str) -> 
         la.part_curvature(Numbered([batch], numbers[: len(batch[0])]), (1, 2), State.merged(first))
 
 
-def test_a_point_in_two_parts_is_refused(device: str) -> None:
-    la, part = make("sampled", device), batches_of(device, [6], torch.arange(6))
-    whole = State.merged([la.part_statistics(part, (k, 2)) for k in range(2)])
-    with pytest.raises(InputError, match=r"statistics: expected every point in one part, got point \d twice"):
-        la.part_curvature(part, (0, 2), whole)
-
-
 def test_the_same_data_under_other_numbers_are_refused(device: str) -> None:
     """A job array whose jobs forget to take their share: 40 points, counted from a place of its own in every part."""
     la, (x, y) = make("sampled", device), points(device, 40)
     first = [la.part_statistics([(x, y)], (k, 2)) for k in range(2)]
-    with pytest.raises(InputError, match="expected other points in every part, got the same 40 points"):
-        State.merged(first)
+    refused(lambda: State.merged(first), "expected other points in every part, got the same 40 points")
     other = la.part_statistics([(x + 1, y)], (1, 2))
     assert State.merged([first[0], other]).n == 80
 
 
-@each("part", [3, (2, 2), (-1, 2)])
-def test_malformed_parts_are_refused(part: Any, device: str) -> None:
-    la = make("sampled", device)
-    with pytest.raises(InputError, match="part: expected"):
-        la.part_statistics(batches_of(device, [12]), part)
-
-
 def test_malformed_states_are_refused(device: str) -> None:
     la, parts, first, _ = states("sampled", device)
-    with pytest.raises(InputTypeError, match="states: expected several states, as a list"):
-        State.merged(first[0])  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="part: expected one of 2 parts"):
-        la.part_curvature(parts[0], (0, 3), State.merged(first))
-    with pytest.raises(InputError, match="statistics: expected at least one point"):
-        fit_with(la, [[], []])
+    refused(lambda: State.merged(first[0]), "states: expected several states, as a list", kind=InputTypeError)
+    refused(lambda: la.part_curvature(parts[0], (0, 3), State.merged(first)), "part: expected one of 2 parts")
+    refused(lambda: fit_with(la, [[], []]), "statistics: expected at least one point")
+    for part in (3, (2, 2), (-1, 2)):
+        refused(partial(la.part_statistics, parts[0], part), "part: expected")
 
 
 class Unread:
@@ -291,23 +274,11 @@ class Unread:
         ("gp", {"pd_fix": "psd"}, "of several sets of data does not add up"),
     ],
 )
-def test_fits_that_do_not_come_in_parts_are_refused_at_once(
-    structure: str, options: dict[str, Any], message: str, device: str
-) -> None:
+def test_fits_that_do_not_come_in_parts_are_refused_at_once(structure, options, message, device) -> None:
     host = {"n_subset": 5} if structure == "gp" else {}
     la = Laplace(encoder(device), "contrastive", "all", structure, backend_kwargs=options, **host)
     with pytest.raises(UnsupportedError, match=re.escape(message)):
         la.part_statistics(Unread(device), (0, 2))
-
-
-def test_a_refused_fit_leaves_the_last_one(device: str) -> None:
-    la, _, first, second = states("sampled", device)
-    la.fit_parts(State.merged(first), State.merged(second))
-    before = la.H.clone()
-    with pytest.raises(InputError):
-        la.fit_parts(State.merged(first), second[0])
-    assert torch.equal(la.H, before)
-    assert la.n_data == N
 
 
 def test_an_option_that_is_new_tells_fits_apart_too(device: str) -> None:
@@ -322,3 +293,35 @@ def test_an_option_that_is_new_tells_fits_apart_too(device: str) -> None:
         for more in (0, 1)
     )
     assert {name for name in one if one[name] != other[name]} == {"options"}
+
+
+def state(device: str, seed: int = 7) -> State:
+    return make("sampled", device).part_statistics(batches_of(device, [5, 5, 2], seed=seed), (0, 1))
+
+
+def test_other_files_are_refused_by_name(device: str, tmp_path: Path) -> None:
+    path = tmp_path / "part"
+    state(device).save(path)
+    content = path.read_bytes()
+    foreign = save({"weight": torch.zeros(3, device=device)})
+    for other, message in (
+        (b"", "a damaged one, or something else. Compute this part again"),
+        (content[:-1], "a damaged one, or something else. Compute this part again"),
+        (content[:-1] + bytes([content[-1] ^ 1]), "its checksum is another. Compute this part again"),
+        (foreign, "a safetensors file of something else. la.part_statistics"),
+    ):
+        path.write_bytes(other)
+        with pytest.raises(InputError, match=r"part: expected a state of a part of a data set, got .*" + message):
+            State.load(path)
+    none = tmp_path / "none"
+    refused(lambda: State.load(none), "none: expected a state of a part of a data set, got no such file")
+    refused(lambda: state(device).save(none / "a"), "expected a file in a folder that exists")
+
+
+@each("n", [12, 1200])
+def test_a_file_of_curvature_does_not_hold_the_data(n: int, device: str) -> None:
+    """The curvature, the sample with its classes, and points that say what is typical; no inputs."""
+    la, loader = make("sampled", device), [points(device, n)]
+    first = la.part_statistics(loader, (0, 1))
+    assert len(content_of(first)) <= 16_000 + n * 8 * 5
+    assert len(content_of(la.part_curvature(loader, (0, 1), first))) <= 16_000 + n * 8 * 7

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from laplace import Laplace
 from strategies import close
+from tiny import numbers
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -19,8 +20,7 @@ ROUNDING = 1e-10
 
 
 def inputs(seed: int, n: int = 6, device: str = "cpu") -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(n, 4, dtype=torch.float64, generator=generator).to(device)
+    return numbers(seed, n, 4).to(device)
 
 
 def batches(device: str, n: int = 24) -> Any:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from laplace import Laplace
 from saved_cases import batches, encoder, inputs, predicts_the_same
-from tables import each
+from tables import each, refused
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -77,8 +77,7 @@ def test_an_encoder_with_a_sparse_buffer(device: str, tmp_path: Path) -> None:
     assert predicts_the_same(la, cc.load_pretrained(folder, Graph(device)), device)
     other = Graph(device)
     other.graph = 2 * other.graph
-    with pytest.raises(cc.InputError, match="other numbers in 1 of 10 parameters and buffers: graph"):
-        cc.load_pretrained(folder, other)
+    refused(lambda: cc.load_pretrained(folder, other), "other numbers in 1 of 10 parameters and buffers: graph")
 
 
 class Words(nn.Module):

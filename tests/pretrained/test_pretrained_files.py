@@ -1,15 +1,18 @@
-"""The folder of a saved posterior: what is in it, what it replaces, and that others are refused by name."""
+"""The folder of a saved posterior and its card: what is in it, what it replaces; others are refused by name."""
 
 import os
 import pickle
+import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from saved_cases import encoder, fitted, predicts_the_same
-from tables import each
+from huggingface_hub import ModelCard
+from saved_cases import encoder, fitted, inputs, predicts_the_same
+from tables import each, refused
+from test_pretrained_round_trip import Steep, same_label
 
 import contrastive_curvature as cc
 from contrastive_curvature import artifact
@@ -113,10 +116,9 @@ def test_missing_damaged_foreign_and_later_files(la: Any, saved: Path, monkeypat
     # What is damaged or of a later release is replaced, too, where the user says so.
     la.save_pretrained(saved, overwrite=True)
     assert predicts_the_same(la, loaded(saved), DEVICE)
-    with pytest.raises(cc.InputError, match="source: expected a folder that exists"):
-        loaded(saved / "nowhere")
+    refused(lambda: loaded(saved / "nowhere"), "source: expected a folder that exists")
     with pytest.raises(cc.InputTypeError, match=r"encoder: expected a torch\.nn\.Module"):
-        cc.load_pretrained(saved, torch.nn.Linear)  # type: ignore[arg-type]
+        cc.load_pretrained(saved, torch.nn.Linear)
 
 
 def test_nothing_is_written_through_a_link(other: Any, saved: Path, tmp_path: Path) -> None:
@@ -138,3 +140,52 @@ def test_nothing_is_unpickled_or_run(saved: Path, la: Any, monkeypatch: pytest.M
     for module, name in ((pickle, "loads"), (pickle, "load"), (pickle, "Unpickler"), (torch, "load"), (os, "system")):
         monkeypatch.setattr(module, name, never)
     assert predicts_the_same(la, cc.load_pretrained(saved, model), DEVICE)
+
+
+"""Text is the same on every device."""
+
+SAID = {
+    "fitted_on": "1,797 digits",
+    "encoder_source": "someone/small-encoder",
+    "license": "cc-by-4.0",
+    "metrics": {"auroc": 0.96875, "recall@1 | own": 1e-7},
+    "evaluated_on": 'digits: "held-out"',
+    "tags": ["digits", "laplace"],
+    "notes": "Not for faces.",
+}
+
+
+def test_the_hub_reads_the_metadata(la: Any, tmp_path: Path) -> None:
+    card = ModelCard.load(la.save_pretrained(tmp_path / "digits", **SAID) / "README.md")
+    data: Any = card.data
+    assert (data.library_name, data.pipeline_tag) == ("contrastive-curvature", "feature-extraction")
+    assert (data.license, data.base_model) == ("cc-by-4.0", "someone/small-encoder")
+    assert {"digits", "laplace", "contrastive-curvature"} <= set(data.tags)
+    assert len(data.tags) == len(set(data.tags))
+    assert data.model_name == "digits"
+    results = [(r.task_type, r.dataset_name, r.metric_type, r.metric_value) for r in data.eval_results]
+    assert results == [
+        ("feature-extraction", 'digits: "held-out"', "auroc", 0.96875),
+        ("feature-extraction", 'digits: "held-out"', "recall@1 | own", 1e-7),
+    ]
+
+
+def code_of(folder: Path) -> str:
+    (code,) = re.findall(r"```python\n(.*?)```", (folder / "README.md").read_text(), re.DOTALL)
+    return code.replace("path/to/this/folder", str(folder))
+
+
+def test_the_code_in_the_card_runs(la: Any, tmp_path: Path) -> None:
+    x = inputs(0, 40)
+    cosine = (la(x).mu * la(x.flip(0)).mu).sum(1)
+    match = cc.MatchProbability().fit_pairs(la(x), la(x.flip(0)), cosine > cosine.median())
+    names: dict[str, Any] = {"encoder": encoder(), "x": x}
+    exec(code_of(la.save_pretrained(tmp_path / "one", match=match)), names)
+    assert torch.equal(names["mu"], la(x).mu)
+    assert isinstance(names["match"], cc.MatchProbability)
+    own = fitted("all", "diag", DEVICE, calibrated=False, backend_kwargs={"loss": Steep(), "relation": same_label})
+    code = code_of(own.save_pretrained(tmp_path / "own"))
+    assert "encoder=encoder, loss=..., relation=...)" in code
+    assert "uncertainty" in code
+    exec(code.replace("loss=...", "loss=Steep()").replace("relation=...", "relation=same_label"), globals() | names)
+    assert "its code is not here" in (tmp_path / "own" / "README.md").read_text()

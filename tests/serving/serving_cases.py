@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from laplace import Laplace
+from tiny import numbers
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
@@ -21,8 +22,7 @@ STRUCTURES = {
 
 
 def inputs(n: int, seed: int, dtype: torch.dtype = torch.float64, device: str = "cpu") -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return (2 * torch.randn(n, INPUTS, generator=generator, dtype=torch.float64)).to(device, dtype)
+    return (2 * numbers(seed, n, INPUTS)).to(device, dtype)
 
 
 def fitted(

@@ -67,21 +67,14 @@ def test_p_values_without_a_calibration_and_with_one_of_another_posterior(device
         ("a.pt2", {"match": cc.MatchProbability()}, cc.InputError, "match: expected nothing.*a match is of two"),
         ("a.npz", {"match": 1}, cc.InputTypeError, "match: expected a fitted MatchProbability, got a int"),
         ("a.npz", {"match": cc.MatchProbability()}, cc.NotFittedError, "match: expected a fitted.*fit_pairs"),
-        (
-            "a.npz",
-            {"match": PLANE},
-            cc.InputError,
-            "match: expected a fit to predictions of la, D = 3, got one",
-        ),
+        ("a.npz", {"match": PLANE}, cc.InputError, "match: expected a fit to predictions of la, D = 3, got one"),
         ("a.pt2", {"example": [1.0]}, cc.InputTypeError, "example: expected a tensor or a mapping"),
         ("a.pt2", {"example": torch.ones(2, INPUTS + 1)}, cc.InputError, "x: expected"),
         ("a.pt2", {"example": {"x": torch.ones(2, 2), "y": True}}, cc.InputTypeError, "'y' of type bool.*leave it out"),
         ("a.pt2", {"example": torch.ones(2, INPUTS), "dynamic_axes": [0]}, cc.InputError, "dynamic_axes: expected num"),
     ],
 )
-def test_arguments(
-    device: str, path: str, options: dict[str, Any], wanted: type[Exception], says: str, tmp_path: Path
-) -> None:
+def test_arguments(device, path, options, wanted, says, tmp_path) -> None:
     la = fitted("diag", device=device, dtype=torch.float32)
     refused(tmp_path, wanted, says, la, tmp_path / path, **options)
 
@@ -125,9 +118,7 @@ def test_without_a_package_of_onnx(device: str, tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", ["a.npz", "a.pt2"])
-def test_an_interrupted_export_leaves_the_old_file(
-    device: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_interrupted_export_leaves_the_old_file(device, name, tmp_path, monkeypatch) -> None:
     la = fitted("diag", device=device)
     (tmp_path / name).write_bytes(b"as before")
 

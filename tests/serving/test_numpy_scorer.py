@@ -33,15 +33,7 @@ SUFFIXES = ("npz", "safetensors")
     structure=STRUCTURES,
     dtype__tolerance=[(torch.float64, 1e-10), (torch.float32, 1e-5)],
 )
-def test_the_scorer_is_la(
-    device: str,
-    structure: str,
-    calibrated: bool,
-    centres: bool,
-    dtype: torch.dtype,
-    tolerance: float,
-    tmp_path: Path,
-) -> None:
+def test_the_scorer_is_la(device, structure, calibrated, centres, dtype, tolerance, tmp_path) -> None:
     la = fitted(structure, calibrated=calibrated, centres=centres, bias=centres, dtype=dtype, device=device)
     x = inputs(20, 3, dtype, device)
     features = la.model.forward_with_features(x)[1].detach().cpu().numpy()
@@ -78,8 +70,7 @@ def test_probabilities_of_a_match(device: str, dtype: torch.dtype, tolerance: fl
 
 
 @each("knots", [[], [0.3], [-1.0, 0.5, 2.0]])
-def test_the_regression_is_that_of_the_library(device: str, knots: list[float]) -> None:
-    del device
+def test_the_regression_is_that_of_the_library(knots: list[float]) -> None:
     rows = torch.randn(44, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     features, (shift, scale, low, high) = rows[4:], rows[:4]
     # The slope of the cosine is negative for some of the rows.
@@ -144,8 +135,7 @@ def test_the_file_alone_without_torch(device: str, tmp_path: Path) -> None:
 
 
 @given(seed=st.integers(0, 999), norm=st.booleans(), between=st.booleans())
-def test_the_uncertainty_is_that_of_the_library(device: str, seed: int, norm: bool, between: bool) -> None:
-    del device
+def test_the_uncertainty_is_that_of_the_library(seed: int, norm: bool, between: bool) -> None:
     generator = torch.Generator().manual_seed(seed)
     variance, length, typical, ratio = 2 * torch.rand(4, 9, generator=generator, dtype=torch.float64)
     variance[0] = 0
@@ -184,8 +174,7 @@ def test_what_is_wrong_is_refused_on_load(device: str, change: dict[str, Any], s
             Scorer.load(tmp_path / f"wrong.{suffix}")
 
 
-def test_arrays_that_only_numpy_would_execute_are_refused(device: str, tmp_path: Path) -> None:
-    del device
+def test_arrays_that_only_numpy_would_execute_are_refused(tmp_path: Path) -> None:
     np.savez(tmp_path / "a.npz", metadata=np.array([{}], dtype=object))
     with pytest.raises(ValueError, match=r"expected a file of la\.export"):
         Scorer.load(tmp_path / "a.npz")
@@ -194,9 +183,7 @@ def test_arrays_that_only_numpy_would_execute_are_refused(device: str, tmp_path:
 
 
 @given(data=st.data())
-def test_a_damaged_file_is_refused_or_loads_whole(
-    device: str, data: st.DataObject, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_damaged_file_is_refused_or_loads_whole(device, data, tmp_path_factory) -> None:
     folder = tmp_path_factory.mktemp("damaged")
     suffix = data.draw(st.sampled_from(SUFFIXES))
     path = folder / f"scorer.{suffix}"

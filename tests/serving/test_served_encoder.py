@@ -1,5 +1,6 @@
 """The module alone computes what ``la(x)`` does, and says NaN where ``la(x)`` raises an error."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -30,29 +31,44 @@ def test_the_module_is_la(device: str, structure: str, bias: bool, centres: bool
     assert_same(ServedEncoder(la)(x), truth(la, x), 1e-10)
 
 
-def test_what_is_not_there_has_no_factor(device: str) -> None:
-    la, x = fitted("diag", device=device), inputs(4, 3, device=device)
-    before = ServedEncoder(la)(x)[2]
+def without_factors(la: Any) -> None:
     la.typical_norm = la.class_centres = None
-    after = ServedEncoder(la)(x)
-    assert_same(after, truth(la, x), 1e-12)
-    assert not torch.allclose(before, after[2])
 
 
-def test_many_classes_and_two(device: str) -> None:
-    for n_classes in (2, 12):
-        la, x = fitted("diag", device=device), inputs(30, 3, device=device)
-        la.measure_classes([(x, torch.arange(30, device=device) % n_classes)])
-        new = inputs(8, 4, device=device)
-        assert_same(ServedEncoder(la)(new), truth(la, new), 1e-12)
+def of_classes(count: int) -> Callable[[Any], None]:
+    x = inputs(30, 3)
+    return lambda la: la.measure_classes([(x.to(la._device), torch.arange(30, device=la._device) % count)])
 
 
-def test_class_centres_without_a_direction_and_in_one_place(device: str) -> None:
-    la, x = fitted("diag", device=device), inputs(8, 4, device=device)
-    sums = la.class_centres.sums
-    for changed in (torch.cat([sums[:1] * 0, sums[1:]]), torch.cat([sums[:1], sums[:1], sums[:1]])):
-        la.class_centres = ClassCentres(la.class_centres.labels, changed, 0.5, 48)
-        assert_same(ServedEncoder(la)(x), truth(la, x), 1e-12)
+def of_centres(*rows: int, size: float = 1.0) -> Callable[[Any], None]:
+    """Sums of the classes with these numbers, the first of them times a size."""
+
+    def change(la: Any) -> None:
+        sums = la.class_centres.sums[list(rows)]
+        la.class_centres = ClassCentres(la.class_centres.labels, torch.cat([size * sums[:1], sums[1:]]), 0.5, 48)
+
+    return change
+
+
+def calibrated_with(n: int) -> Callable[[Any], None]:
+    return lambda la: la.calibrate([inputs(n, 11, device=str(la._device))])
+
+
+@each(
+    "change",
+    [
+        without_factors,
+        *map(of_classes, (2, 12)),
+        # One has no direction; all are in one place.
+        *(of_centres(0, 1, 2, size=0), of_centres(0, 0, 0)),
+        *map(calibrated_with, (2, 3, 16, 17)),
+    ],
+)
+def test_other_classes_and_calibrations(change: Callable[[Any], None], device: str) -> None:
+    la = fitted("diag", device=device)
+    change(la)
+    x = torch.cat([inputs(17, 11, device=device), inputs(20, 12, device=device)])
+    assert_same(ServedEncoder(la)(x), truth(la, x), 1e-12)
 
 
 def test_a_snapshot_of_encoder_and_posterior(device: str) -> None:
@@ -102,14 +118,6 @@ def test_autocast_leaves_the_scores_alone(device: str) -> None:
     with torch.autocast(device, torch.bfloat16):
         found = ServedEncoder(la)(x)
     assert_same(found, truth(la, x), 1e-5)
-
-
-def test_a_posterior_of_many_calibration_inputs_searches_all_of_them(device: str) -> None:
-    for n in (2, 3, 16, 17):
-        la = fitted("diag", device=device)
-        la.calibrate([inputs(n, 11, device=device)])
-        x = torch.cat([inputs(n, 11, device=device), inputs(40, 12, device=device)])
-        assert_same(ServedEncoder(la)(x), truth(la, x), 1e-12)
 
 
 class Mapped(nn.Module):

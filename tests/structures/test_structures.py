@@ -113,28 +113,19 @@ def test_structures_hold_the_curvature_of_every_loss_and_fix(name: str, device: 
             loss = LOSSES[name]().replaced(pd_fix=pd_fix)  # not every loss has every fix
         except (cc.InputError, cc.UnsupportedError):
             continue
-        found = {
-            structure: cc.ggn(
-                encoder(device, outputs=2),
-                x,
-                labels,
-                loss=loss,
-                structure=structure,
-                subset_of_weights="last_layer",
-                clamp=False,
-            )
+        options = {"loss": loss, "subset_of_weights": "last_layer", "clamp": False}
+        diag, full, kron = (
+            cc.ggn(encoder(device, outputs=2), x, labels, structure=structure, **options)
             for structure in ("diag", "full", "kron")
-        }
-        assert close(found["diag"], found["full"].diagonal()), pd_fix
+        )
+        assert close(diag, full.diagonal()), pd_fix
         if not loss.coupled:
-            assert close(found["kron"][1][0], found["full"][-2:, -2:]), pd_fix
+            assert close(kron[1][0], full[-2:, -2:]), pd_fix
 
 
 @pytest.mark.parametrize("name", sorted(name for name, kind in STRUCTURES.items() if kind.adds))
 def test_two_data_sets_add_up_and_a_tree_comes_back(name: str, device: str) -> None:
     one, other = (fitted("last_layer", name, device, seed=seed, pd_fix="psd").curvature for seed in (0, 1))
-    assert one is not None
-    assert other is not None
     both = one + other
     for mine, first, second in zip(both.tensors(), one.tensors(), other.tensors(), strict=True):
         assert torch.equal(mine, first + second)
@@ -213,8 +204,8 @@ def test_a_structure_of_ones_own(device: str, tmp_path: Path, monkeypatch: pytes
     places = torch.arange(18)
     output = torch.cat([places[:15] // 5, places[:3]])
     blocks = full.H_raw.cpu() * (output[:, None] == output)
-    order = la.require_clamped()._order()  # type: ignore[attr-defined]
-    raw = torch.block_diag(*la.curvature.blocks.cpu())  # type: ignore[union-attr]
+    order = la.require_clamped()._order()
+    raw = torch.block_diag(*la.curvature.blocks.cpu())
     assert close(raw, blocks[order][:, order])
 
     la.optimize_prior_precision()
@@ -236,7 +227,7 @@ def test_a_structure_of_ones_own(device: str, tmp_path: Path, monkeypatch: pytes
     sums = [one.part_curvature(p, (k, 2), statistics) for k, (one, p) in enumerate(zip(made, parts, strict=False))]
     sums[0].save(tmp_path / "part")
     made[2].fit_parts(statistics, State.merged([State.load(tmp_path / "part"), sums[1]]))
-    assert close(made[2].curvature.blocks, la.curvature.blocks)  # type: ignore[union-attr]
+    assert close(made[2].curvature.blocks, la.curvature.blocks)
 
     again = ContrastiveLaplace(encoder(device), "contrastive", "last_layer", "outputs", **given)
     again.load_state_dict(la.state_dict())

@@ -1,6 +1,5 @@
 """The curvature of each tower and of both together is exact, against autograd in float64."""
 
-import warnings
 from typing import Any
 
 import pytest
@@ -24,6 +23,15 @@ from tower_cases import (
 
 import contrastive_curvature as cc
 
+# Of few points that hardly repel each other, and of factors that leave cross terms out.
+pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
+
+
+def fitted(*args: Any, data: Any, **kwargs: Any) -> Any:
+    la = posterior(*args, **kwargs)
+    la.fit(data)
+    return la
+
 
 @covering(2, labelled=[False, True], fix=FIXES, name=LOSSES)
 def test_blocks_of_both_towers(name: str, fix: str, labelled: bool, device: str) -> None:
@@ -34,12 +42,7 @@ def test_blocks_of_both_towers(name: str, fix: str, labelled: bool, device: str)
         hessians = joint_hessians(name, a, b, data, fix, distance=distance)
         for weights in ("all", "last_layer"):
             loss = LOSSES[name](pd_fix=fix, distance=distance)
-            full, diag = (posterior(a, b, weights, structure, loss) for structure in ("full", "diag"))
-            for la in (full, diag):
-                # A clamped diagonal may be zero where few points repel each other.
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    la.fit(data)
+            full, diag = (fitted(a, b, weights, structure, loss, data=data) for structure in ("full", "diag"))
             for tower, expected in zip("ab", pulled_back(hessians, a, b, data, weights), strict=False):
                 size = float(expected.abs().max())
                 assert close(getattr(full, tower).H_raw, expected, 1e-3, 1e-11), (tower, distance, weights)
@@ -51,8 +54,7 @@ def test_blocks_of_both_towers(name: str, fix: str, labelled: bool, device: str)
 def test_one_direction(name: str, directions: str, device: str) -> None:
     a, b = encoders(device)
     data = batches(device)
-    la = posterior(a, b, "all", "full", LOSSES[name](directions=directions, pd_fix="ggn"))
-    la.fit(data)
+    la = fitted(a, b, "all", "full", LOSSES[name](directions=directions, pd_fix="ggn"), data=data)
     of_a, of_b, _ = pulled_back(joint_hessians(name, a, b, data, "ggn", directions=directions), a, b, data, "all")
     assert close(la.a.H_raw, of_a, tolerance=1e-11)
     assert close(la.b.H_raw, of_b, tolerance=1e-11)
@@ -62,8 +64,7 @@ def test_one_direction(name: str, directions: str, device: str) -> None:
 def test_either_tower_has_half_of_the_loss(name: str, device: str) -> None:
     a, b = encoders(device)
     data = batches(device, labelled=True)
-    la = posterior(a, b, "last_layer", "diag", LOSSES[name]())
-    la.fit(data)
+    la = fitted(a, b, "last_layer", "diag", LOSSES[name](), data=data)
     total = 0.0
     for x_a, x_b, (of_a, of_b) in data:
         u, v = (torch.nn.functional.normalize(z) for z in (a(x_a), b(x_b)))
@@ -79,11 +80,7 @@ def test_kronecker_factors_of_the_last_layer(fix: str, device: str) -> None:
     """The curvature factor is the sum of the blocks of all points, the input factor the mean of the features."""
     a, b = encoders(device)
     data, loss = batches(device), LOSSES["infonce"](pd_fix=fix)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        la, small = (posterior(a, b, "last_layer", "kron", loss, rank=rank) for rank in ("full", 3))
-        for one in (la, small):
-            one.fit(data)
+    la, small = (fitted(a, b, "last_layer", "kron", loss, rank=rank, data=data) for rank in ("full", 3))
     # The bias of tower a sees every block once.
     hessians = joint_hessians("infonce", a, b, data, "ggn_fixed" if fix == "ggn" else fix)
     alone = pulled_back(hessians, a, b, data, "last_layer")[0]
@@ -120,10 +117,7 @@ def test_other_losses(loss: Any, shared: bool, device: str) -> None:
             return loss.between(z[:first], z[first:], y)
 
         hessians.append(torch.autograd.functional.hessian(value, z).reshape(z.numel(), -1))
-    la = posterior(a, b, "all", "full", loss)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        la.fit(data)
+    la = fitted(a, b, "all", "full", loss, data=data)
     of_a, of_b, between = pulled_back(hessians, a, b, data, "all")
     assert bool(of_a.any())
     if shared:
@@ -134,14 +128,6 @@ def test_other_losses(loss: Any, shared: bool, device: str) -> None:
         v = numbers(5, len(of_a)).to(device)
         found = la.curvature_product(data, v, torch.zeros_like(of_b[0]))
         assert close(torch.cat(found), torch.cat([of_a @ v, between.T @ v]), tolerance=1e-9)
-
-
-def fitted(*args: Any, data: Any, **kwargs: Any) -> Any:
-    la = posterior(*args, **kwargs)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        la.fit(data)
-    return la
 
 
 @covering(2, weights=["all", "last_layer"], fix=FIXES, name=LOSSES)

@@ -53,9 +53,7 @@ def test_without_uncertainty_it_is_a_softmax(seed: int, scale: float, classes: i
     which=st.sampled_from(["images", "prompts", "both"]),
     kind=st.sampled_from(["variance", "covariance"]),
 )
-def test_rows_sum_to_one_and_uncertainty_pulls_to_uniform(
-    seed: int, scale: float, spread: float, which: str, kind: str, device: str
-) -> None:
+def test_rows_sum_to_one_and_uncertainty_pulls_to_uniform(seed, scale, spread, which, kind, device) -> None:
     images, prompts = numbers(seed, 5, 4).to(device), numbers(seed + 1, 3, 4).to(device)
 
     def entropy(size: float) -> Tensor:
@@ -146,7 +144,7 @@ def test_bad_input(device: str) -> None:
     classifier = ZeroShotClassifier(prompts, scale=1.0)
     for wrong in (images[:, :3], 0 * images, "images"):
         with pytest.raises(cc.InputError, match="images"):
-            classifier.probabilities(wrong)  # type: ignore[arg-type]
+            classifier.probabilities(wrong)
     for labels in (torch.tensor([0, 3]), torch.tensor([0])):
         with pytest.raises(cc.InputError, match="labels"):
             classifier.fit_temperature(images, labels.to(device))
