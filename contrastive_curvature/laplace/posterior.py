@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -51,18 +52,8 @@ from contrastive_curvature.laplace.prior import (
 from contrastive_curvature.laplace.state import load_state, state_of
 from contrastive_curvature.network.call import refuse_compiled
 from contrastive_curvature.network.digest import Watch, same_encoder, versions
-from contrastive_curvature.network.encoder import (
-    Encoder,
-    Features,
-    evaluation_mode,
-    flatten_parameters,
-)
-from contrastive_curvature.network.inputs import (
-    Inputs,
-    input_length,
-    made_up_inputs,
-    slice_inputs,
-)
+from contrastive_curvature.network.encoder import Encoder, Features, evaluation_mode, flatten_parameters
+from contrastive_curvature.network.inputs import Inputs, input_length, made_up_inputs, slice_inputs
 from contrastive_curvature.network.loader import check_loader, check_model, check_not_empty, read_views
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.pairs.relation import check_labels
@@ -152,10 +143,10 @@ class ContrastiveLaplace(GaussianOverWeights):
             "last_layer_name": (last_layer_name, self.on_last_layer),
             "subnetwork_indices": (subnetwork_indices, self.subset_of_weights == "subnetwork"),
         }
-        for name, (given, allowed) in of_some.items():
-            if given is not None and not allowed:
+        for name, (value, allowed) in of_some.items():
+            if value is not None and not allowed:
                 wanted = f"nothing with {self.subset_of_weights!r} weights and the structure {self.hessian_structure!r}"
-                raise InputTypeError(name, wanted, repr(given))
+                raise InputTypeError(name, wanted, repr(value))
         check_model(model, half=self.keeps_features)
         if not self.keeps_features:
             refuse_compiled(model)
@@ -377,9 +368,8 @@ class ContrastiveLaplace(GaussianOverWeights):
             features = before.features.merged(features)
         layer = self.model.last_layer
         with torch.no_grad():
-            outputs = torch.nn.functional.linear(
-                features.columns["features"].to(layer.weight), layer.weight, layer.bias
-            )
+            phi = features.columns["features"].to(layer.weight)
+            outputs = nn.functional.linear(phi, layer.weight, layer.bias)
         return TrainingSample(features, outputs, encoder)
 
     def first_inputs(self, loader: Iterable[Any]) -> list[Inputs]:
@@ -699,14 +689,12 @@ class ContrastiveLaplace(GaussianOverWeights):
         def of_no_rows() -> EmbeddingDistribution:
             mean = torch.empty(0, self.n_outputs, dtype=self.mean.dtype, device=self._device)
             if kind is PredType.NN:
-                none = EmbeddingDistribution.from_samples(mean.expand(n_samples, -1, -1))
-            elif joint:
-                none = prediction.joint_distribution(mean, mean.new_empty(0, 0))
-            elif diagonal_output:
-                none = EmbeddingDistribution.trusted(mean, Diagonal(mean))
-            else:
-                none = EmbeddingDistribution.trusted(mean, Dense(mean.new_empty(0, self.n_outputs, self.n_outputs)))
-            return finished(none, mean.new_empty(0, self.model.last_layer.in_features) if self.keeps_features else None)
+                return finished(EmbeddingDistribution.from_samples(mean.expand(n_samples, -1, -1)), None)
+            if joint:
+                return finished(prediction.joint_distribution(mean, mean.new_empty(0, 0)), None)
+            spread = Diagonal(mean) if diagonal_output else Dense(mean.new_empty(0, self.n_outputs, self.n_outputs))
+            features = mean.new_empty(0, self.model.last_layer.in_features) if self.keeps_features else None
+            return finished(EmbeddingDistribution.trusted(mean, spread), features)
 
         if on_invalid == "error":
             return predict(x)
@@ -746,7 +734,8 @@ class ContrastiveLaplace(GaussianOverWeights):
         # Called here, so that the warning names the line of the caller.
         self._advise_on_prior()
         validate.count("batch_size", batch_size)
-        predictions = batches.predictions(self, data, "data", batch_size, on_invalid, progress_bar)
+        run = partial(self, on_invalid=on_invalid)
+        predictions = batches.results(run, self.model, data, "data", batch_size, progress_bar, "[predict]")
         return EmbeddingDistribution.cat(list(predictions))
 
     def observe(self, x: Any) -> tuple[EmbeddingDistribution, Tensor | None]:

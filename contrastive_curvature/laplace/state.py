@@ -101,7 +101,9 @@ def load_state(la: ContrastiveLaplace, state: Mapping[str, Any]) -> None:
         if la.on_last_layer:
             _find_last_layer(la, state)
         la.renew_backend()
-        _check_backend(state["backend"], type(la.backend).__name__)
+        if state["backend"] not in (*_BACKENDS, type(la.backend).__name__):
+            hint = "Where it is a backend of your own, construct this object with backend=... of it."
+            _refuse("backend", f"one of {', '.join(_BACKENDS)}", repr(state["backend"]), hint)
         like = at_least_float32(next(la.model.parameters()).detach())
         _check_settings(state, like, la.n_params)
         curvature = _loaded_curvature(la, state["curvature"], like)
@@ -127,12 +129,6 @@ def load_state(la: ContrastiveLaplace, state: Mapping[str, Any]) -> None:
             warnings.warn(msg, UserWarning, stacklevel=3)
 
 
-def _check_backend(name: str, own: str) -> None:
-    if name not in (*_BACKENDS, own):
-        hint = "Where it is a backend of your own, construct this object with backend=... of it."
-        _refuse("backend", f"one of {', '.join(_BACKENDS)}", repr(name), hint)
-
-
 def _loaded_curvature(la: ContrastiveLaplace, saved: Mapping[str, Any], like: Tensor) -> Structure:
     """Return the curvature of a state; its tensors must have the shapes that these weights need."""
     curvature: Structure = from_tree("state_dict['curvature']", saved, [la.structure])
@@ -147,7 +143,7 @@ def _loaded_curvature(la: ContrastiveLaplace, saved: Mapping[str, Any], like: Te
 def _find_last_layer(la: ContrastiveLaplace, state: Mapping[str, Any]) -> None:
     """Find the last layer with the made-up inputs of a state, because a state can be checked only then."""
     name = state["_last_layer_name"]
-    if not isinstance(name, (str, type(None))) or name != la.last_layer_name:
+    if name != la.last_layer_name:
         _refuse("_last_layer_name", f"{la.last_layer_name!r}, that of this object", _kind_of(name))
     if state["data"] is None and la.model.last_layer is not None:
         return
@@ -173,8 +169,6 @@ def _check_state(state: object, kind: Mapping[str, str], options: Mapping[str, A
     """Refuse a state of other weights or options, or a malformed state; the numbers are not checked."""
     if not isinstance(state, Mapping):
         raise InputError("state_dict", "what la.state_dict() gave", f"a {type(state).__name__}")
-    if "contrastive" not in state:
-        raise InputError("state_dict", "one of a contrastive Laplace", "one of another likelihood")
     keys = [*_KEYS, *(_OF_LAST_LAYER if kind["subset_of_weights"] == "last_layer" else ())]
     missing = [key for key in keys if key not in state]
     if missing:
@@ -186,12 +180,13 @@ def _check_state(state: object, kind: Mapping[str, str], options: Mapping[str, A
     for key, value in kind.items():
         if state[key] != value:
             _refuse(key, repr(value), repr(state[key]), "Give this object the same arguments.")
-    was = state["contrastive"]
-    differ = [name for name in sorted({*options, *was}, key=str) if name not in was or was[name] != options.get(name)]
+    saved = state["contrastive"]
+    names = sorted({*options, *saved}, key=str)
+    differ = [name for name in names if name not in saved or saved[name] != options.get(name)]
     if differ:
-        wanted, saved = (", ".join(f"{name}={side.get(name)!r}" for name in differ) for side in (options, was))
+        wanted, got = (", ".join(f"{name}={side.get(name)!r}" for name in differ) for side in (options, saved))
         hint = "Give this object the same backend_kwargs."
-        raise InputError("state_dict", f"this object's options {wanted}", saved, hint)
+        raise InputError("state_dict", f"this object's options {wanted}", got, hint)
     check_seal(state, SEALED)
 
 

@@ -64,8 +64,7 @@ class CoSENTLoss(CosineLoss):
         if labels is not None:
             raise InputError("labels", "None", "labels", f"Pass pairs={wanted}.")
         if not isinstance(pairs, (tuple, list)):
-            came = "None" if pairs is None else f"a {type(pairs).__name__}"
-            raise InputTypeError("pairs", wanted, came)
+            raise InputTypeError("pairs", wanted, "None" if pairs is None else f"a {type(pairs).__name__}")
         if len(pairs) != 3:
             raise InputError("pairs", wanted, f"a tuple of {len(pairs)}")
         return GradedPairs(*pairs, len(z), z.device)

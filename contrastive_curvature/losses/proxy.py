@@ -19,8 +19,6 @@ from contrastive_curvature.options import Distance, PDFix
 from contrastive_curvature.pairs import Pairs
 from contrastive_curvature.pairs.relation import LabelRelation, Relation, TargetRelation, check_labels, row_ranges
 
-_KINDS = ("softmax", "arcface", "cosface")
-
 
 class ProxyLoss(CosineLoss):
     r"""Softmax of the scaled cosines between an embedding and one proxy (weight vector) per class.
@@ -85,7 +83,7 @@ class ProxyLoss(CosineLoss):
         distance: Distance | str = Distance.ARCCOS,
         pd_fix: PDFix | str | None = None,
     ) -> None:
-        validate.choice("kind", kind, _KINDS)
+        validate.choice("kind", kind, ("softmax", "arcface", "cosface"))
         validate.choice("reduction", reduction, ("mean", "sum"))
         margin = validate.number("margin", margin)
         if kind == "softmax" and margin:
@@ -118,9 +116,9 @@ class ProxyLoss(CosineLoss):
         labels = check_labels(labels, len(z)).to(z.device)
         wrong = ((labels < 0) | (labels >= classes)).nonzero().flatten()
         if len(wrong):
-            came = f"the label {int(labels[wrong[0]])} of point {int(wrong[0])}"
+            got = f"the label {int(labels[wrong[0]])} of point {int(wrong[0])}"
             hint = "Every class has one row of proxies."
-            raise InputError("labels", f"class labels in 0..{classes - 1}", came, hint)
+            raise InputError("labels", f"class labels in 0..{classes - 1}", got, hint)
         return LabelRelation(labels)
 
     def _at(self, u: Tensor, relation: TargetRelation) -> Tensor:
