@@ -209,10 +209,23 @@ class ContrastiveLaplace(GaussianOverWeights):
         known = tuple(name for name, kind in STRUCTURES.items() if self.subset_of_weights in kind.weights)
         return structure_of(name, "hessian_structure", known)
 
+    def plain_options(self) -> dict[str, Any]:
+        """Return the options of the curvature as strings and numbers; for a relation, only whether it is set."""
+        return {**self.curvature_options.plain(), **self._own_options}
+
     @property
     def keeps_features(self) -> bool:
         """Whether the fit keeps a sample of the features."""
         return self.on_last_layer and not self.fits_in_function_space
+
+    @property
+    def class_centres(self) -> ClassCentres | None:
+        """Centres of the training classes; ``None`` without labels, for one class, or for too many classes."""
+        return self.classes if self.classes is not None and len(self.classes.labels) > 1 else None
+
+    @class_centres.setter
+    def class_centres(self, centres: ClassCentres | None) -> None:
+        self.classes = centres
 
     @property
     def backend(self) -> ContrastiveBackend:
@@ -224,14 +237,72 @@ class ContrastiveLaplace(GaussianOverWeights):
             self._backend.sketches_inputs = issubclass(self.structure, KronLowRank)
         return self._backend
 
-    @property
-    def class_centres(self) -> ClassCentres | None:
-        """Centres of the training classes; ``None`` without labels, for one class, or for too many classes."""
-        return self.classes if self.classes is not None and len(self.classes.labels) > 1 else None
+    def prepare(self, probe: Inputs) -> None:
+        """Analyse the encoder with a few inputs, and construct the backend.
 
-    @class_centres.setter
-    def class_centres(self, centres: ClassCentres | None) -> None:
-        self.classes = centres
+        Raises:
+            InputError: The embeddings have one dimension.
+            UnsupportedError: The encoder's raw outputs cannot be reached.
+        """
+        self.model.eval()
+        self.find_last_layer(probe)
+        self.renew_backend()
+        dim = self.backend.encoder(probe).dim
+        if dim < 2:
+            hint = "The direction of one number is its sign, which no small change of the weights moves."
+            raise InputError("model", "embeddings of D >= 2 dimensions", f"D = {dim}", hint)
+
+    def find_last_layer(self, probe: Inputs) -> None:
+        """Find the last layer of the encoder, which the backend needs."""
+        if not self.on_last_layer or self.model.last_layer is not None:
+            return
+        chosen = self.prior_chosen
+        with self.unchanged_on_error():
+            self.model.analyse(probe)
+            self.model.require_last_layer()
+            # Saved with the posterior, to find the last layer again after loading.
+            self.data = made_up_inputs(probe)
+            self.n_params = sum(self.parameter_sizes())
+            self.n_layers = len(self.parameter_sizes())
+            # The prior could not be checked before the layer was known.
+            self.prior_precision = self._prior_precision
+            self.prior_mean = self._prior_mean
+        self.prior_chosen = chosen
+
+    def renew_backend(self) -> None:
+        """Construct a new backend, unless the user named one: the encoder may have changed since the last fit."""
+        if not self.chooses_backend:
+            return
+        self._backend_cls, self._backend = ContrastiveGGN, None
+        _log.info("curvature by ContrastiveGGN: the default, exact for every encoder (backend=... takes another)")
+
+    def _hold(self, encoder: nn.Module) -> None:
+        """Use this encoder; only a last-layer posterior has to wrap it."""
+        if self.on_last_layer:
+            self.model: Any = Encoder(
+                encoder, None, self.last_layer_name, takes_features=True, label_key=self.dict_key_y
+            )
+
+    def _encoder_dim(self) -> int:
+        return self.backend.encoder({}).dim
+
+    def first_inputs(self, loader: Iterable[Any]) -> list[Inputs]:
+        """Return a few inputs of the first batch in a list; an empty list for an empty loader."""
+        # Both views are inputs of the encoder; the first one is used.
+        views = [read_views(self.model, batch, self.dict_key_y) for batch in islice(loader, 1)]
+        return [slice_inputs(view.first, slice(0, 8)) for view in views]
+
+    @contextmanager
+    def unchanged_on_error(self) -> Iterator[None]:
+        """Restore the attributes of this object, and of its module, if the block raises."""
+        before = [(thing, dict(thing.__dict__)) for thing in (self, self.model)]
+        try:
+            yield
+        except BaseException:
+            for thing, attributes in before:
+                thing.__dict__.clear()
+                thing.__dict__.update(attributes)
+            raise
 
     def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool | None = None) -> None:
         """Fit the posterior over all pairs of the data set (or inside its batches, with ``pairs="batch"``).
@@ -267,15 +338,6 @@ class ContrastiveLaplace(GaussianOverWeights):
         if exchange is None:
             advise_on_labels(self.backend.labels_seen, to_earlier)
 
-    def check_adds(self, asked: str) -> None:
-        """Refuse a structure whose curvatures of two data sets, or of parts of one, cannot be added."""
-        if not self.structure.adds:
-            adding = ", ".join(repr(name) for name, kind in STRUCTURES.items() if kind.adds)
-            raise UnsupportedError(
-                f"{asked}: the structure {self.hessian_structure!r} of several sets of data does not add up. "
-                f"These do: {adding}. Or fit all data at once."
-            )
-
     def _begin(self, loader: Iterable[Any], override: object, exchange: ProcessGroup | None = None) -> None:
         """Check the arguments of ``fit``, analyse the encoder with the first batch, and construct the backend."""
         # Check this first: in la.fit(x, labels), the labels would be taken for override.
@@ -289,27 +351,14 @@ class ContrastiveLaplace(GaussianOverWeights):
         check_not_empty(len(probes))
         self.prepare(probes[0])
 
-    def prepare(self, probe: Inputs) -> None:
-        """Analyse the encoder with a few inputs, and construct the backend.
-
-        Raises:
-            InputError: The embeddings have one dimension.
-            UnsupportedError: The encoder's raw outputs cannot be reached.
-        """
-        self.model.eval()
-        self.find_last_layer(probe)
-        self.renew_backend()
-        dim = self.backend.encoder(probe).dim
-        if dim < 2:
-            hint = "The direction of one number is its sign, which no small change of the weights moves."
-            raise InputError("model", "embeddings of D >= 2 dimensions", f"D = {dim}", hint)
-
-    def renew_backend(self) -> None:
-        """Construct a new backend, unless the user named one: the encoder may have changed since the last fit."""
-        if not self.chooses_backend:
-            return
-        self._backend_cls, self._backend = ContrastiveGGN, None
-        _log.info("curvature by ContrastiveGGN: the default, exact for every encoder (backend=... takes another)")
+    def check_adds(self, asked: str) -> None:
+        """Refuse a structure whose curvatures of two data sets, or of parts of one, cannot be added."""
+        if not self.structure.adds:
+            adding = ", ".join(repr(name) for name, kind in STRUCTURES.items() if kind.adds)
+            raise UnsupportedError(
+                f"{asked}: the structure {self.hessian_structure!r} of several sets of data does not add up. "
+                f"These do: {adding}. Or fit all data at once."
+            )
 
     def set_curvature(self, result: DatasetCurvature, *, override: bool = True) -> None:
         """Store a curvature at the encoder's present weights, with the other results of a fit.
@@ -371,12 +420,6 @@ class ContrastiveLaplace(GaussianOverWeights):
             phi = features.columns["features"].to(layer.weight)
             outputs = nn.functional.linear(phi, layer.weight, layer.bias)
         return TrainingSample(features, outputs, encoder)
-
-    def first_inputs(self, loader: Iterable[Any]) -> list[Inputs]:
-        """Return a few inputs of the first batch in a list; an empty list for an empty loader."""
-        # Both views are inputs of the encoder; the first one is used.
-        views = [read_views(self.model, batch, self.dict_key_y) for batch in islice(loader, 1)]
-        return [slice_inputs(view.first, slice(0, 8)) for view in views]
 
     def update(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
         """Add more data to the posterior: ``fit(loader, override=False)``, without pairs between the two data sets.
@@ -486,6 +529,89 @@ class ContrastiveLaplace(GaussianOverWeights):
         """
         parts.fit_parts(self, statistics, curvature, example)
 
+    def optimize_prior_precision(
+        self,
+        pred_type: PredType | str = PredType.GLM,
+        method: PriorMethod | str = PriorMethod.AVERAGE_INFORMATION,
+        n_steps: int = 100,
+        lr: float = 1e-1,
+        init_prior_prec: float | Tensor = 1.0,
+        prior_structure: str = "scalar",
+        val_loader: Iterable[Any] | None = None,
+        loss: RetrievalCriterion | None = None,
+        log_prior_prec_min: float = -4,
+        log_prior_prec_max: float = 4,
+        grid_size: int = 17,
+        link_approx: object = None,
+        n_samples: int = 30,
+        verbose: bool = False,
+        progress_bar: bool = False,
+        log_prior_prec_base: float = 10.0,
+        strength: float | None = None,
+    ) -> None:
+        """Choose the prior precision.
+
+        Args:
+            pred_type: For ``"gridsearch"``: ``"glm"`` or ``"nn"`` samples.
+            method: ``"average_information"`` (default): ``strength`` times the mean diagonal of the curvature, see
+                :func:`~contrastive_curvature.laplace.prior.average_information`; unless the object was constructed with
+                a temperature, the temperature is also set, to ``2 L / (N + gamma)``, with the ``cost`` ``L`` of all N
+                points and the effective number ``gamma`` of parameters (:mod:`~contrastive_curvature.laplace.prior`),
+                so that sampled networks have at most about twice the loss of the trained network.
+                ``"unit_information"``: the mean divided by the number of points; the temperature does not change.
+                ``"marglik"``: laplace-torch's maximisation of the marginal likelihood. ``"gridsearch"``: minimise
+                ``loss`` on ``val_loader``.
+            n_steps: Steps of ``"marglik"``.
+            lr: Learning rate of ``"marglik"``.
+            init_prior_prec: Start of ``"marglik"``.
+            prior_structure: ``"scalar"``, ``"layerwise"`` or ``"diag"``.
+            val_loader: Validation data of ``"gridsearch"``, batches ``(x, labels)``.
+            loss: Criterion of ``"gridsearch"``, :data:`~contrastive_curvature.laplace.prior.RetrievalCriterion`; the
+                default is the Brier score of 1-nearest-neighbour votes of sampled networks,
+                :func:`contrastive_curvature.metrics.retrieval_brier`.
+            log_prior_prec_min: Lower end of the grid, as an exponent.
+            log_prior_prec_max: Upper end of the grid, as an exponent.
+            grid_size: Number of values.
+            link_approx: No effect; laplace-torch passes it.
+            n_samples: Sampled networks of ``"gridsearch"``.
+            verbose: Whether to print the result.
+            progress_bar: Whether to show a progress bar.
+            log_prior_prec_base: Base of the grid.
+            strength: Scale of the prior for ``"average_information"``, a positive number; ``None`` for
+                :data:`~contrastive_curvature.laplace.prior.STRENGTH` (``docs/defaults.md``).
+
+        Raises:
+            InputError: An option is unknown, out of range or not used by the method, rounding makes the posterior
+                precision not positive definite, or ``"gridsearch"`` has no validation data.
+            NotFittedError: Before ``fit``.
+        """
+        self.check_sampling(n_samples, None)
+        linearized = prediction.parse_pred_type(pred_type) is PredType.GLM
+        method = parse_method(method, prior_structure, strength, self.prior_structures)
+        if method is PriorMethod.MARGLIK:
+            validate.count("n_steps", n_steps)
+            validate.number("lr", lr, positive=True)
+            check_prior("init_prior_prec", init_prior_prec, self._dtype, self._prior_sizes())
+            before = self.prior_precision, self.prior_chosen
+            try:
+                super().optimize_prior_precision(
+                    PredType.GLM, "marglik", n_steps, lr, init_prior_prec, prior_structure, progress_bar=progress_bar
+                )
+            except BaseException as error:
+                self.prior_precision, self.prior_chosen = before
+                if not isinstance(error, InputError):
+                    raise
+                wanted = "a maximisation that stays among positive finite numbers"
+                hint = "Use a smaller lr, or method='average_information'."
+                raise InputError("lr, n_steps, init_prior_prec", wanted, f"({error})", hint) from None
+        elif method is PriorMethod.GRIDSEARCH:
+            grid = make_grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base, self._dtype)
+            search_grid(self, grid, val_loader, prior_structure, loss, linearized, n_samples, progress_bar)
+        else:
+            set_information(self, method, prior_structure, strength, self.temperature_given)
+        if verbose:
+            tqdm.write(f"Prior precision: {self.prior_precision}")
+
     def measure_classes(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
         """Compute class centres from labelled inputs, which ``uncertainty`` compares embeddings with.
 
@@ -515,45 +641,6 @@ class ContrastiveLaplace(GaussianOverWeights):
             wanted = f"inputs of at least two classes, at most {MOST_NUMBERS:,} numbers of all centres"
             raise InputError("loader", wanted, "other ones")
         self.class_centres = centres
-
-    @contextmanager
-    def unchanged_on_error(self) -> Iterator[None]:
-        """Restore the attributes of this object, and of its module, if the block raises."""
-        before = [(thing, dict(thing.__dict__)) for thing in (self, self.model)]
-        try:
-            yield
-        except BaseException:
-            for thing, attributes in before:
-                thing.__dict__.clear()
-                thing.__dict__.update(attributes)
-            raise
-
-    def _hold(self, encoder: nn.Module) -> None:
-        """Use this encoder; only a last-layer posterior has to wrap it."""
-        if self.on_last_layer:
-            self.model: Any = Encoder(
-                encoder, None, self.last_layer_name, takes_features=True, label_key=self.dict_key_y
-            )
-
-    def find_last_layer(self, probe: Inputs) -> None:
-        """Find the last layer of the encoder, which the backend needs."""
-        if not self.on_last_layer or self.model.last_layer is not None:
-            return
-        chosen = self.prior_chosen
-        with self.unchanged_on_error():
-            self.model.analyse(probe)
-            self.model.require_last_layer()
-            # Saved with the posterior, to find the last layer again after loading.
-            self.data = made_up_inputs(probe)
-            self.n_params = sum(self.parameter_sizes())
-            self.n_layers = len(self.parameter_sizes())
-            # The prior could not be checked before the layer was known.
-            self.prior_precision = self._prior_precision
-            self.prior_mean = self._prior_mean
-        self.prior_chosen = chosen
-
-    def _encoder_dim(self) -> int:
-        return self.backend.encoder({}).dim
 
     def calibrate(
         self,
@@ -738,6 +825,18 @@ class ContrastiveLaplace(GaussianOverWeights):
         predictions = batches.results(run, self.model, data, "data", batch_size, progress_bar, "[predict]")
         return EmbeddingDistribution.cat(list(predictions))
 
+    def _advise_on_prior(self) -> None:
+        """Warn once about a prediction with a default prior precision."""
+        if self.prior_chosen or self._advised_on_prior:
+            return
+        self._advised_on_prior = True
+        msg = (
+            f"la(x): the prior precision is still {float(self.prior_precision.flatten()[0]):.3}, as before the last "
+            "fit or update: kappa and uncertainty may be off by orders of magnitude. Call "
+            "la.optimize_prior_precision(), or set la.prior_precision yourself."
+        )
+        warnings.warn(msg, DefaultPriorWarning, stacklevel=3)
+
     def observe(self, x: Any) -> tuple[EmbeddingDistribution, Tensor | None]:
         """Return the distribution of B embeddings, and their features (B, F) if the posterior keeps features."""
         if not self.keeps_features:
@@ -781,6 +880,15 @@ class ContrastiveLaplace(GaussianOverWeights):
         jacobians = self.backend.pullback({}).jacobians(phi, z)
         return prediction.joint_distribution(z, self.functional_covariance(jacobians))
 
+    def _features(self, x: Inputs | Features) -> Features:
+        if isinstance(x, Features):
+            return x
+        x = prediction.moved_inputs(self.model, x, self._device)
+        with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
+            out: Features = self.model.forward_with_features(x)
+        prediction.check_outputs(x, out.outputs, self.model.last_layer.out_features)
+        return out
+
     def output_spread(self) -> AtFeatures:
         """Return a function from features (B, F) to the spread of the outputs, kept for curvature and scales."""
         clamped, prior = self.require_clamped(), self.prior_precision
@@ -795,34 +903,6 @@ class ContrastiveLaplace(GaussianOverWeights):
         self.check_fitted()
         out = self._gaussian(X, False, True)
         return out.raw_mean, out.variance
-
-    def _features(self, x: Inputs | Features) -> Features:
-        if isinstance(x, Features):
-            return x
-        x = prediction.moved_inputs(self.model, x, self._device)
-        with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
-            out: Features = self.model.forward_with_features(x)
-        prediction.check_outputs(x, out.outputs, self.model.last_layer.out_features)
-        return out
-
-    def sampling_context(self, x: Inputs) -> Any:
-        """Return the context of a batch for :meth:`outputs_at`, computed once for all samples."""
-        return self._features(x)[1] if self.on_last_layer else x
-
-    def outputs_at(self, context: Any, theta: Tensor, linearized: bool) -> Tensor:
-        """Return raw outputs (S, B, D) at weights ``theta`` (S, P), of the encoder or of its linearisation."""
-        if self.on_last_layer:
-            # A linear layer is its own linearisation.
-            layer = self.model.last_layer
-            weight = theta[:, : layer.weight.numel()].view(-1, *layer.weight.shape)
-            out = torch.einsum("bf,sdf->sbd", context, weight)
-            return out if layer.bias is None else out + theta[:, None, layer.weight.numel() :]
-        with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
-            pullback = ModulePullback(self.backend.encoder(context))
-            if linearized:
-                moved = [pullback.jvp(context, sample - self.mean) for sample in theta]
-                return torch.stack([z + shift for z, shift in moved])
-            return torch.stack([pullback.outputs_at(context, sample) for sample in theta])
 
     def functional_samples(
         self,
@@ -877,6 +957,13 @@ class ContrastiveLaplace(GaussianOverWeights):
         raw = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint)
         return normalize(raw.flatten(0, 1))[0].view_as(raw)
 
+    def _joint_samples(self, x: Inputs, n_samples: int, generator: torch.Generator | None, linearized: bool) -> Tensor:
+        """Return raw outputs (S, B, D) of S encoders with sampled weights."""
+        moved = prediction.moved_inputs(self.model, x, self._device)
+        samples = self.samples_at([self.sampling_context(moved)], n_samples, generator, linearized)
+        prediction.check_outputs(moved, samples, self.n_outputs, sampled=True)
+        return samples
+
     def samples_at(
         self, contexts: Sequence[Any], n_samples: int, generator: torch.Generator | None, linearized: bool
     ) -> Tensor:
@@ -888,107 +975,24 @@ class ContrastiveLaplace(GaussianOverWeights):
             chunks.append(torch.cat([self.outputs_at(context, theta, linearized) for context in contexts], dim=1))
         return torch.cat(chunks)
 
-    def _joint_samples(self, x: Inputs, n_samples: int, generator: torch.Generator | None, linearized: bool) -> Tensor:
-        """Return raw outputs (S, B, D) of S encoders with sampled weights."""
-        moved = prediction.moved_inputs(self.model, x, self._device)
-        samples = self.samples_at([self.sampling_context(moved)], n_samples, generator, linearized)
-        prediction.check_outputs(moved, samples, self.n_outputs, sampled=True)
-        return samples
+    def sampling_context(self, x: Inputs) -> Any:
+        """Return the context of a batch for :meth:`outputs_at`, computed once for all samples."""
+        return self._features(x)[1] if self.on_last_layer else x
 
-    def _advise_on_prior(self) -> None:
-        """Warn once about a prediction with a default prior precision."""
-        if self.prior_chosen or self._advised_on_prior:
-            return
-        self._advised_on_prior = True
-        msg = (
-            f"la(x): the prior precision is still {float(self.prior_precision.flatten()[0]):.3}, as before the last "
-            "fit or update: kappa and uncertainty may be off by orders of magnitude. Call "
-            "la.optimize_prior_precision(), or set la.prior_precision yourself."
-        )
-        warnings.warn(msg, DefaultPriorWarning, stacklevel=3)
-
-    def optimize_prior_precision(
-        self,
-        pred_type: PredType | str = PredType.GLM,
-        method: PriorMethod | str = PriorMethod.AVERAGE_INFORMATION,
-        n_steps: int = 100,
-        lr: float = 1e-1,
-        init_prior_prec: float | Tensor = 1.0,
-        prior_structure: str = "scalar",
-        val_loader: Iterable[Any] | None = None,
-        loss: RetrievalCriterion | None = None,
-        log_prior_prec_min: float = -4,
-        log_prior_prec_max: float = 4,
-        grid_size: int = 17,
-        link_approx: object = None,
-        n_samples: int = 30,
-        verbose: bool = False,
-        progress_bar: bool = False,
-        log_prior_prec_base: float = 10.0,
-        strength: float | None = None,
-    ) -> None:
-        """Choose the prior precision.
-
-        Args:
-            pred_type: For ``"gridsearch"``: ``"glm"`` or ``"nn"`` samples.
-            method: ``"average_information"`` (default): ``strength`` times the mean diagonal of the curvature, see
-                :func:`~contrastive_curvature.laplace.prior.average_information`; unless the object was constructed with
-                a temperature, the temperature is also set, to ``2 L / (N + gamma)``, with the ``cost`` ``L`` of all N
-                points and the effective number ``gamma`` of parameters (:mod:`~contrastive_curvature.laplace.prior`),
-                so that sampled networks have at most about twice the loss of the trained network.
-                ``"unit_information"``: the mean divided by the number of points; the temperature does not change.
-                ``"marglik"``: laplace-torch's maximisation of the marginal likelihood. ``"gridsearch"``: minimise
-                ``loss`` on ``val_loader``.
-            n_steps: Steps of ``"marglik"``.
-            lr: Learning rate of ``"marglik"``.
-            init_prior_prec: Start of ``"marglik"``.
-            prior_structure: ``"scalar"``, ``"layerwise"`` or ``"diag"``.
-            val_loader: Validation data of ``"gridsearch"``, batches ``(x, labels)``.
-            loss: Criterion of ``"gridsearch"``, :data:`~contrastive_curvature.laplace.prior.RetrievalCriterion`; the
-                default is the Brier score of 1-nearest-neighbour votes of sampled networks,
-                :func:`contrastive_curvature.metrics.retrieval_brier`.
-            log_prior_prec_min: Lower end of the grid, as an exponent.
-            log_prior_prec_max: Upper end of the grid, as an exponent.
-            grid_size: Number of values.
-            link_approx: No effect; laplace-torch passes it.
-            n_samples: Sampled networks of ``"gridsearch"``.
-            verbose: Whether to print the result.
-            progress_bar: Whether to show a progress bar.
-            log_prior_prec_base: Base of the grid.
-            strength: Scale of the prior for ``"average_information"``, a positive number; ``None`` for
-                :data:`~contrastive_curvature.laplace.prior.STRENGTH` (``docs/defaults.md``).
-
-        Raises:
-            InputError: An option is unknown, out of range or not used by the method, rounding makes the posterior
-                precision not positive definite, or ``"gridsearch"`` has no validation data.
-            NotFittedError: Before ``fit``.
-        """
-        self.check_sampling(n_samples, None)
-        linearized = prediction.parse_pred_type(pred_type) is PredType.GLM
-        method = parse_method(method, prior_structure, strength, self.prior_structures)
-        if method is PriorMethod.MARGLIK:
-            validate.count("n_steps", n_steps)
-            validate.number("lr", lr, positive=True)
-            check_prior("init_prior_prec", init_prior_prec, self._dtype, self._prior_sizes())
-            before = self.prior_precision, self.prior_chosen
-            try:
-                super().optimize_prior_precision(
-                    PredType.GLM, "marglik", n_steps, lr, init_prior_prec, prior_structure, progress_bar=progress_bar
-                )
-            except BaseException as error:
-                self.prior_precision, self.prior_chosen = before
-                if not isinstance(error, InputError):
-                    raise
-                wanted = "a maximisation that stays among positive finite numbers"
-                hint = "Use a smaller lr, or method='average_information'."
-                raise InputError("lr, n_steps, init_prior_prec", wanted, f"({error})", hint) from None
-        elif method is PriorMethod.GRIDSEARCH:
-            grid = make_grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base, self._dtype)
-            search_grid(self, grid, val_loader, prior_structure, loss, linearized, n_samples, progress_bar)
-        else:
-            set_information(self, method, prior_structure, strength, self.temperature_given)
-        if verbose:
-            tqdm.write(f"Prior precision: {self.prior_precision}")
+    def outputs_at(self, context: Any, theta: Tensor, linearized: bool) -> Tensor:
+        """Return raw outputs (S, B, D) at weights ``theta`` (S, P), of the encoder or of its linearisation."""
+        if self.on_last_layer:
+            # A linear layer is its own linearisation.
+            layer = self.model.last_layer
+            weight = theta[:, : layer.weight.numel()].view(-1, *layer.weight.shape)
+            out = torch.einsum("bf,sdf->sbd", context, weight)
+            return out if layer.bias is None else out + theta[:, None, layer.weight.numel() :]
+        with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
+            pullback = ModulePullback(self.backend.encoder(context))
+            if linearized:
+                moved = [pullback.jvp(context, sample - self.mean) for sample in theta]
+                return torch.stack([z + shift for z, shift in moved])
+            return torch.stack([pullback.outputs_at(context, sample) for sample in theta])
 
     def export(
         self,
@@ -1100,10 +1104,6 @@ class ContrastiveLaplace(GaussianOverWeights):
                 an entry has another type or shape.
         """
         load_state(self, state_dict)
-
-    def plain_options(self) -> dict[str, Any]:
-        """Return the options of the curvature as strings and numbers; for a relation, only whether it is set."""
-        return {**self.curvature_options.plain(), **self._own_options}
 
 
 def _copied(model: nn.Module) -> nn.Module:

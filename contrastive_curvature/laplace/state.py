@@ -273,12 +273,8 @@ def _loaded_calibration(
     if not isinstance(calibration, Calibration):
         _refuse("calibration", "a Calibration", _kind_of(calibration))
     reference, score, gaussians = calibration.reference, calibration.score, calibration.gaussians
-    known = (
-        isinstance(reference, Reference),
-        isinstance(score, Score),
-        isinstance(gaussians, TrainingGaussians | None),
-    )
-    if not all(known):
+    kinds = (reference, Reference), (score, Score), (gaussians, TrainingGaussians | None)
+    if not all(isinstance(part, kind) for part, kind in kinds):
         _refuse("calibration", "a Reference, a Score and TrainingGaussians", "others")
     distances = 0 if gaussians is None else gaussians.n_distances
     if saved["statistic"] != statistic_name(width is not None, score.name, distances):
@@ -297,16 +293,15 @@ def _loaded_calibration(
         counts = _check_tensor("calibration", reference.counts, like, (None,), torch.int64)
         if bool((counts < 0).any()) or int(counts.sum()) != len(reference.statistics):
             _refuse("calibration", "counts of all statistics", "others")
-    numbers = ((calibration.fingerprint, 9), (score.marks, 6), (score.probe, 8))
-    fingerprint, marks, probe = (
-        None if value is None else _check_tensor("calibration", value, value, (length,), torch.float64).cpu()
-        for value, length in numbers
-    )
-    if fingerprint is None:
-        _refuse("calibration", "a fingerprint", "None")
     if gaussians is not None:
         _check_gaussians(gaussians, width, n_outputs, like)
-    return Calibration(reference, fingerprint, replace(score, marks=marks, probe=probe), gaussians)
+
+    def numbers(value: Tensor, length: int) -> Tensor:
+        return _check_tensor("calibration", value, value, (length,), torch.float64).cpu()
+
+    marks, probe = (None if value is None else numbers(value, n) for value, n in ((score.marks, 6), (score.probe, 8)))
+    score = replace(score, marks=marks, probe=probe)
+    return Calibration(reference, numbers(calibration.fingerprint, 9), score, gaussians)
 
 
 def _check_gaussians(gaussians: TrainingGaussians, width: int | None, n_outputs: int, like: Tensor) -> None:
