@@ -142,8 +142,11 @@ class CosineLoss(_Loss, ABC):
         return make_relation(len(z), z.device, labels, pairs)
 
     @abstractmethod
-    def derivatives(self, relation: Relation, u: Tensor) -> CosineDerivatives:
-        """Return the derivatives of this loss in the cosines of N points with unit embeddings ``u`` (N, D)."""
+    def derivatives(self, relation: Any, u: Tensor) -> CosineDerivatives:
+        """Return the derivatives of this loss in the cosines of N points with unit embeddings ``u`` (N, D).
+
+        ``relation`` comes from :meth:`relate` of this loss.
+        """
 
     def data_hessian(self, z: Tensor, relation: Relation, n_data: int | None = None) -> OutputHessian:
         """Return a batch's part of the Hessian of a data set.

@@ -17,7 +17,7 @@ from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.options import Distance, PDFix
 from contrastive_curvature.pairs import Pairs
-from contrastive_curvature.pairs.relation import LabelRelation, Relation, TargetRelation, check_labels, row_ranges
+from contrastive_curvature.pairs.relation import LabelRelation, Relation, check_labels, row_ranges
 
 
 class ProxyLoss(CosineLoss):
@@ -121,15 +121,12 @@ class ProxyLoss(CosineLoss):
             raise InputError("labels", f"class labels in 0..{classes - 1}", got, hint)
         return LabelRelation(labels)
 
-    def _at(self, u: Tensor, relation: TargetRelation) -> Tensor:
+    def _at(self, u: Tensor, relation: LabelRelation) -> Tensor:
         return self.value(u, self.unit_proxies(u), relation.targets, self.weight(len(u)))
 
-    def derivatives(self, relation: Relation, u: Tensor, *, as_data: bool = False) -> ProxyDerivatives:
+    def derivatives(self, relation: LabelRelation, u: Tensor, *, as_data: bool = False) -> ProxyDerivatives:
         """See :meth:`CosineLoss.derivatives`; ``as_data`` multiplies a mean by its number of embeddings, for a fit."""
-        if not isinstance(relation, TargetRelation):
-            raise InputError("relation", "one of class labels", f"a {type(relation).__name__}")
-        labels = self.relate(u, relation.targets, None).targets
-        return ProxyDerivatives(self, labels, u, 1.0 if as_data else self.weight(len(u)))
+        return ProxyDerivatives(self, relation.targets, u, 1.0 if as_data else self.weight(len(u)))
 
     def data_hessian(self, z: Tensor, relation: Relation, n_data: int | None = None) -> OutputHessian:
         """See :meth:`CosineLoss.data_hessian`; multiplies a mean by its number of embeddings."""
