@@ -48,6 +48,7 @@ class GaussianOverWeights(ParametricLaplace):
     prior_chosen: bool
     _indices: Tensor | None
     _prior_precision: Any
+    _prior_mean: Any
 
     @property
     def on_last_layer(self) -> bool:
@@ -268,9 +269,19 @@ class GaussianOverWeights(ParametricLaplace):
         else:
             BaseLaplace.prior_precision.fset(self, _plain(value))
 
-    @BaseLaplace.prior_mean.setter  # type: ignore[untyped-decorator]
+    def set_prior(self, precision: float | Tensor | None, mean: float | Tensor) -> None:
+        """Set precision and mean of the prior; ``None`` is a precision of 1 until one is chosen."""
+        self.prior_precision = 1.0 if precision is None else precision
+        self.prior_mean = mean
+        self.prior_chosen = precision is not None
+
+    @property
+    def prior_mean(self) -> Tensor:
+        """Mean of the prior: one number, or one for each parameter."""
+        return self._prior_mean
+
+    @prior_mean.setter
     def prior_mean(self, value: float | Tensor) -> None:
-        """Set the mean of the prior: one number, or one for each parameter."""
         sizes = self._prior_sizes(of_mean=True)
         check_prior("prior_mean", value, self._dtype, sizes, positive=False)
         if sizes is None:

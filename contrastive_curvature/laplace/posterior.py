@@ -184,9 +184,7 @@ class ContrastiveLaplace(GaussianOverWeights):
             self._hold(_copied(model))
         if self.subset_of_weights == "subnetwork":
             self._indices = check_indices(subnetwork_indices, self.n_params, "subnetwork_indices")
-        self.prior_precision = 1.0 if prior_precision is None else prior_precision
-        self.prior_mean = prior_mean
-        self.prior_chosen = prior_precision is not None
+        self.set_prior(prior_precision, prior_mean)
         self.likelihood = CONTRASTIVE
 
     @classmethod
