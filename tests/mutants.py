@@ -98,7 +98,7 @@ MUTANTS = [
     M("pairs of a data set from one point too many", "N (N - 1) / 2 pairs", "losses/weighting.py",
       "(n * (n - 1) - same) / 2", "(n * n - same) / 2", "fit/test_negative_samples.py"),
     M("without a margin, a class repels itself", "sum over all classes minus the own one",
-      "losses/contrastive.py", "+ self._weighted - own * mine)", "+ self._weighted)",
+      "losses/contrastive.py", "+ self._weighted - share * own)", "+ self._weighted)",
       "losses/test_derivatives.py losses/test_pair_losses.py"),
     M("a sampled negative stands for the wrong number", "n / m points of other classes",
       "losses/dataset.py", "there.double() / drawn.clamp(min=1)", "drawn.double() / there.clamp(min=1)",

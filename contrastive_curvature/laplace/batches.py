@@ -3,39 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.network.inputs import check_inputs, input_length, is_texts, slice_inputs
 from contrastive_curvature.network.loader import check_loader, inputs_alone
 from contrastive_curvature.progress import Progress
 
-if TYPE_CHECKING:
-    from contrastive_curvature.laplace.posterior import ContrastiveLaplace
-
 _R = TypeVar("_R")
-
-
-def predictions(
-    la: ContrastiveLaplace,
-    data: Any,
-    argument: str,
-    batch_size: int,
-    on_invalid: str = "error",
-    progress_bar: bool | None = None,
-) -> Iterator[EmbeddingDistribution]:
-    """Yield the predictions of all batches of a data set, at least one; arguments as in ``la.predict``.
-
-    ``argument`` is the name of the data in error messages.
-    """
-    run = partial(la.__call__, on_invalid=on_invalid)
-    return results(run, la.model, data, argument, batch_size, progress_bar, "[predict]")
 
 
 def results(

@@ -178,7 +178,7 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
                 that is too large.
             UnsupportedError: The output Hessian is not positive semidefinite, or ``override=False``.
         """
-        self._begin(train_loader, override, progress_bar)
+        self._begin(train_loader, override)
         subset, loss, cost, n = self.backend.fit_subset(train_loader, self.n_subset, self.seed, progress_bar)
         columns = subset.columns
         if columns > _KERNEL_LIMIT:

@@ -1,21 +1,75 @@
-"""Checks of a posterior whose data come in parts."""
+"""Fits whose data come in parts: the shares of processes, or parts that are fitted one by one and merged."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
-from contrastive_curvature.fit.exchange import ProcessGroup
-from contrastive_curvature.fit.state import State
-from contrastive_curvature.network.inputs import Inputs, move_inputs
-from contrastive_curvature.network.loader import loader_parts
+from contrastive_curvature.fit.exchange import ProcessGroup, check_agreed
+from contrastive_curvature.fit.state import CURVATURE, STATISTICS, State
+from contrastive_curvature.laplace.prediction import moved_inputs
+from contrastive_curvature.network.inputs import Inputs, asks_for_example, made_up_inputs, move_inputs
+from contrastive_curvature.network.loader import check_loader, loader_parts
+
+if TYPE_CHECKING:
+    from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 
 _WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
+
+
+@contextmanager
+def in_all_processes(la: ContrastiveLaplace, exchange: ProcessGroup | None, *, override: bool) -> Iterator[None]:
+    """Make a fit succeed in all processes, or fail in all without changing the posteriors."""
+    if exchange is None:
+        yield
+        return
+    with la.unchanged_on_error(), exchange.together():
+        _check_unwrapped(la.model)
+        earlier = f"{la.n_data} points with loss {float(la.loss)!r}" if la.n_data and not override else ""
+        posterior = f"{la.subset_of_weights}, {la.hessian_structure}"
+        check_agreed(exchange, {"posterior": posterior, "earlier fit": earlier or "replaced"})
+        yield
+
+
+def run_pass(
+    la: ContrastiveLaplace,
+    loader: Iterable[Any],
+    part: tuple[int, int],
+    statistics: State | None,
+    progress_bar: bool | None,
+) -> State:
+    """Run the first pass over a part of the data, or the second one if ``statistics`` of all parts are passed."""
+    la.check_adds("parts of the data")
+    check_loader(loader, "loader", shares=True)
+    _check_part(part, statistics)
+    _check_sampler(loader, part)
+    probes = la.first_inputs(loader)
+    if not probes:
+        la.renew_backend()
+        return la.backend.fit_part(None, la.structure, part, statistics, progress_bar)
+    la.prepare(probes[0])
+    state = la.backend.fit_part(loader, la.structure, part, statistics, progress_bar)
+    return replace(state, probe=(part[0], made_up_inputs(probes[0])))
+
+
+def fit_parts(la: ContrastiveLaplace, statistics: State, curvature: State, example: Inputs | None) -> None:
+    """Implement :meth:`contrastive_curvature.laplace.posterior.ContrastiveLaplace.fit_parts`."""
+    la.check_adds("parts of the data")
+    check_kind("statistics", statistics, STATISTICS)
+    check_kind("curvature", curvature, CURVATURE)
+    if statistics.probe is None:
+        raise InputError("statistics", "at least one point", "none in any part")
+    probe = moved_inputs(la.model, statistics.probe[1] if example is None else example, la._device)
+    with asks_for_example(example):
+        la.prepare(probe)
+    la.set_curvature(la.backend.fit_of_parts(la.structure, statistics, curvature, probe))
 
 
 def shared_inputs(exchange: ProcessGroup, inputs: list[Inputs], device: torch.device) -> list[Inputs]:
@@ -32,7 +86,7 @@ def _copied(x: Any) -> Any:
     return x.clone() if isinstance(x, Tensor) else x
 
 
-def check_unwrapped(model: nn.Module) -> None:
+def _check_unwrapped(model: nn.Module) -> None:
     """Refuse wrappers that exchange buffers or parameters at every forward pass: shares may differ in length."""
     for module in model.modules():
         name = type(module).__name__
@@ -54,7 +108,7 @@ def check_kind(argument: str, state: object, kind: str) -> None:
     state.check_complete()
 
 
-def check_part(part: Any, statistics: State | None) -> None:
+def _check_part(part: Any, statistics: State | None) -> None:
     """Refuse ``part`` if it is not (index, number of parts), or disagrees with the statistics."""
     whole = isinstance(part, (tuple, list)) and len(part) == 2 and all(type(k) is int for k in part)
     if not whole or not 0 <= part[0] < part[1]:
@@ -64,7 +118,7 @@ def check_part(part: Any, statistics: State | None) -> None:
         raise InputError("part", wanted, f"one of {part[1]}")
 
 
-def check_sampler(loader: Any, part: tuple[int, int]) -> None:
+def _check_sampler(loader: Any, part: tuple[int, int]) -> None:
     """Refuse a sampler that reads another part of the data than ``part``."""
     for sampler in loader_parts(loader):
         if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != part:

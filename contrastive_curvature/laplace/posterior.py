@@ -1,7 +1,6 @@
 """The posterior of a contrastive encoder: one class, for all weights and structures.
 
-It is a ``ParametricLaplace`` of laplace-torch, and inherits the marginal likelihood and its optimisation. The structure
-(:mod:`contrastive_curvature.structures`) holds the curvature.
+:mod:`~contrastive_curvature.laplace.gaussian` has the Gaussian over the weights; here it is fitted and predicts.
 """
 
 from __future__ import annotations
@@ -13,35 +12,32 @@ import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
-import numpy as np
 import torch
-from laplace.baselaplace import BaseLaplace, ParametricLaplace
-from laplace.utils import Kron as HostKron
 from laplace.utils.enums import Likelihood, LinkApprox, PredType
-from laplace.utils.matrix import KronDecomposed
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from contrastive_curvature import validate
-from contrastive_curvature.codec import from_tree, sealed, to_tree
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.known import TrainingSample
 from contrastive_curvature.embedding.match_probability import MatchProbability
 from contrastive_curvature.embedding.spread import Dense, Diagonal
-from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit.api import check_indices
 from contrastive_curvature.fit.class_centres import MOST_NUMBERS, CentreCollector, ClassCentres
-from contrastive_curvature.fit.exchange import ProcessGroup, check_agreed, current_exchange
+from contrastive_curvature.fit.exchange import ProcessGroup, current_exchange
 from contrastive_curvature.fit.loop import DatasetCurvature
-from contrastive_curvature.fit.state import CURVATURE, STATISTICS, State
+from contrastive_curvature.fit.state import STATISTICS, State
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.laplace import batches, calibration, influence, parts, prediction
 from contrastive_curvature.laplace.advice import DefaultPriorWarning, LabelRange, advise_on_labels, advise_on_norms
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend, ContrastiveGGN
+from contrastive_curvature.laplace.gaussian import GaussianOverWeights
 from contrastive_curvature.laplace.options import CONTRASTIVE, check_options
 from contrastive_curvature.laplace.prior import (
     NOTHING_POSITIVE,
@@ -53,34 +49,11 @@ from contrastive_curvature.laplace.prior import (
     search_grid,
     set_information,
 )
-from contrastive_curvature.laplace.state import (
-    KNOWN_BACKENDS,
-    SEALED,
-    check_settings,
-    check_shapes,
-    check_state,
-    kind_of,
-    loaded_calibration,
-    loaded_classes,
-    refuse,
-    saved_calibration,
-)
+from contrastive_curvature.laplace.state import load_state, state_of
 from contrastive_curvature.network.call import refuse_compiled
-from contrastive_curvature.network.digest import Watch, same_encoder, versions, weight_norms
-from contrastive_curvature.network.encoder import (
-    Encoder,
-    Features,
-    at_least_float32,
-    evaluation_mode,
-    flatten_parameters,
-)
-from contrastive_curvature.network.inputs import (
-    Inputs,
-    asks_for_example,
-    input_length,
-    made_up_inputs,
-    slice_inputs,
-)
+from contrastive_curvature.network.digest import Watch, same_encoder, versions
+from contrastive_curvature.network.encoder import Encoder, Features, evaluation_mode, flatten_parameters
+from contrastive_curvature.network.inputs import Inputs, input_length, made_up_inputs, slice_inputs
 from contrastive_curvature.network.loader import check_loader, check_model, check_not_empty, read_views
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.pairs.relation import check_labels
@@ -88,22 +61,14 @@ from contrastive_curvature.pairs.rows import Rows
 from contrastive_curvature.progress import Progress
 from contrastive_curvature.structures import STRUCTURES, Clamped, KronLowRank, Structure, structure_of
 from contrastive_curvature.structures.at_features import AtFeatures
-from contrastive_curvature.structures.base import Room, of_each_weight
-from contrastive_curvature.structures.kron import ClampedKron
 
 _log = logging.getLogger("contrastive_curvature")
-
-_AS_SAVED = ("mean", "loss", "cost", "n_data", "n_outputs", "typical_norm", "curvature_error", "enable_backprop")
-"""Attributes that a state holds as they are."""
-
-_SETTINGS = ("prior_mean", "prior_precision", "likelihood", "temperature")
-"""Further ones, which are checked when they are set."""
 
 WEIGHTS = ("last_layer", "all", "subnetwork")
 """Values of ``subset_of_weights``."""
 
 
-class ContrastiveLaplace(ParametricLaplace):
+class ContrastiveLaplace(GaussianOverWeights):
     """A laplace-torch class for the posterior of a contrastive encoder.
 
     Args:
@@ -147,11 +112,6 @@ class ContrastiveLaplace(ParametricLaplace):
 
     fits_in_function_space: ClassVar[bool] = False
 
-    # None until the first batch shows the last layer.
-    n_params: Any
-    n_layers: Any
-    n_data: int
-    loss: Tensor | float
     _backend: ContrastiveBackend | None
 
     def __init__(
@@ -183,10 +143,10 @@ class ContrastiveLaplace(ParametricLaplace):
             "last_layer_name": (last_layer_name, self.on_last_layer),
             "subnetwork_indices": (subnetwork_indices, self.subset_of_weights == "subnetwork"),
         }
-        for name, (given, allowed) in of_some.items():
-            if given is not None and not allowed:
+        for name, (value, allowed) in of_some.items():
+            if value is not None and not allowed:
                 wanted = f"nothing with {self.subset_of_weights!r} weights and the structure {self.hessian_structure!r}"
-                raise InputTypeError(name, wanted, repr(given))
+                raise InputTypeError(name, wanted, repr(value))
         check_model(model, half=self.keeps_features)
         if not self.keeps_features:
             refuse_compiled(model)
@@ -203,10 +163,10 @@ class ContrastiveLaplace(ParametricLaplace):
         self.chooses_backend = backend is None
         self.watch = Watch(shared=not self.on_last_layer)
         self._indices = None
-        self._classes: ClassCentres | None = None
+        self.classes: ClassCentres | None = None
         self._advised_on_prior = False
-        self._temperature_given = temperature is not None
-        self._made_spread: tuple[Tensor, Any, AtFeatures] | None = None
+        self.temperature_given = temperature is not None
+        self._spread: tuple[Clamped, Tensor, Any, AtFeatures] | None = None
         # laplace-torch does not know the contrastive likelihood; "regression" adds the fewest terms.
         super().__init__(
             model,
@@ -220,13 +180,11 @@ class ContrastiveLaplace(ParametricLaplace):
         )
         if self.on_last_layer:
             self.n_params = self.n_layers = None
-            self._last_layer_name = last_layer_name
+            self.last_layer_name = last_layer_name
             self._hold(_copied(model))
         if self.subset_of_weights == "subnetwork":
             self._indices = check_indices(subnetwork_indices, self.n_params, "subnetwork_indices")
-        self.prior_precision = 1.0 if prior_precision is None else prior_precision
-        self.prior_mean = prior_mean
-        self._prior_chosen = prior_precision is not None
+        self.set_prior(prior_precision, prior_mean)
         self.likelihood = CONTRASTIVE
 
     @classmethod
@@ -249,10 +207,9 @@ class ContrastiveLaplace(ParametricLaplace):
         known = tuple(name for name, kind in STRUCTURES.items() if self.subset_of_weights in kind.weights)
         return structure_of(name, "hessian_structure", known)
 
-    @property
-    def on_last_layer(self) -> bool:
-        """Whether the posterior is over the last linear layer, which has closed forms."""
-        return self.subset_of_weights == "last_layer"
+    def plain_options(self) -> dict[str, Any]:
+        """Return the options of the curvature as strings and numbers; for a relation, only whether it is set."""
+        return {**self.curvature_options.plain(), **self._own_options}
 
     @property
     def keeps_features(self) -> bool:
@@ -260,304 +217,13 @@ class ContrastiveLaplace(ParametricLaplace):
         return self.on_last_layer and not self.fits_in_function_space
 
     @property
-    def H(self) -> Any:
-        """Clamped curvature in laplace-torch's form: (P,), (P, P) or Kronecker factors; ``None`` before ``fit``.
+    def class_centres(self) -> ClassCentres | None:
+        """Centres of the training classes; ``None`` without labels, for one class, or for too many classes."""
+        return self.classes if self.classes is not None and len(self.classes.labels) > 1 else None
 
-        laplace-torch has no ``kron_lowrank``; for this structure it is the decomposition itself.
-        """
-        if isinstance(self.clamped, ClampedKron):
-            return KronDecomposed(self.clamped.vectors, self.clamped.eigenvalues)
-        return None if self.clamped is None else self.clamped.plain()
-
-    @property
-    def H_raw(self) -> Any:
-        """The curvature before clamping: (P,), (P, P) or lists of factors; ``None`` before ``fit``."""
-        return None if self.curvature is None else self.curvature.plain()
-
-    @property
-    def H_facs(self) -> HostKron:
-        """Kronecker factors, unclamped, in laplace-torch's form."""
-        return HostKron(self.H_raw)
-
-    @property
-    def posterior_precision(self) -> Any:
-        """Posterior precision in laplace-torch's form: (P,), (P, P), or decomposed Kronecker factors."""
-        clamped = self.require_clamped()
-        if isinstance(clamped, ClampedKron):
-            return self.H * self._H_factor + self.prior_precision
-        return clamped.posterior_precision(*self._scales)
-
-    @property
-    def posterior_covariance(self) -> Tensor:
-        """Covariance of the weights, shape (P, P)."""
-        eye = torch.eye(self.n_weights, dtype=self._dtype, device=self._device)
-        return self.require_clamped().covariance(eye, *self._scales)
-
-    @property
-    def prior_precision_diag(self) -> Tensor:
-        """Prior precision of every weight, shape (P,)."""
-        if self.n_params is None:
-            # The first batch shows how many parameters there are.
-            self.check_fitted()
-        return of_each_weight(self.prior_precision, self.parameter_sizes())
-
-    @property
-    def log_det_ratio(self) -> Tensor:
-        """Log determinant of the posterior precision minus that of the prior precision."""
-        return self.require_clamped().log_det_ratio(*self._scales)
-
-    @property
-    def log_det_posterior_precision(self) -> Tensor:
-        """Log determinant of the posterior precision."""
-        return self.log_det_ratio + self.log_det_prior_precision
-
-    @property
-    def log_likelihood(self) -> Tensor:
-        """Minus the loss, divided by the temperature."""
-        self.check_fitted()
-        return super().log_likelihood
-
-    @property
-    def scatter(self) -> Tensor:
-        """Squared distance of the weights to the prior mean, weighted with the prior precision."""
-        self.check_fitted()
-        delta = self._chosen(self.mean) - self.prior_mean
-        return (delta * self.prior_precision_diag) @ delta
-
-    @property
-    def rank(self) -> int:
-        """Number of eigenvectors of the input factor that the structure ``kron_lowrank`` keeps.
-
-        Raises:
-            NotFittedError: Before ``fit``.
-        """
-        return int(self.require_clamped().rank)  # type: ignore[attr-defined]
-
-    @property
-    def n_params_subnet(self) -> int:
-        """Number of chosen weights of a subnetwork."""
-        return self.n_weights
-
-    @property
-    def mean_subnet(self) -> Tensor:
-        """Mean of the chosen weights of a subnetwork, shape (K,)."""
-        return self._chosen(self.mean)
-
-    def _chosen(self, weights: Tensor) -> Tensor:
-        """Select the posterior's weights from all trainable weights (..., P)."""
-        return weights if self._indices is None else weights[..., self._indices]
-
-    def require_clamped(self) -> Clamped:
-        """Return the clamped curvature.
-
-        Raises:
-            NotFittedError: Before ``fit``.
-        """
-        self.check_fitted()
-        assert self.clamped is not None
-        return self.clamped
-
-    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
-        """Draw weights from the posterior.
-
-        Args:
-            n_samples: Number S of samples.
-            generator: Source of randomness, on the encoder's device.
-
-        Returns:
-            Shape (S, P); for a subnetwork too, all trainable weights.
-
-        Raises:
-            NotFittedError: Before ``fit``.
-            InputError: An argument is malformed.
-        """
-        self.check_sampling(n_samples, generator)
-        like: dict[str, Any] = {"device": self._device, "dtype": self._dtype, "generator": generator}
-        noise = torch.randn(n_samples, self.n_weights, **like)
-        shift = self.require_clamped().sample(noise, *self._scales)
-        if self._indices is None:
-            return self.mean + shift
-        weights = self.mean.repeat(n_samples, 1)
-        weights[:, self._indices] += shift
-        return weights
-
-    def square_norm(self, value: Tensor) -> Tensor:
-        """Return ``(value - mean)^T P (value - mean)`` with the posterior precision ``P``.
-
-        Args:
-            value: Weights, shape (P,); for a subnetwork the chosen weights.
-
-        Raises:
-            NotFittedError: Before ``fit``.
-            InputError: ``value`` is malformed.
-        """
-        self.check_weights(value)
-        return self.require_clamped().square_norm(value - self._chosen(self.mean), *self._scales)
-
-    def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
-        """Return the log density of the posterior.
-
-        Args:
-            value: Weights, shape (P,); for a subnetwork the chosen weights.
-            normalized: ``False`` leaves out the terms that do not depend on ``value``.
-
-        Raises:
-            NotFittedError: Before ``fit``.
-            InputError: An argument is malformed.
-        """
-        validate.flag("normalized", normalized)
-        norm = self.square_norm(value)
-        if not normalized:
-            return -norm / 2
-        return -self.n_weights / 2 * math.log(2 * math.pi) + self.log_det_posterior_precision / 2 - norm / 2
-
-    def functional_variance(self, Js: Tensor) -> Tensor:
-        """Return the covariances of the linearised outputs, shape (B, D, D), from Jacobians (B, D, P).
-
-        Raises:
-            NotFittedError: Before ``fit``.
-            InputError: The Jacobians are malformed.
-        """
-        self.check_weights(Js, "Js", ("B", "D"))
-        return self.require_clamped().covariance(Js, *self._scales)
-
-    def functional_covariance(self, Js: Tensor) -> Tensor:
-        """Return the covariance of all linearised outputs, shape (B D, B D), from Jacobians (B, D, P).
-
-        Raises:
-            NotFittedError: Before ``fit``.
-            InputError: The Jacobians are malformed.
-        """
-        self.check_weights(Js, "Js", ("B", "D"))
-        return self.require_clamped().covariance(Js.flatten(0, 1), *self._scales)
-
-    @property
-    def temperature(self) -> float:
-        """Temperature of the likelihood: the curvature is divided by it."""
-        return self._temperature
-
-    @temperature.setter
-    def temperature(self, value: float) -> None:
-        if isinstance(value, (Tensor, np.generic)) and np.size(value) == 1:
-            value = value.item()
-        number = validate.number("temperature", value, positive=True)
-        inverse = torch.ones((), dtype=self._dtype) / number
-        if not bool(inverse.isfinite()) or not bool(inverse > 0):
-            wanted = f"a number whose inverse is positive and finite in {self._dtype}"
-            raise InputError("temperature", wanted, number)
-        self._temperature = number
-
-    @BaseLaplace.sigma_noise.setter  # type: ignore[untyped-decorator]
-    def sigma_noise(self, value: float | Tensor) -> None:
-        """Refuse an observation noise other than one."""
-        one = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
-        if not one or isinstance(value, bool) or float(value) != 1:
-            raise UnsupportedError(
-                "sigma_noise: embeddings have no observation noise. Use temperature=... to weaken the likelihood."
-            )
-        BaseLaplace.sigma_noise.fset(self, value)
-
-    @BaseLaplace.prior_precision.setter  # type: ignore[untyped-decorator]
-    def prior_precision(self, value: float | Tensor) -> None:
-        """Set the precision of the prior: one number, one for each parameter tensor, or one for each parameter."""
-        sizes = self._prior_sizes()
-        check_prior("prior_precision", value, self._dtype, sizes)
-        self._prior_chosen = True
-        if sizes is None:
-            # The number of parameters is unknown before the first batch; then the value is set again.
-            self._prior_precision = value
-        else:
-            BaseLaplace.prior_precision.fset(self, _plain(value))
-
-    @BaseLaplace.prior_mean.setter  # type: ignore[untyped-decorator]
-    def prior_mean(self, value: float | Tensor) -> None:
-        """Set the mean of the prior: one number, or one for each parameter."""
-        sizes = self._prior_sizes(of_mean=True)
-        check_prior("prior_mean", value, self._dtype, sizes, positive=False)
-        if sizes is None:
-            self._prior_mean = value
-        else:
-            BaseLaplace.prior_mean.fset(self, _plain(value))
-
-    @property
-    def n_weights(self) -> int:
-        """Number of weights of the posterior."""
-        return int(self.n_params) if self._indices is None else len(self._indices)
-
-    @property
-    def prior_structures(self) -> tuple[str, ...]:
-        """Allowed values of ``prior_structure``; laplace-torch has only one prior precision for a subnetwork."""
-        return ("scalar",) if self.subset_of_weights == "subnetwork" else self.structure.priors
-
-    def posterior_parameters(self) -> list[Tensor]:
-        """Parameters of the posterior, in order; the chosen entries of a subnetwork are one tensor."""
-        if self.on_last_layer:
-            return [at_least_float32(p) for p in self.model.last_layer.parameters()]
-        return list(self.params) if self._indices is None else [self._chosen(flatten_parameters(self.params))]
-
-    def parameter_sizes(self) -> list[int]:
-        """Number of entries of every part that has its own precision in a layerwise prior."""
-        return [p.numel() for p in self.posterior_parameters()]
-
-    @property
-    def likelihood_factor(self) -> float | Tensor:
-        """Factor of the curvature in the posterior precision: 1 / temperature."""
-        return self._H_factor
-
-    @property
-    def _scales(self) -> tuple[Tensor, float | Tensor]:
-        """Prior precision and likelihood factor; with the clamped curvature they give the posterior precision."""
-        return self.prior_precision, self._H_factor
-
-    def check_fitted(self) -> None:
-        """Refuse a posterior without a curvature.
-
-        Raises:
-            NotFittedError: Before ``fit``.
-        """
-        if not self.n_data:
-            raise NotFittedError("Laplace not fitted. Run la.fit(train_loader) first, or la.load_state_dict(state).")
-
-    def _check_H_init(self) -> None:
-        """Call :meth:`check_fitted`; laplace-torch uses this name."""
-        self.check_fitted()
-
-    def check_sampling(self, n_samples: object, generator: object) -> None:
-        """Refuse to sample before ``fit`` or with malformed arguments.
-
-        Raises:
-            NotFittedError: Before ``fit``.
-            InputError: An argument is malformed.
-        """
-        self.check_fitted()
-        validate.count("n_samples", n_samples)
-        validate.generator(generator, self._device)
-
-    def check_weights(self, value: Tensor, argument: str = "value", rows: tuple[str, ...] = ()) -> None:
-        """Refuse anything but finite numbers, one for each weight, shape (P,) or (*rows, P).
-
-        Raises:
-            NotFittedError: Before ``fit``.
-            InputError: ``value`` has another shape, dtype or device, or is not finite.
-        """
-        self.check_fitted()
-        validate.tensor(argument, value, (*rows, self.n_weights), self.mean)
-
-    def _prior_sizes(self, *, of_mean: bool = False) -> set[int] | None:
-        """Return the allowed numbers of entries of the prior precision, or of the prior mean; ``None`` if unknown.
-
-        For a last layer these numbers are unknown before the first batch.
-        """
-        if self.n_params is None or (self.on_last_layer and not isinstance(self.model, Encoder)):
-            return None
-        means = ("scalar",) if self.subset_of_weights == "subnetwork" else ("scalar", "diag")
-        per = {"scalar": 1, "layerwise": len(self.parameter_sizes()), "diag": self.n_weights}
-        return {per[structure] for structure in (means if of_mean else self.prior_structures)}
-
-    @property
-    def _dtype(self) -> torch.dtype:
-        """Dtype of the posterior: the encoder's dtype, or float32 for an encoder in half precision."""
-        return torch.promote_types(super()._dtype, torch.float32)
+    @class_centres.setter
+    def class_centres(self, centres: ClassCentres | None) -> None:
+        self.classes = centres
 
     @property
     def backend(self) -> ContrastiveBackend:
@@ -569,14 +235,72 @@ class ContrastiveLaplace(ParametricLaplace):
             self._backend.sketches_inputs = issubclass(self.structure, KronLowRank)
         return self._backend
 
-    @property
-    def class_centres(self) -> ClassCentres | None:
-        """Centres of the training classes; ``None`` without labels, for one class, or for too many classes."""
-        return self._classes if self._classes is not None and len(self._classes.labels) > 1 else None
+    def prepare(self, probe: Inputs) -> None:
+        """Analyse the encoder with a few inputs, and construct the backend.
 
-    @class_centres.setter
-    def class_centres(self, centres: ClassCentres | None) -> None:
-        self._classes = centres
+        Raises:
+            InputError: The embeddings have one dimension.
+            UnsupportedError: The encoder's raw outputs cannot be reached.
+        """
+        self.model.eval()
+        self.find_last_layer(probe)
+        self.renew_backend()
+        dim = self.backend.encoder(probe).dim
+        if dim < 2:
+            hint = "The direction of one number is its sign, which no small change of the weights moves."
+            raise InputError("model", "embeddings of D >= 2 dimensions", f"D = {dim}", hint)
+
+    def find_last_layer(self, probe: Inputs) -> None:
+        """Find the last layer of the encoder, which the backend needs."""
+        if not self.on_last_layer or self.model.last_layer is not None:
+            return
+        chosen = self.prior_chosen
+        with self.unchanged_on_error():
+            self.model.analyse(probe)
+            self.model.require_last_layer()
+            # Saved with the posterior, to find the last layer again after loading.
+            self.data = made_up_inputs(probe)
+            self.n_params = sum(self.parameter_sizes())
+            self.n_layers = len(self.parameter_sizes())
+            # The prior could not be checked before the layer was known.
+            self.prior_precision = self._prior_precision
+            self.prior_mean = self._prior_mean
+        self.prior_chosen = chosen
+
+    def renew_backend(self) -> None:
+        """Construct a new backend, unless the user named one: the encoder may have changed since the last fit."""
+        if not self.chooses_backend:
+            return
+        self._backend_cls, self._backend = ContrastiveGGN, None
+        _log.info("curvature by ContrastiveGGN: the default, exact for every encoder (backend=... takes another)")
+
+    def _hold(self, encoder: nn.Module) -> None:
+        """Use this encoder; only a last-layer posterior has to wrap it."""
+        if self.on_last_layer:
+            self.model: Any = Encoder(
+                encoder, None, self.last_layer_name, takes_features=True, label_key=self.dict_key_y
+            )
+
+    def _encoder_dim(self) -> int:
+        return self.backend.encoder({}).dim
+
+    def first_inputs(self, loader: Iterable[Any]) -> list[Inputs]:
+        """Return a few inputs of the first batch in a list; an empty list for an empty loader."""
+        # Both views are inputs of the encoder; the first one is used.
+        views = [read_views(self.model, batch, self.dict_key_y) for batch in islice(loader, 1)]
+        return [slice_inputs(view.first, slice(0, 8)) for view in views]
+
+    @contextmanager
+    def unchanged_on_error(self) -> Iterator[None]:
+        """Restore the attributes of this object, and of its module, if the block raises."""
+        before = [(thing, dict(thing.__dict__)) for thing in (self, self.model)]
+        try:
+            yield
+        except BaseException:
+            for thing, attributes in before:
+                thing.__dict__.clear()
+                thing.__dict__.update(attributes)
+            raise
 
     def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool | None = None) -> None:
         """Fit the posterior over all pairs of the data set (or inside its batches, with ``pairs="batch"``).
@@ -602,8 +326,8 @@ class ContrastiveLaplace(ParametricLaplace):
                 posteriors of all processes do not change.
         """
         exchange = current_exchange() if self.structure.adds else None
-        with self._in_all_processes(exchange, override=override is not False):
-            self._begin(train_loader, override, progress_bar, exchange)
+        with parts.in_all_processes(self, exchange, override=override is not False):
+            self._begin(train_loader, override, exchange)
             self.backend.labels_seen = LabelRange()
             result = self.backend.fit(train_loader, self.structure, progress_bar)
             to_earlier = bool(self.n_data) and not override
@@ -612,7 +336,20 @@ class ContrastiveLaplace(ParametricLaplace):
         if exchange is None:
             advise_on_labels(self.backend.labels_seen, to_earlier)
 
-    def _check_adds(self, asked: str) -> None:
+    def _begin(self, loader: Iterable[Any], override: object, exchange: ProcessGroup | None = None) -> None:
+        """Check the arguments of ``fit``, analyse the encoder with the first batch, and construct the backend."""
+        # Check this first: in la.fit(x, labels), the labels would be taken for override.
+        check_loader(loader, shares=exchange is not None)
+        validate.flag("override", override)
+        if not override:
+            self.check_adds("override=False")
+        probes = self.first_inputs(loader)
+        if exchange is not None:
+            probes = parts.shared_inputs(exchange, probes, self._device)
+        check_not_empty(len(probes))
+        self.prepare(probes[0])
+
+    def check_adds(self, asked: str) -> None:
         """Refuse a structure whose curvatures of two data sets, or of parts of one, cannot be added."""
         if not self.structure.adds:
             adding = ", ".join(repr(name) for name, kind in STRUCTURES.items() if kind.adds)
@@ -620,61 +357,6 @@ class ContrastiveLaplace(ParametricLaplace):
                 f"{asked}: the structure {self.hessian_structure!r} of several sets of data does not add up. "
                 f"These do: {adding}. Or fit all data at once."
             )
-
-    def _begin(
-        self, loader: Iterable[Any], override: object, progress_bar: object, exchange: ProcessGroup | None = None
-    ) -> None:
-        """Check the arguments of ``fit``, analyse the encoder with the first batch, and construct the backend."""
-        # Check this first: in la.fit(x, labels), the labels would be taken for override.
-        check_loader(loader, shares=exchange is not None)
-        validate.flag("override", override)
-        if not override:
-            self._check_adds("override=False")
-        probes = self._first_inputs(loader)
-        if exchange is not None:
-            probes = parts.shared_inputs(exchange, probes, self._device)
-        check_not_empty(len(probes))
-        self.prepare(probes[0])
-
-    @contextmanager
-    def _in_all_processes(self, exchange: ProcessGroup | None, *, override: bool) -> Iterator[None]:
-        """Make a fit succeed in all processes, or fail in all without changing the posteriors."""
-        if exchange is None:
-            yield
-            return
-        with self.unchanged_on_error(), exchange.together():
-            parts.check_unwrapped(self.model)
-            earlier = f"{self.n_data} points with loss {float(self.loss)!r}" if self.n_data and not override else ""
-            check_agreed(
-                exchange,
-                {
-                    "posterior": f"{self.subset_of_weights}, {self.hessian_structure}",
-                    "earlier fit": earlier or "replaced",
-                },
-            )
-            yield
-
-    def prepare(self, probe: Inputs) -> None:
-        """Analyse the encoder with a few inputs, and construct the backend.
-
-        Raises:
-            InputError: The embeddings have one dimension.
-            UnsupportedError: The encoder's raw outputs cannot be reached.
-        """
-        self.model.eval()
-        self._find_last_layer(probe)
-        self._renew_backend()
-        dim = self.backend.encoder(probe).dim
-        if dim < 2:
-            hint = "The direction of one number is its sign, which no small change of the weights moves."
-            raise InputError("model", "embeddings of D >= 2 dimensions", f"D = {dim}", hint)
-
-    def _renew_backend(self) -> None:
-        """Construct a new backend, unless the user named one: the encoder may have changed since the last fit."""
-        if not self.chooses_backend:
-            return
-        self._backend_cls, self._backend = ContrastiveGGN, None
-        _log.info("curvature by ContrastiveGGN: the default, exact for every encoder (backend=... takes another)")
 
     def set_curvature(self, result: DatasetCurvature, *, override: bool = True) -> None:
         """Store a curvature at the encoder's present weights, with the other results of a fit.
@@ -686,7 +368,7 @@ class ContrastiveLaplace(ParametricLaplace):
         """
         earlier = 0 if override else self.n_data
         raw = self.curvature + result.curvature if earlier and self.curvature is not None else result.curvature
-        clamped = self._clamp(raw)
+        clamped = self.clamp(raw)
         diagonal = clamped.diagonal()
         if not bool(diagonal.any()):
             msg = f"The clamped curvature is zero everywhere: the posterior is the prior. {NOTHING_POSITIVE}"
@@ -694,7 +376,7 @@ class ContrastiveLaplace(ParametricLaplace):
         if result.features is not None and self.keeps_features and self.hessian_structure == "diag":
             weight, *bias = self.posterior_parameters()
             advise_on_norms(result.features.columns["features"], weight, bias[0] if bias else None, diagonal)
-        classes = _merged_classes(self._classes, result.classes) if earlier else result.classes
+        classes = _merged_classes(self.classes, result.classes) if earlier else result.classes
         n, loss, cost = result.n, result.loss.detach(), float(result.cost)
         norm = math.nan if result.typical_norm is None else float(result.typical_norm)
         if earlier:
@@ -702,10 +384,10 @@ class ContrastiveLaplace(ParametricLaplace):
             norm = math.nan if self.typical_norm is None else (earlier * self.typical_norm + result.n * norm) / n
         sample = self._training_sample(result.features, earlier)
         # Nothing after this line can fail, so a failed fit leaves the last fit unchanged.
-        self.curvature, self.clamped, self._made_spread = raw, clamped, None
+        self.curvature, self.clamped = raw, clamped
         self.loss, self.cost, self.n_data = loss, cost, n
         self.typical_norm = norm if math.isfinite(norm) and norm > 0 else None
-        self._classes = classes
+        self.classes = classes
         mean = flatten_parameters(self.params if self._indices is not None else self.posterior_parameters())
         self.mean = mean if self.enable_backprop else mean.detach()
         self.n_outputs = self.model.output_size = self._encoder_dim()
@@ -714,7 +396,7 @@ class ContrastiveLaplace(ParametricLaplace):
         if result.error is not None:
             _log.info("the sampled negatives leave a relative standard error of %.2g in the curvature", result.error)
 
-    def _clamp(self, curvature: Structure) -> Clamped:
+    def clamp(self, curvature: Structure) -> Clamped:
         """Return the positive semidefinite part of a curvature, decomposed with the options of the structure."""
         options = {"rank": self.curvature_options.rank}
         return curvature.clamped(self.parameter_sizes(), **{name: options[name] for name in self.structure.options})
@@ -733,16 +415,9 @@ class ContrastiveLaplace(ParametricLaplace):
             features = before.features.merged(features)
         layer = self.model.last_layer
         with torch.no_grad():
-            outputs = torch.nn.functional.linear(
-                features.columns["features"].to(layer.weight), layer.weight, layer.bias
-            )
+            phi = features.columns["features"].to(layer.weight)
+            outputs = nn.functional.linear(phi, layer.weight, layer.bias)
         return TrainingSample(features, outputs, encoder)
-
-    def _first_inputs(self, loader: Iterable[Any]) -> list[Inputs]:
-        """Return a few inputs of the first batch in a list; an empty list for an empty loader."""
-        # Both views are inputs of the encoder; the first one is used.
-        views = [read_views(self.model, batch, self.dict_key_y) for batch in islice(loader, 1)]
-        return [slice_inputs(view.first, slice(0, 8)) for view in views]
 
     def update(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
         """Add more data to the posterior: ``fit(loader, override=False)``, without pairs between the two data sets.
@@ -761,7 +436,7 @@ class ContrastiveLaplace(ParametricLaplace):
         """
         self.check_fitted()
         self.fit(loader, override=False, progress_bar=progress_bar)
-        self._prior_chosen = self._advised_on_prior = False
+        self.prior_chosen = self._advised_on_prior = False
 
     def without(
         self, train_loader: Iterable[Any], gone: Any, newton_step: bool = False, progress_bar: bool | None = None
@@ -814,7 +489,7 @@ class ContrastiveLaplace(ParametricLaplace):
             InputError: A batch or ``part`` is malformed.
             UnsupportedError: The structure or an option does not support a fit in parts.
         """
-        return self._run_pass(loader, part, None, progress_bar)
+        return parts.run_pass(self, loader, part, None, progress_bar)
 
     def part_curvature(
         self, loader: Iterable[Any], part: tuple[int, int], statistics: State, progress_bar: bool | None = None
@@ -836,7 +511,7 @@ class ContrastiveLaplace(ParametricLaplace):
             UnsupportedError: The structure or an option does not support a fit in parts.
         """
         parts.check_kind("statistics", statistics, STATISTICS)
-        return self._run_pass(loader, part, statistics, progress_bar)
+        return parts.run_pass(self, loader, part, statistics, progress_bar)
 
     def fit_parts(self, statistics: State, curvature: State, example: Inputs | None = None) -> None:
         """Fit the posterior from the states of both passes over all parts; no data are needed.
@@ -850,30 +525,90 @@ class ContrastiveLaplace(ParametricLaplace):
             InputError: A part is missing, the states are of other data, another encoder or other options, or an example
                 is needed. The posterior does not change.
         """
-        self._check_adds("parts of the data")
-        parts.check_kind("statistics", statistics, STATISTICS)
-        parts.check_kind("curvature", curvature, CURVATURE)
-        if statistics.probe is None:
-            raise InputError("statistics", "at least one point", "none in any part")
-        probe = prediction.moved_inputs(self.model, statistics.probe[1] if example is None else example, self._device)
-        with asks_for_example(example):
-            self.prepare(probe)
-        self.set_curvature(self.backend.fit_of_parts(self.structure, statistics, curvature, probe))
+        parts.fit_parts(self, statistics, curvature, example)
 
-    def _run_pass(
-        self, loader: Iterable[Any], part: tuple[int, int], statistics: State | None, progress_bar: bool | None
-    ) -> State:
-        self._check_adds("parts of the data")
-        check_loader(loader, "loader", shares=True)
-        parts.check_part(part, statistics)
-        parts.check_sampler(loader, part)
-        probes = self._first_inputs(loader)
-        if not probes:
-            self._renew_backend()
-            return self.backend.fit_part(None, self.structure, part, statistics, progress_bar)
-        self.prepare(probes[0])
-        state = self.backend.fit_part(loader, self.structure, part, statistics, progress_bar)
-        return replace(state, probe=(part[0], made_up_inputs(probes[0])))
+    def optimize_prior_precision(
+        self,
+        pred_type: PredType | str = PredType.GLM,
+        method: PriorMethod | str = PriorMethod.AVERAGE_INFORMATION,
+        n_steps: int = 100,
+        lr: float = 1e-1,
+        init_prior_prec: float | Tensor = 1.0,
+        prior_structure: str = "scalar",
+        val_loader: Iterable[Any] | None = None,
+        loss: RetrievalCriterion | None = None,
+        log_prior_prec_min: float = -4,
+        log_prior_prec_max: float = 4,
+        grid_size: int = 17,
+        link_approx: object = None,
+        n_samples: int = 30,
+        verbose: bool = False,
+        progress_bar: bool = False,
+        log_prior_prec_base: float = 10.0,
+        strength: float | None = None,
+    ) -> None:
+        """Choose the prior precision.
+
+        Args:
+            pred_type: For ``"gridsearch"``: ``"glm"`` or ``"nn"`` samples.
+            method: ``"average_information"`` (default): ``strength`` times the mean diagonal of the curvature, see
+                :func:`~contrastive_curvature.laplace.prior.average_information`; unless the object was constructed with
+                a temperature, the temperature is also set, to ``2 L / (N + gamma)``, with the ``cost`` ``L`` of all N
+                points and the effective number ``gamma`` of parameters (:mod:`~contrastive_curvature.laplace.prior`),
+                so that sampled networks have at most about twice the loss of the trained network.
+                ``"unit_information"``: the mean divided by the number of points; the temperature does not change.
+                ``"marglik"``: laplace-torch's maximisation of the marginal likelihood. ``"gridsearch"``: minimise
+                ``loss`` on ``val_loader``.
+            n_steps: Steps of ``"marglik"``.
+            lr: Learning rate of ``"marglik"``.
+            init_prior_prec: Start of ``"marglik"``.
+            prior_structure: ``"scalar"``, ``"layerwise"`` or ``"diag"``.
+            val_loader: Validation data of ``"gridsearch"``, batches ``(x, labels)``.
+            loss: Criterion of ``"gridsearch"``, :data:`~contrastive_curvature.laplace.prior.RetrievalCriterion`; the
+                default is the Brier score of 1-nearest-neighbour votes of sampled networks,
+                :func:`contrastive_curvature.metrics.retrieval_brier`.
+            log_prior_prec_min: Lower end of the grid, as an exponent.
+            log_prior_prec_max: Upper end of the grid, as an exponent.
+            grid_size: Number of values.
+            link_approx: No effect; laplace-torch passes it.
+            n_samples: Sampled networks of ``"gridsearch"``.
+            verbose: Whether to print the result.
+            progress_bar: Whether to show a progress bar.
+            log_prior_prec_base: Base of the grid.
+            strength: Scale of the prior for ``"average_information"``, a positive number; ``None`` for
+                :data:`~contrastive_curvature.laplace.prior.STRENGTH` (``docs/defaults.md``).
+
+        Raises:
+            InputError: An option is unknown, out of range or not used by the method, rounding makes the posterior
+                precision not positive definite, or ``"gridsearch"`` has no validation data.
+            NotFittedError: Before ``fit``.
+        """
+        self.check_sampling(n_samples, None)
+        linearized = prediction.parse_pred_type(pred_type) is PredType.GLM
+        method = parse_method(method, prior_structure, strength, self.prior_structures)
+        if method is PriorMethod.MARGLIK:
+            validate.count("n_steps", n_steps)
+            validate.number("lr", lr, positive=True)
+            check_prior("init_prior_prec", init_prior_prec, self._dtype, self._prior_sizes())
+            before = self.prior_precision, self.prior_chosen
+            try:
+                super().optimize_prior_precision(
+                    PredType.GLM, "marglik", n_steps, lr, init_prior_prec, prior_structure, progress_bar=progress_bar
+                )
+            except BaseException as error:
+                self.prior_precision, self.prior_chosen = before
+                if not isinstance(error, InputError):
+                    raise
+                wanted = "a maximisation that stays among positive finite numbers"
+                hint = "Use a smaller lr, or method='average_information'."
+                raise InputError("lr, n_steps, init_prior_prec", wanted, f"({error})", hint) from None
+        elif method is PriorMethod.GRIDSEARCH:
+            grid = make_grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base, self._dtype)
+            search_grid(self, grid, val_loader, prior_structure, loss, linearized, n_samples, progress_bar)
+        else:
+            set_information(self, method, prior_structure, strength, self.temperature_given)
+        if verbose:
+            tqdm.write(f"Prior precision: {self.prior_precision}")
 
     def measure_classes(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
         """Compute class centres from labelled inputs, which ``uncertainty`` compares embeddings with.
@@ -904,53 +639,6 @@ class ContrastiveLaplace(ParametricLaplace):
             wanted = f"inputs of at least two classes, at most {MOST_NUMBERS:,} numbers of all centres"
             raise InputError("loader", wanted, "other ones")
         self.class_centres = centres
-
-    def curvature_diagonal(self) -> Tensor:
-        """Return the diagonal of the clamped curvature, without the likelihood factor, shape (P,)."""
-        return self.require_clamped().diagonal()
-
-    def effective_parameters(self, prior: Tensor) -> float:
-        """Return the effective number of parameters, for a prior precision at the temperature 1."""
-        return self.require_clamped().effective_parameters(prior)
-
-    @contextmanager
-    def unchanged_on_error(self) -> Iterator[None]:
-        """Restore the attributes of this object, and of its module, if the block raises."""
-        before = [(thing, dict(thing.__dict__)) for thing in (self, self.model)]
-        try:
-            yield
-        except BaseException:
-            for thing, attributes in before:
-                thing.__dict__.clear()
-                thing.__dict__.update(attributes)
-            raise
-
-    def _hold(self, encoder: nn.Module) -> None:
-        """Use this encoder; only a last-layer posterior has to wrap it."""
-        if self.on_last_layer:
-            self.model: Any = Encoder(
-                encoder, None, self._last_layer_name, takes_features=True, label_key=self.dict_key_y
-            )
-
-    def _find_last_layer(self, probe: Inputs) -> None:
-        """Find the last layer of the encoder, which the backend needs."""
-        if not self.on_last_layer or self.model.last_layer is not None:
-            return
-        chosen = self._prior_chosen
-        with self.unchanged_on_error():
-            self.model.analyse(probe)
-            self.model.require_last_layer()
-            # Saved with the posterior, to find the last layer again after loading.
-            self.data = made_up_inputs(probe)
-            self.n_params = sum(self.parameter_sizes())
-            self.n_layers = len(self.parameter_sizes())
-            # The prior could not be checked before the layer was known.
-            self.prior_precision = self._prior_precision
-            self.prior_mean = self._prior_mean
-        self._prior_chosen = chosen
-
-    def _encoder_dim(self) -> int:
-        return self.backend.encoder({}).dim
 
     def calibrate(
         self,
@@ -1086,14 +774,12 @@ class ContrastiveLaplace(ParametricLaplace):
         def of_no_rows() -> EmbeddingDistribution:
             mean = torch.empty(0, self.n_outputs, dtype=self.mean.dtype, device=self._device)
             if kind is PredType.NN:
-                none = EmbeddingDistribution.from_samples(mean.expand(n_samples, -1, -1))
-            elif joint:
-                none = prediction.joint_distribution(mean, mean.new_empty(0, 0))
-            elif diagonal_output:
-                none = EmbeddingDistribution.trusted(mean, Diagonal(mean))
-            else:
-                none = EmbeddingDistribution.trusted(mean, Dense(mean.new_empty(0, self.n_outputs, self.n_outputs)))
-            return finished(none, mean.new_empty(0, self.model.last_layer.in_features) if self.keeps_features else None)
+                return finished(EmbeddingDistribution.from_samples(mean.expand(n_samples, -1, -1)), None)
+            if joint:
+                return finished(prediction.joint_distribution(mean, mean.new_empty(0, 0)), None)
+            spread = Diagonal(mean) if diagonal_output else Dense(mean.new_empty(0, self.n_outputs, self.n_outputs))
+            features = mean.new_empty(0, self.model.last_layer.in_features) if self.keeps_features else None
+            return finished(EmbeddingDistribution.trusted(mean, spread), features)
 
         if on_invalid == "error":
             return predict(x)
@@ -1133,8 +819,21 @@ class ContrastiveLaplace(ParametricLaplace):
         # Called here, so that the warning names the line of the caller.
         self._advise_on_prior()
         validate.count("batch_size", batch_size)
-        predictions = batches.predictions(self, data, "data", batch_size, on_invalid, progress_bar)
+        run = partial(self, on_invalid=on_invalid)
+        predictions = batches.results(run, self.model, data, "data", batch_size, progress_bar, "[predict]")
         return EmbeddingDistribution.cat(list(predictions))
+
+    def _advise_on_prior(self) -> None:
+        """Warn once about a prediction with a default prior precision."""
+        if self.prior_chosen or self._advised_on_prior:
+            return
+        self._advised_on_prior = True
+        msg = (
+            f"la(x): the prior precision is still {float(self.prior_precision.flatten()[0]):.3}, as before the last "
+            "fit or update: kappa and uncertainty may be off by orders of magnitude. Call "
+            "la.optimize_prior_precision(), or set la.prior_precision yourself."
+        )
+        warnings.warn(msg, DefaultPriorWarning, stacklevel=3)
 
     def observe(self, x: Any) -> tuple[EmbeddingDistribution, Tensor | None]:
         """Return the distribution of B embeddings, and their features (B, F) if the posterior keeps features."""
@@ -1179,22 +878,6 @@ class ContrastiveLaplace(ParametricLaplace):
         jacobians = self.backend.pullback({}).jacobians(phi, z)
         return prediction.joint_distribution(z, self.functional_covariance(jacobians))
 
-    def output_spread(self) -> AtFeatures:
-        """Return a function from features (B, F) to the spread of the outputs, cached for the prior and temperature."""
-        prior = self.prior_precision
-        counted = (self.temperature, versions([prior]))
-        cached = self._made_spread
-        if cached is None or cached[0] is not prior or cached[1] != counted or prior.requires_grad:
-            spread = self.require_clamped().at_features(self.n_outputs, *self._scales)
-            cached = self._made_spread = prior, counted, spread
-        return cached[2]
-
-    def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
-        """Return means and variances of the raw outputs of a last layer, shape (B, D) each."""
-        self.check_fitted()
-        out = self._gaussian(X, False, True)
-        return out.raw_mean, out.variance
-
     def _features(self, x: Inputs | Features) -> Features:
         if isinstance(x, Features):
             return x
@@ -1204,24 +887,20 @@ class ContrastiveLaplace(ParametricLaplace):
         prediction.check_outputs(x, out.outputs, self.model.last_layer.out_features)
         return out
 
-    def sampling_context(self, x: Inputs) -> Any:
-        """Return the context of a batch for :meth:`outputs_at`, computed once for all samples."""
-        return self._features(x)[1] if self.on_last_layer else x
+    def output_spread(self) -> AtFeatures:
+        """Return a function from features (B, F) to the spread of the outputs, kept for curvature and scales."""
+        clamped, prior = self.require_clamped(), self.prior_precision
+        counted = (self.temperature, versions([prior]))
+        kept = self._spread
+        if kept is None or kept[0] is not clamped or kept[1] is not prior or kept[2] != counted or prior.requires_grad:
+            kept = self._spread = clamped, prior, counted, clamped.at_features(self.n_outputs, *self._scales)
+        return kept[3]
 
-    def outputs_at(self, context: Any, theta: Tensor, linearized: bool) -> Tensor:
-        """Return raw outputs (S, B, D) at weights ``theta`` (S, P), of the encoder or of its linearisation."""
-        if self.on_last_layer:
-            # A linear layer is its own linearisation.
-            layer = self.model.last_layer
-            weight = theta[:, : layer.weight.numel()].view(-1, *layer.weight.shape)
-            out = torch.einsum("bf,sdf->sbd", context, weight)
-            return out if layer.bias is None else out + theta[:, None, layer.weight.numel() :]
-        with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
-            pullback = ModulePullback(self.backend.encoder(context))
-            if linearized:
-                moved = [pullback.jvp(context, sample - self.mean) for sample in theta]
-                return torch.stack([z + shift for z, shift in moved])
-            return torch.stack([pullback.outputs_at(context, sample) for sample in theta])
+    def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
+        """Return means and variances of the raw outputs of a last layer, shape (B, D) each."""
+        self.check_fitted()
+        out = self._gaussian(X, False, True)
+        return out.raw_mean, out.variance
 
     def functional_samples(
         self,
@@ -1276,6 +955,13 @@ class ContrastiveLaplace(ParametricLaplace):
         raw = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint)
         return normalize(raw.flatten(0, 1))[0].view_as(raw)
 
+    def _joint_samples(self, x: Inputs, n_samples: int, generator: torch.Generator | None, linearized: bool) -> Tensor:
+        """Return raw outputs (S, B, D) of S encoders with sampled weights."""
+        moved = prediction.moved_inputs(self.model, x, self._device)
+        samples = self.samples_at([self.sampling_context(moved)], n_samples, generator, linearized)
+        prediction.check_outputs(moved, samples, self.n_outputs, sampled=True)
+        return samples
+
     def samples_at(
         self, contexts: Sequence[Any], n_samples: int, generator: torch.Generator | None, linearized: bool
     ) -> Tensor:
@@ -1287,107 +973,24 @@ class ContrastiveLaplace(ParametricLaplace):
             chunks.append(torch.cat([self.outputs_at(context, theta, linearized) for context in contexts], dim=1))
         return torch.cat(chunks)
 
-    def _joint_samples(self, x: Inputs, n_samples: int, generator: torch.Generator | None, linearized: bool) -> Tensor:
-        """Return raw outputs (S, B, D) of S encoders with sampled weights."""
-        moved = prediction.moved_inputs(self.model, x, self._device)
-        samples = self.samples_at([self.sampling_context(moved)], n_samples, generator, linearized)
-        prediction.check_outputs(moved, samples, self.n_outputs, sampled=True)
-        return samples
+    def sampling_context(self, x: Inputs) -> Any:
+        """Return the context of a batch for :meth:`outputs_at`, computed once for all samples."""
+        return self._features(x)[1] if self.on_last_layer else x
 
-    def _advise_on_prior(self) -> None:
-        """Warn once about a prediction with a default prior precision."""
-        if self._prior_chosen or self._advised_on_prior:
-            return
-        self._advised_on_prior = True
-        msg = (
-            f"la(x): the prior precision is still {float(self.prior_precision.flatten()[0]):.3}, as before the last "
-            "fit or update: kappa and uncertainty may be off by orders of magnitude. Call "
-            "la.optimize_prior_precision(), or set la.prior_precision yourself."
-        )
-        warnings.warn(msg, DefaultPriorWarning, stacklevel=3)
-
-    def optimize_prior_precision(
-        self,
-        pred_type: PredType | str = PredType.GLM,
-        method: PriorMethod | str = PriorMethod.AVERAGE_INFORMATION,
-        n_steps: int = 100,
-        lr: float = 1e-1,
-        init_prior_prec: float | Tensor = 1.0,
-        prior_structure: str = "scalar",
-        val_loader: Iterable[Any] | None = None,
-        loss: RetrievalCriterion | None = None,
-        log_prior_prec_min: float = -4,
-        log_prior_prec_max: float = 4,
-        grid_size: int = 17,
-        link_approx: object = None,
-        n_samples: int = 30,
-        verbose: bool = False,
-        progress_bar: bool = False,
-        log_prior_prec_base: float = 10.0,
-        strength: float | None = None,
-    ) -> None:
-        """Choose the prior precision.
-
-        Args:
-            pred_type: For ``"gridsearch"``: ``"glm"`` or ``"nn"`` samples.
-            method: ``"average_information"`` (default): ``strength`` times the mean diagonal of the curvature, see
-                :func:`~contrastive_curvature.laplace.prior.average_information`; unless the object was constructed with
-                a temperature, the temperature is also set, to ``2 L / (N + gamma)``, with the ``cost`` ``L`` of all N
-                points and the effective number ``gamma`` of parameters (:mod:`~contrastive_curvature.laplace.prior`),
-                so that sampled networks have at most about twice the loss of the trained network.
-                ``"unit_information"``: the mean divided by the number of points; the temperature does not change.
-                ``"marglik"``: laplace-torch's maximisation of the marginal likelihood. ``"gridsearch"``: minimise
-                ``loss`` on ``val_loader``.
-            n_steps: Steps of ``"marglik"``.
-            lr: Learning rate of ``"marglik"``.
-            init_prior_prec: Start of ``"marglik"``.
-            prior_structure: ``"scalar"``, ``"layerwise"`` or ``"diag"``.
-            val_loader: Validation data of ``"gridsearch"``, batches ``(x, labels)``.
-            loss: Criterion of ``"gridsearch"``, :data:`~contrastive_curvature.laplace.prior.RetrievalCriterion`; the
-                default is the Brier score of 1-nearest-neighbour votes of sampled networks,
-                :func:`contrastive_curvature.metrics.retrieval_brier`.
-            log_prior_prec_min: Lower end of the grid, as an exponent.
-            log_prior_prec_max: Upper end of the grid, as an exponent.
-            grid_size: Number of values.
-            link_approx: No effect; laplace-torch passes it.
-            n_samples: Sampled networks of ``"gridsearch"``.
-            verbose: Whether to print the result.
-            progress_bar: Whether to show a progress bar.
-            log_prior_prec_base: Base of the grid.
-            strength: Scale of the prior for ``"average_information"``, a positive number; ``None`` for
-                :data:`~contrastive_curvature.laplace.prior.STRENGTH` (``docs/defaults.md``).
-
-        Raises:
-            InputError: An option is unknown, out of range or not used by the method, rounding makes the posterior
-                precision not positive definite, or ``"gridsearch"`` has no validation data.
-            NotFittedError: Before ``fit``.
-        """
-        self.check_sampling(n_samples, None)
-        linearized = prediction.parse_pred_type(pred_type) is PredType.GLM
-        method = parse_method(method, prior_structure, strength, self.prior_structures)
-        if method is PriorMethod.MARGLIK:
-            validate.count("n_steps", n_steps)
-            validate.number("lr", lr, positive=True)
-            check_prior("init_prior_prec", init_prior_prec, self._dtype, self._prior_sizes())
-            before = self.prior_precision, self._prior_chosen
-            try:
-                super().optimize_prior_precision(
-                    PredType.GLM, "marglik", n_steps, lr, init_prior_prec, prior_structure, progress_bar=progress_bar
-                )
-            except BaseException as error:
-                self.prior_precision, self._prior_chosen = before
-                if not isinstance(error, InputError):
-                    raise
-                wanted = "a maximisation that stays among positive finite numbers"
-                hint = "Use a smaller lr, or method='average_information'."
-                raise InputError("lr, n_steps, init_prior_prec", wanted, f"({error})", hint) from None
-        elif method is PriorMethod.GRIDSEARCH:
-            grid = make_grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base, self._dtype)
-            search_grid(self, grid, val_loader, prior_structure, loss, linearized, n_samples, progress_bar)
-        else:
-            set_information(self, method, prior_structure, strength, self._temperature_given)
-        if verbose:
-            tqdm.write(f"Prior precision: {self.prior_precision}")
+    def outputs_at(self, context: Any, theta: Tensor, linearized: bool) -> Tensor:
+        """Return raw outputs (S, B, D) at weights ``theta`` (S, P), of the encoder or of its linearisation."""
+        if self.on_last_layer:
+            # A linear layer is its own linearisation.
+            layer = self.model.last_layer
+            weight = theta[:, : layer.weight.numel()].view(-1, *layer.weight.shape)
+            out = torch.einsum("bf,sdf->sbd", context, weight)
+            return out if layer.bias is None else out + theta[:, None, layer.weight.numel() :]
+        with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
+            pullback = ModulePullback(self.backend.encoder(context))
+            if linearized:
+                moved = [pullback.jvp(context, sample - self.mean) for sample in theta]
+                return torch.stack([z + shift for z, shift in moved])
+            return torch.stack([pullback.outputs_at(context, sample) for sample in theta])
 
     def export(
         self,
@@ -1486,25 +1089,7 @@ class ContrastiveLaplace(ParametricLaplace):
         consists of training inputs; ``"data"`` holds made-up inputs of the same types and shapes. ``"checksum"`` covers
         all other entries but ``"data"``.
         """
-        self.check_fitted()
-        assert self.curvature is not None
-        state: dict[str, Any] = to_tree(
-            {
-                **{name: getattr(self, name) for name in _AS_SAVED},
-                **{name: getattr(self, name) for name in _SETTINGS},
-                "subset_of_weights": self.subset_of_weights,
-                "contrastive": self.plain_options(),
-                "curvature": self.curvature,
-                **({"data": self.data, "_last_layer_name": self._last_layer_name} if self.on_last_layer else {}),
-                "temperature_given": self._temperature_given,
-                "backend": type(self.backend).__name__,
-                "encoder_norms": weight_norms(self.model),
-                "calibration": saved_calibration(self.known.calibration, self.keeps_features),
-                "class_centres": self._classes,
-                "prior_chosen": self._prior_chosen,
-            }
-        )
-        return sealed(state, SEALED)
+        return state_of(self)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of :meth:`state_dict` into an object constructed with the same options.
@@ -1516,79 +1101,7 @@ class ContrastiveLaplace(ParametricLaplace):
             InputError: The state is damaged, or belongs to another class, likelihood or options, a key is missing, or
                 an entry has another type or shape.
         """
-        kind = {"subset_of_weights": self.subset_of_weights, "likelihood": CONTRASTIVE}
-        check_state(state_dict, kind, self.plain_options())
-        with self.unchanged_on_error():
-            self._prepare_to_load(state_dict)
-            like = at_least_float32(next(self.model.parameters()).detach())
-            self._load(state_dict, like)
-
-    def _load(self, state: dict[str, Any], like: Tensor) -> None:
-        """Load a state with checked keys and options; laplace-torch's own method assigns while it checks."""
-        if self.enable_backprop != state["enable_backprop"]:
-            msg = "enable_backprop: the state was saved with another value, which now holds."
-            warnings.warn(msg, UserWarning, stacklevel=3)
-        own = ContrastiveGGN if self.chooses_backend else self._backend_cls
-        if state["backend"] not in (*KNOWN_BACKENDS, own.__name__):
-            hint = "Where it is a backend of your own, construct this object with backend=... of it."
-            refuse("backend", f"one of {', '.join(KNOWN_BACKENDS)}", repr(state["backend"]), hint)
-        self._renew_backend()
-        check_settings(state, like, self.n_params)
-        raw = self._loaded_curvature(state["curvature"], like)
-        for name in _AS_SAVED:
-            setattr(self, name, state[name])
-        self.prior_mean, self.prior_precision = state["prior_mean"], state["prior_precision"]
-        self.temperature, self._temperature_given = state["temperature"], state["temperature_given"]
-        self._prior_chosen = state["prior_chosen"]
-        self.model.output_size = self.n_outputs
-        self.curvature, self.clamped, self._made_spread = raw, self._clamp(raw), None
-        width = self.model.last_layer.in_features if self.keeps_features else None
-        known = loaded_calibration(state["calibration"], width, self.n_outputs, like)
-        self.known = replace(self.known, sample=None, calibration=known)
-        self._classes = loaded_classes(state["class_centres"], self.n_outputs, like)
-        now, saved = weight_norms(self.model), state["encoder_norms"].to(like.device)
-        # The tolerance allows another precision. The encoder's weights may be loaded after this, so only warn.
-        if saved.shape != now.shape or not torch.allclose(now, saved.to(now), rtol=1e-3, atol=1e-12):
-            msg = (
-                "The encoder has other weights than the one whose posterior is loaded, so predictions will be wrong. "
-                "Load the encoder's state_dict first: laplace-torch keeps it apart from the posterior's."
-            )
-            warnings.warn(msg, UserWarning, stacklevel=3)
-
-    def _loaded_curvature(self, saved: Mapping[str, Any], like: Tensor) -> Structure:
-        """Return the curvature of a state; its tensors must have the shapes that these weights need."""
-        raw: Structure = from_tree("state_dict['curvature']", saved, [self.structure])
-        try:
-            shapes = raw.shapes(Room(self.posterior_parameters(), self.curvature_options.rank))
-        except (TypeError, AttributeError, IndexError) as error:
-            refuse("curvature", f"the fields of {self.hessian_structure!r}", f"others ({error})")
-        check_shapes("curvature", saved, like, shapes)
-        return raw
-
-    def _prepare_to_load(self, state: Mapping[str, Any]) -> None:
-        """Find the last layer, because a state can be checked only then; do nothing for other weights."""
-        if not self.on_last_layer:
-            return
-        name = state["_last_layer_name"]
-        if not isinstance(name, (str, type(None))) or name != self._last_layer_name:
-            refuse("_last_layer_name", f"{self._last_layer_name!r}, that of this object", kind_of(name))
-        if state["data"] is None and self.model.last_layer is not None:
-            return
-        try:
-            self._find_last_layer(prediction.moved_inputs(self.model, state["data"], self._device))
-        except UnsupportedError:
-            raise
-        except Exception as error:  # encoders raise any error for inputs of another kind
-            reason = (str(error) or type(error).__name__).splitlines()[0]
-            hint = "Where these are made up and the encoder needs real ones, set state_dict['data'] = x[:2] of yours."
-            refuse("data", "inputs that the encoder takes", f"{kind_of(state['data'])} ({reason})", hint)
-        if state["n_outputs"] != self.model.dim:
-            refuse("n_outputs", f"{self.model.dim}, that of the encoder", kind_of(state["n_outputs"]))
-        self.data = state["data"]
-
-    def plain_options(self) -> dict[str, Any]:
-        """Return the options of the curvature as strings and numbers; for a relation, only whether it is set."""
-        return {**self.curvature_options.plain(), **self._own_options}
+        load_state(self, state_dict)
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -1602,11 +1115,6 @@ def _copied(model: nn.Module) -> nn.Module:
             "model: a module keeps a tensor of its last run together with the graph, which cannot be copied; so do "
             "torch.nn.utils.weight_norm and spectral_norm. Run it once without: with torch.no_grad(): model(x)"
         ) from error
-
-
-def _plain(value: float | Tensor) -> float | Tensor:
-    """Return a number as a Python float, because laplace-torch accepts only some of NumPy's numbers."""
-    return value if isinstance(value, Tensor) else float(value)
 
 
 def _merged_classes(earlier: ClassCentres | None, new: ClassCentres | None) -> ClassCentres | None:

@@ -126,8 +126,8 @@ class PairLoss(CosineLoss):
         value = self._value(cosine, attract, repel)
         if not isinstance(value, Tensor) or value.numel() != 1:
             name, wanted = f"{type(self).__name__}._value", "the sum over the block, a tensor with one number"
-            came = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-            raise InputError(name, wanted, came)
+            got = f"shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
+            raise InputError(name, wanted, got)
         return value.reshape(())
 
     def _checked_terms(self, cosine: Tensor, attract: Tensor, repel: Tensor) -> Terms:
@@ -193,8 +193,7 @@ class PairLoss(CosineLoss):
             Index tuples ``(a1, p, a2, n)`` as metric-learning miners return them, each int64 of shape (K,).
         """
         z = check_outputs(z)
-        made = make_target_relation(targets, len(z), z.device, relation)
-        positive, negative = made.rows(0, len(z))
+        positive, negative = make_target_relation(targets, len(z), z.device, relation).rows(0, len(z))
         a1, p = positive.triu(1).nonzero().unbind(1)
         a2, n = negative.triu(1).nonzero().unbind(1)
         return a1, p, a2, n

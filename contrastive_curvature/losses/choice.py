@@ -25,22 +25,22 @@ PD_FIX: Any = default(PDFix.FIXED)
 
 def choose_loss(loss: CosineLoss | None = None, **options: Any) -> CosineLoss:
     """Return the loss, with another distance and fix if passed, or the contrastive loss with these options."""
-    given = {name: value for name, value in options.items() if not isinstance(value, Default)}
+    chosen = {name: value for name, value in options.items() if not isinstance(value, Default)}
     if loss is None:
-        return ContrastiveLoss(**given)
+        return ContrastiveLoss(**chosen)
     if not isinstance(loss, CosineLoss):
         wanted = "a loss of contrastive_curvature, a subclass of PairLoss or RowLoss, or None"
-        came = f"the class {loss.__name__}" if isinstance(loss, type) else f"a {type(loss).__name__}"
+        got = f"the class {loss.__name__}" if isinstance(loss, type) else f"a {type(loss).__name__}"
         hint = (
             "For example loss=contrastive_curvature.SupConLoss(0.1). A loss of your own has to be a function of the "
             "cosines: docs/losses.md shows how to write one."
         )
-        raise InputTypeError("loss", wanted, came, hint)
-    both = [name for name in OF_THE_LOSS if name in given]
+        raise InputTypeError("loss", wanted, got, hint)
+    both = [name for name in OF_THE_LOSS if name in chosen]
     if both:
         hint = f"It belongs to the loss: give it to {type(loss).__name__}(...), or leave loss out."
         raise InputError(f"loss, {', '.join(both)}", "one of them", "both", hint)
-    return loss.replaced(**given)
+    return loss.replaced(**chosen)
 
 
 def output_hessian(

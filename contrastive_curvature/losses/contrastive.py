@@ -220,7 +220,7 @@ class InsideColumns:
         """Subtract the columns of the same class from sums (B, ...) over all columns inside the margin."""
         # One device synchronisation: the computation depends on the classes.
         classes, order = index.cpu().sort(stable=True)
-        groups, sizes = (found.tolist() for found in classes.unique_consecutive(return_counts=True))
+        groups, sizes = (part.tolist() for part in classes.unique_consecutive(return_counts=True))
         bounds = [self.bounds[group] for group in groups]
         pairs = sum(size * (stop - start) for size, (start, stop) in zip(sizes, bounds, strict=True))
         if len(groups) > _MANY_GROUPS and pairs * u.shape[1] <= _LISTED_NUMBERS:
@@ -313,8 +313,8 @@ class ContrastiveOfClasses(DatasetHessian):
     def _negatives(self, u: Tensor, index: Tensor) -> Tensor:
         """Return ``sum_j (r-_i + r-_j) / 2 [1, u_j]`` over the negatives that count, (B, 1 + D)."""
         if self.loss.threshold is None:
-            own, mine = self.related.shares.negative[index].unsqueeze(1), self._class_sums[index]
-            return (own * (self._total - mine) + self._weighted - own * mine) / 2
+            share, own = self.related.shares.negative[index].unsqueeze(1), self._class_sums[index]
+            return (share * (self._total - own) + self._weighted - share * own) / 2
         sums = self._inside.sums(u, index)
         return sums if self.bank is None else sums * cast("Tensor", self.bank.weight)[index].unsqueeze(1)
 

@@ -20,7 +20,6 @@ from contrastive_curvature.losses.sides import joined_towers
 from contrastive_curvature.options import Distance, PDFix
 from contrastive_curvature.pairs import Pairs
 from contrastive_curvature.pairs.edges import GradedPairs
-from contrastive_curvature.pairs.relation import Relation
 
 
 class CoSENTLoss(CosineLoss):
@@ -64,8 +63,7 @@ class CoSENTLoss(CosineLoss):
         if labels is not None:
             raise InputError("labels", "None", "labels", f"Pass pairs={wanted}.")
         if not isinstance(pairs, (tuple, list)):
-            came = "None" if pairs is None else f"a {type(pairs).__name__}"
-            raise InputTypeError("pairs", wanted, came)
+            raise InputTypeError("pairs", wanted, "None" if pairs is None else f"a {type(pairs).__name__}")
         if len(pairs) != 3:
             raise InputError("pairs", wanted, f"a tuple of {len(pairs)}")
         return GradedPairs(*pairs, len(z), z.device)
@@ -91,10 +89,8 @@ class CoSENTLoss(CosineLoss):
         index = torch.arange(len(z), device=z.device)
         return self._at(normalize(z)[0], self.relate(z, None, (index[:count], index[count:], grades)))
 
-    def derivatives(self, relation: Relation, u: Tensor) -> CoSENTDerivatives:
-        """See :meth:`CosineLoss.derivatives`; ``relation`` holds graded pairs."""
-        if not isinstance(relation, GradedPairs):
-            raise InputError("relation", "graded pairs", f"a {type(relation).__name__}")
+    @override
+    def derivatives(self, relation: GradedPairs, u: Tensor) -> CoSENTDerivatives:
         return CoSENTDerivatives(self, relation, u)
 
     def _at(self, u: Tensor, relation: GradedPairs) -> Tensor:

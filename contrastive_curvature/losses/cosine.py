@@ -142,8 +142,11 @@ class CosineLoss(_Loss, ABC):
         return make_relation(len(z), z.device, labels, pairs)
 
     @abstractmethod
-    def derivatives(self, relation: Relation, u: Tensor) -> CosineDerivatives:
-        """Return the derivatives of this loss in the cosines of N points with unit embeddings ``u`` (N, D)."""
+    def derivatives(self, relation: Any, u: Tensor) -> CosineDerivatives:
+        """Return the derivatives of this loss in the cosines of N points with unit embeddings ``u`` (N, D).
+
+        ``relation`` comes from :meth:`relate` of this loss.
+        """
 
     def data_hessian(self, z: Tensor, relation: Relation, n_data: int | None = None) -> OutputHessian:
         """Return a batch's part of the Hessian of a data set.
@@ -210,14 +213,14 @@ class CosineLoss(_Loss, ABC):
         if foreign:
             hint = f"Make another {type(self).__name__} for its other options."
             raise InputError("replaced", " or ".join(self._options), str(foreign), hint)
-        given = {name: self._options[name](value) for name, value in options.items() if value is not None}
-        if all(getattr(self, name) == value for name, value in given.items()):
+        values = {name: self._options[name](value) for name, value in options.items() if value is not None}
+        if all(getattr(self, name) == value for name, value in values.items()):
             return self
-        made = copy.copy(self)
-        for name, value in given.items():
-            setattr(made, name, value)
-        made._check_fix()
-        return made
+        loss = copy.copy(self)
+        for name, value in values.items():
+            setattr(loss, name, value)
+        loss._check_fix()
+        return loss
 
     def _check_fix(self) -> None:
         """Refuse a fix that leaves no curvature, or does not keep its promise."""
@@ -250,14 +253,13 @@ class CosineLoss(_Loss, ABC):
     @classmethod
     def arguments(cls) -> dict[str, inspect.Parameter]:
         """Return the constructor's arguments by name, including the ``**options`` for the base classes."""
-        found: dict[str, inspect.Parameter] = {}
+        named: dict[str, inspect.Parameter] = {}
         for kind in (kind for kind in cls.__mro__ if "__init__" in vars(kind)):
-            given = inspect.signature(vars(kind)["__init__"]).parameters
-            plain = {n: p for n, p in given.items() if n != "self" and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-            found = {**plain, **found}
-            if kind is CosineLoss or not any(p.kind is p.VAR_KEYWORD for p in given.values()):
+            own = list(inspect.signature(kind).parameters.values())
+            named = {**{p.name: p for p in own if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}, **named}
+            if kind is CosineLoss or not any(p.kind is p.VAR_KEYWORD for p in own):
                 break
-        return found
+        return named
 
     def config(self) -> dict[str, Any]:
         """Return the options of this loss, for :meth:`from_config`.
@@ -284,9 +286,9 @@ class CosineLoss(_Loss, ABC):
         """
         loss = cls(**{name: config[name] for name in cls.arguments() if name in config})
         if _text_of(loss.config()) != _text_of(config):
-            came = f"one with {_text_of(loss.config())}"
+            wanted = f"options that make a {cls.__name__} with {_text_of(config)}"
             hint = "Its constructor has to keep its arguments as attributes of the same names."
-            raise InputError("config", f"options that make a {cls.__name__} with {_text_of(config)}", came, hint)
+            raise InputError("config", wanted, f"one with {_text_of(loss.config())}", hint)
         return loss
 
     @property
@@ -326,7 +328,7 @@ def _check_block(name: str, value: object, cosine: Tensor) -> Tensor:
             # No pair of one kind counts, so the weights are a single zero.
             return value.expand_as(cosine)
     wanted = f"a tensor of {cosine.dtype} on {cosine.device}, of the shape of the cosines, {tuple(cosine.shape)}"
-    came = f"a {type(value).__name__}"
+    got = f"a {type(value).__name__}"
     if isinstance(value, Tensor):
-        came = f"one of {value.dtype} on {value.device}, of shape {tuple(value.shape)}"
-    raise InputError(name, wanted, came, "Call .expand_as(cosine) if it broadcasts.")
+        got = f"one of {value.dtype} on {value.device}, of shape {tuple(value.shape)}"
+    raise InputError(name, wanted, got, "Call .expand_as(cosine) if it broadcasts.")

@@ -11,8 +11,6 @@ from contrastive_curvature.errors import InputError
 from contrastive_curvature.losses.rows import RowLoss, RowTerms, check_temperature, weighted_logsumexp
 from contrastive_curvature.options import Distance, PDFix
 
-_TEMPERATURE = 0.1
-
 
 class InfoNCELoss(RowLoss):
     r"""InfoNCE: a separate softmax for every positive pair against the negatives of its anchor.
@@ -64,7 +62,12 @@ class InfoNCELoss(RowLoss):
         pd_fix: PDFix | str = PDFix.PSD_PARTS,
     ) -> None:
         super().__init__(reduction, directions, distance=distance, pd_fix=pd_fix)
-        self.temperature = _temperature(temperature, scale)
+        if temperature is not None and scale is not None:
+            got = f"temperature={temperature!r} and scale={scale!r}"
+            raise InputError("temperature, scale", "one of both", got, "scale is 1 / temperature.")
+        if scale is not None:
+            temperature = 1 / validate.number("scale", scale, positive=True)
+        self.temperature = check_temperature(0.1 if temperature is None else temperature)
 
     def _counts(self, positive: Tensor, negative: Tensor) -> Tensor:
         return positive.sum(1)
@@ -100,12 +103,3 @@ class InfoNCELoss(RowLoss):
         roots = (root + (size - half) * share, root - half * share)
         tau = self.temperature
         return RowTerms(first / tau, (weight + miss * share) / tau**2, (roots[0] / tau, roots[1] / tau))
-
-
-def _temperature(temperature: float | None, scale: float | None) -> float:
-    if temperature is not None and scale is not None:
-        came = f"temperature={temperature!r} and scale={scale!r}"
-        raise InputError("temperature, scale", "one of both", came, "scale is 1 / temperature.")
-    if scale is not None:
-        return check_temperature(1 / validate.number("scale", scale, positive=True))
-    return check_temperature(_TEMPERATURE if temperature is None else temperature)

@@ -17,9 +17,7 @@ from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.options import Distance, PDFix
 from contrastive_curvature.pairs import Pairs
-from contrastive_curvature.pairs.relation import LabelRelation, Relation, TargetRelation, check_labels, row_ranges
-
-_KINDS = ("softmax", "arcface", "cosface")
+from contrastive_curvature.pairs.relation import LabelRelation, Relation, check_labels, row_ranges
 
 
 class ProxyLoss(CosineLoss):
@@ -85,7 +83,7 @@ class ProxyLoss(CosineLoss):
         distance: Distance | str = Distance.ARCCOS,
         pd_fix: PDFix | str | None = None,
     ) -> None:
-        validate.choice("kind", kind, _KINDS)
+        validate.choice("kind", kind, ("softmax", "arcface", "cosface"))
         validate.choice("reduction", reduction, ("mean", "sum"))
         margin = validate.number("margin", margin)
         if kind == "softmax" and margin:
@@ -118,20 +116,17 @@ class ProxyLoss(CosineLoss):
         labels = check_labels(labels, len(z)).to(z.device)
         wrong = ((labels < 0) | (labels >= classes)).nonzero().flatten()
         if len(wrong):
-            came = f"the label {int(labels[wrong[0]])} of point {int(wrong[0])}"
+            got = f"the label {int(labels[wrong[0]])} of point {int(wrong[0])}"
             hint = "Every class has one row of proxies."
-            raise InputError("labels", f"class labels in 0..{classes - 1}", came, hint)
+            raise InputError("labels", f"class labels in 0..{classes - 1}", got, hint)
         return LabelRelation(labels)
 
-    def _at(self, u: Tensor, relation: TargetRelation) -> Tensor:
+    def _at(self, u: Tensor, relation: LabelRelation) -> Tensor:
         return self.value(u, self.unit_proxies(u), relation.targets, self.weight(len(u)))
 
-    def derivatives(self, relation: Relation, u: Tensor, *, as_data: bool = False) -> ProxyDerivatives:
+    def derivatives(self, relation: LabelRelation, u: Tensor, *, as_data: bool = False) -> ProxyDerivatives:
         """See :meth:`CosineLoss.derivatives`; ``as_data`` multiplies a mean by its number of embeddings, for a fit."""
-        if not isinstance(relation, TargetRelation):
-            raise InputError("relation", "one of class labels", f"a {type(relation).__name__}")
-        labels = self.relate(u, relation.targets, None).targets
-        return ProxyDerivatives(self, labels, u, 1.0 if as_data else self.weight(len(u)))
+        return ProxyDerivatives(self, relation.targets, u, 1.0 if as_data else self.weight(len(u)))
 
     def data_hessian(self, z: Tensor, relation: Relation, n_data: int | None = None) -> OutputHessian:
         """See :meth:`CosineLoss.data_hessian`; multiplies a mean by its number of embeddings."""

@@ -6,7 +6,7 @@ Derivatives in the cosines are stored whole for at most one batch.
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial, reduce
 from typing import ClassVar, NamedTuple, cast
 
@@ -227,8 +227,8 @@ class RowLoss(CosineLoss):
         numbers, rows = getattr(self, rule)(*blocks), len(blocks[0])
         name = f"{type(self).__name__}.{rule}"
         if not isinstance(numbers, Tensor) or tuple(numbers.shape) != (rows,):
-            came = f"shape {tuple(numbers.shape)}" if isinstance(numbers, Tensor) else f"a {type(numbers).__name__}"
-            raise InputError(name, f"one number for each of {rows} anchors, shape ({rows},)", came)
+            got = f"shape {tuple(numbers.shape)}" if isinstance(numbers, Tensor) else f"a {type(numbers).__name__}"
+            raise InputError(name, f"one number for each of {rows} anchors, shape ({rows},)", got)
         if bool(numbers.detach().isnan().any()):
             raise InputError(name, "numbers", "NaN")
         return numbers
@@ -421,34 +421,35 @@ class RowDerivatives(CosineDerivatives):
                 for here in known.side.row_blocks(3):
                     kept = known.kept[known.local(here)]
                     if bool(kept.any()):
-                        given = [part[kept] for part in known.given(here)]
-                        value = self.loss._checked("_value", *given)
+                        block = [part[kept] for part in known.block(here)]
+                        value = self.loss._checked("_value", *block)
                         total = total + value.double().sum()
-                        cost = cost + self.loss._checked("_cost", value, *given).double().sum()
+                        cost = cost + self.loss._checked("_cost", value, *block).double().sum()
             self._values = (self.scale * total).to(self.u.dtype), (self.scale * cost).to(self.u.dtype)
         return self._values
 
     def _parts(self) -> Iterator[MomentPart]:
         """Iterate over the weights of the moments, for every range of points with the same candidates."""
-        ranges: dict[tuple[int, int], tuple[slice, slice]] = {}
-        for side in (known.side for known in self._sides):
-            for mine, other in ((side.anchors, side.candidates), (side.candidates, side.anchors)):
-                ranges[mine.start, mine.stop] = mine, other
-        for (start, stop), (mine, other) in sorted(ranges.items(), key=lambda item: item[0]):
-            points = torch.arange(start, stop, device=self.u.device)
-            yield MomentPart(points, partial(self._moment_weights, mine), self.u[other], first=start)
+        # A second side only swaps the anchors and the candidates of the first one.
+        side = self._sides[0].side
+        ranges = [(side.anchors, side.candidates)]
+        if side.anchors != side.candidates:
+            ranges.append((side.candidates, side.anchors))
+        for points, others in sorted(ranges, key=lambda part: (part[0].start, part[0].stop)):
+            numbers = torch.arange(points.start, points.stop, device=self.u.device)
+            yield MomentPart(numbers, partial(self._moment_weights, points), self.u[others], first=points.start)
 
     def _moment_weights(self, points: slice, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
         """Return the candidates' weights for points ``start..stop``, in both directions; and known cosines."""
         here, cosine = slice(start, stop), None
-        found: list[Tensor] = []
+        weights: list[Tensor] = []
         for known in self._sides:
             if known.side.anchors == points:
-                found.append(known.without_top(here, known.at(here)))
+                weights.append(known.without_top(here, known.at(here)))
                 cosine = None if known.cosines is None else known.cosines[known.local(here)]
             if known.side.candidates == points:
-                found.append(self._as_candidates(known, here))
-        return reduce(torch.add, found), cosine
+                weights.append(self._as_candidates(known, here))
+        return reduce(torch.add, weights), cosine
 
     def _as_candidates(self, known: _Anchors, candidates: slice) -> Tensor:
         terms = known.at(known.side.anchors, candidates)
@@ -481,8 +482,8 @@ class RowDerivatives(CosineDerivatives):
         for known in self._sides:
             side = known.side
             inside, here = _overlap(points, side.candidates), _overlap(points, side.anchors)
-            found, mine = known.at(side.anchors, inside), known.at(here)
-            for root, of_mine in zip(found.roots, mine.roots, strict=True):
+            of_candidates, of_anchors = known.at(side.anchors, inside), known.at(here)
+            for root, of_anchor in zip(of_candidates.roots, of_anchors.roots, strict=True):
                 all_points = self.u.new_zeros(side.shape[0], points.stop - points.start)
                 all_points[:, moved(inside, -points.start)] = root
                 weights.append(all_points)
@@ -490,7 +491,7 @@ class RowDerivatives(CosineDerivatives):
                 numbers = torch.arange(here.start, here.stop, device=self.u.device)
                 vector.append(offset + numbers - side.anchors.start)
                 place.append(numbers - points.start)
-                own.append(of_mine @ self.u[side.candidates])
+                own.append(of_anchor @ self.u[side.candidates])
                 offset += side.shape[0]
         signs = torch.cat([self.signs.repeat_interleave(known.side.shape[0]) for known in self._sides])
         entries = (torch.cat(vector), torch.cat(place), torch.cat(own))
@@ -519,30 +520,30 @@ class _Anchors:
         self.kept = torch.zeros(count, dtype=torch.bool, device=u.device)
         self.top = torch.zeros(count, dtype=torch.int64, device=u.device)
         self.rest = u.new_zeros(len(loss.root_signs), count)
-        found: list[tuple[Tensor, RowTerms]] = []
+        held: list[tuple[Tensor, RowTerms]] = []
         statistics = [u.new_zeros(0, 0)] if not count else []
         for here in side.row_blocks(3):
-            rows, given = self.local(here), self.given(here)
-            self.kept[rows] = loss._checked("_counts", *given[1:]) > 0
-            self.count += float(loss._checked("_counts_at", *given).sum())
-            statistics.append(loss._statistics(*given))
-            terms = loss._checked_terms(*given, statistics[-1], self.kept[rows])
+            rows, block = self.local(here), self.block(here)
+            self.kept[rows] = loss._checked("_counts", *block[1:]) > 0
+            self.count += float(loss._checked("_counts_at", *block).sum())
+            statistics.append(loss._statistics(*block))
+            terms = loss._checked_terms(*block, statistics[-1], self.kept[rows])
             if terms.second is not None and many:
                 self.top[rows] = terms.second.argmax(1)
                 for rest, root in zip(self.rest, terms.roots, strict=True):
                     rest[rows] = root.scatter(1, self.top[rows, None], 0.0).sum(1)
             if count * many <= _HELD_ELEMENTS:
-                found.append((given[0], terms))
+                held.append((block[0], terms))
         self.statistics = torch.cat(statistics)
-        if found:
-            self.cosines = _cat([cosine for cosine, _ in found])
-            self.held = _joined([terms for _, terms in found])
+        if held:
+            self.cosines = _cat([cosine for cosine, _ in held])
+            self.held = _joined([terms for _, terms in held])
 
     def local(self, anchors: slice) -> slice:
         """Shift a range of anchors so that it counts from the first anchor of this side."""
         return moved(anchors, -self.side.anchors.start)
 
-    def given(self, anchors: slice, candidates: slice | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    def block(self, anchors: slice, candidates: slice | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Return cosines, positives and negatives between some anchors and some or all candidates."""
         chosen = self.side.candidates if candidates is None else candidates
         positive, negative = (mask.to(self.u) for mask in self.relation.rows(anchors.start, anchors.stop, chosen))
@@ -554,8 +555,8 @@ class _Anchors:
         """Return the scaled derivatives of the loss for some anchors and some or all of their candidates."""
         rows = self.local(anchors)
         if self.held is None:
-            given = self.given(anchors, candidates)
-            return _scaled(self.loss._checked_terms(*given, self.statistics[rows], self.kept[rows]), self.scale)
+            block = self.block(anchors, candidates)
+            return _scaled(self.loss._checked_terms(*block, self.statistics[rows], self.kept[rows]), self.scale)
         columns = moved(self.side.candidates if candidates is None else candidates, -self.side.candidates.start)
         return self.held.map(lambda part: part[rows, columns])
 
@@ -593,14 +594,15 @@ def _overlap(a: slice, b: slice) -> slice:
     return slice(start, max(start, min(a.stop, b.stop)))
 
 
-def _cat(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+def _cat(parts: Sequence[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
 
 
 def _joined(parts: list[RowTerms]) -> RowTerms:
-    first, seconds, roots = zip(*parts, strict=True)
-    second = None if seconds[0] is None else _cat(list(seconds))
-    return type(parts[0])(_cat(list(first)), second, tuple(_cat(list(column)) for column in zip(*roots, strict=True)))
+    first, second, roots = zip(*parts, strict=True)
+    return RowTerms(
+        _cat(first), None if second[0] is None else _cat(second), tuple(map(_cat, zip(*roots, strict=True)))
+    )
 
 
 def _scaled(terms: RowTerms, scale: float) -> RowTerms:
@@ -608,4 +610,4 @@ def _scaled(terms: RowTerms, scale: float) -> RowTerms:
     if scale == 1:
         return terms
     second = None if terms.second is None else scale * terms.second
-    return type(terms)(scale * terms.first, second, tuple(scale**0.5 * root for root in terms.roots))
+    return RowTerms(scale * terms.first, second, tuple(scale**0.5 * root for root in terms.roots))

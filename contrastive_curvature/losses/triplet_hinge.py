@@ -114,14 +114,10 @@ class TripletLoss(RowLoss):
 
     def _statistics(self, cosine: Tensor, positive: Tensor, negative: Tensor) -> Tensor:
         # Both ends of a triplet use the positive's threshold, so that rounding cannot make only one end active.
-        return torch.cat(
-            [*_sorted(cosine - self.margin / 2, positive), *_sorted(cosine, negative)],
-            dim=1,
-        )
+        return torch.cat([*_sorted(cosine - self.margin / 2, positive), *_sorted(cosine, negative)], dim=1)
 
     def _terms(self, cosine: Tensor, positive: Tensor, negative: Tensor, statistics: Tensor) -> RowTerms:
-        many = (statistics.shape[1] - 2) // 4
-        thresholds, weights, _, _ = statistics.split([many, many + 1, many, many + 1], dim=1)
+        thresholds, weights, _, _ = _parts(statistics)
         below = torch.searchsorted(thresholds.contiguous(), cosine.contiguous())
         of_negative = weights.gather(1, below)
         of_positive = self._active(cosine, positive, statistics)[1]
@@ -129,8 +125,7 @@ class TripletLoss(RowLoss):
 
     def _active(self, cosine: Tensor, positive: Tensor, statistics: Tensor) -> tuple[Tensor, Tensor]:
         """Count the active triplets of every anchor, (B,), and of every candidate as a positive that counts once."""
-        many = (statistics.shape[1] - 2) // 4
-        _, _, cosines, weights = statistics.split([many, many + 1, many, many + 1], dim=1)
+        _, _, cosines, weights = _parts(statistics)
         up_to = torch.searchsorted(cosines.contiguous(), (cosine - self.margin / 2).contiguous(), right=True)
         each = weights[:, -1:] - weights.gather(1, up_to)
         return (positive * each).sum(1), each
@@ -141,6 +136,12 @@ def _sorted(numbers: Tensor, times: Tensor) -> tuple[Tensor, Tensor]:
     ordered, order = torch.where(times > 0, numbers, torch.inf).sort(dim=1)
     counted = times.gather(1, order).cumsum(1)
     return ordered, torch.cat([torch.zeros_like(counted[:, :1]), counted], dim=1)
+
+
+def _parts(statistics: Tensor) -> tuple[Tensor, ...]:
+    """Split the statistics into the sorted numbers and the counts of the positives, then of the negatives."""
+    many = (statistics.shape[1] - 2) // 4
+    return statistics.split([many, many + 1, many, many + 1], dim=1)
 
 
 class ListedTriplets(EdgeRelation):

@@ -114,10 +114,10 @@ class Related:
         known = self.relation.targets
         keys, sought = (known, targets) if self.numbers is None or numbers is None else (self.numbers, numbers)
         index = torch.searchsorted(keys, sought.contiguous()).clamp(max=max(0, len(keys) - 1))
-        other = (known[index] != targets).flatten(1).any(1) if targets.ndim > 1 else known[index] != targets
+        other = (known[index] != targets).unsqueeze(1).flatten(1).any(1)
         if bool(other.any()):
-            came = f"other targets in the second, {targets[other][:5].tolist()}"
-            raise InputError("train_loader", "the same data in every pass", came)
+            got = f"other targets in the second, {targets[other][:5].tolist()}"
+            raise InputError("train_loader", "the same data in every pass", got)
         return index
 
 

@@ -20,7 +20,7 @@ from contrastive_curvature.decisions.fitted import Fitted, clopper_pearson, perc
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.io.indexes import Index
-from contrastive_curvature.laplace.batches import batches, by_length, predictions
+from contrastive_curvature.laplace.batches import batches, by_length, results
 from contrastive_curvature.laplace.calibration import present_calibration, take_snapshot
 from contrastive_curvature.laplace.influence import influence
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
@@ -668,7 +668,7 @@ def embedded(la: ContrastiveLaplace | None, inputs: Any, argument: str, progress
     inputs, places = by_length(inputs)
     parts = []
     with torch.no_grad():
-        for batch in predictions(la, inputs, argument, AT_ONCE, progress_bar=progress_bar):
+        for batch in results(la, la.model, inputs, argument, AT_ONCE, progress_bar, "[predict]"):
             numbers = (value.double().cpu().numpy() for value in (batch.uncertainty, batch.novelty))
             parts.append(Embedded(normalize(batch.mu.float())[0], *numbers))
     return Embedded.cat(parts)[places]

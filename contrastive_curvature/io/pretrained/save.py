@@ -269,7 +269,7 @@ def _arguments(la: Any) -> dict[str, Any]:
     if la.subset_of_weights == "subnetwork":
         arguments["subnetwork_indices"] = la.backend.subnetwork_indices.cpu()
     if la.on_last_layer:
-        arguments["last_layer_name"] = la._last_layer_name
+        arguments["last_layer_name"] = la.last_layer_name
     return arguments
 
 
