@@ -20,6 +20,7 @@ from contrastive_curvature.io.serving.numpy_scorer import TAIL
 from contrastive_curvature.io.serving.parts import copied, outputs_of, score_arrays
 from contrastive_curvature.laplace.prediction import spread_at
 from contrastive_curvature.network.inputs import Inputs
+from contrastive_curvature.network.pullback import full_precision
 from contrastive_curvature.structures.at_features import DenseAtFeatures
 from contrastive_curvature.vmf.estimation import concentration_of_variance
 
@@ -82,12 +83,7 @@ class ServedEncoder(nn.Module):
             ``mu`` (B, D), ``kappa`` (B,), ``uncertainty`` (B,) and, if the posterior was calibrated, ``p_value`` (B,),
             float64.
         """
-        z, phi = self.encoder.forward_with_features(x)
-        device = z.device.type
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                return self.head(z, phi)
-        return self.head(z, phi)
+        return self.head(*self.encoder.forward_with_features(x))
 
 
 class ScoreHead(nn.Module):
@@ -134,6 +130,7 @@ class ScoreHead(nn.Module):
     def _arrays(self) -> dict[str, Tensor]:
         return dict(self.named_buffers())
 
+    @full_precision
     def forward(self, z: Tensor, phi: Tensor) -> tuple[Tensor, ...]:
         """Score raw outputs (B, D) of features (B, F)."""
         a = self._arrays
