@@ -13,7 +13,7 @@ from contrastive_curvature.artifact import Header, folder_path, read_tensors, ta
 from contrastive_curvature.codec import TensorTable, from_tree, packed, to_tree, unpacked
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.io.pretrained import load_pretrained
-from contrastive_curvature.io.pretrained.folder import state_checksum
+from contrastive_curvature.io.pretrained.save import state_checksum
 from contrastive_curvature.retriever.evidence import Embedded
 from contrastive_curvature.retriever.head import Headed
 from contrastive_curvature.retriever.rule import ROUNDING, Rates, Regression, Rule

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.codec import TensorTable, packed, unpacked
-from contrastive_curvature.io.pretrained.folder import KNOWN_LOSSES
-from contrastive_curvature.io.pretrained.save import _loss_config
+from contrastive_curvature.io.pretrained.save import KNOWN_LOSSES, _loss_config
 
 PROXIES = torch.arange(1.0, 10.0, dtype=torch.float64).view(3, 3).sin()
 

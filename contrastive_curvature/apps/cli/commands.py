@@ -100,47 +100,48 @@ _LABELLED = click.Path(exists=True, allow_dash=True, path_type=Path)  # a source
 _SHARE = FloatRange(0, 1, min_open=True, max_open=True)
 _RATE = FloatRange(0, 1, min_open=True)
 
+
+def _option(names: str, text: str, **attributes: Any) -> Option:
+    return Option(names.split(), help=text, **attributes)
+
+
 # Options and arguments of several commands.
 _FOLDER = Argument(["folder"], type=click.Path(exists=True, file_okay=False, path_type=Path))
 _INPUTS, _TRAINING = Argument(["source"], type=_SOURCE), Argument(["source"], type=_LABELLED)
-_OVERWRITE = Option(["--overwrite"], is_flag=True, help="Replace what an earlier run wrote there; other files stay.")
-_NEW_FOLDER = Option(["--out"], type=_PATH, required=True, help="Folder of the posterior; it is made.")
-_SAME_FOLDER = Option(["--out"], type=_PATH, help="Folder that is written (default: FOLDER itself, which is replaced).")
-_TABLE = Option(
-    ["--out"], type=_PATH, required=True, help="File that is written: .csv or .parquet; - for CSV on stdout."
-)
-_CALIBRATE = Option(["--calibrate"], type=_SOURCE, help="Inputs that the encoder was not trained on: p-values.")
-_PRIOR_STRENGTH = Option(
-    ["--prior-strength"],
+_OVERWRITE = _option("--overwrite", "Replace what an earlier run wrote there; other files stay.", is_flag=True)
+_NEW_FOLDER = _option("--out", "Folder of the posterior; it is made.", type=_PATH, required=True)
+_SAME_FOLDER = _option("--out", "Folder that is written (default: FOLDER itself, which is replaced).", type=_PATH)
+_TABLE = _option("--out", "File that is written: .csv or .parquet; - for CSV on stdout.", type=_PATH, required=True)
+_CALIBRATE = _option("--calibrate", "Inputs that the encoder was not trained on: p-values.", type=_SOURCE)
+_PRIOR_STRENGTH = _option(
+    "--prior-strength",
+    "Prior precision as a multiple of the mean curvature (default: 0.01).",
     type=FloatRange(0, min_open=True),
-    help="Prior precision as a multiple of the mean curvature (default: 0.01).",
 )
 _OF_SOURCES = (
-    Option(
-        ["--encoder"],
-        metavar="SPEC",
-        help="module:function (runs your code: a function that returns the encoder, or (encoder, transform)), "
+    _option(
+        "--encoder",
+        "module:function (runs your code: a function that returns the encoder, or (encoder, transform)), "
         "timm:NAME, or sentence-transformers:NAME_OR_FOLDER. A saved posterior remembers the latter two.",
+        metavar="SPEC",
     ),
-    Option(
-        ["--encoder-options"],
+    _option(
+        "--encoder-options",
+        "Arguments by name for the function, timm.create_model or SentenceTransformer, as a JSON object.",
         metavar="JSON",
         type=_json_object,
-        help="Arguments by name for the function, timm.create_model or SentenceTransformer, as a JSON object.",
     ),
-    Option(["--text-column"], metavar="NAME", help="Texts in a table (default: text)."),
-    Option(["--label-column"], metavar="NAME", help="Classes in a table (default: label)."),
-    Option(["--id-column"], metavar="NAME", help="Identifiers in a .csv or .jsonl (default: row numbers)."),
-    Option(
-        ["--skip-unreadable"], is_flag=True, help="Leave out broken images, and name them; reads every image twice."
-    ),
-    Option(["--batch-size"], type=IntRange(min=1), default=256, help="Inputs at once."),
-    Option(["--device"], default="cpu", help="As torch names it: cpu, cuda, cuda:1."),
+    _option("--text-column", "Texts in a table (default: text).", metavar="NAME"),
+    _option("--label-column", "Classes in a table (default: label).", metavar="NAME"),
+    _option("--id-column", "Identifiers in a .csv or .jsonl (default: row numbers).", metavar="NAME"),
+    _option("--skip-unreadable", "Leave out broken images, and name them; reads every image twice.", is_flag=True),
+    _option("--batch-size", "Inputs at once.", type=IntRange(min=1), default=256),
+    _option("--device", "As torch names it: cpu, cuda, cuda:1.", default="cpu"),
 )
 _OF_ALL = (
-    Option(["--json", "as_json"], is_flag=True, help="One JSON object on stdout; errors as JSON on stderr."),
-    Option(["-q", "--quiet"], is_flag=True, help="No progress bars and no lines; errors and warnings stay."),
-    Option(["--traceback"], is_flag=True, expose_value=False, help="Show Python's traceback of an error."),
+    _option("--json as_json", "One JSON object on stdout; errors as JSON on stderr.", is_flag=True),
+    _option("-q --quiet", "No progress bars and no lines; errors and warnings stay.", is_flag=True),
+    _option("--traceback", "Show Python's traceback of an error.", is_flag=True, expose_value=False),
 )
 
 
@@ -187,58 +188,49 @@ def _command(module: str, *own: click.Parameter, example: str) -> Callable[[Call
     _TRAINING,
     _NEW_FOLDER,
     _OVERWRITE,
-    Option(
-        ["--last-layer"],
+    _option(
+        "--last-layer",
+        "An .npz with weight (D, F) and bias (D,), for a feature folder.",
         type=click.Path(exists=True, path_type=Path),
-        help="An .npz with weight (D, F) and bias (D,), for a feature folder.",
     ),
     _CALIBRATE,
-    Option(
-        ["--calibration-share"],
-        type=_SHARE,
-        help="Calibrate with this share of SOURCE, which is then left out of the fit.",
+    _option(
+        "--calibration-share", "Calibrate with this share of SOURCE, which is then left out of the fit.", type=_SHARE
     ),
-    Option(
-        ["--loss"],
+    _option(
+        "--loss",
+        "A loss of the library that needs labels only, as infonce, supcon, siglip, triplet or logistic.",
         default="contrastive",
-        help="A loss of the library that needs labels only, as infonce, supcon, siglip, triplet or logistic.",
     ),
-    Option(
-        ["--loss-option"],
+    _option(
+        "--loss-option",
+        "An argument of the loss, as temperature=0.07 or margin=0.5; repeatable.",
         multiple=True,
         metavar="NAME=VALUE",
         type=_assignment,
-        help="An argument of the loss, as temperature=0.07 or margin=0.5; repeatable.",
     ),
-    Option(
-        ["--weights"], type=Choice(["last_layer", "all"]), default="last_layer", help="Which weights get a posterior."
-    ),
-    Option(
-        ["--structure"],
+    _option("--weights", "Which weights get a posterior.", type=Choice(["last_layer", "all"]), default="last_layer"),
+    _option(
+        "--structure",
+        "Of the posterior's precision (default: kron_lowrank for the last layer, kron for all weights).",
         type=Choice(["kron_lowrank", "diag", "kron", "full", "lowrank"]),
-        help="Of the posterior's precision (default: kron_lowrank for the last layer, kron for all weights).",
     ),
     _PRIOR_STRENGTH,
-    Option(
-        ["--option"], multiple=True, metavar="NAME=VALUE", type=_assignment, help="Another entry of backend_kwargs."
-    ),
-    Option(["--seed"], type=IntRange(0, 2**63 - 1), default=0, help="Of every random choice."),
-    Option(["--held-out"], type=_LABELLED, help="Queries with classes that did not train the encoder: a retriever."),
-    Option(["--gallery"], type=_LABELLED, help="What the retriever searches (default: SOURCE)."),
-    Option(
-        ["--head"],
+    _option("--option", "Another entry of backend_kwargs.", multiple=True, metavar="NAME=VALUE", type=_assignment),
+    _option("--seed", "Of every random choice.", type=IntRange(0, 2**63 - 1), default=0),
+    _option("--held-out", "Queries with classes that did not train the encoder: a retriever.", type=_LABELLED),
+    _option("--gallery", "What the retriever searches (default: SOURCE).", type=_LABELLED),
+    _option(
+        "--head",
+        "With --held-out: train a head on the encoder's outputs, for an encoder that has not seen SOURCE.",
         is_flag=True,
-        help="With --held-out: train a head on the encoder's outputs, for an encoder that has not seen SOURCE.",
     ),
-    Option(["--wrong-answers"], type=_RATE, default=0.02, help="At most this share of its answers; 1: any."),
-    Option(
-        ["--false-matches"],
-        type=_RATE,
-        default=0.05,
-        help="At most this share of queries whose class is not there; 1: any.",
+    _option("--wrong-answers", "At most this share of its answers; 1: any.", type=_RATE, default=0.02),
+    _option(
+        "--false-matches", "At most this share of queries whose class is not there; 1: any.", type=_RATE, default=0.05
     ),
-    Option(["--false-alarms"], type=_RATE, default=0.01, help="At most this share of known queries; 1: any."),
-    Option(["--confidence"], type=_SHARE, default=0.9, help="With which --wrong-answers holds."),
+    _option("--false-alarms", "At most this share of known queries; 1: any.", type=_RATE, default=0.01),
+    _option("--confidence", "With which --wrong-answers holds.", type=_SHARE, default=0.9),
     example="train.npz --out posterior --calibrate validation.npz --loss supcon",
 )
 def fit() -> None:
@@ -295,17 +287,13 @@ def update() -> None:
     _INPUTS,
     _SAME_FOLDER,
     _OVERWRITE,
-    Option(
-        ["--score"],
+    _option(
+        "--score",
+        "What p-values are of: unknown kinds, or uncertain embeddings.",
         type=Choice(["novelty", "uncertainty"]),
         default="novelty",
-        help="What p-values are of: unknown kinds, or uncertain embeddings.",
     ),
-    Option(
-        ["--by-class"],
-        is_flag=True,
-        help="Compare with inputs of the predicted class: alpha then holds for each class.",
-    ),
+    _option("--by-class", "Compare with inputs of the predicted class: alpha then holds for each class.", is_flag=True),
     example="posterior site.npz --out posterior-site --score uncertainty",
 )
 def calibrate() -> None:
@@ -322,11 +310,11 @@ def calibrate() -> None:
     _FOLDER,
     _INPUTS,
     _TABLE,
-    Option(["--mu/--no-mu"], default=True, help="Whether the embedding itself is written."),
-    Option(
-        ["--alpha"],
+    _option("--mu/--no-mu", "Whether the embedding itself is written.", default=True),
+    _option(
+        "--alpha",
+        "Share of known inputs that may be flagged as unknown, in the column known (default: 0.01).",
         type=_SHARE,
-        help="Share of known inputs that may be flagged as unknown, in the column known (default: 0.01).",
     ),
     example="posterior new.npz --out scores.csv --alpha 0.05",
 )
@@ -375,23 +363,17 @@ def add() -> None:
 @_command(
     "files",
     _FOLDER,
-    Option(
-        ["--test"], type=_SOURCE, required=True, help="Known inputs with classes, neither fitted nor calibrated on."
+    _option("--test", "Known inputs with classes, neither fitted nor calibrated on.", type=_SOURCE, required=True),
+    _option("--unknown", "Inputs of kinds that the encoder does not know.", type=_SOURCE),
+    _option("--gallery", "Inputs with classes that are searched (default: the other test inputs).", type=_SOURCE),
+    _option("--out", "Folder of its own for the report of a posterior; an earlier one is replaced.", type=_PATH),
+    _option("-k ks", "Ranks.", type=IntRange(min=1), multiple=True, default=(1, 5, 10)),
+    _option(
+        "--alpha alphas", "Thresholds of the p-value.", type=_SHARE, multiple=True, default=(0.01, 0.02, 0.05, 0.1)
     ),
-    Option(["--unknown"], type=_SOURCE, help="Inputs of kinds that the encoder does not know."),
-    Option(["--gallery"], type=_SOURCE, help="Inputs with classes that are searched (default: the other test inputs)."),
-    Option(["--out"], type=_PATH, help="Folder of its own for the report of a posterior; an earlier one is replaced."),
-    Option(["-k", "ks"], type=IntRange(min=1), multiple=True, default=(1, 5, 10), help="Ranks."),
-    Option(
-        ["--alpha", "alphas"],
-        type=_SHARE,
-        multiple=True,
-        default=(0.01, 0.02, 0.05, 0.1),
-        help="Thresholds of the p-value.",
-    ),
-    Option(["--samples"], type=IntRange(min=0), default=30, help="Networks that vote; 0 for none."),
-    Option(["--shown"], type=IntRange(min=0), default=12, help="Inputs of each group shown."),
-    Option(["--title"], default="How sure is this encoder?", help="Heading of the page."),
+    _option("--samples", "Networks that vote; 0 for none.", type=IntRange(min=0), default=30),
+    _option("--shown", "Inputs of each group shown.", type=IntRange(min=0), default=12),
+    _option("--title", "Heading of the page.", default="How sure is this encoder?"),
     example="posterior --test test.npz --unknown other.npz --gallery train.npz --out report",
 )
 def evaluate() -> None:
@@ -413,14 +395,14 @@ def evaluate() -> None:
 @_command(
     "files",
     _FOLDER,
-    Option(["--out"], type=_PATH, required=True, help="File: .pt2, .onnx, .npz or .safetensors."),
-    Option(["--example"], type=_SOURCE, help="Inputs to trace a graph with (default: made up)."),
-    Option(["--p-value/--no-p-value"], default=None, help="Whether p-values are in it (default: if calibrated)."),
-    Option(
-        ["--dynamic-axes"],
+    _option("--out", "File: .pt2, .onnx, .npz or .safetensors.", type=_PATH, required=True),
+    _option("--example", "Inputs to trace a graph with (default: made up).", type=_SOURCE),
+    _option("--p-value/--no-p-value", "Whether p-values are in it (default: if calibrated).", default=None),
+    _option(
+        "--dynamic-axes",
+        'Axes of a graph whose sizes may change: [2, 3], or {"input_ids": [1], "attention_mask": [1]}.',
         metavar="JSON",
         type=json.loads,
-        help='Axes of a graph whose sizes may change: [2, 3], or {"input_ids": [1], "attention_mask": [1]}.',
     ),
     example="posterior --out scorer.npz",
 )
@@ -438,8 +420,8 @@ def export() -> None:
 @_command(
     "files",
     _TRAINING,
-    Option(["--out"], type=_PATH, required=True, help="The feature folder; it is made."),
-    Option(["--dtype"], type=Choice(["float32", "bfloat16", "float16", "float64"]), default="float32", help="On disk."),
+    _option("--out", "The feature folder; it is made.", type=_PATH, required=True),
+    _option("--dtype", "On disk.", type=Choice(["float32", "bfloat16", "float16", "float64"]), default="float32"),
     example="train.npz --encoder my_encoder:encoder --out train_features",
 )
 def features() -> None:

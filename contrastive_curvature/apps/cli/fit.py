@@ -18,7 +18,7 @@ from contrastive_curvature.apps.cli.saved import check_target, opened, opened_re
 from contrastive_curvature.apps.cli.sources import Loader, Source, shared_labels
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.io.pretrained import load_match, read_info
-from contrastive_curvature.io.pretrained.folder import KNOWN_LOSSES
+from contrastive_curvature.io.pretrained.save import KNOWN_LOSSES
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.progress import Progress
 from contrastive_curvature.retriever.retriever import Retriever

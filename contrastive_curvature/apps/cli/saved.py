@@ -32,7 +32,7 @@ from contrastive_curvature.apps.cli.sources import Source
 from contrastive_curvature.artifact import Header, folder_path, read_tensors, target_folder, write_tensors
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.io.pretrained import load_pretrained, read_info
-from contrastive_curvature.io.pretrained.folder import FILE, Saved
+from contrastive_curvature.io.pretrained.save import FILE, Saved
 from contrastive_curvature.network.digest import encoder_digest
 from contrastive_curvature.network.given_features import FeatureSource
 from contrastive_curvature.retriever.retriever import Retriever

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from os import PathLike
 from pathlib import Path
@@ -324,27 +325,18 @@ def _encoded(wide: Tensor, dtype: str, first_row: int) -> NDArray[Any]:
     rounded = wide.to(getattr(torch, dtype)).contiguous()
     sizes = wide.abs().amax(dim=1)
     lost = (wide - rounded.to(wide.dtype)).abs().amax(dim=1)
-    narrower = "Use dtype='bfloat16', of the same size, or 'float32'." if dtype == "float16" else "Use dtype='float64'."
-    for bad, argument, wanted, received, hint in (
-        (~sizes.isfinite(), "loader", "finite features", "NaN or infinity", "Look at that input."),
-        (
-            ~lost.isfinite(),
-            f"dtype={dtype!r}",
-            f"features of at most {torch.finfo(rounded.dtype).max:.6g} in absolute value",
-            "{:.6g}",
-            narrower,
-        ),
-        (
-            lost > _MOST_LOST * sizes,
-            f"dtype={dtype!r}",
-            "features that are rounded by less than a hundredth of the largest of their point",
-            "a largest feature of {:.3g}",
-            narrower,
-        ),
-    ):
-        if bool(bad.any()):
-            row = int(bad.nonzero()[0])
-            where = f"{received.format(float(sizes[row]))} in row {first_row + row} (counted from 0)"
-            raise InputError(argument, wanted, where, hint)
+    # In this form, NaN and infinity count too.
+    bad = ~(lost <= _MOST_LOST * sizes)
+    if bool(bad.any()):
+        row = int(bad.nonzero()[0])
+        size, where = float(sizes[row]), f"in row {first_row + row} (counted from 0)"
+        if not math.isfinite(size):
+            raise InputError("loader", "finite features", f"NaN or infinity {where}", "Look at that input.")
+        largest = torch.finfo(rounded.dtype).max
+        wanted = "features that are rounded by less than a hundredth of the largest of their point"
+        if size > largest:
+            wanted = f"features of at most {largest:.6g} in absolute value"
+        hint = "Use dtype='bfloat16', of the same size, or 'float32'." if dtype == "float16" else "Use dtype='float64'."
+        raise InputError(f"dtype={dtype!r}", wanted, f"a largest feature of {size:.6g} {where}", hint)
     # NumPy does not know bfloat16.
     return rounded.view(torch.uint16).numpy() if dtype == "bfloat16" else rounded.numpy()

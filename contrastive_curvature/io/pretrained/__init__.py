@@ -4,10 +4,9 @@
 describes its contents without an encoder. Nothing in such a folder is executed.
 """
 
-from contrastive_curvature.io.pretrained.folder import PosteriorInfo, PretrainedInfo
 from contrastive_curvature.io.pretrained.hub import PushOptions
 from contrastive_curvature.io.pretrained.load import load_match, load_pretrained, read_info
-from contrastive_curvature.io.pretrained.save import SaveOptions
+from contrastive_curvature.io.pretrained.save import PosteriorInfo, PretrainedInfo, SaveOptions
 
 __all__ = [
     "PosteriorInfo",

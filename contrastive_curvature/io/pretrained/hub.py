@@ -15,8 +15,15 @@ from pydantic import StrictBool
 from contrastive_curvature import validate
 from contrastive_curvature.artifact import folder_path
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.io.pretrained.folder import CARD, FILE
-from contrastive_curvature.io.pretrained.save import LIBRARY, SaveOptions, is_repository, parsed, write_posterior
+from contrastive_curvature.io.pretrained.save import (
+    CARD,
+    FILE,
+    LIBRARY,
+    SaveOptions,
+    is_repository,
+    parsed,
+    write_posterior,
+)
 
 _HINT = "Check the name, the network and the token (hf auth login)."
 _SECONDS = 10

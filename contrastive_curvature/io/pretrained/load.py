@@ -13,7 +13,8 @@ from contrastive_curvature.artifact import read_header, read_tensors
 from contrastive_curvature.codec import unpacked
 from contrastive_curvature.embedding.match_probability import MatchProbability
 from contrastive_curvature.errors import InputError, InputTypeError
-from contrastive_curvature.io.pretrained.folder import (
+from contrastive_curvature.io.pretrained.hub import local_folder
+from contrastive_curvature.io.pretrained.save import (
     CLASSES,
     FILE,
     KNOWN_LOSSES,
@@ -25,7 +26,6 @@ from contrastive_curvature.io.pretrained.folder import (
     name_of,
     raw_outputs,
 )
-from contrastive_curvature.io.pretrained.hub import local_folder
 from contrastive_curvature.laplace import ContrastiveLaplace, TwoTowerLaplace
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.laplace.prediction import moved_inputs

@@ -1,44 +1,203 @@
-"""``la.save_pretrained`` and ``la.push_to_hub``: write a posterior, with a model card, to keep or to share."""
+"""``la.save_pretrained``: write a posterior, with a model card, to keep or to share.
+
+``posterior.safetensors`` holds everything that is read back: numbers, and the rest in its header. So each save replaces
+the posterior in one step. ``README.md`` is a model card.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import inspect
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from importlib import metadata
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, FiniteFloat, StringConstraints, ValidationError
-from torch import Tensor
+from torch import Tensor, nn
 
 import contrastive_curvature
-from contrastive_curvature import validate
-from contrastive_curvature.artifact import VERSION, target_folder, write_tensors, write_whole
+from contrastive_curvature import losses, validate
+from contrastive_curvature.artifact import VERSION, Header, read_header, target_folder, write_tensors, write_whole
 from contrastive_curvature.codec import TensorTable, packed, to_tree
 from contrastive_curvature.embedding.known import NOVELTY
 from contrastive_curvature.embedding.match_probability import MatchProbability
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
-from contrastive_curvature.io.pretrained.folder import (
-    CARD,
-    CLASSES,
-    FILE,
-    KNOWN_LOSSES,
-    Contents,
-    PosteriorInfo,
-    Saved,
-    encoder_of,
-    encoder_records,
-    name_of,
-    raw_outputs,
-)
 from contrastive_curvature.laplace import ContrastiveLaplace, FunctionSpaceLaplace, TwoTowerLaplace
 from contrastive_curvature.laplace.options import known_options
 from contrastive_curvature.laplace.prediction import moved_inputs
 from contrastive_curvature.losses.cosine import CosineLoss
-from contrastive_curvature.network.digest import encoder_digest
+from contrastive_curvature.network.digest import encoder_digest, state_tensors, tensor_bytes
+from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, asks_for_example, check_inputs, slice_inputs, tokenized
+
+FILE, CARD = "posterior.safetensors", "README.md"
+
+KNOWN_LOSSES: dict[str, type[CosineLoss]] = {
+    name: kind
+    for name, kind in vars(losses).items()
+    if name in losses.__all__ and issubclass(kind, CosineLoss) and not inspect.isabstract(kind)
+}
+"""The losses of this library, by name."""
+
+CLASSES: dict[str, type[ContrastiveLaplace]] = {
+    kind.__name__: kind for kind in (ContrastiveLaplace, FunctionSpaceLaplace)
+}
+"""All classes that can be saved, by name."""
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class PosteriorInfo(_Model):
+    """One posterior in a folder.
+
+    Attributes:
+        name: ``"encoder"``; for two towers ``"a"`` or ``"b"``.
+        kind: Name of the posterior's class.
+        subset_of_weights: ``"last_layer"``, ``"all"`` or ``"subnetwork"``.
+        hessian_structure: ``"diag"``, ``"kron"``, ``"kron_lowrank"``, ``"full"``, ``"lowrank"`` or ``"gp"``.
+        dtype: Precision of the encoder, such as ``"torch.float32"``.
+        n_outputs: Number D of dimensions of an embedding.
+        n_params: Number P of weights in the posterior.
+        n_data: Number of points of the fit.
+        loss: The loss with its options.
+        needs_loss: Whether loading needs the argument ``loss``, because the loss's code is not in the folder.
+        relation: Name of the relation that loading needs as an argument, or None.
+        options: Options of the curvature.
+        prior_precision: The prior precision, if it is one number; else None.
+        prior_precisions: Number of prior precisions, the smallest and the largest.
+        temperature: Temperature.
+        typical_norm: Mean norm of the raw outputs in training, or None.
+        n_classes: Number of class centres, or None.
+        calibrated: Whether p-values are calibrated.
+        n_calibration: Number of calibration inputs, or None.
+        score: Score of the p-values: ``"novelty"``, ``"uncertainty"`` or the name of a function, perhaps ``by class``.
+        curvature_error: Relative standard error of a sampled curvature, or None.
+        encoder: Checksum of the weights and buffers of the encoder.
+        n_encoder_tensors: Number of these weights and buffers.
+    """
+
+    name: str
+    kind: str
+    subset_of_weights: str
+    hessian_structure: str
+    dtype: str
+    n_outputs: int
+    n_params: int
+    n_data: int
+    loss: str
+    needs_loss: bool
+    relation: str | None
+    options: dict[str, Any]
+    prior_precision: float | None
+    prior_precisions: tuple[int, float, float]
+    temperature: float
+    typical_norm: float | None
+    n_classes: int | None
+    calibrated: bool
+    n_calibration: int | None
+    score: str = NOVELTY
+    curvature_error: float | None
+    encoder: str
+    n_encoder_tensors: int
+
+
+class Contents(_Model):
+    """Description of a saved posterior, see :class:`PretrainedInfo`."""
+
+    versions: dict[str, str]
+    towers: bool
+    shared: bool
+    posteriors: tuple[PosteriorInfo, ...]
+    match: bool
+    metrics: dict[str, float]
+    about: dict[str, Any]
+
+
+class PretrainedInfo(Contents):
+    """Description of a saved posterior and its file.
+
+    Attributes:
+        folder: Folder of the posterior.
+        format_version: Version of the format.
+        versions: Versions of the libraries that wrote it: ``contrastive_curvature``, ``torch``, ``laplace-torch``.
+        towers: Whether it is for two towers.
+        shared: Whether both towers are one module.
+        posteriors: One posterior; for two towers with two modules, two.
+        match: Whether the folder contains a :class:`~contrastive_curvature.MatchProbability`.
+        metrics: Measured values by name.
+        about: Other statements of the author: ``fitted_on``, ``encoder_source``, ``license``, ``evaluated_on``, ...
+        size: Size of the file in bytes.
+    """
+
+    folder: Path
+    format_version: int = VERSION
+    size: int
+
+    def to_plain(self) -> dict[str, Any]:
+        """Convert the description to strings, numbers, lists and dictionaries, for JSON."""
+        return self.model_dump(mode="json")
+
+
+class Saved(Header):
+    """Header of a saved posterior's file.
+
+    Args:
+        contents: Description of the posterior.
+        trees: Constructor arguments and state of each posterior, from :func:`.packed`.
+        match: The packed state of a :class:`~contrastive_curvature.MatchProbability`; ``None`` without.
+    """
+
+    kind: ClassVar[str] = "pretrained"
+    described: ClassVar[str] = "a saved posterior"
+    made_by: ClassVar[str] = (
+        "Name a folder that la.save_pretrained(folder) wrote. One of version 0.2 is not read: fit again."
+    )
+    repaired_by: ClassVar[str] = (
+        "Copy or download the folder again, or replace it with la.save_pretrained(folder, overwrite=True)."
+    )
+
+    contents: Contents
+    trees: list[Any]
+    match: Any
+
+
+def state_checksum(folder: Path) -> str:
+    """Return a text that identifies the posterior in a folder."""
+    return str(read_header(folder / FILE, Saved).trees[0]["state"]["checksum"])
+
+
+def encoder_of(la: Any) -> nn.Module:
+    """Return the encoder inside a posterior."""
+    model: nn.Module = la.model.model if isinstance(la.model, Encoder) else la.model
+    return model
+
+
+def encoder_records(model: nn.Module) -> Iterator[list[Any]]:
+    """Yield name, type, shape and checksum of every parameter and buffer."""
+    for name, tensor in state_tensors(model):
+        digest = hashlib.sha256()
+        for part in tensor_bytes(tensor):
+            digest.update(part)
+        yield [name, str(tensor.dtype), list(tensor.shape), digest.hexdigest()[:16]]
+
+
+def raw_outputs(la: Any, x: Any) -> Tensor:
+    """Compute raw outputs (B, D) of a last-layer posterior's encoder for inputs on its device."""
+    with evaluation_mode(la.model), torch.no_grad():
+        z: Tensor = la.model(x)
+    return z.detach()
+
+
+def name_of(value: object) -> str:
+    """Return the name of a function, or of the class of an object."""
+    return str(getattr(value, "__qualname__", type(value).__qualname__))
+
 
 LIBRARY = "contrastive-curvature"
 """Name of this library on the Hugging Face hub."""
@@ -53,7 +212,7 @@ _ARGUMENTS = (
 _Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
 
-class About(BaseModel):
+class About(_Model):
     """Statements for the model card that the posterior does not contain.
 
     Attributes:
@@ -66,8 +225,6 @@ class About(BaseModel):
         tags: Additional tags.
         notes: Other remarks, in Markdown.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid", arbitrary_types_allowed=True)
 
     fitted_on: _Text | None = None
     encoder_source: _Text | None = None
@@ -90,6 +247,8 @@ class SaveOptions(About):
         repo_id: The future repository of the folder on the Hugging Face hub, ``"user/name"``, for the loading
             instructions in the model card. Nothing is uploaded.
     """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     match: MatchProbability | None = None
     example: Any = None

@@ -20,7 +20,7 @@ from contrastive_curvature.embedding.match_probability import MatchProbability
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError
 from contrastive_curvature.io.serving.module import ServedEncoder, refusing
 from contrastive_curvature.io.serving.numpy_scorer import FORMAT, VERSION, checksum
-from contrastive_curvature.io.serving.parts import Parts, check_exportable, parts_of
+from contrastive_curvature.io.serving.parts import Parts, check_exportable, outputs_of, parts_of
 from contrastive_curvature.network.inputs import (
     asks_for_example,
     check_inputs,
@@ -68,7 +68,7 @@ def export(
         parts = parts_of(la, p_value)
         parts.arrays.update({} if match is None else _match_arrays(match, la.model.last_layer.weight.shape[0]))
         write_scorer(path, kind, parts)
-        return parts.outputs
+        return outputs_of(parts.arrays)
     if match is not None:
         hint = "A graph scores one input, and a match is of two: export 'scorer.npz' or 'scorer.safetensors'."
         raise InputError("match", f"nothing for format={kind!r}", f"a {type(match).__name__}", hint)

@@ -14,12 +14,14 @@ from torch.nn.utils.rnn import pad_sequence
 
 from contrastive_curvature.embedding.distribution import turning_angle
 from contrastive_curvature.embedding.known import NOVELTY
-from contrastive_curvature.embedding.spread import Axes, Diagonal
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.fit.class_centres import between_classes, nearest_ratio
 from contrastive_curvature.io.serving.numpy_scorer import TAIL
-from contrastive_curvature.io.serving.parts import Parts, parts_of
+from contrastive_curvature.io.serving.parts import copied, outputs_of, score_arrays
+from contrastive_curvature.laplace.prediction import spread_at
 from contrastive_curvature.network.inputs import Inputs
+from contrastive_curvature.network.pullback import full_precision
+from contrastive_curvature.structures.at_features import DenseAtFeatures
 from contrastive_curvature.vmf.estimation import concentration_of_variance
 
 FORMAT, VERSION = "contrastive_curvature.served", 1
@@ -52,15 +54,15 @@ class ServedEncoder(nn.Module):
 
     def __init__(self, la: Any, p_value: bool | None = None) -> None:
         super().__init__()
-        parts = parts_of(la, p_value)
-        self.outputs = parts.outputs
+        score, arrays = score_arrays(la, p_value)
+        self.outputs = outputs_of(arrays)
         self.metadata = {
             "format": FORMAT,
             "version": VERSION,
-            "structure": parts.structure,
-            "outputs": list(parts.outputs),
-            "score": parts.score if "p_value" in parts.outputs else None,
-            "calibration_inputs": len(parts.arrays.get("statistics", ())),
+            "structure": la.hessian_structure,
+            "outputs": list(self.outputs),
+            "score": score if "p_value" in self.outputs else None,
+            "calibration_inputs": len(arrays.get("statistics", ())),
         }
         with refusing(
             "export: the encoder cannot be copied ({}). Remove what cannot, such as open files and locks, from its "
@@ -68,7 +70,7 @@ class ServedEncoder(nn.Module):
         ):
             # The copied encoder's hooks find the inputs of the last layer, also before a normalisation.
             self.encoder = copy.deepcopy(la.model)
-        self.head = ScoreHead(parts)
+        self.head = ScoreHead(la.output_spread(), score, arrays)
         self.eval().requires_grad_(False)
 
     def forward(self, x: Inputs) -> tuple[Tensor, ...]:
@@ -81,12 +83,7 @@ class ServedEncoder(nn.Module):
             ``mu`` (B, D), ``kappa`` (B,), ``uncertainty`` (B,) and, if the posterior was calibrated, ``p_value`` (B,),
             float64.
         """
-        z, phi = self.encoder.forward_with_features(x)
-        device = z.device.type
-        if torch.is_autocast_enabled(device):
-            with torch.autocast(device, enabled=False):
-                return self.head(z, phi)
-        return self.head(z, phi)
+        return self.head(*self.encoder.forward_with_features(x))
 
 
 class ScoreHead(nn.Module):
@@ -101,47 +98,15 @@ class ScoreHead(nn.Module):
         float32_arctan: Whether the arc tangent is computed in float32, the only precision in ONNX's runtime.
     """
 
-    typical_norm: Tensor | None
-    centres: Tensor | None
-    typical_ratio: Tensor
-    variance: Tensor
-    bias_variance: Tensor | None
-    axes: Tensor
-    basis: Tensor
-    along: Tensor
-    across: Tensor | None
-    common: Tensor | None
-    covariance: Tensor
-    trace: Tensor
-    location: Tensor
-    scale: Tensor
-    known_centre: Tensor | None
-    known_axes: Tensor
-    known_inside: Tensor
-    known_outside: Tensor
-    known_basis: Tensor | None
-    known_weights: Tensor
-    known_slopes: Tensor
-    known_offsets: Tensor
-    rows: Tensor
-    counts: Tensor | None
-    tiny: Tensor
-    largest: Tensor
-
-    def __init__(self, parts: Parts) -> None:
+    def __init__(self, spread: Any, score: str, arrays: dict[str, Tensor]) -> None:
         super().__init__()
-        arrays = dict(parts.arrays)
-        weight = arrays["weight"]
-        self.form = parts.form
-        self.float32_arctan = False
-        if "centres" in arrays:
-            arrays["typical_ratio"] = arrays["typical_ratio"].to(weight)
-        for name in {"axes", "common", "covariance", "location", "scale", "statistics"} & arrays.keys():
+        self.score, self.float32_arctan = score, False
+        own = copied({name: value for name, value in vars(spread).items() if isinstance(value, Tensor)})
+        self._spread_of, self._plain = type(spread), {name: v for name, v in vars(spread).items() if name not in own}
+        like = next(iter(own.values()))
+        for name in {"location", "scale", "statistics"} & arrays.keys():
             arrays[name] = arrays[name].double()
-        if self.form == "dense":
-            arrays["trace"] = _traces(arrays["covariance"], *weight.shape)
         self.n = len(arrays.get("statistics", ()))
-        self.score = parts.score
         if self.n and "counts" in arrays:
             of_class = arrays["statistics"].split(arrays["counts"].tolist())
             arrays["rows"] = pad_sequence(list(of_class), batch_first=True, padding_value=torch.inf)
@@ -154,105 +119,101 @@ class ScoreHead(nn.Module):
         self.tolerance = float(arrays.get("rounding", 0.0))
         # Stored as tensors, because ONNX would first round plain numbers to float32.
         limits = torch.finfo(torch.float64)
-        arrays["tiny"] = torch.tensor(limits.tiny, dtype=torch.float64, device=weight.device)
-        arrays["largest"] = torch.tensor(limits.max, dtype=torch.float64, device=weight.device)
-        for name in ScoreHead.__annotations__:
-            self.register_buffer(name, arrays.get(name))
+        arrays["tiny"] = like.new_tensor(limits.tiny, dtype=torch.float64)
+        arrays["largest"] = like.new_tensor(limits.max, dtype=torch.float64)
+        for name in arrays.keys() - {"statistics"}:
+            self.register_buffer(name, arrays[name])
+        for name, value in own.items():
+            self.register_buffer(f"spread_{name}", value)
 
+    @property
+    def _arrays(self) -> dict[str, Tensor]:
+        return dict(self.named_buffers())
+
+    @full_precision
     def forward(self, z: Tensor, phi: Tensor) -> tuple[Tensor, ...]:
         """Score raw outputs (B, D) of features (B, F)."""
+        a = self._arrays
         wide = z.double()
-        size = torch.maximum(wide.abs().amax(1), self.tiny)
+        size = torch.maximum(wide.abs().amax(1), a["tiny"])
         scaled = wide / size.unsqueeze(1)
         length = scaled.square().sum(1).sqrt()
-        total, radial = self._spread(phi, scaled / torch.maximum(length, self.tiny).unsqueeze(1))
+        total, radial = self._across(phi, scaled / torch.maximum(length, a["tiny"]).unsqueeze(1))
         # A zero output has no direction.
         divisor = torch.where(length > 0, length, torch.nan)
         mu, norm = (scaled / divisor.unsqueeze(1)).to(z.dtype), divisor * size
         # Divided twice, because the square of a tiny or huge norm underflows or overflows.
         tangential = (total - radial).clamp(min=0) / norm / norm
         between = None
-        if self.centres is not None:
-            between = between_classes(nearest_ratio(mu, self.centres), self.typical_ratio)
-        angle = turning_angle(tangential, norm, self.typical_norm, between, self._arctan).to(z.dtype)
+        if "centres" in a:
+            between = between_classes(nearest_ratio(mu, a["centres"]), a["typical_ratio"].to(mu.dtype))
+        angle = turning_angle(tangential, norm, a.get("typical_norm"), between, self._arctan).to(z.dtype)
         out = (mu, concentration_of_variance(tangential.to(z.dtype), z.shape[1]), angle)
         if not self.n:
             return out
         rounding = z.shape[1] * torch.finfo(z.dtype).eps
         spread = torch.maximum(total - radial, rounding * total)
-        log_norm = torch.maximum(self._log(length) + size.log(), self.tiny.log())
+        log_norm = torch.maximum(self._log(length) + size.log(), a["tiny"].log())
         # A row that is not finite is not a known input.
-        known = size + spread <= self.largest
+        known = size + spread <= a["largest"]
         classes = None
-        if self.counts is not None and self.centres is not None:
-            classes = (mu @ self.centres.T).argmax(1)
+        if "counts" in a:
+            classes = (mu @ a["centres"].T).argmax(1)
         score = self._novelty(self._log(spread), log_norm, phi, wide) if self.score == NOVELTY else angle.double()
         if classes is not None or self.score != NOVELTY:
             known = known & (length > 0)
         return (*out, torch.where(known, self._p_value(score, classes), torch.nan))
 
-    def _spread(self, phi: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+    def _across(self, phi: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output covariances' trace, and their variance along unit vectors (B, D); float64, (B,)."""
-        if self.form == "diagonal":
-            values = phi.square() @ self.variance.to(phi.dtype).T
-            if self.bias_variance is not None:
-                values = values + self.bias_variance.to(phi.dtype)
-            return Diagonal(values).across(u)
-        if self.form == "axes":
-            phi = phi.to(self.basis.dtype)
-            coordinates = phi @ self.basis
-            values = coordinates.square() @ self.along.T
-            if self.across is not None:
-                left = (phi - coordinates @ self.basis.T).square().sum(1, keepdim=True)
-                values = values + left * self.across
-            return Axes(self.axes, values, self.common, values.dtype).across(u)
-        wide = phi.double()
-        weights = (u.unsqueeze(2) * wide.unsqueeze(1)).flatten(1)
-        if len(self.trace) > wide.shape[1]:
+        own = {name.removeprefix("spread_"): a for name, a in self._arrays.items() if name.startswith("spread_")}
+        if self._spread_of is not DenseAtFeatures:
+            return spread_at(self._spread_of(**own, **self._plain), phi).across(u)
+        # torch.export takes the batch of the library's einsum for a constant.
+        covariance, wide, dim, width = own["covariance"], phi.double(), u.shape[1], phi.shape[1]
+        weights, n = (u.unsqueeze(2) * wide.unsqueeze(1)).flatten(1), dim * width
+        of_inputs = covariance[:n, :n].view(dim, width, dim, width).diagonal(dim1=0, dim2=2).sum(2)
+        total = ((wide @ of_inputs) * wide).sum(1)
+        if len(covariance) > n:
             weights = torch.cat([weights, u], dim=1)
-            wide = torch.cat([wide, torch.ones_like(wide[:, :1])], dim=1)
-        return ((wide @ self.trace) * wide).sum(1), ((weights @ self.covariance) * weights).sum(1)
+            mixed = covariance[:n, n:].view(dim, width, dim).diagonal(dim1=0, dim2=2).sum(1)
+            total = total + 2 * (wide @ mixed) + covariance[n:, n:].diagonal().sum()
+        return total, ((weights @ covariance) * weights).sum(1)
 
     def _novelty(self, spread: Tensor, length: Tensor, phi: Tensor, z: Tensor) -> Tensor:
         """Return the novelty from the logarithms of spread and norm; see :mod:`.known`."""
+        a = self._arrays
         wide = phi.double()
-        norms = torch.maximum(wide.square().sum(1).sqrt(), self.tiny)
+        norms = torch.maximum(wide.square().sum(1).sqrt(), a["tiny"])
         features = self._log(norms)
         components = [spread - features, spread - 2 * features, -length]
-        if self.known_centre is not None:
-            apart = z - self.known_centre
-            squared = (apart @ self.known_axes).square() @ self.known_inside
-            components.append(self._log(squared + self.known_outside * apart.square().sum(1)))
-        if self.known_basis is not None:
+        if "known_centre" in a:
+            apart = z - a["known_centre"]
+            squared = (apart @ a["known_axes"]).square() @ a["known_inside"]
+            components.append(self._log(squared + a["known_outside"] * apart.square().sum(1)))
+        if "known_basis" in a:
             u = wide / norms.unsqueeze(1)
-            nearest = (u @ self.known_slopes.T + self.known_offsets).amin(1)
-            components.append((u @ self.known_basis).square() @ self.known_weights + nearest)
-        return _combine((torch.stack(components, dim=1) - self.location) / self.scale)
+            nearest = (u @ a["known_slopes"].T + a["known_offsets"]).amin(1)
+            components.append((u @ a["known_basis"]).square() @ a["known_weights"] + nearest)
+        return _combine((torch.stack(components, dim=1) - a["location"]) / a["scale"])
 
     def _p_value(self, score: Tensor, classes: Tensor | None) -> Tensor:
         """Return the conformal p-values of scores (B,)."""
+        a = self._arrays
         least = score.unsqueeze(1) - self.tolerance
-        if classes is not None and self.counts is not None:
-            n = self.counts[classes]
-            return (1 + n - (self.rows[classes] < least).sum(1)).double() / (n + 1)
-        row = (self.rows[:, -1] < least).sum(1)
-        below = row * self.rows.shape[1] + (self.rows[row] < least).sum(1)
+        if classes is not None:
+            n = a["counts"][classes]
+            return (1 + n - (a["rows"][classes] < least).sum(1)).double() / (n + 1)
+        row = (a["rows"][:, -1] < least).sum(1)
+        below = row * a["rows"].shape[1] + (a["rows"][row] < least).sum(1)
         return (1 + self.n - below).double() / (self.n + 1)
 
     def _log(self, value: Tensor) -> Tensor:
-        return torch.minimum(torch.maximum(value, self.tiny), self.largest).log()
+        a = self._arrays
+        return torch.minimum(torch.maximum(value, a["tiny"]), a["largest"]).log()
 
     def _arctan(self, angle: Tensor) -> Tensor:
         return angle.float().arctan().to(angle.dtype) if self.float32_arctan else angle.arctan()
-
-
-def _traces(covariance: Tensor, dim: int, width: int) -> Tensor:
-    """Return the covariances of the inputs' weights, summed over the outputs; a bias is the last input."""
-    rows = torch.arange(dim * width, device=covariance.device).view(dim, width)
-    if len(covariance) > dim * width:
-        bias = torch.arange(dim * width, len(covariance), device=covariance.device)
-        rows = torch.cat([rows, bias.unsqueeze(1)], dim=1)
-    return covariance[rows.unsqueeze(2), rows.unsqueeze(1)].sum(0)
 
 
 @contextmanager

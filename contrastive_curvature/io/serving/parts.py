@@ -18,6 +18,7 @@ tensors of ``MatchProbability.state_dict``, with the prefix ``match.``.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -48,11 +49,11 @@ class Parts:
     score: str
     arrays: dict[str, Tensor]
 
-    @property
-    def outputs(self) -> tuple[str, ...]:
-        """Return the names of the results for an input, in order."""
-        names = ("mu", "kappa", "uncertainty")
-        return (*names, "p_value") if "statistics" in self.arrays else names
+
+def outputs_of(arrays: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """Return the names of the results for an input, in order."""
+    names = ("mu", "kappa", "uncertainty")
+    return (*names, "p_value") if "statistics" in arrays else names
 
 
 def check_exportable(la: Any) -> None:
@@ -72,18 +73,36 @@ def check_exportable(la: Any) -> None:
 
 @torch.no_grad()
 def parts_of(la: Any, p_value: bool | None = None) -> Parts:
-    """Return the arrays of a fitted posterior; with ``p_value=None``, p-values if ``la`` is calibrated."""
-    check_exportable(la)
+    """Return the arrays of a fitted posterior for the scorer; for ``p_value`` see :func:`score_arrays`."""
+    score, arrays = score_arrays(la, p_value)
     layer = la.model.last_layer
     weight = at_least_float32(layer.weight)
     with torch.autocast(weight.device.type, enabled=False):
-        form, found = _spread(la)
-    found |= {"weight": weight, "bias": None if layer.bias is None else at_least_float32(layer.bias)}
+        form, spread = _spread(la)
+    spread |= {"weight": weight, "bias": None if layer.bias is None else at_least_float32(layer.bias)}
+    return Parts(form, la.hessian_structure, score, {**arrays, **copied(spread)})
+
+
+def copied(arrays: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """Return copies, which later changes do not affect, without missing arrays."""
+    contiguous = torch.contiguous_format
+    return {name: a.detach().clone(memory_format=contiguous) for name, a in arrays.items() if a is not None}
+
+
+@torch.no_grad()
+def score_arrays(la: Any, p_value: bool | None = None) -> tuple[str, dict[str, Tensor]]:
+    """Return the name of the p-values' score, and the arrays that scores need besides the spread of the outputs.
+
+    With ``p_value=None``, the arrays of p-values are there if ``la`` is calibrated.
+    """
+    check_exportable(la)
+    like = at_least_float32(la.model.last_layer.weight)
+    arrays: dict[str, Tensor | None] = {}
     if la.typical_norm is not None:
-        found["typical_norm"] = torch.tensor(la.typical_norm, dtype=torch.float64, device=weight.device)
+        arrays["typical_norm"] = torch.tensor(la.typical_norm, dtype=torch.float64, device=like.device)
     if la.class_centres is not None:
-        found["centres"] = la.class_centres.centres.to(weight)
-        found["typical_ratio"] = torch.tensor(la.class_centres.typical, dtype=torch.float64, device=weight.device)
+        arrays["centres"] = la.class_centres.centres.to(like)
+        arrays["typical_ratio"] = torch.tensor(la.class_centres.typical, dtype=torch.float64, device=like.device)
     if p_value and la.known.calibration is None:
         raise NotFittedError(
             "p_value=True: la is not calibrated. Call la.calibrate(loader) with known inputs first, or leave p_value "
@@ -98,14 +117,11 @@ def parts_of(la: Any, p_value: bool | None = None) -> Parts:
             )
         calibration.score.check(example(la))
         reference, score = calibration.reference, calibration.score.name
-        found |= {name: getattr(reference, name) for name in ("location", "scale", "statistics", "counts")}
-        found["rounding"] = reference.statistics.new_tensor(reference.rounding)
+        arrays |= {name: getattr(reference, name) for name in ("location", "scale", "statistics", "counts")}
+        arrays["rounding"] = reference.statistics.new_tensor(reference.rounding)
         if calibration.gaussians is not None and score == NOVELTY:
-            found |= {f"known_{name}": value for name, value in vars(calibration.gaussians).items()}
-    # Copies, so that later changes do not affect them.
-    contiguous = torch.contiguous_format
-    arrays = {name: a.detach().clone(memory_format=contiguous) for name, a in found.items() if a is not None}
-    return Parts(form, la.hessian_structure, score, arrays)
+            arrays |= {f"known_{name}": value for name, value in vars(calibration.gaussians).items()}
+    return score, copied(arrays)
 
 
 def _spread(la: Any) -> tuple[str, dict[str, Tensor | None]]:
