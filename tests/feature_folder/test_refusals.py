@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 import contrastive_curvature as cc
 from contrastive_curvature import artifact
 from contrastive_curvature.artifact import read_header
-from contrastive_curvature.io.feature_folder.folder import HEADER, FeatureHeader
+from contrastive_curvature.io.feature_folder import HEADER, FeatureHeader
 
 
 @each(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import sys
 from collections.abc import Callable, Sequence
@@ -145,14 +144,13 @@ _OF_ALL = (
 )
 
 
-def _command(module: str, *own: click.Parameter, example: str) -> Callable[[Callable[[], None]], None]:
+def _command(*own: click.Parameter, example: str) -> Callable[[Callable[[], None]], None]:
     """Build a command from a function that has its name and its help text.
 
     A command opens its sources (missing and malformed ones are refused before torch is imported), calls the function of
-    the same name in a module of this folder, which computes and writes, and prints the result of that function.
+    the same name in :mod:`.work`, which computes and writes, and prints the result of that function.
 
     Args:
-        module: Name of a module in ``contrastive_curvature.apps.cli``.
         *own: Arguments and options of this command, in addition to those of all commands and of all that read sources.
         example: Words after the name of the command, for an example.
     """
@@ -173,8 +171,9 @@ def _command(module: str, *own: click.Parameter, example: str) -> Callable[[Call
                     for each, source in opened.items():
                         if sources[each] is _LABELLED:
                             source.check_classes()
-                work = getattr(importlib.import_module(f"contrastive_curvature.apps.cli.{module}"), name)
-                console.result(*work(Job(console, SimpleNamespace(**options), opened)))
+                from contrastive_curvature.apps.cli import work
+
+                console.result(*getattr(work, name)(Job(console, SimpleNamespace(**options), opened)))
 
         params = [*own, *(_OF_SOURCES if sources else ()), *_OF_ALL]
         epilog = f"Example: {_NAME} {name} {example}"
@@ -184,7 +183,6 @@ def _command(module: str, *own: click.Parameter, example: str) -> Callable[[Call
 
 
 @_command(
-    "fit",
     _TRAINING,
     _NEW_FOLDER,
     _OVERWRITE,
@@ -263,7 +261,6 @@ def fit() -> None:
 
 
 @_command(
-    "fit",
     _FOLDER,
     _TRAINING,
     _NEW_FOLDER,
@@ -282,7 +279,6 @@ def update() -> None:
 
 
 @_command(
-    "fit",
     _FOLDER,
     _INPUTS,
     _SAME_FOLDER,
@@ -306,7 +302,6 @@ def calibrate() -> None:
 
 
 @_command(
-    "tables",
     _FOLDER,
     _INPUTS,
     _TABLE,
@@ -336,7 +331,7 @@ def score() -> None:
     """  # noqa: D301
 
 
-@_command("tables", _FOLDER, _INPUTS, _TABLE, example="retriever new.npz --out answers.csv")
+@_command(_FOLDER, _INPUTS, _TABLE, example="retriever new.npz --out answers.csv")
 def answer() -> None:
     """Answer the queries SOURCE by the gallery of the retriever in FOLDER, which fit --held-out wrote.
 
@@ -352,7 +347,7 @@ def answer() -> None:
     """  # noqa: D301
 
 
-@_command("fit", _FOLDER, _TRAINING, _SAME_FOLDER, _OVERWRITE, example="retriever new.npz --out larger")
+@_command(_FOLDER, _TRAINING, _SAME_FOLDER, _OVERWRITE, example="retriever new.npz --out larger")
 def add() -> None:
     """Add SOURCE with its classes to the gallery of the retriever in FOLDER, and find its limits again.
 
@@ -361,7 +356,6 @@ def add() -> None:
 
 
 @_command(
-    "files",
     _FOLDER,
     _option("--test", "Known inputs with classes, neither fitted nor calibrated on.", type=_SOURCE, required=True),
     _option("--unknown", "Inputs of kinds that the encoder does not know.", type=_SOURCE),
@@ -393,7 +387,6 @@ def evaluate() -> None:
 
 
 @_command(
-    "files",
     _FOLDER,
     _option("--out", "File: .pt2, .onnx, .npz or .safetensors.", type=_PATH, required=True),
     _option("--example", "Inputs to trace a graph with (default: made up).", type=_SOURCE),
@@ -418,7 +411,6 @@ def export() -> None:
 
 
 @_command(
-    "files",
     _TRAINING,
     _option("--out", "The feature folder; it is made.", type=_PATH, required=True),
     _option("--dtype", "On disk.", type=Choice(["float32", "bfloat16", "float16", "float64"]), default="float32"),
@@ -432,7 +424,7 @@ def features() -> None:
     """
 
 
-@_command("files", _FOLDER, example="posterior --json")
+@_command(_FOLDER, example="posterior --json")
 def info() -> None:
     """Show the content of the saved posterior or retriever FOLDER, without loading its encoder.
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
 from contrastive_curvature.embedding.distribution import turning_angle
-from contrastive_curvature.embedding.known import NOVELTY
+from contrastive_curvature.embedding.known import NOVELTY, TrainingGaussians
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.fit.class_centres import between_classes, nearest_ratio
 from contrastive_curvature.io.serving.numpy_scorer import TAIL
@@ -130,6 +130,10 @@ class ScoreHead(nn.Module):
     def _arrays(self) -> dict[str, Tensor]:
         return dict(self.named_buffers())
 
+    def _under(self, start: str) -> dict[str, Tensor]:
+        """Return the arrays whose names begin with ``start``, by the rest of their names."""
+        return {name.removeprefix(start): a for name, a in self._arrays.items() if name.startswith(start)}
+
     @full_precision
     def forward(self, z: Tensor, phi: Tensor) -> tuple[Tensor, ...]:
         """Score raw outputs (B, D) of features (B, F)."""
@@ -166,7 +170,7 @@ class ScoreHead(nn.Module):
 
     def _across(self, phi: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """Return the output covariances' trace, and their variance along unit vectors (B, D); float64, (B,)."""
-        own = {name.removeprefix("spread_"): a for name, a in self._arrays.items() if name.startswith("spread_")}
+        own = self._under("spread_")
         if self._spread_of is not DenseAtFeatures:
             return spread_at(self._spread_of(**own, **self._plain), phi).across(u)
         # torch.export takes the batch of the library's einsum for a constant.
@@ -182,20 +186,11 @@ class ScoreHead(nn.Module):
 
     def _novelty(self, spread: Tensor, length: Tensor, phi: Tensor, z: Tensor) -> Tensor:
         """Return the novelty from the logarithms of spread and norm; see :mod:`.known`."""
-        a = self._arrays
-        wide = phi.double()
-        norms = torch.maximum(wide.square().sum(1).sqrt(), a["tiny"])
-        features = self._log(norms)
-        components = [spread - features, spread - 2 * features, -length]
-        if "known_centre" in a:
-            apart = z - a["known_centre"]
-            squared = (apart @ a["known_axes"]).square() @ a["known_inside"]
-            components.append(self._log(squared + a["known_outside"] * apart.square().sum(1)))
-        if "known_basis" in a:
-            u = wide / norms.unsqueeze(1)
-            nearest = (u @ a["known_slopes"].T + a["known_offsets"]).amin(1)
-            components.append((u @ a["known_basis"]).square() @ a["known_weights"] + nearest)
-        return _combine((torch.stack(components, dim=1) - a["location"]) / a["scale"])
+        features = self._log(phi.double().square().sum(1).sqrt())
+        components = torch.stack([spread - features, spread - 2 * features, -length], dim=1)
+        if known := self._under("known_"):
+            components = torch.cat([components, TrainingGaussians(**known)(phi, z)], dim=1)
+        return _combine((components - self._arrays["location"]) / self._arrays["scale"])
 
     def _p_value(self, score: Tensor, classes: Tensor | None) -> Tensor:
         """Return the conformal p-values of scores (B,)."""
