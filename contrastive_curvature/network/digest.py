@@ -52,14 +52,15 @@ def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     Buffers that ``state_dict`` omits (``persistent=False``) are omitted here too: they are computed from the other
     tensors, often late and with a size that depends on the inputs, such as tables of rotary positions.
     """
+    yield from model.named_parameters()
     seen: set[int] = set()
-    for kind in ("_parameters", "_buffers"):
-        for prefix, module in model.named_modules():
-            transient = getattr(module, "_non_persistent_buffers_set", ())
-            for name, tensor in getattr(module, kind).items():
-                if tensor is not None and name not in transient and id(tensor) not in seen:
-                    seen.add(id(tensor))
-                    yield f"{prefix}.{name}" if prefix else name, tensor
+    for prefix, module in model.named_modules():
+        for name, tensor in module._buffers.items():
+            transient = name in getattr(module, "_non_persistent_buffers_set", ())
+            if tensor is None or transient or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            yield f"{prefix}.{name}" if prefix else name, tensor
 
 
 def dense_parts(tensor: Tensor) -> tuple[Tensor, ...]:
@@ -94,18 +95,28 @@ class Watch:
 
     def __call__(self, model: nn.Module) -> Tensor:
         """Return the fingerprint: the same object while the weights are the same."""
-        tensors = [tensor for _, tensor in state_tensors(model)]
+        tensors = _held(model)
         norms = [dense_parts(t)[-1].norm() for t in tensors if self.shared and t.is_floating_point()]
         counted = [versions(tensors), torch.stack([n.double().cpu() for n in norms]).tolist() if norms else None]
         last = self._seen
         if last is not None and last[1] == counted and not any(map(is_not, last[0], tensors)):
             return last[2]
-        fingerprint = summary(tensors)
+        fingerprint = summary(tensor for _, tensor in state_tensors(model))
         if last is not None and same_encoder(last[2], fingerprint):
             fingerprint = last[2]
         # The tensors are kept alive, so that no other object reuses their identity or memory.
         self._seen = tensors, counted, fingerprint
         return fingerprint
+
+
+def _held(model: nn.Module) -> list[Tensor]:
+    """Return the tensors of :func:`state_tensors` in a fraction of its time; a tensor may appear twice."""
+    held: list[Tensor | None] = []
+    for module in model.modules():
+        held += module._parameters.values()
+        transient = getattr(module, "_non_persistent_buffers_set", ())
+        held += [buffer for name, buffer in module._buffers.items() if name not in transient]
+    return [tensor for tensor in held if tensor is not None]
 
 
 def same_encoder(first: Tensor, second: Tensor) -> bool:
