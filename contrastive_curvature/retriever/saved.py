@@ -55,7 +55,7 @@ class RetrieverHeader(Header):
 def export(retriever: Retriever, path: Path | str, format: Any) -> None:
     """Do what :meth:`.Retriever.export` says."""
     from contrastive_curvature.io.serving.export import format_of, write_scorer
-    from contrastive_curvature.io.serving.parts import Parts, parts_of
+    from contrastive_curvature.io.serving.module import Parts, parts_of
 
     rule, points, labels = retriever._rule, retriever._gallery, _plain_labels(retriever)
     kind = format_of(path, format)

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 import contrastive_curvature
 from contrastive_curvature.apps.report.thumbnails import thumbnails
-from contrastive_curvature.errors import InputTypeError
 
 if TYPE_CHECKING:
     from contrastive_curvature.apps.report.evaluation import Evaluation, Flagged
@@ -20,8 +19,6 @@ _START = 0.05
 
 def render(evaluation: Evaluation, title: str) -> bytes:
     """Return the page in UTF-8."""
-    if not isinstance(title, str):
-        raise InputTypeError("title", "a text", f"a {type(title).__name__}")
     import jinja2
     import markupsafe
 

@@ -209,6 +209,12 @@ _ARGUMENTS = (
     *("n_subset", "seed"),
 )
 
+_DESCRIBED = (
+    *("subset_of_weights", "hessian_structure", "n_outputs", "n_params", "n_data", "temperature", "typical_norm"),
+    "curvature_error",
+)
+"""Attributes of a posterior that its description repeats."""
+
 _Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
 
@@ -374,25 +380,18 @@ def _posterior(la: Any, name: str, table: TensorTable, example: Inputs | None) -
     info = PosteriorInfo(
         name=name,
         kind=type(la).__name__,
-        subset_of_weights=la.subset_of_weights,
-        hessian_structure=la.hessian_structure,
+        **{key: getattr(la, key) for key in _DESCRIBED},
         dtype=str(la._dtype),
-        n_outputs=la.n_outputs,
-        n_params=la.n_params,
-        n_data=la.n_data,
         loss=loss.description,
         needs_loss=loss_options is None,
         relation=None if relation is None else name_of(relation),
         options={key: value for key, value in state["contrastive"].items() if key != "loss"},
         prior_precision=float(prior) if prior.numel() == 1 else None,
         prior_precisions=(prior.numel(), float(prior.min()), float(prior.max())),
-        temperature=la.temperature,
-        typical_norm=la.typical_norm,
         n_classes=None if classes is None else len(classes.labels),
         calibrated=calibration is not None,
         n_calibration=None if calibration is None else len(calibration.reference.statistics),
         score=NOVELTY if calibration is None else str(calibration.score),
-        curvature_error=la.curvature_error,
         encoder=encoder_digest(encoder),
         n_encoder_tensors=len(records),
     )

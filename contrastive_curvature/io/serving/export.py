@@ -18,9 +18,15 @@ from contrastive_curvature import validate
 from contrastive_curvature.artifact import final_target, write_whole
 from contrastive_curvature.embedding.match_probability import MatchProbability
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError
-from contrastive_curvature.io.serving.module import ServedEncoder, refusing
+from contrastive_curvature.io.serving.module import (
+    Parts,
+    ServedEncoder,
+    check_exportable,
+    outputs_of,
+    parts_of,
+    refusing,
+)
 from contrastive_curvature.io.serving.numpy_scorer import FORMAT, VERSION, checksum
-from contrastive_curvature.io.serving.parts import Parts, check_exportable, outputs_of, parts_of
 from contrastive_curvature.network.inputs import (
     asks_for_example,
     check_inputs,
