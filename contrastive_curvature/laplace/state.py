@@ -110,6 +110,7 @@ def load_state(la: ContrastiveLaplace, state: Mapping[str, Any]) -> None:
         if la.enable_backprop != state["enable_backprop"]:
             msg = "enable_backprop: the state was saved with another value, which now holds."
             warnings.warn(msg, UserWarning, stacklevel=3)
+        # In the order of the table: setting the prior precision also sets ``prior_chosen``, which comes later.
         for name in _KEYS:
             if name not in (*_COMPUTED, *_FIXED):
                 setattr(la, name, state[name])
