@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, NoReturn
+from typing import Any, ClassVar, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -76,6 +76,11 @@ class Kernel(Structure):
     def clamped(self, sizes: list[int]) -> ClampedKernel:
         """See :meth:`Structure.clamped`; ``A^T A`` has the eigenvalues of ``A A^T`` and otherwise zeros."""
         return ClampedKernel(self.values, sizes)
+
+    @property
+    def subset(self) -> HessianSubset:
+        """The points that represent the data, with the root of their output Hessian."""
+        return HessianSubset(self.inputs, self.factor, self.coupled)
 
     def plain(self) -> dict[str, Any]:
         """Return all fields by name."""
@@ -198,6 +203,11 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
         self.set_curvature(DatasetCurvature(curvature, loss, cost, n, None, mean_norm(z)))
 
     @property
+    def kernel(self) -> Kernel:
+        """The curvature."""
+        return cast("Kernel", self.curvature)
+
+    @property
     def H(self) -> Any:
         """Points and eigenpairs by name; ``None`` before ``fit``."""
         return self.H_raw
@@ -216,12 +226,12 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
         """
         self.check_sampling(n_samples, generator)
         prior, h = self.prior_precision.squeeze(), self._H_factor
-        values, vectors = self.H["values"], self.H["vectors"]
+        values, vectors = self.kernel.values, self.kernel.vectors
         like: dict[str, Any] = {"dtype": values.dtype, "device": self.mean.device, "generator": generator}
         drawn = torch.randn(n_samples, self.n_params, **like) / prior.sqrt()
         noise = torch.randn(n_samples, values.numel(), **like) / h**0.5
         residual = (self._project(drawn) + noise) @ vectors / (values + prior / h)
-        lifted = self._held_subset().lift(residual @ vectors.T)
+        lifted = self.kernel.subset.lift(residual @ vectors.T)
         with evaluation_mode(self.model), torch.no_grad():
             for rows, jacobian in self._held_jacobians():
                 drawn -= torch.einsum("smd,mdp->sp", lifted[:, rows], jacobian.double())
@@ -234,7 +244,7 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
         with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
             z, context = self._embed(x)
             check_outputs(x, z, self.n_outputs)
-            held = self._embed(self.H["inputs"])[1]
+            held = self._embed(self.kernel.inputs)[1]
             if joint:
                 spread = self._joint_spread(context, held).to(z.dtype)
                 return joint_distribution(z, spread)
@@ -261,15 +271,11 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
 
     def _explained(self, cross: Tensor) -> tuple[Tensor, Tensor]:
         """Return kernels (B, D, M, D) in the data's eigenbasis, and these divided by eigenvalues plus prior."""
-        k = self._held_subset().project(cross) @ self.H["vectors"]
-        return k, k / (self.H["values"] + self.prior_precision.squeeze() / self._H_factor)
-
-    def _held_subset(self) -> HessianSubset:
-        """Return the points that represent the data, with the root of their output Hessian."""
-        return HessianSubset(self.H["inputs"], self.H["factor"], self.H["coupled"])
+        k = self.kernel.subset.project(cross) @ self.kernel.vectors
+        return k, k / (self.kernel.values + self.prior_precision.squeeze() / self._H_factor)
 
     def _held_jacobians(self) -> Iterator[tuple[slice, Tensor]]:
-        return self._jacobian_chunks(self._embed(self.H["inputs"])[1])
+        return self._jacobian_chunks(self._embed(self.kernel.inputs)[1])
 
     def _jacobian_chunks(self, context: Any) -> Iterator[tuple[slice, Tensor]]:
         """Yield Jacobians (C, D, P) of the points of a context in chunks, with the slices of the points."""
@@ -284,7 +290,7 @@ class FunctionSpaceLaplace(ContrastiveLaplace):
         with evaluation_mode(self.model), torch.no_grad():
             jacobians = (jacobian.double() for _, jacobian in self._held_jacobians())
             parts = [torch.einsum("mdp,sp->smd", jacobian, weights.double()) for jacobian in jacobians]
-        return self._held_subset().project(torch.cat(parts, dim=1))
+        return self.kernel.subset.project(torch.cat(parts, dim=1))
 
     def _refuse_infinite_jacobian(self, context: Any) -> None:
         """Raise and name the layer if a Jacobian is not finite at the points that represent the data."""

@@ -43,10 +43,10 @@ class GaussianOverWeights(ParametricLaplace):
     model: Any
     subset_of_weights: str
     structure: type[Structure]
-    curvature: Structure | None
-    clamped: Clamped | None
+    curvature: Structure | None = None
+    clamped: Clamped | None = None
     prior_chosen: bool
-    _indices: Tensor | None
+    _indices: Tensor | None = None
     _prior_precision: Any
     _prior_mean: Any
 

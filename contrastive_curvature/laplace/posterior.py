@@ -112,7 +112,14 @@ class ContrastiveLaplace(GaussianOverWeights):
 
     fits_in_function_space: ClassVar[bool] = False
 
+    cost: Tensor | float = 0.0
+    typical_norm: float | None = None
+    curvature_error: float | None = None
+    classes: ClassCentres | None = None
+    snapshot: calibration.Snapshot | None = None
+    _advised_on_prior = False
     _backend: ContrastiveBackend | None
+    _spread: tuple[Clamped, Tensor, Any, AtFeatures] | None = None
 
     def __init__(
         self,
@@ -153,20 +160,9 @@ class ContrastiveLaplace(GaussianOverWeights):
         self.curvature_options, self._own_options = check_options(
             self.structure, backend, backend_kwargs, {**refused, "enable_backprop": enable_backprop}
         )
-        self.curvature: Structure | None = None
-        self.clamped: Clamped | None = None
-        self.cost: Tensor | float = 0.0
-        self.typical_norm: float | None = None
-        self.curvature_error: float | None = None
         self.known = calibration.KnownInputs()
-        self.snapshot: calibration.Snapshot | None = None
-        self.chooses_backend = backend is None
         self.watch = Watch(shared=not self.on_last_layer)
-        self._indices = None
-        self.classes: ClassCentres | None = None
-        self._advised_on_prior = False
-        self.temperature_given = temperature is not None
-        self._spread: tuple[Clamped, Tensor, Any, AtFeatures] | None = None
+        self.chooses_backend, self.temperature_given = backend is None, temperature is not None
         # laplace-torch does not know the contrastive likelihood; "regression" adds the fewest terms.
         super().__init__(
             model,
