@@ -73,12 +73,11 @@ class EncoderOutput(nn.Module):
             return tokens.mean(1) if self.pooling == "mean" else tokens[:, 0 if self.pooling == "first" else -1]
         weights = mask.to(tokens)
         if self.pooling != "mean":
-            # Padding may be on either side: the last token has the largest place with a one.
-            kept = (mask != 0).int()
-            place = (kept * torch.arange(mask.shape[1], device=mask.device) if self.pooling == "last" else kept).argmax(
-                1
-            )
-            weights = nn.functional.one_hot(place, mask.shape[1]).to(tokens)
+            place = (mask != 0).int()
+            if self.pooling == "last":
+                # Padding may be on either side: the last token has the largest place with a one.
+                place = place * torch.arange(mask.shape[1], device=mask.device)
+            weights = nn.functional.one_hot(place.argmax(1), mask.shape[1]).to(tokens)
         total = (weights.unsqueeze(2) * tokens).sum(1)
         return total / weights.sum(1, keepdim=True).clamp(min=1e-9)
 
