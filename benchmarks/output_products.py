@@ -1,6 +1,9 @@
 """Products with an output Hessian against a double backward pass of the same loss, in processor time on one thread.
 
-python -m benchmarks.output_products [--points 5000]
+The shortest of two or three turns each. The graph of all pairs of 20,000 points does not fit into memory: there the
+double backward pass is that of 5,000 points, times 16.
+
+    python -m benchmarks.output_products [--quick]
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from typing import Any
 import torch
 
 import contrastive_curvature as cc
-from benchmarks.machine import describe, machine_line
+from benchmarks.machine import Case, machine_line, measure_cases, table
 
 LOSSES = {
     "InfoNCE": (lambda: cc.InfoNCELoss(0.1, pd_fix="full"), 2),
@@ -23,6 +26,12 @@ LOSSES = {
 }
 """Losses, and how many points a class has."""
 
+POINTS, TURNS = (2000, 5000, 20_000), (3, 3, 2)
+MOST = 5000
+"""Points of which one graph holds all pairs."""
+
+DIM = 32
+
 
 def seconds(call: Callable[[], Any]) -> float:
     """Return the processor time of a call."""
@@ -31,31 +40,55 @@ def seconds(call: Callable[[], Any]) -> float:
     return time.process_time() - start
 
 
-def main() -> None:
-    """Print a line for each loss."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--points", type=int, default=5000)
-    n = parser.parse_args().points
+def run_case(case: Case) -> Case:
+    """Return the shortest times of a double backward pass, of building the Hessian, a product and the diagonal."""
     torch.set_num_threads(1)
-    print(machine_line(describe()))
-    for name, (make, size) in LOSSES.items():
+    make, size = LOSSES[case["loss"]]
+    loss, n = make(), case["points"]
+
+    def inputs(n: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         torch.manual_seed(0)
-        z, v, labels, loss = torch.randn(n, 32), torch.randn(n, 32), torch.arange(n) // size, make()
+        return torch.randn(n, DIM), torch.randn(n, DIM), torch.arange(n) // size
 
-        def double_backward() -> None:
-            raw = z.clone().requires_grad_()  # noqa: B023
-            (gradient,) = torch.autograd.grad(loss(raw, labels), raw, create_graph=True)  # noqa: B023
-            torch.autograd.grad((gradient * v).sum(), raw)  # noqa: B023
+    def double_backward(z: torch.Tensor, v: torch.Tensor, labels: torch.Tensor) -> None:
+        raw = z.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad(loss(raw, labels), raw, create_graph=True)
+        torch.autograd.grad((gradient * v).sum(), raw)
 
-        backward = seconds(double_backward)
-        build = seconds(lambda: loss.output_hessian(z, labels))  # noqa: B023
+    z, v, labels = inputs(n)
+    few = inputs(min(n, MOST))
+    turns = []
+    for _ in range(case["turns"]):
+        backward = seconds(lambda: double_backward(*few)) * (n / len(few[0])) ** 2
+        build = seconds(lambda: loss.output_hessian(z, labels))
         hessian = loss.output_hessian(z, labels)
-        product, diagonal = seconds(lambda: hessian.matvec(v)), seconds(hessian.diagonal)  # noqa: B023
-        print(
-            f"{name}: double backward {backward:.2f} s, product {product / backward:.2f}, building "
-            f"{build / backward:.2f}, diagonal {diagonal / backward:.2f} times that",
-            flush=True,
-        )
+        turns.append((backward, build, seconds(lambda: hessian.matvec(v)), seconds(hessian.diagonal)))  # noqa: B023
+    return {"seconds": [min(times) for times in zip(*turns, strict=True)]}
+
+
+def render(results: Case) -> str:
+    """One row for every loss and number of points."""
+    rows = []
+    for case in results["cases"]:
+        backward, *others = case["seconds"]
+        rows.append([case["loss"], f"{case['points']:,}", f"{backward:.2f}", *(f"{s / backward:.2f}" for s in others)])
+    text = (
+        f"`python -m benchmarks.output_products`, {machine_line(results['machine'])}; one thread, processor time, "
+        f"{DIM} dimensions, `full`. Seconds of a double backward pass of the loss (beyond {MOST:,} points: that of "
+        f"{MOST:,}, times the pairs), and how many times as long the Hessian takes to build, to multiply with a vector "
+        "and to give its diagonal."
+    )
+    head = ["loss", "points", "double backward, s", "building", "product", "diagonal"]
+    return "\n".join(["# Products with the output Hessian", "", text, "", table(head, rows), ""])
+
+
+def make_cases(given: argparse.Namespace) -> list[Case]:
+    sizes = [(200, 1)] if given.quick else list(zip(POINTS, TURNS, strict=True))
+    return [{"loss": name, "points": n, "turns": turns} for name in LOSSES for n, turns in sizes]
+
+
+def main(arguments: list[str] | None = None) -> Case:
+    return measure_cases("output_products", __doc__, make_cases, run_case, render, arguments)
 
 
 if __name__ == "__main__":

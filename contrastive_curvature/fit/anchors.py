@@ -124,5 +124,6 @@ def collect_anchors(f: Fit, passes: Passes) -> WholeHessian:
             derivatives.release()
     check_not_empty(len(outputs))
     z = torch.cat(outputs)
-    note_skipped(sum(p.derivatives.anchors for p in parts), sum(p.derivatives.skipped for p in parts))
+    counts = ((int(p.derivatives.anchors), int(p.derivatives.skipped)) for p in parts)
+    note_skipped(*map(sum, zip(*counts, strict=True)))
     return WholeHessian(z, parts, None if classes is None else ClassCentres.of(z, torch.cat(classes)))

@@ -75,7 +75,7 @@ def parts(f: Fit, shares: InsideShares, passes: Passes) -> Iterator[Part | Total
     for batch, z, context in passes.again(f.progress, "[curvature]"):
         targets: Any = batch.labels
         relation = make_relation(len(z), z.device, targets, f.options.relation)
-        hessian = loss.hessian_at(z, relation, shares=shares(targets).to(z.dtype))
+        hessian = loss.hessian_at(z, relation, shares=shares(targets).to(z))
         yield Part.of_batch(hessian, context, batch.classes)
 
 

@@ -69,7 +69,7 @@ def of_classes(pullback: Pullback, coupling: ClassWeights, context: Any, part: H
 
     The blocks cancel the term of each point with itself, which :func:`products_of_classes` adds.
     """
-    index = torch.searchsorted(coupling.classes, part.targets)
+    index = torch.searchsorted(coupling.classes, part.targets.to(part.u.device))
     sums = pullback.class_sums(context, tangent_axes(part.u, part.n), index, coupling.classes.numel())
     y = coupling.y if coupling.y.ndim == 1 else coupling.y.diagonal()
     return part.blocks.add_projector(y[index] / part.n / part.n), sums

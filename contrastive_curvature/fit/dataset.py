@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.fit import loop
 from contrastive_curvature.fit.class_centres import TYPICAL, CentreCollector, ClassCentres, centres_of
@@ -95,6 +96,7 @@ class AllPairs:
         return {name.removeprefix(f"{_INPUT}/"): part for name, part in inputs.items()}, columns["targets"]
 
 
+@validate.seldom_waiting()
 def statistics(f: Fit, passes: Passes, *, for_products: bool = False) -> Total:
     """Run the encoder, and return counts and sums by class, and all points or a sample of them."""
     n_kept, keep_inputs = (None, False) if for_products else _kept_points(f)
@@ -105,7 +107,8 @@ def statistics(f: Fit, passes: Passes, *, for_products: bool = False) -> Total:
         record.add(z, targets)
         if f.options.relation is None:
             classes.add(z, targets)
-        points.add(batch.numbers, {"outputs": z, "targets": targets, **(_columns(batch.x) if keep_inputs else {})})
+        columns = {"outputs": z, "targets": targets.to(z.device)}
+        points.add(batch.numbers, {**columns, **(_columns(batch.x) if keep_inputs else {})})
         n += len(z)
         if features is not None and numbers_left > 0:
             numbers_left -= z.numel() + features.numel()

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from contrastive_curvature.fit.contributions import FEWEST_POINTS, MOST, STORED, Contributions, Largest, Place
 from contrastive_curvature.fit.total import Part, Total
@@ -27,6 +28,10 @@ class _Batch(NamedTuple):
     context: Any
     blocks: Blocks
     sizes: Tensor
+
+
+_NUMBERS = 2**24
+"""Numbers of batches that wait to be searched; a GPU is waited for once for all of them."""
 
 
 class _Inputs(NamedTuple):
@@ -70,7 +75,8 @@ class Dominance:
         self._structure: type[Structure] = structure if self._factored else Diagonal
         self._total: Tensor | int = 0
         self._count = self._batches = 0
-        self._first: _Batch | None = None
+        self._waiting: list[_Batch] = []
+        self._numbers = 0
         self._largest: dict[int, tuple[float, Place]] = {}
         self._inputs: dict[str, _Inputs] = {}
 
@@ -87,18 +93,16 @@ class Dominance:
         batch = _Batch(start, context, blocks, term.traces())
         self._total = self._total + batch.sizes
         self._count, self._batches = self._count + len(blocks), self._batches + 1
-        if self._first is None:
-            # The first batch always exceeds the others so far. It is compared when all others are known.
-            self._first = batch
-        else:
-            self._search(batch)
+        self._waiting.append(batch)
+        self._numbers += sum(part.numel() for part in tree_leaves((context, blocks.u)) if isinstance(part, Tensor))
+        if self._numbers > _NUMBERS:
+            self._search()
 
     def noted(self, total: Total) -> Total:
         """Return the sum with its largest points."""
-        assert self._first is not None
         # A part of few points may be one of many parts, so it is searched too.
         if self._count >= FEWEST_POINTS or self._part >= 0:
-            self._search(self._first)
+            self._search()
         factors = {}
         for k, size in enumerate(torch.as_tensor(self._total).tolist()):
             name = f"curvature factor of {self._pullback.named_sizes()[k][0]!r}" if self._factored else ""
@@ -106,27 +110,31 @@ class Dominance:
         inputs = {layer: found.largest(self._part) for layer, found in self._inputs.items()}
         return replace(total, contributions=Contributions(self._count, factors, inputs))
 
-    def _search(self, batch: _Batch) -> None:
-        """Search a batch for points that contribute most of the sum so far."""
-        threshold = MOST * self._total
+    def _search(self) -> None:
+        """Search the waiting batches for points that contribute most of the sum so far."""
+        threshold = MOST * torch.as_tensor(self._total)
+        exceed = (torch.stack([batch.sizes for batch in self._waiting]) > threshold).any(1).tolist()
+        for batch, exceeds in zip(self._waiting, exceed, strict=True):
+            if exceeds:
+                self._bisect(batch, threshold, 0, len(batch.blocks), batch.sizes)
+        self._waiting, self._numbers = [], 0
 
-        def bisect(start: int, stop: int, sizes: Tensor) -> None:
-            parts = (sizes > threshold).nonzero().flatten().tolist()
-            if not parts:
-                return
-            if stop - start == 1:
-                place = Place(batch.place.batch, start, batch.place.point + start, self._part)
-                for k in parts:
-                    self._largest[k] = max(self._largest.get(k, (0.0, place)), (float(sizes[k]), place))
-                return
-            middle = (start + stop) // 2
-            rows = slice(start, middle)
-            some = self._pullback.slice_context(batch.context, rows)
-            left = self._structure.term(self._pullback, some, batch.blocks[rows]).traces()
-            bisect(start, middle, left)
-            bisect(middle, stop, sizes - left)
-
-        bisect(0, len(batch.blocks), batch.sizes)
+    def _bisect(self, batch: _Batch, threshold: Tensor, start: int, stop: int, sizes: Tensor) -> None:
+        """Record the points among ``start..stop`` of a batch that exceed a threshold; their sum has these sizes."""
+        parts = (sizes > threshold).nonzero().flatten().tolist()
+        if not parts:
+            return
+        if stop - start == 1:
+            place = Place(batch.place.batch, start, batch.place.point + start, self._part)
+            for k in parts:
+                self._largest[k] = max(self._largest.get(k, (0.0, place)), (float(sizes[k]), place))
+            return
+        middle = (start + stop) // 2
+        rows = slice(start, middle)
+        some = self._pullback.slice_context(batch.context, rows)
+        left = self._structure.term(self._pullback, some, batch.blocks[rows]).traces()
+        self._bisect(batch, threshold, start, middle, left)
+        self._bisect(batch, threshold, middle, stop, sizes - left)
 
 
 def _largest(sizes: Tensor, start: Place) -> _Inputs:

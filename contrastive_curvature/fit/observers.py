@@ -66,7 +66,7 @@ class FeatureSample:
     def add(self, part: Part, term: Structure) -> None:
         """Keep some of the features of a part."""
         del term
-        classes = {} if part.classes is None else {"classes": part.classes}
+        classes = {} if part.classes is None else {"classes": part.classes.to(part.z.device)}
         self._rows.add(content_numbers(part.z), {"features": part.context} | classes)
 
     def noted(self, total: Total) -> Total:

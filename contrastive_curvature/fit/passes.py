@@ -93,7 +93,8 @@ class PassRecord:
 
     def _joined(self) -> tuple[Tensor, Tensor]:
         numbers = torch.cat(self._numbers) if self._numbers else torch.zeros(0, 2, dtype=torch.float64)
-        return torch.cat(self._targets) if self._targets else torch.zeros(0, dtype=torch.int64), numbers
+        targets = torch.cat(self._targets) if self._targets else torch.zeros(0, dtype=torch.int64)
+        return targets.to(numbers.device), numbers
 
 
 @dataclass

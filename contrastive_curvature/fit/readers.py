@@ -143,8 +143,7 @@ def as_batch(
         raise InputError("train_loader", "two views and labels", "two views", hint)
     by_views = positives == "views" or (positives is None and not (loss.supervised or relation is not None))
     if targets is None or by_views:
-        device = next(iter(x.values())).device if not isinstance(x, Tensor) else x.device
-        return Batch(x, torch.arange(n, device=device).repeat(2), None, None)
+        return Batch(x, torch.arange(n).repeat(2), None, None)
     return _of_targets(x, torch.cat([targets, targets]), relation)
 
 

@@ -113,7 +113,7 @@ def anchor_subset(
     with torch.no_grad():
         z = check_outputs(encoder(x), "model(x)")
     hessian = loss.data_hessian(z, loss.relate(z, torch.cat(labels), relation))
-    note_skipped(hessian.derivatives.anchors, hessian.derivatives.skipped)
+    note_skipped(int(hessian.derivatives.anchors), int(hessian.derivatives.skipped))
     scale = n / len(z)
     factor = hessian.factor() if hessian.coupled else hessian.blocks.factor()
     value, cost = hessian.loss_and_cost()

@@ -50,7 +50,7 @@ class Part(NamedTuple):
         value, cost = hessian.loss_and_cost()
         derivatives = hessian.derivatives
         terms = {VALUE: value.double(), COST: cost.double()}
-        terms |= {"anchors": torch.tensor(derivatives.anchors), "skipped": torch.tensor(derivatives.skipped)}
+        terms |= {"anchors": torch.as_tensor(derivatives.anchors), "skipped": torch.as_tensor(derivatives.skipped)}
         return cls(
             hessian.z, context, hessian.blocks, hessian if hessian.coupled else None, None, terms, classes, tower
         )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from contrastive_curvature import validate
 from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.hessian.cross import CrossRoots, PointVectors
 from contrastive_curvature.hessian.moments import Moments
@@ -76,10 +77,13 @@ class NodeSums:
         finite = self.degree.isfinite() & self.neighbors.isfinite().all(1)
         if self.moments is not None:
             finite &= self.moments.bound().isfinite()
-        if not bool(finite.all()):
+        wanted = f"finite derivatives in {self.neighbors.dtype}"
+
+        def error() -> UnrepresentableError:
             came = f"NaN or infinity at the points {(~finite).nonzero().flatten()[:5].tolist()}"
-            wanted = f"finite derivatives in {self.neighbors.dtype}"
-            raise UnrepresentableError(loss, wanted, came, hint)
+            return UnrepresentableError(loss, wanted, came, hint)
+
+        validate.require(finite.all(), error)
         return self
 
 
@@ -101,8 +105,8 @@ class CosineDerivatives(ABC):
 
     n: int
     u: Tensor
-    anchors: int
-    skipped: int = 0
+    anchors: int | Tensor
+    skipped: int | Tensor = 0
 
     @abstractmethod
     def node_sums(self) -> NodeSums:
@@ -124,29 +128,21 @@ class CosineDerivatives(ABC):
         """Return ``y`` and ``c`` as matrices (N, N); for small N."""
         return self.rows(0, self.n)
 
-    def matmul(self, x: Tensor) -> Tensor:
-        """Return ``sum_j y_ij x_j`` for ``x`` of shape (N, C)."""
-        out = torch.zeros_like(x)
-        for rows, y, _ in self.row_blocks():
-            out[rows] = y @ x
-        return out
-
-    def second_matmul(self, t: Tensor) -> Tensor | None:
-        """Return the second derivatives' part between each point and all others, before the tangent projection.
+    def matmul(self, t: Tensor) -> Tensor:
+        """Return what changes of all other points change in each point's gradient, before the tangent projection.
 
         Args:
             t: Changes of the unit embeddings, tangent, shape (N, D, K).
 
         Returns:
-            ``sum_j c_ij (u_i . t_jk) u_j`` and the coupling of a point's candidates, shape (N, D, K); ``None`` where
-            the second derivatives are zero.
+            ``sum_j -y_ij t_jk + c_ij (u_i . t_jk) u_j`` and the coupling of a point's candidates, shape (N, D, K).
         """
         out = torch.zeros_like(t)
-        for rows, _, c in self.row_blocks(t.shape[2]):
-            if c is None:
-                return None
-            along = c.unsqueeze(2) * torch.einsum("rd,cdk->rck", self.u[rows], t)
-            out[rows] = torch.einsum("rck,cd->rdk", along, self.u)
+        for rows, y, c in self.row_blocks(t.shape[2]):
+            out[rows] -= (y @ t.flatten(1)).view_as(t[rows])
+            if c is not None:
+                along = c.unsqueeze(2) * torch.einsum("rd,cdk->rck", self.u[rows], t)
+                out[rows] += torch.einsum("rck,cd->rdk", along, self.u)
         return out
 
     def squares(self, points: slice) -> tuple[Tensor, PointVectors] | None:
@@ -207,12 +203,11 @@ class PartOfDerivatives(CosineDerivatives):
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         return self.whole.rows(start + self._start, stop + self._start, self._placed(columns))
 
-    def second_matmul(self, t: Tensor) -> Tensor | None:
-        """See :meth:`CosineDerivatives.second_matmul`; the other points do not move."""
+    def matmul(self, t: Tensor) -> Tensor:
+        """See :meth:`CosineDerivatives.matmul`; the other points do not move."""
         padded = t.new_zeros(self.whole.n, *t.shape[1:])
         padded[self._start : self._stop] = t
-        out = self.whole.second_matmul(padded)
-        return None if out is None else out[self._start : self._stop]
+        return self.whole.matmul(padded)[self._start : self._stop]
 
     @override
     def roots(self, rows: slice, columns: slice) -> CrossRoots | None:

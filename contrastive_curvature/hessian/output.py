@@ -116,10 +116,7 @@ class OutputHessian:
         if self.coupled:
             inverse = (1 / self.n).view(-1, *[1] * (v.ndim - 1))
             tangent = inverse * project_tangent(self.u, v)
-            mixed = -self.derivatives.matmul(tangent.flatten(1)).view_as(v)
-            second = self.derivatives.second_matmul(tangent if v.ndim == 3 else tangent.unsqueeze(2))
-            if second is not None:
-                mixed = mixed + second.view_as(v)
+            mixed = self.derivatives.matmul(tangent if v.ndim == 3 else tangent.unsqueeze(2)).reshape(v.shape)
             out = out + inverse * project_tangent(self.u, mixed)
         return out
 

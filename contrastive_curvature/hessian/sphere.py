@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -36,17 +38,21 @@ def check_outputs(z: Tensor, argument: str = "z") -> Tensor:
     if z.dtype in (torch.float16, torch.bfloat16):
         z = z.float()
     with torch.no_grad():
-        # One device synchronisation for both checks: the largest entry of a row is NaN if any entry is.
+        # The largest entry of a row is NaN if any entry is.
         size = z.abs().amax(dim=1)
-        if bool(((size > 0) & (size < torch.inf)).all()):
-            return z
-        finite = size.isfinite()
-        if not bool(finite.all()):
-            rows = (~finite).nonzero().flatten()[:5].tolist()
-            raise InputError(argument, "finite embeddings", f"NaN or infinity in rows {rows}")
-        zero = (size == 0).nonzero().flatten()[:5].tolist()
-        hint = "A zero output has no direction on the sphere; look for a dead unit or an all-zero input."
-        raise InputError(argument, "embeddings of non-zero norm", f"zero norm in rows {zero}", hint)
+        validate.require(((size > 0) & (size < torch.inf)).all(), partial(_without_direction, argument, size))
+    return z
+
+
+def _without_direction(argument: str, size: Tensor) -> InputError:
+    """Return the error for outputs whose largest entries (N,) are not all positive and finite."""
+    finite = size.isfinite()
+    if not bool(finite.all()):
+        rows = (~finite).nonzero().flatten()[:5].tolist()
+        return InputError(argument, "finite embeddings", f"NaN or infinity in rows {rows}")
+    zero = (size == 0).nonzero().flatten()[:5].tolist()
+    hint = "A zero output has no direction on the sphere; look for a dead unit or an all-zero input."
+    return InputError(argument, "embeddings of non-zero norm", f"zero norm in rows {zero}", hint)
 
 
 def normalize(z: Tensor) -> tuple[Tensor, Tensor]:

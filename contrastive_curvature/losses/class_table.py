@@ -12,8 +12,8 @@ from contrastive_curvature.hessian.sphere import normalize
 _CHUNK_ROWS = 2**16
 """Points that are held in float64 at once."""
 
-_WAITING = 2**18
-"""Numbers that wait at least, before they are added to the sums."""
+_WAITING = 2**20
+"""Numbers that wait at least, before they are added to the sums: 8 MiB."""
 
 
 @dataclass(frozen=True)
@@ -33,8 +33,9 @@ class ClassTable:
     @classmethod
     def of(cls, outputs: Tensor, labels: Tensor, *, unit: bool = False) -> ClassTable:
         """Make the table of outputs (N, D) with labels (N,); ``unit`` marks outputs that are already unit vectors."""
-        kinds, inverse, counts = labels.unique(return_inverse=True, return_counts=True)
-        sums = torch.zeros(len(kinds), outputs.shape[1], dtype=torch.float64, device=outputs.device)
+        device = outputs.device
+        kinds, inverse, counts = (part.to(device) for part in labels.unique(return_inverse=True, return_counts=True))
+        sums = torch.zeros(len(kinds), outputs.shape[1], dtype=torch.float64, device=device)
         for rows, index in zip(outputs.split(_CHUNK_ROWS), inverse.split(_CHUNK_ROWS), strict=True):
             sums.index_add_(0, index, (rows if unit else normalize(rows)[0]).double())
         return cls(kinds, counts, sums)

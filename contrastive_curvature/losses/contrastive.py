@@ -218,7 +218,7 @@ class InsideColumns:
 
     def _subtract_same(self, sums: Tensor, u: Tensor, index: Tensor) -> None:
         """Subtract the columns of the same class from sums (B, ...) over all columns inside the margin."""
-        # One device synchronisation: the computation depends on the classes.
+        # The computation depends on the classes; labels on the CPU are there without waiting for a GPU.
         classes, order = index.cpu().sort(stable=True)
         groups, sizes = (part.tolist() for part in classes.unique_consecutive(return_counts=True))
         bounds = [self.bounds[group] for group in groups]
@@ -226,12 +226,11 @@ class InsideColumns:
         if len(groups) > _MANY_GROUPS and pairs * u.shape[1] <= _LISTED_NUMBERS:
             # For many small classes, one product each would take longer than the rest of the work.
             columns = self.counts[index]
-            rows = torch.arange(len(u), device=u.device).repeat_interleave(columns)
-            first = columns.cumsum(0) - columns
-            place = torch.arange(pairs, device=u.device) + (self.starts[index] - first).repeat_interleave(columns)
-            inside = (u[rows] * self.u[place]).sum(1) > self.cosine
-            rows, place = rows[inside], place[inside]
-            sums.index_add_(0, rows, self.extended[place].double(), alpha=-1)
+            rows = torch.arange(len(u), device=u.device).repeat_interleave(columns, output_size=pairs)
+            shift = self.starts[index] - (columns.cumsum(0) - columns)
+            place = torch.arange(pairs, device=u.device) + shift.repeat_interleave(columns, output_size=pairs)
+            inside = (u[rows] * self.u[place]).sum(1, keepdim=True) > self.cosine
+            sums.index_add_(0, rows, (inside * self.extended[place]).double(), alpha=-1)
             return
         for (start, stop), rows in zip(bounds, order.to(u.device).split(sizes), strict=True):
             if start < stop:

@@ -149,11 +149,12 @@ class CoSENTDerivatives(CosineDerivatives):
         return self._y[start:stop, columns], None
 
     @override
-    def second_matmul(self, t: Tensor) -> Tensor | None:
+    def matmul(self, t: Tensor) -> Tensor:
         along = self._ends.along(t)
         change = along.new_zeros(len(self._c), along.shape[1]).index_add_(0, self._ends.pair, along)
         # Without the part between a point and itself.
-        return self._ends.spread((self._c @ change)[self._ends.pair] - self._ends.c @ along)
+        second = self._ends.spread((self._c @ change)[self._ends.pair] - self._ends.c @ along)
+        return super().matmul(t) + second
 
     def squares(self, points: slice) -> tuple[Tensor, PointVectors] | None:
         """See :meth:`CosineDerivatives.squares`; all second derivatives, as eigenvectors."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks
@@ -143,7 +144,7 @@ class DatasetHessian(CosineDerivatives):
         if bank is not None and points is not None:
             order = points.index.argsort(stable=True)
             self._by_class = replace(points.at(order), positives=True)
-            self._sizes = points.index.bincount(minlength=len(related.shares.positive))
+            self._sizes = points.index.bincount(minlength=len(related.shares.positive)).cpu()
 
     def __len__(self) -> int:
         return self.n
@@ -167,6 +168,7 @@ class DatasetHessian(CosineDerivatives):
 
     def among(self, z: Tensor, targets: Tensor, numbers: Tensor) -> OutputHessian:
         """Return the Hessian of some points among themselves, scaled to represent the whole data set."""
+        targets = targets.to(z.device)
         relation = self.related.relation.of(targets)
         shares = self.related.shares[self.related.index(targets, numbers.to(z.device))]
         shares = shares.standing_for(self.related.totals, pair_totals(*relation.counts()))
@@ -177,7 +179,7 @@ class DatasetHessian(CosineDerivatives):
         if self.bank is None:
             for part in (rows, columns):
                 self._check_numbers(part)
-        index, theirs = (self.related.index(part.targets, part.numbers) for part in (rows, columns))
+        index, theirs = (self.related.index(part.targets, part.numbers).to(part.u.device) for part in (rows, columns))
         compared = Columns(columns.u, theirs, columns.numbers)
         if self.bank is not None:
             compared = replace(compared, positives=False, weight=self.bank.weight)
@@ -211,10 +213,11 @@ class DatasetHessian(CosineDerivatives):
         return self.sums(part.u, self.related.index(part.targets, part.numbers), part.numbers)
 
     def sums(self, u: Tensor, index: Tensor, numbers: Tensor) -> NodeSums:
-        """Return the neighbour sums of B points, unit embeddings (B, D), with classes ``index`` (B,)."""
+        """Return the neighbour sums of B points, unit embeddings (B, D), with classes ``index`` (B,) on any device."""
         assert self.points is not None
+        there = index.to(u.device)
         if self.bank is None:
-            return sum_pairs(self.loss, u, [self._met(u, index, numbers, self.points)])
+            return sum_pairs(self.loss, u, [self._met(u, there, numbers, self.points)])
         if self.loss.coupled:
             refuse_sampled(f"pd_fix={str(self.loss.pd_fix)!r} couples points with each other")
         # In float64: a column of a bank counts many times, and so does its rounding error.
@@ -222,9 +225,9 @@ class DatasetHessian(CosineDerivatives):
         x = x / x.norm(dim=1, keepdim=True)
         met = []
         if self.loss.negative_weight < 1:
-            met += [self._met(x, index, numbers, *part) for part in self._same_classes(index)]
+            met += [self._met(x, there, numbers, *part) for part in self._same_classes(index)]
         if self.loss.negative_weight:
-            met.append(self._met(x, index, numbers, self.bank))
+            met.append(self._met(x, there, numbers, self.bank))
         return sum_pairs(self.loss, x, met, u.dtype, _PAIRS)
 
     def pairs(self, x: Tensor, index: Tensor, numbers: Tensor, columns: Columns, value: bool = False) -> PairBlock:
@@ -242,7 +245,7 @@ class DatasetHessian(CosineDerivatives):
 
     def _met(self, x: Tensor, index: Tensor, numbers: Tensor, columns: Columns, rows: Tensor | None = None) -> Met:
         """Return the derivatives of some rows (by default all) with the same columns, computed in blocks on demand."""
-        rows = torch.arange(len(x), device=x.device) if rows is None else rows
+        rows = torch.arange(len(x)) if rows is None else rows
         if columns.u.dtype != x.dtype:
             wide = columns.u.to(x.dtype)
             columns = replace(columns, u=wide / wide.norm(dim=1, keepdim=True))
@@ -261,10 +264,11 @@ class DatasetHessian(CosineDerivatives):
         assert self._by_class is not None
         order = index.argsort(stable=True)
         classes, counts = index[order].unique_consecutive(return_counts=True)
+        classes = classes.cpu()
         sizes = self._sizes[classes]
         group = (sizes.cumsum(0) - sizes) // _TOGETHER
         split = group.unique_consecutive(return_counts=True)[1].tolist()
-        rows = group.repeat_interleave(counts).unique_consecutive(return_counts=True)[1].tolist()
+        rows = group.repeat_interleave(counts.cpu()).unique_consecutive(return_counts=True)[1].tolist()
         starts = self._sizes.cumsum(0) - self._sizes
         for some, here in zip(classes.split(split), order.split(rows), strict=True):
             # The points are sorted by class; this joins the ranges of several classes.
@@ -278,10 +282,9 @@ class DatasetHessian(CosineDerivatives):
         known = self.points.numbers
         place = torch.searchsorted(known, part.numbers).clamp(max=len(known) - 1)
         same = (known[place] == part.numbers) & ((self.points.u[place] - part.u).norm(dim=1) <= _SAME)
-        if not bool(same.all()):
-            wanted = "the same data in every pass, in the same order"
-            hint = "Turn shuffling off, or give the loader an attribute numbers."
-            raise InputError("train_loader", wanted, "other points or another order", hint)
+        wanted, got = "the same data in every pass, in the same order", "other points or another order"
+        hint = "Turn shuffling off, or give the loader an attribute numbers."
+        validate.require(same.all(), lambda: InputError("train_loader", wanted, got, hint))
 
 
 def dataset_hessian(
@@ -306,7 +309,7 @@ def dataset_hessian(
     def of(some: Rows) -> tuple[Tensor, Tensor, Tensor]:
         u = normalize(some.columns["outputs"])[0]
         numbers = some.numbers.to(u.device)
-        return u, related.index(some.columns["targets"], numbers), numbers
+        return u, related.index(some.columns["targets"].to(u.device), numbers), numbers
 
     if table is not None:
         related = Related.of_labels(table, loss.normalization, dtype)

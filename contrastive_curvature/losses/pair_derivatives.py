@@ -72,7 +72,7 @@ class Met(NamedTuple):
     """Some rows and their shared columns.
 
     Args:
-        rows: Numbers of the rows, ascending, shape (P,).
+        rows: Numbers of the rows, ascending, best on the CPU, shape (P,).
         others: Unit embeddings of the columns, shape (M, D).
         block: Function that returns the derivatives of a range of these rows, with the value if its second argument is
             true.
@@ -182,7 +182,7 @@ class PairDerivatives(CosineDerivatives):
 
     @override
     def node_sums(self) -> NodeSums:
-        rows = torch.arange(self.n, device=self.u.device)
+        rows = torch.arange(self.n)
         met = Met(rows, self.u, lambda some, value: self._rows(some.start, some.stop, value=value))
         return sum_pairs(self.loss, self.u, [met])
 
@@ -190,13 +190,6 @@ class PairDerivatives(CosineDerivatives):
     def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
         block = self._rows(start, stop, columns)
         return block.y, block.c
-
-    @override
-    def second_matmul(self, t: Tensor) -> Tensor | None:
-        if self.loss.linear:
-            # Returned before any block of pairs is formed, since every product with a Hessian calls this method.
-            return None
-        return super().second_matmul(t)
 
     @override
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:

@@ -209,7 +209,7 @@ class RowLoss(CosineLoss):
         return self._value_of(normalize(z)[0], relation, two_towers(first, len(z), self.directions))
 
     def _value_of(self, u: Tensor, relation: Relation, sides: Sides) -> Tensor:
-        total, terms = u.new_zeros((), dtype=torch.float64), 0.0
+        total, terms = torch.zeros(2, dtype=torch.float64, device=u.device)
         for side in sides:
             for rows in side.row_blocks():
                 positive, negative = (mask.to(u) for mask in relation.rows(rows.start, rows.stop, side.candidates))
@@ -218,19 +218,23 @@ class RowLoss(CosineLoss):
                     cosine = u[rows][kept] @ u[side.candidates].T
                     positive, negative = positive[kept], negative[kept]
                     total = total + self._checked("_value", cosine, positive, negative).double().sum()
-                    terms += float(self._counts_at(cosine.detach(), positive, negative).sum())
-        scale = self._scale(terms, sides, 0, as_data=False)
+                    terms = terms + self._counts_at(cosine.detach(), positive, negative).double().sum()
+        scale = self._scale(terms, sides, terms, as_data=False)
         return (scale * total).to(u.dtype) + 0 * u.sum()
 
-    def _checked(self, rule: str, *blocks: Tensor) -> Tensor:
-        """Apply a rule to blocks (B, M), and check that it returns one number per anchor, shape (B,)."""
+    def _checked(self, rule: str, *blocks: Tensor, kept: Tensor | None = None) -> Tensor:
+        """Apply a rule to blocks (B, M), and check that it returns one number per anchor, shape (B,).
+
+        With ``kept``, booleans (B,), all others become zero.
+        """
         numbers, rows = getattr(self, rule)(*blocks), len(blocks[0])
         name = f"{type(self).__name__}.{rule}"
         if not isinstance(numbers, Tensor) or tuple(numbers.shape) != (rows,):
             got = f"shape {tuple(numbers.shape)}" if isinstance(numbers, Tensor) else f"a {type(numbers).__name__}"
             raise InputError(name, f"one number for each of {rows} anchors, shape ({rows},)", got)
-        if bool(numbers.detach().isnan().any()):
-            raise InputError(name, "numbers", "NaN")
+        if kept is not None:
+            numbers = torch.where(kept, numbers, 0.0)
+        validate.require(~numbers.detach().isnan().any(), lambda: InputError(name, "numbers", "NaN"))
         return numbers
 
     def _checked_terms(
@@ -241,23 +245,25 @@ class RowLoss(CosineLoss):
         if len(terms.roots) != len(self.root_signs):
             wanted = f"{len(self.root_signs)} roots, as root_signs says"
             raise InputError(f"{type(self).__name__}._terms", wanted, len(terms.roots))
-        if bool(kept.all()):
+        # On a GPU, waiting for the answer takes longer than the copies.
+        if not validate.waits(kept) and bool(kept.all()):
             return terms
         row = kept.unsqueeze(1)
         return terms.map(lambda part: torch.where(row, part, 0.0))
 
-    def _scale(self, terms: float, sides: Sides, anchors: int, *, as_data: bool) -> float:
-        """Return the factor of the sum over the anchors of all sides.
+    def _scale(self, terms: Tensor, sides: Sides, anchors: Tensor, *, as_data: bool) -> Tensor:
+        """Return the factor of the sum over the anchors of all sides, float64, shape ().
 
         Args:
-            terms: Number of terms.
+            terms: Number of terms, float64, shape ().
             sides: One tower, or the directions of two towers.
-            anchors: Number of anchors with a term.
+            anchors: Number of anchors with a term, shape ().
             as_data: See :meth:`derivatives`.
         """
         if not self.averages:
-            return 1 / len(sides)
-        return (anchors / len(sides) if as_data else 1.0) / terms if terms else 0.0
+            return torch.full_like(terms, 1 / len(sides))
+        wanted = anchors.double() / len(sides) if as_data else torch.ones_like(terms)
+        return torch.where(terms > 0, wanted / terms, 0.0)
 
 
 def check_temperature(value: object) -> float:
@@ -297,12 +303,14 @@ class RowDerivatives(CosineDerivatives):
     def __init__(self, loss: RowLoss, relation: Relation, u: Tensor, sides: Sides, *, as_data: bool = False) -> None:
         self.loss, self.u, self.n, self.fix = loss, u, len(u), loss.pd_fix
         self.signs = u.new_tensor(loss.root_signs)
+        # With ``attracting_only``, the sign of a pair's weight is known only after both directions are added.
+        self._summed = not (self.fix.second_only or self.fix.attracting_only)
         self._values: tuple[Tensor, Tensor] | None = None
         self._moment_parts: list[MomentPart] = []
         self._sides = [_Anchors(loss, relation, u, side) for side in sides]
-        self.anchors = sum(int(known.kept.sum()) for known in self._sides)
+        self.anchors = torch.cat([known.kept for known in self._sides]).sum()
         self.skipped = sum(known.kept.numel() for known in self._sides) - self.anchors
-        terms = sum(known.count for known in self._sides)
+        terms = torch.stack([known.count for known in self._sides]).sum()
         self.scale = loss._scale(terms, sides, self.anchors, as_data=as_data)
         for known in self._sides:
             known.rescale(self.scale)
@@ -313,13 +321,11 @@ class RowDerivatives(CosineDerivatives):
         shifted = self.loss.shift_invariant and not self.loss.linear
         signs = torch.cat([self.signs, self.u.new_tensor([1.0, -1.0])]) if shifted else self.signs
         vectors, bound = self.u.new_zeros(len(signs), *self.u.shape), self.u.new_zeros(self.n)
-        # The sign of a pair's weight is known only after both directions are added.
-        summed = not (self.fix.second_only or self.fix.attracting_only)
         for known in self._sides:
             theirs = known.side.candidates
             for here in known.side.row_blocks(3):
                 terms = known.at(here)
-                if summed:
+                if self._summed:
                     y = -terms.first
                     degree[here] += y.sum(1)
                     degree[theirs] += y.sum(0)
@@ -364,32 +370,24 @@ class RowDerivatives(CosineDerivatives):
         return (y.clamp_(min=0) if self.fix.attracting_only else y), c
 
     @override
-    def matmul(self, x: Tensor) -> Tensor:
-        if self.fix.attracting_only:
-            # The sign of a pair's weight is known only after both directions are added.
-            return super().matmul(x)
-        out = torch.zeros_like(x)
-        for known in () if self.fix.second_only else self._sides:
-            theirs = known.side.candidates
-            for here in known.side.row_blocks(3):
-                first = known.at(here).first
-                out[here] -= first @ x[theirs]
-                out[theirs] -= first.T @ x[here]
-        return out
-
-    @override
-    def second_matmul(self, t: Tensor) -> Tensor | None:
-        if self.loss.linear:
-            return None
+    def matmul(self, t: Tensor) -> Tensor:
         out = torch.zeros_like(t)
-        for known in self._sides:
+        if self.fix.attracting_only:
+            for rows, y, _ in self.row_blocks():
+                out[rows] -= (y @ t.flatten(1)).view_as(t[rows])
+        for known in self._sides if self._summed or not self.loss.linear else ():
             theirs = known.side.candidates
             candidates, changes = self.u[theirs], t[theirs]
             for here in known.side.row_blocks(3):
                 terms, anchors = known.at(here), self.u[here]
-                second = cast("Tensor", terms.second)
+                if self._summed:
+                    out[here] += (terms.first @ changes.flatten(1)).view_as(t[here])
+                    out[theirs] += (terms.first.T @ t[here].flatten(1)).view_as(changes)
+                if terms.second is None:
+                    continue
+                second = terms.second
                 squares = torch.zeros_like(second)
-                for sign, root in zip(self.signs, terms.roots, strict=True):
+                for sign, root in zip(self.loss.root_signs, terms.roots, strict=True):
                     squares.addcmul_(root, root, value=float(sign))
                 # The effect of a point's change on its own row and its own column is left out.
                 for k in range(t.shape[2]):
@@ -418,13 +416,11 @@ class RowDerivatives(CosineDerivatives):
         if self._values is None:
             total, cost = torch.zeros(2, dtype=torch.float64, device=self.u.device)
             for known in self._sides:
-                for here in known.side.row_blocks(3):
-                    kept = known.kept[known.local(here)]
-                    if bool(kept.any()):
-                        block = [part[kept] for part in known.block(here)]
-                        value = self.loss._checked("_value", *block)
-                        total = total + value.double().sum()
-                        cost = cost + self.loss._checked("_cost", value, *block).double().sum()
+                for here in known.side.row_blocks(3) if known.side.shape[1] else ():
+                    kept, block = known.kept[known.local(here)], known.block(here)
+                    value = self.loss._checked("_value", *block, kept=kept)
+                    total = total + value.double().sum()
+                    cost = cost + self.loss._checked("_cost", value, *block, kept=kept).double().sum()
             self._values = (self.scale * total).to(self.u.dtype), (self.scale * cost).to(self.u.dtype)
         return self._values
 
@@ -436,7 +432,7 @@ class RowDerivatives(CosineDerivatives):
         if side.anchors != side.candidates:
             ranges.append((side.candidates, side.anchors))
         for points, others in sorted(ranges, key=lambda part: (part[0].start, part[0].stop)):
-            numbers = torch.arange(points.start, points.stop, device=self.u.device)
+            numbers = torch.arange(points.start, points.stop)
             yield MomentPart(numbers, partial(self._moment_weights, points), self.u[others], first=points.start)
 
     def _moment_weights(self, points: slice, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
@@ -456,20 +452,18 @@ class RowDerivatives(CosineDerivatives):
         out = self._own_second(terms)
         if self.loss.shift_invariant and len(self.signs):
             # Rows of second derivatives sum to zero, so a dominant weight is minus the sum of the other weights.
-            column = known.top + known.side.candidates.start - candidates.start
-            inside = (column >= 0) & (column < candidates.stop - candidates.start)
-            anchor, at = inside.nonzero().flatten(), column[inside]
-            exact = sum(
-                -sign * root[anchor, at] * self.scale**0.5 * rest[anchor]
-                for sign, root, rest in zip(self.signs, terms.roots, known.rest, strict=True)
-            )
-            out = out.index_put((anchor, at), torch.as_tensor(exact))
+            column = (known.top + known.side.candidates.start - candidates.start).unsqueeze(1)
+            place = column.clamp(0, candidates.stop - candidates.start - 1)
+            exact = torch.zeros_like(place, dtype=out.dtype)
+            for sign, root, rest in zip(self.signs, terms.roots, known.rest, strict=True):
+                exact -= sign * root.gather(1, place) * self.scale**0.5 * rest.unsqueeze(1)
+            out = out.scatter(1, place, torch.where(column == place, exact, out.gather(1, place)))
         return out.T
 
     def _own_second(self, terms: RowTerms) -> Tensor:
         """Return the second derivative in each single cosine, including the squares of the roots."""
         out = cast("Tensor", terms.second)
-        for sign, root in zip(self.signs, terms.roots, strict=True):
+        for sign, root in zip(self.loss.root_signs, terms.roots, strict=True):
             out = torch.addcmul(out, root, root, value=float(sign))
         return out
 
@@ -514,7 +508,7 @@ class _Anchors:
     def __init__(self, loss: RowLoss, relation: Relation, u: Tensor, side: Side) -> None:
         self.loss, self.relation, self.u, self.side = loss, relation, u, side
         count, many = side.shape
-        self.count, self.scale = 0.0, 1.0
+        self.count, self.scale = u.new_zeros((), dtype=torch.float64), u.new_ones((), dtype=torch.float64)
         self.held: RowTerms | None = None
         self.cosines: Tensor | None = None
         self.kept = torch.zeros(count, dtype=torch.bool, device=u.device)
@@ -525,7 +519,7 @@ class _Anchors:
         for here in side.row_blocks(3):
             rows, block = self.local(here), self.block(here)
             self.kept[rows] = loss._checked("_counts", *block[1:]) > 0
-            self.count += float(loss._checked("_counts_at", *block).sum())
+            self.count += loss._checked("_counts_at", *block).sum()
             statistics.append(loss._statistics(*block))
             terms = loss._checked_terms(*block, statistics[-1], self.kept[rows])
             if terms.second is not None and many:
@@ -560,7 +554,7 @@ class _Anchors:
         columns = moved(self.side.candidates if candidates is None else candidates, -self.side.candidates.start)
         return self.held.map(lambda part: part[rows, columns])
 
-    def rescale(self, scale: float) -> None:
+    def rescale(self, scale: Tensor) -> None:
         """Multiply the loss by a number."""
         self.scale, self.held = scale, None if self.held is None else _scaled(self.held, scale)
 
@@ -605,9 +599,7 @@ def _joined(parts: list[RowTerms]) -> RowTerms:
     )
 
 
-def _scaled(terms: RowTerms, scale: float) -> RowTerms:
-    """Return the terms of the loss times ``scale``."""
-    if scale == 1:
-        return terms
+def _scaled(terms: RowTerms, scale: Tensor) -> RowTerms:
+    """Return the terms of the loss times ``scale``, shape ()."""
     second = None if terms.second is None else scale * terms.second
     return RowTerms(scale * terms.first, second, tuple(scale**0.5 * root for root in terms.roots))

@@ -96,7 +96,7 @@ class TripletLoss(RowLoss):
         if not isinstance(relation, ListedTriplets):
             return super()._value_of(u, relation, sides)
         cost = listed_violations(relation, u, self.margin).relu()
-        scale = self._scale(float((cost > 0).sum()), sides, 0, as_data=False)
+        scale = self._scale((cost > 0).sum().double(), sides, cost.sum(), as_data=False)
         return (scale * cost.double().sum()).to(u.dtype) + 0 * u.sum()
 
     def _counts(self, positive: Tensor, negative: Tensor) -> Tensor:
@@ -188,13 +188,12 @@ class ListedTripletDerivatives(CosineDerivatives):
         self.u, self.n = u, len(u)
         cost = listed_violations(relation, u, loss.margin)
         active = cost > 0
-        self.anchors = int(relation.anchor.unique().numel())
-        scale = loss._scale(float(active.sum()), one_tower(self.n), self.anchors, as_data=as_data)
-        self._value = scale * cost[active].double().sum()
-        y = u.new_zeros(self.n, self.n)
-        weight = u.new_full((int(active.sum()),), 2 * scale)
+        self.anchors = torch.zeros(self.n, device=u.device).index_fill_(0, relation.anchor, 1).sum()
+        scale = loss._scale(active.sum().double(), one_tower(self.n), self.anchors, as_data=as_data)
+        self._value = scale * cost.relu().double().sum()
+        y, weight = u.new_zeros(self.n, self.n), (2 * scale * active).to(u.dtype)
         for other, sign in ((relation.near, 1), (relation.far, -1)):
-            y.index_put_((relation.anchor[active], other[active]), sign * weight, accumulate=True)
+            y.index_put_((relation.anchor, other), sign * weight, accumulate=True)
         y = y + y.T
         self._y = y.clamp_(min=0) if loss.pd_fix.attracting_only else y
 

@@ -11,10 +11,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
 
+from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.losses.class_table import ClassTable
 from contrastive_curvature.options import Normalization
@@ -38,9 +40,9 @@ class Shares:
         """Return the shares of some of the points."""
         return Shares(self.positive[rows], self.negative[rows])
 
-    def to(self, dtype: torch.dtype) -> Shares:
-        """Convert the shares to another floating-point type."""
-        return Shares(self.positive.to(dtype), self.negative.to(dtype))
+    def to(self, like: Tensor | torch.dtype) -> Shares:
+        """Convert the shares to another floating-point type, or to the type and device of a tensor."""
+        return Shares(self.positive.to(like), self.negative.to(like))
 
     def standing_for(self, every: Sequence[float], some: Sequence[float]) -> Shares:
         """Scale the shares so that ``some`` positive and negative pairs represent ``every`` pair."""
@@ -110,15 +112,26 @@ class Related:
         return cls(relation, shares, totals, (shares.positive * counts[0]).sum(), relation.n, dtype, numbers)
 
     def index(self, targets: Tensor, numbers: Tensor | None = None) -> Tensor:
-        """Return the class of every point, shape (B,), from its label or its number."""
+        """Return the class of every point, shape (B,), from its label or its number, on the device of these."""
         known = self.relation.targets
-        keys, sought = (known, targets) if self.numbers is None or numbers is None else (self.numbers, numbers)
+        if self.numbers is None or numbers is None:
+            keys, sought = self._labels_on_cpu if targets.device.type == "cpu" else known, targets
+        else:
+            keys, sought = self.numbers, numbers
         index = torch.searchsorted(keys, sought.contiguous()).clamp(max=max(0, len(keys) - 1))
-        other = (known[index] != targets).unsqueeze(1).flatten(1).any(1)
-        if bool(other.any()):
-            got = f"other targets in the second, {targets[other][:5].tolist()}"
-            raise InputError("train_loader", "the same data in every pass", got)
+        wanted = targets.to(known.device)
+        other = (known[index] != wanted).unsqueeze(1).flatten(1).any(1)
+        validate.require(~other.any(), partial(_other_targets, wanted, other))
         return index
+
+    @cached_property
+    def _labels_on_cpu(self) -> Tensor:
+        return self.relation.targets.cpu()
+
+
+def _other_targets(targets: Tensor, other: Tensor) -> InputError:
+    got = f"other targets in the second, {targets[other][:5].tolist()}"
+    return InputError("train_loader", "the same data in every pass", got)
 
 
 def class_pairs(counts: Tensor) -> tuple[Tensor, Tensor, tuple[float, float]]:
@@ -138,8 +151,9 @@ def weigh_pairs(
     def weight(factor: float, a: Tensor, b: Tensor, count: Tensor | None) -> Tensor:
         if not factor or count is None:
             return a.new_zeros(())
-        share = (a.unsqueeze(1) + b) / 2 if count.ndim == 2 else (a + b) / 2
-        return (factor * share) * count
+        # The factor goes to the points, because passes over all pairs take most of the time of a product.
+        half = factor / 2
+        return (half * a.unsqueeze(1) + half * b if count.ndim == 2 else half * (a + b)) * count
 
     attract = weight(1 - negative_weight, rows.positive, columns.positive, positive)
     return attract, weight(negative_weight, rows.negative, columns.negative, negative)

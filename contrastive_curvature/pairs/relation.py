@@ -18,9 +18,9 @@ from contrastive_curvature.errors import InputError, InputTypeError
 
 RelationFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
-BLOCK_ELEMENTS = 2**22
-"""Largest number of entries in one block of pairs: large enough that Python's overhead is small, small enough for any
-machine."""
+BLOCK_ELEMENTS = 2**20
+"""Largest number of entries in one block of pairs: large enough that Python's overhead is small, small enough for a
+cache: four times as many take 1.7 times as long."""
 
 
 def chunks(n: int, step: int) -> Iterator[slice]:

@@ -46,7 +46,7 @@ def content_numbers(outputs: Tensor) -> Tensor:
 
     Eight projections of the direction and the logarithm of the norm are rounded. The rounding is coarse: if float32
     outputs are computed again in batches of another size, about one in a thousand changes its number. The rounding is
-    also fine: different inputs rarely share a number, even in tight classes.
+    also fine: different inputs rarely share a number, even in tight classes. The numbers are on the outputs' device.
     """
     generator = torch.Generator().manual_seed(0)
     directions = torch.randn(outputs.shape[1], 8, generator=generator, dtype=torch.float64).to(outputs.device)
@@ -54,7 +54,7 @@ def content_numbers(outputs: Tensor) -> Tensor:
     wide = outputs.detach().double()
     norm = wide.norm(dim=1, keepdim=True)
     found = torch.cat([wide @ directions / norm, norm.log()], dim=1)
-    return ((found / _CELL).round().to(torch.int64) * odd).sum(1).cpu()
+    return ((found / _CELL).round().to(torch.int64) * odd).sum(1)
 
 
 @dataclass(frozen=True)
@@ -123,39 +123,37 @@ class RowCollector:
     """
 
     def __init__(self, size: int | None, seed: int = 0) -> None:
-        self._size, self._seed = size, seed
-        self._kept: list[Rows] = []
-        self._waiting = 0
-        self._bound: int | None = None
+        self._kept = Rows(size, torch.zeros(0, dtype=torch.int64), {}, seed)
+        self._waiting: list[tuple[Tensor, dict[str, Tensor]]] = []
+        self._count = 0
 
     def add(self, numbers: Tensor, columns: dict[str, Tensor]) -> None:
-        """Add a batch of points."""
-        if self._size == 0:
+        """Add a batch of points with their numbers (n,), on any device."""
+        size = self._kept.size
+        if size == 0:
             return
-        if self._bound is not None:
-            fits = (point_keys(numbers, self._seed) < self._bound).nonzero().flatten()
-            if not len(fits):
-                return
-            columns = {name: part[fits.to(part.device)] for name, part in columns.items()}
-            numbers = numbers[fits.to(numbers.device)]
         # A view would keep the whole batch in memory.
-        columns = {name: part.detach().clone() for name, part in columns.items()}
-        self._kept.append(Rows(None, numbers.detach().cpu(), columns, self._seed))
-        self._waiting += len(numbers)
-        if self._size is not None and self._waiting >= 2 * self._size:
-            self._kept = [self.rows()]
-            self._waiting = len(self._kept[0])
-            keys = point_keys(self._kept[0].numbers, self._seed).sort().values
-            # If the sample holds points of later turns, a point with any key may still replace them, so there is no
-            # bound.
-            if not bool(_turns(keys, self._size).any()):
-                self._bound = int(keys[-1])
+        self._waiting.append((numbers.detach(), {name: part.detach().clone() for name, part in columns.items()}))
+        self._count += len(numbers)
+        if size is not None and self._count >= size:
+            self._kept = self.rows()
 
     def rows(self) -> Rows:
         """Return the points kept so far."""
-        if not self._kept:
-            return Rows(self._size, torch.zeros(0, dtype=torch.int64), {}, self._seed)
-        return _joined(self._kept, self._size, self._seed)._smallest()
+        if self._waiting:
+            # The numbers of many batches together, because a GPU would be waited for each time.
+            numbers = (
+                torch.cat([numbers for numbers, _ in self._waiting])
+                .cpu()
+                .split([len(numbers) for numbers, _ in self._waiting])
+            )
+            new = [
+                replace(self._kept, numbers=part, columns=columns)
+                for part, (_, columns) in zip(numbers, self._waiting, strict=True)
+            ]
+            parts = [self._kept, *new] if len(self._kept) else new
+            self._kept, self._waiting, self._count = _joined(parts, self._kept.size, self._kept.seed)._smallest(), [], 0
+        return self._kept
 
 
 def _turns(keys: Tensor, size: int) -> Tensor:

@@ -1,7 +1,6 @@
 """A data set fitted in batches equals the same data in one batch, exactly, in every structure and for every fix."""
 
 import warnings
-from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -9,7 +8,6 @@ import pytest
 import torch
 from hypothesis import assume, given, reject
 from hypothesis import strategies as st
-from laplace import Laplace
 from scipy.sparse.linalg import ArpackError, ArpackNoConvergence
 from strategies import INPUTS, NETWORKS, build_network, close, make_inputs, options, relate_by_remainder
 from torch import Tensor, nn
@@ -155,34 +153,6 @@ def test_memory_of_a_last_layer_fit_does_not_grow_with_pairs(device: str) -> Non
     with Watch():
         fit(model, loader, {}, Diagonal, True)
     assert largest <= contrastive._TILE_ROWS * contrastive._TILE_COLUMNS
-
-
-def test_a_batch_seldom_waits_for_the_device(device: str) -> None:
-    """Labels and numbers of points go to the CPU; outputs, Hessian and points that dominate are looked at."""
-    counted: Counter[str] = Counter()
-
-    class Operations(torch.utils._python_dispatch.TorchDispatchMode):
-        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            counted[function.overloadpacket.__name__] += 1
-            return function(*args, **(kwargs or {}))
-
-    class Methods(torch.overrides.TorchFunctionMode):
-        """Notices what copies nothing on the CPU, but does on another device."""
-
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            counted[function.__name__] += 1
-            return function(*args, **(kwargs or {}))
-
-    def waits(n: int) -> int:
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
-        loader = DataLoader(TensorDataset(torch.randn(10 * n, 6), torch.arange(10 * n) % 5), batch_size=10)
-        counted.clear()
-        with Operations(), Methods():
-            Laplace(model, "contrastive").fit(loader)
-        return sum(counted[name] for name in ("_local_scalar_dense", "nonzero", "_unique2", "cpu"))
-
-    assert waits(12) - waits(4) <= 12 * 8
 
 
 def _size(model: nn.Module, x: Tensor, y: Tensor, pairs: dict[str, Any]) -> float:

@@ -54,7 +54,7 @@ def test_weights_and_all_their_sums(case: Case, elements: int, device: str) -> N
         made = make_weights(case, device)
         sums = made.node_sums()
         assert close(made.dense()[0].cpu(), truth, size, 1e-14)
-        assert close(made.matmul(case.z.to(device)).cpu(), truth @ case.z, 10 * size, 1e-13)
+        assert close(made.matmul(case.z[:, :, None].to(device)).cpu()[:, :, 0], -truth @ case.z, 10 * size, 1e-13)
         assert close(sums.degree.cpu(), truth.sum(1), size, 1e-13)
         assert close(sums.neighbors.cpu(), truth @ u, size, 1e-13)
         assert close(made.rows(0, 1)[0].cpu(), truth[:1], size, 1e-14)
