@@ -1,7 +1,7 @@
 """Detection of a few points that contribute most of a curvature, which then says little about all other points.
 
 There are two causes. The first is a point whose output is nearly zero: its Hessian grows with ``1 / norm^2``. If one
-batch contributes more than all others together, a binary search in this batch finds the point. The second is a few
+batch contributes most of the sum, a binary search in this batch finds the point. The second is a few
 points with huge inputs, which dominate the input factors of Kronecker pairs even if their own curvature is small. One
 run of the encoder per batch measures the inputs of all layers.
 """
@@ -112,6 +112,8 @@ class Dominance:
 
     def _search(self) -> None:
         """Search the waiting batches for points that contribute most of the sum so far."""
+        if not self._waiting:
+            return
         threshold = MOST * torch.as_tensor(self._total)
         exceed = (torch.stack([batch.sizes for batch in self._waiting]) > threshold).any(1).tolist()
         for batch, exceeds in zip(self._waiting, exceed, strict=True):

@@ -68,13 +68,13 @@ def subset_hessian(f: Fit, pairs: AllPairs, passes: Passes, size: int, seed: int
         y: Any = batch.labels
         z = check_outputs(passes.encoder(batch.x), "model(x)")
         record.add(z, y)
-        rows = chosen[start : start + len(z)].to(y.device)
+        rows = chosen[start : start + len(z)]
         start += len(z)
         if len(rows) == len(z) and bool(rows.any()):
             parts.append(_selected(batch.x, rows))
             outputs.append(z[rows])
             targets.append(y[rows])
-            numbers.append(batch.numbers[rows.cpu()])
+            numbers.append(batch.numbers[rows])
     if passes.first is not None:
         passes.first.check_same(record)
     inputs, points = _concatenated(parts), (torch.cat(outputs), torch.cat(targets), torch.cat(numbers))
@@ -102,7 +102,7 @@ def anchor_subset(
     for batch in progress.over(reader, "[inducing points]"):
         y: Any = batch.labels
         count = input_length(batch.x)
-        rows = chosen[start : start + count // views].repeat(views).to(y.device)
+        rows = chosen[start : start + count // views].repeat(views)
         if len(rows) != count:
             raise InputError("train_loader", "the same number of points in every pass", "others")
         if bool(rows.any()):

@@ -112,14 +112,14 @@ class Related:
         return cls(relation, shares, totals, (shares.positive * counts[0]).sum(), relation.n, dtype, numbers)
 
     def index(self, targets: Tensor, numbers: Tensor | None = None) -> Tensor:
-        """Return the class of every point, shape (B,), from its label or its number, on the device of these."""
+        """Return the class of every point, shape (B,), from its label or its number; on the CPU if the labels are."""
         known = self.relation.targets
+        wanted = targets.to(known.device)
         if self.numbers is None or numbers is None:
-            keys, sought = self._labels_on_cpu if targets.device.type == "cpu" else known, targets
+            keys, sought = (self._labels_on_cpu, targets) if targets.device.type == "cpu" else (known, wanted)
         else:
             keys, sought = self.numbers, numbers
         index = torch.searchsorted(keys, sought.contiguous()).clamp(max=max(0, len(keys) - 1))
-        wanted = targets.to(known.device)
         other = (known[index] != wanted).unsqueeze(1).flatten(1).any(1)
         validate.require(~other.any(), partial(_other_targets, wanted, other))
         return index

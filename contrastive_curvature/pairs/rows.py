@@ -141,18 +141,14 @@ class RowCollector:
     def rows(self) -> Rows:
         """Return the points kept so far."""
         if self._waiting:
+            numbers, columns = zip(*self._waiting, strict=True)
             # The numbers of many batches together, because a GPU would be waited for each time.
-            numbers = (
-                torch.cat([numbers for numbers, _ in self._waiting])
-                .cpu()
-                .split([len(numbers) for numbers, _ in self._waiting])
-            )
-            new = [
-                replace(self._kept, numbers=part, columns=columns)
-                for part, (_, columns) in zip(numbers, self._waiting, strict=True)
-            ]
+            on_cpu = torch.cat(numbers).cpu().split([len(part) for part in numbers])
+            batches = zip(on_cpu, columns, strict=True)
+            new = [replace(self._kept, numbers=part, columns=named) for part, named in batches]
             parts = [self._kept, *new] if len(self._kept) else new
-            self._kept, self._waiting, self._count = _joined(parts, self._kept.size, self._kept.seed)._smallest(), [], 0
+            self._kept = _joined(parts, self._kept.size, self._kept.seed)._smallest()
+            self._waiting, self._count = [], 0
         return self._kept
 
 

@@ -13,6 +13,7 @@ from tiny import in_batches
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
+from contrastive_curvature.fit import dominance
 
 N, WIDTH, D = 40, 6, 3
 STRUCTURES = [
@@ -57,8 +58,18 @@ def short_output(model: nn.Sequential, x: Tensor, row: int) -> Tensor:
     return moved.to(x.dtype)
 
 
-@covering(1, size=[7, N], weights__structure__more=STRUCTURES)
-def test_a_point_next_to_zero(weights: str, structure: str, more: dict[str, Any], size: int, device: str) -> None:
+@covering(1, size=[7, N], at_once=[0, 2**24], weights__structure__more=STRUCTURES)
+def test_a_point_next_to_zero(
+    weights: str,
+    structure: str,
+    more: dict[str, Any],
+    size: int,
+    at_once: int,
+    device: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whether every batch is searched at once, or all after the pass."""
+    monkeypatch.setattr(dominance, "_NUMBERS", at_once)
     model = encoder(device)
     x, labels = data(device)
     x = short_output(model, x, 23)
