@@ -138,9 +138,9 @@ class Header(BaseModel):
             cls.refuse(name, f"one with {place}: {wrong['msg']}", cls.repaired_by)
 
     @classmethod
-    def refuse(cls, name: str, received: str, hint: str = "", more: str = "") -> NoReturn:
+    def refuse(cls, name: str, got: str, hint: str = "", more: str = "") -> NoReturn:
         """Raise the error for a file or folder that is not of this kind."""
-        raise InputError(name, cls.described + more, received, hint)
+        raise InputError(name, cls.described + more, got, hint)
 
 
 H = TypeVar("H", bound=Header)
@@ -166,8 +166,8 @@ def target_folder(
     # Unfinished files and locks have names that begin with a dot.
     names = sorted(name for name in os.listdir(folder) if not name.startswith(".")) if folder.exists() else []
     if names and file not in names:
-        received = f"{folder}, which has {names[0]!r} in it and no {file}"
-        raise InputError(argument, f"a new or an empty folder, or {described}", received, "Name another folder.")
+        got = f"{folder}, which has {names[0]!r} in it and no {file}"
+        raise InputError(argument, f"a new or an empty folder, or {described}", got, "Name another folder.")
     if names and not overwrite:
         hint = f"{how} to replace it, or name another folder."
         raise InputError(argument, "a new or an empty folder", f"{folder}, which holds {described}", hint)
@@ -179,8 +179,8 @@ def locked(folder: Path) -> Iterator[None]:
     """Refuse a folder that another process writes; the system releases the lock when the process ends."""
     lock = folder / ".lock"
     if lock.is_symlink():
-        received = f"{lock}, a symbolic link, which would be written through"
-        raise InputError("path", "a folder with a lock of its own", received, "Remove the link.")
+        got = f"{lock}, a symbolic link, which would be written through"
+        raise InputError("path", "a folder with a lock of its own", got, "Remove the link.")
     try:
         with FileLock(lock, timeout=0):
             yield

@@ -87,11 +87,11 @@ def check_seal(state: object, keys: Iterable[str] | None = None) -> None:
     if not isinstance(state, Mapping):
         raise InputError("state_dict", "what state_dict() gave", f"a {type(state).__name__}")
     if state.get("checksum") != _checksum(state, keys):
-        received = "another: the state is damaged, or was changed by hand"
+        got = "another: the state is damaged, or was changed by hand"
         hint = "Copy the file again from where it came. To change a setting, load the state and set it on the object."
         if "checksum" not in state:
-            received, hint = "none: an earlier version wrote it", "Fit again, or load it with that version."
-        raise InputError("state_dict['checksum']", "that of the other entries", received, hint)
+            got, hint = "none: an earlier version wrote it", "Fit again, or load it with that version."
+        raise InputError("state_dict['checksum']", "that of the other entries", got, hint)
 
 
 def _checksum(state: Mapping[str, Any], keys: Iterable[str] | None) -> str:

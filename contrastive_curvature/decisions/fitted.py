@@ -39,8 +39,8 @@ def refuse_reversed(argument: str, lower: NDArray[np.float64], higher: NDArray[n
     below, upto = (np.searchsorted(ordered, higher, side=side).mean() for side in ("left", "right"))
     auroc = (below + upto) / (2 * len(lower))
     if auroc < 0.5 - _SURE * math.sqrt((len(lower) + len(higher) + 1) / (12 * len(lower) * len(higher))):
-        received = f"the reverse (AUROC {auroc:.2f})"
-        raise InputError(argument, f"a score that is {meaning}", received, "Negate it: pass -score.")
+        got = f"the reverse (AUROC {auroc:.2f})"
+        raise InputError(argument, f"a score that is {meaning}", got, "Negate it: pass -score.")
 
 
 def clopper_pearson(errors: float, trials: float, confidence: float = 0.95) -> tuple[float, float]:

@@ -157,10 +157,10 @@ class RetrievalThreshold(Fitted):
     def _nothing(self, wrong: int, accepted: int, n: int, tail: float) -> InputError:
         """Return the error for scores without a threshold that keeps the risk."""
         share, more = wrong / accepted, accepted
-        received = f"{wrong} wrong answers among the surest {accepted:,} of {n:,}"
+        got = f"{wrong} wrong answers among the surest {accepted:,} of {n:,}"
         hint = "See whether their labels are right; if they are, take a larger risk or a better score."
         if self.among == "answered" and share < self.risk:
             while not self._keeps_risk(math.ceil(share * more), more, n, tail):
                 more += accepted
             hint = f"At this rate it takes about {math.ceil(n * more / accepted):,} queries, or a larger risk."
-        return InputError("score", f"surest queries of which at most {percent(self.risk)} are wrong", received, hint)
+        return InputError("score", f"surest queries of which at most {percent(self.risk)} are wrong", got, hint)

@@ -174,8 +174,8 @@ class EmbeddingDistribution:
         certain = not isinstance(spread, Joint) and out.polar().finite
         if not certain and bool((bad := ~spread.finite()).any()):
             hint = "The prior precision or the temperature may be too small, or an input's Jacobian too large."
-            received = f"NaN or infinity in rows {bad.nonzero().flatten()[:5].tolist()}"
-            raise InvalidRowsError(bad, f"la(x): {spread.kind}", "finite numbers", received, hint)
+            got = f"NaN or infinity in rows {bad.nonzero().flatten()[:5].tolist()}"
+            raise InvalidRowsError(bad, f"la(x): {spread.kind}", "finite numbers", got, hint)
         return out
 
     @classmethod
@@ -628,8 +628,8 @@ def _check_semidefinite(name: str, matrices: Tensor) -> None:
     apart = (scaled - scaled.mT).abs().amax((-2, -1))
     if bool((apart > rounding).any()):
         worst = float((apart * size.flatten().view_as(apart)).max())
-        received, hint = f"entries that differ from the transposed ones by {worst:.3g}", "Pass (V + V.mT) / 2."
-        raise InputError(name, "a symmetric matrix", received, hint)
+        got, hint = f"entries that differ from the transposed ones by {worst:.3g}", "Pass (V + V.mT) / 2."
+        raise InputError(name, "a symmetric matrix", got, hint)
     eye = torch.eye(dim, dtype=scaled.dtype, device=scaled.device)
     failed = torch.linalg.cholesky_ex((scaled + scaled.mT) / 2 + 2 * rounding * eye).info != 0
     if bool(failed.any()):

@@ -93,14 +93,14 @@ class CosineDistribution:
             raise InputTypeError("threshold", f"{wanted}, or a tensor of them", f"dtype {threshold.dtype}")
         limit = torch.as_tensor(threshold).detach().cpu().double()
         if not bool((limit.abs() <= 1).all()):
-            received = f"numbers from {float(limit.min())} to {float(limit.max())}"
-            raise InputError("threshold", wanted, received)
+            got = f"numbers from {float(limit.min())} to {float(limit.max())}"
+            raise InputError("threshold", wanted, got)
         try:
             return limit.expand(self.mean.shape)
         except RuntimeError:
-            received = f"shape {tuple(limit.shape)}"
+            got = f"shape {tuple(limit.shape)}"
             wanted = f"a shape that expands to {tuple(self.mean.shape)}, that of the mean"
-            raise InputError("threshold", wanted, received) from None
+            raise InputError("threshold", wanted, got) from None
 
 
 def similarity(

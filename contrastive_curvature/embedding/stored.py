@@ -117,6 +117,6 @@ def _not_negative(name: str, value: Tensor, like: Tensor) -> Tensor:
     """Return finite numbers >= 0, one for each row of ``like``, in its dtype."""
     checked = check_scores(name, value, len(like)).to(like)
     if not bool((checked.isfinite() & (checked >= 0)).all()):
-        received = f"{float(checked.min()):g} to {float(checked.max()):g}"
-        raise InputError(name, f"numbers >= 0 that {like.dtype} can hold", received)
+        got = f"{float(checked.min()):g} to {float(checked.max()):g}"
+        raise InputError(name, f"numbers >= 0 that {like.dtype} can hold", got)
     return checked

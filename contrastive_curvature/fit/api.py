@@ -157,11 +157,11 @@ def check_indices(indices: object, total: int, argument: str) -> Tensor:
         raise InputTypeError(argument, "an integer tensor of indices", f"a {type(indices).__name__}")
     whole = indices.dtype != torch.bool and not (indices.is_floating_point() or indices.is_complex())
     if not whole or indices.layout != torch.strided or indices.ndim != 1 or not indices.numel():
-        came = f"dtype {indices.dtype}, shape {tuple(indices.shape)}"
-        raise InputError(argument, "an integer tensor of indices, shape (K,), not empty", came)
+        got = f"dtype {indices.dtype}, shape {tuple(indices.shape)}"
+        raise InputError(argument, "an integer tensor of indices, shape (K,), not empty", got)
     if int(indices.min()) < 0 or int(indices.max()) >= total or indices.unique().numel() != indices.numel():
-        came = f"{int(indices.min())}..{int(indices.max())}, {indices.unique().numel()} distinct of {indices.numel()}"
-        raise InputError(argument, f"distinct indices in 0..{total - 1}", came)
+        got = f"{int(indices.min())}..{int(indices.max())}, {indices.unique().numel()} distinct of {indices.numel()}"
+        raise InputError(argument, f"distinct indices in 0..{total - 1}", got)
     return indices
 
 

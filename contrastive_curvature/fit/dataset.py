@@ -264,9 +264,9 @@ def check_fittable(n: int, positives: float) -> None:
 def _check_different(rows: Rows) -> None:
     same = (rows.numbers[1:] == rows.numbers[:-1]).nonzero().flatten()
     if len(same):
-        came = f"point {int(rows.numbers[same[0]])} twice"
+        got = f"point {int(rows.numbers[same[0]])} twice"
         hint = "Give every part points of its own; loader.numbers says which points of the data set they are."
-        raise InputError("statistics", "every point in one part", came, hint)
+        raise InputError("statistics", "every point in one part", got, hint)
 
 
 def _columns(x: Inputs) -> dict[str, Tensor]:

@@ -53,21 +53,21 @@ class PassRecord:
         other_targets, other_numbers = again._joined()
         equal = torch.zeros_like(targets)
         if len(targets) != len(other_targets):
-            received = f"{len(targets)} points in the first pass and {len(other_targets)} in a later one"
+            got = f"{len(targets)} points in the first pass and {len(other_targets)} in a later one"
         elif not len(numbers):
             if torch.equal(targets.sort().values, other_targets.to(targets.device).sort().values):
                 return
-            received = "other targets"
+            got = "other targets"
         elif _agree(targets, numbers, other_targets, other_numbers, self._rounding(numbers)):
             return
         elif _agree(equal, numbers, equal, other_numbers, self._rounding(numbers)):
-            received = "the same outputs with other targets, so inputs and labels are not paired in the same way"
+            got = "the same outputs with other targets, so inputs and labels are not paired in the same way"
         else:
-            received = "different outputs"
+            got = "different outputs"
         hint = (
             "Turn random augmentation and drop_last off (shuffling is fine), or use pairs='batch': it needs one pass."
         )
-        raise InputError("train_loader", "the same data in every pass", received, hint)
+        raise InputError("train_loader", "the same data in every pass", got, hint)
 
     def add_targets(self, targets: Tensor) -> None:
         """Record the targets of a batch, shape (B, ...), without outputs."""

@@ -67,8 +67,8 @@ def _check_origins(f: Fit, statistics: State, curvature: State, argument: str) -
             continue
         n = 0 if before is None else before.n
         hint = "Give each part the same points in both passes, and use the same encoder."
-        came = f"{again.n} points for {n}" if again.n != n else "other points, targets or outputs"
-        raise InputError(argument, f"the points of part {part} of the statistics", came, hint)
+        got = f"{again.n} points for {n}" if again.n != n else "other points, targets or outputs"
+        raise InputError(argument, f"the points of part {part} of the statistics", got, hint)
 
 
 def _gathered(exchange: ProcessGroup, share: Share, state: State) -> State | None:

@@ -133,10 +133,8 @@ class Rest:
     def __init__(self, loader: Any, gone: Any) -> None:
         numbers = torch.as_tensor(gone, device="cpu")
         if numbers.ndim != 1 or numbers.is_floating_point() or numbers.dtype == torch.bool:
-            came = f"{numbers.dtype} of shape {tuple(numbers.shape)}"
-            raise InputError(
-                "gone", "positions of points, whole numbers (M,)", came, "Of a mask: mask.nonzero()[:, 0]."
-            )
+            got = f"{numbers.dtype} of shape {tuple(numbers.shape)}"
+            raise InputError("gone", "positions of points, whole numbers (M,)", got, "Of a mask: mask.nonzero()[:, 0].")
         self.loader, self.gone, self.count = loader, numbers.unique(), 0
 
     def kept(self, numbers: Tensor) -> Tensor:

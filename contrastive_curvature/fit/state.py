@@ -152,8 +152,8 @@ def merged(states: Iterable[State]) -> State:
         InputTypeError: An entry is not a state.
     """
     if isinstance(states, State) or not isinstance(states, Iterable):
-        came = "one of them" if isinstance(states, State) else f"a {type(states).__name__}"
-        raise InputTypeError("states", "several states, as a list", came)
+        got = "one of them" if isinstance(states, State) else f"a {type(states).__name__}"
+        raise InputTypeError("states", "several states, as a list", got)
     remaining = list(states)
     for state in remaining:
         if not isinstance(state, State):
@@ -186,8 +186,8 @@ def check_fit_together(first: State, second: State) -> None:
         for b, theirs in second.origins.items():
             if min(origin.n, theirs.n) >= _TELLING and origin.same_points(theirs):
                 hint = "Every part has its own share of the data: a slice, a shard, or a DistributedSampler."
-                came = f"the same {origin.n} points in parts {a} and {b}"
-                raise InputError("states", "other points in every part", came, hint)
+                got = f"the same {origin.n} points in parts {a} and {b}"
+                raise InputError("states", "other points in every part", got, hint)
 
 
 def check_identity(state: State, identity: Mapping[str, str]) -> None:

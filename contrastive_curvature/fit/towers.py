@@ -74,9 +74,9 @@ def read_towers(
 ) -> TowerBatch:
     """Convert a batch of a loader, and move it to the device of the encoders."""
     if isinstance(batch, Mapping) or not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
-        came = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+        got = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
         hint = "An encoder that takes a mapping gets one of its own: yield ({'pixel_values': ...}, {'input_ids': ...})."
-        raise InputTypeError("train_loader", _FORMS, came, hint)
+        raise InputTypeError("train_loader", _FORMS, got, hint)
     if len(batch) == 3 and isinstance(batch[2], (tuple, list)):
         batch = (batch[0], batch[1], _joined_labels(batch))
     if len(batch) == 2 and isinstance(batch[0], (tuple, list)) and len(batch[0]) == 2 and _of_both(batch[1]):
@@ -88,9 +88,9 @@ def read_towers(
     if loss.compares == "grades":
         if views.targets is None or counts[0] != counts[1] or len(views.targets) != counts[0]:
             grades = "" if views.targets is None else f" with {len(views.targets)} grades"
-            came = f"{counts[0]} and {counts[1]} inputs{grades}"
+            got = f"{counts[0]} and {counts[1]} inputs{grades}"
             hint = f"{type(loss).__name__} compares pairs of known similarity."
-            raise InputError("train_loader", "(a, b, grades) with a grade for every pair", came, hint)
+            raise InputError("train_loader", "(a, b, grades) with a grade for every pair", got, hint)
         return TowerBatch(views.first, second, None, views.targets)
     labels = views.targets
     a_pair = labels is not None and counts[0] == counts[1] == len(labels)
@@ -118,9 +118,9 @@ def _joined_labels(batch: Any) -> Tensor:
     """Concatenate the labels of both towers."""
     a, b, labels = batch
     if len(labels) != 2 or not all(isinstance(part, Tensor) and part.ndim == 1 for part in labels):
-        came = f"a {type(labels).__name__} of {len(labels)}, not two tensors"
+        got = f"a {type(labels).__name__} of {len(labels)}, not two tensors"
         hint = "One label a pair is a tensor (N,), too."
-        raise InputTypeError("train_loader", "(labels of a, labels of b), tensors (N,) and (M,)", came, hint)
+        raise InputTypeError("train_loader", "(labels of a, labels of b), tensors (N,) and (M,)", got, hint)
     for name, x, part in zip("ab", (a, b), labels, strict=True):
         n = len(x) if is_texts(x) else input_length(x) if isinstance(x, (Tensor, Mapping)) else len(part)
         if len(part) != n:
@@ -160,8 +160,8 @@ def closed(f: Fit, pairs: Any, totals: list[Total]) -> list[DatasetCurvature]:
     if alike == batches:
         hint = "An anchor is told apart from the inputs of its batch that do not belong to it: use larger batches."
         as_much = ", or as much" if f.options.loss.compares == "grades" else ""
-        came = f"{batches} batches whose inputs all belong together{as_much}"
-        raise InputError("train_loader", "batches of two pairs or more", came, hint)
+        got = f"{batches} batches whose inputs all belong together{as_much}"
+        raise InputError("train_loader", "batches of two pairs or more", got, hint)
     if alike:
         _log.info("%d of %d batches had no inputs that belong together less than others", alike, batches)
     curvatures = loop.closed(f, pairs, totals)

@@ -235,8 +235,8 @@ def _mixture(name: str, value: object) -> tuple[Tensor, Tensor]:
 def _check_matches(matches: object, batch: torch.Size) -> Tensor:
     """Return the indicator of matching pairs, expanded to the shape ``batch`` of the pairs."""
     if not isinstance(matches, Tensor) or matches.dtype != torch.bool:
-        came = str(matches.dtype) if isinstance(matches, Tensor) else f"a {type(matches).__name__}"
-        raise InputTypeError("matches", "a tensor of booleans", came, "Compare labels: labels1 == labels2.")
+        got = str(matches.dtype) if isinstance(matches, Tensor) else f"a {type(matches).__name__}"
+        raise InputTypeError("matches", "a tensor of booleans", got, "Compare labels: labels1 == labels2.")
     try:
         fits = torch.broadcast_shapes(matches.shape, batch) == batch
     except RuntimeError:

@@ -20,9 +20,9 @@ class UnrepresentableError(InputError):
         """Make the error for points with norms ``n`` (N,); ``held`` (N,) marks the blocks that it can hold."""
         rows = (~held).nonzero().flatten()[:5].tolist()
         wanted = f"embeddings whose Hessian, which goes with 1 / norm^2, {n.dtype} can hold"
-        came = f"norms {[float(f'{float(n[row]):.3g}') for row in rows]} in rows {rows}"
+        got = f"norms {[float(f'{float(n[row]):.3g}') for row in rows]} in rows {rows}"
         hint = "Use float64, or rescale the outputs: their directions, the embeddings, stay the same."
-        return cls("raw outputs", wanted, came, hint)
+        return cls("raw outputs", wanted, got, hint)
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,8 @@ class NodeSums:
         wanted = f"finite derivatives in {self.neighbors.dtype}"
 
         def error() -> UnrepresentableError:
-            came = f"NaN or infinity at the points {(~finite).nonzero().flatten()[:5].tolist()}"
-            return UnrepresentableError(loss, wanted, came, hint)
+            got = f"NaN or infinity at the points {(~finite).nonzero().flatten()[:5].tolist()}"
+            return UnrepresentableError(loss, wanted, got, hint)
 
         validate.require(finite.all(), error)
         return self

@@ -105,8 +105,8 @@ class OutputHessian:
             InputError: ``v`` has another N or D, or is not finite.
         """
         if not isinstance(v, Tensor) or v.dtype != self.z.dtype or v.layout != torch.strided:
-            came = f"{v.dtype}, {v.layout}" if isinstance(v, Tensor) else f"a {type(v).__name__}"
-            raise InputTypeError("v", f"a dense tensor of dtype {self.z.dtype}", came)
+            got = f"{v.dtype}, {v.layout}" if isinstance(v, Tensor) else f"a {type(v).__name__}"
+            raise InputTypeError("v", f"a dense tensor of dtype {self.z.dtype}", got)
         if v.ndim not in (2, 3) or v.shape[:2] != self.z.shape:
             wanted = f"shape {tuple(self.z.shape)} or {(*self.z.shape, 'K')}"
             raise InputError("v", wanted, f"shape {tuple(v.shape)}")

@@ -112,8 +112,8 @@ class Arrays:
         """Truncate the files to this number of parts; :meth:`write` appends to them."""
         for name, path in self.paths.items():
             if path.is_symlink():
-                received = "a symbolic link, which would be written through"
-                raise InputError(str(path), "a file of this folder", received, "Put the file in its place.")
+                got = "a symbolic link, which would be written through"
+                raise InputError(str(path), "a file of this folder", got, "Put the file in its place.")
             path.touch()
             os.truncate(path, parts * self._rows_per_part * self.kinds[name].itemsize)
 
@@ -195,15 +195,15 @@ class FeatureFolder:
             raise InputTypeError("seed", "a whole number or None", f"a {type(seed).__name__}")
         self.seed = seed
         if self._header.points is None:
-            received = f"one with {len(self._header.parts)} parts"
-            raise InputError(str(self.path), "a complete feature folder", received, _WRITE_AGAIN)
+            got = f"one with {len(self._header.parts)} parts"
+            raise InputError(str(self.path), "a complete feature folder", got, _WRITE_AGAIN)
         self._arrays, self._rows = Arrays(self.path, self._header), range(self._header.points)
         for name, path in self._arrays.paths.items():
             wanted = self._header.points * self._arrays.kinds[name].itemsize
             size = path.stat().st_size if path.is_file() else None
             if size != wanted:
-                received = "no such file" if size is None else f"{size:,} bytes"
-                raise InputError(str(path), f"{wanted:,} bytes", received, _WRITE_AGAIN)
+                got = "no such file" if size is None else f"{size:,} bytes"
+                raise InputError(str(path), f"{wanted:,} bytes", got, _WRITE_AGAIN)
         self.dtype: torch.dtype = getattr(torch, self._header.dtype)
         self.source, self.class_names = self._header.source, self._header.class_names
         self.width, self.last_layer_name = self.source.width, self.source.last_layer
@@ -313,8 +313,8 @@ class FeatureFolder:
         if part < len(self._header.parts):
             start = part * self._header.rows_per_part
             stop = min(start + self._header.rows_per_part, self._header.points or 0)
-            received = f"points {start} to {stop - 1} are damaged (part {part})"
-            raise InputError(str(self.path), "the content that was written", received, _WRITE_AGAIN)
+            got = f"points {start} to {stop - 1} are damaged (part {part})"
+            raise InputError(str(self.path), "the content that was written", got, _WRITE_AGAIN)
 
     def _slice(self, start: int = 0, stop: int | None = None) -> slice:
         """Return rows of the folder for points of this shard."""
@@ -563,9 +563,9 @@ class _Writer:
         self.header = self.header.model_copy(update=changes)
         write_tensors(self.folder / HEADER, self.header, {}, follow=False)
 
-    def _refuse(self, received: str, hint: str = "") -> NoReturn:
+    def _refuse(self, got: str, hint: str = "") -> NoReturn:
         wanted = f"the data of the folder {self.folder}, in the same order"
-        raise InputError("loader", wanted, received, _OTHER + hint)
+        raise InputError("loader", wanted, got, _OTHER + hint)
 
 
 def _target_type(targets: Tensor) -> str:
@@ -603,8 +603,8 @@ def _stored_identifiers(value: Sequence[int] | Sequence[str] | NDArray[Any] | Te
 def _check_number(identifiers: NDArray[Any] | None, points: int) -> None:
     """Refuse a number of identifiers that differs from the number of points."""
     if identifiers is not None and len(identifiers) != points:
-        received = f"{len(identifiers)} identifiers, and {points} points"
-        raise InputError("identifiers", "one for each point of the loader", received)
+        got = f"{len(identifiers)} identifiers, and {points} points"
+        raise InputError("identifiers", "one for each point of the loader", got)
 
 
 def _encoded(wide: Tensor, dtype: str, first_row: int) -> NDArray[Any]:

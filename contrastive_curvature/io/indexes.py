@@ -85,8 +85,8 @@ class FaissIndex:
         distances = torch.from_numpy(1 - found if self.index.metric_type == 0 else found / 2)
         if float((1 - distances).abs().max()) > _LARGEST:
             hint = "Add la(x).mu, not raw outputs."
-            received = f"a cosine of {float(1 - distances.max()):.3g} to {float(1 - distances.min()):.3g}"
-            raise InputError("index", "unit vectors in it", received, hint)
+            got = f"a cosine of {float(1 - distances.max()):.3g} to {float(1 - distances.min()):.3g}"
+            raise InputError("index", "unit vectors in it", got, hint)
         return distances.to(vectors.device), _at(rows if self.ids is None else self.ids[rows], vectors.device)
 
 

@@ -122,5 +122,5 @@ def _check_sampler(loader: Any, part: tuple[int, int]) -> None:
     """Refuse a sampler that reads another part of the data than ``part``."""
     for sampler in loader_parts(loader):
         if isinstance(sampler, DistributedSampler) and (sampler.rank, sampler.num_replicas) != part:
-            came = f"rank {sampler.rank} of {sampler.num_replicas} in its DistributedSampler"
-            raise InputError("loader", f"part {part[0]} of {part[1]}, as part= says", came)
+            got = f"rank {sampler.rank} of {sampler.num_replicas} in its DistributedSampler"
+            raise InputError("loader", f"part {part[0]} of {part[1]}, as part= says", got)

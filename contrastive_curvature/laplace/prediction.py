@@ -73,9 +73,9 @@ def check_outputs(x: Inputs, z: Tensor, dim: int, *, sampled: bool = False) -> N
     if z.ndim != 2 + sampled or z.shape[-1] != dim:
         shapes = ", ".join(f"{key} {tuple(t.shape)}".strip() for key, t in tensors.items())
         wanted = f"inputs like those of the fit, with outputs of shape (B, {dim})"
-        received = f"shape {shapes}, with outputs of shape {tuple(z.shape[sampled:])}"
+        got = f"shape {shapes}, with outputs of shape {tuple(z.shape[sampled:])}"
         hint = "One axis, the first, is that of the batch: x[None] of one point."
-        raise InputError("x", wanted, received, hint)
+        raise InputError("x", wanted, got, hint)
     # The sum of huge finite numbers overflows, so then each number is checked.
     if math.isfinite(z.sum().item()) or bool((good := z.detach().isfinite()).all()):
         return
@@ -83,8 +83,8 @@ def check_outputs(x: Inputs, z: Tensor, dim: int, *, sampled: bool = False) -> N
     finite = all(bool(t.isfinite().all()) for t in tensors.values())
     hint = "The inputs themselves are finite." if finite else "The inputs hold NaN or infinity themselves."
     hint += " Leave them out, or call la(x, on_invalid='nan'), which gives NaN for these rows alone."
-    received = f"NaN or infinity in rows {bad.nonzero().flatten()[:5].tolist()}"
-    raise InvalidRowsError(bad, "x", "inputs with finite outputs", received, hint)
+    got = f"NaN or infinity in rows {bad.nonzero().flatten()[:5].tolist()}"
+    raise InvalidRowsError(bad, "x", "inputs with finite outputs", got, hint)
 
 
 _SPREADS: dict[type, type[Any]] = {DiagonalAtFeatures: Diagonal, AxesAtFeatures: Axes, DenseAtFeatures: Dense}

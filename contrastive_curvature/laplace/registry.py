@@ -78,8 +78,8 @@ def _entry(key: Key, of_host: Any) -> Any:
         by_place = _SUBNETWORK if key[0] == "subnetwork" else _BY_PLACE
         named = dict(zip(by_place, args, strict=False))
         if len(args) > len(by_place) or set(named) & set(kwargs):
-            came = f"{len(args)} of them by place, and {', '.join(kwargs) or 'none'} by name"
-            raise InputTypeError("Laplace", f"each argument once, by place {', '.join(by_place)}", came)
+            got = f"{len(args)} of them by place, and {', '.join(kwargs) or 'none'} by name"
+            raise InputTypeError("Laplace", f"each argument once, by place {', '.join(by_place)}", got)
         kwargs = {**named, **kwargs}
         if isinstance(model, TwoTowers):
             return TwoTowerLaplace(model, likelihood, *key, **kwargs)

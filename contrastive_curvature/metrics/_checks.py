@@ -27,8 +27,8 @@ def check_integers(name: str, value: object, wanted: str = "an integer tensor", 
     """Return a tensor of an integer dtype, detached."""
     checked = check_tensor(name, value, wanted, hint)
     if checked.is_floating_point() or checked.is_complex() or checked.dtype == torch.bool:
-        came = f"{checked.dtype}, shape {tuple(checked.shape)}"
-        raise InputTypeError(name, wanted, came, hint or "Convert it with .long().")
+        got = f"{checked.dtype}, shape {tuple(checked.shape)}"
+        raise InputTypeError(name, wanted, got, hint or "Convert it with .long().")
     return checked
 
 
@@ -102,5 +102,5 @@ def _numpy(argument: str, value: object, what: str) -> NDArray[Any]:
         return (value.double() if value.is_floating_point() else value).numpy()
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return value
-    received = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
-    raise InputTypeError(argument, f"a tensor or an array of {what}", received)
+    got = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"
+    raise InputTypeError(argument, f"a tensor or an array of {what}", got)

@@ -27,8 +27,8 @@ def _iterate(name: str, samples: object) -> Iterator[Tensor]:
     several = isinstance(samples, Iterable) and not isinstance(samples, (str, bytes, Mapping, Tensor))
     if (isinstance(samples, Tensor) and samples.ndim == 3) or (several and not hasattr(samples, "mu")):
         return iter(samples)  # type: ignore[call-overload]
-    came = f"shape {tuple(samples.shape)}" if isinstance(samples, Tensor) else f"a {type(samples).__name__}"
-    raise InputTypeError(name, "shape (S, N, D), or an iterable of (N, D): sampled embeddings", came, _HINT)
+    got = f"shape {tuple(samples.shape)}" if isinstance(samples, Tensor) else f"a {type(samples).__name__}"
+    raise InputTypeError(name, "shape (S, N, D), or an iterable of (N, D): sampled embeddings", got, _HINT)
 
 
 def retrieval_votes(

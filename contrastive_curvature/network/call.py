@@ -119,16 +119,16 @@ def embedding_name(out: Any) -> str:
     alone = len(flat) == 1 and not any(name in entries for name in _UNDECIDED_NAMES)
     if alone and not known and isinstance(flat[0], str):
         return flat[0]
-    received = f"a {type(out).__name__}"
+    got = f"a {type(out).__name__}"
     if entries:
-        received += " with " + ", ".join(f"{name!r} {tuple(value.shape)}" for name, value in entries.items())
+        got += " with " + ", ".join(f"{name!r} {tuple(value.shape)}" for name, value in entries.items())
     ways = [f"contrastive_curvature.EncoderOutput(model, {name!r})" for name in flat]
     tokens = [name for name, value in entries.items() if value.ndim == 3 and value.is_floating_point()]
     ways += [f"contrastive_curvature.EncoderOutput(model, {name!r}, pooling='mean')" for name in tokens[:1]]
     hint = "Wrap it in a module whose forward returns the embeddings."
     if ways:
         hint = f"Say which of them is the embedding that you compare: pass {' or '.join(ways)}."
-    raise InputTypeError("model", "a module that returns a tensor (N, D)", received, hint)
+    raise InputTypeError("model", "a module that returns a tensor (N, D)", got, hint)
 
 
 def _arguments(model: nn.Module, x: dict[str, Any]) -> tuple[bool | None, dict[str, Any]]:

@@ -495,13 +495,13 @@ class Encoder(nn.Module):
         # Weights are read again only if a weight may have changed.
         state = (source, name, versions(trunk_tensors(self.model, name)))
         if state != self._checked:
-            received = difference(self.model, source, name)
-            if received is not None:
+            got = difference(self.model, source, name)
+            if got is not None:
                 hint = (
                     "Load the weights that the encoder had when they were written, or write those of this encoder with "
                     "contrastive_curvature.features(encoder, loader, another_path)."
                 )
-                raise InputError("features", "those of this encoder", received, hint)
+                raise InputError("features", "those of this encoder", got, hint)
             self._checked = state
         return source
 

@@ -28,10 +28,8 @@ def check_inputs(x: object, argument: str = "x") -> Inputs:
             hint = "Sparse tensors cannot be sliced by rows. Call .to_dense() on it."
             raise InputTypeError(argument, "dense tensors", f"layout {value.layout}", hint)
     if not input_length(x):
-        received = (
-            f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else "a mapping without tensors, or without points"
-        )
-        raise InputError(argument, "a batch of at least one point", received)
+        got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else "a mapping without tensors, or without points"
+        raise InputError(argument, "a batch of at least one point", got)
     return x
 
 
@@ -103,8 +101,8 @@ def asks_for_example(example: object) -> Iterator[None]:
             raise
         reason = (str(error) or type(error).__name__).splitlines()[0]
         hint = "Pass example=, two inputs that may be in the file."
-        received = f"none, and made-up ones fail: {reason}"
-        raise InputError("example", "inputs that the encoder takes", received, hint) from error
+        got = f"none, and made-up ones fail: {reason}"
+        raise InputError("example", "inputs that the encoder takes", got, hint) from error
 
 
 def same_tokens(parts: Sequence[Inputs]) -> list[Inputs]:
@@ -125,8 +123,8 @@ def same_tokens(parts: Sequence[Inputs]) -> list[Inputs]:
         missing = longest - mask.shape[1]
         if missing and side is None and len(known) != 1:
             hint = "Pad all batches to one length, as tokenizer(texts, padding='max_length', max_length=...) does."
-            received = f"batches of {mask.shape[1]} and {longest} tokens whose masks do not show on which side to pad"
-            raise InputError("train_loader", "batches of one number of tokens", received, hint)
+            got = f"batches of {mask.shape[1]} and {longest} tokens whose masks do not show on which side to pad"
+            raise InputError("train_loader", "batches of one number of tokens", got, hint)
         side = side or next(iter(known), "right")
         padded.append(_padded(part, mask.shape, (missing, 0) if side == "left" else (0, missing)))
     return padded
@@ -170,7 +168,7 @@ def tokenized(model: Any, x: Any, argument: str = "x") -> Any:
     prompt = prompts.get(getattr(owner, "default_prompt_name", None)) if isinstance(prompts, Mapping) else None
     out = getattr(owner, name)(list(x), **({} if prompt is None else {"prompt": prompt}))
     if not isinstance(out, Mapping) or input_length(out) != len(x):
-        received = f"a {type(out).__name__}" + (f" of {input_length(out)} points" if isinstance(out, Mapping) else "")
+        got = f"a {type(out).__name__}" + (f" of {input_length(out)} points" if isinstance(out, Mapping) else "")
         wanted = f"a mapping of tensors with {len(x)} points from {type(owner).__name__}.{name}"
-        raise InputError(argument, wanted, received)
+        raise InputError(argument, wanted, got)
     return dict(out)

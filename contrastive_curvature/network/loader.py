@@ -107,9 +107,9 @@ def read_views(
     if count == 2 and not viewed:
         return Views(moved(encoders[0], batch[0]), None, target(batch[1]))
     if not viewed:
-        received = f"a {type(batch).__name__}" + (f" of {count}" if isinstance(batch, (tuple, list)) else "")
+        got = f"a {type(batch).__name__}" + (f" of {count}" if isinstance(batch, (tuple, list)) else "")
         hint = "Of three entries, a second one with one number a point is no second view."
-        raise InputTypeError(argument, _FORMS, received, hint)
+        raise InputTypeError(argument, _FORMS, got, hint)
     # Data sets of views often contain an unused object in place of the labels.
     nested = count == 2 and _several(batch[0])
     first, second, y = (*batch[0], batch[1]) if nested else (*batch, None)[:3]
@@ -201,8 +201,8 @@ def check_loader(loader: Any, argument: str = "train_loader", *, once: bool = Fa
     other = isinstance(loader, (str, bytes, Mapping, type, Number)) or hasattr(loader, "__array__")
     if iterator or points or other or not runs:
         hint = "Pass a DataLoader or a list of batches, as DataLoader(TensorDataset(x, labels), batch_size=256)."
-        received = f"{'the iterator' if iterator else 'a'} {type(loader).__name__}"
-        raise InputTypeError(argument, wanted, received, hint)
+        got = f"{'the iterator' if iterator else 'a'} {type(loader).__name__}"
+        raise InputTypeError(argument, wanted, got, hint)
     for part in [] if shares else loader_parts(loader):
         # Samplers of torch and Lightning have num_replicas; Accelerate's shards have num_processes, but so may a user's
         # data set.
@@ -305,9 +305,9 @@ def check_model(model: object, *, half: bool = False) -> None:
 def check_one_encoder(model: nn.Module) -> None:
     """Refuse two towers in place of one encoder, and an encoder on an unusable device."""
     if hasattr(model, "get_image_features") and hasattr(model, "get_text_features"):
-        received = f"a {type(model).__name__}, which holds one of images and one of texts"
+        got = f"a {type(model).__name__}, which holds one of images and one of texts"
         hint = "Pass one, such as CLIPVisionModelWithProjection, or contrastive_curvature.TwoTowers of both."
-        raise InputTypeError("model", "one encoder", received, hint)
+        raise InputTypeError("model", "one encoder", got, hint)
     if isinstance(model, TwoTowers):
         hint = "laplace.Laplace(..., likelihood='contrastive') takes both; here pass encoder_a or encoder_b."
         raise InputTypeError("model", "one encoder", "a TwoTowers", hint)

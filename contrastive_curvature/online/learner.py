@@ -233,9 +233,9 @@ class OnlineLaplace(nn.Module):
             InputError: No call in training mode has happened yet, or no step had a positive curvature.
         """
         if not bool(self.discounted.positive):
-            received = f"{int(self.discounted.steps)} steps, and no positive curvature"
+            got = f"{int(self.discounted.steps)} steps, and no positive curvature"
             hint = "With pairs in every batch, use pd_fix='positive' or a smaller negative_weight or margin."
-            raise InputError("laplace()", "at least one training step on a batch with positive pairs", received, hint)
+            raise InputError("laplace()", "at least one training step on a batch with positive pairs", got, hint)
         return self._posterior.fitted(self.discounted)
 
     def get_extra_state(self) -> Tensor:
@@ -251,8 +251,8 @@ class OnlineLaplace(nn.Module):
         was, now = json.loads(bytes(state.tolist())), self.options
         differ = sorted(name for name in was | now if was.get(name) != now.get(name))
         if differ:
-            wanted, received = (", ".join(f"{name}={options.get(name)}" for name in differ) for options in (now, was))
-            raise InputError("state_dict", f"one of an OnlineLaplace with {wanted}", received)
+            wanted, got = (", ".join(f"{name}={options.get(name)}" for name in differ) for options in (now, was))
+            raise InputError("state_dict", f"one of an OnlineLaplace with {wanted}", got)
 
     def _loss_of(self, z: Tensor, raw: Tensor, labels: Tensor | None, pairs: Any) -> Tensor:
         """Return the loss of a batch; ``raw`` holds its checked outputs ``z`` without a graph."""

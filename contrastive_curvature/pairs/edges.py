@@ -56,8 +56,8 @@ class GradedPairs(Relation):
     def __init__(self, a: Tensor, b: Tensor, grades: Tensor, n: int, device: torch.device) -> None:
         self.a, self.b = _indices("pairs (a)", a, n, device), _indices("pairs (b)", b, n, device)
         if not isinstance(grades, Tensor) or grades.layout != torch.strided or grades.is_complex():
-            came = f"dtype {grades.dtype}, {grades.layout}" if isinstance(grades, Tensor) else type(grades).__name__
-            raise InputTypeError("pairs (grades)", "a dense tensor of numbers", came)
+            got = f"dtype {grades.dtype}, {grades.layout}" if isinstance(grades, Tensor) else type(grades).__name__
+            raise InputTypeError("pairs (grades)", "a dense tensor of numbers", got)
         if grades.ndim != 1:
             raise InputError("pairs (grades)", "shape (K,)", f"shape {tuple(grades.shape)}")
         self.grades, self.n, self.device = grades.to(device), n, device
@@ -87,8 +87,8 @@ def _times_listed(a: Tensor, b: Tensor, n: int) -> Tensor:
 def _indices(argument: str, tensor: object, n: int, device: torch.device) -> Tensor:
     """Check indices of n points, and return them as int64, shape (K,)."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS or tensor.layout != torch.strided:
-        came = f"dtype {tensor.dtype}, {tensor.layout}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
-        raise InputTypeError(argument, "integer index tensors", came)
+        got = f"dtype {tensor.dtype}, {tensor.layout}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
+        raise InputTypeError(argument, "integer index tensors", got)
     if tensor.ndim != 1:
         raise InputError(argument, "index tensors of shape (K,)", f"shape {tuple(tensor.shape)}")
     low, high = (int(end) for end in tensor.aminmax()) if tensor.numel() else (0, -1)
@@ -116,16 +116,16 @@ class TargetMatrix(HeldRelation):
             raise InputError("pairs", "targets with a zero diagonal", "others", hint)
         wrong = ((targets.sum(1) - 1).abs() > _SUM).nonzero().flatten()[:5].tolist()
         if wrong:
-            came = f"{[round(float(targets[row].sum()), 4) for row in wrong]} in rows {wrong}"
-            raise InputError("pairs", "targets of an anchor that sum to one", came, "Divide each row by its sum.")
+            got = f"{[round(float(targets[row].sum()), 4) for row in wrong]} in rows {wrong}"
+            raise InputError("pairs", "targets of an anchor that sum to one", got, "Divide each row by its sum.")
         super().__init__(targets, (targets == 0).fill_diagonal_(False))
 
 
 def _of_partners(partner: Tensor, n: int) -> TargetMatrix:
     """Return targets where each point has one positive, by index, shape (N,), never the point itself."""
     if n and not bool(((partner >= 0) & (partner < n)).all()):
-        came = f"{int(partner.min())}..{int(partner.max())}"
-        raise InputError("pairs", f"a partner in 0..{n - 1} for every point", came)
+        got = f"{int(partner.min())}..{int(partner.max())}"
+        raise InputError("pairs", f"a partner in 0..{n - 1} for every point", got)
     own = (partner == torch.arange(n, device=partner.device)).nonzero().flatten()[:5].tolist()
     if own:
         raise InputError("pairs", "another point as the partner of every point", f"itself in rows {own}")

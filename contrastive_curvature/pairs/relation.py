@@ -246,8 +246,8 @@ def make_target_relation(
         wanted = "a callable (targets_a, targets_b) -> (positives, negatives)"
         raise InputTypeError("relation", wanted, f"a {type(function).__name__}")
     if not isinstance(targets, Tensor) or targets.ndim == 0 or targets.shape[0] != n:
-        received = f"shape {tuple(targets.shape)}" if isinstance(targets, Tensor) else f"a {type(targets).__name__}"
-        raise InputError("labels", f"one target for each of the {n} embeddings", received)
+        got = f"shape {tuple(targets.shape)}" if isinstance(targets, Tensor) else f"a {type(targets).__name__}"
+        raise InputError("labels", f"one target for each of the {n} embeddings", got)
     return CallableRelation(targets.to(device), function)
 
 
@@ -268,8 +268,8 @@ def check_labels(labels: object, n: int | None = None) -> Tensor:
 
 def _check_mask(mask: object, shape: tuple[int, int], argument: str) -> None:
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool or mask.layout != torch.strided:
-        received = f"dtype {mask.dtype}, {mask.layout}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
-        raise InputTypeError(argument, f"a boolean tensor of shape {shape}", received)
+        got = f"dtype {mask.dtype}, {mask.layout}" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise InputTypeError(argument, f"a boolean tensor of shape {shape}", got)
     if tuple(mask.shape) != shape:
         raise InputError(argument, f"shape {shape}", f"shape {tuple(mask.shape)}")
 

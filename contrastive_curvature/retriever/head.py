@@ -56,8 +56,8 @@ def outputs(encoder: nn.Module | None, inputs: Any, argument: str, progress_bar:
             x = tokenized(encoder, x)
             x = call(encoder, x if weight is None else move_inputs(x, weight.device))
         if not isinstance(x, Tensor) or x.ndim != 2:
-            came = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
-            raise InputError("outputs", "embeddings (N, F)", came)
+            got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
+            raise InputError("outputs", "embeddings (N, F)", got)
         if not bool((x.isfinite().all(1) & (x != 0).any(1)).all()):
             raise InputError("outputs", "finite embeddings with a direction", "NaN, infinity or zeros")
         return x.float()

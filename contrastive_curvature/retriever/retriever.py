@@ -717,8 +717,8 @@ def _pair(argument: str, given: Any) -> tuple[Any, Any]:
     if isinstance(given, tuple) and len(given) == 2 and not is_texts(given):
         return given
     if _in_memory(given) or isinstance(given, tuple):
-        came = f"a {type(given).__name__}"
-        raise InputTypeError(argument, "(inputs, labels), or a loader of such batches", came)
+        got = f"a {type(given).__name__}"
+        raise InputTypeError(argument, "(inputs, labels), or a loader of such batches", got)
     return given, None
 
 

@@ -50,8 +50,8 @@ def check_finite(curvature: Any, pullback: Pullback, where: str) -> None:
         "Check for inputs that are not finite, or whose squares overflow (beyond 1e19 in float32). Leave them out or "
         "scale them; float64 reaches 1e154."
     )
-    received = f"NaN or infinity in layer {layer!r} (parameter {name!r}), first in {where}"
-    raise InputError("curvature", "finite numbers", received, hint)
+    got = f"NaN or infinity in layer {layer!r} (parameter {name!r}), first in {where}"
+    raise InputError("curvature", "finite numbers", got, hint)
 
 
 def eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
@@ -66,9 +66,9 @@ def eigenpairs(matrix: Tensor) -> tuple[Tensor, Tensor]:
         values, vectors = values.to(matrix.dtype), vectors.to(matrix.dtype)
         if bool(values.isfinite().all() & vectors.isfinite().all()):
             return values, vectors
-    received = f"one of shape {tuple(matrix.shape)} with entries up to {float(matrix.abs().max()):.3g}"
+    got = f"one of shape {tuple(matrix.shape)} with entries up to {float(matrix.abs().max()):.3g}"
     hint = "Scale the inputs, or use hessian_structure='diag', which needs no eigenvalues."
-    raise InputError("curvature", "a matrix whose eigenvalues can be computed", received, hint)
+    raise InputError("curvature", "a matrix whose eigenvalues can be computed", got, hint)
 
 
 @full_precision

@@ -88,9 +88,9 @@ def _nystrom(sketch: Tensor) -> tuple[Tensor, Tensor, Tensor]:
             basis, turn, values = (_by_qr if sketch.dtype == torch.float64 else _by_gram)(moved, factor)
             return basis, turn, scale * (values - shift).clamp(min=0)
         shift *= 10
-    received = f"a sketch of shape {tuple(sketch.shape)} that is not that of a positive semidefinite matrix"
+    got = f"a sketch of shape {tuple(sketch.shape)} that is not that of a positive semidefinite matrix"
     hint = "Scale the inputs, or use hessian_structure='diag', which needs no eigenvalues."
-    raise InputError("curvature", "a matrix whose eigenvalues can be computed", received, hint)
+    raise InputError("curvature", "a matrix whose eigenvalues can be computed", got, hint)
 
 
 def _by_qr(moved: Tensor, factor: Tensor) -> tuple[Tensor, Tensor, Tensor]:

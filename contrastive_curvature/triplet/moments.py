@@ -45,8 +45,8 @@ def _pair(name: str, value: object) -> Gaussian:
 def check_pair(name: str, value: object, names: str = "(mean, variance)") -> tuple[Tensor, Tensor]:
     """Return the two parts of an embedding; refuse anything but a tuple of two tensors."""
     if not isinstance(value, tuple) or len(value) != 2:
-        received = f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
-        raise InputTypeError(name, f"a tuple {names} of two tensors", received)
+        got = f"a tuple of {len(value)}" if isinstance(value, tuple) else f"a {type(value).__name__}"
+        raise InputTypeError(name, f"a tuple {names} of two tensors", got)
     return value
 
 

@@ -103,8 +103,8 @@ def fit(samples: Tensor) -> tuple[Tensor, Tensor]:
 
 def _checked_spread(mean: Tensor, variance: Tensor | None, covariance: Tensor | None) -> Tensor:
     if (variance is None) == (covariance is None):
-        received = "neither" if variance is None else "both"
-        raise InputError("variance, covariance", "exactly one of the two", received)
+        got = "neither" if variance is None else "both"
+        raise InputError("variance, covariance", "exactly one of the two", got)
     name, value = ("variance", variance) if covariance is None else ("covariance", covariance)
     checked = validate.real(name, value)
     wanted = tuple(mean.shape) if covariance is None else (*mean.shape, mean.shape[-1])
@@ -149,8 +149,8 @@ def tangential_variance(mean: Tensor, *, variance: Tensor | None = None, covaria
 def check_semidefinite(across: Tensor, radial: Tensor, rounding: Tensor) -> None:
     """Refuse a covariance whose variance across or along the mean, (...) each, is negative beyond rounding."""
     if bool((across < -rounding).any() | (radial < -rounding).any()):
-        received = f"u^T V u = {float(radial.min()):.3g}, tr V - u^T V u = {float(across.min()):.3g}"
-        raise InputError("covariance", "a positive semidefinite matrix", received)
+        got = f"u^T V u = {float(radial.min()):.3g}, tr V - u^T V u = {float(across.min()):.3g}"
+        raise InputError("covariance", "a positive semidefinite matrix", got)
 
 
 def concentration_from_gaussian(

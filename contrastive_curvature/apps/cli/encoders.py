@@ -122,8 +122,8 @@ def _layer_of_folder(train: FeatureFolderSource, last_layer: Path | None) -> Enc
         raise InputError(f"{train.path}", "the last layer of the encoder of these features", "none", hint)
     arrays, source = read_arrays(last_layer), train.encoder_of
     if "weight" not in arrays or len(arrays["weight"]) != source.outputs:
-        received = f"{len(arrays['weight'])} outputs" if "weight" in arrays else "no weight"
-        raise InputError(f"--last-layer {last_layer}", f"weight and bias of {source.outputs} outputs", received)
+        got = f"{len(arrays['weight'])} outputs" if "weight" in arrays else "no weight"
+        raise InputError(f"--last-layer {last_layer}", f"weight and bias of {source.outputs} outputs", got)
     return last_layer_encoder(arrays["weight"], arrays.get("bias"), width=source.width, source=source)
 
 
@@ -191,8 +191,8 @@ def _own_encoder(module_name: str, function_name: str, options: dict[str, Any]) 
     with their_code(argument, "a module that can be imported", hint):
         function = getattr(importlib.import_module(module_name), function_name, None)
     if not callable(function):
-        received = "none of that name" if function is None else f"a {type(function).__name__}"
-        raise InputError(argument, f"a function of {module_name}", received)
+        got = "none of that name" if function is None else f"a {type(function).__name__}"
+        raise InputError(argument, f"a function of {module_name}", got)
     with their_code(argument, "the function to return an encoder"):
         returned = function(**options)
     module, transform = returned if isinstance(returned, tuple) and len(returned) == 2 else (returned, None)

@@ -126,9 +126,9 @@ class ArraySource(Source):
         if encoder.width is None:
             hint = "A feature folder says whose features it has; contrastive_curvature.features writes one."
             raise InputError(encoder.name, "its own inputs or a feature folder", "bare features", hint)
-        received, wanted = (self.name, self.values.shape[1]), (encoder.array, encoder.width)
-        if received != wanted:
-            texts = [f"the array {name} of width {width}" for name, width in (wanted, received)]
+        got, wanted = (self.name, self.values.shape[1]), (encoder.array, encoder.width)
+        if got != wanted:
+            texts = [f"the array {name} of width {width}" for name, width in (wanted, got)]
             raise InputError(f"{self.path}", f"{texts[0]} for {encoder.name}", texts[1])
         if self.weight is not None and not encoder.has_last_layer(self.weight, self.bias):
             hint = "Fit again with that layer; leave weight and bias out where the features are of the same encoder."
@@ -217,9 +217,9 @@ class ImageSource(Source):
             images.append(image)
             shapes.setdefault(tuple(image.shape), file)
         if len(shapes) > 1:
-            received = ", ".join(f"{shape} ({file})" for shape, file in shapes.items())
+            got = ", ".join(f"{shape} ({file})" for shape, file in shapes.items())
             hint = "Give a transform that resizes: --encoder's function may return (module, transform)."
-            raise InputError(f"{self.path}", "images of one shape", received, hint)
+            raise InputError(f"{self.path}", "images of one shape", got, hint)
         return torch.stack(images)
 
 
@@ -264,8 +264,8 @@ def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
         kinds, wanted = ("iuU", "whole numbers or texts") if name in ("labels", "ids") else ("fiu", "real numbers")
         axes = _AXES[name] or max(1, array.ndim)
         if array.dtype.kind not in kinds or array.ndim != axes or 0 in array.shape:
-            received = f"{array.dtype}, shape {array.shape}"
-            raise InputError(f"{path}: {name}", f"{wanted}, {axes} axes, none empty", received)
+            got = f"{array.dtype}, shape {array.shape}"
+            raise InputError(f"{path}: {name}", f"{wanted}, {axes} axes, none empty", got)
         if "f" in kinds:
             with np.errstate(over="ignore"):
                 arrays[name] = np.ascontiguousarray(array, dtype=np.float32)
@@ -441,8 +441,8 @@ def open_sources(paths: Mapping[str, Path], columns: Columns, *, skip_unreadable
     tables = [source for source in opened.values() if isinstance(source, TextSource)]
     named = [name for name, column in columns._asdict().items() if column is not None]
     if named and not tables:
-        received = ", ".join(str(source.path) for source in opened.values())
-        raise InputError(f"--{named[0]}-column", "it with a .csv or .jsonl", received)
+        got = ", ".join(str(source.path) for source in opened.values())
+        raise InputError(f"--{named[0]}-column", "it with a .csv or .jsonl", got)
     if columns.label is not None and all(source.classes is None for source in tables):
         wanted = f"a column with classes in {', '.join(str(source.path) for source in tables)}"
         raise InputError("--label-column", wanted, f"{columns.label!r}, which has none")

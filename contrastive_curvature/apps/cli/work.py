@@ -76,8 +76,8 @@ def fit(job: Job) -> Result:
     if o.head:
         other = [name for name, default in _NOT_OF_A_HEAD.items() if vars(o)[name] != default]
         if held_out is None or other:
-            received = f"--{other[0].replace('_', '-')}" if other else "no --held-out"
-            raise InputError("--head", "--held-out, and no option of the posterior or its calibration", received)
+            got = f"--{other[0].replace('_', '-')}" if other else "no --held-out"
+            raise InputError("--head", "--held-out, and no option of the posterior or its calibration", got)
     check_target(o.out, overwrite=o.overwrite, retriever=held_out is not None)
     check_device(o.device)
     loss = _loss(o.loss, dict(o.loss_option))

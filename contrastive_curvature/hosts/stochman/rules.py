@@ -139,8 +139,8 @@ def _compare(rule: Rule, layer: nn.Module, x: Tensor, of: str, diag_inp: bool, d
     except Exception as error:
         return f"StochMan's rule raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
     if not isinstance(sandwich, Tensor) or sandwich.shape != truth.shape:
-        came = tuple(sandwich.shape) if isinstance(sandwich, Tensor) else sandwich
-        return f"StochMan's rule gives {came} where there is {tuple(truth.shape)}"
+        got = tuple(sandwich.shape) if isinstance(sandwich, Tensor) else sandwich
+        return f"StochMan's rule gives {got} where there is {tuple(truth.shape)}"
     tolerance = 1e-8 if val.dtype == torch.float64 else 1e-2 if val.is_cuda else 1e-3
     if not truth.numel() or bool((sandwich - truth).abs().max() <= tolerance * truth.abs().max()):
         return None

@@ -91,8 +91,8 @@ def local_folder(
         )
     except Exception as error:  # the hub's errors (HTTP, cache, names) have no common base class
         where = "no answer from the hub" if silence else "not on the hub"
-        received = f"{source!r}: no folder of that name here, and {where} ({_reason(silence or error)})"
-        raise InputError("source", "a folder, or a repository that you may read", received, _HINT) from error
+        got = f"{source!r}: no folder of that name here, and {where} ({_reason(silence or error)})"
+        raise InputError("source", "a folder, or a repository that you may read", got, _HINT) from error
     return Path(snapshot)
 
 
@@ -115,8 +115,8 @@ def push_to_hub(la: Any, repo_id: str, **options: Any) -> str:
                 allow_patterns=[FILE, CARD],
             )
         except Exception as error:  # the hub's errors have no common base
-            received = f"{repo_id!r}, which the hub refuses ({_reason(error)})"
-            raise InputError("repo_id", "a repository you may write to", received, _HINT) from error
+            got = f"{repo_id!r}, which the hub refuses ({_reason(error)})"
+            raise InputError("repo_id", "a repository you may write to", got, _HINT) from error
     return str(commit.pr_url or commit.commit_url)
 
 

@@ -164,13 +164,13 @@ def _constructor(
     Raises:
         InputError: A required argument is missing or differs from the saved one.
     """
-    received = None if relation is None else name_of(relation)
-    if received != info.relation:
+    got = None if relation is None else name_of(relation)
+    if got != info.relation:
         wanted, hint = "None", "The posterior was fitted with class labels; leave it out."
         if info.relation is not None:
             wanted = f"the function {info.relation} that the posterior was fitted with"
             hint = "Its code is not in the folder. Pass relation=... as in backend_kwargs of the fit, under that name."
-        raise InputError("relation", wanted, received, hint)
+        raise InputError("relation", wanted, got, hint)
     arguments, options = dict(tree["arguments"]), dict(tree["options"])
     if relation is not None:
         options["relation"] = relation
@@ -194,13 +194,13 @@ def _loss(info: PosteriorInfo, saved: tuple[str, Any], loss: object) -> CosineLo
         return loss
     if loss is None and not info.needs_loss:
         return KNOWN_LOSSES[name].from_config(options)
-    received = loss.description if isinstance(loss, CosineLoss) else "None" if loss is None else name_of(loss)
+    got = loss.description if isinstance(loss, CosineLoss) else "None" if loss is None else name_of(loss)
     hint = "Leave it out."
     if info.needs_loss:
         hint = (
             f"Its code is not in the folder. Pass loss={name}(...) to load_pretrained, with its options: {info.loss}."
         )
-    raise InputError("loss", f"the {name} that the posterior was fitted with, {info.loss}", received, hint)
+    raise InputError("loss", f"the {name} that the posterior was fitted with, {info.loss}", got, hint)
 
 
 def _check_encoder(model: nn.Module, digest: str, saved: Sequence[Sequence[Any]], argument: str) -> None:
@@ -223,18 +223,18 @@ def _check_encoder(model: nn.Module, digest: str, saved: Sequence[Sequence[Any]]
     missing, new = [name for name in was if name not in now], [name for name in now if name not in was]
     hint = "Build the same architecture, and load its weights."
     if missing or new:
-        received = f"one without {_some(missing)}" if missing else f"one with {_some(new)} too"
+        got = f"one without {_some(missing)}" if missing else f"one with {_some(new)} too"
     elif shapes:
-        received = f"another shape of {_some(shapes)}: {tuple(now[shapes[0]][1])} instead of {tuple(was[shapes[0]][1])}"
+        got = f"another shape of {_some(shapes)}: {tuple(now[shapes[0]][1])} instead of {tuple(was[shapes[0]][1])}"
     elif kinds:
-        received = f"{now[kinds[0]][0]} instead of {was[kinds[0]][0]} in {_some(kinds)}"
+        got = f"{now[kinds[0]][0]} instead of {was[kinds[0]][0]} in {_some(kinds)}"
         hint = f"Load its weights in that precision: a conversion, as encoder.to({was[kinds[0]][0]}), rounds them."
     elif values:
-        received = f"other numbers in {len(values)} of {len(was)} parameters and buffers: {_some(values)}"
+        got = f"other numbers in {len(values)} of {len(was)} parameters and buffers: {_some(values)}"
         hint = "Load the encoder's weights first, as encoder.load_state_dict(...); or fit the posterior again."
     else:
-        received = "its parameters in another order"
-    raise InputError(argument, "the encoder that the posterior was saved from", received, hint)
+        got = "its parameters in another order"
+    raise InputError(argument, "the encoder that the posterior was saved from", got, hint)
 
 
 def _check_outputs(la: Any, x: Any, saved: Tensor, argument: str) -> None:
