@@ -7,9 +7,6 @@ from __future__ import annotations
 
 import importlib
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -123,63 +120,3 @@ def package(argument: str, module: str, extra: str) -> Any:
         if (error.name or "").partition(".")[0] != name:
             raise
         raise UnsupportedError(argument, f"the package {name}", "none installed", to_install(extra)) from None
-
-
-_TOGETHER = 64
-"""Conditions that wait to be looked at; what their errors need stays in memory as long."""
-
-_WITHOUT_WAITING = ("cpu",)
-"""Types of devices whose numbers can be read without waiting."""
-
-_waiting: ContextVar[list[tuple[Tensor, Callable[[], Exception]]] | None] = ContextVar("waiting", default=None)
-
-
-def waits(value: Tensor) -> bool:
-    """Return whether reading a tensor waits until its device has done all its work."""
-    return value.device.type not in _WITHOUT_WAITING
-
-
-def require(ok: Tensor, error: Callable[[], Exception]) -> None:
-    """Raise an error unless a condition, a boolean of shape (), is true; inside :func:`seldom_waiting` maybe later.
-
-    Args:
-        ok: The condition.
-        error: Function that returns the error. It is called after other batches, so it must not hold a large tensor.
-    """
-    waiting = _waiting.get()
-    if waiting is None or not waits(ok):
-        if not bool(ok):
-            raise error()
-        return
-    waiting.append((ok, error))
-    if len(waiting) >= _TOGETHER:
-        _look(waiting)
-
-
-@contextmanager
-def seldom_waiting() -> Iterator[None]:
-    """Look at the conditions of many batches together, because every look waits until a GPU has done all its work.
-
-    An error inside may follow from a condition that does not hold, so this condition's error replaces it.
-    """
-    waiting: list[tuple[Tensor, Callable[[], Exception]]] = []
-    token = _waiting.set(waiting)
-    try:
-        yield
-    finally:
-        _waiting.reset(token)
-        _look(waiting)
-
-
-def _look(waiting: list[tuple[Tensor, Callable[[], Exception]]]) -> None:
-    """Raise the error of the first condition that does not hold; leave no condition waiting."""
-    conditions = waiting.copy()
-    waiting.clear()
-    if not conditions:
-        return
-    device = conditions[0][0].device
-    for holds, (_, error) in zip(
-        torch.stack([ok.to(device) for ok, _ in conditions]).tolist(), conditions, strict=True
-    ):
-        if not holds:
-            raise error()

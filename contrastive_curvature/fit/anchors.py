@@ -124,6 +124,6 @@ def collect_anchors(f: Fit, passes: Passes) -> WholeHessian:
             derivatives.release()
     check_not_empty(len(outputs))
     z = torch.cat(outputs)
-    counts = ((int(p.derivatives.anchors), int(p.derivatives.skipped)) for p in parts)
-    note_skipped(*map(sum, zip(*counts, strict=True)))
+    anchors, skipped = (int(sum(getattr(p.derivatives, name) for p in parts)) for name in ("anchors", "skipped"))
+    note_skipped(anchors, skipped)
     return WholeHessian(z, parts, None if classes is None else ClassCentres.of(z, torch.cat(classes)))

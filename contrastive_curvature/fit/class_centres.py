@@ -8,6 +8,7 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
+from contrastive_curvature import waiting
 from contrastive_curvature.codec import NOT_SAVED
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.sphere import normalize
@@ -66,7 +67,7 @@ class ClassCentres:
     @classmethod
     def of(cls, outputs: Tensor, labels: Tensor) -> ClassCentres | None:
         """Return the centres of raw outputs (N, D) with int64 labels (N,); ``None`` if they are too large."""
-        every = Rows(None, content_numbers(outputs).cpu(), {"outputs": outputs, "targets": labels})
+        every = Rows(None, content_numbers(outputs).cpu(), {"outputs": outputs, "targets": labels.to(outputs.device)})
         return centres_of(ClassTable.of(outputs.detach(), labels), every.subsample(_SAMPLE))
 
     def merged(self, other: ClassCentres) -> ClassCentres | None:
@@ -202,7 +203,9 @@ class CentreCollector:
         if self._too_many:
             return
         self._table.add(outputs, labels)
-        self._typical.add(content_numbers(outputs), {"outputs": outputs, "targets": labels.to(outputs.device)})
+        self._typical.add(
+            content_numbers(outputs), {"outputs": outputs, "targets": waiting.sent(labels, outputs.device)}
+        )
         # The number of classes can only grow.
         self._too_many = self._limited and self._table.size > MOST_NUMBERS
 

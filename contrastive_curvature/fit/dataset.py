@@ -13,11 +13,11 @@ import logging
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, cast
+from typing import cast
 
 from torch import Tensor
 
-from contrastive_curvature import validate
+from contrastive_curvature import waiting
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.fit import loop
 from contrastive_curvature.fit.class_centres import TYPICAL, CentreCollector, ClassCentres, centres_of
@@ -34,6 +34,7 @@ from contrastive_curvature.fit.cross_terms import (
 from contrastive_curvature.fit.loop import DatasetCurvature, Fit, Source
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import Passes, PassRecord
+from contrastive_curvature.fit.readers import Batch
 from contrastive_curvature.fit.standard_error import error_terms, relative_error
 from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.hessian.derivatives import Totals
@@ -96,18 +97,18 @@ class AllPairs:
         return {name.removeprefix(f"{_INPUT}/"): part for name, part in inputs.items()}, columns["targets"]
 
 
-@validate.seldom_waiting()
+@waiting.seldom_waiting()
 def statistics(f: Fit, passes: Passes, *, for_products: bool = False) -> Total:
     """Run the encoder, and return counts and sums by class, and all points or a sample of them."""
     n_kept, keep_inputs = (None, False) if for_products else _kept_points(f)
     record, classes, points = PassRecord(), CentreCollector(limited=False), RowCollector(n_kept)
     n, numbers_left = 0, 0 if for_products else FEATURES_KEPT
     for batch, z, features in passes.embedded(f.progress):
-        targets: Any = batch.labels
+        targets = _targets(batch)
         record.add(z, targets)
         if f.options.relation is None:
             classes.add(z, targets)
-        columns = {"outputs": z, "targets": targets.to(z.device)}
+        columns = {"outputs": z, "targets": cast("Tensor", batch.labels)}
         points.add(batch.numbers, {**columns, **(_columns(batch.x) if keep_inputs else {})})
         n += len(z)
         if features is not None and numbers_left > 0:
@@ -161,7 +162,7 @@ def parts(f: Fit, pairs: AllPairs, passes: Passes) -> Iterator[Part | Total]:
     columns = sampled_columns(f, pairs) if coupling is not None else []
     title = "[curvature]" if pairs.sampled is None else f"[curvature, {len(pairs.sampled):,} negatives]"
     for batch, z, context in passes.again(f.progress, title):
-        targets: Any = batch.labels
+        targets = _targets(batch)
         points = pairs.hessian.at(z, targets, batch.numbers)
         blocks, cross = points.blocks, None
         terms = {name: getattr(points.totals, name) for name in _TOTALS}
@@ -190,6 +191,11 @@ def closed(f: Fit, pairs: AllPairs, totals: list[Total]) -> list[DatasetCurvatur
     loss, cost = pairs.hessian.loss_and_cost(Totals(*(total.terms[name] for name in _TOTALS)))
     error = None if pairs.sampled is None else relative_error(total.terms, len(pairs.sampled), pairs.n)
     return [replace(curvature, loss=loss, cost=cost, classes=pairs.centres, error=error)]
+
+
+def _targets(batch: Batch) -> Tensor:
+    """Return the labels of a batch, on the CPU if possible, or the targets of a relation."""
+    return cast("Tensor", batch.labels if batch.classes is None else batch.classes)
 
 
 DATASET = Source(statistics, all_pairs, parts, closed, sums_classes=False)

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 from contrastive_curvature.fit.contributions import FEWEST_POINTS, MOST, STORED, Contributions, Largest, Place
 from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.hessian.blocks import Blocks
+from contrastive_curvature.hessian.node_blocks import NodeBlocks
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.pairs.rows import united
 from contrastive_curvature.structures import Diagonal, Kron, Structure
@@ -95,7 +96,8 @@ class Dominance:
         self._count, self._batches = self._count + len(blocks), self._batches + 1
         self._waiting.append(batch)
         self._numbers += sum(part.numel() for part in tree_leaves((context, blocks.u)) if isinstance(part, Tensor))
-        if self._numbers > _NUMBERS:
+        # Other blocks may hold all pairs of their batch.
+        if self._numbers > _NUMBERS or not isinstance(blocks, NodeBlocks):
             self._search()
 
     def noted(self, total: Total) -> Total:

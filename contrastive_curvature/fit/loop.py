@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from contrastive_curvature import validate
+from contrastive_curvature import waiting
 from contrastive_curvature.fit.class_centres import TYPICAL, ClassCentres, centres_of
 from contrastive_curvature.fit.dominance import Dominance
 from contrastive_curvature.fit.mc_samples import make_sampler, term_of
@@ -117,7 +117,7 @@ def fit(f: Fit, passes: Passes) -> list[DatasetCurvature]:
     return f.source.closed(f, pairs, add_up(f, f.source.parts(f, pairs, passes)))
 
 
-@validate.seldom_waiting()
+@waiting.seldom_waiting()
 def add_up(f: Fit, parts: Iterable[Part | Total]) -> list[Total]:
     """Sum the curvature of all parts, and the data that the posterior keeps of their points, for each tower."""
     totals = [Total() for _ in f.pullbacks]

@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from contrastive_curvature import waiting
 from contrastive_curvature.fit.class_centres import TYPICAL, CentreCollector
 from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.network.last_layer import LastLayerPullback
@@ -66,7 +67,7 @@ class FeatureSample:
     def add(self, part: Part, term: Structure) -> None:
         """Keep some of the features of a part."""
         del term
-        classes = {} if part.classes is None else {"classes": part.classes.to(part.z.device)}
+        classes = {} if part.classes is None else {"classes": waiting.sent(part.classes, part.z.device)}
         self._rows.add(content_numbers(part.z), {"features": part.context} | classes)
 
     def noted(self, total: Total) -> Total:

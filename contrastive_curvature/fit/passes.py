@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,10 +39,8 @@ class PassRecord:
 
     def add(self, z: Tensor, targets: Tensor) -> None:
         """Record a batch."""
-        generator = torch.Generator().manual_seed(0)
-        direction = torch.randn(z.shape[1], generator=generator, dtype=torch.float64).to(z.device)
         wide = z.detach().double()
-        along = wide @ (direction / direction.norm())
+        along = wide @ _direction(z.shape[1], z.device)
         # Outputs that half precision represents exactly were computed in half precision.
         self._coarse.append((z.detach().bfloat16() == z).all() | (z.detach().half() == z).all())
         self._targets.append(_target_keys(targets))
@@ -154,6 +153,13 @@ def check_same_outputs(again: Tensor, known: Tensor, argument: str, hint: str) -
         raise InputError(argument, "the same points in the same order in every pass", "others", hint)
 
 
+@functools.cache
+def _direction(dim: int, device: torch.device) -> Tensor:
+    """Return a unit vector (D,), the same in every process."""
+    direction = torch.randn(dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return (direction / direction.norm()).to(device)
+
+
 def _agree(targets: Tensor, numbers: Tensor, other_targets: Tensor, other_numbers: Tensor, tolerance: float) -> bool:
     # Relative to the norm of the point plus a typical norm, so that one huge point does not hide changes of others.
     typical = numbers[:, 1].median() if len(numbers) else numbers.new_zeros(())
@@ -180,7 +186,14 @@ def _target_keys(targets: Tensor) -> Tensor:
         targets = torch.view_as_real(targets)
     flat = targets.detach().reshape(targets.shape[0], -1)
     whole = flat.double().view(torch.int64) if flat.is_floating_point() else flat.to(torch.int64)
-    # With odd factors, multiplication modulo 2^64 is injective: different values of one column give different keys.
+    return (whole * _odd_factors(flat.shape[1], whole.device)).sum(1)
+
+
+@functools.cache
+def _odd_factors(columns: int, device: torch.device) -> Tensor:
+    """Return odd numbers, the same in every process.
+
+    Multiplication with an odd number is injective modulo 2^64: different values of one column give different keys.
+    """
     generator = torch.Generator().manual_seed(0)
-    factors = torch.randint(-(2**62), 2**62, (flat.shape[1],), generator=generator) * 2 + 1
-    return (whole * factors.to(whole.device)).sum(1)
+    return (torch.randint(-(2**62), 2**62, (columns,), generator=generator) * 2 + 1).to(device)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from contrastive_curvature import waiting
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.fit.share import Share
 from contrastive_curvature.losses.cosine import CosineLoss
@@ -28,7 +29,8 @@ class Batch(NamedTuple):
         x: The points.
         labels: Class labels, numbers of inputs or targets of a relation, shape (n, ...), or ``None``.
         pairs: See the loss, or ``None``.
-        classes: Class labels for the class centres; ``None`` if labels only mark views of one input.
+        classes: Class labels where the loader has them, mostly on the CPU, so that counting them does not wait for a
+            GPU; ``None`` for a relation, and if labels only mark views of one input.
         numbers: Numbers of the points, int64 on the CPU, shape (n,); a :class:`Reader` sets them.
     """
 
@@ -103,14 +105,19 @@ def _input_keys(x: Inputs) -> list[int]:
 
 def labelled_batch(x: Inputs, targets: Tensor, relation: RelationFunction | None) -> Batch:
     """Return a batch of points with targets; without a relation, these are class labels."""
-    n = input_length(x)
+    n, device = input_length(x), _device(x)
     if relation is None:
-        labels = check_labels(targets, n)
-        return Batch(x, labels, None, labels)
+        classes = check_labels(targets, n)
+        return Batch(x, waiting.sent(classes, device), None, classes)
     if not targets.ndim or targets.shape[0] != n:
         wanted = f"one target for each of the {n} points of a batch"
         raise InputError("train_loader", wanted, f"shape {tuple(targets.shape)}")
-    return Batch(x, targets, relation, None)
+    return Batch(x, waiting.sent(targets, device), relation, None)
+
+
+def _device(x: Inputs) -> torch.device:
+    """Return the device of a batch."""
+    return next(part.device for part in ([x] if isinstance(x, Tensor) else x.values()) if isinstance(part, Tensor))
 
 
 def as_batch(
@@ -136,14 +143,14 @@ def as_batch(
         if targets is None:
             hint = f"{name} compares pairs of known similarity."
             raise InputError("train_loader", "(view, view, grades)", "no grades", hint)
-        first = torch.arange(n, device=targets.device)
-        return Batch(x, None, (first, first + n, targets), None)
+        first = torch.arange(n, device=_device(x))
+        return Batch(x, None, (first, first + n, waiting.sent(targets, first.device)), None)
     if targets is None and (positives == "labels" or relation is not None):
         hint = "Yield ((view, view), labels), or leave it out: views of one input belong together."
         raise InputError("train_loader", "two views and labels", "two views", hint)
     by_views = positives == "views" or (positives is None and not (loss.supervised or relation is not None))
     if targets is None or by_views:
-        return Batch(x, torch.arange(n).repeat(2), None, None)
+        return Batch(x, torch.arange(n, device=_device(x)).repeat(2), None, None)
     return _of_targets(x, torch.cat([targets, targets]), relation)
 
 

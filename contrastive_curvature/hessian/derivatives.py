@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from contrastive_curvature import validate
+from contrastive_curvature import waiting
 from contrastive_curvature.hessian.blocks import UnrepresentableError
 from contrastive_curvature.hessian.cross import CrossRoots, PointVectors
 from contrastive_curvature.hessian.moments import Moments
@@ -83,7 +83,7 @@ class NodeSums:
             got = f"NaN or infinity at the points {(~finite).nonzero().flatten()[:5].tolist()}"
             return UnrepresentableError(loss, wanted, got, hint)
 
-        validate.require(finite.all(), error)
+        waiting.require(finite.all(), error)
         return self
 
 
@@ -129,7 +129,7 @@ class CosineDerivatives(ABC):
         return self.rows(0, self.n)
 
     def matmul(self, t: Tensor) -> Tensor:
-        """Return what changes of all other points change in each point's gradient, before the tangent projection.
+        """Return how each point's gradient changes if all other points move, before the tangent projection.
 
         Args:
             t: Changes of the unit embeddings, tangent, shape (N, D, K).
@@ -138,11 +138,11 @@ class CosineDerivatives(ABC):
             ``sum_j -y_ij t_jk + c_ij (u_i . t_jk) u_j`` and the coupling of a point's candidates, shape (N, D, K).
         """
         out = torch.zeros_like(t)
-        for rows, y, c in self.row_blocks(t.shape[2]):
+        for rows, y, c in self.row_blocks():
             out[rows] -= (y @ t.flatten(1)).view_as(t[rows])
             if c is not None:
-                along = c.unsqueeze(2) * torch.einsum("rd,cdk->rck", self.u[rows], t)
-                out[rows] += torch.einsum("rck,cd->rdk", along, self.u)
+                for k in range(t.shape[2]):
+                    out[rows, :, k] += (c * (self.u[rows] @ t[..., k].T)) @ self.u
         return out
 
     def squares(self, points: slice) -> tuple[Tensor, PointVectors] | None:

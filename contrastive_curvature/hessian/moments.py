@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from contrastive_curvature import validate
+from contrastive_curvature import waiting
 from contrastive_curvature.hessian.blocks import Blocks, DenseBlocks, UnrepresentableError
 from contrastive_curvature.hessian.sphere import project_tangent
 from contrastive_curvature.pairs.relation import row_ranges
@@ -60,7 +60,7 @@ class MomentPart:
     """Weights of a block of points and their shared candidates.
 
     Args:
-        points: Numbers of the points, ascending, best on the CPU, shape (P,).
+        points: Numbers of the points, ascending, shape (P,); on the CPU nothing waits to cut them.
         weigh: Function of a first and a last number that returns the weights of these points, (B, M), and their cosines
             with the candidates, (B, M), if known.
         others: ``o``, shape (M, D).
@@ -85,7 +85,7 @@ class MomentPart:
             numbers = self.first + some.start, self.first + some.stop
             if self.last is None or self.last[0] != numbers:
                 self.last = numbers, self.weigh(*numbers)
-            yield self.points[some].to(self.others.device), *self.last[1], self.others
+            yield waiting.sent(self.points[some], self.others.device), *self.last[1], self.others
 
 
 class PairMoments(Moments):
@@ -206,7 +206,7 @@ class CurvedBlocks(Blocks):
     def __post_init__(self) -> None:
         low = torch.finfo(self.n.dtype).tiny ** 0.5
         held = (self.moments.bound() / self.n / self.n).isfinite() & (self.n >= low) & (self.n <= 1 / low)
-        validate.require(held.all(), partial(UnrepresentableError.at, self.n, held))
+        waiting.require(held.all(), partial(UnrepresentableError.at, self.n, held))
 
     @property
     def u(self) -> Tensor:  # type: ignore[override]

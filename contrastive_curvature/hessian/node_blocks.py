@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from contrastive_curvature import validate
+from contrastive_curvature import waiting
 from contrastive_curvature.hessian.blocks import Blocks, SignedFactor, UnrepresentableError
 from contrastive_curvature.hessian.sphere import project_tangent
 from contrastive_curvature.options import Distance
@@ -83,7 +83,7 @@ class NodeBlocks(Blocks):
         floor = info.eps**2 * weight.max() if weight.numel() else info.tiny
         lost = (size > 0) & (size < info.tiny) & (weight >= floor) & (weight >= info.tiny)
         held = (n >= low) & (n <= high) & ~lost & size.isfinite()
-        validate.require(held.all(), partial(UnrepresentableError.at, n, held))
+        waiting.require(held.all(), partial(UnrepresentableError.at, n, held))
         return self
 
     def __getitem__(self, rows: slice) -> NodeBlocks:

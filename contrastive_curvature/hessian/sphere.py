@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature import validate
+from contrastive_curvature import validate, waiting
 from contrastive_curvature.errors import InputError, InputTypeError
 
 
@@ -40,7 +40,7 @@ def check_outputs(z: Tensor, argument: str = "z") -> Tensor:
     with torch.no_grad():
         # The largest entry of a row is NaN if any entry is.
         size = z.abs().amax(dim=1)
-        validate.require(((size > 0) & (size < torch.inf)).all(), partial(_without_direction, argument, size))
+        waiting.require(((size > 0) & (size < torch.inf)).all(), partial(_without_direction, argument, size))
     return z
 
 

@@ -451,7 +451,7 @@ def _check_same(folder: Path, header: FeatureHeader, encoder: nn.Module, options
 
 
 def _batches(encoder: nn.Module, loader: Iterable[Any], label_key: str) -> Iterator[tuple[Inputs, Tensor]]:
-    """Yield inputs and targets on the encoder's device."""
+    """Yield inputs on the encoder's device, and targets."""
     for batch in loader:
         views = read_views(encoder, batch, label_key, "loader")
         x, y = views.first, views.targets

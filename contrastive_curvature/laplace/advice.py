@@ -45,7 +45,7 @@ class LabelRange:
         # torch has no minimum for some integer dtypes.
         labels = labels.long()
         if self.ends is not None:
-            labels = torch.cat([labels, self.ends])
+            labels = torch.cat([labels, self.ends.to(labels.device)])
         # No comparison here: reading numbers from a GPU would synchronise in every batch.
         self.ends = torch.stack(labels.aminmax())
 

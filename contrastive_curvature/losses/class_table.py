@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from contrastive_curvature import waiting
 from contrastive_curvature.hessian.sphere import normalize
 
 _CHUNK_ROWS = 2**16
@@ -34,7 +35,8 @@ class ClassTable:
     def of(cls, outputs: Tensor, labels: Tensor, *, unit: bool = False) -> ClassTable:
         """Make the table of outputs (N, D) with labels (N,); ``unit`` marks outputs that are already unit vectors."""
         device = outputs.device
-        kinds, inverse, counts = (part.to(device) for part in labels.unique(return_inverse=True, return_counts=True))
+        found = labels.unique(return_inverse=True, return_counts=True)
+        kinds, inverse, counts = (waiting.sent(part, device) for part in found)
         sums = torch.zeros(len(kinds), outputs.shape[1], dtype=torch.float64, device=device)
         for rows, index in zip(outputs.split(_CHUNK_ROWS), inverse.split(_CHUNK_ROWS), strict=True):
             sums.index_add_(0, index, (rows if unit else normalize(rows)[0]).double())

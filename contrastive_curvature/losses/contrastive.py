@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from contrastive_curvature import waiting
 from contrastive_curvature.errors import InputTypeError
 from contrastive_curvature.hessian.derivatives import NodeSums, Totals
 from contrastive_curvature.hessian.sphere import normalize
@@ -209,14 +210,14 @@ class InsideColumns:
         if not self.uniform:
             self.extended = torch.cat([self.extended, shares[index[order]].unsqueeze(1) * self.extended], dim=1)
 
-    def sums(self, u: Tensor, index: Tensor) -> Tensor:
+    def sums(self, u: Tensor, index: Tensor, there: Tensor) -> Tensor:
         """Return ``sum_j (r-_i + r-_j) / 2 [1, u_j]`` over the columns of other classes inside the margin."""
         sums = self._inside(u, 0, self.u.shape[0])
-        self._subtract_same(sums, u, index)
-        own, width = self.shares[index].unsqueeze(1).double(), u.shape[1] + 1
+        self._subtract_same(sums, u, index, there)
+        own, width = self.shares[there].unsqueeze(1).double(), u.shape[1] + 1
         return own * sums if self.uniform else (own * sums[:, :width] + sums[:, width:]) / 2
 
-    def _subtract_same(self, sums: Tensor, u: Tensor, index: Tensor) -> None:
+    def _subtract_same(self, sums: Tensor, u: Tensor, index: Tensor, there: Tensor) -> None:
         """Subtract the columns of the same class from sums (B, ...) over all columns inside the margin."""
         # The computation depends on the classes; labels on the CPU are there without waiting for a GPU.
         classes, order = index.cpu().sort(stable=True)
@@ -225,14 +226,14 @@ class InsideColumns:
         pairs = sum(size * (stop - start) for size, (start, stop) in zip(sizes, bounds, strict=True))
         if len(groups) > _MANY_GROUPS and pairs * u.shape[1] <= _LISTED_NUMBERS:
             # For many small classes, one product each would take longer than the rest of the work.
-            columns = self.counts[index]
+            columns = self.counts[there]
             rows = torch.arange(len(u), device=u.device).repeat_interleave(columns, output_size=pairs)
-            shift = self.starts[index] - (columns.cumsum(0) - columns)
+            shift = self.starts[there] - (columns.cumsum(0) - columns)
             place = torch.arange(pairs, device=u.device) + shift.repeat_interleave(columns, output_size=pairs)
             inside = (u[rows] * self.u[place]).sum(1, keepdim=True) > self.cosine
             sums.index_add_(0, rows, (inside * self.extended[place]).double(), alpha=-1)
             return
-        for (start, stop), rows in zip(bounds, order.to(u.device).split(sizes), strict=True):
+        for (start, stop), rows in zip(bounds, waiting.sent(order, u.device).split(sizes), strict=True):
             if start < stop:
                 sums[rows] -= self._inside(u[rows], start, stop)
 
@@ -296,26 +297,30 @@ class ContrastiveOfClasses(DatasetHessian):
 
     def sums(self, u: Tensor, index: Tensor, numbers: Tensor) -> NodeSums:
         """Return ``sum_j y_ij [1, u_j]`` for B rows: the sum over positives (by class) minus the sum over negatives."""
+        there = waiting.sent(index, u.device)
         itself = torch.cat([torch.ones_like(u[:, :1]), u], dim=1).double()
-        attract = (1 - self.loss.negative_weight) * self.related.shares.positive[index].unsqueeze(1)
-        attract = attract * (self._class_sums[index] - itself)
+        attract = (1 - self.loss.negative_weight) * self.related.shares.positive[there].unsqueeze(1)
+        attract = attract * (self._class_sums[there] - itself)
         zero = attract.new_zeros(())
         whole = attract
         if self.loss.negative_weight:
-            whole = attract - self.loss.negative_weight * self._negatives(u, index)
+            whole = attract - self.loss.negative_weight * self._negatives(u, index, there)
         sums = NodeSums(whole[:, 0], whole[:, 1:], None, zero)
         if not self.loss.pd_fix.attracting_only:
             return sums
         # The repelling pairs are left out of the curvature, but not of the loss.
         return NodeSums(attract[:, 0], attract[:, 1:], None, zero, sums.totals(u))
 
-    def _negatives(self, u: Tensor, index: Tensor) -> Tensor:
-        """Return ``sum_j (r-_i + r-_j) / 2 [1, u_j]`` over the negatives that count, (B, 1 + D)."""
+    def _negatives(self, u: Tensor, index: Tensor, there: Tensor) -> Tensor:
+        """Return ``sum_j (r-_i + r-_j) / 2 [1, u_j]`` over the negatives that count, (B, 1 + D).
+
+        ``there`` are the classes ``index`` (B,) on the device of ``u``.
+        """
         if self.loss.threshold is None:
-            share, own = self.related.shares.negative[index].unsqueeze(1), self._class_sums[index]
+            share, own = self.related.shares.negative[there].unsqueeze(1), self._class_sums[there]
             return (share * (self._total - own) + self._weighted - share * own) / 2
-        sums = self._inside.sums(u, index)
-        return sums if self.bank is None else sums * cast("Tensor", self.bank.weight)[index].unsqueeze(1)
+        sums = self._inside.sums(u, index, there)
+        return sums if self.bank is None else sums * cast("Tensor", self.bank.weight)[there].unsqueeze(1)
 
     @cached_property
     def _inside(self) -> InsideColumns:

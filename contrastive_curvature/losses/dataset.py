@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from contrastive_curvature import validate
+from contrastive_curvature import waiting
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks
@@ -151,7 +151,7 @@ class DatasetHessian(CosineDerivatives):
 
     def place(self, z: Tensor, targets: Tensor, numbers: Tensor) -> HessianPart:
         """Return some of the points without their blocks; arguments as in :meth:`at`."""
-        return HessianPart(*normalize(z), targets, numbers.to(z.device))
+        return HessianPart(*normalize(z), targets, waiting.sent(numbers, z.device))
 
     def at(self, z: Tensor, targets: Tensor, numbers: Tensor) -> HessianPoints:
         """Return some of the points with their blocks.
@@ -215,7 +215,7 @@ class DatasetHessian(CosineDerivatives):
     def sums(self, u: Tensor, index: Tensor, numbers: Tensor) -> NodeSums:
         """Return the neighbour sums of B points, unit embeddings (B, D), with classes ``index`` (B,) on any device."""
         assert self.points is not None
-        there = index.to(u.device)
+        there = waiting.sent(index, u.device)
         if self.bank is None:
             return sum_pairs(self.loss, u, [self._met(u, there, numbers, self.points)])
         if self.loss.coupled:
@@ -246,12 +246,13 @@ class DatasetHessian(CosineDerivatives):
     def _met(self, x: Tensor, index: Tensor, numbers: Tensor, columns: Columns, rows: Tensor | None = None) -> Met:
         """Return the derivatives of some rows (by default all) with the same columns, computed in blocks on demand."""
         rows = torch.arange(len(x)) if rows is None else rows
+        there = waiting.sent(rows, x.device)
         if columns.u.dtype != x.dtype:
             wide = columns.u.to(x.dtype)
             columns = replace(columns, u=wide / wide.norm(dim=1, keepdim=True))
 
         def block(some: slice, value: bool) -> PairBlock:
-            here = rows[some]
+            here = there[some]
             return self.pairs(x[here], index[here], numbers[here], columns, value)
 
         return Met(rows, columns.u, block)
@@ -284,7 +285,7 @@ class DatasetHessian(CosineDerivatives):
         same = (known[place] == part.numbers) & ((self.points.u[place] - part.u).norm(dim=1) <= _SAME)
         wanted, got = "the same data in every pass, in the same order", "other points or another order"
         hint = "Turn shuffling off, or give the loader an attribute numbers."
-        validate.require(same.all(), lambda: InputError("train_loader", wanted, got, hint))
+        waiting.require(same.all(), lambda: InputError("train_loader", wanted, got, hint))
 
 
 def dataset_hessian(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
+from contrastive_curvature import waiting
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums, Totals
 from contrastive_curvature.hessian.moments import MomentPart, PairMoments
 from contrastive_curvature.losses.weighting import Shares, count_shares, pair_totals, weigh_pairs
@@ -72,7 +73,7 @@ class Met(NamedTuple):
     """Some rows and their shared columns.
 
     Args:
-        rows: Numbers of the rows, ascending, best on the CPU, shape (P,).
+        rows: Numbers of the rows, ascending, shape (P,); on the CPU nothing waits to cut them.
         others: Unit embeddings of the columns, shape (M, D).
         block: Function that returns the derivatives of a range of these rows, with the value if its second argument is
             true.
@@ -103,9 +104,9 @@ def sum_pairs(
     parts = []
     for rows, others, block in met:
         held: list[tuple[Tensor, Tensor]] = []
-        summands = others.to(wide)
+        summands, there = others.to(wide), waiting.sent(rows, x.device)
         for some in row_ranges(len(rows), len(others), entries):
-            pairs, here = block(some, not loss.from_sums), rows[some]
+            pairs, here = block(some, not loss.from_sums), there[some]
             value += pairs.value.double() / 2
             for y, (degree, neighbors) in ((pairs.y, kept), (pairs.whole, whole)):
                 if y is not None and not loss.pd_fix.second_only:

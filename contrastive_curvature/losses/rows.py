@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from contrastive_curvature import validate
+from contrastive_curvature import validate, waiting
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.cross import PointVectors, RootSide
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums, Totals
@@ -139,6 +139,8 @@ class RowLoss(CosineLoss):
             cosine: See :meth:`_value`.
             positive: See :meth:`_counts`.
             negative: See :meth:`_counts`.
+
+        Rows with a count of zero are not used, but must not raise.
         """
         return value
 
@@ -219,7 +221,7 @@ class RowLoss(CosineLoss):
                     positive, negative = positive[kept], negative[kept]
                     total = total + self._checked("_value", cosine, positive, negative).double().sum()
                     terms = terms + self._counts_at(cosine.detach(), positive, negative).double().sum()
-        scale = self._scale(terms, sides, terms, as_data=False)
+        scale = self._scale(terms, sides)
         return (scale * total).to(u.dtype) + 0 * u.sum()
 
     def _checked(self, rule: str, *blocks: Tensor, kept: Tensor | None = None) -> Tensor:
@@ -234,7 +236,7 @@ class RowLoss(CosineLoss):
             raise InputError(name, f"one number for each of {rows} anchors, shape ({rows},)", got)
         if kept is not None:
             numbers = torch.where(kept, numbers, 0.0)
-        validate.require(~numbers.detach().isnan().any(), lambda: InputError(name, "numbers", "NaN"))
+        waiting.require(~numbers.detach().isnan().any(), lambda: InputError(name, "numbers", "NaN"))
         return numbers
 
     def _checked_terms(
@@ -246,24 +248,23 @@ class RowLoss(CosineLoss):
             wanted = f"{len(self.root_signs)} roots, as root_signs says"
             raise InputError(f"{type(self).__name__}._terms", wanted, len(terms.roots))
         # On a GPU, waiting for the answer takes longer than the copies.
-        if not validate.waits(kept) and bool(kept.all()):
+        if not waiting.waits(kept) and bool(kept.all()):
             return terms
         row = kept.unsqueeze(1)
         return terms.map(lambda part: torch.where(row, part, 0.0))
 
-    def _scale(self, terms: Tensor, sides: Sides, anchors: Tensor, *, as_data: bool) -> Tensor:
+    def _scale(self, terms: Tensor, sides: Sides, anchors: Tensor | None = None) -> Tensor:
         """Return the factor of the sum over the anchors of all sides, float64, shape ().
 
         Args:
             terms: Number of terms, float64, shape ().
             sides: One tower, or the directions of two towers.
-            anchors: Number of anchors with a term, shape ().
-            as_data: See :meth:`derivatives`.
+            anchors: Number of anchors with a term, shape (), by which a fit multiplies a mean; ``None`` for the mean.
         """
         if not self.averages:
             return torch.full_like(terms, 1 / len(sides))
-        wanted = anchors.double() / len(sides) if as_data else torch.ones_like(terms)
-        return torch.where(terms > 0, wanted / terms, 0.0)
+        times = torch.ones_like(terms) if anchors is None else anchors.double() / len(sides)
+        return torch.where(terms > 0, times / terms, 0.0)
 
 
 def check_temperature(value: object) -> float:
@@ -302,7 +303,7 @@ class RowDerivatives(CosineDerivatives):
 
     def __init__(self, loss: RowLoss, relation: Relation, u: Tensor, sides: Sides, *, as_data: bool = False) -> None:
         self.loss, self.u, self.n, self.fix = loss, u, len(u), loss.pd_fix
-        self.signs = u.new_tensor(loss.root_signs)
+        self.signs = waiting.sent(torch.tensor(loss.root_signs, dtype=u.dtype), u.device)
         # With ``attracting_only``, the sign of a pair's weight is known only after both directions are added.
         self._summed = not (self.fix.second_only or self.fix.attracting_only)
         self._values: tuple[Tensor, Tensor] | None = None
@@ -311,7 +312,7 @@ class RowDerivatives(CosineDerivatives):
         self.anchors = torch.cat([known.kept for known in self._sides]).sum()
         self.skipped = sum(known.kept.numel() for known in self._sides) - self.anchors
         terms = torch.stack([known.count for known in self._sides]).sum()
-        self.scale = loss._scale(terms, sides, self.anchors, as_data=as_data)
+        self.scale = loss._scale(terms, sides, self.anchors if as_data else None)
         for known in self._sides:
             known.rescale(self.scale)
 
@@ -319,7 +320,8 @@ class RowDerivatives(CosineDerivatives):
     def node_sums(self) -> NodeSums:
         degree, neighbors = self.u.new_zeros(self.n), torch.zeros_like(self.u)
         shifted = self.loss.shift_invariant and not self.loss.linear
-        signs = torch.cat([self.signs, self.u.new_tensor([1.0, -1.0])]) if shifted else self.signs
+        ends = waiting.sent(torch.tensor([1, -1], dtype=self.u.dtype), self.u.device)
+        signs = torch.cat([self.signs, ends]) if shifted else self.signs
         vectors, bound = self.u.new_zeros(len(signs), *self.u.shape), self.u.new_zeros(self.n)
         for known in self._sides:
             theirs = known.side.candidates

@@ -96,7 +96,7 @@ class TripletLoss(RowLoss):
         if not isinstance(relation, ListedTriplets):
             return super()._value_of(u, relation, sides)
         cost = listed_violations(relation, u, self.margin).relu()
-        scale = self._scale((cost > 0).sum().double(), sides, cost.sum(), as_data=False)
+        scale = self._scale((cost > 0).sum().double(), sides)
         return (scale * cost.double().sum()).to(u.dtype) + 0 * u.sum()
 
     def _counts(self, positive: Tensor, negative: Tensor) -> Tensor:
@@ -188,8 +188,8 @@ class ListedTripletDerivatives(CosineDerivatives):
         self.u, self.n = u, len(u)
         cost = listed_violations(relation, u, loss.margin)
         active = cost > 0
-        self.anchors = torch.zeros(self.n, device=u.device).index_fill_(0, relation.anchor, 1).sum()
-        scale = loss._scale(active.sum().double(), one_tower(self.n), self.anchors, as_data=as_data)
+        self.anchors = u.new_zeros(self.n, dtype=torch.bool).index_fill_(0, relation.anchor, True).sum()
+        scale = loss._scale(active.sum().double(), one_tower(self.n), self.anchors if as_data else None)
         self._value = scale * cost.relu().double().sum()
         y, weight = u.new_zeros(self.n, self.n), (2 * scale * active).to(u.dtype)
         for other, sign in ((relation.near, 1), (relation.far, -1)):

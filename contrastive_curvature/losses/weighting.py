@@ -12,11 +12,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from contrastive_curvature import validate
+from contrastive_curvature import waiting
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.losses.class_table import ClassTable
 from contrastive_curvature.options import Normalization
@@ -113,15 +114,16 @@ class Related:
 
     def index(self, targets: Tensor, numbers: Tensor | None = None) -> Tensor:
         """Return the class of every point, shape (B,), from its label or its number; on the CPU if the labels are."""
+        by_label = self.numbers is None or numbers is None
         known = self.relation.targets
-        wanted = targets.to(known.device)
-        if self.numbers is None or numbers is None:
-            keys, sought = (self._labels_on_cpu, targets) if targets.device.type == "cpu" else (known, wanted)
+        if by_label and targets.device.type == "cpu":
+            known = self._labels_on_cpu
         else:
-            keys, sought = self.numbers, numbers
+            targets = waiting.sent(targets, known.device)
+        keys, sought = (known, targets) if by_label else (cast("Tensor", self.numbers), cast("Tensor", numbers))
         index = torch.searchsorted(keys, sought.contiguous()).clamp(max=max(0, len(keys) - 1))
-        other = (known[index] != wanted).unsqueeze(1).flatten(1).any(1)
-        validate.require(~other.any(), partial(_other_targets, wanted, other))
+        other = (known[index] != targets).unsqueeze(1).flatten(1).any(1)
+        waiting.require(~other.any(), partial(_other_targets, targets, other))
         return index
 
     @cached_property

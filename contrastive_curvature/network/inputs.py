@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from contrastive_curvature import waiting
 from contrastive_curvature.errors import InputError, InputTypeError
 
 Inputs = Tensor | Mapping[str, Any]
@@ -42,7 +43,7 @@ def input_length(x: Inputs) -> int:
 
 def move_inputs(x: Inputs, device: torch.device) -> Inputs:
     """Move a batch to a device."""
-    return map_tensors(x, lambda t: t.to(device))
+    return map_tensors(x, lambda t: waiting.sent(t, device))
 
 
 def map_tensors(x: Inputs, change: Callable[[Tensor], Tensor]) -> Inputs:

@@ -64,9 +64,7 @@ def read_views(
     related: bool = False,
     labelled: bool = True,
 ) -> Views:
-    """Parse a batch of a loader, tokenise its texts, and move its inputs to the encoder's device.
-
-    Labels stay where the loader has them, mostly on the CPU, where classes are counted without waiting for a GPU.
+    """Parse a batch of a loader, tokenise its texts, and move its inputs to the encoder's device; targets stay.
 
     Args:
         model: The encoder; or two encoders ``(encoder_a, encoder_b)``, for which a pair always means two views.
@@ -74,7 +72,7 @@ def read_views(
             not be used; ``(view, view, labels)``; or a mapping that holds the labels too.
         label_key: Key of the labels in a mapping.
         argument: Name of the loader for the error message.
-        related: Whether a pair of tensors is always inputs and targets, for any shapes; such targets move too.
+        related: Whether a pair of tensors is always inputs and targets, for any shapes.
         labelled: Whether a batch of one view needs labels.
     """
     encoders = model if isinstance(model, tuple) else (model, model)
@@ -92,7 +90,7 @@ def read_views(
                 "torch.as_tensor(numpy.unique(names, return_inverse=True)[1])."
             )
             raise InputTypeError(argument, "labels as a tensor", f"a {type(y).__name__}", hint)
-        return y.to(device) if related else y
+        return y
 
     if isinstance(batch, Mapping):
         if labelled and label_key not in batch:

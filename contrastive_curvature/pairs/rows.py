@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TypeVar
@@ -48,13 +49,20 @@ def content_numbers(outputs: Tensor) -> Tensor:
     outputs are computed again in batches of another size, about one in a thousand changes its number. The rounding is
     also fine: different inputs rarely share a number, even in tight classes. The numbers are on the outputs' device.
     """
-    generator = torch.Generator().manual_seed(0)
-    directions = torch.randn(outputs.shape[1], 8, generator=generator, dtype=torch.float64).to(outputs.device)
-    odd = (torch.randint(-(2**62), 2**62, (9,), generator=generator) * 2 + 1).to(outputs.device)
+    directions, odd = _projections(outputs.shape[1], outputs.device)
     wide = outputs.detach().double()
     norm = wide.norm(dim=1, keepdim=True)
     found = torch.cat([wide @ directions / norm, norm.log()], dim=1)
     return ((found / _CELL).round().to(torch.int64) * odd).sum(1)
+
+
+@functools.cache
+def _projections(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return directions (D, 8) and odd numbers (9,), the same in every process."""
+    generator = torch.Generator().manual_seed(0)
+    directions = torch.randn(dim, 8, generator=generator, dtype=torch.float64)
+    odd = torch.randint(-(2**62), 2**62, (9,), generator=generator) * 2 + 1
+    return directions.to(device), odd.to(device)
 
 
 @dataclass(frozen=True)

@@ -58,7 +58,7 @@ def short_output(model: nn.Sequential, x: Tensor, row: int) -> Tensor:
     return moved.to(x.dtype)
 
 
-@covering(1, size=[7, N], at_once=[0, 2**24], weights__structure__more=STRUCTURES)
+@covering(2, size=[7, N], at_once=[0, 2**24], weights__structure__more=STRUCTURES)
 def test_a_point_next_to_zero(
     weights: str,
     structure: str,

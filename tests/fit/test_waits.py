@@ -11,37 +11,55 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
-from contrastive_curvature import validate
+from contrastive_curvature import waiting
 
 
 class Waits(torch.overrides.TorchFunctionMode):
-    """Counts reads of numbers that a GPU would have: made from floating-point numbers, or moved to the device."""
+    """Counts what would wait for a GPU, on the CPU.
 
-    READS = ("_local_scalar_dense", "nonzero", "_unique2", "unique_consecutive", "cpu", "tolist", "numpy")
+    A GPU would have all floating-point numbers, what is made of them, and what was moved there. Waiting for it: reading
+    such numbers, results whose shape depends on them, and copies that are waited for.
+    """
+
+    READS = (
+        "_local_scalar_dense", "nonzero", "_unique2", "unique_consecutive", "bincount", "masked_select", "equal", "cpu",
+        "tolist", "numpy", "_linalg_eigh",
+    )  # fmt: skip
 
     def __init__(self) -> None:
         self.count = 0
-        self._there: dict[int, Tensor] = {}  # keeps the tensors, so that no other one has their id
+        self._moved: dict[int, Tensor] = {}  # keeps the tensors, so that no other one has their id
 
-    def _reads(self, name: str, given: Any) -> bool:
-        there = any(t.is_floating_point() or id(t) in self._there for t in tree_leaves(given) if isinstance(t, Tensor))
-        self.count += there and name in self.READS
-        return there
+    def there(self, value: Any) -> bool:
+        return isinstance(value, Tensor) and (value.is_floating_point() or id(value) in self._moved)
 
-    def _mark(self, out: Any) -> Any:
-        self._there.update({id(t): t for t in tree_leaves(out) if isinstance(t, Tensor)})
+    def mark(self, out: Any) -> Any:
+        self._moved.update({id(t): t for t in tree_leaves(out) if isinstance(t, Tensor)})
         return out
 
+    def note(self, name: str, args: Any, kwargs: Any) -> bool:
+        """Count an operation if it waits; return whether a GPU would run it."""
+        there = any(map(self.there, tree_leaves((args, kwargs))))
+        waits = name in self.READS or (name == "repeat_interleave" and kwargs.get("output_size") is None)
+        if there and "index" in name and isinstance(args[1], (list, tuple)):
+            indices = [index for index in args[1] if index is not None]
+            waits = any(index.dtype == torch.bool or not self.there(index) for index in indices)
+        self.count += there and waits
+        return there
+
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = function.__name__
+        name, kwargs = function.__name__, kwargs or {}
         if name in ("cpu", "tolist", "numpy"):
-            self._reads(name, args)
-        out = function(*args, **(kwargs or {}))
+            self.note(name, args, kwargs)
+        out = function(*args, **kwargs)
         if name == "cpu":
             out = out.view_as(out)
-            self._there.pop(id(out), None)
+            self._moved.pop(id(out), None)
         elif name == "to" and any(isinstance(value, (Tensor, torch.device)) for value in args[1:]):
-            out = self._mark(out.view_as(out))
+            self.count += not self.there(args[0]) and not kwargs.get("non_blocking", False)
+            out = self.mark(out.view_as(out))
+        elif kwargs.get("device") is not None and isinstance(out, Tensor):
+            out = self.mark(out.view_as(out))
         return out
 
     def __enter__(self) -> Self:
@@ -62,9 +80,9 @@ class Operations(torch.utils._python_dispatch.TorchDispatchMode):
         self.waits = waits
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        there = self.waits._reads(function.overloadpacket.__name__, (args, kwargs))
+        there = self.waits.note(function.overloadpacket.__name__, args, kwargs or {})
         out = function(*args, **(kwargs or {}))
-        return self.waits._mark(out) if there else out
+        return self.waits.mark(out) if there else out
 
 
 def waits(n: int, weights: str, structure: str, loss: cc.losses.CosineLoss) -> int:
@@ -73,7 +91,7 @@ def waits(n: int, weights: str, structure: str, loss: cc.losses.CosineLoss) -> i
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     loader = DataLoader(TensorDataset(torch.randn(10 * n, 6), torch.arange(10 * n) % 5), batch_size=10)
     with pytest.MonkeyPatch.context() as patch, Waits() as counted:
-        patch.setattr(validate, "_WITHOUT_WAITING", ())
+        patch.setattr(waiting, "_WITHOUT_WAITING", ())
         Laplace(model, "contrastive", weights, structure, backend_kwargs={"loss": loss}).fit(loader)
     return counted.count
 
@@ -82,19 +100,19 @@ def waits(n: int, weights: str, structure: str, loss: cc.losses.CosineLoss) -> i
     ("weights", "structure", "loss", "most"),
     [
         ("last_layer", "kron_lowrank", cc.ContrastiveLoss(), 0),
-        ("all", "diag", cc.ContrastiveLoss(), 0),
-        ("last_layer", "kron_lowrank", cc.LogisticLoss(pd_fix="psd"), 0),
-        ("last_layer", "kron_lowrank", cc.InfoNCELoss(), 0),
-        ("all", "kron", cc.SupConLoss(), 1),
+        ("last_layer", "kron_lowrank", cc.InfoNCELoss(), 1),  # points that dominate
+        ("last_layer", "kron_lowrank", cc.LogisticLoss(pd_fix="psd"), 2),  # those, and eigenvalues
+        ("all", "diag", cc.ContrastiveLoss(), 3),  # signed square roots
+        ("all", "kron", cc.SupConLoss(), 3),  # its cost, whose positives are listed; eigenvalues; points that dominate
     ],
 )
-def test_a_batch_does_not_wait(weights: str, structure: str, loss: cc.losses.CosineLoss, most: int) -> None:
-    """Only the cost of SupCon, whose positives are listed, does; conditions are looked at after many batches."""
+def test_a_batch_seldom_waits(weights: str, structure: str, loss: cc.losses.CosineLoss, most: int) -> None:
+    """Conditions are looked at after many batches."""
     assert waits(24, weights, structure, loss) - waits(4, weights, structure, loss) <= 20 * (most + 0.25)
 
 
 def test_conditions_that_are_looked_at_late_are_refused_alike(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(validate, "_WITHOUT_WAITING", ())
+    monkeypatch.setattr(waiting, "_WITHOUT_WAITING", ())
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3)).to(device)
     x, y = torch.randn(40, 6), torch.arange(40) % 5
     for row, bad in ((23, math.nan), (13, math.inf)):

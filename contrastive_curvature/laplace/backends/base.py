@@ -219,6 +219,11 @@ class ContrastiveBackend(GGNInterface, ABC):
 
     def read(self, batch: Any) -> tuple[Inputs, Tensor]:
         """Split a batch ``(x, labels)`` or a mapping into inputs and labels, on the model's device."""
+        points = self._labelled(batch)
+        return points.x, cast("Tensor", points.labels)
+
+    def _labelled(self, batch: Any) -> Batch:
+        """Convert a batch of labelled points."""
         related = self.options.relation is not None
         views = read_views(self.model, batch, self.dict_key_y, related=related)
         if views.second is not None or views.targets is None:
@@ -233,12 +238,12 @@ class ContrastiveBackend(GGNInterface, ABC):
             )
         if not related:
             self.labels_seen.note(views.targets)
-        return views.first, views.targets
+        return labelled_batch(views.first, views.targets, self.options.relation)
 
     def points_of(self, batch: Any) -> Batch:
         """Convert a batch of a loader into the form that the loss needs."""
         if self.loss.compares == "pairs":
-            return labelled_batch(*self.read(batch), self.options.relation)
+            return self._labelled(batch)
         views = read_views(self.model, batch, self.dict_key_y, related=self.options.relation is not None)
         points = as_batch(views, self.loss, self.options.relation, self.options.positives)
         self.labels_seen.note(points.classes)
