@@ -14,7 +14,7 @@ PACKAGE = "contrastive_curvature"
 FLOW = ["pairs", "hessian", "network", "structures", "losses", "fit", "vmf", "metrics", "embedding", "hosts", "laplace"]
 """Folders of the flow, in its order: each imports those before it alone, and none of those around it."""
 
-PLAIN = {"artifact", "codec", "errors", "validate", "options", "progress"}
+PLAIN = {"artifact", "codec", "errors", "validate", "options", "progress", "waiting"}
 """Modules that everything may import."""
 
 

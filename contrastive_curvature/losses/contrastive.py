@@ -210,16 +210,18 @@ class InsideColumns:
         if not self.uniform:
             self.extended = torch.cat([self.extended, shares[index[order]].unsqueeze(1) * self.extended], dim=1)
 
-    def sums(self, u: Tensor, index: Tensor, there: Tensor) -> Tensor:
-        """Return ``sum_j (r-_i + r-_j) / 2 [1, u_j]`` over the columns of other classes inside the margin."""
-        sums = self._inside(u, 0, self.u.shape[0])
+    def sums(self, u: Tensor, index: Tensor) -> Tensor:
+        """Return ``sum_j (r-_i + r-_j) / 2 [1, u_j]`` over the columns of other classes inside the margin.
+
+        The classes ``index`` (B,) of the rows ``u`` (B, D) are best on the CPU, where nothing waits to count them.
+        """
+        sums, there = self._inside(u, 0, self.u.shape[0]), waiting.sent(index, u.device)
         self._subtract_same(sums, u, index, there)
         own, width = self.shares[there].unsqueeze(1).double(), u.shape[1] + 1
         return own * sums if self.uniform else (own * sums[:, :width] + sums[:, width:]) / 2
 
     def _subtract_same(self, sums: Tensor, u: Tensor, index: Tensor, there: Tensor) -> None:
         """Subtract the columns of the same class from sums (B, ...) over all columns inside the margin."""
-        # The computation depends on the classes; labels on the CPU are there without waiting for a GPU.
         classes, order = index.cpu().sort(stable=True)
         groups, sizes = (part.tolist() for part in classes.unique_consecutive(return_counts=True))
         bounds = [self.bounds[group] for group in groups]
@@ -319,7 +321,7 @@ class ContrastiveOfClasses(DatasetHessian):
         if self.loss.threshold is None:
             share, own = self.related.shares.negative[there].unsqueeze(1), self._class_sums[there]
             return (share * (self._total - own) + self._weighted - share * own) / 2
-        sums = self._inside.sums(u, index, there)
+        sums = self._inside.sums(u, index)
         return sums if self.bank is None else sums * cast("Tensor", self.bank.weight)[there].unsqueeze(1)
 
     @cached_property
