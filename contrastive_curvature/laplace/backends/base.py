@@ -219,11 +219,11 @@ class ContrastiveBackend(GGNInterface, ABC):
 
     def read(self, batch: Any) -> tuple[Inputs, Tensor]:
         """Split a batch ``(x, labels)`` or a mapping into inputs and labels, on the model's device."""
-        points = self._labelled(batch)
-        return points.x, cast("Tensor", points.labels)
+        x, targets = self._labelled(batch)
+        return x, targets.to(next(self.model.parameters()).device)
 
-    def _labelled(self, batch: Any) -> Batch:
-        """Convert a batch of labelled points."""
+    def _labelled(self, batch: Any) -> tuple[Inputs, Tensor]:
+        """Split a batch into inputs on the model's device, and labels where the loader has them."""
         related = self.options.relation is not None
         views = read_views(self.model, batch, self.dict_key_y, related=related)
         if views.second is not None or views.targets is None:
@@ -238,12 +238,12 @@ class ContrastiveBackend(GGNInterface, ABC):
             )
         if not related:
             self.labels_seen.note(views.targets)
-        return labelled_batch(views.first, views.targets, self.options.relation)
+        return views.first, views.targets
 
     def points_of(self, batch: Any) -> Batch:
         """Convert a batch of a loader into the form that the loss needs."""
         if self.loss.compares == "pairs":
-            return self._labelled(batch)
+            return labelled_batch(*self._labelled(batch), self.options.relation)
         views = read_views(self.model, batch, self.dict_key_y, related=self.options.relation is not None)
         points = as_batch(views, self.loss, self.options.relation, self.options.positives)
         self.labels_seen.note(points.classes)
