@@ -312,9 +312,8 @@ class RowDerivatives(CosineDerivatives):
         self.anchors = torch.cat([known.kept for known in self._sides]).sum()
         self.skipped = sum(known.kept.numel() for known in self._sides) - self.anchors
         terms = torch.stack([known.count for known in self._sides]).sum()
+        # Multiplied into sums over pairs, not into the pairs.
         self.scale = loss._scale(terms, sides, self.anchors if as_data else None)
-        for known in self._sides:
-            known.rescale(self.scale)
 
     @override
     def node_sums(self) -> NodeSums:
@@ -339,6 +338,8 @@ class RowDerivatives(CosineDerivatives):
                     own = self._own_second(terms)
                     bound[here] += torch.linalg.vector_norm(known.without_top(here, terms), ord=1, dim=1)
                     bound[theirs] += torch.linalg.vector_norm(own, ord=1, dim=0)
+        for part, power in ((degree, 1), (neighbors, 1), (bound, 1), (vectors, 0.5)):
+            part *= self.scale**power
         if self.fix.attracting_only:
             for rows, y, _ in self.row_blocks(3):
                 degree[rows], neighbors[rows] = y.sum(1), y @ self.u
@@ -367,6 +368,7 @@ class RowDerivatives(CosineDerivatives):
                 y[place] -= terms.first.T if turned else terms.first
                 if c is not None and terms.second is not None:
                     c[place] += terms.second.T if turned else terms.second
+        y, c = y.mul_(self.scale), None if c is None else c.mul_(self.scale)
         if self.fix.second_only:
             y.zero_()
         return (y.clamp_(min=0) if self.fix.attracting_only else y), c
@@ -374,9 +376,6 @@ class RowDerivatives(CosineDerivatives):
     @override
     def matmul(self, t: Tensor) -> Tensor:
         out = torch.zeros_like(t)
-        if self.fix.attracting_only:
-            for rows, y, _ in self.row_blocks():
-                out[rows] -= (y @ t.flatten(1)).view_as(t[rows])
         for known in self._sides if self._summed or not self.loss.linear else ():
             theirs = known.side.candidates
             candidates, changes = self.u[theirs], t[theirs]
@@ -404,6 +403,10 @@ class RowDerivatives(CosineDerivatives):
                     out[here] += sign * torch.einsum("bk,bd->bdk", along_candidates, own)
                     outer = torch.einsum("bk,bd->bdk", sign * (along_anchor + along_candidates), anchors)
                     out[theirs] += (root.T @ outer.flatten(1)).view_as(changes)
+        out *= self.scale
+        if self.fix.attracting_only:
+            for rows, y, _ in self.row_blocks():
+                out[rows] -= (y @ t.flatten(1)).view_as(t[rows])
         return out
 
     def release(self) -> None:
@@ -447,7 +450,7 @@ class RowDerivatives(CosineDerivatives):
                 cosine = None if known.cosines is None else known.cosines[known.local(here)]
             if known.side.candidates == points:
                 weights.append(self._as_candidates(known, here))
-        return reduce(torch.add, weights), cosine
+        return self.scale * reduce(torch.add, weights), cosine
 
     def _as_candidates(self, known: _Anchors, candidates: slice) -> Tensor:
         terms = known.at(known.side.anchors, candidates)
@@ -458,7 +461,7 @@ class RowDerivatives(CosineDerivatives):
             place = column.clamp(0, candidates.stop - candidates.start - 1)
             exact = torch.zeros_like(place, dtype=out.dtype)
             for sign, root, rest in zip(self.signs, terms.roots, known.rest, strict=True):
-                exact -= sign * root.gather(1, place) * self.scale**0.5 * rest.unsqueeze(1)
+                exact -= sign * root.gather(1, place) * rest.unsqueeze(1)
             out = out.scatter(1, place, torch.where(column == place, exact, out.gather(1, place)))
         return out.T
 
@@ -490,8 +493,9 @@ class RowDerivatives(CosineDerivatives):
                 own.append(of_anchor @ self.u[side.candidates])
                 offset += side.shape[0]
         signs = torch.cat([self.signs.repeat_interleave(known.side.shape[0]) for known in self._sides])
-        entries = (torch.cat(vector), torch.cat(place), torch.cat(own))
-        return signs, RootSide(torch.cat(anchors), torch.cat(weights), entries)
+        scale = self.scale**0.5
+        entries = (torch.cat(vector), torch.cat(place), scale * torch.cat(own))
+        return signs, RootSide(torch.cat(anchors), scale * torch.cat(weights), entries)
 
 
 class _Anchors:
@@ -503,14 +507,14 @@ class _Anchors:
         kept: Whether an anchor has a term, shape (A,).
         top: Candidate of each anchor with the largest weight, shape (A,).
         rest: ``sum_j q_rj`` over all other candidates, shape (R, A).
-        held: First and second derivatives and roots of all pairs, scaled, (A, M) each; ``None`` for many pairs.
+        held: First and second derivatives and roots of all pairs, (A, M) each; ``None`` for many pairs.
         cosines: Cosines of the same pairs.
     """
 
     def __init__(self, loss: RowLoss, relation: Relation, u: Tensor, side: Side) -> None:
         self.loss, self.relation, self.u, self.side = loss, relation, u, side
         count, many = side.shape
-        self.count, self.scale = u.new_zeros((), dtype=torch.float64), u.new_ones((), dtype=torch.float64)
+        self.count = u.new_zeros((), dtype=torch.float64)
         self.held: RowTerms | None = None
         self.cosines: Tensor | None = None
         self.kept = torch.zeros(count, dtype=torch.bool, device=u.device)
@@ -548,17 +552,13 @@ class _Anchors:
         return self.cosines[self.local(anchors), moved(chosen, -self.side.candidates.start)], positive, negative
 
     def at(self, anchors: slice, candidates: slice | None = None) -> RowTerms:
-        """Return the scaled derivatives of the loss for some anchors and some or all of their candidates."""
+        """Return the derivatives of the sum over the anchors for some anchors and some or all of their candidates."""
         rows = self.local(anchors)
         if self.held is None:
             block = self.block(anchors, candidates)
-            return _scaled(self.loss._checked_terms(*block, self.statistics[rows], self.kept[rows]), self.scale)
+            return self.loss._checked_terms(*block, self.statistics[rows], self.kept[rows])
         columns = moved(self.side.candidates if candidates is None else candidates, -self.side.candidates.start)
         return self.held.map(lambda part: part[rows, columns])
-
-    def rescale(self, scale: Tensor) -> None:
-        """Multiply the loss by a number."""
-        self.scale, self.held = scale, None if self.held is None else _scaled(self.held, scale)
 
     def without_top(self, anchors: slice, terms: RowTerms) -> Tensor:
         """Return the weights ``c`` (B, M) of the candidates, with zero for a candidate that serves as origin."""
@@ -599,9 +599,3 @@ def _joined(parts: list[RowTerms]) -> RowTerms:
     return RowTerms(
         _cat(first), None if second[0] is None else _cat(second), tuple(map(_cat, zip(*roots, strict=True)))
     )
-
-
-def _scaled(terms: RowTerms, scale: Tensor) -> RowTerms:
-    """Return the terms of the loss times ``scale``, shape ()."""
-    second = None if terms.second is None else scale * terms.second
-    return RowTerms(scale * terms.first, second, tuple(scale**0.5 * root for root in terms.roots))
