@@ -42,7 +42,6 @@ def seconds(call: Callable[[], Any]) -> float:
 
 def run_case(case: Case) -> Case:
     """Return the shortest times of a double backward pass, of building the Hessian, a product and the diagonal."""
-    torch.set_num_threads(1)
     make, size = LOSSES[case["loss"]]
     loss, n = make(), case["points"]
 
@@ -84,7 +83,7 @@ def render(results: Case) -> str:
 
 def make_cases(given: argparse.Namespace) -> list[Case]:
     sizes = [(200, 1)] if given.quick else list(zip(POINTS, TURNS, strict=True))
-    return [{"loss": name, "points": n, "turns": turns} for name in LOSSES for n, turns in sizes]
+    return [{"loss": name, "points": n, "turns": turns, "threads": 1} for name in LOSSES for n, turns in sizes]
 
 
 def main(arguments: list[str] | None = None) -> Case:

@@ -263,19 +263,21 @@ class DatasetHessian(CosineDerivatives):
         Small classes share a group.
         """
         assert self._by_class is not None
+        # The groups depend on the classes, so they are made on the CPU.
+        index = index.cpu()
         order = index.argsort(stable=True)
         classes, counts = index[order].unique_consecutive(return_counts=True)
-        classes = classes.cpu()
         sizes = self._sizes[classes]
         group = (sizes.cumsum(0) - sizes) // _TOGETHER
         split = group.unique_consecutive(return_counts=True)[1].tolist()
-        rows = group.repeat_interleave(counts.cpu()).unique_consecutive(return_counts=True)[1].tolist()
+        rows = group.repeat_interleave(counts).unique_consecutive(return_counts=True)[1].tolist()
         starts = self._sizes.cumsum(0) - self._sizes
         for some, here in zip(classes.split(split), order.split(rows), strict=True):
             # The points are sorted by class; this joins the ranges of several classes.
             length = self._sizes[some]
             shift = (starts[some] - (length.cumsum(0) - length)).repeat_interleave(length)
-            yield self._by_class.at(shift + torch.arange(len(shift), device=shift.device)), here.sort().values
+            places = waiting.sent(shift + torch.arange(len(shift)), self._by_class.u.device)
+            yield self._by_class.at(places), here.sort().values
 
     def _check_numbers(self, part: HessianPart) -> None:
         """Refuse rows whose numbers belonged to other points in the first pass: pairs with themselves would count."""

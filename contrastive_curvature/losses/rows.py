@@ -368,7 +368,9 @@ class RowDerivatives(CosineDerivatives):
                 y[place] -= terms.first.T if turned else terms.first
                 if c is not None and terms.second is not None:
                     c[place] += terms.second.T if turned else terms.second
-        y, c = y.mul_(self.scale), None if c is None else c.mul_(self.scale)
+        y *= self.scale
+        if c is not None:
+            c *= self.scale
         if self.fix.second_only:
             y.zero_()
         return (y.clamp_(min=0) if self.fix.attracting_only else y), c

@@ -25,6 +25,7 @@ from benchmarks import (
     influence,
     machine,
     match,
+    output_products,
     scale,
     serving,
     steps,
@@ -40,7 +41,7 @@ WIDTH, DIM = 10, 4
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("script", [curvature, backends, fast_path, match, steps, serving])
+@pytest.mark.parametrize("script", [curvature, backends, fast_path, match, output_products, steps, serving])
 def test_a_script_of_cases_runs_in_small(script: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     if script is match:
         pytest.importorskip("faiss")

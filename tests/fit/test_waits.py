@@ -1,4 +1,4 @@
-"""A batch of a fit does not wait for a GPU, and what is looked at later is refused as at once."""
+"""A batch of a fit seldom waits for a GPU, and conditions that are looked at later are refused as at once."""
 
 import math
 from typing import Any, Self
