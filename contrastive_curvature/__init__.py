@@ -9,9 +9,11 @@ BackPACK's extensions; :func:`unregister` undoes both. The names in ``__init__.p
 import lazy_loader
 
 from contrastive_curvature.registration import register
+from contrastive_curvature.removed import refuse_removed
 
 __version__ = "0.2.0"
 
-__getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_find, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+__getattr__ = refuse_removed(__name__, _find)
 
 register()

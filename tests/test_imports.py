@@ -1,6 +1,7 @@
 """What an import of the package does: folders form layers, nothing is printed, nothing extra comes."""
 
 import ast
+import importlib
 import re
 from collections.abc import Iterator
 from graphlib import TopologicalSorter
@@ -9,12 +10,14 @@ from pathlib import Path
 import pytest
 from fresh import ROOT, run
 
+from contrastive_curvature.removed import REMOVED
+
 PACKAGE = "contrastive_curvature"
 
 FLOW = ["pairs", "hessian", "network", "structures", "losses", "fit", "vmf", "metrics", "embedding", "hosts", "laplace"]
 """Folders of the flow, in its order: each imports those before it alone, and none of those around it."""
 
-PLAIN = {"artifact", "codec", "errors", "validate", "options", "progress", "waiting"}
+PLAIN = {"artifact", "codec", "errors", "validate", "options", "progress", "removed", "waiting"}
 """Modules that everything may import."""
 
 
@@ -177,3 +180,16 @@ def test_import_brings_nothing_until_a_name_is_used() -> None:
     """So that `--help` takes as long as click does; laplace-torch alone takes five seconds."""
     found, _ = run(ALONE)
     assert {name for name in found if not name.startswith("_")} == {PACKAGE, "lazy_loader"}
+
+
+@pytest.mark.parametrize("name", REMOVED)
+def test_a_removed_name_says_what_to_use_instead(name: str) -> None:
+    module, _, attribute = f"{PACKAGE}.{name}".rpartition(".")
+    assert attribute not in importlib.import_module(module).__all__
+    with pytest.raises(ImportError, match=re.escape(f"{PACKAGE}.{name} was removed")) as refused:
+        exec(f"from {module} import {attribute}")
+    assert REMOVED[name] in str(refused.value)
+    for page, anchor in re.findall(r"(docs/[\w/]+\.md)(?:#([\w-]+))?", REMOVED[name]):
+        headings = re.findall(r"^#+ (.*)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE)
+        slugs = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
+        assert not anchor or anchor in slugs

@@ -1,0 +1,25 @@
+"""Public names that the library had, and what to use instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+REMOVED: dict[str, str] = {}
+"""Name below the package -> what to use instead: one sentence that names the page with the recipe, if there is one."""
+
+
+def refuse_removed(module: str, find: Callable[[str], Any] | None = None) -> Callable[[str], Any]:
+    """Return the ``__getattr__`` of a module: it refuses removed names, and leaves the others to ``find``."""
+
+    def attribute(name: str) -> Any:
+        full = f"{module}.{name}"
+        instead = REMOVED.get(full.partition(".")[2])
+        if instead is not None:
+            # An AttributeError would lose its message in `from module import name`.
+            raise ImportError(f"{full} was removed in version 0.3. {instead}", name=full)
+        if find is None:
+            raise AttributeError(f"module {module!r} has no attribute {name!r}")
+        return find(name)
+
+    return attribute
