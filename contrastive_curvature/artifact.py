@@ -146,9 +146,7 @@ class Header(BaseModel):
 H = TypeVar("H", bound=Header)
 
 
-def target_folder(
-    argument: str, path: object, file: str, described: str, *, overwrite: bool, how: str = "Pass overwrite=True"
-) -> Path:
+def target_folder(argument: str, path: object, file: str, described: str, *, overwrite: bool) -> Path:
     """Return the path of a folder that may be written; refuse one with other content.
 
     Args:
@@ -157,7 +155,6 @@ def target_folder(
         file: Name of the file in it that says what it holds.
         described: What such a folder is called in error messages.
         overwrite: Whether one with that file may be written.
-        how: How a user says so.
 
     Raises:
         InputError: It has something in it and no such file, or that file without ``overwrite``.
@@ -169,7 +166,7 @@ def target_folder(
         got = f"{folder}, which has {names[0]!r} in it and no {file}"
         raise InputError(argument, f"a new or an empty folder, or {described}", got, "Name another folder.")
     if names and not overwrite:
-        hint = f"{how} to replace it, or name another folder."
+        hint = "Pass overwrite=True to replace it, or name another folder."
         raise InputError(argument, "a new or an empty folder", f"{folder}, which holds {described}", hint)
     return folder
 

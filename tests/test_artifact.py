@@ -92,8 +92,8 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("mine")
     with pytest.raises(cc.InputError, match=r"'thesis\.tex' in it and no box\.json"):
         target_folder("out", tmp_path, "box.json", "a box", overwrite=True)
-    with pytest.raises(cc.InputError, match=r"^out: expected .*, which holds a box\. Give --overwrite to replace it"):
-        target_folder("out", tmp_path, "thesis.tex", "a box", overwrite=False, how="Give --overwrite")
+    with pytest.raises(cc.InputError, match=r"^out: .*, which holds a box\. Pass overwrite=True to replace it"):
+        target_folder("out", tmp_path, "thesis.tex", "a box", overwrite=False)
     assert target_folder("out", tmp_path, "thesis.tex", "a box", overwrite=True) == tmp_path
 
 

@@ -3,26 +3,19 @@
 import os
 import sys
 
-import numpy as np
 import pytest
 from report_cases import fitted, inputs, loader
 from tables import each
 
-from contrastive_curvature.apps.cli import cli
 from contrastive_curvature.apps.report import evaluate, plots
-from contrastive_curvature.errors import InputError
+from contrastive_curvature.errors import InputError, UnsupportedError
 
+DRAW = plots.draw
 CHARTS = {f"{name}.{kind}" for name in ("novelty", "sparsification", "reliability", "det") for kind in ("png", "svg")}
 
 
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
-
-
-def source(folder):
-    """Write what the command looks for first."""
-    (folder / "none").mkdir(exist_ok=True)
-    np.savez(folder / "none.npz", features=np.ones((2, 2)))
 
 
 @pytest.fixture(autouse=True)
@@ -74,28 +67,20 @@ def test_without_a_page_what_a_killed_process_leaves_is_no_report(tmp_path, eval
     assert contents(tmp_path / "report") == contents(tmp_path / "new")
 
 
-def test_a_folder_with_other_files_is_refused(tmp_path, evaluations, capsys):
+def test_a_folder_with_other_files_is_refused(tmp_path, evaluations):
     evaluations[1].save(tmp_path / "report")
     (tmp_path / "report" / "cat.png").write_text("mine")
     names = sorted(os.listdir(tmp_path / "report"))
     with pytest.raises(InputError, match=r"cat\.png"):
         evaluations[0].save(tmp_path / "report")
-    # The command says so before it loads the posterior.
-    source(tmp_path)
-    words = ["evaluate", tmp_path / "none", "--test", tmp_path / "none.npz", "--out", tmp_path / "report"]
-    assert cli.main([str(word) for word in words], standalone_mode=False) == 2
-    error = capsys.readouterr().err
-    assert "--out" in error
-    assert "cat.png" in error
     assert sorted(os.listdir(tmp_path / "report")) == names
 
 
 @each("package", ["PIL", "matplotlib"])
-def test_a_missing_package_is_told_before_the_posterior_is_read(tmp_path, monkeypatch, capsys, package):
-    monkeypatch.setitem(sys.modules, package, None)
-    source(tmp_path)
-    words = ["evaluate", tmp_path / "none", "--test", tmp_path / "none.npz", "--out", tmp_path / "report"]
-    assert cli.main([str(word) for word in words], standalone_mode=False) == 2
-    error = capsys.readouterr().err
-    assert f"the package {package}" in error
-    assert "pip install '.[report]'" in error
+def test_a_missing_package_is_named_and_nothing_is_written(tmp_path, monkeypatch, evaluations, package):
+    monkeypatch.setattr(plots, "draw", DRAW)
+    with monkeypatch.context() as without:
+        without.setitem(sys.modules, package, None)
+        with pytest.raises(UnsupportedError, match=rf"the package {package}.*pip install '\.\[report\]'"):
+            evaluations[0].save(tmp_path / package)
+    assert not (tmp_path / package).exists()

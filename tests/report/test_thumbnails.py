@@ -46,6 +46,30 @@ def test_small_images_keep_every_pixel(item, wanted):
         assert np.abs(found.astype(int) - wanted).max() <= (1 if getattr(item, "dtype", None) == torch.half else 0)
 
 
+def test_image_files_are_shown_as_a_person_sees_them(tmp_path):
+    """Turned by their EXIF orientation, white where they are transparent, and not clipped."""
+    turned = Image.Exif()
+    turned[0x112] = 6
+    clear = np.dstack([COLOUR, np.where(GREY > 100, 255, 0).astype(np.uint8)])
+    on_white = np.where(GREY[:, :, None] > 100, COLOUR, 255)
+    palette = Image.fromarray(GREY).convert("P")
+    for name, image, options, wanted in [
+        ("turned.png", Image.fromarray(COLOUR), {"exif": turned}, np.rot90(COLOUR, -1)),
+        ("turned.tif", Image.fromarray(COLOUR), {"exif": turned}, np.rot90(COLOUR, -1)),
+        ("deep.png", Image.fromarray(GREY.astype(np.uint16) * 257), {}, GREY),
+        ("deep.tif", Image.fromarray(GREY.astype(np.uint16) * 257), {}, GREY),
+        ("whole.tif", Image.fromarray(GREY.astype(np.int32) * 257), {}, GREY),
+        ("fractions.tif", Image.fromarray((GREY / 255).astype(np.float32)), {}, GREY),
+        ("clear.png", Image.fromarray(clear), {}, on_white),
+        ("palette.png", palette, {}, np.dstack([GREY] * 3)),
+        ("hole.png", palette, {"transparency": 0}, np.dstack([np.where(GREY, GREY, 255)] * 3)),
+    ]:
+        image.save(tmp_path / name, **options)
+        assert np.array_equal(pixels(thumbnails([tmp_path / name])[0]), wanted), name
+    Image.fromarray(COLOUR).convert("CMYK").save(tmp_path / "print.jpg", quality=100)
+    assert np.abs(pixels(thumbnails([tmp_path / "print.jpg"])[0]).astype(int) - COLOUR).max() <= 4
+
+
 def test_normalised_images_have_one_scale():
     dark, bright = torch.full((1, 6, 6), -2.0), torch.full((1, 6, 6), 2.0)
     found = [pixels(address) for address in thumbnails([dark, bright, torch.zeros(1, 6, 6)])]

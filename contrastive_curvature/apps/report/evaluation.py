@@ -371,15 +371,15 @@ class Evaluation:
             InputError: The folder is a file, or holds files that do not belong to a report.
             OSError: A file cannot be written.
         """
-        target = check_target(folder)
+        target = _checked_target(folder)
         contents = {_PAGE: page.render(self, title), _NUMBERS: self.to_json().encode(), **plots.draw(self)}
         _write(target, contents)
         return {name: target / name for name in contents}
 
 
-def check_target(folder: Path | str, argument: str = "folder") -> Path:
+def _checked_target(folder: Path | str) -> Path:
     """Return a folder with all links followed; refuse a file, and a folder with files that are not of a report."""
-    target = folder_path(argument, folder)
+    target = folder_path("folder", folder)
     foreign = sorted(
         entry.name
         for entry in (target.iterdir() if target.exists() else ())
@@ -388,7 +388,7 @@ def check_target(folder: Path | str, argument: str = "folder") -> Path:
     if foreign:
         wanted = "a new folder, or one with an earlier report alone"
         hint = "Name another folder: this one may hold something that nobody wants to lose."
-        raise InputError(argument, wanted, f"{folder}, which holds {foreign[0]!r}", hint)
+        raise InputError("folder", wanted, f"{folder}, which holds {foreign[0]!r}", hint)
     return target
 
 

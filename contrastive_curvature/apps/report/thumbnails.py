@@ -77,10 +77,29 @@ def _address(item: Any) -> str:
         else:
             image = Image.open(item) if isinstance(item, Path) else item.copy()
         image.thumbnail((SIDE, SIDE))
-        image = image.convert("L" if image.mode in ("1", "L") else "RGB")
+        image = _as_seen(image)
     except UnidentifiedImageError:
         raise InputError("items", "files of images", str(item)) from None
     file = io.BytesIO()
     kind = "jpeg" if max(image.size) >= _JPEG_FROM else "png"
     image.save(file, kind, **({"quality": 82} if kind == "jpeg" else {"optimize": True}))
     return f"data:image/{kind};base64,{base64.b64encode(file.getvalue()).decode('ascii')}"
+
+
+def _as_seen(image: Any) -> Any:
+    """Return a picture in grey or RGB as a person sees it.
+
+    Its EXIF orientation is applied, transparent places are white, and 16 bits and fractions become 8 bits by value,
+    where Pillow alone would clip them.
+    """
+    from PIL import Image, ImageOps
+
+    image = ImageOps.exif_transpose(image)
+    if image.mode.startswith(("I", "F")):
+        values = np.asarray(image).astype(np.float64)
+        white = 65535 if image.mode != "F" else 1 if values.max() <= 1 else 255
+        image = Image.fromarray((values / white * 255).round().clip(0, 255).astype(np.uint8))
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        image = Image.alpha_composite(Image.new("RGBA", image.size, "white"), image)
+    return image.convert("L" if image.mode in ("1", "L") else "RGB")

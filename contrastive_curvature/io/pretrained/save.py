@@ -139,10 +139,6 @@ class PretrainedInfo(Contents):
     format_version: int = VERSION
     size: int
 
-    def to_plain(self) -> dict[str, Any]:
-        """Convert the description to strings, numbers, lists and dictionaries, for JSON."""
-        return self.model_dump(mode="json")
-
 
 class Saved(Header):
     """Header of a saved posterior's file.
