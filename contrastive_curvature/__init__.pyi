@@ -37,7 +37,6 @@ from .laplace.backends.stochman import StochManContrastiveGGN
 from .laplace.influence import influence
 from .losses import (
     ContrastiveLoss,
-    CoSENTLoss,
     InfoNCELoss,
     LogisticLoss,
     MultiSimilarityLoss,
@@ -65,7 +64,7 @@ __all__ = [
     "ContrastiveLoss",
     "LogisticLoss",
     "SoftContrastiveLoss",
-    # of anchors with all their candidates, of class proxies, of graded pairs
+    # of anchors with all their candidates, of class proxies
     "RowLoss",
     "InfoNCELoss",
     "SupConLoss",
@@ -73,7 +72,6 @@ __all__ = [
     "MultiSimilarityLoss",
     "TripletLoss",
     "ProxyLoss",
-    "CoSENTLoss",
     "Distance",
     "PDFix",
     "Normalization",

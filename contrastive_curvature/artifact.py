@@ -26,7 +26,7 @@ from contrastive_curvature.errors import InputError, InputTypeError
 if TYPE_CHECKING:
     from torch import Tensor
 
-VERSION = 4
+VERSION = 5
 """Of every format. It is raised where an older release would misread what this one writes."""
 
 _ABANDONED = 3600

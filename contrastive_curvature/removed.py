@@ -5,7 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-REMOVED: dict[str, str] = {}
+_GRADES = (
+    "No loss takes grades of pairs. Use another loss of docs/losses.md, such as InfoNCELoss on the pairs that belong "
+    "together."
+)
+
+REMOVED: dict[str, str] = {
+    "CoSENTLoss": _GRADES,
+    "losses.CoSENTLoss": _GRADES,
+}
 """Name below the package -> what to use instead: one sentence that names the page with the recipe, if there is one."""
 
 

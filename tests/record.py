@@ -7,7 +7,7 @@ Not a test, and the numbers are not kept in the repository: they hold for one ma
 
 The second prints each result that differs, and exits with 1 if any does.
 
-``--only TEXT`` runs the groups whose name contains TEXT ("laplace", "ggn CoSENT"), and compares their results alone.
+``--only TEXT`` runs the groups whose name contains TEXT ("laplace", "ggn InfoNCE"), and compares their results alone.
 Everything is float64 and seeded. A result is reduced to its sum, its norm and a fixed projection; they agree within
 1e-10 of the norm. An error counts as a result, too, by its type: a refusal has to stay a refusal.
 """
@@ -52,7 +52,6 @@ VALIDATION = normal(60, 6, seed=1) + 1.5 * torch.eye(6, dtype=torch.float64)[tor
 NEW = normal(9, 6, seed=2) + 1.5 * torch.eye(6, dtype=torch.float64)[torch.arange(9) % 4]
 BATCHES = [(X[rows], LABELS[rows]) for rows in torch.arange(40).split(12)]
 VIEWS = [(X[k : k + 10], X[k : k + 10] + 0.1 * normal(10, 6, seed=3)) for k in range(0, 40, 10)]
-GRADED = [(X[:20], X[20:], (torch.arange(20) % 5).double() / 4)]
 TRIPLETS = (torch.tensor([0, 1, 5, 9]), torch.tensor([4, 5, 13, 1]), torch.tensor([2, 3, 8, 11]))
 
 LOSSES: dict[str, Callable[..., Any]] = {
@@ -67,7 +66,6 @@ LOSSES: dict[str, Callable[..., Any]] = {
     "Proxy": partial(cc.ProxyLoss, normal(4, 3, seed=4), 6.0),
     "CosFace": partial(cc.ProxyLoss, normal(4, 3, seed=4), 6.0, 0.2, "cosface"),
     "ArcFace": partial(cc.ProxyLoss, normal(4, 3, seed=4), 6.0, 0.2, "arcface"),
-    "CoSENT": partial(cc.CoSENTLoss, 4.0),
 }
 
 
@@ -77,13 +75,6 @@ def make_encoder(end: nn.Module | None = None, width: int = 6, seed: int = 0) ->
         for number, parameter in enumerate(model.parameters()):
             parameter.copy_(0.5 * normal(*parameter.shape, seed=100 * seed + number))
     return model.eval()
-
-
-def made_of(loss: str) -> dict[str, Any]:
-    """Where the pairs of a loss come from, in a batch of 40 points."""
-    if loss == "CoSENT":
-        return {"pairs": (torch.arange(20), torch.arange(20, 40), (torch.arange(20) % 5).double() / 4)}
-    return {"labels": LABELS}
 
 
 def fitted(
@@ -115,18 +106,18 @@ def summary(la: Any) -> dict[str, Any]:
 
 def loss_value(loss: str) -> dict[str, Any]:
     z = make_encoder()(X).detach().requires_grad_()
-    value = LOSSES[loss]()(z, **made_of(loss))
+    value = LOSSES[loss]()(z, LABELS)
     return {"value": value, "gradient": torch.autograd.grad(value, z)[0]}
 
 
 def between(loss: str) -> Any:
     a, b = make_encoder()(X).detach().chunk(2)
-    return LOSSES[loss]().between(a, b, *([GRADED[0][2]] if loss == "CoSENT" else []))
+    return LOSSES[loss]().between(a, b)
 
 
 def output_hessian(loss: str, fix: str, distance: str = "arccos") -> dict[str, Any]:
     z = make_encoder()(X).detach()
-    hessian = cc.output_hessian(z, loss=LOSSES[loss](pd_fix=fix, distance=distance), **made_of(loss))
+    hessian = cc.output_hessian(z, LABELS, loss=LOSSES[loss](pd_fix=fix, distance=distance))
     return {
         "blocks": hessian.point_blocks(),
         "product": hessian.matvec(normal(*z.shape, seed=5)),
@@ -146,8 +137,8 @@ def output_hessian_matrix(fix: str) -> dict[str, Any]:
 def ggn(loss: str, fix: str | None, structure: str, weights: str, distance: str = "arccos", **more: Any) -> Any:
     chosen = LOSSES[loss](distance=distance, **({} if fix is None else {"pd_fix": fix}))
     subset = INDICES if weights == "subnetwork" else weights
-    given = {"loss": chosen, "structure": structure, "subset_of_weights": subset, **made_of(loss), **more}
-    return cc.ggn(make_encoder(), X, **given)
+    given = {"loss": chosen, "structure": structure, "subset_of_weights": subset, **more}
+    return cc.ggn(make_encoder(), X, LABELS, **given)
 
 
 def ggn_of_network(kind: str) -> dict[str, Any]:
@@ -180,8 +171,7 @@ def laplace(weights: str, structure: str, fix: str) -> dict[str, Any]:
 
 def laplace_of_loss(loss: str, structure: str) -> dict[str, Any]:
     weights = "last_layer" if structure == "kron_lowrank" else "all"
-    data = GRADED if loss == "CoSENT" else BATCHES
-    return summary(fitted(data, weights=weights, structure=structure, loss=LOSSES[loss]()))
+    return summary(fitted(weights=weights, structure=structure, loss=LOSSES[loss]()))
 
 
 def laplace_with(**options: Any) -> dict[str, Any]:
@@ -277,7 +267,6 @@ def two_towers(loss: str, structure: str, shared: bool = False, **options: Any) 
     b = a if shared else make_encoder(width=5, seed=1)
     second = X.flip(1) if shared else X[:, :5] + 0.2 * normal(40, 5, seed=6)
     pairs = [(X[k : k + 20], second[k : k + 20]) for k in (0, 20)]
-    pairs = [(*pair, GRADED[0][2]) for pair in pairs] if loss == "CoSENT" else pairs
     options["loss"] = LOSSES[loss](**({"pd_fix": options.pop("fix")} if "fix" in options else {}))
     la = Laplace(cc.TwoTowers(a, b), "contrastive", hessian_structure=structure, backend_kwargs=options)
     la.fit(pairs)
@@ -503,7 +492,7 @@ def groups() -> Iterator[tuple[str, Callable[[], Any]]]:
                 yield f"ggn {loss} {fix} {structure} {weights}", partial(ggn, loss, fix, structure, weights)
         for structure in ("kron_lowrank", "diag"):
             yield f"laplace {loss} {structure}", partial(laplace_of_loss, loss, structure)
-    for loss in ("InfoNCE", "SupCon", "SigLIP", "CoSENT"):
+    for loss in ("InfoNCE", "SupCon", "SigLIP"):
         yield f"loss between towers {loss}", partial(between, loss)
     for fix in ("fixed", "positive", "full", "psd"):
         yield f"hessian matrix {fix}", partial(output_hessian_matrix, fix)
@@ -545,7 +534,7 @@ def groups() -> Iterator[tuple[str, Callable[[], Any]]]:
     ):
         yield f"samples {weights} {structure}", partial(samples, weights, structure)
     yield from [("embedding alone", embedding_alone), ("search", search), ("files", files)]
-    for loss, structure in (("InfoNCE", "kron_lowrank"), ("SigLIP", "kron"), ("CoSENT", "diag"), ("SupCon", "full")):
+    for loss, structure in (("InfoNCE", "kron_lowrank"), ("SigLIP", "kron"), ("SupCon", "full")):
         yield f"towers {loss} {structure}", partial(two_towers, loss, structure)
     yield "towers InfoNCE ggn", partial(two_towers, "InfoNCE", "diag", fix="ggn")
     yield "towers shared", partial(two_towers, "InfoNCE", "diag", shared=True)

@@ -52,7 +52,7 @@ def test_every_loss_and_every_fix_stands_on_the_page() -> None:
         if isinstance(kind, type) and issubclass(kind, CosineLoss)
     ]
     concrete = [kind.__name__ for kind in kinds if not kind.__abstractmethods__]
-    assert len(concrete) >= 10
+    assert len(concrete) >= 9
     for name in concrete:
         found = any(row.startswith(f"| `{name}` (") for row in rows)
         assert found, f"{name} has no row in the table at the top of docs/losses.md"

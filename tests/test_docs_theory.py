@@ -117,21 +117,3 @@ def test_second_derivatives_in_a_distance(device: str) -> None:
         assert close(torch.as_tensor(found), formula)
         if positive:
             assert torch.equal(formula < 0, a * d * p < 1)
-
-
-def test_second_derivatives_of_cosent(device: str) -> None:
-    z, a = numbers(3, 8, D).to(device), 5.0
-    u = z / z.norm(dim=1, keepdim=True)
-    grades = torch.tensor([0.1, 0.7, 0.7, 0.3], dtype=torch.float64, device=device)
-    pairs = torch.arange(4, device=device), torch.arange(4, 8, device=device), grades
-    s = (u[:4] * u[4:]).sum(1)
-    value = cc.CoSENTLoss(a)(z, pairs=pairs)
-    w = torch.where(grades[:, None] > grades, (a * (s - s[:, None]) - value).exp(), 0.0)
-    eye = torch.eye(4, dtype=torch.float64, device=device)
-    gaps = eye[None, :, :] - eye[:, None, :]
-    m = torch.einsum("kl,kla->a", w, gaps)
-    c = a**2 * (torch.einsum("kl,kla,klb->ab", w, gaps, gaps) - m[:, None] * m)
-    found = cc.CoSENTLoss(a).output_hessian(z, pairs=pairs).derivatives
-    assert close(found._c, c)
-    assert close(found.rows(0, 4)[0][pairs[0], pairs[1]], -a * m)
-    assert abs(float(1 - w.sum() - (-value).exp())) < 1e-12

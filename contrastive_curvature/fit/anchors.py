@@ -41,9 +41,8 @@ def closed(f: Fit, pairs: Any, totals: list[Total]) -> list[DatasetCurvature]:
     check_compared(total)
     if total.curvature is not None and not bool(total.curvature.traces().any()):
         hint = (
-            "In a batch of one input nothing has to be told apart; triplets outside their margin, pairs of equal "
-            "grades, and comparisons that float32 takes for certain add nothing either. Use larger batches, or the "
-            "pair loss."
+            "In a batch of one input nothing has to be told apart; triplets outside their margin, and comparisons "
+            "that float32 takes for certain add nothing either. Use larger batches, or the pair loss."
         )
         wanted = "batches in which the loss changes with the embeddings"
         raise InputError("train_loader", wanted, "a curvature that is zero everywhere", hint)

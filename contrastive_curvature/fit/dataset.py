@@ -108,7 +108,7 @@ def statistics(f: Fit, passes: Passes, *, for_products: bool = False) -> Total:
         record.add(z, targets)
         if f.options.relation is None:
             classes.add(z, targets)
-        columns = {"outputs": z, "targets": cast("Tensor", batch.labels)}
+        columns = {"outputs": z, "targets": batch.labels}
         points.add(batch.numbers, {**columns, **(_columns(batch.x) if keep_inputs else {})})
         n += len(z)
         if features is not None and numbers_left > 0:
@@ -195,7 +195,7 @@ def closed(f: Fit, pairs: AllPairs, totals: list[Total]) -> list[DatasetCurvatur
 
 def _targets(batch: Batch) -> Tensor:
     """Return the labels of a batch, on the CPU if possible, or the targets of a relation."""
-    return cast("Tensor", batch.labels if batch.classes is None else batch.classes)
+    return batch.labels if batch.classes is None else batch.classes
 
 
 DATASET = Source(statistics, all_pairs, parts, closed, sums_classes=False)

@@ -133,11 +133,9 @@ class CurvatureOptions:
             hint = f"{name} compares an anchor with the candidates of its batch. Leave it out."
             raise InputError("pairs", "nothing with a loss of anchors", self.pairs, hint)
         by_views = self.positives == "views"
-        if self.relation is not None and (loss.compares in ("grades", "proxies") or by_views):
+        if self.relation is not None and (loss.compares == "proxies" or by_views):
             reason = "with positives='views'" if by_views else f"with {name}, which has no relation of points"
             raise InputError("relation", f"nothing {reason}", "a callable", "Leave one of them out.")
-        if loss.compares == "grades" and self.positives is not None:
-            raise InputError("positives", f"nothing with {name}, whose pairs have grades", self.positives)
         if self.positives is not None:
             validate.choice("positives", self.positives, ("labels", "views"))
 

@@ -136,7 +136,7 @@ class Passes:
             z, context = self.pullback.forward(batch.x)
             check_outputs(z, f"model(x) of batch {number} (counted from 0)")
             if record is not None:
-                record.add(z, torch.zeros(len(z)) if batch.labels is None else batch.labels)
+                record.add(z, batch.labels)
             yield batch, z, context
         if record is not None and self.first is not None:
             self.first.check_same(record)

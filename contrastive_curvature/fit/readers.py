@@ -15,7 +15,7 @@ from contrastive_curvature.fit.share import Share
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.inputs import Inputs, input_length
 from contrastive_curvature.network.loader import Views, joined_inputs, uncoordinated_workers
-from contrastive_curvature.pairs import Pairs, RelationFunction
+from contrastive_curvature.pairs import RelationFunction
 from contrastive_curvature.pairs.relation import check_labels
 
 _MANY_REPEATED = 0.4
@@ -27,16 +27,16 @@ class Batch(NamedTuple):
 
     Args:
         x: The points.
-        labels: Class labels, numbers of inputs or targets of a relation, shape (n, ...), or ``None``.
-        pairs: See the loss, or ``None``.
+        labels: Class labels, numbers of inputs or targets of a relation, shape (n, ...).
+        pairs: A relation of the labels, or ``None``.
         classes: Class labels where the loader has them, mostly on the CPU, so that counting them does not wait for a
             GPU; ``None`` for a relation, and if labels only mark views of one input.
         numbers: Numbers of the points, int64 on the CPU, shape (n,); a :class:`Reader` sets them.
     """
 
     x: Inputs
-    labels: Tensor | None
-    pairs: Pairs | None
+    labels: Tensor
+    pairs: RelationFunction | None
     classes: Tensor | None
     numbers: Tensor = torch.zeros(0, dtype=torch.int64)
 
@@ -123,7 +123,7 @@ def _device(x: Inputs) -> torch.device:
 def as_batch(
     views: Views, loss: CosineLoss, relation: RelationFunction | None = None, positives: str | None = None
 ) -> Batch:
-    """Convert a batch of one or two views into points and the pairs or labels that a loss of anchors needs."""
+    """Convert a batch of one or two views into points and the labels that a loss of anchors needs."""
     n, targets = input_length(views.first), views.targets
     if views.second is None:
         if positives == "views":
@@ -137,14 +137,8 @@ def as_batch(
     if loss.compares == "proxies" and positives == "views":
         hint = f"{name} compares with class weights. Leave positives out."
         raise InputError("positives", "'labels' or nothing", positives, hint)
-    check_usable(views, loss, positives)
+    check_usable(views, loss, relation, positives)
     x = joined_inputs(views.first, views.second)
-    if loss.compares == "grades":
-        if targets is None:
-            hint = f"{name} compares pairs of known similarity."
-            raise InputError("train_loader", "(view, view, grades)", "no grades", hint)
-        first = torch.arange(n, device=_device(x))
-        return Batch(x, None, (first, first + n, waiting.sent(targets, first.device)), None)
     if targets is None and (positives == "labels" or relation is not None):
         hint = "Yield ((view, view), labels), or leave it out: views of one input belong together."
         raise InputError("train_loader", "two views and labels", "two views", hint)
@@ -154,11 +148,14 @@ def as_batch(
     return _of_targets(x, torch.cat([targets, targets]), relation)
 
 
-def check_usable(views: Views, loss: CosineLoss, positives: str | None) -> None:
-    """Refuse unusable labels if the loss would use them; arguments as in :func:`as_batch`."""
+def check_usable(views: Views, loss: CosineLoss, relation: RelationFunction | None, positives: str | None) -> None:
+    """Refuse unusable labels if the loss would use them, and grades of pairs; arguments as in :func:`as_batch`."""
     if views.unusable is not None and (positives == "labels" or (positives is None and loss.supervised)):
         hint = "Yield labels as a tensor of whole numbers, or say positives='views' if they are not to be used."
         raise InputTypeError("train_loader", "labels as a tensor of one entry a point", views.unusable, hint)
+    if views.graded and relation is None and positives is None:
+        hint = "No loss takes grades of pairs. Call .long() on class labels, or ignore numbers by positives='views'."
+        raise InputTypeError("train_loader", "two views and whole numbers as labels", "one fraction a pair", hint)
 
 
 def _of_targets(x: Inputs, targets: Any, relation: RelationFunction | None) -> Batch:

@@ -25,7 +25,6 @@ from contrastive_curvature.fit.readers import check_usable
 from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, PartOfDerivatives
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
-from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.losses.sides import joined_towers, two_towers
 from contrastive_curvature.network.inputs import Inputs, input_length, is_texts
@@ -50,19 +49,15 @@ class TowerBatch(NamedTuple):
         a: N inputs of the first tower.
         b: M inputs of the second tower.
         labels: Class labels of both, (N,) and (M,); ``None`` if ``a[i]`` belongs to ``b[i]``.
-        grades: How similar ``a[i]`` and ``b[i]`` are, shape (N,), for a loss of graded pairs.
     """
 
     a: Inputs
     b: Inputs
     labels: tuple[Tensor, Tensor] | None
-    grades: Tensor | None = None
 
     @property
     def compares(self) -> bool:
-        """Whether the batch has pairs to compare: more than one class, grade or input."""
-        if self.grades is not None:
-            return bool((self.grades != self.grades[0]).any())
+        """Whether the batch has pairs to compare: more than one class or input."""
         if self.labels is None:
             return input_length(self.a) > 1
         both = torch.cat(self.labels)
@@ -70,7 +65,7 @@ class TowerBatch(NamedTuple):
 
 
 def read_towers(
-    encoders: tuple[nn.Module, nn.Module], batch: Any, loss: CosineLoss, positives: str | None = None
+    encoders: tuple[nn.Module, nn.Module], batch: Any, loss: RowLoss, positives: str | None = None
 ) -> TowerBatch:
     """Convert a batch of a loader, and move it to the device of the encoders."""
     if isinstance(batch, Mapping) or not isinstance(batch, (tuple, list)) or len(batch) not in (2, 3):
@@ -82,16 +77,9 @@ def read_towers(
     if len(batch) == 2 and isinstance(batch[0], (tuple, list)) and len(batch[0]) == 2 and _of_both(batch[1]):
         batch = (*batch[0], _joined_labels((*batch[0], batch[1])))
     views = read_views(encoders, batch)
-    check_usable(views, loss, positives)
+    check_usable(views, loss, None, positives)
     second: Any = views.second
     counts = input_length(views.first), input_length(second)
-    if loss.compares == "grades":
-        if views.targets is None or counts[0] != counts[1] or len(views.targets) != counts[0]:
-            grades = "" if views.targets is None else f" with {len(views.targets)} grades"
-            got = f"{counts[0]} and {counts[1]} inputs{grades}"
-            hint = f"{type(loss).__name__} compares pairs of known similarity."
-            raise InputError("train_loader", "(a, b, grades) with a grade for every pair", got, hint)
-        return TowerBatch(views.first, second, None, views.targets)
     labels = views.targets
     a_pair = labels is not None and counts[0] == counts[1] == len(labels)
     if labels is None or positives == "views" or (positives is None and a_pair and not loss.supervised):
@@ -142,7 +130,7 @@ def parts(f: Fit, pairs: Any, passes: Passes) -> Iterator[Part | Total]:
     for raw in f.progress.over(reader.loader, "[curvature]"):
         batch = reader.read(raw)
         z_a, z_b, contexts = _outputs(f.pullbacks, batch)
-        z, first, whole = _derivatives(f.options.loss, z_a, z_b, batch)
+        z, first, whole = _derivatives(cast("RowLoss", f.options.loss), z_a, z_b, batch)
         node_sums = whole.node_sums()
         ranges = [slice(0, first), slice(first, len(z))] if len(contexts) == 2 else [slice(0, len(z))]
         labels = None if batch.labels is None else torch.cat(batch.labels)
@@ -159,8 +147,7 @@ def closed(f: Fit, pairs: Any, totals: list[Total]) -> list[DatasetCurvature]:
     batches, alike = int(totals[0].terms[_BATCHES]), int(totals[0].terms[_ALIKE])
     if alike == batches:
         hint = "An anchor is told apart from the inputs of its batch that do not belong to it: use larger batches."
-        as_much = ", or as much" if f.options.loss.compares == "grades" else ""
-        got = f"{batches} batches whose inputs all belong together{as_much}"
+        got = f"{batches} batches whose inputs all belong together"
         raise InputError("train_loader", "batches of two pairs or more", got, hint)
     if alike:
         _log.info("%d of %d batches had no inputs that belong together less than others", alike, batches)
@@ -174,7 +161,7 @@ TOWERS = Source(nothing, nothing, parts, closed)
 def towers_product(
     pullbacks: Sequence[Pullback],
     reader: TowerReader,
-    loss: CosineLoss,
+    loss: RowLoss,
     vectors: Sequence[Tensor],
 ) -> list[Tensor]:
     """Return ``J^T H J v`` over a data set, with the blocks between the towers; no matrix is formed."""
@@ -207,15 +194,9 @@ def _outputs(pullbacks: Sequence[Pullback], batch: TowerBatch) -> tuple[Tensor, 
     return z[:first], z[first:], [context]
 
 
-def _derivatives(
-    loss: CosineLoss, z_a: Tensor, z_b: Tensor, batch: TowerBatch
-) -> tuple[Tensor, int, CosineDerivatives]:
+def _derivatives(loss: RowLoss, z_a: Tensor, z_b: Tensor, batch: TowerBatch) -> tuple[Tensor, int, CosineDerivatives]:
     """Return outputs of both towers, the number of outputs of the first, and the derivatives in the cosines."""
     z_a, z_b = check_outputs(z_a, "encoder_a(a)"), check_outputs(z_b, "encoder_b(b)")
     z, relation, first = joined_towers(z_a, z_b, batch.labels)
-    u = normalize(z)[0]
-    if loss.compares == "anchors":
-        sides = two_towers(first, len(z), cast("RowLoss", loss).directions)
-        return z, first, cast("RowLoss", loss).derivatives(relation, u, sides=sides, as_data=True)
-    index, grades = torch.arange(len(z), device=z.device), cast("Tensor", batch.grades)
-    return z, first, loss.derivatives(loss.relate(z, None, (index[:first], index[first:], grades)), u)
+    sides = two_towers(first, len(z), loss.directions)
+    return z, first, loss.derivatives(relation, normalize(z)[0], sides=sides, as_data=True)

@@ -16,13 +16,11 @@ at point b, and adds ``sign_r W_rib W_rib'^T`` to the block of every two points.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from contrastive_curvature.hessian.sphere import project_tangent
 from contrastive_curvature.pairs.relation import row_ranges
@@ -152,29 +150,9 @@ class CrossBlocks:
         return out
 
 
-class PointVectors(ABC):
-    """Entries ``W_ab`` of A vectors at R points, before the projection and the norm of a point."""
-
-    @abstractmethod
-    def along(self, t: Tensor) -> Tensor:
-        """Return ``W_ab . t_b`` for tangents ``t`` (R, D), already divided by the norms, shape (A, R)."""
-
-    @abstractmethod
-    def summed(self, t: Tensor) -> Tensor:
-        """Return ``sum_b W_ab . t_bk`` for ``t`` of shape (R, D, K), shape (A, K)."""
-
-    @abstractmethod
-    def spread(self, x: Tensor) -> Tensor:
-        """Return ``sum_a W_ab x_ak`` for ``x`` of shape (A, K), before projection and norm, shape (R, D, K)."""
-
-    @abstractmethod
-    def blockwise(self, t: Tensor, signs: Tensor) -> Tensor:
-        """Return ``sum_a sign_a W_ab (W_ab . t_bk)``, as in :meth:`spread`, shape (R, D, K)."""
-
-
 @dataclass(frozen=True)
-class RootSide(PointVectors):
-    """Entries of vectors that belong to one anchor each.
+class RootSide:
+    """Entries ``W_ab`` of A vectors, each of one anchor, at R points, before the projection and the norm of a point.
 
     Args:
         anchors: ``u_i`` of the anchor that each vector belongs to, shape (A, D).
@@ -187,14 +165,14 @@ class RootSide(PointVectors):
     weights: Tensor
     own: tuple[Tensor, Tensor, Tensor]
 
-    @override
     def along(self, t: Tensor) -> Tensor:
+        """Return ``W_ab . t_b`` for tangents ``t`` (R, D), already divided by the norms, shape (A, R)."""
         out = self.weights * (self.anchors @ t.T)
         vector, point, own = self.own
         return out.index_put_((vector, point), (own * t[point]).sum(1), accumulate=True)
 
-    @override
     def summed(self, t: Tensor) -> Tensor:
+        """Return ``sum_b W_ab . t_bk`` for ``t`` of shape (R, D, K), shape (A, K)."""
         dim, columns = t.shape[1:]
         out = t.new_zeros(self.weights.shape[0], columns)
         for some in row_ranges(len(out), dim * columns):
@@ -203,8 +181,8 @@ class RootSide(PointVectors):
         vector, point, own = self.own
         return out.index_add_(0, vector, torch.einsum("od,odk->ok", own, t[point]))
 
-    @override
     def spread(self, x: Tensor) -> Tensor:
+        """Return ``sum_a W_ab x_ak`` for ``x`` of shape (A, K), before projection and norm, shape (R, D, K)."""
         points, dim = self.weights.shape[1], self.anchors.shape[1]
         out = x.new_zeros(points, dim * x.shape[1])
         for some in row_ranges(len(x), dim * x.shape[1]):
@@ -213,8 +191,8 @@ class RootSide(PointVectors):
         vector, point, own = self.own
         return out.view(points, dim, x.shape[1]).index_add_(0, point, own.unsqueeze(2) * x[vector].unsqueeze(1))
 
-    @override
     def blockwise(self, t: Tensor, signs: Tensor) -> Tensor:
+        """Return ``sum_a sign_a W_ab (W_ab . t_bk)``, as in :meth:`spread`, shape (R, D, K)."""
         out = torch.zeros_like(t)
         vector, point, own = self.own
         for k in range(t.shape[2]):
@@ -237,8 +215,8 @@ class CrossRoots:
     """
 
     signs: Tensor
-    rows: PointVectors
-    columns: PointVectors
+    rows: RootSide
+    columns: RootSide
     same_rows: Tensor
     same_columns: Tensor
 

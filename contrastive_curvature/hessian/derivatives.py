@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from contrastive_curvature import waiting
 from contrastive_curvature.hessian.blocks import UnrepresentableError
-from contrastive_curvature.hessian.cross import CrossRoots, PointVectors
+from contrastive_curvature.hessian.cross import CrossRoots, RootSide
 from contrastive_curvature.hessian.moments import Moments
 from contrastive_curvature.pairs.relation import row_ranges
 
@@ -145,7 +145,7 @@ class CosineDerivatives(ABC):
                     out[rows, :, k] += (c * (self.u[rows] @ t[..., k].T)) @ self.u
         return out
 
-    def squares(self, points: slice) -> tuple[Tensor, PointVectors] | None:
+    def squares(self, points: slice) -> tuple[Tensor, RootSide] | None:
         """Return the signs (A,) of the squares that couple a point's candidates, and their vectors at ``points``.
 
         ``None`` for a loss of single pairs.

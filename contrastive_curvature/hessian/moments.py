@@ -11,7 +11,6 @@ candidates of an anchor: the second derivatives of such a loss are a diagonal an
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,34 +24,6 @@ from contrastive_curvature import waiting
 from contrastive_curvature.hessian.blocks import Blocks, DenseBlocks, UnrepresentableError
 from contrastive_curvature.hessian.sphere import project_tangent
 from contrastive_curvature.pairs.relation import row_ranges
-
-
-class Moments(ABC):
-    """N symmetric (D, D) matrices ``M_i``."""
-
-    @abstractmethod
-    def __getitem__(self, rows: slice) -> Moments:
-        """Return the moments of a slice of the points, with step one."""
-
-    @abstractmethod
-    def dense(self) -> Tensor:
-        """Return the moments as matrices, shape (N, D, D)."""
-
-    @abstractmethod
-    def matmul(self, x: Tensor) -> Tensor:
-        """Return ``M_i x_ik`` for ``x`` of shape (N, D, K)."""
-
-    @abstractmethod
-    def diagonal(self, u: Tensor) -> Tensor:
-        """Return ``diag(P_i M_i P_i)`` for unit embeddings ``u`` of the N points, shape (N, D)."""
-
-    @abstractmethod
-    def gram(self, u: Tensor, scale: Tensor) -> Tensor:
-        """Return ``sum_i scale_i P_i M_i P_i`` for unit embeddings (N, D) and numbers (N,), shape (D, D)."""
-
-    @abstractmethod
-    def bound(self) -> Tensor:
-        """Bound the absolute entries of ``M_i``, shape (N,); not finite for an entry that is not finite."""
 
 
 @dataclass
@@ -88,8 +59,8 @@ class MomentPart:
             yield waiting.sent(self.points[some], self.others.device), *self.last[1], self.others
 
 
-class PairMoments(Moments):
-    """Moments from weights of pairs, which are computed in blocks of points.
+class Moments:
+    """N symmetric (D, D) matrices ``M_i`` from weights of pairs, which are computed in blocks of points.
 
     The moments are computed in the dtype of the vectors.
 
@@ -97,7 +68,7 @@ class PairMoments(Moments):
         parts: Points with the same candidates; a point may be in several parts.
         signs: Signs of the vectors, shape (R,).
         vectors: ``v``, shape (R, N, D).
-        bound: See :meth:`Moments.bound`, shape (N,).
+        bound: See :meth:`bound`, shape (N,).
         dtype: Dtype of the results; by default the dtype of the vectors.
     """
 
@@ -112,13 +83,14 @@ class PairMoments(Moments):
         self.parts, self.signs, self.vectors, self._bound = parts, signs, vectors, bound
         self.dtype = dtype or vectors.dtype
 
-    def __getitem__(self, rows: slice) -> PairMoments:
+    def __getitem__(self, rows: slice) -> Moments:
+        """Return the moments of a slice of the points, with step one."""
         low, high, _ = rows.indices(self.vectors.shape[1])
         parts = [part.between(low, max(low, high)) for part in self.parts]
-        return PairMoments(parts, self.signs, self.vectors[:, rows], self._bound[rows], self.dtype)
+        return Moments(parts, self.signs, self.vectors[:, rows], self._bound[rows], self.dtype)
 
-    @override
     def dense(self) -> Tensor:
+        """Return the moments as matrices, shape (N, D, D)."""
         _, n, dim = self.vectors.shape
         out = self.vectors.new_zeros(n, dim * dim)
         for points, weights, _, others in self._blocks():
@@ -130,8 +102,8 @@ class PairMoments(Moments):
             out += sign * v.unsqueeze(2) * v.unsqueeze(1)
         return out.to(self.dtype)
 
-    @override
     def matmul(self, x: Tensor) -> Tensor:
+        """Return ``M_i x_ik`` for ``x`` of shape (N, D, K)."""
         _, n, dim = self.vectors.shape
         if x.shape[2] > dim:
             # With more columns than a matrix has, forming the matrix is cheaper.
@@ -146,8 +118,8 @@ class PairMoments(Moments):
             out += sign * v.unsqueeze(2) * (v.unsqueeze(1) @ x)
         return out.to(self.dtype)
 
-    @override
     def diagonal(self, u: Tensor) -> Tensor:
+        """Return ``diag(P_i M_i P_i)`` for unit embeddings ``u`` of the N points, shape (N, D)."""
         u = u.to(self.vectors.dtype)
         out = torch.zeros_like(u)
         for points, weights, known, others in self._blocks():
@@ -160,8 +132,8 @@ class PairMoments(Moments):
             out += sign * project_tangent(u, v).square()
         return out.to(self.dtype)
 
-    @override
     def gram(self, u: Tensor, scale: Tensor) -> Tensor:
+        """Return ``sum_i scale_i P_i M_i P_i`` for unit embeddings (N, D) and numbers (N,), shape (D, D)."""
         u, scale = u.to(self.vectors.dtype), scale.to(self.vectors.dtype)
         out = u.new_zeros(u.shape[1], u.shape[1])
         for points, weights, known, others in self._blocks():
@@ -176,8 +148,8 @@ class PairMoments(Moments):
             out.addmm_((tangent * (sign * scale).unsqueeze(1)).T, tangent)
         return out.to(self.dtype)
 
-    @override
     def bound(self) -> Tensor:
+        """Bound the absolute entries of ``M_i``, shape (N,); not finite for an entry that is not finite."""
         return self._bound.to(self.dtype)
 
     def _blocks(self) -> Iterator[tuple[Tensor, Tensor, Tensor | None, Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import laplace
 import torch
@@ -18,7 +18,7 @@ from contrastive_curvature.fit.towers import TOWERS, TowerBatch, TowerReader, re
 from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.laplace.prior import PriorMethod
-from contrastive_curvature.losses.cosine import CosineLoss
+from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import slice_inputs
 from contrastive_curvature.network.loader import check_loader, first_batch
@@ -44,8 +44,7 @@ class TwoTowerLaplace:
         hessian_structure: ``"diag"``, ``"kron"`` or ``"full"``.
         *args: As for ``laplace.Laplace``; both towers get the same arguments.
         **kwargs: The same by name. ``backend_kwargs`` must have the ``loss`` that the towers were trained with: a loss
-            of anchors (:class:`~contrastive_curvature.losses.rows.RowLoss`) or of graded pairs
-            (:class:`~contrastive_curvature.CoSENTLoss`). ``last_layer_name`` may be two names.
+            of anchors (:class:`~contrastive_curvature.losses.rows.RowLoss`). ``last_layer_name`` may be two names.
 
     Attributes:
         a: Posterior of the first tower; ``la.a(x)`` predicts.
@@ -103,8 +102,8 @@ class TwoTowerLaplace:
             train_loader: Batches ``(a, b)`` where ``a[i]`` belongs to ``b[i]``, ``((a, b), labels)`` or
                 ``(a, b, labels)`` with one label for each pair, which losses of classes use
                 (``backend_kwargs=dict(positives=...)`` chooses whether a loss uses labels),
-                ``(a, b, (labels of a, labels of b))`` for any numbers of inputs, and for a loss of graded pairs
-                ``(a, b, grades)``. ``a`` and ``b`` are tensors or mappings. Use the batch composition of training.
+                ``(a, b, (labels of a, labels of b))`` for any numbers of inputs. ``a`` and ``b`` are tensors or
+                mappings. Use the batch composition of training.
             progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
         Raises:
@@ -315,23 +314,23 @@ def _check_towers(model: object, likelihood: object, weights: object, structure:
         raise InputError("encoder_b", f"{places[0]}, as encoder_a", places[1], hint)
 
 
-def _loss_of(la: ContrastiveLaplace) -> CosineLoss:
+def _loss_of(la: ContrastiveLaplace) -> RowLoss:
     """Return the loss of both towers, from the options of one posterior."""
     options = la.curvature_options
     loss = options.loss
     if not options.given_loss:
         hint = "CLIP: InfoNCELoss(temperature=...), SigLIP: SigLIPLoss(scale=..., bias=...), with the trained numbers."
         raise InputError("backend_kwargs: loss", "the loss that the towers were trained with", "none", hint)
-    if loss.compares not in ("anchors", "grades"):
+    if loss.compares != "anchors":
         raise UnsupportedError(
             f"loss: {type(loss).__name__} compares points of one tower. Use a loss of anchors, such as InfoNCELoss, "
-            "SupConLoss or SigLIPLoss, or of graded pairs, CoSENTLoss."
+            "SupConLoss or SigLIPLoss."
         )
     if options.relation is not None:
         raise UnsupportedError(
             "relation: inputs of two towers belong together by pairs or labels. Yield (a, b) or (a, b, labels)."
         )
-    return loss
+    return cast("RowLoss", loss)
 
 
 def _refuse_shared_parameters(model: TwoTowers, last_layers: Sequence[str] | None) -> None:

@@ -2,7 +2,6 @@
 
 from contrastive_curvature.losses.base import PairLoss, Terms
 from contrastive_curvature.losses.contrastive import ContrastiveLoss
-from contrastive_curvature.losses.cosent import CoSENTLoss
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.losses.infonce import InfoNCELoss
 from contrastive_curvature.losses.logistic import LogisticLoss
@@ -13,9 +12,9 @@ from contrastive_curvature.losses.siglip import SigLIPLoss
 from contrastive_curvature.losses.soft_contrastive import SoftContrastiveLoss
 from contrastive_curvature.losses.supcon import SupConLoss
 from contrastive_curvature.losses.triplet_hinge import TripletLoss
+from contrastive_curvature.removed import refuse_removed
 
 __all__ = [
-    "CoSENTLoss",
     "ContrastiveLoss",
     "CosineLoss",
     "InfoNCELoss",
@@ -31,3 +30,5 @@ __all__ = [
     "Terms",
     "TripletLoss",
 ]
+
+__getattr__ = refuse_removed(__name__)

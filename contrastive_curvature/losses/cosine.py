@@ -58,9 +58,9 @@ class CosineLoss(_Loss, ABC):
         UnsupportedError: ``pd_fix="ggn"`` for a loss that is piecewise linear in the cosines.
     """
 
-    compares: ClassVar[Literal["pairs", "anchors", "grades", "proxies"]]
+    compares: ClassVar[Literal["pairs", "anchors", "proxies"]]
     """What the loss compares: the points of ``"pairs"``, each pair by itself; ``"anchors"`` with all candidates of a
-    batch; listed pairs, by their ``"grades"``; or points with the ``"proxies"`` of numbered classes."""
+    batch; or points with the ``"proxies"`` of numbered classes."""
 
     supervised: ClassVar[bool] = True
     """Whether labels say what belongs together, where a loader has two views of every input and labels, too."""
@@ -118,7 +118,7 @@ class CosineLoss(_Loss, ABC):
 
         Args:
             z: Raw or normalised embeddings, shape (N, D); half precision is computed in float32.
-            labels: Integer class labels, shape (N,); ``None`` for a loss of graded pairs.
+            labels: Integer class labels, shape (N,).
             pairs: Instead of labels, in a form that the loss accepts (``docs/losses.md``): index tuples, masks or a
                 callable, among others, see :func:`contrastive_curvature.pairs.make_relation`.
 

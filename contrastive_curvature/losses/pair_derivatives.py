@@ -13,7 +13,7 @@ from typing_extensions import override
 
 from contrastive_curvature import waiting
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums, Totals
-from contrastive_curvature.hessian.moments import MomentPart, PairMoments
+from contrastive_curvature.hessian.moments import MomentPart, Moments
 from contrastive_curvature.losses.weighting import Shares, count_shares, pair_totals, weigh_pairs
 from contrastive_curvature.pairs.relation import LabelRelation, Relation, row_ranges
 from contrastive_curvature.progress import LongRunWarning
@@ -119,7 +119,7 @@ def sum_pairs(
         parts.append(MomentPart(rows, partial(_seconds, block, held, len(others), entries), others))
     moments = None
     if not loss.linear:
-        moments = PairMoments(parts, x.new_zeros(0), x.new_zeros(0, *x.shape), bound, dtype)
+        moments = Moments(parts, x.new_zeros(0), x.new_zeros(0, *x.shape), bound, dtype)
     # The repelling pairs are left out of the curvature, but not of the loss.
     partial_sums = loss.from_sums and loss.pd_fix.attracting_only
     counted = NodeSums(*whole, None, value).totals(x) if partial_sums else None

@@ -16,9 +16,9 @@ from typing_extensions import override
 
 from contrastive_curvature import validate, waiting
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.hessian.cross import PointVectors, RootSide
+from contrastive_curvature.hessian.cross import RootSide
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums, Totals
-from contrastive_curvature.hessian.moments import MomentPart, PairMoments
+from contrastive_curvature.hessian.moments import MomentPart, Moments
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.cosine import CosineLoss
@@ -346,7 +346,7 @@ class RowDerivatives(CosineDerivatives):
         moments = None
         if not self.loss.linear:
             self._moment_parts = list(self._parts())
-            moments = PairMoments(self._moment_parts, signs, vectors, bound + vectors.square().sum((0, 2)))
+            moments = Moments(self._moment_parts, signs, vectors, bound + vectors.square().sum((0, 2)))
         value = degree.new_zeros((), dtype=torch.float64)
         return NodeSums(degree, neighbors, moments, value).checked(type(self.loss).__name__)
 
@@ -475,7 +475,7 @@ class RowDerivatives(CosineDerivatives):
         return out
 
     @override
-    def squares(self, points: slice) -> tuple[Tensor, PointVectors] | None:
+    def squares(self, points: slice) -> tuple[Tensor, RootSide] | None:
         if not len(self.signs):
             return None
         weights, anchors, offset = [], [], 0

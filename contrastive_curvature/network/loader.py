@@ -44,7 +44,7 @@ class Views(NamedTuple):
     Args:
         first: The inputs, or their first views.
         second: Second views, or ``None``.
-        targets: Labels, or targets of a relation or grades of pairs, shape (B, ...); ``None`` without any.
+        targets: Labels, or targets of a relation, shape (B, ...); ``None`` without any.
         unusable: Description of the object after two views if it is not a tensor of targets with one entry per point;
             ``None`` otherwise.
     """
@@ -53,6 +53,11 @@ class Views(NamedTuple):
     second: Inputs | None
     targets: Tensor | None
     unusable: str | None = None
+
+    @property
+    def graded(self) -> bool:
+        """Whether the targets are one number for each pair, such as a grade of similarity, and so no labels."""
+        return self.targets is not None and self.targets.ndim == 1 and self.targets.is_floating_point()
 
 
 def read_views(

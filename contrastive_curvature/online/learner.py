@@ -160,7 +160,7 @@ class OnlineLaplace(nn.Module):
         options |= {"subset_of_weights": subset_of_weights, "hessian_structure": hessian_structure}
         self.options = {name: str(value) for name, value in options.items()}
 
-    def join(self, batch: Any, dict_key_y: str = "labels") -> tuple[Inputs, Tensor | None, Pairs | None]:
+    def join(self, batch: Any, dict_key_y: str = "labels") -> tuple[Inputs, Tensor]:
         """Convert a batch of a loader into the arguments of a call, for a loss of anchors.
 
         Args:
@@ -168,8 +168,8 @@ class OnlineLaplace(nn.Module):
             dict_key_y: Key of the labels in a mapping.
 
         Returns:
-            The inputs on the encoder's device, first views before second views; the labels of both (without labels, the
-            numbers of the inputs); and pairs, for a loss of listed pairs.
+            The inputs on the encoder's device, first views before second views; and the labels of both (without labels,
+            the numbers of the inputs).
 
         Raises:
             InputError: The batch is malformed.
@@ -177,7 +177,7 @@ class OnlineLaplace(nn.Module):
         loss, options = self._posterior.sampling.backend.loss, self._posterior.sampling.backend.options
         views = read_views(self.encoder, batch, dict_key_y, related=options.relation is not None)
         joined = as_batch(views, loss, options.relation, options.positives)
-        return joined.x, joined.labels, None if callable(joined.pairs) else joined.pairs
+        return joined.x, joined.labels
 
     def forward(self, x: Inputs, labels: Tensor | None = None, *, pairs: Pairs | None = None) -> Tensor:
         """Compute the expected loss of a batch, with its graph; in training mode also update the posterior.
@@ -185,7 +185,7 @@ class OnlineLaplace(nn.Module):
         Args:
             x: A batch of B inputs.
             labels: Class labels (B,), or targets of the relation.
-            pairs: Pairs instead of labels, for a loss of listed pairs.
+            pairs: Instead of labels, pairs in a form that the loss accepts.
 
         Returns:
             The loss, a tensor with one number.

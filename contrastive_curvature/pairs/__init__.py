@@ -17,7 +17,7 @@ __all__ = ["Pairs", "Relation", "RelationFunction", "make_relation"]
 Pairs = tuple[Tensor, ...] | RelationFunction | Tensor
 """What ``pairs=`` accepts: index tuples ``(a, p, n)`` or ``(a1, p, a2, n)``, boolean masks ``(positive, negative)`` of
 shape (N, N), or a callable relation on the targets given as ``labels``. Losses of anchors also take a tensor, see
-:mod:`contrastive_curvature.pairs.edges`, and losses of graded pairs ``(a, b, grades)``."""
+:mod:`contrastive_curvature.pairs.edges`."""
 
 _WANTED = "index tensors (a, p, n) or (a1, p, a2, n), boolean masks (positive, negative), or a callable"
 

@@ -1,4 +1,4 @@
-"""Listed pairs of a batch: a miner's index tuples, pairs with grades, and pairs with a direction.
+"""Listed pairs of a batch: a miner's index tuples, and pairs with a direction.
 
 Pairs with a direction name one partner of every anchor, or the share of each candidate in the anchor's target.
 """
@@ -31,7 +31,7 @@ class EdgeRelation(HeldRelation):
     """
 
     def __init__(self, tuples: tuple[Tensor, ...], n: int, device: torch.device) -> None:
-        tensors = [_indices("pairs", tensor, n, device) for tensor in tuples]
+        tensors = [_indices(tensor, n, device) for tensor in tuples]
         a1, p, a2, neg = (tensors[0], tensors[1], tensors[0], tensors[2]) if len(tensors) == 3 else tensors
         if a1.shape != p.shape or a2.shape != neg.shape:
             lengths = [t.numel() for t in tensors]
@@ -42,58 +42,22 @@ class EdgeRelation(HeldRelation):
         super().__init__(_times_listed(a1, p, n), _times_listed(a2, neg, n))
 
 
-class GradedPairs(Relation):
-    """K pairs of points with grades of similarity. No pair is positive or negative by itself.
-
-    Args:
-        a: First point of every pair, integers, shape (K,).
-        b: Second point, shape (K,). A point may be in several pairs, and a pair may be listed several times.
-        grades: Similarities of the pairs, finite numbers on any scale, shape (K,); only their order counts.
-        n: Number of points.
-        device: Device of the points.
-    """
-
-    def __init__(self, a: Tensor, b: Tensor, grades: Tensor, n: int, device: torch.device) -> None:
-        self.a, self.b = _indices("pairs (a)", a, n, device), _indices("pairs (b)", b, n, device)
-        if not isinstance(grades, Tensor) or grades.layout != torch.strided or grades.is_complex():
-            got = f"dtype {grades.dtype}, {grades.layout}" if isinstance(grades, Tensor) else type(grades).__name__
-            raise InputTypeError("pairs (grades)", "a dense tensor of numbers", got)
-        if grades.ndim != 1:
-            raise InputError("pairs (grades)", "shape (K,)", f"shape {tuple(grades.shape)}")
-        self.grades, self.n, self.device = grades.to(device), n, device
-        if not self.a.shape == self.b.shape == grades.shape:
-            lengths = [len(part) for part in (a, b, grades)]
-            raise InputError("pairs", "a, b and grades of equal length", f"lengths {lengths}")
-        same = (self.a == self.b).nonzero().flatten()[:5].tolist()
-        if same:
-            hint = "Its cosine is 1 for every encoder. Leave such pairs out."
-            raise InputError("pairs", "two points in every pair", f"one point twice in pairs {same}", hint)
-        wrong = (~self.grades.isfinite()).nonzero().flatten()[:5].tolist()
-        if wrong:
-            raise InputError("pairs (grades)", "finite numbers", f"NaN or infinity in pairs {wrong}")
-
-    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor]:
-        """See :meth:`Relation.rows`; all pairs are positives."""
-        listed = _times_listed(self.a, self.b, self.n)[start:stop, columns]
-        return listed, torch.zeros_like(listed)
-
-
 def _times_listed(a: Tensor, b: Tensor, n: int) -> Tensor:
     """Count how often each pair is listed, in either order, shape (n, n)."""
     listed = torch.bincount((a * n + b)[a != b], minlength=n * n).view(n, n)
     return listed + listed.T
 
 
-def _indices(argument: str, tensor: object, n: int, device: torch.device) -> Tensor:
+def _indices(tensor: object, n: int, device: torch.device) -> Tensor:
     """Check indices of n points, and return them as int64, shape (K,)."""
     if not isinstance(tensor, Tensor) or tensor.dtype not in _INTEGERS or tensor.layout != torch.strided:
         got = f"dtype {tensor.dtype}, {tensor.layout}" if isinstance(tensor, Tensor) else f"a {type(tensor).__name__}"
-        raise InputTypeError(argument, "integer index tensors", got)
+        raise InputTypeError("pairs", "integer index tensors", got)
     if tensor.ndim != 1:
-        raise InputError(argument, "index tensors of shape (K,)", f"shape {tuple(tensor.shape)}")
+        raise InputError("pairs", "index tensors of shape (K,)", f"shape {tuple(tensor.shape)}")
     low, high = (int(end) for end in tensor.aminmax()) if tensor.numel() else (0, -1)
     if low < 0 or high >= n:
-        raise InputError(argument, f"indices in 0..{n - 1} for {n} points", f"{low}..{high}")
+        raise InputError("pairs", f"indices in 0..{n - 1} for {n} points", f"{low}..{high}")
     return tensor.to(device=device, dtype=torch.int64)
 
 

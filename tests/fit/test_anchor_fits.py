@@ -141,19 +141,6 @@ def test_fresh_augmentation_in_one_pass(device: str) -> None:
     assert bool(la(x.float()).uncertainty.isfinite().all())
 
 
-def test_graded_pairs(device: str) -> None:
-    model, x, _ = problem(device)
-    first, second = views(x)
-    grades = torch.linspace(0, 1, 12, dtype=torch.float64, device=device)
-    loss = cc.CoSENTLoss(5.0, pd_fix="full")
-    la = Laplace(model, "contrastive", "last_layer", "full", backend_kwargs={"loss": loss})
-    la.fit([(first, second, grades)])
-    rows, options = torch.arange(12, device=device), {"loss": loss, "subset_of_weights": "last_layer", "clamp": False}
-    graded = rows, rows + 12, grades
-    truth = cc.ggn(model, torch.cat([first, second]), pairs=graded, structure="full", **options)
-    assert close(la.H_raw, truth, tolerance=1e-11)
-
-
 @pytest.mark.parametrize("name", LOSSES)
 def test_online_training_takes_every_loss(name: str, device: str) -> None:
     """Of one step without forgetting, the curvature is that of the batch."""
@@ -182,10 +169,8 @@ PROXIES = LOSSES["proxies"]()
         ({"positives": "both"}, cc.InputError, r"positives.*'labels', 'views'"),
         ({"pairs": "batch"}, cc.InputError, r"pairs.*candidates"),
         ({"loss": None, "positives": "views"}, cc.InputError, "ContrastiveLoss is a sum over pairs"),
-        ({"loss": cc.CoSENTLoss(), "positives": "views"}, cc.InputError, r"positives.*grades"),
         ({"loss": nn.TripletMarginLoss()}, cc.InputTypeError, r"loss.*function of the cosines"),
         ({"positives": "views", "relation": near}, cc.InputError, "relation"),
-        ({"loss": cc.CoSENTLoss(), "relation": near}, cc.InputError, "relation"),
         ({"loss": PROXIES, "relation": near}, cc.InputError, "relation"),
     ],
 )
@@ -216,13 +201,34 @@ TWO = views(X)
         ({}, X, cc.InputTypeError, r"batches \(x, labels\), \(view, view\)"),
         ({}, (X / 0, Y), cc.InputError, "finite"),
         ({"loss": cc.SupConLoss()}, (X, torch.arange(12)), cc.InputError, r"at least one anchor.*none of 12"),
-        ({"loss": cc.CoSENTLoss()}, TWO, cc.InputError, "grades"),
+        *(
+            ({"loss": loss}, batch, cc.InputTypeError, r"whole numbers.*got one fraction a pair.*grades of pairs")
+            for loss in (cc.InfoNCELoss(), cc.SupConLoss(), PROXIES)
+            for batch in ((*TWO, Y / 4), (TWO, Y / 4))
+        ),
     ],
 )
 def test_batches_that_are_refused(options, batch, kind, words, device) -> None:
     la = Laplace(problem(device)[0], "contrastive", backend_kwargs={"loss": cc.InfoNCELoss(0.2), **options})
     with pytest.raises(kind, match=words):
         la.fit([batch])
+
+
+def test_grades_of_pairs_are_not_ignored_unless_told(device: str) -> None:
+    model, loss = problem(device)[0], cc.InfoNCELoss(0.2)
+    first, second, grades = (part.to(device) for part in (*TWO, Y / 4))
+    learner = cc.OnlineLaplace(model, probe=first[:4], n_data=12, backend_kwargs={"loss": loss})
+    refused(lambda: learner.join((first, second, grades)), "got one fraction a pair", kind=cc.InputTypeError)
+    operator = cc.ContrastiveGGNLinearOperator
+    refused(lambda: operator(model, loss, None, [(first, second, grades)]), "(view, view)", kind=cc.InputTypeError)
+    found = []
+    for batch, options in (((first, second, grades), {"positives": "views"}), ((first, second), {})):
+        found.append(Laplace(model, "contrastive", "last_layer", "diag", backend_kwargs={"loss": loss, **options}))
+        found[-1].fit([batch])
+    assert torch.equal(found[0].H, found[1].H)
+    x, labels = learner.join((first, second))
+    assert torch.equal(x, torch.cat([first, second]))
+    assert torch.equal(labels, torch.arange(12, device=device).repeat(2))
 
 
 def test_factors_leave_cross_terms_out_and_say_so(device: str) -> None:

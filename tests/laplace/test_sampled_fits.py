@@ -122,7 +122,6 @@ REFUSED: list[tuple[dict[str, Any], str, type[Exception]]] = [
     ),
     ({"pairs": "batch"}, "negative_samples.*pairs='batch'", InputError),
     ({"loss": cc.InfoNCELoss()}, "negative_samples: expected nothing with InfoNCELoss.*within their batch", InputError),
-    ({"loss": cc.CoSENTLoss()}, "negative_samples: expected nothing with CoSENTLoss.*within their batch", InputError),
     ({"relation": lambda a, b: (a == b, a != b)}, "negative_samples.*relation", InputError),
     ({"loss": LogisticLoss(pd_fix="full")}, "negative_samples with pd_fix='full'.*LogisticLoss", UnsupportedError),
 ]

@@ -39,7 +39,6 @@ EYE = torch.eye(3)
         (cc.SoftContrastiveLoss, {"b": math.nan}, "b"),
         (cc.SoftContrastiveLoss, {"negative_weight": 2.0}, "negative_weight"),
         (cc.SoftContrastiveLoss, {"normalization": "none"}, "normalization"),
-        (cc.CoSENTLoss, {"scale": 0.0}, "scale"),
         (cc.ProxyLoss, {"proxies": [[1.0]]}, "proxies.*Tensor"),
         (cc.ProxyLoss, {"proxies": torch.ones(3)}, "proxies.*shape"),
         (cc.ProxyLoss, {"proxies": torch.tensor([[1.0, 0], [0, 0]])}, r"proxies.*rows \[1\]"),
@@ -119,7 +118,7 @@ class Fixed(cc.PairLoss):
     "loss",
     [
         *(cc.ContrastiveLoss(None, 0.25), cc.InfoNCELoss(scale=20.0, directions="a"), cc.TripletLoss(reduction="sum")),
-        *(cc.CoSENTLoss(5.0), cc.ProxyLoss(nn.Parameter(EYE), 4.0, reduction="sum")),
+        cc.ProxyLoss(nn.Parameter(EYE), 4.0, reduction="sum"),
     ],
 )
 def test_a_config_makes_the_same_loss(loss: Any) -> None:

@@ -89,20 +89,16 @@ def test_batches(device: str) -> None:
         ((a, b, labels[:3]), "expected 4 labels, one a pair, got 3"),
         ((a, b[:3], (labels, labels)), "expected 3 labels of b, got 4"),
         ((a, b, labels.double()), "labels"),
+        ((a, b, labels / 4), "got one fraction a pair"),
         ((a, b, "labels"), "expected labels as a tensor, got a str"),
     ):
         with pytest.raises(cc.InputError, match=message):
             made(device, "supcon").fit([batch])
     refused(lambda: made(device).fit([]), "at least one batch, got an empty loader")
     refused(lambda: made(device, positives="labels").fit([(a, b)]), "positives='labels', got no labels")
-    grades = torch.arange(4.0, device=device)
-    for batch, message in (
-        ((a, b), r"expected \(a, b, grades\) with a grade for every pair"),
-        ((a, b, grades[:3]), "got 4 and 4 inputs with 3 grades"),
-        ((a, b, 0 * grades), "got 1 batches whose inputs all belong together, or as much"),
-    ):
-        with pytest.raises(cc.InputError, match=message):
-            posterior(*encoders(device), "all", "diag", cc.CoSENTLoss()).fit([batch])
+    graded = [(a, b, labels / 4)]
+    refused(lambda: made(device).fit(graded), "got one fraction a pair", kind=cc.InputTypeError)
+    refused(lambda: made(device, positives="labels").fit(graded), "integer class labels", kind=cc.InputTypeError)
 
 
 @each("name", LOSSES)

@@ -98,7 +98,6 @@ def test_kronecker_factors_of_the_last_layer(fix: str, device: str) -> None:
         cc.MultiSimilarityLoss(reduction="sum", pd_fix="full"),
         cc.TripletLoss(0.5, reduction="sum", pd_fix="full"),
         cc.InfoNCELoss(0.05, reduction="sum", pd_fix="full"),
-        cc.CoSENTLoss(3.0, pd_fix="full"),
     ],
     shared=[False, True],
 )
@@ -106,9 +105,7 @@ def test_other_losses(loss: Any, shared: bool, device: str) -> None:
     """The Hessian of the loss between the towers by autograd, pulled back."""
     a, b = encoders(device)
     b = a if shared else b
-    data: Any = batches(device, loss.compares != "grades", (4, 4) if shared else (4, 2))
-    if loss.compares == "grades":
-        data = [(x_a, x_b, numbers(3, len(x_a)).round().to(device)) for x_a, x_b in data]
+    data: Any = batches(device, labelled=True, widths=(4, 4) if shared else (4, 2))
     hessians = []
     for x_a, x_b, y in data:
         z, first = torch.cat([a(x_a), b(x_b)]).detach(), len(x_a)

@@ -157,7 +157,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
             return views.first, views.targets, False
         if of_points:
             raise InputTypeError("data", "batches (x, labels) or mappings", "two views of every input")
-        if self.loss.supervised and (views.targets is not None or views.unusable is not None):
+        if (self.loss.supervised or views.graded) and (views.targets is not None or views.unusable is not None):
             hint = "This host takes views without labels, or (x, labels): join the views and repeat the labels."
             raise InputTypeError("data", "(view, view)", "two views and labels", hint)
         ids = torch.arange(input_length(views.first), device=self._device).repeat(2)
