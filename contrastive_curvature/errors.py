@@ -41,7 +41,7 @@ class NotFittedError(ContrastiveCurvatureError, AttributeError, ValueError):
 
 
 class ProcessError(ContrastiveCurvatureError, RuntimeError):
-    """Another process of the fit has failed or ended, so this process cannot continue."""
+    """The processes of a Ray job that compute one part of the data have died too often."""
 
 
 class DivergenceError(ContrastiveCurvatureError, ArithmeticError):

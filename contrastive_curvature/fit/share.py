@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,25 +12,9 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.network.inputs import is_texts
 from contrastive_curvature.network.loader import loader_parts
-from contrastive_curvature.pairs.rows import point_keys
 
 _FAR = 2**40
 """Distance between the numbers of the points of two shares whose loaders say nothing about them."""
-
-
-@dataclass(frozen=True)
-class Claim:
-    """Points of a data set that a loader declares.
-
-    Args:
-        n: Number of points.
-        keys: Sum of the keys of the points' numbers, modulo 2^64 as a signed number.
-        points: Number of points of the data set; ``None`` if the shares need not cover all of it.
-    """
-
-    n: int
-    keys: int
-    points: int | None
 
 
 class Share:
@@ -54,7 +37,6 @@ class Share:
     def __init__(self, loader: Any, index: int = 0) -> None:
         self.loader, self.start = loader, index * _FAR
         self._numbers: Tensor | None = None
-        self._points: int | None = None
         numbers = getattr(loader, "numbers", None)
         if numbers is not None:
             self._numbers = _whole_numbers(numbers)
@@ -82,15 +64,6 @@ class Share:
         self._numbers = torch.tensor(list(sampler), dtype=torch.int64)
         # Every replica takes each num_replicas-th entry of a list whose end repeats its beginning.
         self._real = sampler.rank + sampler.num_replicas * torch.arange(len(self._numbers)) < points
-        self._points = None if sampler.drop_last else points
-
-    @property
-    def claim(self) -> Claim | None:
-        """Points that the loader declares; ``None`` if it declares none."""
-        if self._numbers is None:
-            return None
-        own = self._numbers[self._real]
-        return Claim(len(own), sum_of_keys(own), self._points)
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -160,12 +133,6 @@ def _whole_numbers(source: Any) -> Tensor:
         wanted = "whole numbers, one for each point in its order"
         raise InputError("loader.numbers", wanted, f"{numbers.dtype} of shape {tuple(numbers.shape)}")
     return numbers.to("cpu", torch.int64)
-
-
-def sum_of_keys(numbers: Tensor) -> int:
-    """Return a number that is equal for the same points in any order, and almost surely differs for other points."""
-    # The sum wraps around.
-    return int(point_keys(numbers).sum())
 
 
 def _keeps_order(sampler: DistributedSampler[Any], parts: list[Any]) -> bool:

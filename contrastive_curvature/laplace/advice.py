@@ -1,4 +1,4 @@
-"""Warnings about legal but probably unintended use: labels of one class or -1, a default prior, a score of norms."""
+"""Warnings about legal but probably unintended use: labels, several processes, a default prior, norms as score."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 
 import torch
 from scipy.stats import spearmanr
-from torch import Tensor
+from torch import Tensor, distributed
 from torch.nn.functional import linear
 
 from contrastive_curvature.hessian.sphere import normalize
@@ -48,6 +48,17 @@ class LabelRange:
             labels = torch.cat([labels, self.ends.to(labels.device)])
         # No comparison here: reading numbers from a GPU would synchronise in every batch.
         self.ends = torch.stack(labels.aminmax())
+
+
+def advise_on_processes() -> None:
+    """Warn about a fit in one of several processes of ``torch.distributed``."""
+    if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:
+        msg = (
+            f"fit: each of the {distributed.get_world_size()} processes of torch.distributed fits only the data of its "
+            "own loader, and has its own posterior. docs/large_data.md#several-processes-torchrun has the fit of all "
+            "data together."
+        )
+        warnings.warn(msg, UserWarning, stacklevel=3)
 
 
 def advise_on_labels(seen: LabelRange, adds: bool) -> None:

@@ -1,41 +1,21 @@
-"""Fits whose data come in parts: the shares of processes, or parts that are fitted one by one and merged."""
+"""Fits whose data come in parts, which are fitted one by one, and merged."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor, nn
 from torch.utils.data import DistributedSampler
 
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
-from contrastive_curvature.fit.exchange import ProcessGroup, check_agreed
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.fit.state import CURVATURE, STATISTICS, State
 from contrastive_curvature.laplace.prediction import moved_inputs
-from contrastive_curvature.network.inputs import Inputs, asks_for_example, made_up_inputs, move_inputs
+from contrastive_curvature.network.inputs import Inputs, asks_for_example, made_up_inputs
 from contrastive_curvature.network.loader import check_loader, loader_parts
 
 if TYPE_CHECKING:
     from contrastive_curvature.laplace.posterior import ContrastiveLaplace
-
-_WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel")
-
-
-@contextmanager
-def in_all_processes(la: ContrastiveLaplace, exchange: ProcessGroup | None, *, override: bool) -> Iterator[None]:
-    """Make a fit succeed in all processes, or fail in all without changing the posteriors."""
-    if exchange is None:
-        yield
-        return
-    with la.unchanged_on_error(), exchange.together():
-        _check_unwrapped(la.model)
-        earlier = f"{la.n_data} points with loss {float(la.loss)!r}" if la.n_data and not override else ""
-        posterior = f"{la.subset_of_weights}, {la.hessian_structure}"
-        check_agreed(exchange, {"posterior": posterior, "earlier fit": earlier or "replaced"})
-        yield
 
 
 def run_pass(
@@ -70,32 +50,6 @@ def fit_parts(la: ContrastiveLaplace, statistics: State, curvature: State, examp
     with asks_for_example(example):
         la.prepare(probe)
     la.set_curvature(la.backend.fit_of_parts(la.structure, statistics, curvature, probe))
-
-
-def shared_inputs(exchange: ProcessGroup, inputs: list[Inputs], device: torch.device) -> list[Inputs]:
-    """Return the inputs of this process in a list; without any, the inputs of the first process that has some."""
-    # Copied, because a view of a few rows would be sent with its whole batch.
-    few = [_copied(move_inputs(x, torch.device("cpu"))) for x in inputs]
-    every = [x for part in exchange.gather(few) for x in part]
-    return inputs or [move_inputs(x, device) for x in every[:1]]
-
-
-def _copied(x: Any) -> Any:
-    if isinstance(x, Mapping):
-        return {name: _copied(part) for name, part in x.items()}
-    return x.clone() if isinstance(x, Tensor) else x
-
-
-def _check_unwrapped(model: nn.Module) -> None:
-    """Refuse wrappers that exchange buffers or parameters at every forward pass: shares may differ in length."""
-    for module in model.modules():
-        name = type(module).__name__
-        if name in _WRAPPERS and type(module).__module__.startswith("torch."):
-            raise UnsupportedError(
-                f"model: {name} exchanges buffers or parameters at every forward pass, and the processes of a fit may "
-                "have different numbers of batches, so that they would wait for each other. Pass the encoder inside, "
-                "which for DistributedDataParallel is its .module."
-            )
 
 
 def check_kind(argument: str, state: object, kind: str) -> None:

@@ -30,12 +30,17 @@ from contrastive_curvature.embedding.spread import Dense, Diagonal
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit.api import check_indices
 from contrastive_curvature.fit.class_centres import MOST_NUMBERS, CentreCollector, ClassCentres
-from contrastive_curvature.fit.exchange import ProcessGroup, current_exchange
 from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.fit.state import STATISTICS, State
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.laplace import batches, calibration, influence, parts, prediction
-from contrastive_curvature.laplace.advice import DefaultPriorWarning, LabelRange, advise_on_labels, advise_on_norms
+from contrastive_curvature.laplace.advice import (
+    DefaultPriorWarning,
+    LabelRange,
+    advise_on_labels,
+    advise_on_norms,
+    advise_on_processes,
+)
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend, ContrastiveGGN
 from contrastive_curvature.laplace.gaussian import GaussianOverWeights
 from contrastive_curvature.laplace.options import CONTRASTIVE, check_options
@@ -301,8 +306,8 @@ class ContrastiveLaplace(GaussianOverWeights):
     def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool | None = None) -> None:
         """Fit the posterior over all pairs of the data set (or inside its batches, with ``pairs="batch"``).
 
-        In an initialised ``torch.distributed`` process group (``torchrun``) every process passes its share of the data,
-        for example with a ``DistributedSampler``, and all get the same posterior, for the whole data set.
+        In a ``torch.distributed`` process group, each process fits only the data of its own loader, and warns;
+        ``docs/large_data.md#several-processes-torchrun`` has the fit of all data together.
 
         Args:
             train_loader: Batches ``(x, labels)`` or mappings; iterated several times. A ``DataLoader`` that shuffles is
@@ -314,34 +319,26 @@ class ContrastiveLaplace(GaussianOverWeights):
 
         Raises:
             InputError: No data, one point, no positive pair, malformed batches, other data in the second pass, or a
-                curvature that is not finite; or the processes have different encoders or options, or shares of the
-                data that overlap or leave points out.
+                curvature that is not finite.
             UnsupportedError: The encoder's raw outputs cannot be reached, the structure does not support the fix, or
-                the loader is made for several processes, but there is only one.
-            ProcessError: The fit failed in another process, or another process has ended or does not fit. The
-                posteriors of all processes do not change.
+                the loader gives each of several processes a part of the data.
         """
-        exchange = current_exchange() if self.structure.adds else None
-        with parts.in_all_processes(self, exchange, override=override is not False):
-            self._begin(train_loader, override, exchange)
-            self.backend.labels_seen = LabelRange()
-            result = self.backend.fit(train_loader, self.structure, progress_bar)
-            to_earlier = bool(self.n_data) and not override
-            self.set_curvature(result, override=override)
-        # A share of the data may have only one class.
-        if exchange is None:
-            advise_on_labels(self.backend.labels_seen, to_earlier)
+        self._begin(train_loader, override)
+        advise_on_processes()
+        self.backend.labels_seen = LabelRange()
+        result = self.backend.fit(train_loader, self.structure, progress_bar)
+        to_earlier = bool(self.n_data) and not override
+        self.set_curvature(result, override=override)
+        advise_on_labels(self.backend.labels_seen, to_earlier)
 
-    def _begin(self, loader: Iterable[Any], override: object, exchange: ProcessGroup | None = None) -> None:
+    def _begin(self, loader: Iterable[Any], override: object) -> None:
         """Check the arguments of ``fit``, analyse the encoder with the first batch, and construct the backend."""
         # Check this first: in la.fit(x, labels), the labels would be taken for override.
-        check_loader(loader, shares=exchange is not None)
+        check_loader(loader)
         validate.flag("override", override)
         if not override:
             self.check_adds("override=False")
         probes = self.first_inputs(loader)
-        if exchange is not None:
-            probes = parts.shared_inputs(exchange, probes, self._device)
         check_not_empty(len(probes))
         self.prepare(probes[0])
 

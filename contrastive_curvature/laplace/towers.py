@@ -15,6 +15,7 @@ from contrastive_curvature.errors import InputError, InputTypeError, Unsupported
 from contrastive_curvature.fit.loop import Fit, fit
 from contrastive_curvature.fit.passes import Passes
 from contrastive_curvature.fit.towers import TOWERS, TowerBatch, TowerReader, read_towers, towers_product
+from contrastive_curvature.laplace.advice import advise_on_processes
 from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.laplace.prior import PriorMethod
@@ -113,6 +114,7 @@ class TwoTowerLaplace:
                 or the towers share their last layer.
         """
         check_loader(train_loader)
+        advise_on_processes()
         with self._unchanged_on_error():
             probe = self._begin(train_loader)
             backend = self.a.backend

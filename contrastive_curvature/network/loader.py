@@ -215,10 +215,8 @@ def check_loader(loader: Any, argument: str = "train_loader", *, once: bool = Fa
         if max(counts, default=1) > 1:
             raise UnsupportedError(
                 f"{argument}: {type(part).__name__} gives each of {max(counts)} processes a part of the data, and this "
-                "takes all of it. Laplace.fit of the structures 'diag', 'kron', 'kron_lowrank' and 'full' puts the "
-                "parts together, where torch.distributed.init_process_group has been called in every process. Anything "
-                "else takes a loader over the whole data set, in one process that gives the others its state_dict(), "
-                "or in every process."
+                "takes all of it. docs/large_data.md#several-processes-torchrun has a fit of such parts. Or pass a "
+                "loader over the whole data set, in one process that gives the others its state_dict()."
             )
 
 

@@ -1,130 +1,126 @@
-"""``fit`` in a ``torch.distributed`` process group: the posterior of one process on all ranks, or an error on all."""
+"""The fit of the page in two processes is the fit in one process; a fit of one process's data alone warns."""
 
-import sys
+import datetime
+import re
 import warnings
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
-from group_cases import CASES, FAULTS, OTHERS, fitted, run, together, values
-from torch import Tensor, distributed
+from devices import START_METHOD
+from laplace import Laplace
+from torch import Tensor, distributed, multiprocessing
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-ROUNDING = 1e-10
+import contrastive_curvature as cc
 
-Said = list[dict[str, Any]]
-"""What every process of a group said."""
+PROCESSES = 2
+PAGE = (Path(__file__).resolve().parents[2] / "docs" / "large_data.md").read_text(encoding="utf-8")
+(RECIPE,) = re.findall(r"^## Several processes.*?^```py\n(.*?)^```", PAGE, re.DOTALL | re.MULTILINE)
 
-
-@pytest.mark.skipif(sys.platform == "win32", reason="no SIGKILL")
-@pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
-@pytest.mark.parametrize("backend", ["gloo", "nccl"])
-def test_processes_fit_together(backend: str, device: str) -> None:
-    """All in one start of the processes, which takes longer than what they do."""
-    if backend == "nccl":
-        gpus = torch.cuda.device_count() if device == "cuda" else 0
-        if gpus < 2:
-            pytest.skip("nccl needs two GPUs")
-        sizes = [(world,) for world in (3, 2) if world <= gpus]
-    else:
-        sizes = [(3, 2)]
-    for worlds in sizes:
-        for world, every in run(worlds, backend, device).items():
-            check_fits(every, world, device)
-            check_refusals(every, world)
-            check_alone(every, world)
-            check_failures(every, world)
-            check_losses(every, world)
+pytestmark = pytest.mark.skipif(not distributed.is_available(), reason="this torch has no torch.distributed")
 
 
-def differences(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
-    """Names of what is not equal up to rounding, with how far it is off."""
-    if found.keys() != wanted.keys():
-        return [f"{sorted(found)} for {sorted(wanted)}"]
-    off = {name: float((found[name] - wanted[name]).abs().max()) for name in wanted}
-    return [
-        f"{name}: {off[name]:.2g}"
-        for name in wanted
-        if not off[name] <= ROUNDING * max(1, float(wanted[name].abs().max()))
-    ]
+def values(la: Any, x: Tensor) -> dict[str, Tensor]:
+    found = la(x)
+    out = {f"raw {k}": part for k, part in enumerate(la.curvature.tensors())}
+    out |= {"prior": la.prior_precision, "mean": found.raw_mean, "covariance": found.covariance}
+    numbers = {"loss": la.loss, "cost": la.cost, "n": la.n_data, "norm": la.typical_norm, "error": la.curvature_error}
+    out |= {name: torch.tensor(float(number)) for name, number in numbers.items()}
+    return {name: part.detach().clone() for name, part in out.items()}
 
 
-def check_fits(every: Said, world: int, device: str) -> None:
-    """All is as in one process, and the same bits in all."""
-    wrong = {}
-    for case in CASES:
-        with warnings.catch_warnings():
-            # A few random points are no data to fit; what is said of them is tested elsewhere.
-            warnings.simplefilter("ignore")
-            alone = values(fitted(device, case, together(case, world, device)))
-        off = differences(every[0]["fits"][case], alone)
-        if off:
-            wrong[case] = off
-        assert float(alone["raw 0"].abs().max()) > 0
-        for said in every[1:]:
-            mine = said["fits"][case]
-            exact = "whole" not in case  # where each fits alone, in its own order
-            for name, part in every[0]["fits"][case].items():
-                same = torch.equal(part, mine[name]) if exact else torch.allclose(part, mine[name], atol=ROUNDING)
-                assert same, (case, name)
-    assert not wrong
+def attempt(act: Callable[[], Any]) -> str:
+    """What a call raises, or what it warns of."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            act()
+        except Exception as error:
+            return f"{type(error).__name__}: {error}"
+    return "\n".join(str(warning.message) for warning in caught)
 
 
-REFUSED = {
-    "encoders": "InputError: encoder: expected the same in all {world} processes",
-    "options": "InputError: loss: expected the same in all {world} processes",
-    "structures": "InputError: posterior: expected the same in all {world} processes",
-    "seeds": "InputError: train_loader: expected samplers that give every point of the data set to one process",
-    "nothing": "InputError: train_loader: expected at least one batch, got an empty loader",
-    "cross terms": "UnsupportedError: pd_fix='full': every point is coupled with every other one",
-    "two with the same": "InputError: train_loader: expected other points in every process, got the same in 0 and 1",
-    "earlier fits": "InputError: earlier fit: expected the same in all {world} processes",
+def work(rank: int, folder: Path) -> None:
+    """Run the recipe, then variants of it, in one of the processes."""
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    warnings.simplefilter("ignore")
+    limit = datetime.timedelta(seconds=120)
+    where = {"init_method": f"file://{folder}/meet", "rank": rank, "world_size": PROCESSES, "timeout": limit}
+    recipe: dict[str, Any] = {}
+    with mock.patch.object(distributed, "init_process_group", partial(distributed.init_process_group, **where)):
+        exec(RECIPE, recipe)
+    la, encoder, data, merged, part = (recipe[name] for name in ("la", "encoder", "data", "merged", "part"))
+    assert part == (rank, PROCESSES)
+    fitted = values(la, data.tensors[0][:5])
+    whole, statistics = DataLoader(data, 256), la.part_statistics(recipe["loader"], part)
+
+    def divided(**how: Any) -> Any:
+        return DataLoader(data, 256, sampler=DistributedSampler(data, **how))
+
+    def fit_divided_otherwise() -> None:
+        loader = divided(seed=rank)
+        la.part_curvature(loader, part, merged(la.part_statistics(loader, part)))
+
+    pairs = Laplace(cc.TwoTowers(encoder, encoder), "contrastive", backend_kwargs={"loss": cc.InfoNCELoss()})
+    views = [(data.tensors[0][:8], data.tensors[0][8:16])]
+    said = {
+        "everything": attempt(lambda: merged(la.part_statistics(whole, part))),
+        "another part": attempt(lambda: la.part_statistics(divided(rank=1 - rank), part)),
+        "another division": attempt(fit_divided_otherwise),
+        "missing": attempt(lambda: la.part_curvature(recipe["loader"], part, statistics)),
+        "fit of a part": attempt(lambda: la.fit(recipe["loader"])),
+        "fit": attempt(lambda: la.fit(whole)),
+        "update": attempt(lambda: la.update(whole)),
+        "towers": attempt(lambda: pairs.fit(views)),
+    }
+    torch.save((encoder, data.tensors, fitted, said), folder / f"{rank}.pt")
+    distributed.destroy_process_group()
+
+
+SAID = {
+    "everything": "InputError: states: expected other points in every part, got the same 1001 points in parts 0 and 1",
+    "another part": "InputError: loader: expected part {0} of 2, as part= says, got rank {1} of 2",
+    "another division": "InputError: statistics: expected every point in one part, got point",
+    "missing": "InputError: statistics: expected all 2 parts, got none of [{1}]",
+    "fit of a part": "UnsupportedError: train_loader: DistributedSampler gives each of 2 processes a part of the data",
+    "fit": "fit: each of the 2 processes of torch.distributed fits only the data of its own loader",
+    "update": "fit: each of the 2 processes of torch.distributed fits only the data of its own loader",
+    "towers": "fit: each of the 2 processes of torch.distributed fits only the data of its own loader",
 }
 
 
-def check_refusals(every: Said, world: int) -> None:
-    """What does not fit together is refused by all."""
-    for rank, said in enumerate(every):
-        texts = dict(said["refusals"])
-        flag = texts.pop("only one flag")
-        assert flag.startswith(
-            "InputTypeError: override" if rank == world - 1 else OTHERS.format(world=world, last=rank)[:20]
-        )
-        assert texts.keys() == {name for name in REFUSED if world > 2 or "two with" not in name}
-        for name, text in texts.items():
-            assert text.startswith(REFUSED[name].format(world=world)), (name, text)
+@pytest.fixture
+def double() -> Iterator[None]:
+    dtype = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(dtype)
 
 
-def check_alone(every: Said, world: int) -> None:
-    """What one process does without the others takes all of the data, and says so."""
-    for name, text in every[0]["alone"].items():
-        if "whole" in name:
-            assert text == "nothing", name
-        else:
-            assert text.startswith("UnsupportedError"), (name, text)
-            assert f"DistributedSampler gives each of {world} processes a part of the data" in text
-
-
-def check_failures(every: Said, world: int) -> None:
-    """A failure in one process ends the others, and leaves all posteriors as they were."""
-    own = {name: text for name, (_, _, text) in FAULTS.items()}
-    own |= dict.fromkeys(("taking", "merging"), "MemoryError: no more")
-    failing = {**dict.fromkeys(own, world - 1), "interrupted while waiting": 0}
-    own["interrupted while waiting"] = "KeyboardInterrupt"
-    for rank, said in enumerate(every):
-        assert said["faults"].keys() == failing.keys()
-        for name, text in said["faults"].items():
-            wanted = own[name] if failing[name] == rank else OTHERS.format(last=failing[name], world=world)
-            assert text.startswith(wanted), (name, text)
-        for name, left in said["left"].items():
-            assert all(torch.equal(part, left[key]) for key, part in said["before"].items() if name != "killed"), name
-        assert not differences(said["after"], said["before"])
-
-
-def check_losses(every: Said, world: int) -> None:
-    """A process that does not come, or is killed, ends the others too."""
-    lost = f"ProcessError: process {{}} of {world} lost the others during a fit"
-    assert every[0]["absent"].startswith(lost.format(0))
-    for rank, said in enumerate(every[:-1]):
-        # nccl's watchdog may have been faster.
-        assert said.get("killed", lost.format(rank)).startswith(lost.format(rank))
-        assert not differences(said["left"].get("killed", said["after"]), said["after"])
+@pytest.mark.usefixtures("double")
+def test_the_recipe_of_the_page(tmp_path: Path) -> None:
+    multiprocessing.start_processes(work, (tmp_path,), PROCESSES, start_method=START_METHOD)
+    found = [torch.load(tmp_path / f"{rank}.pt", weights_only=False) for rank in range(PROCESSES)]
+    for rank, (_, _, fitted, said) in enumerate(found):
+        assert said.keys() == SAID.keys()
+        for name, text in said.items():
+            assert SAID[name].format(rank, 1 - rank) in text, (rank, name, text)
+        for name in ("fit of a part", "fit"):
+            (link,) = re.findall(r"docs/large_data.md#([\w-]+)", said[name])
+            assert link == "several-processes-torchrun"
+        assert all(torch.equal(part, found[0][2][name]) for name, part in fitted.items())
+    encoder, tensors, fitted, _ = found[0]
+    alone = Laplace(encoder, "contrastive", backend_kwargs={"negative_samples": 500})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # of one process
+        alone.fit(DataLoader(TensorDataset(*tensors), 256))
+    alone.optimize_prior_precision()
+    for name, wanted in values(alone, tensors[0][:5]).items():
+        assert torch.allclose(fitted[name], wanted, rtol=1e-10, atol=1e-10 * float(wanted.abs().max())), name
+    assert int(fitted["n"]) == len(tensors[0]), "a repeated point counts once"

@@ -1,4 +1,4 @@
-"""Which points a process has: numbers, padding, and whether two processes have the same ones."""
+"""Which points a part has: numbers, padding, and whether two parts have the same ones."""
 
 from typing import Any
 
@@ -12,8 +12,7 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, Tenso
 
 import contrastive_curvature as cc
 from contrastive_curvature.fit.passes import PassRecord
-from contrastive_curvature.fit.processes import Head, all_the_same, check_shares
-from contrastive_curvature.fit.share import Claim, Share, sum_of_keys
+from contrastive_curvature.fit.share import Share
 from contrastive_curvature.fit.state import Origin
 
 
@@ -60,7 +59,6 @@ def test_batch_samplers_keep_the_order_or_say_nothing_of_padding(device: str) ->
     # Without padding all points count, and have no numbers of the data set.
     assert read(loader(6, Turned))[0] == [5, 1, 3]
     assert read(loader(5, Turned, drop_last=True))[0] == [1, 3]
-    assert Share(loader(6, Turned)).claim is None
 
 
 def test_more_rows_than_points_of_the_sampler_are_refused(device: str) -> None:
@@ -115,36 +113,3 @@ def test_large_shares_differ_in_their_outermost_points(device: str) -> None:
     assert first.same(second)
     assert not first.same_points(second)
     assert first.same_points(origin(z[:n].flip(0), labels, n // 4))
-
-
-def head(numbers: range | None, points: int | None = None, seen: int | None = None) -> Head:
-    n = len(numbers or ()) if seen is None else seen
-    claim = None if numbers is None else Claim(len(numbers), sum_of_keys(torch.tensor(numbers)), points)
-    return Head(Origin(n, 0, 0.0, float(n)), claim)
-
-
-def test_shares_are_the_data_set() -> None:
-    halves = [head(range(0, 10, 2), 10), head(range(1, 10, 2), 10)]
-    assert not all_the_same(halves)
-    check_shares(halves)
-    assert all_the_same([head(range(10), 10)] * 3)
-    with pytest.raises(cc.InputError, match="expected other points in every process, got the same in 0 and 2"):
-        all_the_same([halves[0], halves[1], halves[0]])
-    assert not all_the_same([head(None, seen=0)] * 3)
-    # One process alone has points.
-    check_shares([head(None), head(range(10), 10)])
-    assert not all_the_same([head(None), head(range(10), 10)])
-    refused(lambda: check_shares([head(range(4), 10), head(range(5, 10), 10)]), "got 9 of 10 points")
-    with pytest.raises(cc.InputError, match="some points twice and others not at all"):
-        check_shares([head(range(5), 10), head(range(4, 9), 10)])
-    refused(lambda: check_shares([head(range(5), 10), head(range(5, 9), 9)]), "data sets of different sizes")
-    # Nothing is said of points that a sampler drops, that have no numbers, or that nobody claims.
-    check_shares([head(range(4), None), head(range(5, 9), None)])
-    check_shares([head(range(4), 10), head(None, seen=6)])
-
-
-def test_sums_of_keys_wrap_around(device: str) -> None:
-    numbers = torch.randperm(10_000, device=device)
-    assert sum_of_keys(numbers) == sum_of_keys(torch.arange(10_000))
-    assert sum_of_keys(torch.arange(0)) == 0
-    assert -(2**63) <= sum_of_keys(torch.arange(10_000)) < 2**63

@@ -14,7 +14,7 @@ from __future__ import annotations
 import hashlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import fields, replace
 from typing import Any, ClassVar, TypeVar, cast
 
@@ -29,13 +29,12 @@ from contrastive_curvature.fit.anchors import ANCHORS, WholeHessian
 from contrastive_curvature.fit.api import check_encoder, check_trainable, make_pullback
 from contrastive_curvature.fit.batches import BATCHES
 from contrastive_curvature.fit.dataset import DATASET, collected, refuse_cross_terms_in_parts, samples_of
-from contrastive_curvature.fit.exchange import check_agreed, current_exchange
 from contrastive_curvature.fit.loop import DatasetCurvature, Fit, fit, mean_norm
 from contrastive_curvature.fit.lowrank import curvature_product, leading_eigenpairs, whole_hessian
 from contrastive_curvature.fit.mc_samples import make_sampler, term_of
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import Passes
-from contrastive_curvature.fit.processes import curvature_of, finish_parts, fit_together, statistics_of
+from contrastive_curvature.fit.processes import curvature_of, finish_parts, statistics_of
 from contrastive_curvature.fit.readers import Batch, Reader, as_batch, labelled_batch
 from contrastive_curvature.fit.state import CURVATURE, STATISTICS, Origin, State, check_identity, digest_of
 from contrastive_curvature.fit.subset import HessianSubset, anchor_subset, subset_hessian
@@ -272,9 +271,6 @@ class ContrastiveBackend(GGNInterface, ABC):
     def fit(self, loader: Iterable[Any], structure: type[Structure], progress: bool | None = None) -> DatasetCurvature:
         """Return the unclamped curvature of a data set, times its scale.
 
-        Inside an initialised ``torch.distributed`` process group, every process passes its share of the data, and all
-        get the curvature of the whole data set.
-
         Args:
             loader: Batches ``(x, labels)`` or mappings.
             structure: Structure of the curvature.
@@ -287,7 +283,6 @@ class ContrastiveBackend(GGNInterface, ABC):
 
         Raises:
             InputError: See :meth:`~contrastive_curvature.laplace.posterior.ContrastiveLaplace.fit`.
-            ProcessError: Another process of the group has failed.
         """
         if not structure.adds:
             leading = self.fit_lowrank(loader, progress)
@@ -296,22 +291,10 @@ class ContrastiveBackend(GGNInterface, ABC):
                 wanted = "data with a positive eigenvalue of the curvature"
                 raise InputError("train_loader", wanted, "none", hint)
             return leading
-        exchange, together = current_exchange(), None
-        in_step = nullcontext() if exchange is None else exchange.together()
-        with in_step, self._ready(loader, shares=exchange is not None) as (encoder, pullback):
-            if exchange is not None:
-                identity = self.identity(structure)
-                check_agreed(exchange, {**identity, "backend": type(self).__name__})
-                # Only the first process shows its progress.
-                progress = progress if exchange.rank == 0 else False
-                f = self._fit(pullback, structure, Progress(progress), (exchange.rank, exchange.count))
-                reader = self._reader(loader, exchange.rank)
-                passes = Passes(reader, encoder, pullback, records=True)
-                together = fit_together(f, passes, reader.share, exchange, identity)
-            if together is None:
-                f = self._fit(pullback, structure, Progress(progress))
-                (together,) = fit(f, Passes(self._reader(loader), encoder, pullback))
-        return self.at_data_scale(together)
+        with self._ready(loader) as (encoder, pullback):
+            f = self._fit(pullback, structure, Progress(progress))
+            (out,) = fit(f, Passes(self._reader(loader), encoder, pullback))
+        return self.at_data_scale(out)
 
     def fit_part(
         self,
@@ -473,7 +456,6 @@ class ContrastiveBackend(GGNInterface, ABC):
     def _ready(self, loader: Iterable[Any], *, shares: bool = False) -> Iterator[tuple[Encoder, Pullback]]:
         """Yield the encoder in evaluation mode, and the pullback; for ``shares`` see ``check_loader``."""
         check_loader(loader, shares=shares)
-        # With an analysed encoder, a part of the data may be empty.
         probe = {} if self._encoder is not None else self.points_of(first_batch(loader)).x
         with evaluation_mode(self.model), torch.no_grad():
             yield self.encoder(probe), self.pullback(probe)
