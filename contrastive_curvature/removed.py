@@ -13,6 +13,7 @@ _GRADES = (
 REMOVED: dict[str, str] = {
     "CoSENTLoss": _GRADES,
     "losses.CoSENTLoss": _GRADES,
+    "laplace.FunctionSpaceLaplace": "Use laplace.ContrastiveLaplace with the structure 'full', see docs/laplace.md.",
 }
 """Name below the package -> what to use instead: one sentence that names the page with the recipe, if there is one."""
 

@@ -32,8 +32,8 @@ __all__ = ["BACKENDS", "layer_table", "rewrite", "structure_table"]
 
 BACKENDS = ("ContrastiveGGN", "BackPackContrastiveGGN", "StochManContrastiveGGN", "CurvlinopsContrastiveGGN")
 ROWS = (
-    ("last_layer", ("kron_lowrank", "diag", "full", "kron", "gp")),
-    ("all", ("diag", "full", "kron", "lowrank", "gp")),
+    ("last_layer", ("kron_lowrank", "diag", "full", "kron")),
+    ("all", ("diag", "full", "kron", "lowrank")),
     ("subnetwork", ("diag", "full")),
 )
 LABELS = torch.tensor([0, 0, 1, 1, 2, 2])
@@ -105,7 +105,7 @@ def _survey(backend: type[ContrastiveBackend], weights: str, structure: str) -> 
     out: dict[str, list[tuple[PDFix, Distance]]] = {}
     for fix in _FIXES:
         for distance in Distance:
-            kind = "tanh" if structure in ("gp", "lowrank") else "conv2d"
+            kind = "tanh" if structure == "lowrank" else "conv2d"
             status = _classify(backend, kind, weights, structure, fix, distance)
             out.setdefault(status, []).append((fix, distance))
     return out
@@ -172,8 +172,6 @@ def _found_and_truth(
         precision = torch.eye(len(curvature), dtype=curvature.dtype) + curvature
         return la(x, joint=True).joint_covariance, jacobian @ torch.linalg.solve(precision, jacobian.T)
 
-    if structure == "gp":
-        return predicted(truth, n_subset=len(x), backend_kwargs=options)
     if structure == "lowrank":
         vectors, values = made(rank=len(truth)).fit_lowrank([(x, LABELS)]).curvature.plain()
         return (vectors * values) @ vectors.T, clamped_matrix(truth)

@@ -9,12 +9,10 @@ COMBINATIONS = [
     ("last_layer", "kron"),
     ("last_layer", "kron_lowrank"),
     ("last_layer", "full"),
-    ("last_layer", "gp"),
     ("all", "diag"),
     ("all", "kron"),
     ("all", "full"),
     ("all", "lowrank"),
-    ("all", "gp"),
     ("subnetwork", "diag"),
     ("subnetwork", "full"),
 ]

@@ -35,8 +35,8 @@ TOLERANCE = 1e-10
 
 FIXES = ("fixed", "positive", "full", "psd", "ggn", "ggn_fixed", "psd_parts")
 COMBINATIONS = [
-    *(("last_layer", structure) for structure in ("kron_lowrank", "diag", "kron", "full", "gp")),
-    *(("all", structure) for structure in ("diag", "kron", "full", "lowrank", "gp")),
+    *(("last_layer", structure) for structure in ("kron_lowrank", "diag", "kron", "full")),
+    *(("all", structure) for structure in ("diag", "kron", "full", "lowrank")),
     *(("subnetwork", structure) for structure in ("diag", "full")),
 ]
 INDICES = torch.tensor([0, 3, 17, 30, 49, 60, 71])
@@ -83,7 +83,6 @@ def fitted(
 ) -> Any:  # fmt: skip
     more: dict[str, Any] = {} if backend is None else {"backend": backend}
     more |= {"subnetwork_indices": INDICES} if weights == "subnetwork" else {}
-    more |= {"n_subset": len(X)} if structure == "gp" else {}
     more |= {"backend_kwargs": options} if options else {}
     model = make_encoder() if model is None else model
     la = Laplace(model, "contrastive", subset_of_weights=weights, hessian_structure=structure, **more)
@@ -166,7 +165,7 @@ def ggn_of_pairs() -> dict[str, Any]:
 
 def laplace(weights: str, structure: str, fix: str) -> dict[str, Any]:
     la = fitted(weights=weights, structure=structure, pd_fix=fix)
-    return summary(la) | ({} if structure == "gp" else {"evidence": la.log_marginal_likelihood()})
+    return summary(la) | {"evidence": la.log_marginal_likelihood()}
 
 
 def laplace_of_loss(loss: str, structure: str) -> dict[str, Any]:

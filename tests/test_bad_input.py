@@ -7,6 +7,7 @@ import pandas as pd
 import pytest
 import torch
 from laplace import Laplace
+from laplace.utils.enums import HessianStructure
 from tables import covering, each
 from tiny import Counting, data, encoder
 from torch import Tensor, nn
@@ -14,7 +15,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.fit import dataset
+from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.pairs.edges import MOST_POINTS
+from contrastive_curvature.structures import REMOVED_STRUCTURES
 
 N, F, D = 12, 4, 3
 
@@ -124,6 +127,25 @@ def test_further_options_of_ggn() -> None:
         refused(lambda i=index: cc.ggn(model, x, y, subset_of_weights=i), cc.InputError, "subset_of_weights")
     frozen = encoder().requires_grad_(False)
     refused(lambda: cc.ggn(frozen, x, y), cc.InputError, "model", "requires a gradient")
+
+
+@pytest.mark.parametrize("structure", REMOVED_STRUCTURES)
+def test_a_removed_structure_says_what_to_use_instead(structure: str) -> None:
+    x, y = data()
+    two, instead = cc.TwoTowers(encoder(), encoder()), REMOVED_STRUCTURES[structure]
+    for weights in ("last_layer", "all"):
+        calls = [
+            lambda w=weights: Laplace(encoder(), "contrastive", w, structure),
+            lambda w=weights: Laplace(encoder(), "contrastive", w, HessianStructure(structure), n_subset=5),
+            lambda w=weights: Laplace(two, "contrastive", w, structure),
+            lambda w=weights: ContrastiveLaplace(encoder(), "contrastive", w, structure),
+            lambda w=weights: cc.OnlineLaplace(
+                encoder(), probe=x, n_data=N, subset_of_weights=w, hessian_structure=structure
+            ),
+            lambda w=weights: cc.ggn(encoder(), x, y, subset_of_weights=w, structure=structure),
+        ]
+        for call in calls:
+            refused(call, cc.InputError, "structure", f"got {structure}", instead)
 
 
 class Inside(nn.Module):

@@ -29,8 +29,7 @@ def data(device: str = "cpu") -> tuple[Tensor, Tensor]:
 def new(device: str, structure: str = "kron_lowrank", weights: str = "last_layer") -> Any:
     torch.manual_seed(0)
     encoder = nn.Sequential(nn.Linear(WIDTH, 12), nn.Tanh(), nn.Linear(12, 3)).to(device)
-    more = {"n_subset": 20} if structure == "gp" else {}
-    return Laplace(encoder, "contrastive", weights, structure, backend_kwargs=OPTIONS, **more)
+    return Laplace(encoder, "contrastive", weights, structure, backend_kwargs=OPTIONS)
 
 
 def fitted(device: str, structure: str = "kron_lowrank", weights: str = "last_layer") -> Any:
@@ -146,7 +145,6 @@ def rows_in(folder: Path, x: Tensor) -> dict[str, int]:
 
 HELD: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
     "a saved posterior": (("saved posterior and its card", "state", "graph", "numpy scorer"), {}),
-    "the same of structure `gp`": (("gp",), {"inputs": 20}),
     "`la.part_statistics(...)`": (("statistics",), {"outputs": 100}),
     "`la.part_curvature(...)`": (("curvature",), {"features": 100}),
     "a pickle of a whole posterior": (("pickle",), {"features": 100, "outputs": 100}),
@@ -166,17 +164,6 @@ def test_no_row_of_the_data_is_in_a_file(kind: str, device: str, tmp_path: Path)
     assert not any(found.values()), found
 
 
-def test_a_kernel_is_made_of_training_inputs_and_the_search_finds_them(device: str, tmp_path: Path) -> None:
-    """The exception, with no more than the points of the kernel."""
-    la = fitted(device, "gp")
-    torch.save(la.state_dict(), tmp_path / "state.pt")
-    la.save_pretrained(tmp_path / "saved")
-    found = rows_in(tmp_path, data()[0])
-    assert found["state.pt"] == 20
-    assert max(found.values()) == 20
-    assert "holds some of its training inputs" in (tmp_path / "saved" / "README.md").read_text()
-
-
 def statistics(folder: Path, device: str) -> None:
     x, labels = data(device)
     new(device).part_statistics([(x[:100], labels[:100])], (0, 1)).save(folder / "statistics")
@@ -193,7 +180,6 @@ def test_what_is_in_which_file(device: str, tmp_path: Path) -> None:
     page = (Path(__file__).parent.parent / "docs" / "keep_and_serve.md").read_text()
     table = page.partition("### What is in which file")[2].partition("\n\nA sample")[0]
     writers = FILES | {
-        "gp": lambda folder, device: torch.save(fitted(device, "gp").state_dict(), folder / "state.pt"),
         "statistics": statistics,
         "curvature": curvature,
     }

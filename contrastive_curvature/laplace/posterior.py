@@ -15,7 +15,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 import torch
 from laplace.utils.enums import Likelihood, LinkApprox, PredType
@@ -108,14 +108,12 @@ class ContrastiveLaplace(GaussianOverWeights):
             depends only on the posterior and the norm.
         curvature_error: Relative standard error of the curvature's diagonal in the last fit, if a sample replaced all
             negatives (``backend_kwargs=dict(negative_samples=...)``). ``None`` if all pairs were counted; it is not
-            measured for fixes with cross terms, ``lowrank`` and ``gp``.
+            measured for fixes with cross terms and ``lowrank``.
 
     Raises:
         InputError: An option is unknown or out of range.
         UnsupportedError: The combination has no correct answer.
     """
-
-    fits_in_function_space: ClassVar[bool] = False
 
     cost: Tensor | float = 0.0
     typical_norm: float | None = None
@@ -149,7 +147,8 @@ class ContrastiveLaplace(GaussianOverWeights):
             raise InputError("likelihood", repr(CONTRASTIVE), likelihood)
         validate.choice("subset_of_weights", subset_of_weights, WEIGHTS)
         self.subset_of_weights = subset_of_weights
-        self.structure = self._structure_of(hessian_structure)
+        known = tuple(name for name, kind in STRUCTURES.items() if subset_of_weights in kind.weights)
+        self.structure = structure_of(hessian_structure, "hessian_structure", known)
         self.hessian_structure = self.structure.name
         of_some = {
             "last_layer_name": (last_layer_name, self.on_last_layer),
@@ -159,8 +158,8 @@ class ContrastiveLaplace(GaussianOverWeights):
             if value is not None and not allowed:
                 wanted = f"nothing with {self.subset_of_weights!r} weights and the structure {self.hessian_structure!r}"
                 raise InputTypeError(name, wanted, repr(value))
-        check_model(model, half=self.keeps_features)
-        if not self.keeps_features:
+        check_model(model, half=self.on_last_layer)
+        if not self.on_last_layer:
             refuse_compiled(model)
         self.curvature_options, self._own_options = check_options(
             self.structure, backend, backend_kwargs, {**refused, "enable_backprop": enable_backprop}
@@ -203,19 +202,9 @@ class ContrastiveLaplace(GaussianOverWeights):
                 module.training = mode
         return la
 
-    def _structure_of(self, name: object) -> type[Structure]:
-        """Return the structure with this name, if it is available for these weights."""
-        known = tuple(name for name, kind in STRUCTURES.items() if self.subset_of_weights in kind.weights)
-        return structure_of(name, "hessian_structure", known)
-
     def plain_options(self) -> dict[str, Any]:
         """Return the options of the curvature as strings and numbers; for a relation, only whether it is set."""
         return {**self.curvature_options.plain(), **self._own_options}
-
-    @property
-    def keeps_features(self) -> bool:
-        """Whether the fit keeps a sample of the features."""
-        return self.on_last_layer and not self.fits_in_function_space
 
     @property
     def class_centres(self) -> ClassCentres | None:
@@ -281,9 +270,6 @@ class ContrastiveLaplace(GaussianOverWeights):
             self.model: Any = Encoder(
                 encoder, None, self.last_layer_name, takes_features=True, label_key=self.dict_key_y
             )
-
-    def _encoder_dim(self) -> int:
-        return self.backend.encoder({}).dim
 
     def first_inputs(self, loader: Iterable[Any]) -> list[Inputs]:
         """Return a few inputs of the first batch in a list; an empty list for an empty loader."""
@@ -366,7 +352,7 @@ class ContrastiveLaplace(GaussianOverWeights):
         if not bool(diagonal.any()):
             msg = f"The clamped curvature is zero everywhere: the posterior is the prior. {NOTHING_POSITIVE}"
             warnings.warn(msg, UserWarning, stacklevel=3)
-        if result.features is not None and self.keeps_features and self.hessian_structure == "diag":
+        if result.features is not None and self.on_last_layer and self.hessian_structure == "diag":
             weight, *bias = self.posterior_parameters()
             advise_on_norms(result.features.columns["features"], weight, bias[0] if bias else None, diagonal)
         classes = _merged_classes(self.classes, result.classes) if earlier else result.classes
@@ -383,7 +369,7 @@ class ContrastiveLaplace(GaussianOverWeights):
         self.classes = classes
         mean = flatten_parameters(self.params if self._indices is not None else self.posterior_parameters())
         self.mean = mean if self.enable_backprop else mean.detach()
-        self.n_outputs = self.model.output_size = self._encoder_dim()
+        self.n_outputs = self.model.output_size = self.backend.encoder({}).dim
         self.known = replace(self.known, sample=sample, calibration=None)
         self.curvature_error = result.error
         if result.error is not None:
@@ -398,7 +384,7 @@ class ContrastiveLaplace(GaussianOverWeights):
         """Return the sample of training inputs after a fit; ``None`` without a sample over all the data."""
         # A fit of all weights draws features too if the encoder is one linear layer, but its statistic does not use
         # features.
-        if features is None or not len(features) or not self.keeps_features:
+        if features is None or not len(features) or not self.on_last_layer:
             return None
         encoder = self.watch(self.model)
         if earlier:
@@ -425,7 +411,7 @@ class ContrastiveLaplace(GaussianOverWeights):
         Raises:
             NotFittedError: Before ``fit``.
             InputError: See ``fit``. The posterior does not change.
-            UnsupportedError: See ``fit``, or the structure cannot add up: ``gp``, ``lowrank``.
+            UnsupportedError: See ``fit``, or the structure cannot add up: ``lowrank``.
         """
         self.check_fitted()
         self.fit(loader, override=False, progress_bar=progress_bar)
@@ -607,7 +593,7 @@ class ContrastiveLaplace(GaussianOverWeights):
         """Compute class centres from labelled inputs, which ``uncertainty`` compares embeddings with.
 
         ``fit`` does this with the training data. Call it for a posterior without class centres (:class:`OnlineLaplace`,
-        ``gp``, a state of an earlier version), or if the classes that will be searched are not the training classes.
+        a state of an earlier version), or if the classes that will be searched are not the training classes.
 
         Args:
             loader: Batches ``(x, labels)`` or mappings, with class labels; run over once.
@@ -646,7 +632,7 @@ class ContrastiveLaplace(GaussianOverWeights):
         For new inputs that are exchangeable with these (for example from one shuffled data set), at most a share alpha
         has a p-value of at most alpha, on average over calibration sets. This holds even if the encoder or the score is
         bad. The novelty is standardised with a sample of the training inputs that the ``fit`` of a last layer keeps.
-        Without a sample (other weights, ``gp``, a loaded posterior, :class:`OnlineLaplace`) a third of the calibration
+        Without a sample (other weights, a loaded posterior, :class:`OnlineLaplace`) a third of the calibration
         inputs replaces it, and p-values compare with the other two thirds; other scores compare with all calibration
         inputs.
 
@@ -771,7 +757,7 @@ class ContrastiveLaplace(GaussianOverWeights):
             if joint:
                 return finished(prediction.joint_distribution(mean, mean.new_empty(0, 0)), None)
             spread = Diagonal(mean) if diagonal_output else Dense(mean.new_empty(0, self.n_outputs, self.n_outputs))
-            features = mean.new_empty(0, self.model.last_layer.in_features) if self.keeps_features else None
+            features = mean.new_empty(0, self.model.last_layer.in_features) if self.on_last_layer else None
             return finished(EmbeddingDistribution.trusted(mean, spread), features)
 
         if on_invalid == "error":
@@ -830,7 +816,7 @@ class ContrastiveLaplace(GaussianOverWeights):
 
     def observe(self, x: Any) -> tuple[EmbeddingDistribution, Tensor | None]:
         """Return the distribution of B embeddings, and their features (B, F) if the posterior keeps features."""
-        if not self.keeps_features:
+        if not self.on_last_layer:
             return self._gaussian(x, False, False), None
         outputs_and_features = self._features(x)
         return self._gaussian(outputs_and_features, False, False), outputs_and_features.features
@@ -1078,9 +1064,8 @@ class ContrastiveLaplace(GaussianOverWeights):
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the posterior needs apart from the encoder: only tensors, numbers and strings.
 
-        ``torch.load(..., weights_only=True)`` reads it back. It contains no training input, except for ``gp``, which
-        consists of training inputs; ``"data"`` holds made-up inputs of the same types and shapes. ``"checksum"`` covers
-        all other entries but ``"data"``.
+        ``torch.load(..., weights_only=True)`` reads it back. It contains no training input; ``"data"`` holds made-up
+        inputs of the same types and shapes. ``"checksum"`` covers all other entries but ``"data"``.
         """
         return state_of(self)
 

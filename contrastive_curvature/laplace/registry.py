@@ -12,37 +12,30 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from contrastive_curvature.errors import InputTypeError, UnsupportedError
-from contrastive_curvature.laplace.functional import FunctionSpaceLaplace, Kernel
+from contrastive_curvature.errors import InputTypeError
 from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.laplace.towers import TwoTowerLaplace
 from contrastive_curvature.network.two_towers import TwoTowers
-from contrastive_curvature.structures import STRUCTURES, Structure
+from contrastive_curvature.structures import REMOVED_STRUCTURES, STRUCTURES
 
 __all__ = ["entries"]
 
 Key = tuple[str, str]
 
-_KINDS: tuple[type[Structure], ...] = (*STRUCTURES.values(), Kernel)
-
-_STRUCTURES = {
-    weights: tuple(kind.name for kind in _KINDS if weights in kind.weights)
-    for weights in ("last_layer", "all", "subnetwork")
-}
-"""Structures of the posterior, by weights."""
+_KEYS = [
+    *((weights, name) for weights in ("last_layer", "all") for name in (*STRUCTURES, *REMOVED_STRUCTURES)),
+    *(("subnetwork", name) for name, kind in STRUCTURES.items() if "subnetwork" in kind.weights),
+]
+"""Weights and structures of our posteriors, and those that :class:`ContrastiveLaplace` refuses by name."""
 
 _BY_PLACE = ("sigma_noise", "prior_precision", "prior_mean", "temperature", "enable_backprop")
 _SUBNETWORK = ("subnetwork_indices", *_BY_PLACE[:4])
 """Arguments that may be given by place, in the order of laplace-torch's classes."""
 
-_NEITHER = tuple((w, name) for w in ("last_layer", "all") for name in STRUCTURES if name not in _STRUCTURES[w])
-
 
 def _posterior(model: Any, likelihood: str, weights: str, structure: str, **arguments: Any) -> Any:
     """Return the posterior of an encoder."""
-    if structure == "gp":
-        return FunctionSpaceLaplace(model, likelihood, weights, **arguments)
     if weights == "last_layer" and structure.startswith("kron"):
         # For many features the input factor has low rank; rank="full" keeps all eigenvectors.
         options = dict(arguments.get("backend_kwargs") or {})
@@ -55,9 +48,8 @@ def _posterior(model: Any, likelihood: str, weights: str, structure: str, **argu
 
 def entries(hosts_classes: Iterable[Any]) -> list[Any]:
     """Return the entries for ``laplace.Laplace``, which replace these subclasses of ``BaseLaplace``."""
-    ours = [(weights, structure) for weights, room in _STRUCTURES.items() for structure in room]
     hosts = {kind._key: kind for kind in hosts_classes if hasattr(kind, "_key")}
-    return [*hosts.values(), *(_entry(key, hosts.get(key)) for key in (*ours, *_NEITHER))]
+    return [*hosts.values(), *(_entry(key, hosts.get(key)) for key in _KEYS)]
 
 
 def _entry(key: Key, of_host: Any) -> Any:
@@ -69,12 +61,6 @@ def _entry(key: Key, of_host: Any) -> Any:
                 # The message of laplace-torch.
                 raise ValueError(f"Unsupported Laplace combination: {key[0]}, {key[1]}.")
             return of_host(model, likelihood, *args, **kwargs)
-        if key in _NEITHER:
-            weights, structure = key
-            room = " or ".join(map(repr, _STRUCTURES[weights]))
-            raise UnsupportedError(
-                f"hessian_structure={structure!r}: subset_of_weights={weights!r} has no such structure. Use {room}."
-            )
         by_place = _SUBNETWORK if key[0] == "subnetwork" else _BY_PLACE
         named = dict(zip(by_place, args, strict=False))
         if len(args) > len(by_place) or set(named) & set(kwargs):

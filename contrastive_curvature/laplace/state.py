@@ -87,7 +87,7 @@ def state_of(la: ContrastiveLaplace) -> dict[str, Any]:
             "contrastive": la.plain_options(),
             "backend": type(la.backend).__name__,
             "encoder_norms": weight_norms(la.model),
-            "calibration": _saved_calibration(la.known.calibration, la.keeps_features),
+            "calibration": _saved_calibration(la.known.calibration, la.on_last_layer),
             "class_centres": la.classes,
         }
     )
@@ -116,7 +116,7 @@ def load_state(la: ContrastiveLaplace, state: Mapping[str, Any]) -> None:
                 setattr(la, name, state[name])
         la.model.output_size = la.n_outputs
         la.curvature, la.clamped = curvature, la.clamp(curvature)
-        width = la.model.last_layer.in_features if la.keeps_features else None
+        width = la.model.last_layer.in_features if la.on_last_layer else None
         calibration = _loaded_calibration(state["calibration"], width, la.n_outputs, like)
         la.known = replace(la.known, sample=None, calibration=calibration)
         la.classes = _loaded_classes(state["class_centres"], la.n_outputs, like)

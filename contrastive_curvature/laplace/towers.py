@@ -26,7 +26,7 @@ from contrastive_curvature.network.loader import check_loader, first_batch
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.network.two_towers import TwoTowers
 from contrastive_curvature.progress import Progress
-from contrastive_curvature.structures import STRUCTURES
+from contrastive_curvature.structures import STRUCTURES, structure_of
 
 
 class TwoTowerLaplace:
@@ -263,7 +263,7 @@ class TwoTowerLaplace:
         if a != b:
             wanted = "two encoders into one space, with the same number of outputs"
             raise InputError("encoder_a, encoder_b", wanted, f"{a} outputs of encoder_a and {b} of encoder_b")
-        if self.a.keeps_features:
+        if self.a.on_last_layer:
             # The posteriors hold copies of the encoders, and copies share nothing.
             _refuse_shared_parameters(self.model, [str(la.model.last_layer_name) for la in (self.a, self.b)])
         return probe
@@ -302,8 +302,8 @@ def _check_towers(model: object, likelihood: object, weights: object, structure:
         raise InputTypeError("model", "a TwoTowers(encoder_a, encoder_b)", f"a {type(model).__name__}")
     if likelihood != CONTRASTIVE:
         raise InputError("likelihood", repr(CONTRASTIVE), likelihood)
-    adding = [name for name, kind in STRUCTURES.items() if kind.adds]
-    if weights == "subnetwork" or structure not in adding:
+    if weights == "subnetwork" or not structure_of(structure, "hessian_structure").adds:
+        adding = [name for name, kind in STRUCTURES.items() if kind.adds]
         raise UnsupportedError(
             f"subset_of_weights={weights!r}, hessian_structure={structure!r}: two towers have posteriors of the last "
             f"layers or of all weights, of the structures {', '.join(adding)}."

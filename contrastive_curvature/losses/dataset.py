@@ -21,11 +21,11 @@ from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums, Totals
-from contrastive_curvature.hessian.output import OutputHessian, make_blocks
+from contrastive_curvature.hessian.output import make_blocks
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.class_table import ClassTable
 from contrastive_curvature.losses.pair_derivatives import Met, PairBlock, pair_block, sum_pairs, warn_of_many
-from contrastive_curvature.losses.weighting import Related, pair_totals
+from contrastive_curvature.losses.weighting import Related
 from contrastive_curvature.pairs.relation import RelationFunction, make_target_relation
 from contrastive_curvature.pairs.rows import Rows
 
@@ -165,14 +165,6 @@ class DatasetHessian(CosineDerivatives):
         sums = self.sums_for(part)
         blocks = make_blocks(part.u, part.n, sums, self.loss.distance, self.loss.pd_fix)
         return HessianPoints(part.u, part.n, targets, part.numbers, blocks, sums.totals(part.u))
-
-    def among(self, z: Tensor, targets: Tensor, numbers: Tensor) -> OutputHessian:
-        """Return the Hessian of some points among themselves, scaled to represent the whole data set."""
-        targets = targets.to(z.device)
-        relation = self.related.relation.of(targets)
-        shares = self.related.shares[self.related.index(targets, numbers.to(z.device))]
-        shares = shares.standing_for(self.related.totals, pair_totals(*relation.counts()))
-        return self.loss.hessian_at(z, relation, shares=shares.to(z.dtype))
 
     def cross(self, rows: HessianPart, columns: HessianPart) -> CrossBlocks:
         """Return the blocks ``H_ij`` between two parts, zero where i = j; with a bank, its points are the columns."""

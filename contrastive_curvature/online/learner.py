@@ -29,7 +29,7 @@ from contrastive_curvature.online.posterior import OnlinePosterior
 from contrastive_curvature.online.sampled import AllParameters, LastLayer, SampledEncoder
 from contrastive_curvature.options import Normalization
 from contrastive_curvature.pairs import Pairs
-from contrastive_curvature.structures import STRUCTURES
+from contrastive_curvature.structures import STRUCTURES, structure_of
 from contrastive_curvature.structures.finite import all_finite
 
 Miner = Callable[[Tensor, Tensor], tuple[Tensor, ...]]
@@ -305,7 +305,7 @@ def _check_options(
     validate.count("n_samples", n_samples)
     if validate.count("n_data", n_data) < 2:
         raise InputError("n_data", "a whole number of at least 2", n_data)
-    without_sums = ("gp", *(name for name, kind in STRUCTURES.items() if not kind.adds))
+    without_sums = tuple(name for name, kind in STRUCTURES.items() if not kind.adds)
     if subset_of_weights == "subnetwork" or hessian_structure in without_sums:
         raise UnsupportedError(
             f"subset_of_weights={subset_of_weights!r}, hessian_structure={hessian_structure!r}: curvatures of batches "
@@ -314,7 +314,7 @@ def _check_options(
         )
     validate.choice("subset_of_weights", subset_of_weights, ("last_layer", "all"))
     known = tuple(name for name, kind in STRUCTURES.items() if kind.adds and subset_of_weights in kind.weights)
-    validate.choice("hessian_structure", hessian_structure, known)
+    structure_of(hessian_structure, "hessian_structure", known)
 
 
 def _batch_options(backend_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -95,10 +95,6 @@ class TargetRelation(Relation):
             Boolean positives and negatives, each (A, B).
         """
 
-    @abstractmethod
-    def of(self, targets: Tensor) -> TargetRelation:
-        """Apply the same rule to other points, with targets of shape (B, ...)."""
-
     def counts_of(self, targets: Tensor) -> Tensor:
         """Count the positives and negatives of B of the n points, from their targets; shape (2, B)."""
         counts = [
@@ -134,10 +130,6 @@ class LabelRelation(TargetRelation):
         same = a.unsqueeze(1) == b.unsqueeze(0)
         return same, ~same
 
-    @override
-    def of(self, targets: Tensor) -> LabelRelation:
-        return LabelRelation(targets)
-
     def counts(self) -> tuple[Tensor, Tensor]:
         """See :meth:`Relation.counts`; computed from the sizes of the classes."""
         _, inverse, sizes = self.targets.unique(return_inverse=True, return_counts=True)
@@ -165,10 +157,6 @@ class CallableRelation(TargetRelation):
         for name, mask in zip(("positives", "negatives"), self.relate(probe, probe), strict=True):
             if not torch.equal(mask, mask.T):
                 raise InputError("pairs", "a symmetric relation", f"a callable with asymmetric {name}")
-
-    @override
-    def of(self, targets: Tensor) -> CallableRelation:
-        return CallableRelation(targets, self.function)
 
     def relate(self, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
         """Call the function on targets (A, ...) and (B, ...), and check its two masks, each (A, B)."""

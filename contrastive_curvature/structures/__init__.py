@@ -11,6 +11,12 @@ from contrastive_curvature.structures.kron_lowrank import KronLowRank
 STRUCTURES: dict[str, type[Structure]] = {kind.name: kind for kind in (Diagonal, Dense, Kron, KronLowRank, Eigenpairs)}
 """By the name that ``hessian_structure`` takes."""
 
+REMOVED_STRUCTURES = {
+    "gp": "It was removed in version 0.3. 'full' gives its posterior, for the last layer or subset_of_weights="
+    "'subnetwork'; for more weights use 'kron_lowrank' of the last layer, or 'kron' of all.",
+}
+"""Names that earlier versions took -> what to use instead."""
+
 
 def structure_of(name: object, argument: str = "structure", known: tuple[str, ...] | None = None) -> type[Structure]:
     """Return the structure with this name.
@@ -25,11 +31,13 @@ def structure_of(name: object, argument: str = "structure", known: tuple[str, ..
     """
     names = tuple(STRUCTURES) if known is None else known
     if not isinstance(name, str) or name not in names:
-        raise InputError(argument, f"one of {', '.join(map(repr, names))}", name)
+        hint = REMOVED_STRUCTURES.get(name, "") if isinstance(name, str) else ""
+        raise InputError(argument, f"one of {', '.join(map(repr, names))}", name, hint)
     return STRUCTURES[str(name)]
 
 
 __all__ = [
+    "REMOVED_STRUCTURES",
     "STRUCTURES",
     "Clamped",
     "Dense",

@@ -36,7 +36,7 @@ from contrastive_curvature.testing.losses import (
     size_of_terms,
 )
 from contrastive_curvature.testing.networks import NETWORKS, build_network, make_inputs, repeats_weights
-from contrastive_curvature.testing.oracle import dense_ggn, dense_jacobian, dense_output_hessian
+from contrastive_curvature.testing.oracle import dense_ggn, dense_jacobian
 
 __all__ = ["DEVICES", "BackendContract", "make_backend"]
 
@@ -300,22 +300,6 @@ class BackendContract:
         else:
             assert near(matrix, truth)
         assert _same(_snapshot(model), before)
-
-    def test_a_subset_of_all_points_has_the_hessian_of_the_data(self, device: str) -> None:
-        """Check the square root that posteriors in function space use."""
-        torch.manual_seed(0)
-        y = torch.tensor([0, 0, 1, 1, 2, 2])
-        model, x = build_network("tanh", 2), make_inputs("tanh", 6)
-        for normalization in ("sum", "type", "anchor"):
-            truth = dense_output_hessian(model(x).detach(), y, pd_fix="psd", normalization=normalization)
-            blocks = torch.stack([truth[2 * i : 2 * i + 2, 2 * i : 2 * i + 2] for i in range(6)])
-            moved = x.to(device), y.to(device)
-            chosen = {"pd_fix": "psd", "normalization": normalization, **self.options}
-            backend = make_backend(self.backend, model.to(device), moved[0], **chosen)
-            subset = backend.fit_subset([moved], 6)[0]
-            model.cpu()
-            scale = 3.0 if normalization == "type" else 1.0
-            assert near(subset.factor @ subset.factor.mT, scale * blocks)
 
     def test_estimates_for_more_points_are_the_references(self, device: str) -> None:
         """Check loss and curvature for N above the batch size, loss, cost and factors of a data set, and chunks."""

@@ -79,19 +79,6 @@ def test_seed_orders_batches_the_same_way_in_every_pass(device: str, tmp_path: P
     assert not torch.allclose(*inside, rtol=1e-3)
 
 
-def test_last_layer_as_a_gaussian_process_takes_a_folder(device: str, tmp_path: Path) -> None:
-    model, (x, y) = encoder(device), data(device)
-    folder = cc.features(model, loader(x, y), tmp_path / "f", dtype="float64")
-    found = []
-    for given in (folder, loader(x, y)):
-        la: Any = Laplace(
-            model, "contrastive", "last_layer", "gp", n_subset=20, backend_kwargs={"pd_fix": "psd"}, prior_precision=0.1
-        )
-        la.fit(given)
-        found.append(la(x))
-    assert torch.allclose(found[0].covariance, found[1].covariance, rtol=1e-10, atol=1e-14)
-
-
 def test_posterior_takes_batches_of_both_kinds(device: str, tmp_path: Path) -> None:
     model, (x, y) = encoder(device), data(device)
     folder = cc.features(model, loader(x, y), tmp_path / "f", dtype="float64")

@@ -1,4 +1,4 @@
-"""Losses of anchors over data sets: batches, two views, subsets, and what is refused."""
+"""Losses of anchors over data sets: batches, two views, and what is refused."""
 
 from typing import Any
 
@@ -51,22 +51,6 @@ def test_a_fit_is_the_sum_over_batches(name: str, reduction: str, fix: str, subs
         assert 0 <= float(la.cost) <= float(la.loss) + 1e-12
         assert la.n_data == 12
     assert bool(la(x).kappa.isfinite().all())
-
-
-def test_a_subset_of_all_points_has_their_hessian(device: str) -> None:
-    model, x, y = problem(device)
-    for fix in ("psd_parts", "ggn"):
-        loss = cc.SupConLoss(0.2, pd_fix=fix)
-        made = cc.ContrastiveGGN(model, loss=loss)
-        subset, value, _, n = made.fit_subset([(x, y)], 12)
-        hessian = loss.output_hessian(model(x).detach(), y)
-        if subset.coupled:
-            found = torch.einsum("iar,jbr->iajb", subset.factor, subset.factor).reshape(36, 36)
-            assert close(found, 12 * hessian.dense(), tolerance=1e-9)
-        else:
-            assert close(subset.factor @ subset.factor.mT, 12 * hessian.point_blocks(), tolerance=1e-9)
-        assert (n, float(value)) == (12, pytest.approx(12 * float(loss(model(x), y).detach())))
-        assert len(made.fit_subset([(x[:6], y[:6]), (x[6:], y[6:])], 5)[0].factor) == 5
 
 
 def views(x: Tensor) -> tuple[Tensor, Tensor]:

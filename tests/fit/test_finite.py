@@ -34,7 +34,6 @@ STRUCTURES = [
     ("all", "diag", {}),
     ("all", "kron", {}),
     ("all", "lowrank", {}),
-    ("all", "gp", {"n_subset": N, "backend_kwargs": {"pd_fix": "psd"}}),
     ("subnetwork", "full", {"subnetwork_indices": torch.arange(2, 90, 6)}),
 ]
 

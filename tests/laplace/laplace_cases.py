@@ -15,8 +15,6 @@ def make(
 ) -> Any:
     if weights == "subnetwork":
         options.setdefault("subnetwork_indices", INDICES)
-    if structure == "gp":
-        options.setdefault("n_subset", 4)
     kwargs = {"margin": 1.2, "pd_fix": "psd"}
     return Laplace(encoder(dtype=dtype), "contrastive", weights, structure, backend_kwargs=kwargs, **options)
 

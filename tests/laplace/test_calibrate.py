@@ -48,8 +48,6 @@ def given(n: int = GIVEN, device: str = "cpu") -> list[Tensor]:
 def made(weights: str, structure: str, device: str = "cpu", **host: Any) -> Any:
     if weights == "subnetwork":
         host["subnetwork_indices"] = torch.tensor([0, 3, 26, 30, 41, 50])
-    if structure == "gp":
-        host["n_subset"] = 6
     return Laplace(body(device), "contrastive", weights, structure, backend_kwargs={"pd_fix": "psd"}, **host)
 
 
@@ -80,7 +78,7 @@ def p_values_of(for_scale: Tensor, known: Tensor, new: Tensor) -> Tensor:
 def test_p_values_are_those_of_their_parts(weights: str, structure: str, device: str) -> None:
     host = {"enable_backprop": True} if weights == "all" else {}
     la, new = fitted(weights, structure, device, **host), inputs(9, 8, device)
-    with_features = weights == "last_layer" and structure != "gp"
+    with_features = weights == "last_layer"
     if not with_features:
         with pytest.raises(cc.NotFittedError, match=r"p_value.*not calibrated.*la\.calibrate\(loader\)"):
             _ = la(new).p_value

@@ -119,7 +119,6 @@ def test_priors_are_float32(method: str, device: str) -> None:
     [
         (("all", "diag"), {}),
         (("subnetwork", "full"), {"subnetwork_indices": torch.tensor([0])}),
-        (("last_layer", "gp"), {"n_subset": 5}),
     ],
 )
 def test_other_posteriors_are_refused_with_what_to_type(

@@ -100,7 +100,7 @@ def test_prior_and_temperature(name: str, bad: Any, every: dict[tuple[str, str],
 
 @each(
     "weights, structure, size",
-    [("last_layer", "kron", 18), ("subnetwork", "diag", 5), ("all", "gp", 43), ("all", "full", 5)],
+    [("last_layer", "kron", 18), ("subnetwork", "diag", 5), ("all", "full", 5)],
 )
 def test_sizes_that_a_structure_has_no_room_for(
     weights: str, structure: str, size: int, every: dict[tuple[str, str], Any]
@@ -129,8 +129,7 @@ def test_arguments_of_the_constructor() -> None:
     refused(lambda: made("all", "diag", 1.0, 2.0, prior_precision=3.0), "prior_precision")
     # The order that the host's classes have, and its enumerations, which are strings.
     assert made("all", "diag", 1.0, 2.0).prior_precision == 2
-    refused(lambda: make("all", "gp", n_subset=0), "n_subset")
-    refused(lambda: made("last_layer", "lowrank"), "lowrank", "last_layer", "'kron'", kind=cc.UnsupportedError)
+    refused(lambda: made("last_layer", "lowrank"), "lowrank", "hessian_structure", "'kron'")
     made(laplace.SubsetOfWeights.ALL, laplace.HessianStructure.DIAG)
 
 
@@ -157,9 +156,6 @@ def test_values_of_densities(weights: str, structure: str, every: dict[tuple[str
     assert float(la.square_norm(good + 1)) > 0
     step = la.log_prob(good) - la.log_prob(good + 1)
     assert float(step) == pytest.approx(float(la.square_norm(good + 1)) / 2, rel=1e-9)
-    if structure == "gp":
-        refused(lambda: la.functional_variance(torch.ones(1, 3, len(good)).to(good)), "la(x)", kind=cc.UnsupportedError)
-        return
     for call in (la.functional_variance, la.functional_covariance):
         refused(lambda call=call: call(torch.ones(2, 3, len(good) + 1)), "Js", str(len(good)))
 

@@ -430,18 +430,8 @@ def test_gradients_through_a_module_that_cannot_be_vectorised() -> None:
     assert close(gradients[1], gradients[0])
 
 
-CHUNKED = [*ALL, *LOWRANK, ("all", "gp"), *SUBNET]
+CHUNKED = [*ALL, *LOWRANK, *SUBNET]
 """Posteriors whose predictions take Jacobians."""
-
-
-def chunked(weights: str, structure: str, device: str = "cpu") -> tuple[Any, Tensor, Tensor]:
-    """A fitted object, its dense precision, and inputs; the Gaussian process stands on all points."""
-    if structure != "gp":
-        return posterior(weights, structure, device)
-    _, precision, x = posterior(weights, "full", device, pd_fix="psd")
-    host = {"prior_precision": PRIOR, "temperature": TEMPERATURE, "n_subset": len(x)}
-    model = body(cc.L2Norm(), device=device)
-    return fitted(model, weights, "gp", *data(device), host=host, pd_fix="psd"), precision, x
 
 
 MODULES = (prediction, pullback)
@@ -452,7 +442,7 @@ def test_bounded_chunks_change_nothing(
     weights: str, structure: str, elements: int, device: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One output of a point, a point, or some points at a time: the body has 51 parameters and 3 outputs."""
-    la, precision, x = chunked(weights, structure, device)
+    la, precision, x = posterior(weights, structure, device)
     for module in MODULES:
         monkeypatch.setattr(module, "JACOBIAN_ELEMENTS", elements)
     monkeypatch.setattr(prediction, "_POINTS_AT_ONCE", 2)
@@ -479,12 +469,12 @@ class Counting:
         return out
 
 
-@pytest.mark.parametrize(("structure", "diagonal", "outputs"), [("kron", False, 6), ("kron", True, 1), ("gp", True, 6)])
+@pytest.mark.parametrize(("structure", "diagonal", "outputs"), [("kron", False, 6), ("kron", True, 1)])
 def test_jacobians_stay_within_the_bound(
     structure: str, diagonal: bool, outputs: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two points of three outputs each; of variances alone, one output."""
-    la, _, x = chunked("all", structure)
+    la, _, x = posterior("all", structure)
     counting = Counting(la.backend.pullback(x))
     monkeypatch.setattr(la.backend, "pullback", lambda _: counting)
     for module in MODULES:
@@ -494,7 +484,7 @@ def test_jacobians_stay_within_the_bound(
 
 
 def test_a_graph_to_the_prior_precision_is_kept() -> None:
-    la, _, x = chunked("all", "kron")
+    la, _, x = posterior("all", "kron")
     prior = torch.ones(1, dtype=torch.float64, requires_grad=True)
     la.prior_precision = prior
     (gradient,) = torch.autograd.grad(la(x).variance.sum(), prior)
@@ -507,12 +497,9 @@ def test_a_graph_to_the_prior_precision_is_kept() -> None:
     assert float(gradient) == pytest.approx((ends[0] - ends[1]) / (2 * step), rel=1e-6)
 
 
-@pytest.mark.parametrize("structure", ["diag", "gp"])
-def test_a_joint_covariance_that_does_not_fit_is_refused_before_anything_runs(
-    structure: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    la, _, x = chunked("all", structure)
-    needed = (len(x) * la.n_outputs) ** 2 + (0 if structure == "gp" else len(x) * la.n_outputs * la.mean.numel())
+def test_a_joint_covariance_that_does_not_fit_is_refused_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    la, _, x = posterior("all", "diag")
+    needed = (len(x) * la.n_outputs) ** 2 + len(x) * la.n_outputs * la.mean.numel()
     monkeypatch.setattr(prediction, "JOINT_ELEMENTS", needed)
     assert la(x, joint=True).joint_covariance.shape == (len(x) * la.n_outputs,) * 2
     monkeypatch.setattr(prediction, "JOINT_ELEMENTS", needed - 1)

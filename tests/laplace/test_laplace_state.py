@@ -18,7 +18,7 @@ from contrastive_curvature.laplace.state import SEALED
 
 KINDS = [
     *(("last_layer", structure) for structure in ("diag", "kron", "kron_lowrank")),
-    *(("all", structure) for structure in ("full", "lowrank", "gp")),
+    *(("all", structure) for structure in ("full", "lowrank")),
     ("subnetwork", "diag"),
 ]
 _STATES: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {}

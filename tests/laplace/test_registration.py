@@ -32,7 +32,7 @@ def flat(H):
 
 CASES = [(w, s, CurvlinopsGGN) for w in ("last_layer", "all") for s in ("diag", "kron", "full")]
 CASES += [("all", "diag", BackPackGGN), ("last_layer", "diag", CurvlinopsEF)]
-CASES += [("subnetwork", "full", CurvlinopsGGN), ("all", "gp", CurvlinopsGGN)]
+CASES += [("subnetwork", "full", CurvlinopsGGN), *((w, "gp", CurvlinopsGGN) for w in ("last_layer", "all"))]
 
 def results():
     """Every number of ordinary Laplace approximations, as hashes."""
@@ -128,6 +128,7 @@ for name, call in {
     "positional": lambda: Laplace(net(), "contrastive", "last_layer", "kron_lowrank", 1.0, 2.5),
     "unknown": lambda: Laplace(net(), "contrastive", "last_layer", "bogus"),
     "none": lambda: Laplace(net(), "contrastive", "all", "kron_lowrank"),
+    "gone": lambda: Laplace(net(), "contrastive", hessian_structure=HessianStructure.GP, n_subset=8),
     "theirs": lambda: Laplace(net(), "regression", "last_layer", "kron_lowrank"),
 }.items():
     try:
@@ -201,7 +202,9 @@ def test_calls_work_however_laplace_was_imported(registered: Any) -> None:
     assert chosen["all"] == "ContrastiveLaplace all kron"
     assert chosen["prior"] == 2.5
     assert chosen["unknown"] == "ValueError: Unsupported Laplace combination: last_layer, bogus."
-    assert chosen["none"].startswith("UnsupportedError: hessian_structure='kron_lowrank': subset_of_weights='all'")
+    assert chosen["none"].startswith("InputError: hessian_structure: expected one of 'diag', 'full', 'kron', ")
+    assert chosen["none"].endswith("got kron_lowrank.")
+    assert "got gp. It was removed in version 0.3." in chosen["gone"]
     assert chosen["theirs"] == "ValueError: Unsupported Laplace combination: last_layer, kron_lowrank."
 
 

@@ -23,8 +23,7 @@ pytestmark = [
 
 
 def make(device: str, structure: str = "diag", weights: str = "last_layer", **options: Any) -> Any:
-    host = {"n_subset": 22} if structure == "gp" else {}
-    return Laplace(encoder(device), "contrastive", weights, structure, backend_kwargs=options, **host)
+    return Laplace(encoder(device), "contrastive", weights, structure, backend_kwargs=options)
 
 
 def fitted(device: str, given: Any, structure: str = "diag", weights: str = "last_layer", **options: Any) -> Any:
@@ -50,7 +49,6 @@ class Probed:
         ("last_layer", "kron_lowrank", "fixed"),
         ("all", "diag", "full"),
         ("all", "lowrank", "fixed"),
-        ("all", "gp", "psd"),
     ],
 )
 def test_posteriors_of_all_points_as_the_sample(weights: str, structure: str, fix: str, device: str) -> None:

@@ -15,7 +15,6 @@ import contrastive_curvature  # noqa: F401  registers the likelihood
 
 STRUCTURES: list[tuple[str, str, dict[str, Any]]] = [
     ("last_layer", "diag", {}),
-    ("last_layer", "gp", {"n_subset": 20, "backend_kwargs": {"pd_fix": "psd"}}),
     ("all", "diag", {}),
     ("all", "kron", {}),
     ("all", "full", {}),

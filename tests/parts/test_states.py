@@ -271,12 +271,10 @@ class Unread:
     [
         ("diag", {"pd_fix": "full", "negative_samples": None}, "pd_fix='full': every point is coupled"),
         ("lowrank", {"pd_fix": "psd"}, "of several sets of data does not add up"),
-        ("gp", {"pd_fix": "psd"}, "of several sets of data does not add up"),
     ],
 )
 def test_fits_that_do_not_come_in_parts_are_refused_at_once(structure, options, message, device) -> None:
-    host = {"n_subset": 5} if structure == "gp" else {}
-    la = Laplace(encoder(device), "contrastive", "all", structure, backend_kwargs=options, **host)
+    la = Laplace(encoder(device), "contrastive", "all", structure, backend_kwargs=options)
     with pytest.raises(UnsupportedError, match=re.escape(message)):
         la.part_statistics(Unread(device), (0, 2))
 

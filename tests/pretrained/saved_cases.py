@@ -39,12 +39,9 @@ def encoder(device: str = "cpu", seed: int = 0, activation: type[nn.Module] = nn
 
 def fitted(weights: str, structure: str, device: str, *, calibrated: bool = True, **options: Any) -> Any:
     """A fitted posterior with a prior and a calibration of its own."""
-    projected = structure == "gp" or weights == "subnetwork"
-    given: dict[str, Any] = {"backend_kwargs": {"pd_fix": "psd"}} if projected else {}
-    if structure == "gp":
-        given["n_subset"] = 6
+    given: dict[str, Any] = {}
     if weights == "subnetwork":
-        given["subnetwork_indices"] = torch.tensor([0, 3, 8, 30])
+        given = {"backend_kwargs": {"pd_fix": "psd"}, "subnetwork_indices": torch.tensor([0, 3, 8, 30])}
     with warnings.catch_warnings():
         # K-FAC leaves cross terms out, and says so.
         warnings.simplefilter("ignore", UserWarning)

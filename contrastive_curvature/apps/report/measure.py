@@ -30,7 +30,6 @@ from contrastive_curvature.apps.report.evaluation import (
 from contrastive_curvature.apps.report.scored import GROUPS, Data, Extreme, Scored, score
 from contrastive_curvature.embedding.known import NOVELTY
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
-from contrastive_curvature.laplace import FunctionSpaceLaplace
 from contrastive_curvature.laplace.advice import LabelWarning
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.laplace.towers import TwoTowerLaplace
@@ -121,11 +120,7 @@ def evaluate(
             check_loader(source.batches if isinstance(source, Data) else source, name, once=True)
             data[name] = source if isinstance(source, Data) else Data(source)
 
-    no_votes = None
-    if not n_samples:
-        no_votes = Missing("No networks were sampled (n_samples=0).")
-    elif isinstance(la, FunctionSpaceLaplace):
-        no_votes = Missing("A posterior of functions (structure 'gp') cannot sample one network for several batches.")
+    no_votes = None if n_samples else Missing("No networks were sampled (n_samples=0).")
     progress = Progress(progress_bar)
     scored = {
         name: score(la, name, part, 0 if no_votes or name == "unknown" else n_samples, n_shown, seed, progress)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,6 @@ from contrastive_curvature.embedding.match_probability import MatchProbability
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.io.pretrained.hub import local_folder
 from contrastive_curvature.io.pretrained.save import (
-    CLASSES,
     FILE,
     KNOWN_LOSSES,
     PosteriorInfo,
@@ -88,18 +87,18 @@ def load_pretrained(
     if isinstance(encoder, TwoTowers) and encoder.shared is not contents.shared:
         kinds = ("two modules", "one module for both towers")
         raise InputError("encoder", kinds[contents.shared], kinds[encoder.shared])
-    constructors = [
-        _constructor(info, unpacked(tree, tensors), encoder, loss, relation, backend)
+    of_each = [
+        _arguments(info, unpacked(tree, tensors), encoder, loss, relation, backend)
         for info, tree in zip(contents.posteriors, saved.trees, strict=True)
     ]
-    kind, arguments = constructors[0]
+    arguments = of_each[0]
     if isinstance(encoder, TwoTowers):
         if "last_layer_name" in arguments:
-            arguments["last_layer_name"] = [constructors[k][1]["last_layer_name"] for k in (0, -1)]
+            arguments["last_layer_name"] = [of_each[k]["last_layer_name"] for k in (0, -1)]
         la: Any = TwoTowerLaplace(encoder, **arguments)
         each = {f"encoder_{info.name}": getattr(la, info.name) for info in contents.posteriors}
     else:
-        la = kind(encoder, **arguments)
+        la = ContrastiveLaplace(encoder, **arguments)
         each = {"encoder": la}
     for (argument, one), info, plain in zip(each.items(), contents.posteriors, saved.trees, strict=True):
         device = next(one.model.parameters()).device
@@ -148,10 +147,10 @@ def read_info(source: Path | str, **hub: Any) -> PretrainedInfo:
     return PretrainedInfo(folder=folder, size=(folder / FILE).stat().st_size, **dict(saved.contents))
 
 
-def _constructor(
+def _arguments(
     info: PosteriorInfo, tree: Mapping[str, Any], encoder: nn.Module, loss: object, relation: object, backend: Any
-) -> tuple[Callable[..., ContrastiveLaplace], dict[str, Any]]:
-    """Return class and arguments of a saved posterior.
+) -> dict[str, Any]:
+    """Return the constructor's arguments of a saved posterior.
 
     Args:
         info: Description of the posterior.
@@ -184,7 +183,7 @@ def _constructor(
             options["loss"] = same if same is loss else same.to(device)
     if backend is not None:
         arguments["backend"] = backend
-    return CLASSES[info.kind], {**arguments, "backend_kwargs": options}
+    return {**arguments, "hessian_structure": info.hessian_structure, "backend_kwargs": options}
 
 
 def _loss(info: PosteriorInfo, saved: tuple[str, Any], loss: object) -> CosineLoss:

@@ -26,7 +26,7 @@ from contrastive_curvature.codec import TensorTable, packed, to_tree
 from contrastive_curvature.embedding.known import NOVELTY
 from contrastive_curvature.embedding.match_probability import MatchProbability
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
-from contrastive_curvature.laplace import ContrastiveLaplace, FunctionSpaceLaplace, TwoTowerLaplace
+from contrastive_curvature.laplace import ContrastiveLaplace, TwoTowerLaplace
 from contrastive_curvature.laplace.options import known_options
 from contrastive_curvature.laplace.prediction import moved_inputs
 from contrastive_curvature.losses.cosine import CosineLoss
@@ -43,11 +43,6 @@ KNOWN_LOSSES: dict[str, type[CosineLoss]] = {
 }
 """The losses of this library, by name."""
 
-CLASSES: dict[str, type[ContrastiveLaplace]] = {
-    kind.__name__: kind for kind in (ContrastiveLaplace, FunctionSpaceLaplace)
-}
-"""All classes that can be saved, by name."""
-
 
 class _Model(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -58,9 +53,8 @@ class PosteriorInfo(_Model):
 
     Attributes:
         name: ``"encoder"``; for two towers ``"a"`` or ``"b"``.
-        kind: Name of the posterior's class.
         subset_of_weights: ``"last_layer"``, ``"all"`` or ``"subnetwork"``.
-        hessian_structure: ``"diag"``, ``"kron"``, ``"kron_lowrank"``, ``"full"``, ``"lowrank"`` or ``"gp"``.
+        hessian_structure: ``"diag"``, ``"kron"``, ``"kron_lowrank"``, ``"full"`` or ``"lowrank"``.
         dtype: Precision of the encoder, such as ``"torch.float32"``.
         n_outputs: Number D of dimensions of an embedding.
         n_params: Number P of weights in the posterior.
@@ -83,7 +77,6 @@ class PosteriorInfo(_Model):
     """
 
     name: str
-    kind: str
     subset_of_weights: str
     hessian_structure: str
     dtype: str
@@ -200,10 +193,7 @@ LIBRARY = "contrastive-curvature"
 
 _TAGS = (LIBRARY, "laplace", "uncertainty", "embeddings", "metric-learning")
 
-_ARGUMENTS = (
-    *("subset_of_weights", "hessian_structure", "enable_backprop", "dict_key_x", "dict_key_y"),
-    *("n_subset", "seed"),
-)
+_ARGUMENTS = ("subset_of_weights", "enable_backprop", "dict_key_x", "dict_key_y")
 
 _DESCRIBED = (
     *("subset_of_weights", "hessian_structure", "n_outputs", "n_params", "n_data", "temperature", "typical_norm"),
@@ -349,7 +339,7 @@ def _posteriors(la: Any, table: TensorTable, example: Any) -> list[tuple[Posteri
 
 def _posterior(la: Any, name: str, table: TensorTable, example: Inputs | None) -> tuple[PosteriorInfo, Any]:
     """Return description and packed contents of a fitted posterior; ``table`` receives the tensors."""
-    if type(la) is not CLASSES.get(type(la).__name__):
+    if type(la) is not ContrastiveLaplace:
         raise UnsupportedError(
             f"save_pretrained: {type(la).__name__} is a class of your own, which load_pretrained cannot construct. Use "
             "torch.save(la.state_dict(), path)."
@@ -375,7 +365,6 @@ def _posterior(la: Any, name: str, table: TensorTable, example: Inputs | None) -
     }
     info = PosteriorInfo(
         name=name,
-        kind=type(la).__name__,
         **{key: getattr(la, key) for key in _DESCRIBED},
         dtype=str(la._dtype),
         loss=loss.description,
@@ -417,9 +406,7 @@ def _example(la: Any, example: Any) -> tuple[Inputs, Tensor]:
 
 def _arguments(la: Any) -> dict[str, Any]:
     """Return the constructor's arguments that are neither in the state nor options of the curvature."""
-    arguments = {name: getattr(la, name) for name in _ARGUMENTS if hasattr(la, name)}
-    if isinstance(la, FunctionSpaceLaplace):
-        del arguments["hessian_structure"]
+    arguments = {name: getattr(la, name) for name in _ARGUMENTS}
     if la.subset_of_weights == "subnetwork":
         arguments["subnetwork_indices"] = la.backend.subnetwork_indices.cpu()
     if la.on_last_layer:

@@ -75,11 +75,11 @@ def check_exportable(la: Any) -> None:
     if not isinstance(la, ContrastiveLaplace):
         hint = "Of OnlineLaplace take online.laplace(), of two towers la.a and la.b."
         raise InputTypeError("la", "a contrastive last-layer posterior", f"a {type(la).__name__}", hint)
-    if not la.keeps_features:
+    if not la.on_last_layer:
         weights, structure = la.subset_of_weights, la.hessian_structure
         raise UnsupportedError(
-            f"export: subset_of_weights={weights!r}, hessian_structure={structure!r} needs Jacobians or training "
-            "inputs for every prediction, which no exported graph has. Fit subset_of_weights='last_layer' with "
+            f"export: subset_of_weights={weights!r}, hessian_structure={structure!r} needs Jacobians for every "
+            "prediction, which no exported graph has. Fit subset_of_weights='last_layer' with "
             "hessian_structure='kron_lowrank' (the default), 'diag', 'kron' or 'full'."
         )
     la.check_fitted()

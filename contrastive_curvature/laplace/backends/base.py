@@ -28,7 +28,7 @@ from contrastive_curvature.errors import InputError, InputTypeError, Unsupported
 from contrastive_curvature.fit.anchors import ANCHORS, WholeHessian
 from contrastive_curvature.fit.api import check_encoder, check_trainable, make_pullback
 from contrastive_curvature.fit.batches import BATCHES
-from contrastive_curvature.fit.dataset import DATASET, collected, refuse_cross_terms_in_parts, samples_of
+from contrastive_curvature.fit.dataset import DATASET, refuse_cross_terms_in_parts, samples_of
 from contrastive_curvature.fit.loop import DatasetCurvature, Fit, fit, mean_norm
 from contrastive_curvature.fit.lowrank import curvature_product, leading_eigenpairs, whole_hessian
 from contrastive_curvature.fit.mc_samples import make_sampler, term_of
@@ -37,7 +37,6 @@ from contrastive_curvature.fit.passes import Passes
 from contrastive_curvature.fit.processes import curvature_of, finish_parts, statistics_of
 from contrastive_curvature.fit.readers import Batch, Reader, as_batch, labelled_batch
 from contrastive_curvature.fit.state import CURVATURE, STATISTICS, Origin, State, check_identity, digest_of
-from contrastive_curvature.fit.subset import HessianSubset, anchor_subset, subset_hessian
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.laplace.advice import LabelRange
 from contrastive_curvature.losses.dataset import refuse_sampled
@@ -383,39 +382,6 @@ class ContrastiveBackend(GGNInterface, ABC):
         with self._all_at_once(loader, Progress(None)) as (pullback, reader, hessian):
             product = curvature_product(pullback, hessian, reader.inputs, v)
         return self.loss.data_scale(len(hessian.z)) * product
-
-    def fit_subset(
-        self, loader: Iterable[Any], size: int, seed: int = 0, progress: bool | None = None
-    ) -> tuple[HessianSubset, Tensor, Tensor, int]:
-        """Draw points of a data set, with a square root of their output Hessian, multiplied by the data set's scale.
-
-        Args:
-            loader: Batches.
-            size: Number of points.
-            seed: Seed of the draw.
-            progress: Whether to show progress bars; ``None`` shows them from the tenth second on.
-
-        Returns:
-            The points; loss, cost and number of points of the whole data set.
-
-        Raises:
-            UnsupportedError: ``pairs="batch"``, or the Hessian is not positive semidefinite.
-        """
-        if self.options.pairs == "batch":
-            raise UnsupportedError(
-                "pairs='batch': a subset of the points takes the pairs of the data set. Use pairs='dataset'."
-            )
-        with self._ready(loader) as (encoder, pullback):
-            reader, shown = self._reader(loader), Progress(progress)
-            if self.loss.compares != "pairs":
-                return anchor_subset(encoder, reader, self.loss, size, seed, shown)
-            f = Fit(DATASET, [pullback], Diagonal, self.options, shown)
-            passes = Passes(reader, encoder, pullback)
-            pairs = collected(f, passes)
-            subset = subset_hessian(f, pairs, passes, size, seed)
-        scale = self.loss.data_scale(pairs.n)
-        loss, cost = pairs.hessian.loss_and_cost()
-        return replace(subset, factor=scale**0.5 * subset.factor), scale * loss, scale * cost, pairs.n
 
     def eig_lowrank(self, data_loader: Iterable[Any]) -> tuple[Tensor, Tensor, Tensor]:
         """Return the host's form of :meth:`fit_lowrank`: eigenvectors, eigenvalues and loss."""
