@@ -14,6 +14,9 @@ REMOVED: dict[str, str] = {
     "CoSENTLoss": _GRADES,
     "losses.CoSENTLoss": _GRADES,
     "laplace.FunctionSpaceLaplace": "Use laplace.ContrastiveLaplace with the structure 'full', see docs/laplace.md.",
+    "io.serving.Scorer": (
+        "Export the encoder, or its last layer alone, as a graph: docs/keep_and_serve.md#features-from-another-program."
+    ),
 }
 """Name below the package -> what to use instead: one sentence that names the page with the recipe, if there is one."""
 

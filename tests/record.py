@@ -383,24 +383,13 @@ def files() -> dict[str, Any]:
         return found | {"state: covariance": other(NEW).covariance, "state: p-value": other(NEW).p_value}
 
 
-def served(structure: str) -> dict[str, Any]:
-    from contrastive_curvature.io.serving import Scorer
-
-    model = make_encoder()
-    la = fitted(model=model, structure=structure)
+def served() -> dict[str, Any]:
+    la = fitted()
     la.calibrate([VALIDATION])
-    features = model[:2](NEW).detach().numpy()
-    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
-        for name in ("scorer.npz", "scorer.safetensors"):
-            names = la.export(Path(place) / name)
-            scores = zip(names, Scorer.load(Path(place) / name)(features), strict=True)
-            found |= {f"{name} {key}": value for key, value in scores}
-        if structure == "kron_lowrank":
-            names = la.export(Path(place) / "encoder.pt2", NEW)
-            outputs = torch.export.load(Path(place) / "encoder.pt2").module()(NEW)
-            found |= {f"graph {key}": value for key, value in zip(names, outputs, strict=True)}
-    return found
+        names = la.export(Path(place) / "encoder.pt2", NEW)
+        outputs = torch.export.load(Path(place) / "encoder.pt2").module()(NEW)
+    return {f"graph {key}": value for key, value in zip(names, outputs, strict=True)}
 
 
 def online(structure: str, sampling_temperature: float | None = None, **options: Any) -> dict[str, Any]:
@@ -544,8 +533,7 @@ def groups() -> Iterator[tuple[str, Callable[[], Any]]]:
     yield from [("host BackPACK", backpack_extensions), ("host curvlinops", curvlinops), ("host StochMan", stochman)]
     for name, given in {"default": {}, "sampled": {"negative_samples": 15}, "full": {"structure": "full"}}.items():
         yield f"parts {name}", partial(parts, **given)
-    for structure in ("kron_lowrank", "diag", "full"):
-        yield f"served {structure}", partial(served, structure)
+    yield "served kron_lowrank", served
     for structure in ("diag", "kron", "full", "kron_lowrank"):
         yield f"online {structure}", partial(online, structure, 0.0)
     yield "online sampled", partial(online, "diag")

@@ -107,8 +107,6 @@ FILES: dict[str, Callable[[Path, str], Any]] = {
     "graph": exported(".pt2"),
     "graph from an example": exported(".pt2", 2),
     "onnx": exported(".onnx", 2),
-    "numpy scorer": exported(".npz"),
-    "scorer in safetensors": exported(".safetensors"),
     "state": state,
     "pickle": lambda folder, device: (folder / "la.pkl").write_bytes(pickle.dumps(fitted(device))),
     "torch.save": lambda folder, device: torch.save(fitted(device), folder / "la.pt"),
@@ -144,7 +142,7 @@ def rows_in(folder: Path, x: Tensor) -> dict[str, int]:
 
 
 HELD: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
-    "a saved posterior": (("saved posterior and its card", "state", "graph", "numpy scorer"), {}),
+    "a saved posterior": (("saved posterior and its card", "state", "graph"), {}),
     "`la.part_statistics(...)`": (("statistics",), {"outputs": 100}),
     "`la.part_curvature(...)`": (("curvature",), {"features": 100}),
     "a pickle of a whole posterior": (("pickle",), {"features": 100, "outputs": 100}),

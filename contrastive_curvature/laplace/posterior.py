@@ -25,7 +25,6 @@ from tqdm import tqdm
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.known import TrainingSample
-from contrastive_curvature.embedding.match_probability import MatchProbability
 from contrastive_curvature.embedding.spread import Dense, Diagonal
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit.api import check_indices
@@ -979,7 +978,6 @@ class ContrastiveLaplace(GaussianOverWeights):
         format: str | None = None,
         p_value: bool | None = None,
         dynamic_axes: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
-        match: MatchProbability | None = None,
     ) -> tuple[str, ...]:
         """Write the encoder and its posterior as one module that needs neither this library nor laplace-torch.
 
@@ -988,25 +986,20 @@ class ContrastiveLaplace(GaussianOverWeights):
 
         Args:
             path: The file. ``.pt2``: a graph for ``torch.export.load``; ``.onnx``: a graph for onnxruntime and others
-                (``pip install '.[onnx]'`` in a copy of the repository); ``.npz`` or ``.safetensors``: arrays for the
-                scorer :mod:`contrastive_curvature.io.serving.numpy_scorer`, which needs numpy only and takes the
-                features of the last layer.
+                (``pip install '.[onnx]'`` in a copy of the repository).
             example: Inputs as for ``la(x)``, to trace a graph; later the number of inputs may differ. The file does not
-                contain them. ``None`` uses made-up inputs with the types and shapes of the first inputs of ``fit``; a
-                scorer needs no example.
-            format: ``"pt2"``, ``"onnx"``, ``"npz"`` or ``"safetensors"``; by default the suffix of the path.
+                contain them. ``None`` uses made-up inputs with the types and shapes of the first inputs of ``fit``.
+            format: ``"pt2"`` or ``"onnx"``; by default the suffix of the path.
             p_value: ``True`` refuses a posterior that is not calibrated, ``False`` leaves p-values out.
             dynamic_axes: Axes besides the first whose sizes may change: ``[2, 3]``, and for a mapping of inputs
                 ``{"input_ids": [1], "attention_mask": [1]}``.
-            match: A :class:`.MatchProbability` fitted to predictions of this posterior, for ``scorer.same``; not for a
-                graph, which scores single inputs.
 
         Returns:
             Names of the outputs of the module, in order.
 
         Raises:
-            NotFittedError: Before ``fit``; before ``la.calibrate`` with ``p_value=True``; the calibration belongs to
-                another prior precision, temperature or encoder; or ``match`` is not fitted.
+            NotFittedError: Before ``fit``; before ``la.calibrate`` with ``p_value=True``; or the calibration belongs to
+                another prior precision, temperature or encoder.
             UnsupportedError: Other weights or structures, an encoder that cannot be traced, or a missing package.
             InputError: The folder does not exist, the path has no known suffix, or an argument is malformed. After any
                 error, an existing file of that name does not change.
@@ -1014,7 +1007,7 @@ class ContrastiveLaplace(GaussianOverWeights):
         # Imported here, because ``io`` imports the classes of posteriors.
         from contrastive_curvature.io.serving.export import export
 
-        return export(self, path, example, format=format, p_value=p_value, dynamic_axes=dynamic_axes, match=match)
+        return export(self, path, example, format=format, p_value=p_value, dynamic_axes=dynamic_axes)
 
     def save_pretrained(self, folder: Path | str, *, overwrite: bool = False, **options: Any) -> Path:
         """Write the posterior (or both of two towers) to a folder to keep or share: safetensors, JSON and a model card.

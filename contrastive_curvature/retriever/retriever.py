@@ -546,27 +546,6 @@ class Retriever(Fitted):
 
         return load(cls, folder, encoder, index, **options)
 
-    def export(self, path: Path | str, *, format: Literal["npz", "safetensors"] | None = None) -> None:
-        """Write a file for the numpy scorer, which answers without torch, see ``docs/keep_and_serve.md``.
-
-        ``Scorer.load(path).answer(features)`` searches all points of the gallery, even if this retriever has an index.
-        The features are the inputs of the last layer; with a head the outputs of the encoder; without a posterior the
-        embeddings.
-
-        Args:
-            path: The file, ``.npz`` or ``.safetensors``.
-            format: Format, if the path does not say it.
-
-        Raises:
-            NotFittedError: Before :meth:`fit`.
-            UnsupportedError: The posterior is not of the last layer, or is calibrated for another score than the
-                novelty; or labels are neither numbers nor strings.
-            InputError: The folder does not exist, or the name says no format.
-        """
-        from contrastive_curvature.retriever.saved import export
-
-        export(self, path, format)
-
     def _posterior(self, x: Any, y: Any, progress_bar: bool | None) -> tuple[ContrastiveLaplace, tuple[Any, Any]]:
         """Fit a posterior of the last layer; return the features of the training inputs and their labels as well."""
         encoder: Any = self.encoder

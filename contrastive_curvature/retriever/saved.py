@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
@@ -16,7 +16,7 @@ from contrastive_curvature.io.pretrained import load_pretrained
 from contrastive_curvature.io.pretrained.save import state_checksum
 from contrastive_curvature.retriever.evidence import Embedded
 from contrastive_curvature.retriever.head import Headed
-from contrastive_curvature.retriever.rule import ROUNDING, Rates, Regression, Rule
+from contrastive_curvature.retriever.rule import Rates, Regression, Rule
 
 if TYPE_CHECKING:
     from contrastive_curvature.retriever.retriever import Retriever
@@ -52,46 +52,15 @@ class RetrieverHeader(Header):
     tree: Any
 
 
-def export(retriever: Retriever, path: Path | str, format: Any) -> None:
-    """Do what :meth:`.Retriever.export` says."""
-    from contrastive_curvature.io.serving.export import format_of, write_scorer
-    from contrastive_curvature.io.serving.module import Parts, parts_of
-
-    rule, points, labels = retriever._rule, retriever._gallery, _plain_labels(retriever)
-    kind = format_of(path, format)
-    validate.choice("format", kind, ("npz", "safetensors"))
-    parts = Parts("none", "none", "novelty", {}) if retriever.la is None else parts_of(retriever.la, True)
-    if parts.score != "novelty":
-        raise UnsupportedError(
-            f"export: the posterior is calibrated for {parts.score!r}, and answers look at the novelty. Call "
-            "la.calibrate(loader) and fit the retriever again."
-        )
-    alarms = -1.0 if rule.false_alarms is None else rule.false_alarms
-    arrays = {
-        "gallery": points.directions,
-        "classes": points.classes,
-        "identifiers": torch.from_numpy(points.identifiers),
-        "novelties": torch.from_numpy(rule.novelties),
-        "limits": torch.tensor([rule.limit, rule.present_limit, alarms], dtype=torch.float64),
-        "rounding": torch.tensor(ROUNDING, dtype=torch.float64),
-        **{
-            f"{name}.{field.name}": torch.from_numpy(getattr(regression, field.name))
-            for name, regression in (("right", rule.right), ("present", rule.present))
-            for field in fields(Regression)
-        },
-    }
-    if retriever._head is not None:
-        hidden = retriever._head.head.state_dict()
-        arrays |= {"hidden_weight": hidden["0.weight"], "hidden_bias": hidden["0.bias"]}
-    parts.arrays.update({f"retriever.{name}": value for name, value in arrays.items()})
-    write_scorer(path, kind, parts, labels=labels)
-
-
 def save(retriever: Retriever, folder: Path | str, *, overwrite: bool, **options: Any) -> Path:
     """Do what :meth:`.Retriever.save` says."""
     validate.flag("overwrite", overwrite)
     place = target_folder("folder", folder, ARRAYS, RetrieverHeader.described, overwrite=overwrite)
-    labels, la = _plain_labels(retriever), retriever.la
+    la, labels = retriever.la, list[Any](retriever._codes)
+    if odd := [name for name in labels if not isinstance(name, (bool, int, float, str, type(None)))]:
+        raise UnsupportedError(
+            f"labels: a {type(odd[0]).__name__} cannot be saved, only numbers and strings. Give the fit texts instead."
+        )
     tree = {
         "gallery": retriever._gallery,
         "rule": retriever._rule,
@@ -151,12 +120,3 @@ def load(kind: type[_R], folder: Path | str, encoder: Any, index: Any, **options
         retriever._feedback = moved(queries), truth
     retriever._take(tree["rule"], tree["ceiling"])
     return retriever
-
-
-def _plain_labels(retriever: Retriever) -> list[Any]:
-    labels = list(retriever._codes)
-    if odd := [name for name in labels if not isinstance(name, (bool, int, float, str, type(None)))]:
-        raise UnsupportedError(
-            f"labels: a {type(odd[0]).__name__} cannot be saved, only numbers and strings. Give the fit texts instead."
-        )
-    return labels

@@ -69,10 +69,6 @@ class AxesAtFeatures:
             return cls(axes, basis, along, across, variances)
         return cls(axes, basis, along, across, None, (vectors * variances) @ vectors.T)
 
-    def bias_covariance(self) -> Tensor | None:
-        """Return the covariance of the bias, shape (D, D), or ``None`` without one."""
-        return self.common if self.bias is None else (self.axes * self.bias) @ self.axes.T
-
     @full_precision
     def __call__(self, phi: Tensor) -> tuple[Tensor, Tensor, Tensor | None, torch.dtype]:
         """Return axes (D, D), variances along them (B, D), the covariance of the bias and the dtype, at features."""

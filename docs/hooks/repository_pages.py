@@ -26,12 +26,7 @@ PAGES = {
 }
 """Files of the repository by their place in the site."""
 
-FILES = (
-    "CITATION.cff",
-    "LICENSE",
-    "benchmarks/transfer/feature_file.py",
-    "contrastive_curvature/io/serving/numpy_scorer.py",
-)
+FILES = ("CITATION.cff", "LICENSE", "benchmarks/transfer/feature_file.py")
 """Files that pages link to, which are no pages."""
 
 FOLDERS = ("benchmarks/results",)

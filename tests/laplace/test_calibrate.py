@@ -574,7 +574,7 @@ def test_what_outdates_or_contradicts_a_score() -> None:
     with pytest.raises(cc.InputError, match=r"'scaled'.*'longest'"):
         la.set_score(longest)
     with pytest.raises(cc.UnsupportedError, match=r"la is calibrated for the function 'scaled'.*p_value=False"):
-        la.export("never.npz")
+        la.export("never.pt2")
     la.class_centres = None
     with pytest.raises(cc.UnsupportedError, match=r"class centres.*la\.measure_classes"):
         la.calibrate(given(), by_class=True)

@@ -19,7 +19,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.decisions.fitted import percent
-from contrastive_curvature.io.serving import Scorer
 from contrastive_curvature.retriever.retriever import Answers, embedded
 
 WIDTH, CLASSES = 6, 5
@@ -502,46 +501,6 @@ def test_an_exact_index_gives_the_answers_of_the_search_of_all() -> None:
         np.testing.assert_array_equal(answers.decision, others.decision)
         np.testing.assert_allclose(answers.confidence, others.confidence, rtol=1e-4)
     assert index.asked > 4
-
-
-@each(
-    "encoder_of, dtype, head, tolerance",
-    [
-        (encoder, torch.float64, False, 1e-6),
-        (encoder, torch.float32, False, 1e-4),
-        (encoder, torch.float32, True, 1e-4),
-        (lambda: None, torch.float32, False, 1e-6),
-        (lambda: None, torch.float32, True, 1e-4),
-    ],
-)
-def test_a_served_answer_without_torch(encoder_of, dtype, head, tolerance, tmp_path) -> None:
-    model = encoder_of()
-    model = model if model is None else model.to(dtype)
-    parts = {name: (torch.from_numpy(p.x).to(dtype), p.names) for name, p in (("train", TRAIN), ("held", HELD))}
-    retriever = cc.Retriever(model, **RATES, head=head).fit(*parts["train"], held_out=parts["held"])
-    new = torch.from_numpy(TEST.x).to(dtype)
-    if head:
-        features = new if model is None else model(new)
-    else:
-        features = new if model is None else retriever.la.model.forward_with_features(new)[1]
-    answers, phi = retriever(new), features.detach().numpy()
-    for path in (tmp_path / "served.npz", tmp_path / "served.safetensors"):
-        retriever.export(path)
-        served = Scorer.load(path).answer(phi)
-        for name in ("decision", "label", "neighbour"):
-            np.testing.assert_array_equal(served[name], getattr(answers, name))
-        for name in ("confidence", "p_value"):
-            np.testing.assert_allclose(served[name], getattr(answers, name), atol=tolerance)
-    lone = np.where(np.arange(len(phi))[:, None] == 3, np.nan, phi)
-    served = Scorer.load(path).answer(lone)
-    assert served["decision"][3] == "unsure"
-    assert np.isnan([served["confidence"][3], served["p_value"][3]]).all()
-    with pytest.raises(ValueError, match=r"features: expected numbers of shape \(N, "):
-        Scorer.load(path).answer(phi[:, :-1])
-    if model is not None:
-        retriever.la.export(tmp_path / "alone.npz")
-        with pytest.raises(ValueError, match=r"without\. Write one by retriever\.export"):
-            Scorer.load(tmp_path / "alone.npz").answer(phi)
 
 
 def test_labels_of_other_names_are_noticed() -> None:

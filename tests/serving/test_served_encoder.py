@@ -71,6 +71,16 @@ def test_other_classes_and_calibrations(change: Callable[[Any], None], device: s
     assert_same(ServedEncoder(la)(x), truth(la, x), 1e-12)
 
 
+@each("score, by_class", [("uncertainty", False), ("novelty", True), ("uncertainty", True)])
+def test_p_values_of_another_score(score: str, by_class: bool, device: str) -> None:
+    options = {"score": score, "by_class": by_class}
+    la, x = fitted(dtype=torch.float32, device=device, calibrate=options), inputs(20, 3, torch.float32, device)
+    wanted = truth(la, x)
+    assert_same(ServedEncoder(la)(x), wanted, 1e-5)
+    assert wanted[3].unique().numel() > 4
+    assert not torch.equal(wanted[3], fitted(dtype=torch.float32, device=device)(x).p_value.cpu())
+
+
 def test_a_snapshot_of_encoder_and_posterior(device: str) -> None:
     la, x = fitted(device=device), inputs(4, 3, device=device)
     module = ServedEncoder(la)

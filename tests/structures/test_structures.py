@@ -13,7 +13,6 @@ from torch.nn.functional import linear
 import contrastive_curvature as cc
 from contrastive_curvature.codec import from_tree, to_tree
 from contrastive_curvature.fit.state import State
-from contrastive_curvature.io.serving import numpy_scorer
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.options import PDFix
 from contrastive_curvature.structures import STRUCTURES, Clamped, Structure
@@ -232,6 +231,6 @@ def test_a_structure_of_ones_own(device: str, tmp_path: Path, monkeypatch: pytes
     la.save_pretrained(tmp_path / "folder")
     for loaded in (again, cc.load_pretrained(tmp_path / "folder", encoder(device))):
         assert torch.equal(loaded(x).covariance, out.covariance)
-    la.export(tmp_path / "scorer.npz")
-    uncertainty = numpy_scorer.Scorer.load(tmp_path / "scorer.npz")(phi.cpu().numpy())[2]
-    assert torch.allclose(torch.as_tensor(uncertainty), out.uncertainty.cpu(), rtol=1e-6)
+    la.export(tmp_path / "model.pt2")
+    uncertainty = torch.export.load(tmp_path / "model.pt2").module()(x)[2]
+    assert torch.allclose(uncertainty, out.uncertainty, rtol=1e-6)

@@ -1,7 +1,9 @@
-"""Posteriors without this library: exported graphs, and a scorer that needs only numpy."""
+"""Posteriors without this library: exported graphs."""
 
 from contrastive_curvature.io.serving.export import export
 from contrastive_curvature.io.serving.module import ServedEncoder
-from contrastive_curvature.io.serving.numpy_scorer import Scorer
+from contrastive_curvature.removed import refuse_removed
 
-__all__ = ["Scorer", "ServedEncoder", "export"]
+__all__ = ["ServedEncoder", "export"]
+
+__getattr__ = refuse_removed(__name__)

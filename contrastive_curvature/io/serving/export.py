@@ -9,24 +9,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
-import numpy as np
 import torch
-from safetensors.numpy import save as safetensors_bytes
 from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.artifact import final_target, write_whole
-from contrastive_curvature.embedding.match_probability import MatchProbability
-from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError
-from contrastive_curvature.io.serving.module import (
-    Parts,
-    ServedEncoder,
-    check_exportable,
-    outputs_of,
-    parts_of,
-    refusing,
-)
-from contrastive_curvature.io.serving.numpy_scorer import FORMAT, VERSION, checksum
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
+from contrastive_curvature.io.serving.module import ServedEncoder, refusing
 from contrastive_curvature.network.inputs import (
     asks_for_example,
     check_inputs,
@@ -35,8 +24,7 @@ from contrastive_curvature.network.inputs import (
     tokenized,
 )
 
-FORMATS = ("pt2", "onnx", "npz", "safetensors")
-"""What a file can be: two graphs of encoder and posterior, and two files of the numpy scorer."""
+FORMATS = ("pt2", "onnx")
 
 METADATA = "contrastive_curvature.json"
 """Name of the extra file in a ``.pt2``, and of the entry among the metadata of an ONNX model."""
@@ -58,26 +46,13 @@ def export(
     format: str | None = None,
     p_value: bool | None = None,
     dynamic_axes: Any = None,
-    match: Any = None,
 ) -> tuple[str, ...]:
     """See :meth:`contrastive_curvature.laplace.posterior.ContrastiveLaplace.export`."""
-    check_exportable(la)
-    kind = format_of(path, format)
+    kind = _format_of(path, format)
     if p_value is not None:
         validate.flag("p_value", p_value)
     final_target(path)
-    if kind in ("npz", "safetensors"):
-        for name, value in (("example", example), ("dynamic_axes", dynamic_axes)):
-            if value is not None:
-                hint = "The scorer takes the features of the last layer, of any number of inputs."
-                raise InputError(name, f"nothing for format={kind!r}", f"a {type(value).__name__}", hint)
-        parts = parts_of(la, p_value)
-        parts.arrays.update({} if match is None else _match_arrays(match, la.model.last_layer.weight.shape[0]))
-        write_scorer(path, kind, parts)
-        return outputs_of(parts.arrays)
-    if match is not None:
-        hint = "A graph scores one input, and a match is of two: export 'scorer.npz' or 'scorer.safetensors'."
-        raise InputError("match", f"nothing for format={kind!r}", f"a {type(match).__name__}", hint)
+    module = ServedEncoder(la, p_value)
     if kind == "onnx":
         _check_onnx(la)
     with asks_for_example(example):
@@ -85,7 +60,6 @@ def export(
         # Run before tracing: this call's errors name the example, errors in tracing do not.
         prediction = la(batch)
     axes = _axes(dynamic_axes, batch)
-    module = ServedEncoder(la, p_value)
     module.head.float32_arctan = kind == "onnx"
     program = _trace(module, batch, axes)
     _check_same(program, module, batch, prediction.mu)
@@ -93,7 +67,7 @@ def export(
     return module.outputs
 
 
-def format_of(path: Any, given: Any) -> str:
+def _format_of(path: Any, given: Any) -> str:
     """Return the format of a file, from the user's argument or the file name."""
     if not isinstance(path, (str, Path)):
         raise InputTypeError("path", "a path, as 'model.pt2'", f"a {type(path).__name__}")
@@ -102,34 +76,10 @@ def format_of(path: Any, given: Any) -> str:
         return str(given)
     suffix = Path(path).suffix.lower().removeprefix(".")
     if suffix not in FORMATS:
-        wanted = "a name that ends in " + ", ".join(f"'.{kind}'" for kind in FORMATS)
-        raise InputError("path", wanted, repr(str(path)), "Or say which with format=.")
+        hint = "Or say which with format=. For features that another program computes, export a posterior of the last "
+        hint += "layer alone: docs/keep_and_serve.md#features-from-another-program."
+        raise InputError("path", "a name that ends in '.pt2' or '.onnx'", repr(str(path)), hint)
     return suffix
-
-
-def _match_arrays(match: Any, dim: int) -> dict[str, Tensor]:
-    """Return the fitted tensors by name, without empty ones."""
-    if not isinstance(match, MatchProbability):
-        raise InputTypeError("match", "a fitted MatchProbability", f"a {type(match).__name__}")
-    if match._fitted is None:
-        raise NotFittedError("match: expected a fitted MatchProbability. Call match.fit_pairs(a, b, same) first.")
-    if match._fitted[1] != dim:
-        raise InputError("match", f"a fit to predictions of la, D = {dim}", f"one of D = {match._fitted[1]}")
-    state = match.state_dict()
-    return {f"match.{name}": v for name, v in state.items() if isinstance(v, Tensor) and v.numel()}
-
-
-def write_scorer(path: Path | str, kind: str, parts: Parts, **more: Any) -> None:
-    """Write a file of the scorer, ``"npz"`` or ``"safetensors"``, with more metadata."""
-    # Typed Any: numpy before 2.1 has no argument allow_pickle here. No array contains objects.
-    arrays: dict[str, Any] = {name: array.cpu().numpy() for name, array in parts.arrays.items()}
-    about = {"form": parts.form, "structure": parts.structure, "score": parts.score}
-    metadata = {"format": FORMAT, "version": VERSION, **about, **more}
-    text = json.dumps(metadata | {"checksum": checksum(arrays, metadata)})
-    if kind == "npz":
-        write_whole(path, lambda file: np.savez(file, metadata=np.array(text), **arrays))
-    else:
-        write_whole(path, lambda file: file.write(safetensors_bytes(arrays, {"metadata": text})))
 
 
 def _check_onnx(la: Any) -> None:
@@ -201,8 +151,8 @@ def _trace(module: ServedEncoder, example: Example, axes: dict[str, list[int]]) 
 
     message = (
         "export: torch.export cannot trace the encoder ({}). Its forward must not choose what to run by the values or "
-        "the number of its inputs, nor leave torch: replace such ifs by torch.where, or export the numpy scorer, "
-        "la.export('scorer.npz'), and compute its features in Python."
+        "the number of its inputs, nor leave torch: replace such ifs by torch.where, or export a posterior of the last "
+        "layer alone (docs/keep_and_serve.md#features-from-another-program), and compute its features in Python."
     )
     with refusing(message), torch.no_grad():
         return torch.export.export(module, (example,), dynamic_shapes=(_mapped(example, shape_of),), strict=False)
