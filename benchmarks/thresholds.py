@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -25,7 +24,7 @@ from torch.nn.functional import normalize
 import contrastive_curvature as cc
 from benchmarks.machine import Case, machine_line, table
 from benchmarks.threshold import judge_files
-from benchmarks.transfer.feature_file import FeatureFile, Pairs
+from benchmarks.transfer.feature_file import FeatureFile
 from benchmarks.transfer.figures import retrieve
 from benchmarks.transfer.fitted import DEFAULT, Fitted, Points
 from contrastive_curvature.decisions.drift import EXPONENTS, grow, sequential_p_values
@@ -155,30 +154,23 @@ def same_or_not(encoder: Encoder) -> dict[str, Found]:
 
 
 def listed_pairs(encoder: Encoder) -> dict[str, Found]:
-    """``MatchThreshold`` on the file's own pairs (LFW): the cosine, and P(match) of a posterior without these people.
+    """``MatchThreshold`` on the cosine of the file's own pairs (LFW).
 
-    Of ten folds, whose people are disjoint, three fit P(match), four the threshold, and three judge.
+    Of ten folds, whose people are disjoint, four fit the threshold and three judge.
     """
     listed = encoder.content.pairs
     if listed is None:
         return {}
-    left, right = _embeddings(encoder.content, listed)
-    cosine = (left.mu * right.mu).sum(1).numpy()
-    same = torch.from_numpy(listed.same)
-    splits: dict[str, list[Any]] = {"cosine": [], "P(match)": []}
+    features = encoder.content.test_features if listed.features is None else listed.features
+    mu = normalize(torch.from_numpy(encoder.content.outputs(features)), dim=1)
+    cosine = (mu[listed.left] * mu[listed.right]).sum(1).numpy()
+    splits: list[Any] = []
     rng = np.random.default_rng(0)
     for _ in range(SPLITS):
         order = rng.permutation(np.unique(listed.fold))
-        first, fit, judge = (np.flatnonzero(np.isin(listed.fold, part)) for part in (order[:3], order[3:7], order[7:]))
-        rows = torch.from_numpy(first)
-        match = cc.MatchProbability().fit_pairs(left[rows], right[rows], same[rows])
-        for name, score in (("cosine", cosine), ("P(match)", match.same(left, right).numpy())):
-            splits[name].append([(score[part], listed.same[part]) for part in (fit, judge)])
-    return {
-        f"LFW's pairs, FMR {rate:g}, {name}": _matches(rate, some)
-        for rate in FALSE_MATCH_RATES
-        for name, some in splits.items()
-    }
+        parts = (np.isin(listed.fold, some) for some in (order[3:7], order[7:]))
+        splits.append([(cosine[part], listed.same[part]) for part in parts])
+    return {f"LFW's pairs, FMR {rate:g}, cosine": _matches(rate, splits) for rate in FALSE_MATCH_RATES}
 
 
 def drift(encoder: Encoder) -> dict[str, Found]:
@@ -282,21 +274,6 @@ def _matches(rate: float, splits: Sequence[Any]) -> Found:
 def _found(asked: float, observed: list[float], use: list[float], refused: int = 0) -> Found:
     above = sum(one > asked for one in observed) / len(use)
     return Found(asked, float(np.mean(observed)) if observed else None, above, float(np.mean(use)), refused / len(use))
-
-
-def _embeddings(content: FeatureFile, listed: Pairs) -> tuple[cc.EmbeddingDistribution, cc.EmbeddingDistribution]:
-    """Both ends of the listed pairs, from a posterior that has seen nobody in them."""
-    assert listed.features is not None
-    seen = {row.tobytes() for row in listed.features}
-    people = {
-        label for row, label in zip(content.train_features, content.train_labels, strict=True) if row.tobytes() in seen
-    }
-    others = ~np.isin(content.train_labels, list(people))
-    without = replace(content, train_features=content.train_features[others], train_labels=content.train_labels[others])
-    la = Fitted(without).posterior(DEFAULT)
-    with torch.no_grad():
-        left, right = (la(torch.from_numpy(listed.features[rows])) for rows in (listed.left, listed.right))
-    return left, right
 
 
 def judge(content: FeatureFile) -> dict[str, Any]:

@@ -8,9 +8,7 @@ from .decisions.match import MatchThreshold
 from .decisions.retrieval import RetrievalThreshold
 from .embedding.distribution import EmbeddingDistribution
 from .embedding.known import OptimisticPValueWarning
-from .embedding.match_probability import MatchProbability
 from .embedding.similarity import CosineDistribution, similarity
-from .embedding.stored import StoredEmbeddings
 from .embedding.zero_shot import ZeroShotClassifier
 from .errors import (
     ContrastiveCurvatureError,
@@ -103,10 +101,9 @@ __all__ = [
     # two encoders of one space
     "TwoTowers",
     "ZeroShotClassifier",
-    # two embeddings: how similar, and the same class or not
+    # two embeddings: how similar
     "similarity",
     "CosineDistribution",
-    "MatchProbability",
     "L2Norm",
     # a search that may be acted on, and decisions with a stated error
     "Retriever",
@@ -118,7 +115,6 @@ __all__ = [
     "Index",
     "FaissIndex",
     "LanceIndex",
-    "StoredEmbeddings",
     # the sphere, and how good it all is
     "vmf",
     "metrics",

@@ -17,6 +17,14 @@ REMOVED: dict[str, str] = {
     "io.serving.Scorer": (
         "Export the encoder, or its last layer alone, as a graph: docs/keep_and_serve.md#features-from-another-program."
     ),
+    "MatchProbability": (
+        "Fit scikit-learn's LogisticRegression on cosine and uncertainties, see docs/decide.md#two-inputs-same-or-not; "
+        "MatchThreshold decides at a stated false match rate."
+    ),
+    "StoredEmbeddings": (
+        "Store mu and one variance, and build an EmbeddingDistribution of these columns, see docs/recipes/indexes.md."
+    ),
+    "io.pretrained.load_match": "Fit a regression on pairs yourself, see docs/decide.md#two-inputs-same-or-not.",
 }
 """Name below the package -> what to use instead: one sentence that names the page with the recipe, if there is one."""
 

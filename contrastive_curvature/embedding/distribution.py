@@ -523,7 +523,6 @@ class EmbeddingDistribution:
         first, *others = parts
         for number, part in enumerate(others, 1):
             for what, has, now in (
-                ("class", type(first).__name__, type(part).__name__),
                 ("kind of spread", first.spread.kind, part.spread.kind),
                 ("dimension", first.raw_mean.shape[1], part.raw_mean.shape[1]),
                 ("dtype", first.raw_mean.dtype, part.raw_mean.dtype),

@@ -304,8 +304,18 @@ def directions(name: str, embeddings: EmbeddingDistribution | Tensor) -> Directi
         trace, _ = points.across(points.samples[:, 0])
         return Directions.of(points.samples.mean(1), trace * (1 - 1 / points.samples.shape[1]), points)
     u, norm = unit(name, embeddings.raw_mean.double())
-    root, tau, rho, (pushed,), parts = _relative(spread, u, norm)
-    *lengths, lost = parts
+    trace, size, pushed = spread.moments(u)
+    # In this order neither the square of a norm nor a quotient by it can overflow. The limit counts where the direction
+    # is nearly random.
+    root = torch.minimum(1 / norm, (_MOST / trace.detach()).sqrt())
+    scale = root.unsqueeze(1)
+    pushed = scale * pushed * scale
+    rho = (pushed * u).sum(1)
+    tau = (root * trace * root - rho).clamp(min=0)
+    bend = (pushed - rho.unsqueeze(1) * u).square().sum(1)
+    # Clamped to its possible range, because the difference loses its digits if rho is far larger than tau.
+    square = ((root * size * root).square() - 2 * bend - rho**2).clamp(tau**2 / (u.shape[1] - 1), tau**2)
+    *lengths, lost = _scalars(tau, rho, bend, square)
     length, across, radial = (value.unsqueeze(1) for value in lengths)
     rho, whole = rho.unsqueeze(1), (1 + tau + rho).unsqueeze(1)
     mean = length * u - (pushed - rho * u) * whole**-1.5
@@ -314,56 +324,7 @@ def directions(name: str, embeddings: EmbeddingDistribution | Tensor) -> Directi
     return Directions(mean, lost, spread, root * across.squeeze(1).sqrt(), u, tilt)
 
 
-def angle_variance(name: str, embeddings: EmbeddingDistribution, towards: Tensor) -> Tensor:
-    """Return variances (N,) along great circles to ``towards`` (N, D); for equal directions, the mean over all.
-
-    With a unit vector ``t`` at a right angle to ``u``, the variance is
-    ``t^T Cov[x] t = (1 - R^2 - zeta) / tau t^T S t`` in the notation of :func:`directions`. The covariance is read
-    once, for its products with ``u`` and ``t``.
-    """
-    spread = embeddings.spread
-    u, norm = unit(name, (embeddings.mu if isinstance(spread, Samples) else embeddings.raw_mean).double())
-    # The difference between an embedding and itself is only rounding, and has no direction.
-    equal = 8 * torch.finfo(towards.dtype).eps
-    apart = unit(name, towards.double())[0] - u
-    tangent = apart - (apart * u).sum(1, keepdim=True) * u
-    length = tangent.norm(dim=1)
-    tangent = tangent / length.clamp(min=equal).unsqueeze(1)
-    if isinstance(spread, Samples):
-        points = Samples(unit(name, spread.samples.double())[0])
-        along = points.across(tangent)[1]
-        total, radial = points.across(u)
-        lost = total * (1 - 1 / points.samples.shape[1])
-    else:
-        _, _, _, (_, pushed), (_, across, radial, lost) = _relative(spread, u, norm, tangent)
-        along = across * (pushed * tangent).sum(1)
-    return torch.where(length > equal, along, (lost - radial) / (u.shape[1] - 1)).clamp(min=0)
-
-
-_Four = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def _relative(
-    spread: Spread, u: Tensor, norm: Tensor, *vectors: Tensor
-) -> tuple[Tensor, Tensor, Tensor, tuple[Tensor, ...], _Four]:
-    """Return ``s``, ``tau``, ``rho``, products of ``S = s^2 V`` with ``u`` and vectors (N, D), and :func:`_scalars`.
-
-    ``s`` is ``1 / |m|``, or less if the direction is nearly random.
-    """
-    trace, size, products = spread.moments(u, *vectors)
-    # In this order neither the square of a norm nor a quotient by it can overflow.
-    root = torch.minimum(1 / norm, (_MOST / trace.detach()).sqrt())
-    scale = root.unsqueeze(1)
-    products = tuple(scale * product * scale for product in products)
-    rho = (products[0] * u).sum(1)
-    tau = (root * trace * root - rho).clamp(min=0)
-    bend = (products[0] - rho.unsqueeze(1) * u).square().sum(1)
-    # Clamped to its possible range, because the difference loses its digits if rho is far larger than tau.
-    square = ((root * size * root).square() - 2 * bend - rho**2).clamp(tau**2 / (u.shape[1] - 1), tau**2)
-    return root, tau, rho, products, _scalars(tau, rho, bend, square)
-
-
-def _scalars(tau: Tensor, rho: Tensor, bend: Tensor, square: Tensor) -> _Four:
+def _scalars(tau: Tensor, rho: Tensor, bend: Tensor, square: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Return ``R``, ``(1 - R^2 - zeta) / tau``, ``zeta`` and ``1 - |E[x]|^2``, shape (N,) each."""
     tiny = torch.finfo(tau.dtype).tiny
     whole = 1 + tau

@@ -56,23 +56,20 @@ class Spread:
 
     def across(self, u: Tensor) -> tuple[Tensor, Tensor]:
         """Return ``tr Cov`` and ``u^T Cov u`` of unit vectors ``u`` (B, D), float64, shape (B,) each."""
-        radial = [((v @ wide) * v).sum((1, 2)) for wide, v in self._blocks(u.double().unsqueeze(1))]
+        radial = [((v @ wide) * v).sum((1, 2)) for wide, v in self._blocks(u.double())]
         return self.variance.double().sum(1), torch.cat(radial)
 
-    def moments(self, *vectors: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """Return ``tr Cov``, ``|Cov|_F`` and ``Cov v`` for each vector ``v`` (B, D), float64; ``Cov`` is read once."""
-        trace = self.variance.double().sum(1)
-        parts = [
-            (torch.linalg.vector_norm(wide, dim=(1, 2)), v @ wide) for wide, v in self._blocks(torch.stack(vectors, 1))
-        ]
-        size, products = (torch.cat(part) for part in zip(*parts, strict=True))
-        return trace, size, products.unbind(1)
+    def moments(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return ``tr Cov``, ``|Cov|_F`` and ``Cov u`` of unit vectors ``u`` (B, D), float64; ``Cov`` is read once."""
+        parts = [(torch.linalg.vector_norm(wide, dim=(1, 2)), (v @ wide)[:, 0]) for wide, v in self._blocks(u)]
+        size, product = (torch.cat(part) for part in zip(*parts, strict=True))
+        return self.variance.double().sum(1), size, product
 
-    def _blocks(self, vectors: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield covariances in float64, a few at a time, each with its rows of ``vectors`` (B, K, D)."""
-        step = max(1, _ENTRIES // vectors.shape[2] ** 2)
-        for covariance, some in zip(self.covariance.split(step), vectors.split(step), strict=True):
-            yield covariance.double(), some
+    def _blocks(self, u: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield covariances in float64, a few at a time, each with its vectors of ``u`` (B, D) as rows (b, 1, D)."""
+        step = max(1, _ENTRIES // u.shape[1] ** 2)
+        for covariance, some in zip(self.covariance.split(step), u.split(step), strict=True):
+            yield covariance.double(), some.unsqueeze(1)
 
     def sample(self, mean: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
         """Draw raw outputs around means (B, D), shape (S, B, D)."""
@@ -125,9 +122,9 @@ class Diagonal(Spread):
         return self.values.sum(1, dtype=torch.float64), (self.values * u.square()).sum(1)
 
     @override
-    def moments(self, *vectors: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    def moments(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         wide = self.values.double()
-        return wide.sum(1), torch.linalg.vector_norm(wide, dim=1), tuple(wide * v for v in vectors)
+        return wide.sum(1), torch.linalg.vector_norm(wide, dim=1), wide * u
 
     @override
     def sample(self, mean: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
@@ -201,17 +198,16 @@ class Axes(Spread):
         common = self.common.double()
         return total + common.diagonal().sum(), radial + ((u @ common) * u).sum(1)
 
-    def moments(self, *vectors: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
-        """See :meth:`Spread.moments`; products with the common axes, O(D^2) for all vectors together."""
+    @override
+    def moments(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         axes, values = self.axes.double(), self.values.double()
         trace, size = values.sum(1), torch.linalg.vector_norm(values, dim=1)
-        products = tuple((v @ axes * values) @ axes.T for v in vectors)
+        product = (u @ axes * values) @ axes.T
         if self.common is None:
-            return trace, size, products
+            return trace, size, product
         common = self.common.double()
         square = size.square() + 2 * (values @ ((common @ axes) * axes).sum(0)) + common.square().sum()
-        products = tuple(product + v @ common for product, v in zip(products, vectors, strict=True))
-        return trace + common.diagonal().sum(), square.sqrt(), products
+        return trace + common.diagonal().sum(), square.sqrt(), product + u @ common
 
     @override
     def rows(self, rows: Tensor | slice) -> Axes:

@@ -58,10 +58,10 @@ def check_labels(name: str, value: object, length: int | None = None) -> Tensor:
     return checked.long()
 
 
-def check_scores(name: str, value: object, length: int | None = None) -> Tensor:
+def check_scores(name: str, value: object) -> Tensor:
     """Return finite scores (N,) in float64."""
     checked = check_tensor(name, value)
-    check_rows(name, checked, length)
+    check_rows(name, checked, None)
     return validate.real(name, checked if checked.is_complex() else checked.double())
 
 

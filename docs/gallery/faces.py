@@ -59,8 +59,7 @@ def made_up():
     left, right = draw.integers(0, 240, (2, 400))
     right[:200] = (left[:200] + 50) % 240
     found |= {"pairs_features": found["test_features"], "pairs_left": left, "pairs_right": right}
-    found |= {"pairs_same": who["test"][left] == who["test"][right], "pairs_fold": np.arange(400) % 10}
-    return found | {"pairs_people_in_train": np.zeros(400, dtype=bool)}
+    return found | {"pairs_same": who["test"][left] == who["test"][right], "pairs_fold": np.arange(400) % 10}
 
 
 if there := FEATURES.exists() and not SMALL:
@@ -194,55 +193,36 @@ plt.show()
 # %% [markdown]
 # ## The same person?
 #
-# LFW's list of pairs, half of which show one person. Of its ten folds, eight fit the probability that is judged on the
-# other two, five times; 1,500 pairs of the eight are enough. Beside it, the same with the cosine alone. The posterior
-# has seen the names of some of the people in the list, which helps the uncertainties; so the pairs without any such
-# person are counted apart.
-
+# LFW's list of pairs, half of which show one person. `cc.MatchThreshold` finds the cosine above which a pair counts as
+# one person, so that at most one in a hundred pairs of two people does. Of the ten folds, eight fit the threshold that
+# is judged on the other two, five times. Then the decisions that are least sure are left to a person: those near the
+# threshold, or those with an uncertain picture.
 
 # %%
-def embed(side, chosen):
-    return la(data["pairs_features"][data[f"pairs_{side}"][chosen]])
-
-
-probability = {use: torch.zeros(len(data["pairs_same"]), dtype=torch.float64) for use in (True, False)}
+left, right = (la(data["pairs_features"][data[f"pairs_{side}"]]) for side in ("left", "right"))
+same, cosine = data["pairs_same"].bool(), (left.mu * right.mu).sum(1)
+decided, near = torch.zeros_like(same), torch.zeros_like(cosine)
 for part in range(5):
     held = data["pairs_fold"] % 5 == part  # two folds of ten
-    others = (~held).nonzero()[:, 0]
-    others = others[torch.randperm(len(others), generator=torch.Generator().manual_seed(part))[:1500]]
-    for use, found in probability.items():
-        match = cc.MatchProbability(use_uncertainty=use)
-        match.fit_pairs(embed("left", others), embed("right", others), data["pairs_same"][others])
-        found[held] = match.same(embed("left", held), embed("right", held)).double()
+    limit = cc.MatchThreshold(false_match_rate=0.01).fit(cosine[~held], same[~held])
+    decided[held] = limit.same(cosine[held])
+    near[held] = -(cosine[held] - limit.threshold).abs()
+print(limit)
+print(f"of other pairs, {decided[~same].double().mean():.2%} of two people count as the same,", end=" ")
+print(f"and {(~decided[same]).double().mean():.2%} of one person are missed")
 
-same = data["pairs_same"].double()
-fig, (left, right) = plt.subplots(1, 2, figsize=(8.4, 3.5))
-left.plot([0, 1], [0, 1], ":", color="gray", label="perfect")
-for p, mark, style, name in zip(
-    probability.values(), "os", ("-", "--"), ("with uncertainties", "cosine alone"), strict=True
-):
-    group = torch.bucketize(p, torch.linspace(0, 1, 11, dtype=torch.float64)[1:-1])
-    inside = [group == i for i in range(10) if (group == i).sum() >= 10]
-    x, y = ([float(values[chosen].mean()) for chosen in inside] for values in (p, same))
-    error = [float((same[chosen].mean() * (1 - same[chosen].mean()) / chosen.sum()).sqrt()) for chosen in inside]
-    left.errorbar(x, y, error, fmt=mark, markersize=4, capsize=2, label=name)
-    wrong = ((p > 0.5).double() != same).float()
-    curve = cc.metrics.sparsification_curve(-(p - 0.5).abs(), wrong)
-    right.plot(curve.removed, 100 * curve.performance, style, label=name)
-    apart = ~data["pairs_people_in_train"]
-    print(
-        f"{name}: Brier score {(p - same).square().mean():.4f}, wrong {wrong.mean():.2%}; "
-        f"on {int(apart.sum()):,} pairs of people unknown to the posterior: "
-        f"{(p - same)[apart].square().mean():.4f}, {wrong[apart].mean():.2%}"
-    )
-left.set(xlabel="probability of one person", ylabel="share of pairs of one person")
-left.legend(frameon=False, fontsize=8)
-right.set(
-    xlabel="share of the pairs left to a person, the least certain first",
-    ylabel="wrong decisions among the rest, %",
-    xlim=(0, 0.3),
-)
-right.legend(frameon=False, fontsize=8)
+fig, (axis, other) = plt.subplots(1, 2, figsize=(8.4, 3.5))
+for kind, name in ((True, "one person"), (False, "two people")):
+    axis.hist(cosine[same == kind], torch.linspace(-0.4, 1, 50), alpha=0.6, label=name)
+axis.axvline(limit.threshold, color="gray", linestyle=":")
+axis.set(xlabel="cosine of a pair", ylabel="pairs")
+axis.legend(frameon=False, fontsize=8)
+scores = {"nearest to the threshold": near, "largest uncertainty": torch.maximum(left.uncertainty, right.uncertainty)}
+for (name, score), style in zip(scores.items(), ("-", "--"), strict=True):
+    curve = cc.metrics.sparsification_curve(score, (decided != same).float())
+    other.plot(curve.removed, 100 * curve.performance, style, label=name)
+other.set(xlabel="share of the pairs left to a person", ylabel="wrong decisions among the rest, %", xlim=(0, 0.3))
+other.legend(frameon=False, fontsize=8)
 plt.show()
 
 # %% [markdown]

@@ -20,7 +20,7 @@ from contrastive_curvature.fit.class_centres import ClassCentres
 pytestmark = pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning")
 
 N, D = 5, 3
-KINDS = ("variance", "covariance", "axes", "joint", "samples", "stored")
+KINDS = ("variance", "covariance", "axes", "joint", "samples")
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -38,8 +38,6 @@ def build(kind: str, device: str, n: int = N, seed: int = 0) -> cc.EmbeddingDist
         return cc.EmbeddingDistribution(mean, joint_covariance=root @ root.mT)
     if kind == "samples":
         return cc.EmbeddingDistribution.from_samples(draw(7, n, D, seed=seed).to(device)).relative_to(2.0)
-    if kind == "stored":
-        return cc.StoredEmbeddings(mean, 3 + root[:, 0, 0].abs(), root[:, 0, 1].abs())
     axes = torch.linalg.qr(draw(D, D, seed=9).to(device)).Q
     common = torch.eye(D, dtype=torch.float64, device=device)
     parts = Axes(axes, root[:, 0].square(), common, torch.float64)
@@ -166,7 +164,6 @@ def test_parts_that_do_not_fit_are_refused(device: str) -> None:
     wide = cc.EmbeddingDistribution(draw(2, 4).to(device), variance=draw(2, 4).square().to(device), typical_norm=2.0)
     for others, words in (
         ([build("covariance", device)], "kind of spread"),
-        ([build("stored", device)], "class"),
         ([wide], "dimension"),
         ([one.to(torch.float32)], "dtype"),
         ([one[:0], one[:1].relative_to(3.0)], "typical_norm"),
@@ -194,7 +191,7 @@ def test_parts_that_do_not_fit_are_refused(device: str) -> None:
     assert one.to(torch.device(device)).raw_mean.device.type == torch.device(device).type
 
 
-@covering(1, dtype=[torch.float16, torch.bfloat16], kind=[kind for kind in KINDS if kind != "stored"])
+@covering(1, dtype=[torch.float16, torch.bfloat16], kind=KINDS)
 def test_samples_in_half_precision(kind: str, dtype: torch.dtype, device: str) -> None:
     """They are those of the rounded mean and spread in float32, rounded."""
     half = build(kind, device).to(dtype)

@@ -177,12 +177,9 @@ def code_of(folder: Path) -> str:
 
 def test_the_code_in_the_card_runs(la: Any, tmp_path: Path) -> None:
     x = inputs(0, 40)
-    cosine = (la(x).mu * la(x.flip(0)).mu).sum(1)
-    match = cc.MatchProbability().fit_pairs(la(x), la(x.flip(0)), cosine > cosine.median())
     names: dict[str, Any] = {"encoder": encoder(), "x": x}
-    exec(code_of(la.save_pretrained(tmp_path / "one", match=match)), names)
+    exec(code_of(la.save_pretrained(tmp_path / "one")), names)
     assert torch.equal(names["mu"], la(x).mu)
-    assert isinstance(names["match"], cc.MatchProbability)
     own = fitted("all", "diag", DEVICE, calibrated=False, backend_kwargs={"loss": Steep(), "relation": same_label})
     code = code_of(own.save_pretrained(tmp_path / "own"))
     assert "encoder=encoder, loss=..., relation=...)" in code

@@ -204,21 +204,6 @@ def test_two_towers(weights: str, structure: str, shared: bool, device: str, tmp
         refused(lambda: cc.load_pretrained(folder, other), "encoder_b: expected the encoder", "other numbers")
 
 
-def test_a_match_probability_goes_with_it(device: str, tmp_path: Path) -> None:
-    la = fitted("last_layer", "kron", device)
-    a, b = la(inputs(0, 40, device)), la(inputs(1, 40, device))
-    cosine = (a.mu * b.mu).sum(1)
-    match = cc.MatchProbability(curve="isotonic").fit_pairs(a, b, cosine > cosine.median())
-    folder = la.save_pretrained(tmp_path / "saved", match=match)
-    loaded = cc.pretrained.load_match(folder)
-    a, b = la(inputs(11, 5, device)), la(inputs(12, 5, device))
-    assert close(loaded.same(a, b), match.same(a, b), 1e-12)
-    assert cc.pretrained.read_info(folder).match
-    plain = la.save_pretrained(tmp_path / "plain")
-    refused(lambda: cc.pretrained.load_match(plain), "expected a posterior with a MatchProbability", "match=")
-    refused(lambda: la.save_pretrained(tmp_path / "other", match=cc.MatchProbability()), "one that is not fitted")
-
-
 def test_an_example_takes_the_place_of_made_up_inputs(device: str, tmp_path: Path) -> None:
     la = fitted("last_layer", "kron", device)
     example = inputs(12, 1, device)

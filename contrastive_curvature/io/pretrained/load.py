@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from contrastive_curvature.artifact import read_header, read_tensors
 from contrastive_curvature.codec import unpacked
-from contrastive_curvature.embedding.match_probability import MatchProbability
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.io.pretrained.hub import local_folder
 from contrastive_curvature.io.pretrained.save import (
@@ -108,27 +107,6 @@ def load_pretrained(
         if tree["outputs"] is not None:
             _check_outputs(one, moved_inputs(one.model, tree["state"]["data"], device), tree["outputs"], argument)
     return la
-
-
-def load_match(source: Path | str, **hub: Any) -> MatchProbability:
-    """Load the :class:`~contrastive_curvature.MatchProbability` that was saved with a posterior; needs no encoder.
-
-    Args:
-        source: See :func:`load_pretrained`.
-        **hub: ``revision``, ``token``, ``cache_dir`` and ``local_files_only``, see :func:`load_pretrained`.
-
-    Raises:
-        InputError: See :func:`load_pretrained`; or no match probability was saved with the posterior.
-    """
-    folder = local_folder(source, **hub)
-    saved, tensors = read_tensors(folder / FILE, Saved)
-    if saved.match is None:
-        hint = "Save one with la.save_pretrained(folder, match=...)."
-        raise InputError(str(folder), "a posterior with a MatchProbability", "one without", hint)
-    state = unpacked(saved.match, tensors)
-    match = MatchProbability(use_uncertainty=state["use_uncertainty"], curve=state["curve"])
-    match.load_state_dict(state)
-    return match
 
 
 def read_info(source: Path | str, **hub: Any) -> PretrainedInfo:

@@ -24,7 +24,6 @@ from contrastive_curvature import losses, validate
 from contrastive_curvature.artifact import VERSION, Header, read_header, target_folder, write_tensors, write_whole
 from contrastive_curvature.codec import TensorTable, packed, to_tree
 from contrastive_curvature.embedding.known import NOVELTY
-from contrastive_curvature.embedding.match_probability import MatchProbability
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.laplace import ContrastiveLaplace, TwoTowerLaplace
 from contrastive_curvature.laplace.options import known_options
@@ -107,7 +106,6 @@ class Contents(_Model):
     towers: bool
     shared: bool
     posteriors: tuple[PosteriorInfo, ...]
-    match: bool
     metrics: dict[str, float]
     about: dict[str, Any]
 
@@ -122,7 +120,6 @@ class PretrainedInfo(Contents):
         towers: Whether it is for two towers.
         shared: Whether both towers are one module.
         posteriors: One posterior; for two towers with two modules, two.
-        match: Whether the folder contains a :class:`~contrastive_curvature.MatchProbability`.
         metrics: Measured values by name.
         about: Other statements of the author: ``fitted_on``, ``encoder_source``, ``license``, ``evaluated_on``, ...
         size: Size of the file in bytes.
@@ -139,7 +136,6 @@ class Saved(Header):
     Args:
         contents: Description of the posterior.
         trees: Constructor arguments and state of each posterior, from :func:`.packed`.
-        match: The packed state of a :class:`~contrastive_curvature.MatchProbability`; ``None`` without.
     """
 
     kind: ClassVar[str] = "pretrained"
@@ -153,7 +149,6 @@ class Saved(Header):
 
     contents: Contents
     trees: list[Any]
-    match: Any
 
 
 def state_checksum(folder: Path) -> str:
@@ -232,17 +227,12 @@ class SaveOptions(About):
     """Options of ``save_pretrained``, in addition to :class:`About`.
 
     Attributes:
-        match: A fitted :class:`~contrastive_curvature.MatchProbability` for the same encoder, saved with the posterior;
-            :func:`contrastive_curvature.io.pretrained.load_match` reads it back.
         example: One or two inputs to save instead of the made-up inputs in a last layer's state, if the encoder refuses
             the made-up inputs; for two towers a pair of inputs. The folder contains these inputs.
         repo_id: The future repository of the folder on the Hugging Face hub, ``"user/name"``, for the loading
             instructions in the model card. Nothing is uploaded.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    match: MatchProbability | None = None
     example: Any = None
     repo_id: str | None = None
 
@@ -274,9 +264,6 @@ def parsed(kind: type[_Options], options: Mapping[str, Any]) -> _Options:
     if checked.repo_id is not None and not is_repository(checked.repo_id):
         hint = "Letters, digits, '_', '-' and '.' stand in it, and neither '--' nor '..'."
         raise InputError("repo_id", "the name of a repository, 'user/name'", checked.repo_id, hint)
-    if checked.match is not None and checked.match._fitted is None:
-        hint = "Call match.fit_pairs(a, b, same) first."
-        raise InputError("match", "a fitted MatchProbability", "one that is not fitted", hint)
     return checked
 
 
@@ -296,7 +283,7 @@ def is_repository(name: Any) -> bool:
 def write_posterior(la: Any, folder: Path | str, options: SaveOptions, *, overwrite: bool) -> Path:
     """Write a posterior, or the two posteriors of two towers, to a folder."""
     place = target_folder("folder", folder, FILE, Saved.described, overwrite=overwrite)
-    table, match = TensorTable(), options.match
+    table = TensorTable()
     posteriors, trees = zip(*_posteriors(la, table, options.example), strict=True)
     about = options.model_dump(include=set(About.model_fields), exclude_none=True)
     contents = Contents(
@@ -309,15 +296,10 @@ def write_posterior(la: Any, folder: Path | str, options: SaveOptions, *, overwr
         towers=isinstance(la, TwoTowerLaplace),
         shared=isinstance(la, TwoTowerLaplace) and la.shared,
         posteriors=posteriors,
-        match=match is not None,
         metrics=about.pop("metrics", {}),
         about=about,
     )
-    saved = Saved(
-        contents=contents,
-        trees=list(trees),
-        match=None if match is None else packed(match.state_dict(), table, "match"),
-    )
+    saved = Saved(contents=contents, trees=list(trees))
     place.mkdir(parents=True, exist_ok=True)
     write_tensors(place / FILE, saved, table.tensors, follow=False)
     card = _card(contents, options.repo_id or place.name, options.repo_id)
