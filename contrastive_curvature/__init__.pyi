@@ -1,7 +1,6 @@
 from . import metrics, vmf
 from . import testing as testing
 from .apps import report
-from .apps.estimator import ContrastiveEmbedder
 from .decisions.drift import DriftMonitor
 from .decisions.false_discoveries import select_unknown
 from .decisions.match import MatchThreshold
@@ -92,7 +91,6 @@ __all__ = [
     # encoders from elsewhere
     "EncoderOutput",
     "with_last_layer",
-    "ContrastiveEmbedder",
     # what the last layer takes in, on disk
     "features",
     "FeatureFolder",

@@ -11,6 +11,7 @@ _GRADES = (
 )
 
 REMOVED: dict[str, str] = {
+    "ContrastiveEmbedder": "Write the transformer of docs/recipes/frameworks.md#scikit-learn around your encoder.",
     "CoSENTLoss": _GRADES,
     "losses.CoSENTLoss": _GRADES,
     "laplace.FunctionSpaceLaplace": "Use laplace.ContrastiveLaplace with the structure 'full', see docs/laplace.md.",
