@@ -90,10 +90,6 @@ class WholeHessian:
         """Return ``H v`` for ``v`` of shape (N, D) or (N, D, K)."""
         return torch.cat([part.matvec(v[rows]) for rows, part in self._placed()])
 
-    def block_products(self, v: Tensor) -> Tensor:
-        """Return ``H_ii v_i`` for ``v`` of shape (N, D)."""
-        return torch.cat([part.blocks.matmul(v[rows]) for rows, part in self._placed()])
-
     def loss_and_cost(self) -> tuple[Tensor, Tensor]:
         """Return the value of the loss over the data set, without a graph, and its non-negative version."""
         values = [part.loss_and_cost() for part in self.parts]

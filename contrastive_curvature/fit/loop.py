@@ -14,6 +14,7 @@ Both passes give sums that merge, so several processes or jobs may each process 
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,7 +24,6 @@ from torch import Tensor
 
 from contrastive_curvature import waiting
 from contrastive_curvature.fit.class_centres import TYPICAL, ClassCentres, centres_of
-from contrastive_curvature.fit.dominance import Dominance
 from contrastive_curvature.fit.mc_samples import make_sampler, term_of
 from contrastive_curvature.fit.observers import FEATURES, ClassSums, FeatureSample, FiniteCheck, Observer
 from contrastive_curvature.fit.options import CurvatureOptions
@@ -38,6 +38,13 @@ from contrastive_curvature.structures import Structure
 from contrastive_curvature.structures.finite import check_finite
 
 _NORMS = "norms"
+
+_OUTWEIGHS = 25
+"""A point with r times the typical norm weighs as much as 1 / r^2 points, since the Hessian grows with 1 / norm^2. With
+1 / r^2 = 25 n it is four fifths of n points, even if their norms vary as those of normal numbers in 2 dimensions."""
+
+_FEWEST = 32
+"""Of fewer points, one may well contribute most of the curvature."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,7 @@ class Fit:
 
 
 def fit(f: Fit, passes: Passes) -> list[DatasetCurvature]:
-    """Return the unclamped curvature of all data for each tower; warn about a point that contributes most of it."""
+    """Return the unclamped curvature of all data for each tower; warn about a point with a very short output."""
     pairs = f.source.pairs(f, f.source.statistics(f, passes))
     return f.source.closed(f, pairs, add_up(f, f.source.parts(f, pairs, passes)))
 
@@ -136,9 +143,13 @@ def add_up(f: Fit, parts: Iterable[Part | Total]) -> list[Total]:
             term = term_of(f.structure, pullback, part.context, part.coupled, sampler)
         for observer in observers[part.tower]:
             observer.add(part, term)
-        n = len(part.z)
-        terms = {**part.terms, _NORMS: n * mean_norm(part.z)}
-        totals[part.tower] += Total(n, terms, curvature=term if part.cross is None else term + part.cross)
+        norms = normalize(part.z.detach())[1].double()
+        smallest, row = norms.min(0)
+        index = torch.full_like(smallest, -1 if f.alone else f.part[0])
+        shortest = torch.stack([smallest, index, (totals[part.tower].n + row).double()])
+        curvature = term if part.cross is None else term + part.cross
+        terms = {**part.terms, _NORMS: norms.sum()}
+        totals[part.tower] += Total(len(norms), terms, shortest=shortest, curvature=curvature)
     for tower, noting in enumerate(observers):
         for observer in noting if totals[tower].n else ():
             totals[tower] = observer.noted(totals[tower])
@@ -148,7 +159,6 @@ def add_up(f: Fit, parts: Iterable[Part | Total]) -> list[Total]:
 def _observers(f: Fit, pullback: Pullback) -> list[Observer]:
     """Return the observers of every part."""
     observers: list[Observer] = [FiniteCheck(pullback)]
-    observers.append(Dominance(pullback, f.structure, -1 if f.alone else f.part[0]))
     if isinstance(pullback, LastLayerPullback):
         observers.append(FeatureSample(pullback))
     if f.source.sums_classes:
@@ -163,13 +173,12 @@ def nothing(f: Fit, passes: Any) -> Total:
 
 
 def closed(f: Fit, pairs: Any, totals: list[Total]) -> list[DatasetCurvature]:
-    """Return the curvature of all batches for each tower; warn about a point that contributes most of it."""
+    """Return the curvature of all batches for each tower; warn about a point with a very short output."""
     del pairs
     curvatures = []
-    for pullback, total in zip(f.pullbacks, totals, strict=True):
+    for tower, (pullback, total) in enumerate(zip(f.pullbacks, totals, strict=True)):
         assert total.curvature is not None
         check_finite(total.curvature.plain(), pullback, "the sum over all batches")
-        total.contributions.warn()
         dtype = total.curvature.tensors()[0].dtype
         value, cost = (total.terms.get(name, torch.zeros(())).to(dtype) for name in (VALUE, COST))
         classes, kept = total.classes, total.kept
@@ -177,8 +186,24 @@ def closed(f: Fit, pairs: Any, totals: list[Total]) -> list[DatasetCurvature]:
         complete = classes is not None and int(classes.counts.sum()) == total.n and TYPICAL in kept
         centres = centres_of(classes, kept[TYPICAL]) if complete else None
         norm = total.terms[_NORMS] / total.n
+        _warn_of_short_output(total, float(norm), f" of tower {'ab'[tower]}" if len(totals) > 1 else "")
         curvatures.append(DatasetCurvature(total.curvature, value, cost, total.n, kept.get(FEATURES), norm, centres))
     return curvatures
+
+
+def _warn_of_short_output(total: Total, typical: float, tower: str) -> None:
+    """Warn if the point with the smallest norm outweighs all others."""
+    assert total.shortest is not None
+    smallest, part, point = total.shortest.tolist()
+    if total.n >= _FEWEST and smallest * (_OUTWEIGHS * total.n) ** 0.5 < typical:
+        of = tower if part < 0 else f" of part {part:.0f}"
+        msg = (
+            f"The output of point {point:.0f}{of} (counted from 0, in the order of the loader) has the norm "
+            f"{smallest:.3g}; the typical norm is {typical:.3g}. The Hessian grows with 1 / norm^2, so the posterior, "
+            "and a prior that is chosen from the curvature, say more about this point than about all others. Check its "
+            "input; leave the point out if it is not a valid example."
+        )
+        warnings.warn(msg, UserWarning, stacklevel=2)
 
 
 def mean_norm(z: Tensor) -> Tensor:

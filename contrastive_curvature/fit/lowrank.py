@@ -17,7 +17,6 @@ from torch import Tensor
 
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit.anchors import WholeHessian, collect_anchors
-from contrastive_curvature.fit.contributions import FEWEST_POINTS, MOST, warn_of_point
 from contrastive_curvature.fit.dataset import collected
 from contrastive_curvature.fit.loop import Fit
 from contrastive_curvature.fit.passes import Passes, check_same_outputs
@@ -130,23 +129,4 @@ def leading_eigenpairs(
         raise InputError("curvature", "finite eigenpairs", "NaN or infinity")
     eigenvectors = torch.as_tensor(vectors, dtype=z.dtype, device=z.device)
     eigenvalues = torch.as_tensor(values, dtype=z.dtype, device=z.device)
-    if eigenvalues.numel() and len(z) >= FEWEST_POINTS:
-        _warn_of_point(pullback, hessian, inputs, eigenvectors[:, 0], eigenvalues)
     return eigenvectors, eigenvalues
-
-
-def _warn_of_point(
-    pullback: Pullback,
-    hessian: WholeHessian,
-    inputs: Callable[[], Iterable[Inputs]],
-    vector: Tensor,
-    values: Tensor,
-) -> None:
-    """Warn if the leading eigenvalue is most of the sum of the computed ones, and comes from one point."""
-    if float(values[0]) <= MOST * float(values.sum()):
-        return
-    moved = torch.cat([pullback.jvp(x, vector)[1] for x in inputs()])
-    parts = (moved * hessian.block_products(moved)).sum(1).abs()
-    share = float(parts.max() / parts.sum())
-    if share > MOST:
-        warn_of_point(share, f"point {int(parts.argmax())} of the data", "leading eigenvalue")

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from contrastive_curvature.fit.contributions import Contributions
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.losses.class_table import ClassTable
@@ -65,7 +64,8 @@ class Total:
         terms: Tensors that add up.
         kept: Stored points, by name.
         classes: Counts and sums of embeddings by class; ``None`` if targets are not class labels.
-        contributions: The points that contribute most to the curvature.
+        shortest: The smallest norm of an output, the part of the data with its point (-1 for all data) and the point's
+            position in this part, float64, shape (3,); ``None`` without a point, and for a first pass.
         curvature: The unclamped curvature; ``None`` for a first pass.
     """
 
@@ -73,7 +73,7 @@ class Total:
     terms: Mapping[str, Tensor] = field(default_factory=dict)
     kept: Mapping[str, Rows] = field(default_factory=dict)
     classes: ClassTable | None = None
-    contributions: Contributions = field(default_factory=Contributions)
+    shortest: Tensor | None = None
     curvature: Structure | None = None
 
     def __add__(self, other: Total) -> Total:
@@ -83,7 +83,7 @@ class Total:
             united(self.terms, other.terms, lambda one, two: one + two.to(one.device)),
             united(self.kept, other.kept, Rows.merged),
             self.classes if other.classes is None else other.classes.merged(self.classes),
-            self.contributions.merged(other.contributions),
+            _shorter(self.shortest, other.shortest),
             added(self.curvature, other.curvature),
         )
 
@@ -92,5 +92,14 @@ class Total:
         terms = {name: part.to(device) for name, part in self.terms.items()}
         kept = {name: rows.to(device) for name, rows in self.kept.items()}
         classes = None if self.classes is None else self.classes.to(device)
+        shortest = None if self.shortest is None else self.shortest.to(device)
         curvature = None if self.curvature is None else self.curvature.map(lambda tensor: tensor.to(device))
-        return replace(self, terms=terms, kept=kept, classes=classes, curvature=curvature)
+        return replace(self, terms=terms, kept=kept, classes=classes, shortest=shortest, curvature=curvature)
+
+
+def _shorter(one: Tensor | None, other: Tensor | None) -> Tensor | None:
+    """Return the smaller of two :attr:`Total.shortest`; nothing is read from a GPU."""
+    if one is None or other is None:
+        return other if one is None else one
+    other = other.to(one.device)
+    return torch.where(one[0] <= other[0], one, other)

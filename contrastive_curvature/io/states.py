@@ -7,7 +7,6 @@ from typing import Any, ClassVar
 
 from contrastive_curvature.artifact import Header, read_tensors, write_tensors
 from contrastive_curvature.codec import TensorTable, from_tree, packed, to_tree, unpacked
-from contrastive_curvature.fit.contributions import Contributions, Largest, Place
 from contrastive_curvature.fit.state import Origin, State
 from contrastive_curvature.fit.total import Total
 from contrastive_curvature.losses.class_table import ClassTable
@@ -50,6 +49,6 @@ def load_state(path: Path | str) -> State:
         InputError: The file does not exist, has another format or version, or is damaged.
     """
     header, tensors = read_tensors(path, StateHeader)
-    known = (State, Origin, Total, Rows, ClassTable, Contributions, Largest, Place, *STRUCTURES.values())
+    known = (State, Origin, Total, Rows, ClassTable, *STRUCTURES.values())
     state: State = from_tree(str(path), unpacked(header.tree, tensors), known)
     return state

@@ -62,10 +62,6 @@ class LastLayerPullback(Pullback):
         prefix = f"{self.encoder.last_layer_name}." if self.encoder.last_layer_name else ""
         return [(prefix + name, p.numel()) for name, p in layer.named_parameters()]
 
-    def input_sizes(self, context: Any) -> dict[str, Tensor]:
-        """See :meth:`Pullback.input_sizes`; the context is the layer's input."""
-        return {self.encoder.last_layer_name or "": context.double().square().sum(1)}
-
     @override
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
         with torch.no_grad():

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, ParamSpec, TypeVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.blocks import Blocks
@@ -22,7 +22,6 @@ from contrastive_curvature.hessian.cross import CrossBlocks
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.inputs import Inputs, input_length
-from contrastive_curvature.network.threads import watched
 from contrastive_curvature.pairs.relation import chunks
 
 _P = ParamSpec("_P")
@@ -88,29 +87,6 @@ class Pullback(ABC):
                 return name
             position -= size
         raise IndexError(f"there is no entry {position}")
-
-    def input_sizes(self, context: Any) -> dict[str, Tensor]:
-        """Return sums of squares (N,), float64, of each point's inputs to every layer with a matrix, by layer name."""
-        names = {
-            id(module): own_name(name)
-            for name, module in self.encoder.named_modules()
-            if any(p.ndim > 1 and p.requires_grad for p in module.parameters(recurse=False))
-        }
-        sizes: dict[str, Tensor] = {}
-        n = input_length(context)
-
-        def note(module: nn.Module, args: tuple[Any, ...], _: dict[str, Any]) -> None:
-            a = args[0] if args else None
-            # Inputs whose rows are not the points (such as tokens in a list) cannot be assigned to points.
-            if isinstance(a, Tensor) and a.is_floating_point() and a.ndim and a.shape[0] == n:
-                size = a.detach().double().reshape(n, -1).square().sum(1)
-                name = names[id(module)]
-                sizes[name] = sizes[name] + size if name in sizes else size
-
-        layers = [module for module in self.encoder.modules() if id(module) in names]
-        with watched(layers, before=note), torch.no_grad():
-            self.encoder(context)
-        return sizes
 
     @abstractmethod
     def forward(self, x: Inputs) -> tuple[Tensor, Any]:
