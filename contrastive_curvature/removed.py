@@ -15,6 +15,11 @@ REMOVED: dict[str, str] = {
     "CoSENTLoss": _GRADES,
     "losses.CoSENTLoss": _GRADES,
     "laplace.FunctionSpaceLaplace": "Use laplace.ContrastiveLaplace with the structure 'full', see docs/laplace.md.",
+    "io.pretrained.PushOptions": "Upload a saved folder: docs/keep_and_serve.md#the-hugging-face-hub.",
+    "io.pretrained.SaveOptions": (
+        "la.save_pretrained writes no model card, and `example` is an argument of it: "
+        "docs/keep_and_serve.md#the-hugging-face-hub."
+    ),
     "io.serving.Scorer": (
         "Export the encoder, or its last layer alone, as a graph: docs/keep_and_serve.md#features-from-another-program."
     ),

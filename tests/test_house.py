@@ -1,8 +1,10 @@
 """What the project says about itself holds: docstrings, versions, the README's code, the changelog."""
 
 import re
+import shutil
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import create_autospec
 
 import pytest
 from page_code import run_blocks
@@ -59,6 +61,29 @@ def test_public_names_have_docstrings():
     assert not bare, f"without a docstring: {bare}"
 
 
+def play_the_hub(monkeypatch, place):
+    """Put a folder in the place of the Hugging Face hub; calls need the arguments of the true functions."""
+    hub = pytest.importorskip("huggingface_hub")
+
+    def create_repo(repo_id, **_):
+        (place / repo_id).mkdir(parents=True)
+
+    def upload_folder(*, repo_id, folder_path, **_):
+        for path in folder_path.iterdir():
+            shutil.copy(path, place / repo_id / path.name)
+
+    def snapshot_download(repo_id, *, allow_patterns, **_):
+        found = place / "cache"
+        found.mkdir()
+        for path in (place / repo_id).glob(allow_patterns):
+            shutil.copy(path, found)
+        return str(found)
+
+    for fake in (create_repo, upload_folder, snapshot_download):
+        true = getattr(hub, fake.__name__)
+        monkeypatch.setattr(hub, fake.__name__, create_autospec(true, side_effect=fake))
+
+
 @pytest.mark.parametrize(
     ("page", "section"),
     [pytest.param(*found, id=f"{found[0].name}: {found[1].title}") for found in documented_sections()],
@@ -67,6 +92,8 @@ def test_documented_code_runs_and_prints_what_the_page_says(page, section, tmp_p
     assert section.blocks, f"{page.name} has no ```python block"
     if any("import onnxruntime" in code for _, code in section.blocks):
         pytest.importorskip("onnxruntime")  # it needs a later torch than the oldest
+    if any("huggingface_hub import" in code for _, code in section.blocks):
+        play_the_hub(monkeypatch, tmp_path / "hub")
     monkeypatch.chdir(tmp_path)
     run_blocks(page, section.blocks, capsys)
 

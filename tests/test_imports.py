@@ -157,7 +157,7 @@ print(json.dumps({"printed": caught.getvalue(), "shown": shown.getvalue(), "brou
 
 
 def test_imports_print_nothing_leave_warnings_alone_and_bring_no_optional_package(monkeypatch) -> None:
-    """Ray, LanceDB, FAISS, ONNX, the hub's client, Jinja and the tools of the recipes wait until they are used."""
+    """Ray, LanceDB, FAISS, ONNX, Jinja and the tools of the recipes wait until they are used."""
     monkeypatch.setenv("PYTHONWARNINGS", "default")
     found, _ = run(IMPORT)
     assert found["printed"] == ""

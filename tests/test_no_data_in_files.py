@@ -110,7 +110,7 @@ FILES: dict[str, Callable[[Path, str], Any]] = {
     "state": state,
     "pickle": lambda folder, device: (folder / "la.pkl").write_bytes(pickle.dumps(fitted(device))),
     "torch.save": lambda folder, device: torch.save(fitted(device), folder / "la.pt"),
-    "saved posterior and its card": lambda folder, device: fitted(device).save_pretrained(folder / "saved"),
+    "saved posterior": lambda folder, device: fitted(device).save_pretrained(folder / "saved"),
     "saved again": again,
     "states of parts": parts,
     "two towers": towers,
@@ -142,7 +142,7 @@ def rows_in(folder: Path, x: Tensor) -> dict[str, int]:
 
 
 HELD: dict[str, tuple[tuple[str, ...], dict[str, int]]] = {
-    "a saved posterior": (("saved posterior and its card", "state", "graph"), {}),
+    "a saved posterior": (("saved posterior", "state", "graph"), {}),
     "`la.part_statistics(...)`": (("statistics",), {"outputs": 100}),
     "`la.part_curvature(...)`": (("curvature",), {"features": 100}),
     "a pickle of a whole posterior": (("pickle",), {"features": 100, "outputs": 100}),

@@ -1009,17 +1009,17 @@ class ContrastiveLaplace(GaussianOverWeights):
 
         return export(self, path, example, format=format, p_value=p_value, dynamic_axes=dynamic_axes)
 
-    def save_pretrained(self, folder: Path | str, *, overwrite: bool = False, **options: Any) -> Path:
-        """Write the posterior (or both of two towers) to a folder to keep or share: safetensors, JSON and a model card.
+    def save_pretrained(self, folder: Path | str, *, overwrite: bool = False, example: Any = None) -> Path:
+        """Write the posterior (or both of two towers) to a folder to keep or share, as one safetensors file.
 
         :func:`contrastive_curvature.load_pretrained` reads it back; the encoder is not in the folder, so pass it to
         that function. The folder always holds a complete posterior, even if the process is killed.
 
         Args:
             folder: The folder; missing parents are created.
-            overwrite: Whether to replace a posterior that the folder already holds.
-            **options: ``match``, ``example`` and entries of the model card (``fitted_on``, ``encoder_source``,
-                ``license``, ``metrics``, ...), see :class:`~contrastive_curvature.io.pretrained.SaveOptions`.
+            overwrite: Whether to replace a posterior that the folder already holds. Other files in it stay.
+            example: One or two inputs to save instead of the made-up inputs in a last layer's state, if the encoder
+                refuses the made-up inputs; for two towers a pair of inputs. The folder contains these inputs.
 
         Returns:
             The folder.
@@ -1032,27 +1032,7 @@ class ContrastiveLaplace(GaussianOverWeights):
         # Imported here, because ``io`` imports the classes of posteriors.
         from contrastive_curvature.io.pretrained.save import save_pretrained
 
-        return save_pretrained(self, folder, overwrite=overwrite, **options)
-
-    def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """Save and upload to the Hugging Face hub.
-
-        Args:
-            repo_id: The repository, ``"user/name"``; created if it does not exist.
-            **options: ``private``, ``token``, ``revision``, ``create_pr`` and ``commit_message``, and the options of
-                :meth:`save_pretrained`, see :class:`~contrastive_curvature.io.pretrained.PushOptions`.
-
-        Returns:
-            Address of the upload.
-
-        Raises:
-            NotFittedError: Before ``fit``.
-            InputError: An option is malformed, or the hub refuses the upload.
-            UnsupportedError: See :meth:`save_pretrained`.
-        """
-        from contrastive_curvature.io.pretrained.hub import push_to_hub
-
-        return push_to_hub(self, repo_id, **options)
+        return save_pretrained(self, folder, overwrite=overwrite, example=example)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that the posterior needs apart from the encoder: only tensors, numbers and strings.

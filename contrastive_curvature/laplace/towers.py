@@ -195,17 +195,11 @@ class TwoTowerLaplace:
         with self._ready(self._read(first_batch(loader))) as pullbacks:
             return tuple(towers_product(pullbacks, TowerReader(loader, self._read), self.loss_of_towers, vectors))
 
-    def save_pretrained(self, folder: Path | str, *, overwrite: bool = False, **options: Any) -> Path:
+    def save_pretrained(self, folder: Path | str, *, overwrite: bool = False, example: Any = None) -> Path:
         """See :meth:`~contrastive_curvature.laplace.ContrastiveLaplace.save_pretrained`; both posteriors."""
         from contrastive_curvature.io.pretrained.save import save_pretrained
 
-        return save_pretrained(self, folder, overwrite=overwrite, **options)
-
-    def push_to_hub(self, repo_id: str, **options: Any) -> str:
-        """See :meth:`~contrastive_curvature.laplace.ContrastiveLaplace.push_to_hub`; both posteriors."""
-        from contrastive_curvature.io.pretrained.hub import push_to_hub
-
-        return push_to_hub(self, repo_id, **options)
+        return save_pretrained(self, folder, overwrite=overwrite, example=example)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the states of both posteriors; ``torch.load(..., weights_only=True)`` can read them from a file.

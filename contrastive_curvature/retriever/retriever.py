@@ -508,13 +508,13 @@ class Retriever(Fitted):
         said += [f"{name}: {reason}" for name, reason in self.reasons.items()]
         return "; ".join(said + ([self._not_covered()] if self.uncovered else []))
 
-    def save(self, folder: Path | str, *, overwrite: bool = False, **options: Any) -> Path:
+    def save(self, folder: Path | str, *, overwrite: bool = False, example: Any = None) -> Path:
         """Write the retriever to a folder: the posterior, the gallery, the held-out queries as embeddings, the limits.
 
         Args:
             folder: The folder; missing parents are made.
             overwrite: Whether an existing saved retriever may be replaced.
-            **options: Of ``la.save_pretrained``.
+            example: As of ``la.save_pretrained``.
 
         Returns:
             The folder, with all links followed.
@@ -527,7 +527,7 @@ class Retriever(Fitted):
         """
         from contrastive_curvature.retriever.saved import save
 
-        return save(self, folder, overwrite=overwrite, **options)
+        return save(self, folder, overwrite=overwrite, example=example)
 
     @classmethod
     def load(cls, folder: Path | str, encoder: nn.Module | None, *, index: Index | None = None, **options: Any) -> Self:

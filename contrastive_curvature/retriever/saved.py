@@ -52,7 +52,7 @@ class RetrieverHeader(Header):
     tree: Any
 
 
-def save(retriever: Retriever, folder: Path | str, *, overwrite: bool, **options: Any) -> Path:
+def save(retriever: Retriever, folder: Path | str, *, overwrite: bool, example: Any) -> Path:
     """Do what :meth:`.Retriever.save` says."""
     validate.flag("overwrite", overwrite)
     place = target_folder("folder", folder, ARRAYS, RetrieverHeader.described, overwrite=overwrite)
@@ -73,7 +73,7 @@ def save(retriever: Retriever, folder: Path | str, *, overwrite: bool, **options
     table = TensorTable()
     place.mkdir(parents=True, exist_ok=True)
     if la is not None:
-        la.save_pretrained(place / POSTERIOR, overwrite=overwrite, **options)
+        la.save_pretrained(place / POSTERIOR, overwrite=overwrite, example=example)
     header = RetrieverHeader(
         posterior="" if la is None else state_checksum(place / POSTERIOR),
         rates=retriever.rates,

@@ -335,7 +335,7 @@ def test_files_of_another_retriever_or_encoder_are_refused(made: cc.Retriever, f
     refused(lambda: cc.Retriever.load(folder, encoder()), "damaged")
     path.write_bytes(content)
     shutil.rmtree(folder / "posterior")
-    made.la.save_pretrained(folder / "posterior", license="mit")
+    made.la.save_pretrained(folder / "posterior")
     assert cc.Retriever.load(folder, encoder())  # the same posterior
     shutil.rmtree(folder / "posterior")
     changed = copy.copy(made.la)

@@ -274,7 +274,7 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """Return all available numbers by name: ``recall@1``, ``auroc``, ``flagged_known@0.05``.
 
-        ``docs/report.md`` defines them. ``la.save_pretrained(folder, metrics=...)`` writes them to a model card.
+        ``docs/report.md`` defines them.
         """
         return {name: value for name, value in self._figures() if not isinstance(value, Missing)}
 

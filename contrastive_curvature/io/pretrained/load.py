@@ -9,10 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.artifact import read_header, read_tensors
+from contrastive_curvature.artifact import folder_path, read_header, read_tensors
 from contrastive_curvature.codec import unpacked
 from contrastive_curvature.errors import InputError, InputTypeError
-from contrastive_curvature.io.pretrained.hub import local_folder
 from contrastive_curvature.io.pretrained.save import (
     FILE,
     KNOWN_LOSSES,
@@ -43,30 +42,22 @@ def load_pretrained(
     loss: CosineLoss | None = None,
     relation: RelationFunction | None = None,
     backend: type[ContrastiveBackend] | None = None,
-    revision: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: Path | str | None = None,
-    local_files_only: bool = False,
 ) -> Any:
     """Load a posterior that ``la.save_pretrained`` wrote. Nothing in the files is executed.
 
     Args:
-        source: The folder; or, if there is no such folder, a repository of the Hugging Face hub, as ``"user/name"``.
+        source: The folder.
         encoder: The encoder with its weights, on its final device and in its final precision; a
             :class:`~contrastive_curvature.TwoTowers` for a posterior of two towers.
         loss: The loss of the fit, if it is a loss of your own, whose code is not in the folder.
         relation: The relation of the fit, if it had one.
         backend: A backend for further fits; None for the default.
-        revision: Branch, tag or commit of a repository of the hub.
-        token: Of the hub, see ``huggingface_hub.snapshot_download``.
-        cache_dir: Folder for the hub's files.
-        local_files_only: Whether to use only files that were downloaded before.
 
     Returns:
         The posterior; ``la(x)`` predicts the same as before saving.
 
     Raises:
-        InputError: There is no such folder or repository; a file is missing, damaged, foreign, or of another version;
+        InputError: There is no such folder; its file is missing, damaged, foreign, or of another version;
             the encoder is another one; or the loss, the relation or the backend is missing or wrong.
         InputTypeError: An argument has the wrong type.
         UnsupportedError: There is no posterior for this kind of encoder.
@@ -74,10 +65,7 @@ def load_pretrained(
     if not isinstance(encoder, nn.Module):
         hint = "The folder holds the posterior; build the encoder and load its weights first."
         raise InputTypeError("encoder", "a torch.nn.Module with its weights", repr(encoder), hint)
-    folder = local_folder(
-        source, revision=revision, token=token, cache_dir=cache_dir, local_files_only=local_files_only
-    )
-    saved, tensors = read_tensors(folder / FILE, Saved)
+    saved, tensors = read_tensors(_folder(source) / FILE, Saved)
     contents = saved.contents
     if contents.towers is not isinstance(encoder, TwoTowers):
         wanted = "a TwoTowers" if contents.towers else "one encoder"
@@ -109,20 +97,30 @@ def load_pretrained(
     return la
 
 
-def read_info(source: Path | str, **hub: Any) -> PretrainedInfo:
+def read_info(source: Path | str) -> PretrainedInfo:
     """Read the description of a saved posterior; needs no encoder.
 
     Args:
-        source: The folder, or a repository of the Hugging Face hub, as ``"user/name"``.
-        **hub: ``revision``, ``token``, ``cache_dir`` and ``local_files_only``, see :func:`load_pretrained`.
+        source: The folder.
 
     Raises:
-        InputError: There is no such folder or repository, or its file is missing, damaged, foreign, or of another
-            version.
+        InputError: There is no such folder, or its file is missing, damaged, foreign, or of another version.
     """
-    folder = local_folder(source, **hub)
+    folder = _folder(source)
     saved = read_header(folder / FILE, Saved)
     return PretrainedInfo(folder=folder, size=(folder / FILE).stat().st_size, **dict(saved.contents))
+
+
+def _folder(source: object) -> Path:
+    """Return the folder of a saved posterior; refuse one that does not exist."""
+    folder = folder_path("source", source)
+    if not folder.is_dir():
+        hint = (
+            "Name the folder that la.save_pretrained(folder) wrote. Download one from the Hugging Face hub first: "
+            "docs/keep_and_serve.md#the-hugging-face-hub."
+        )
+        raise InputError("source", "a folder that exists", str(source), hint)
+    return folder
 
 
 def _arguments(

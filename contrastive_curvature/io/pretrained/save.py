@@ -1,27 +1,26 @@
-"""``la.save_pretrained``: write a posterior, with a model card, to keep or to share.
+"""``la.save_pretrained``: write a posterior to a folder, to keep or to share.
 
-``posterior.safetensors`` holds everything that is read back: numbers, and the rest in its header. So each save replaces
-the posterior in one step. ``README.md`` is a model card.
+``posterior.safetensors`` holds all of it: numbers, and the rest in its header. So each save replaces the posterior in
+one step.
 """
 
 from __future__ import annotations
 
 import hashlib
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from importlib import metadata
-from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, FiniteFloat, StringConstraints, ValidationError
+from pydantic import BaseModel, ConfigDict
 from torch import Tensor, nn
 
 import contrastive_curvature
 from contrastive_curvature import losses, validate
-from contrastive_curvature.artifact import VERSION, Header, read_header, target_folder, write_tensors, write_whole
+from contrastive_curvature.artifact import VERSION, Header, read_header, target_folder, write_tensors
 from contrastive_curvature.codec import TensorTable, packed, to_tree
 from contrastive_curvature.embedding.known import NOVELTY
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
@@ -33,7 +32,7 @@ from contrastive_curvature.network.digest import encoder_digest, state_tensors, 
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, asks_for_example, check_inputs, slice_inputs, tokenized
 
-FILE, CARD = "posterior.safetensors", "README.md"
+FILE = "posterior.safetensors"
 
 KNOWN_LOSSES: dict[str, type[CosineLoss]] = {
     name: kind
@@ -106,8 +105,6 @@ class Contents(_Model):
     towers: bool
     shared: bool
     posteriors: tuple[PosteriorInfo, ...]
-    metrics: dict[str, float]
-    about: dict[str, Any]
 
 
 class PretrainedInfo(Contents):
@@ -120,8 +117,6 @@ class PretrainedInfo(Contents):
         towers: Whether it is for two towers.
         shared: Whether both towers are one module.
         posteriors: One posterior; for two towers with two modules, two.
-        metrics: Measured values by name.
-        about: Other statements of the author: ``fitted_on``, ``encoder_source``, ``license``, ``evaluated_on``, ...
         size: Size of the file in bytes.
     """
 
@@ -183,11 +178,6 @@ def name_of(value: object) -> str:
     return str(getattr(value, "__qualname__", type(value).__qualname__))
 
 
-LIBRARY = "contrastive-curvature"
-"""Name of this library on the Hugging Face hub."""
-
-_TAGS = (LIBRARY, "laplace", "uncertainty", "embeddings", "metric-learning")
-
 _ARGUMENTS = ("subset_of_weights", "enable_backprop", "dict_key_x", "dict_key_y")
 
 _DESCRIBED = (
@@ -196,96 +186,13 @@ _DESCRIBED = (
 )
 """Attributes of a posterior that its description repeats."""
 
-_Text = Annotated[str, StringConstraints(strip_whitespace=True, min_length=1)]
 
-
-class About(_Model):
-    """Statements for the model card that the posterior does not contain.
-
-    Attributes:
-        fitted_on: Data of the posterior's fit.
-        encoder_source: Source of the encoder: a repository of the hub, as ``"user/name"``, or a sentence.
-        license: Licence of the shared files, by the hub's names: ``"mit"``, ``"apache-2.0"``, ``"cc-by-nc-4.0"``.
-        metrics: Names and values of measurements, such as ``{"auroc": 0.97}``.
-        evaluated_on: Data of these measurements.
-        pipeline_tag: The hub's name of the task; by default ``"feature-extraction"``.
-        tags: Additional tags.
-        notes: Other remarks, in Markdown.
-    """
-
-    fitted_on: _Text | None = None
-    encoder_source: _Text | None = None
-    license: _Text | None = None
-    metrics: dict[_Text, FiniteFloat] | None = None
-    evaluated_on: _Text | None = None
-    pipeline_tag: _Text | None = None
-    tags: list[_Text] | None = None
-    notes: _Text | None = None
-
-
-class SaveOptions(About):
-    """Options of ``save_pretrained``, in addition to :class:`About`.
-
-    Attributes:
-        example: One or two inputs to save instead of the made-up inputs in a last layer's state, if the encoder refuses
-            the made-up inputs; for two towers a pair of inputs. The folder contains these inputs.
-        repo_id: The future repository of the folder on the Hugging Face hub, ``"user/name"``, for the loading
-            instructions in the model card. Nothing is uploaded.
-    """
-
-    example: Any = None
-    repo_id: str | None = None
-
-
-_Options = TypeVar("_Options", bound=SaveOptions)
-
-
-def save_pretrained(la: Any, folder: Path | str, *, overwrite: bool = False, **options: Any) -> Path:
+def save_pretrained(la: Any, folder: Path | str, *, overwrite: bool = False, example: Any = None) -> Path:
     """See :meth:`.ContrastiveLaplace.save_pretrained`."""
     validate.flag("overwrite", overwrite)
-    return write_posterior(la, folder, parsed(SaveOptions, options), overwrite=overwrite)
-
-
-def parsed(kind: type[_Options], options: Mapping[str, Any]) -> _Options:
-    """Parse options into an object of ``kind``.
-
-    Raises:
-        InputTypeError: An option is unknown.
-        InputError: An option has the wrong type, is empty or not finite.
-    """
-    try:
-        checked = kind(**options)
-    except ValidationError as error:
-        wrong = error.errors()[0]
-        name = ".".join(map(str, wrong["loc"]))
-        if wrong["type"] == "extra_forbidden":
-            raise InputTypeError(name, f"an option among {', '.join(kind.model_fields)}", name) from None
-        raise InputError(name, wrong["msg"].removeprefix("Input should be "), wrong["input"]) from None
-    if checked.repo_id is not None and not is_repository(checked.repo_id):
-        hint = "Letters, digits, '_', '-' and '.' stand in it, and neither '--' nor '..'."
-        raise InputError("repo_id", "the name of a repository, 'user/name'", checked.repo_id, hint)
-    return checked
-
-
-def is_repository(name: Any) -> bool:
-    """Return whether a name has the form of a repository on the hub, ``"user/name"``."""
-    # Imported here, because a posterior in a local folder does not need the hub's package.
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return isinstance(name, str) and "/" in name
-
-
-def write_posterior(la: Any, folder: Path | str, options: SaveOptions, *, overwrite: bool) -> Path:
-    """Write a posterior, or the two posteriors of two towers, to a folder."""
     place = target_folder("folder", folder, FILE, Saved.described, overwrite=overwrite)
     table = TensorTable()
-    posteriors, trees = zip(*_posteriors(la, table, options.example), strict=True)
-    about = options.model_dump(include=set(About.model_fields), exclude_none=True)
+    posteriors, trees = zip(*_posteriors(la, table, example), strict=True)
     contents = Contents(
         versions={
             "contrastive_curvature": contrastive_curvature.__version__,
@@ -296,14 +203,10 @@ def write_posterior(la: Any, folder: Path | str, options: SaveOptions, *, overwr
         towers=isinstance(la, TwoTowerLaplace),
         shared=isinstance(la, TwoTowerLaplace) and la.shared,
         posteriors=posteriors,
-        metrics=about.pop("metrics", {}),
-        about=about,
     )
     saved = Saved(contents=contents, trees=list(trees))
     place.mkdir(parents=True, exist_ok=True)
     write_tensors(place / FILE, saved, table.tensors, follow=False)
-    card = _card(contents, options.repo_id or place.name, options.repo_id)
-    write_whole(place / CARD, lambda file: file.write(card.encode()), follow=False)
     return place
 
 
@@ -411,44 +314,3 @@ def _loss_config(loss: CosineLoss) -> dict[str, Any] | None:
         with suppress(InputError):
             return type(loss).from_config(loss.config()).config()
     return None
-
-
-def _card(info: Contents, name: str, repo_id: str | None) -> str:
-    """Write the model card: Markdown, with metadata for the hub at the top."""
-    import jinja2
-    from huggingface_hub import EvalResult, ModelCardData
-
-    about = info.about
-    task = about.get("pipeline_tag", "feature-extraction")
-    source = about.get("encoder_source")
-    results = [
-        EvalResult(
-            task_type=task,
-            dataset_type="custom",
-            dataset_name=about.get("evaluated_on", "not named"),
-            metric_type=metric,
-            metric_name=metric,
-            metric_value=value,
-        )
-        for metric, value in info.metrics.items()
-    ]
-    data = ModelCardData(
-        library_name=LIBRARY,
-        pipeline_tag=task,
-        license=about.get("license"),
-        tags=list(dict.fromkeys([*_TAGS, *about.get("tags", ())])),
-        base_model=source if is_repository(source) else None,
-        model_name=name if results else None,
-        eval_results=results or None,
-    )
-    environment = jinja2.Environment(trim_blocks=True, lstrip_blocks=True, undefined=jinja2.StrictUndefined)
-    environment.filters["cell"] = lambda text: " ".join(text.split()).replace("|", "\\|")
-    template = environment.from_string(files(__package__).joinpath("card.md.jinja").read_text(encoding="utf-8"))
-    return template.render(
-        metadata=data.to_yaml(),
-        info=info,
-        name=name,
-        source=repo_id or "path/to/this/folder",
-        library=LIBRARY,
-        format_version=VERSION,
-    )
