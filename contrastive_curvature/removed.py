@@ -31,6 +31,7 @@ REMOVED: dict[str, str] = {
         "Store mu and one variance, and build an EmbeddingDistribution of these columns, see docs/recipes/indexes.md."
     ),
     "io.pretrained.load_match": "Fit a regression on pairs yourself, see docs/decide.md#two-inputs-same-or-not.",
+    "structures.Eigenpairs": "docs/backends.md#curvlinops has the leading eigenpairs of all weights.",
 }
 """Name below the package -> what to use instead: one sentence that names the page with the recipe, if there is one."""
 

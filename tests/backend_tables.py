@@ -33,7 +33,7 @@ __all__ = ["BACKENDS", "layer_table", "rewrite", "structure_table"]
 BACKENDS = ("ContrastiveGGN", "BackPackContrastiveGGN", "StochManContrastiveGGN", "CurvlinopsContrastiveGGN")
 ROWS = (
     ("last_layer", ("kron_lowrank", "diag", "full", "kron")),
-    ("all", ("diag", "full", "kron", "lowrank")),
+    ("all", ("diag", "full", "kron")),
     ("subnetwork", ("diag", "full")),
 )
 LABELS = torch.tensor([0, 0, 1, 1, 2, 2])
@@ -105,8 +105,7 @@ def _survey(backend: type[ContrastiveBackend], weights: str, structure: str) -> 
     out: dict[str, list[tuple[PDFix, Distance]]] = {}
     for fix in _FIXES:
         for distance in Distance:
-            kind = "tanh" if structure == "lowrank" else "conv2d"
-            status = _classify(backend, kind, weights, structure, fix, distance)
+            status = _classify(backend, "conv2d", weights, structure, fix, distance)
             out.setdefault(status, []).append((fix, distance))
     return out
 
@@ -147,8 +146,7 @@ def _classify(
             found, truth = _found_and_truth(backend, kind, weights, structure, options)
         except UnsupportedError:
             return REFUSED
-    # Lanczos stops earlier than everything else.
-    if not close(found, truth, float(truth.abs().max()), 1e-8 if structure == "lowrank" else 1e-10):
+    if not close(found, truth, float(truth.abs().max()), 1e-10):
         msg = f"{backend.__name__}: {structure} of {weights} with {options} is neither {status} nor refused"
         raise AssertionError(msg)
     return status
@@ -172,9 +170,6 @@ def _found_and_truth(
         precision = torch.eye(len(curvature), dtype=curvature.dtype) + curvature
         return la(x, joint=True).joint_covariance, jacobian @ torch.linalg.solve(precision, jacobian.T)
 
-    if structure == "lowrank":
-        vectors, values = made(rank=len(truth)).fit_lowrank([(x, LABELS)]).curvature.plain()
-        return (vectors * values) @ vectors.T, clamped_matrix(truth)
     if structure in ("diag", "full"):
         found = getattr(made(), structure)(x, LABELS, N=len(x))[1]
         return found, truth.diagonal() if structure == "diag" else truth

@@ -12,7 +12,6 @@ COMBINATIONS = [
     ("all", "diag"),
     ("all", "kron"),
     ("all", "full"),
-    ("all", "lowrank"),
     ("subnetwork", "diag"),
     ("subnetwork", "full"),
 ]

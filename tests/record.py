@@ -36,7 +36,7 @@ TOLERANCE = 1e-10
 FIXES = ("fixed", "positive", "full", "psd", "ggn", "ggn_fixed", "psd_parts")
 COMBINATIONS = [
     *(("last_layer", structure) for structure in ("kron_lowrank", "diag", "kron", "full")),
-    *(("all", structure) for structure in ("diag", "kron", "full", "lowrank")),
+    *(("all", structure) for structure in ("diag", "kron", "full")),
     *(("subnetwork", structure) for structure in ("diag", "full")),
 ]
 INDICES = torch.tensor([0, 3, 17, 30, 49, 60, 71])

@@ -106,7 +106,6 @@ def test_options(option: str, value: Any, kind: type[Exception], words: tuple[st
         lambda: cc.output_hessian(z, y, **{option: value}),
         lambda: cc.ggn(model, x, y, **{option: value}),
         lambda: Laplace(model, "contrastive", "all", "diag", backend_kwargs={option: value}),
-        lambda: Laplace(model, "contrastive", "all", "lowrank", backend_kwargs={option: value}),
     ]
     if option not in ("distance", "pd_fix"):
         calls.append(lambda: cc.ContrastiveLoss(**{option: value}))
@@ -118,7 +117,7 @@ def test_options(option: str, value: Any, kind: type[Exception], words: tuple[st
 def test_further_options_of_ggn() -> None:
     x, y = data()
     model = Counting(encoder())
-    refused(lambda: cc.ggn(model, x, y, structure="lowrank"), cc.InputError, "structure", "'kron'", "lowrank")
+    refused(lambda: cc.ggn(model, x, y, structure="dense"), cc.InputError, "structure", "'kron'", "dense")
     refused(lambda: cc.ggn(model, x[:0], y[:0]), cc.InputError, "x", "at least one point")
     assert model.points == 0
     refused(lambda: cc.ggn(model, x, y, subset_of_weights="first"), cc.InputError, "subset_of_weights", "first")
@@ -304,7 +303,7 @@ LOADERS = loaders()
 @covering(
     1,
     name__build__kind__words=LOADERS,
-    weights__structure=[("last_layer", "diag"), ("all", "diag"), ("last_layer", "kron"), ("all", "lowrank")],
+    weights__structure=[("last_layer", "diag"), ("all", "diag"), ("last_layer", "kron")],
 )
 def test_a_bad_loader_costs_no_earlier_fit(weights, structure, name, build, kind, words, monkeypatch) -> None:
     monkeypatch.setattr(dataset, "FEATURES_KEPT", 0)
@@ -321,8 +320,7 @@ def test_a_bad_loader_costs_no_earlier_fit(weights, structure, name, build, kind
     la.fit(good)
     before = (la(x).covariance, la.mean.clone(), la.n_data, float(la.loss), la.cost, la.log_marginal_likelihood())
     refused(lambda: la.fit(build()), kind, *words)
-    if structure != "lowrank":
-        refused(lambda: la.fit(build(), override=False), kind, *words)
+    refused(lambda: la.fit(build(), override=False), kind, *words)
     after = (la(x).covariance, la.mean, la.n_data, float(la.loss), la.cost, la.log_marginal_likelihood())
     assert all(torch.equal(torch.as_tensor(p), torch.as_tensor(q)) for p, q in zip(before, after, strict=True))
     # And it can still be fitted, also the one that never was.
@@ -365,8 +363,8 @@ def test_options_of_the_laplace_object() -> None:
 
     refused(lambda: la(backend_kwargs={"marign": 0.5}), cc.InputError, "backend_kwargs", "marign", "margin")
     refused(lambda: la(backend_kwargs={"pairs": "all"}), cc.InputError, "pairs", "'batch'", "all")
-    refused(lambda: la(backend_kwargs={"rank": 3}), cc.InputError, "rank", "lowrank")
-    refused(lambda: la("all", "lowrank", backend_kwargs={"rank": 0}), cc.InputError, "rank", "0")
+    refused(lambda: la(backend_kwargs={"rank": 3}), cc.InputError, "rank", "kron_lowrank")
+    refused(lambda: la("last_layer", "kron_lowrank", backend_kwargs={"rank": 0}), cc.InputError, "rank", "0")
     refused(lambda: la(sigma_noise=2.0), cc.UnsupportedError, "sigma_noise", "temperature")
     refused(lambda: la("last_layer", feature_reduction="average"), cc.UnsupportedError, "feature_reduction")
     refused(lambda: Laplace(nn.ReLU(), "contrastive", "all", "diag"), cc.InputError, "model", "parameters")

@@ -1,4 +1,4 @@
-"""Output Hessian -> parameter curvature: ``J^T H J`` in the structures ``diag``, ``full``, ``kron`` and low rank."""
+"""Output Hessian -> parameter curvature: ``J^T H J`` in the structures ``diag``, ``full`` and ``kron``."""
 
 from contrastive_curvature.fit.api import ggn
 

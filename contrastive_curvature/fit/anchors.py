@@ -7,20 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit import loop
-from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.fit.loop import DatasetCurvature, Fit, Source, nothing
 from contrastive_curvature.fit.passes import Passes
 from contrastive_curvature.fit.total import Part, Total
-from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.losses.rows import RowDerivatives
 from contrastive_curvature.network.loader import check_not_empty
 
 _log = logging.getLogger("contrastive_curvature")
@@ -55,11 +48,7 @@ ANCHORS = Source(nothing, nothing, parts, closed)
 def check_compared(total: Total) -> None:
     """Report how many anchors had no candidates."""
     check_not_empty(total.n)
-    note_skipped(int(total.terms["anchors"]), int(total.terms["skipped"]))
-
-
-def note_skipped(anchors: int, skipped: int) -> None:
-    """Report how many anchors had no candidates."""
+    anchors, skipped = (int(total.terms[name]) for name in ("anchors", "skipped"))
     if not anchors:
         hint = "An anchor needs a positive among the candidates of its batch: larger batches, or several of each class."
         wanted = "at least one anchor with positives and candidates as the loss compares them"
@@ -70,55 +59,3 @@ def note_skipped(anchors: int, skipped: int) -> None:
             skipped,
             anchors + skipped,
         )
-
-
-@dataclass(frozen=True)
-class WholeHessian:
-    """Output Hessian of a data set, in the order of its loader: of all points at once, or of its batches.
-
-    Args:
-        z: Raw outputs of all N points, shape (N, D).
-        parts: Hessians of consecutive points; points of different parts are not coupled.
-        classes: Centres of the classes, if there are labels.
-    """
-
-    z: Tensor
-    parts: list[OutputHessian]
-    classes: ClassCentres | None
-
-    def matvec(self, v: Tensor) -> Tensor:
-        """Return ``H v`` for ``v`` of shape (N, D) or (N, D, K)."""
-        return torch.cat([part.matvec(v[rows]) for rows, part in self._placed()])
-
-    def loss_and_cost(self) -> tuple[Tensor, Tensor]:
-        """Return the value of the loss over the data set, without a graph, and its non-negative version."""
-        values = [part.loss_and_cost() for part in self.parts]
-        value, cost = (torch.stack([pair[k].double() for pair in values]).sum().to(self.z.dtype) for k in (0, 1))
-        return value, cost
-
-    def _placed(self) -> Iterator[tuple[slice, OutputHessian]]:
-        start = 0
-        for part in self.parts:
-            yield slice(start, start + len(part)), part
-            start += len(part)
-
-
-def collect_anchors(f: Fit, passes: Passes) -> WholeHessian:
-    """Return raw outputs of all points, and the Hessians of their batches."""
-    loss = f.options.loss
-    parts: list[OutputHessian] = []
-    outputs: list[Tensor] = []
-    classes: list[Tensor] | None = []
-    for batch, z, _ in passes.embedded(f.progress):
-        outputs.append(z)
-        classes = None if classes is None or batch.classes is None else [*classes, batch.classes]
-        parts.append(loss.data_hessian(z, loss.relate(z, batch.labels, batch.pairs)))
-        derivatives = parts[-1].derivatives
-        if isinstance(derivatives, RowDerivatives):
-            # All batches stay in memory, so large tensors are dropped and computed again when needed.
-            derivatives.release()
-    check_not_empty(len(outputs))
-    z = torch.cat(outputs)
-    anchors, skipped = (int(sum(getattr(p.derivatives, name) for p in parts)) for name in ("anchors", "skipped"))
-    note_skipped(anchors, skipped)
-    return WholeHessian(z, parts, None if classes is None else ClassCentres.of(z, torch.cat(classes)))

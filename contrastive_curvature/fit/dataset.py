@@ -98,11 +98,11 @@ class AllPairs:
 
 
 @waiting.seldom_waiting()
-def statistics(f: Fit, passes: Passes, *, for_products: bool = False) -> Total:
+def statistics(f: Fit, passes: Passes) -> Total:
     """Run the encoder, and return counts and sums by class, and all points or a sample of them."""
-    n_kept, keep_inputs = (None, False) if for_products else _kept_points(f)
+    n_kept, keep_inputs = _kept_points(f)
     record, classes, points = PassRecord(), CentreCollector(limited=False), RowCollector(n_kept)
-    n, numbers_left = 0, 0 if for_products else FEATURES_KEPT
+    n, numbers_left = 0, FEATURES_KEPT
     for batch, z, features in passes.embedded(f.progress):
         targets = _targets(batch)
         record.add(z, targets)
@@ -126,11 +126,11 @@ def statistics(f: Fit, passes: Passes, *, for_products: bool = False) -> Total:
     return Total(n, {}, {_POINTS: points.rows(), TYPICAL: typical}, table)
 
 
-def all_pairs(f: Fit, statistics: Total, *, for_products: bool = False) -> AllPairs:
-    """Build the output Hessian of the data set; ``for_products`` keeps all points, for products with their Hessian."""
+def all_pairs(f: Fit, statistics: Total) -> AllPairs:
+    """Build the output Hessian of the data set."""
     loss, relation, n = cast("PairLoss", f.options.loss), f.options.relation, statistics.n
     samples = samples_of(f.options, n)
-    if not for_products and samples is not None and not loss.from_sums:
+    if samples is not None and not loss.from_sums:
         # A sample gives no cross terms here, and Kronecker factors leave them out anyway.
         loss = loss.uncoupled()
     check_not_empty(n)
@@ -147,11 +147,6 @@ def all_pairs(f: Fit, statistics: Total, *, for_products: bool = False) -> AllPa
     if table is None:
         check_fittable(n, hessian.related.totals[0])
     return AllPairs(hessian, n, outputs.shape[1], points, centres_of(table, kept[TYPICAL]), sampled)
-
-
-def collected(f: Fit, passes: Passes) -> AllPairs:
-    """Keep all points of a pass, for products with their Hessian."""
-    return all_pairs(f, statistics(f, passes, for_products=True), for_products=True)
 
 
 def parts(f: Fit, pairs: AllPairs, passes: Passes) -> Iterator[Part | Total]:

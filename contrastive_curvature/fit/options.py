@@ -31,8 +31,7 @@ class CurvatureOptions:
     pairs: str = "dataset"
     positives: str | None = None
     relation: RelationFunction | None = None
-    rank: int | None = 64
-    """Of ``lowrank``; the Kronecker factors of a last layer choose theirs from the spectrum (``None``)."""
+    rank: int | None = None
     mc_samples: int | None = None
     negative_samples: int | str | None = "auto"
 

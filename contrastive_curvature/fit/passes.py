@@ -147,12 +147,6 @@ class Passes:
         return Origin(0, 0, 0.0, 0.0) if self.latest is None else self.latest.origin()
 
 
-def check_same_outputs(again: Tensor, known: Tensor, argument: str, hint: str) -> None:
-    """Refuse a batch whose outputs differ from the outputs at its position in an earlier pass."""
-    if known.shape != again.shape or not torch.allclose(again, known, rtol=1e-3, atol=1e-5 * float(known.abs().max())):
-        raise InputError(argument, "the same points in the same order in every pass", "others", hint)
-
-
 @functools.cache
 def _direction(dim: int, device: torch.device) -> Tensor:
     """Return a unit vector (D,), the same in every process."""

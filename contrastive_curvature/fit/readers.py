@@ -54,10 +54,6 @@ class Reader:
         self.loader, self.share, self._read = loader, Share(loader, part), read
         self._workers = uncoordinated_workers(loader)
 
-    def inputs(self) -> Iterator[Inputs]:
-        """Yield the inputs of all batches."""
-        return (batch.x for batch in self)
-
     def __len__(self) -> int:
         return len(self.loader)
 

@@ -13,7 +13,7 @@ from contrastive_curvature.errors import InputError, InputTypeError, Unsupported
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
 from contrastive_curvature.options import PDFix
-from contrastive_curvature.structures import Eigenpairs, KronLowRank, Structure
+from contrastive_curvature.structures import KronLowRank, Structure
 
 CONTRASTIVE = "contrastive"
 """The likelihood's name in ``laplace.Laplace(model, likelihood="contrastive")``."""
@@ -80,15 +80,9 @@ def check_options(
     unknown = sorted(set(chosen) - set(known), key=str)
     if unknown:
         raise InputError("backend_kwargs", f"keys among {sorted(known)}", str(unknown))
-    chooses_rank = issubclass(structure, KronLowRank)
-    if "rank" in chosen and not (chooses_rank or issubclass(structure, Eigenpairs)):
-        hint = "It is for hessian_structure='lowrank' and 'kron_lowrank'; leave it out."
+    if "rank" in chosen and not issubclass(structure, KronLowRank):
+        hint = "It is for hessian_structure='kron_lowrank'; leave it out."
         raise InputError("backend_kwargs: rank", "nothing for this structure", chosen["rank"], hint)
-    if chooses_rank:
-        # None chooses the rank from the spectrum.
-        chosen.setdefault("rank", None)
-    elif "rank" in chosen and chosen["rank"] is None:
-        raise InputError("backend_kwargs: rank", "a positive whole number", None, "Leave it out for 64.")
     ours = CurvatureOptions.defaults()
     # A user's own backend may have other defaults.
     changed = {name: value for name, value in known.items() if name in ours and value != ours[name]}

@@ -26,7 +26,6 @@ def run_pass(
     progress_bar: bool | None,
 ) -> State:
     """Run the first pass over a part of the data, or the second one if ``statistics`` of all parts are passed."""
-    la.check_adds("parts of the data")
     check_loader(loader, "loader", shares=True)
     _check_part(part, statistics)
     _check_sampler(loader, part)
@@ -41,7 +40,6 @@ def run_pass(
 
 def fit_parts(la: ContrastiveLaplace, statistics: State, curvature: State, example: Inputs | None) -> None:
     """Implement :meth:`contrastive_curvature.laplace.posterior.ContrastiveLaplace.fit_parts`."""
-    la.check_adds("parts of the data")
     check_kind("statistics", statistics, STATISTICS)
     check_kind("curvature", curvature, CURVATURE)
     if statistics.probe is None:

@@ -107,7 +107,7 @@ class ContrastiveLaplace(GaussianOverWeights):
             depends only on the posterior and the norm.
         curvature_error: Relative standard error of the curvature's diagonal in the last fit, if a sample replaced all
             negatives (``backend_kwargs=dict(negative_samples=...)``). ``None`` if all pairs were counted; it is not
-            measured for fixes with cross terms and ``lowrank``.
+            measured for fixes with cross terms.
 
     Raises:
         InputError: An option is unknown or out of range.
@@ -321,20 +321,9 @@ class ContrastiveLaplace(GaussianOverWeights):
         # Check this first: in la.fit(x, labels), the labels would be taken for override.
         check_loader(loader)
         validate.flag("override", override)
-        if not override:
-            self.check_adds("override=False")
         probes = self.first_inputs(loader)
         check_not_empty(len(probes))
         self.prepare(probes[0])
-
-    def check_adds(self, asked: str) -> None:
-        """Refuse a structure whose curvatures of two data sets, or of parts of one, cannot be added."""
-        if not self.structure.adds:
-            adding = ", ".join(repr(name) for name, kind in STRUCTURES.items() if kind.adds)
-            raise UnsupportedError(
-                f"{asked}: the structure {self.hessian_structure!r} of several sets of data does not add up. "
-                f"These do: {adding}. Or fit all data at once."
-            )
 
     def set_curvature(self, result: DatasetCurvature, *, override: bool = True) -> None:
         """Store a curvature at the encoder's present weights, with the other results of a fit.
@@ -410,7 +399,7 @@ class ContrastiveLaplace(GaussianOverWeights):
         Raises:
             NotFittedError: Before ``fit``.
             InputError: See ``fit``. The posterior does not change.
-            UnsupportedError: See ``fit``, or the structure cannot add up: ``lowrank``.
+            UnsupportedError: See ``fit``.
         """
         self.check_fitted()
         self.fit(loader, override=False, progress_bar=progress_bar)

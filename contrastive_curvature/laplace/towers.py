@@ -26,7 +26,7 @@ from contrastive_curvature.network.loader import check_loader, first_batch
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.network.two_towers import TwoTowers
 from contrastive_curvature.progress import Progress
-from contrastive_curvature.structures import STRUCTURES, structure_of
+from contrastive_curvature.structures import structure_of
 
 
 class TwoTowerLaplace:
@@ -296,11 +296,10 @@ def _check_towers(model: object, likelihood: object, weights: object, structure:
         raise InputTypeError("model", "a TwoTowers(encoder_a, encoder_b)", f"a {type(model).__name__}")
     if likelihood != CONTRASTIVE:
         raise InputError("likelihood", repr(CONTRASTIVE), likelihood)
-    if weights == "subnetwork" or not structure_of(structure, "hessian_structure").adds:
-        adding = [name for name, kind in STRUCTURES.items() if kind.adds]
+    structure_of(structure, "hessian_structure")
+    if weights == "subnetwork":
         raise UnsupportedError(
-            f"subset_of_weights={weights!r}, hessian_structure={structure!r}: two towers have posteriors of the last "
-            f"layers or of all weights, of the structures {', '.join(adding)}."
+            "subset_of_weights='subnetwork': two towers have posteriors of the last layers or of all weights."
         )
     places = [
         f"{p.dtype} on {p.device}" for one in (model.encoder_a, model.encoder_b) for p in list(one.parameters())[:1]

@@ -307,7 +307,6 @@ class RowDerivatives(CosineDerivatives):
         # With ``attracting_only``, the sign of a pair's weight is known only after both directions are added.
         self._summed = not (self.fix.second_only or self.fix.attracting_only)
         self._values: tuple[Tensor, Tensor] | None = None
-        self._moment_parts: list[MomentPart] = []
         self._sides = [_Anchors(loss, relation, u, side) for side in sides]
         self.anchors = torch.cat([known.kept for known in self._sides]).sum()
         self.skipped = sum(known.kept.numel() for known in self._sides) - self.anchors
@@ -345,8 +344,7 @@ class RowDerivatives(CosineDerivatives):
                 degree[rows], neighbors[rows] = y.sum(1), y @ self.u
         moments = None
         if not self.loss.linear:
-            self._moment_parts = list(self._parts())
-            moments = Moments(self._moment_parts, signs, vectors, bound + vectors.square().sum((0, 2)))
+            moments = Moments(list(self._parts()), signs, vectors, bound + vectors.square().sum((0, 2)))
         value = degree.new_zeros((), dtype=torch.float64)
         return NodeSums(degree, neighbors, moments, value).checked(type(self.loss).__name__)
 
@@ -410,13 +408,6 @@ class RowDerivatives(CosineDerivatives):
             for rows, y, _ in self.row_blocks():
                 out[rows] -= (y @ t.flatten(1)).view_as(t[rows])
         return out
-
-    def release(self) -> None:
-        """Free the stored numbers of all pairs; they are computed again when needed."""
-        for known in self._sides:
-            known.held = known.cosines = None
-        for part in self._moment_parts:
-            part.last = None
 
     def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
         """See :meth:`CosineDerivatives.loss_and_cost`; cost: the loss minus its minimum."""

@@ -305,15 +305,13 @@ def _check_options(
     validate.count("n_samples", n_samples)
     if validate.count("n_data", n_data) < 2:
         raise InputError("n_data", "a whole number of at least 2", n_data)
-    without_sums = tuple(name for name, kind in STRUCTURES.items() if not kind.adds)
-    if subset_of_weights == "subnetwork" or hessian_structure in without_sums:
+    if subset_of_weights == "subnetwork":
         raise UnsupportedError(
-            f"subset_of_weights={subset_of_weights!r}, hessian_structure={hessian_structure!r}: curvatures of batches "
-            "cannot be added up in this form. Use 'last_layer' or 'all' with 'diag', 'full' or 'kron'; after "
-            "training, Laplace(online.encoder, likelihood='contrastive', ...) fits any structure post hoc."
+            "subset_of_weights='subnetwork': training adds up curvatures of 'last_layer' or 'all'. After training, "
+            "Laplace(online.encoder, likelihood='contrastive', ...) fits a subnetwork."
         )
     validate.choice("subset_of_weights", subset_of_weights, ("last_layer", "all"))
-    known = tuple(name for name, kind in STRUCTURES.items() if kind.adds and subset_of_weights in kind.weights)
+    known = tuple(name for name, kind in STRUCTURES.items() if subset_of_weights in kind.weights)
     structure_of(hessian_structure, "hessian_structure", known)
 
 

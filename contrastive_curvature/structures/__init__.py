@@ -1,19 +1,21 @@
 """The structures of the curvature: which part is kept, how it adds up over points, and how its posterior is used."""
 
 from contrastive_curvature.errors import InputError
+from contrastive_curvature.removed import refuse_removed
 from contrastive_curvature.structures.base import Clamped, Structure
 from contrastive_curvature.structures.dense import Dense
 from contrastive_curvature.structures.diagonal import Diagonal
-from contrastive_curvature.structures.eigenpairs import Eigenpairs
 from contrastive_curvature.structures.kron import Kron
 from contrastive_curvature.structures.kron_lowrank import KronLowRank
 
-STRUCTURES: dict[str, type[Structure]] = {kind.name: kind for kind in (Diagonal, Dense, Kron, KronLowRank, Eigenpairs)}
+STRUCTURES: dict[str, type[Structure]] = {kind.name: kind for kind in (Diagonal, Dense, Kron, KronLowRank)}
 """By the name that ``hessian_structure`` takes."""
 
 REMOVED_STRUCTURES = {
     "gp": "It was removed in version 0.3. 'full' gives its posterior, for the last layer or subset_of_weights="
     "'subnetwork'; for more weights use 'kron_lowrank' of the last layer, or 'kron' of all.",
+    "lowrank": "It was removed in version 0.3. Use 'kron_lowrank' of the last layer, or 'kron' of all weights. "
+    "docs/backends.md#curvlinops has the leading eigenpairs of all weights.",
 }
 """Names that earlier versions took -> what to use instead."""
 
@@ -42,9 +44,10 @@ __all__ = [
     "Clamped",
     "Dense",
     "Diagonal",
-    "Eigenpairs",
     "Kron",
     "KronLowRank",
     "Structure",
     "structure_of",
 ]
+
+__getattr__ = refuse_removed(__name__)

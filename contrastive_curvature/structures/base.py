@@ -33,7 +33,6 @@ class Structure(ABC):
         name: Name for users.
         couples: Whether cross terms between points are kept. Kronecker factors leave them out.
         weights: Values of ``subset_of_weights`` that support it.
-        adds: Whether the sums of two data sets, or of two parts of one, can be added.
         mc_estimable: Whether the option ``mc_samples`` gives an unbiased estimate of it.
         priors: Supported priors: one number, one for each parameter tensor, or one for each parameter.
         options: Names of arguments of :meth:`clamped` that users may set.
@@ -42,7 +41,6 @@ class Structure(ABC):
     name: ClassVar[str]
     weights: ClassVar[tuple[str, ...]] = ("last_layer", "all")
     couples: ClassVar[bool] = True
-    adds: ClassVar[bool] = True
     mc_estimable: ClassVar[bool] = False
     priors: ClassVar[tuple[str, ...]] = ("scalar", "layerwise")
     options: ClassVar[tuple[str, ...]] = ()

@@ -25,7 +25,6 @@ from contrastive_curvature.losses import (
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.options import Distance, PDFix
 from contrastive_curvature.structures import STRUCTURES
-from contrastive_curvature.structures.finite import clamped_matrix
 from contrastive_curvature.testing.cases import Case, close
 from contrastive_curvature.testing.networks import build_network, make_inputs
 from contrastive_curvature.testing.oracle import (
@@ -115,17 +114,9 @@ def check_batch(
 def check_data(
     backend: ContrastiveBackend, loader: Any, want: Tensor, reach: float, dtype: torch.dtype = torch.float64
 ) -> None:
-    """Compare a backend's curvature of a data set, and its products, with a dense curvature."""
+    """Compare a backend's curvature of a data set with a dense curvature."""
     assert near(backend.fit(loader, STRUCTURES["diag"]).curvature.plain(), want.diagonal(), reach, dtype)
     assert near(backend.fit(loader, STRUCTURES["full"]).curvature.plain(), want, reach, dtype)
-    v = torch.linspace(-1, 1, len(want), dtype=torch.float64)
-    assert near(backend.matvec(loader, v.to(loader[0][1].device, dtype)), want @ v, reach * len(want), dtype)
-
-
-def check_low_rank(backend: ContrastiveBackend, loader: Any, want: Tensor, reach: float) -> None:
-    """Compare the eigenpairs that a backend fits with a dense curvature."""
-    vectors, values = backend.fit_lowrank(loader).curvature.plain()
-    assert close(((vectors * values) @ vectors.T).cpu(), clamped_matrix(want).cpu(), reach, 1e-8)
 
 
 def draw_loss_case(data: st.DataObject, networks: list[str]) -> Drawn:
@@ -145,7 +136,7 @@ def is_exact(
     device: str,
     **more: Any,
 ) -> None:
-    """Compare a batch, a data set, products and eigenpairs of a loss with autograd."""
+    """Compare a batch and a data set of a loss with autograd."""
     model, points, labels = drawn
     jacobian, z = dense_jacobian(model, points), model(points).detach()
     hessian, of_pairs = loss.output_hessian(z, labels), loss.compares == "pairs"
@@ -174,9 +165,6 @@ def is_exact(
         if not want.any():
             continue
         check_data(instance, loader, want, reach)
-        if isinstance(weights, str) and weights == "all":
-            instance = make_backend(backend, model, x, weights, loss=loss, rank=len(want), **more)
-            check_low_rank(instance, loader, want, reach)
     model.cpu()
 
 

@@ -1,20 +1,17 @@
 """A data set fitted in batches equals the same data in one batch, exactly, in every structure and for every fix."""
 
-import warnings
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import assume, given, reject
+from hypothesis import assume, given
 from hypothesis import strategies as st
-from scipy.sparse.linalg import ArpackError, ArpackNoConvergence
-from strategies import INPUTS, NETWORKS, build_network, close, make_inputs, options, relate_by_remainder
+from strategies import NETWORKS, build_network, close, make_inputs, options, relate_by_remainder
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
-from contrastive_curvature.fit import cross_terms, lowrank
+from contrastive_curvature.fit import cross_terms
 from contrastive_curvature.losses import contrastive
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.structures import Dense, Diagonal, Kron, Structure
@@ -87,29 +84,6 @@ def test_kron_equals_one_batch(drawn: Any, last: bool, pd_fix: str, device: str)
             assert close(factor, other, 1e-3 * _size(model, x, y, chosen))
 
 
-@given(drawn=data(), rank=st.integers(1, 3))
-def test_low_rank_finds_the_largest(drawn: Any, rank: int, device: str) -> None:
-    model, x, y, loader, chosen = drawn
-    chosen.pop("relation", None)
-    model, x, y = model.to(device), x.to(device), y.to(device)
-    ordered = DataLoader(loader.dataset, batch_size=loader.batch_size)
-    with pytest.MonkeyPatch.context() as patch:
-        # Small networks would not need Lanczos; where few eigenvalues are positive it may say that it stops early.
-        patch.setattr(lowrank, "DENSE_PARAMETERS", 0)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=".* eigenpairs converged")
-            try:
-                vectors, values = cc.ContrastiveGGN(model, rank=rank, **chosen).fit_lowrank(ordered).curvature.plain()
-            except ArpackError:  # a curvature of rank one or zero, of which Lanczos iterations find no second vector
-                reject()
-    scale = len(x) / 2 if chosen["normalization"] == "type" else 1.0
-    truth = torch.linalg.eigvalsh(scale * cc.ggn(model, x, y, structure="full", clamp=False, **chosen)).flip(0)[:rank]
-    size = scale * _size(model, x, y, chosen)
-    assert len(values) <= rank
-    assert close(values, truth[: len(values)], size, 1e-8)
-    assert close(vectors.T @ vectors, torch.eye(len(values), dtype=x.dtype, device=device), 1.0, 1e-8)
-
-
 @given(drawn=data())
 def test_one_batch_of_everything_is_the_batch_estimate(drawn: Any, device: str) -> None:
     model, x, _, loader, chosen = drawn
@@ -120,18 +94,6 @@ def test_one_batch_of_everything_is_the_batch_estimate(drawn: Any, device: str) 
     found, wanted = estimate.curvature.plain(), exact.curvature.plain()
     assert close(found, wanted, 1e-3 * float(wanted.abs().max()) + 1e-12)
     assert close(estimate.loss.reshape(1), exact.loss.reshape(1), 1.0)
-
-
-def test_low_rank_takes_a_shuffling_loader_in_its_own_order(device: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(INPUTS, 3), nn.Tanh(), nn.Linear(3, 2)).double().to(device)
-    data = TensorDataset(torch.randn(32, INPUTS, dtype=torch.float64), torch.arange(32) % 2)
-    fits = []
-    for shuffle in (False, True):
-        loader = DataLoader(data, batch_size=3, shuffle=shuffle)
-        vectors, values = cc.ContrastiveGGN(model, rank=2).fit_lowrank(loader).curvature.plain()
-        fits.append((vectors * values) @ vectors.T)
-    assert close(*fits, tolerance=1e-12)
 
 
 def test_memory_of_a_last_layer_fit_does_not_grow_with_pairs(device: str) -> None:
@@ -160,21 +122,3 @@ def _size(model: nn.Module, x: Tensor, y: Tensor, pairs: dict[str, Any]) -> floa
     z = model(x).detach()
     made = cc.output_hessian(z, y, **pairs).derivatives.dense()[0].abs().sum()
     return 1e-3 * float(made / z.norm(dim=1).min() ** 2 * dense_jacobian(model, x).square().sum())
-
-
-def test_low_rank_says_which_eigenpairs_did_not_converge(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(0)
-    model = nn.Linear(INPUTS, 3).double().to(device)
-    x, y = torch.randn(8, INPUTS, dtype=torch.float64), torch.arange(8) % 2
-    exact, _ = cc.ContrastiveGGN(model, rank=2, pd_fix="psd").fit_lowrank([(x, y)]).curvature.plain()
-
-    def stops_early(operator: Any, **kwargs: Any) -> Any:
-        vectors = exact[:, :1].cpu().numpy()
-        raise ArpackNoConvergence("stopped", np.ones(1), vectors)
-
-    monkeypatch.setattr(lowrank, "DENSE_PARAMETERS", 0)
-    monkeypatch.setattr(lowrank, "eigsh", stops_early)
-    with pytest.warns(UserWarning, match="1 of 2 eigenpairs converged"):
-        vectors, values = cc.ContrastiveGGN(model, rank=2, pd_fix="psd").fit_lowrank([(x, y)]).curvature.plain()
-    assert torch.equal(vectors, exact[:, :1])
-    assert values.tolist() == [1.0]

@@ -33,7 +33,6 @@ OUTLIERS = [(nn.Tanh(), float("inf")), (nn.ReLU(), 1e20)]
 STRUCTURES = [
     ("all", "diag", {}),
     ("all", "kron", {}),
-    ("all", "lowrank", {}),
     ("subnetwork", "full", {"subnetwork_indices": torch.arange(2, 90, 6)}),
 ]
 
@@ -55,7 +54,6 @@ def test_no_structure_keeps_it(weights, structure, more, activation, value, devi
         ("diag", cc.ContrastiveGGN, {"pd_fix": "full"}),
         ("kron", None, {}),
         ("full", cc.ContrastiveGGN, {}),
-        ("lowrank", None, {}),
     ],
 )
 def test_the_message_names_layer_and_batch(structure: str, backend: Any, options: dict[str, Any], device: str) -> None:
@@ -65,6 +63,13 @@ def test_the_message_names_layer_and_batch(structure: str, backend: Any, options
     message = str(caught.value)
     for word in ("layer '0'", "0.weight", "batch 1", "counted from 0", "squares overflow"):
         assert word in message, message
+
+
+def test_so_does_that_of_an_operator(device: str) -> None:
+    with pytest.raises(cc.InputError, match=r"layer '0' \(parameter '0.weight'\), first in batch 1 \(counted from 0\)"):
+        cc.ContrastiveGGNLinearOperator(
+            encoder(nn.Tanh(), device), cc.ContrastiveLoss(), None, batches(float("inf"), device)
+        )
 
 
 @each("structure", ["diag", "kron", "full"])

@@ -91,7 +91,7 @@ def test_refusals_name_what_to_do(options: dict[str, Any], kind: type[Exception]
     with pytest.raises(kind, match=words):
         cc.ggn(model, x, labels, **{"mc_samples": 1, **options})
     with pytest.raises(cc.UnsupportedError, match="mc_samples"):
-        Laplace(model, "contrastive", "all", "lowrank", backend_kwargs={"mc_samples": 1})
+        Laplace(model, "contrastive", "all", "full", backend_kwargs={"mc_samples": 1})
     refused(lambda: cc.OnlineLaplace(model, probe=x, n_data=5, backend_kwargs={"mc_samples": 1}), "mc_samples")
 
 

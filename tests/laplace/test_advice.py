@@ -48,7 +48,7 @@ ASKS: list[Callable[[Any, Tensor], Any]] = [
 @covering(
     1,
     ask=ASKS,
-    weights__structure=[("last_layer", "diag"), ("all", "diag"), ("all", "lowrank")],
+    weights__structure=[("last_layer", "diag"), ("all", "diag")],
 )
 def test_a_prior_that_nobody_chose_is_said_once(weights: str, structure: str, ask: Any, device: str) -> None:
     x = inputs(device)

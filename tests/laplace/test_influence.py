@@ -97,7 +97,6 @@ GONE = [1, 6, 7, 11]
 REST = torch.tensor([0, 2, 3, 4, 5, 8, 9, 10])
 FORGETTING = [
     *[(structure, cc.ContrastiveLoss(), {}) for structure in ("diag", "full", "kron", "kron_lowrank")],
-    ("lowrank", cc.ContrastiveLoss(), {}),
     ("full", cc.ContrastiveLoss(margin=None, normalization="sum", pd_fix="full"), {}),
     ("full", cc.ContrastiveLoss(), {"pairs": "batch"}),
     ("kron", cc.SupConLoss(0.3), {}),
@@ -117,7 +116,6 @@ def test_without_points_is_a_fit_of_the_rest(structure: str, loss: Any, options:
             hessian_structure=structure,
             temperature=0.5,
             backend_kwargs=options_of_fit,
-            **({"subset_of_weights": "all"} if structure == "lowrank" else {}),
         )
         la.fit([(x[rows], LABELS[rows]) for rows in batches])
         la.prior_precision = PRIOR

@@ -16,9 +16,8 @@ from contrastive_curvature.testing import dense_jacobian
 
 LAST = [("last_layer", "diag"), ("last_layer", "kron"), ("last_layer", "kron_lowrank"), ("last_layer", "full")]
 ALL = [("all", "diag"), ("all", "kron"), ("all", "full")]
-LOWRANK = [("all", "lowrank")]
 SUBNET = [("subnetwork", "diag"), ("subnetwork", "full")]
-COMBINATIONS = LAST + ALL + LOWRANK + SUBNET
+COMBINATIONS = LAST + ALL + SUBNET
 INPUTS, HIDDEN, DIM, POINTS = 4, 6, 3, 20
 INDICES = torch.tensor([2, 5, 11, 29, 30, 35, 47, 50])
 """Of the 30 + 21 parameters of :func:`body`: both weights and both biases."""
@@ -65,15 +64,14 @@ def make(model: nn.Module, weights: str, structure: str, host: dict[str, Any] | 
 
 def fitted(model: nn.Module, weights: str, structure: str, x: Tensor, y: Tensor, **kwargs: Any) -> Any:
     la = make(model, weights, structure, **kwargs)
-    # Lanczos runs over the loader many times.
-    la.fit(batches(x, y, size=10, shuffle=False) if structure == "lowrank" else batches(x, y))
+    la.fit(batches(x, y))
     return la
 
 
 def curvature(model: nn.Module, x: Any, y: Tensor, weights: str, structure: str, clamp: bool, **options: Any) -> Any:
-    """What the library says of the whole set at once; low rank is held against the dense matrix."""
+    """What the library says of the whole set at once."""
     subset: Any = INDICES.to(y.device) if weights == "subnetwork" else weights
-    kind = {"lowrank": "full", "kron_lowrank": "kron"}.get(structure, structure)
+    kind = "kron" if structure == "kron_lowrank" else structure
     kwargs = {**OPTIONS, **options}
     found: Any = cc.ggn(model, x, y, subset_of_weights=subset, structure=kind, clamp=clamp, **kwargs)
     if structure == "kron_lowrank":
@@ -96,9 +94,6 @@ def leading(a: Tensor) -> Tensor:
 
 def dense_h(la: Any, structure: str) -> Tensor:
     """The clamped curvature that the posterior of a fitted object is made from."""
-    if structure == "lowrank":
-        vectors, values = la.H
-        return (vectors * values) @ vectors.T
     if structure == "kron":
         return la.H.to_matrix(exponent=1)
     if structure == "kron_lowrank":
@@ -127,8 +122,7 @@ def test_fit_is_the_curvature_of_the_whole_set(weights: str, structure: str, dev
     x, y = data(device)
     la = fitted(body(cc.L2Norm(), device=device), weights, structure, x, y)
     raw = body(device=device)  # the truth never meets a normalisation
-    if structure != "lowrank":
-        assert same_raw(la, curvature(raw, x, y, weights, structure, clamp=False))
+    assert same_raw(la, curvature(raw, x, y, weights, structure, clamp=False))
     assert close(dense_h(la, structure), dense_truth(raw, x, y, weights, structure))
     assert (la.n_data, la.n_outputs) == (POINTS, DIM)
     vector = torch.nn.utils.parameters_to_vector((raw[2] if weights == "last_layer" else raw).parameters())
@@ -296,15 +290,12 @@ def test_what_stays_of_the_bias_over_all_batches_of_a_small_set(
 def test_loss_is_that_of_the_loss_module_whatever_the_fix(margin: float | None, pd_fix: str, device: str) -> None:
     x, y = data(device)
     z = body(device=device)(x).detach()
-    for structure in ("diag", "lowrank"):
-        weights = "all"
-        la = make(body(device=device), weights, structure, pd_fix=pd_fix, margin=margin)
-        la.fit(batches(x, y, shuffle=False))
-        loss = cc.ContrastiveLoss(margin, OPTIONS["negative_weight"])(z, y)
-        assert float(la.loss) == pytest.approx(float(loss), rel=1e-10)
-        # Without a margin a repelling pair is counted from the largest distance, 2: the loss of the margin 2.
-        cost = cc.ContrastiveLoss(margin or 2.0, OPTIONS["negative_weight"])(z, y)
-        assert float(la.cost) == pytest.approx(float(cost), rel=1e-10)
+    la = fitted(body(device=device), "all", "diag", x, y, pd_fix=pd_fix, margin=margin)
+    loss = cc.ContrastiveLoss(margin, OPTIONS["negative_weight"])(z, y)
+    assert float(la.loss) == pytest.approx(float(loss), rel=1e-10)
+    # Without a margin a repelling pair is counted from the largest distance, 2: the loss of the margin 2.
+    cost = cc.ContrastiveLoss(margin or 2.0, OPTIONS["negative_weight"])(z, y)
+    assert float(la.cost) == pytest.approx(float(cost), rel=1e-10)
 
 
 @each("dtype", [torch.bool, torch.uint8, torch.int32])

@@ -129,7 +129,6 @@ def test_arguments_of_the_constructor() -> None:
     refused(lambda: made("all", "diag", 1.0, 2.0, prior_precision=3.0), "prior_precision")
     # The order that the host's classes have, and its enumerations, which are strings.
     assert made("all", "diag", 1.0, 2.0).prior_precision == 2
-    refused(lambda: made("last_layer", "lowrank"), "lowrank", "hessian_structure", "'kron'")
     made(laplace.SubsetOfWeights.ALL, laplace.HessianStructure.DIAG)
 
 
@@ -160,18 +159,12 @@ def test_values_of_densities(weights: str, structure: str, every: dict[tuple[str
         refused(lambda call=call: call(torch.ones(2, 3, len(good) + 1)), "Js", str(len(good)))
 
 
-@each("weights, structure", [("all", "lowrank"), ("subnetwork", "full"), ("subnetwork", "diag")])
-def test_densities_that_the_host_has_not_are_gaussian(
-    weights: str, structure: str, every: dict[tuple[str, str], Any]
-) -> None:
-    """Low rank, for which the host refuses, and subnetworks, where it mixes sizes: against the dense precision."""
-    la = every[weights, structure]
-    if structure == "lowrank":
-        (vectors, values), prior = la.posterior_precision
-        precision, mean = (vectors * values) @ vectors.T + prior.diag(), la.mean
-    else:
-        precision, mean = la.posterior_precision, la.mean_subnet
-        precision = precision if precision.ndim == 2 else precision.diag()
+@each("structure", ["full", "diag"])
+def test_densities_of_a_subnetwork_are_gaussian(structure: str, every: dict[tuple[str, str], Any]) -> None:
+    """The host mixes sizes: against the dense precision."""
+    la = every["subnetwork", structure]
+    precision, mean = la.posterior_precision, la.mean_subnet
+    precision = precision if precision.ndim == 2 else precision.diag()
     value = mean + torch.linspace(-1, 1, len(mean))
     truth = torch.distributions.MultivariateNormal(mean, precision_matrix=precision)
     assert float(la.log_prob(value)) == pytest.approx(float(truth.log_prob(value)), rel=1e-9)

@@ -15,7 +15,6 @@ from test_laplace import (
     DIM,
     INDICES,
     LAST,
-    LOWRANK,
     OPTIONS,
     POINTS,
     SUBNET,
@@ -280,7 +279,7 @@ def test_priors_without_room_are_refused_and_nothing_changes(weights: str, struc
     assert (la.temperature, float(la.prior_precision)) == (1.0, PRIOR)
 
 
-@covering(1, pred_type=["glm", "nn"], weights__structure=[LAST[0], *LOWRANK, SUBNET[1]])
+@covering(1, pred_type=["glm", "nn"], weights__structure=[LAST[0], SUBNET[1]])
 def test_grid_search_takes_the_minimum_of_the_criterion(weights: str, structure: str, pred_type: str) -> None:
     la, _, x = posterior(weights, structure)
     y = data()[1]
@@ -338,12 +337,11 @@ def test_a_posterior_survives_a_file_and_goes_on(weights: str, structure: str, d
     other.load_state_dict(roundtrip(la))
     assert torch.equal(other(x, joint=True).joint_covariance, la(x, joint=True).joint_covariance)
     assert float(other.log_marginal_likelihood()) == float(la.log_marginal_likelihood())
-    if structure != "lowrank":
-        more = batches(x[:8], data(device)[1][:8], shuffle=False)
-        for one in (la, other):
-            one.fit(more, override=False)
-        assert other.n_data == la.n_data == POINTS + 8
-        assert torch.equal(other(x).covariance, la(x).covariance)
+    more = batches(x[:8], data(device)[1][:8], shuffle=False)
+    for one in (la, other):
+        one.fit(more, override=False)
+    assert other.n_data == la.n_data == POINTS + 8
+    assert torch.equal(other(x).covariance, la(x).covariance)
     for one in (la, other):
         one.optimize_prior_precision()
     assert torch.equal(other.prior_precision, la.prior_precision)
@@ -390,7 +388,7 @@ def test_a_temperature_and_a_prior_count_when_they_are_set_later(weights: str, s
     assert close(la(x).covariance, before / 2)
 
 
-@pytest.mark.parametrize(("weights", "structure"), [*LAST, *ALL, *LOWRANK])
+@pytest.mark.parametrize(("weights", "structure"), [*LAST, *ALL])
 def test_predictions_can_be_differentiated(weights: str, structure: str, device: str) -> None:
     x, y = data(device)
     host = {"enable_backprop": True, "prior_precision": PRIOR, "temperature": TEMPERATURE}
@@ -430,7 +428,7 @@ def test_gradients_through_a_module_that_cannot_be_vectorised() -> None:
     assert close(gradients[1], gradients[0])
 
 
-CHUNKED = [*ALL, *LOWRANK, *SUBNET]
+CHUNKED = [*ALL, *SUBNET]
 """Posteriors whose predictions take Jacobians."""
 
 

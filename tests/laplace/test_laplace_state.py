@@ -18,7 +18,7 @@ from contrastive_curvature.laplace.state import SEALED
 
 KINDS = [
     *(("last_layer", structure) for structure in ("diag", "kron", "kron_lowrank")),
-    *(("all", structure) for structure in ("full", "lowrank")),
+    ("all", "full"),
     ("subnetwork", "diag"),
 ]
 _STATES: dict[tuple[str, str], tuple[Any, dict[str, Any]]] = {}
@@ -88,7 +88,7 @@ ATTACKS: list[tuple[str, str, str, Callable[[Any], Any], str]] = [
     ("last_layer", "kron", "curvature", lambda h: {**h, "points": h["points"].float()}, "float64"),
     ("last_layer", "kron", "curvature", lambda h: {"$class": h["$class"], "points": h["points"]}, "fields"),
     ("all", "kron", "curvature", lambda h: {**h, "factors": [[f * INF for f in g] for g in h["factors"]]}, "NaN"),
-    ("all", "lowrank", "curvature", lambda h: {**h, "$class": "Diagonal"}, "one of Eigenpairs"),
+    ("all", "full", "curvature", lambda h: {**h, "$class": "Diagonal"}, "one of Dense"),
     ("last_layer", "diag", "mean", lambda m: m.float(), "float64"),
     ("last_layer", "diag", "data", lambda _: None, "data"),
     ("last_layer", "diag", "n_data", lambda _: -12, "whole number"),
@@ -101,7 +101,7 @@ ATTACKS: list[tuple[str, str, str, Callable[[Any], Any], str]] = [
     ("last_layer", "diag", "n_data", lambda _: torch.ones(2), "a value of type.*got a tensor of torch.float32, shape"),
     ("last_layer", "diag", "_last_layer_name", lambda _: "head", "_last_layer_name.*got 'head'"),
     ("all", "full", "curvature", lambda h: {**h, "matrix": "text"}, "a tensor of shape.*got 'text'"),
-    ("all", "lowrank", "curvature", lambda h: {**h, "values": None}, "curvature"),
+    ("all", "full", "curvature", lambda h: {**h, "matrix": None}, "curvature"),
     ("last_layer", "kron", "curvature", lambda h: {**h, "factors": 3}, "curvature"),
     ("last_layer", "diag", "likelihood", lambda _: "regression", "contrastive"),
 ]

@@ -48,13 +48,12 @@ class Probed:
     [
         ("last_layer", "kron_lowrank", "fixed"),
         ("all", "diag", "full"),
-        ("all", "lowrank", "fixed"),
     ],
 )
 def test_posteriors_of_all_points_as_the_sample(weights: str, structure: str, fix: str, device: str) -> None:
     x, y = data(22, device, 4)
     given, probe = [(x[:9], y[:9]), (x[9:], y[9:])], x[:5]
-    options: dict[str, Any] = {"margin": 0.9, "pd_fix": fix, **({"rank": 6} if structure == "lowrank" else {})}
+    options: dict[str, Any] = {"margin": 0.9, "pd_fix": fix}
     whole = fitted(device, given, structure, weights, negative_samples=None, **options)
     sampled = fitted(device, given, structure, weights, negative_samples=22, **options)
     assert close(sampled(probe).raw_mean, whole(probe).raw_mean)
@@ -133,7 +132,7 @@ def test_combinations_are_refused_when_they_are_made(
         make(device, **{"negative_samples": 10, **options})
 
 
-def test_training_and_the_low_rank_structure_of_coupled_fixes_refuse_at_once(device: str) -> None:
+def test_training_refuses_at_once(device: str) -> None:
     with pytest.raises(InputError, match="negative_samples"):
         cc.OnlineLaplace(
             encoder(device),
@@ -141,8 +140,6 @@ def test_training_and_the_low_rank_structure_of_coupled_fixes_refuse_at_once(dev
             n_data=40,
             backend_kwargs={"negative_samples": 10},
         )
-    with pytest.raises(UnsupportedError, match="negative_samples"):
-        make(device, "lowrank", "all", negative_samples=10, pd_fix="full").fit(Probed(data(20, device, 4)))
 
 
 @each("loss", [None, LogisticLoss(pd_fix="psd")])

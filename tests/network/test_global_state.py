@@ -123,7 +123,6 @@ ANY_MODEL: dict[str, Callable[[nn.Module], Any]] = {
     "operator": operator,
 }
 WITHOUT_ATTENTION: dict[str, Callable[[nn.Module], Any]] = {
-    "all, lowrank": fitted("all", "lowrank", rank=2, pd_fix="positive"),
     "all, BackPACK": fitted("all", "diag", BackPackContrastiveGGN),
     "all, kron": fitted("all", "kron"),
     "all, curvlinops": fitted("all", "kron", CurvlinopsContrastiveGGN, pd_fix="psd"),

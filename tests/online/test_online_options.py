@@ -53,7 +53,6 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"curvature_miner": 1}, InputTypeError, "curvature_miner: expected a callable"),
     ({"prior_precision": 0}, cc.InputError, "prior_precision: expected a finite number > 0, got 0"),
     ({"temperature": math.inf}, cc.InputError, "temperature: expected a finite number > 0, got inf"),
-    ({"hessian_structure": "lowrank"}, cc.UnsupportedError, "'diag', 'full' or 'kron'.*post hoc"),
     ({"subset_of_weights": "subnetwork"}, cc.UnsupportedError, "'last_layer' or 'all'"),
     ({"backend": "BackPack"}, InputTypeError, "backend: expected a contrastive backend"),
     ({"backend_kwargs": {"pairs": "dataset"}}, cc.InputError, "pairs: expected 'batch' or nothing, got 'dataset'"),

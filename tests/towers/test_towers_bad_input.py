@@ -46,7 +46,6 @@ def test_losses_and_options(options: dict[str, Any], message: str, device: str) 
     "weights, structure, message",
     [
         ("subnetwork", "diag", "subset_of_weights='subnetwork'"),
-        ("all", "lowrank", "hessian_structure='lowrank': two towers"),
         ("all", "kron_lowrank", "encoder_a: hessian_structure: expected one of 'diag', 'full', 'kron'"),
     ],
 )

@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.fit.api import check_encoder
-from contrastive_curvature.fit.lowrank import curvature_product
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.cosine import CosineLoss
@@ -31,6 +30,7 @@ from contrastive_curvature.network.loader import (
 )
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.pairs import Pairs
+from contrastive_curvature.structures.finite import check_finite
 
 _TANGENT_ELEMENTS = 2**25
 """Numbers that the tangents of a chunk of columns may take: 128 MiB in float32."""
@@ -122,12 +122,37 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         # Use as many columns at once as the bound allows, because every chunk needs two passes over the data.
         step = max(1, _TANGENT_ELEMENTS // max(1, self.hessian.z.numel()))
         with evaluation_mode(self._model), torch.no_grad():
-            parts = [
-                curvature_product(self._pullback, self.hessian, self._inputs, chunk, "data")
-                for chunk in flat.split(step, dim=1)
-            ]
+            parts = [self._product(chunk) for chunk in flat.split(step, dim=1)]
         pieces = torch.cat(parts, dim=1).split([p.numel() for p in self._pullback.params.values()])
         return [pieces[k].reshape(*shape, count) for k, shape in zip(self._order, self._out_shape, strict=True)]
+
+    def _product(self, columns: Tensor) -> Tensor:
+        """Return ``J^T H J v`` of the whole data set for K columns ``v``, shape (P, K)."""
+        wanted, moved, start = "the same points in the same order in every pass", [], 0
+        for number, x in enumerate(self._inputs()):
+            products = [self._pullback.jvp(x, column) for column in columns.T]
+            z = products[0][0]
+            known = self.hessian.z[start : start + len(z)]
+            if known.shape != z.shape or not torch.allclose(z, known, 1e-3, 1e-5 * float(known.abs().max())):
+                hint = "Every product is a pass over the data: build the loader with shuffle=False and no augmentation."
+                raise InputError("data", wanted, "others", hint)
+            moved.append(torch.stack([tangent for _, tangent in products], dim=2))
+            if bool(columns.isfinite().all()) and not bool(moved[-1].isfinite().all()):
+                # The Jacobian overflows; its rows show in which layer.
+                axes = torch.ones_like(z).unsqueeze(1)
+                rows = self._pullback.vjp(self._pullback.forward(x)[1], axes).abs().sum((0, 1))
+                check_finite(rows, self._pullback, f"batch {number} (counted from 0)")
+            start += len(z)
+        if start != len(self.hessian.z):
+            hint = "Some of the data are missing in this pass: turn drop_last off, and pass no iterator."
+            raise InputError("data", f"{len(self.hessian.z)} points in every pass", str(start), hint)
+        curved = self.hessian.matvec(torch.cat(moved)).split([len(part) for part in moved])
+        out = torch.zeros_like(columns)
+        for number, (x, part) in enumerate(zip(self._inputs(), curved, strict=True)):
+            for k in range(columns.shape[1]):
+                out[:, k] += self._pullback.vjp_sum(x, part[..., k])
+            check_finite(out, self._pullback, f"batch {number} (counted from 0)")
+        return out
 
     def _collect(self, encoder: Encoder, pairs: Pairs | None) -> OutputHessian:
         outputs, targets = [], []

@@ -52,7 +52,7 @@ class PosteriorInfo(_Model):
     Attributes:
         name: ``"encoder"``; for two towers ``"a"`` or ``"b"``.
         subset_of_weights: ``"last_layer"``, ``"all"`` or ``"subnetwork"``.
-        hessian_structure: ``"diag"``, ``"kron"``, ``"kron_lowrank"``, ``"full"`` or ``"lowrank"``.
+        hessian_structure: ``"diag"``, ``"kron"``, ``"kron_lowrank"`` or ``"full"``.
         dtype: Precision of the encoder, such as ``"torch.float32"``.
         n_outputs: Number D of dimensions of an embedding.
         n_params: Number P of weights in the posterior.

@@ -24,13 +24,12 @@ from laplace.utils import Kron as HostKron
 from torch import Tensor, nn
 from typing_extensions import override
 
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
-from contrastive_curvature.fit.anchors import ANCHORS, WholeHessian
+from contrastive_curvature.errors import InputTypeError, UnsupportedError
+from contrastive_curvature.fit.anchors import ANCHORS
 from contrastive_curvature.fit.api import check_encoder, check_trainable, make_pullback
 from contrastive_curvature.fit.batches import BATCHES
-from contrastive_curvature.fit.dataset import DATASET, refuse_cross_terms_in_parts, samples_of
-from contrastive_curvature.fit.loop import DatasetCurvature, Fit, fit, mean_norm
-from contrastive_curvature.fit.lowrank import curvature_product, leading_eigenpairs, whole_hessian
+from contrastive_curvature.fit.dataset import DATASET, refuse_cross_terms_in_parts
+from contrastive_curvature.fit.loop import DatasetCurvature, Fit, fit
 from contrastive_curvature.fit.mc_samples import make_sampler, term_of
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import Passes
@@ -39,7 +38,6 @@ from contrastive_curvature.fit.readers import Batch, Reader, as_batch, labelled_
 from contrastive_curvature.fit.state import CURVATURE, STATISTICS, Origin, State, check_identity, digest_of
 from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.laplace.advice import LabelRange
-from contrastive_curvature.losses.dataset import refuse_sampled
 from contrastive_curvature.network.digest import encoder_digest
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs
@@ -55,7 +53,7 @@ from contrastive_curvature.network.loader import (
 from contrastive_curvature.network.module import SubnetworkPullback
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.progress import Progress
-from contrastive_curvature.structures import Dense, Diagonal, Eigenpairs, Kron, Structure
+from contrastive_curvature.structures import Dense, Diagonal, Kron, Structure
 from contrastive_curvature.structures.finite import check_finite
 
 _S = TypeVar("_S", bound=Structure)
@@ -84,11 +82,11 @@ class ContrastiveBackend(GGNInterface, ABC):
             positives; ``"labels"``: inputs with equal labels are positives; ``None``: labels for losses of classes,
             views for other losses.
         relation: A callable that replaces class labels: it maps the loader's targets to two boolean masks.
-        rank: Number of eigenpairs of ``lowrank``, or number of eigenvectors of the input factor that ``kron_lowrank``
-            keeps; for ``kron_lowrank``, ``None`` chooses it from the spectrum.
+        rank: Number of eigenvectors of the input factor that ``kron_lowrank`` keeps; ``None`` chooses it from the
+            spectrum.
         negative_samples: Number M of uniformly drawn points that replace all negatives: N M pairs instead of N^2
             (``docs/large_data.md``). ``None`` counts all pairs. ``"auto"``, the default, draws 2,000 for 30,000 points
-            or more, if the fix and the structure have no cross terms or products with all pairs. Only for class labels
+            or more, if the fix and the structure have no cross terms. Only for class labels
             and a loss of pairs, with ``pairs="dataset"``.
         mc_samples: ``None``: exact. K: an unbiased estimate of the structures ``diag`` and ``kron`` from K random
             backward passes, see :func:`contrastive_curvature.ggn`; every fit uses the same samples.
@@ -283,13 +281,6 @@ class ContrastiveBackend(GGNInterface, ABC):
         Raises:
             InputError: See :meth:`~contrastive_curvature.laplace.posterior.ContrastiveLaplace.fit`.
         """
-        if not structure.adds:
-            leading = self.fit_lowrank(loader, progress)
-            if not bool(leading.curvature.traces().any()):
-                hint = "All negatives may lie inside the margin; use pd_fix='psd' or 'positive'."
-                wanted = "data with a positive eigenvalue of the curvature"
-                raise InputError("train_loader", wanted, "none", hint)
-            return leading
         with self._ready(loader) as (encoder, pullback):
             f = self._fit(pullback, structure, Progress(progress))
             (out,) = fit(f, Passes(self._reader(loader), encoder, pullback))
@@ -336,58 +327,6 @@ class ContrastiveBackend(GGNInterface, ABC):
             out = finish_parts(f, statistics.to(device), curvature.to(device))
         return self.at_data_scale(out)
 
-    def fit_lowrank(self, loader: Iterable[Any], progress: bool | None = None) -> DatasetCurvature:
-        """Return the leading eigenvectors (P, R) and eigenvalues (R,) over all pairs of a data set, times its scale.
-
-        Args:
-            loader: Batches, always in the same order; a shuffling ``DataLoader`` is read in the order of its data set.
-            progress: Whether to show progress bars; ``None`` shows them from the tenth second on.
-
-        Returns:
-            The eigenpairs as curvature, loss and number of points.
-
-        Raises:
-            UnsupportedError: ``pairs="batch"``; or a sample replaces all negatives, and the fix couples points.
-            InputError: The backend has no rank.
-        """
-        if self.options.pairs == "batch":
-            raise UnsupportedError(
-                "pairs='batch': the low-rank structure has no batch estimate, since eigenpairs of batches do not add "
-                "up. Use pairs='dataset', or the structure 'diag'."
-            )
-        if self.options.rank is None:
-            raise InputError("rank", "a positive whole number", None)
-        shown = Progress(progress)
-        with self._all_at_once(loader, shown) as (pullback, reader, hessian):
-            vectors, values = leading_eigenpairs(pullback, hessian, reader.inputs, self.options.rank, shown)
-        n, norm = len(hessian.z), mean_norm(hessian.z)
-        loss, cost = hessian.loss_and_cost()
-        scale = self.loss.data_scale(n)
-        eigenpairs = Eigenpairs(vectors, scale * values)
-        return DatasetCurvature(eigenpairs, scale * loss, scale * cost, n, None, norm, hessian.classes)
-
-    def matvec(self, loader: Iterable[Any], v: Tensor) -> Tensor:
-        """Return ``J^T H J v`` over all pairs of a data set, unclamped, times its scale; no matrix is formed.
-
-        Args:
-            loader: Batches, always in the same order; a shuffling ``DataLoader`` is read in the order of its data set.
-            v: Shape (P,).
-
-        Returns:
-            Shape (P,).
-
-        Raises:
-            UnsupportedError: A sample replaces all negatives, and the fix couples points.
-        """
-        with self._all_at_once(loader, Progress(None)) as (pullback, reader, hessian):
-            product = curvature_product(pullback, hessian, reader.inputs, v)
-        return self.loss.data_scale(len(hessian.z)) * product
-
-    def eig_lowrank(self, data_loader: Iterable[Any]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the host's form of :meth:`fit_lowrank`: eigenvectors, eigenvalues and loss."""
-        out = self.fit_lowrank(data_loader)
-        return *out.curvature.plain(), out.loss
-
     def _batch(self, x: Inputs, y: Tensor, n_data: int | None, structure: type[_S]) -> tuple[Tensor, _S]:
         """Return loss and curvature of a batch, scaled to its share of a data set of ``n_data`` points."""
         options, loss = self.options, self.loss
@@ -425,20 +364,6 @@ class ContrastiveBackend(GGNInterface, ABC):
         probe = {} if self._encoder is not None else self.points_of(first_batch(loader)).x
         with evaluation_mode(self.model), torch.no_grad():
             yield self.encoder(probe), self.pullback(probe)
-
-    @contextmanager
-    def _all_at_once(
-        self, loader: Iterable[Any], progress: Progress
-    ) -> Iterator[tuple[Pullback, Reader, WholeHessian]]:
-        """Yield the pullback, the batches in a fixed order, and the output Hessian of all points, for products."""
-        if samples_of(self.options) is not None and self.loss.coupled:
-            refuse_sampled(
-                f"pd_fix={str(self.loss.pd_fix)!r} couples points, and this structure multiplies with all pairs"
-            )
-        with self._ready(loader) as (encoder, pullback):
-            reader = Reader(in_fixed_order(loader), self.points_of)
-            f = Fit(DATASET, [pullback], Diagonal, self.options, progress)
-            yield pullback, reader, whole_hessian(f, Passes(reader, encoder, pullback))
 
     def at_data_scale(self, out: DatasetCurvature) -> DatasetCurvature:
         """Multiply by N / 2 if the loss is a mean over pairs, so that it grows with the data; see :meth:`fit`."""

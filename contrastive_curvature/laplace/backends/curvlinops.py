@@ -14,9 +14,8 @@ class CurvlinopsContrastiveGGN(ContrastiveBackend):
     """Generalised Gauss-Newton of a pair loss by curvlinops; see :class:`ContrastiveBackend`.
 
     ``kron`` is curvlinops' K-FAC if the blocks are positive semidefinite and curvlinops knows the layers, otherwise the
-    equal factors of :mod:`contrastive_curvature.network.layerwise`; ``lowrank`` uses the products of
-    :class:`~contrastive_curvature.hosts.curvlinops.ContrastiveGGNLinearOperator`. ``diag`` and ``full`` come from the
-    shared code, because an operator gives only one column at a time.
+    equal factors of :mod:`contrastive_curvature.network.layerwise`. ``diag`` and ``full`` come from the shared code,
+    because an operator gives only one column at a time.
     """
 
     @override
