@@ -87,8 +87,8 @@ def check_seal(state: object, keys: Iterable[str] | None = None) -> None:
     if not isinstance(state, Mapping):
         raise InputError("state_dict", "what state_dict() gave", f"a {type(state).__name__}")
     if state.get("checksum") != _checksum(state, keys):
-        got = "another: the state is damaged, or was changed by hand"
-        hint = "Copy the file again from where it came. To change a setting, load the state and set it on the object."
+        got = "another: the state is damaged, was changed by hand, or was saved by another version"
+        hint = "Copy the file again from where it came, or fit again. To change a setting, set it on the loaded object."
         if "checksum" not in state:
             got, hint = "none: an earlier version wrote it", "Fit again, or load it with that version."
         raise InputError("state_dict['checksum']", "that of the other entries", got, hint)

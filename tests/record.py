@@ -174,8 +174,7 @@ def laplace_of_loss(loss: str, structure: str) -> dict[str, Any]:
 
 
 def laplace_with(**options: Any) -> dict[str, Any]:
-    la = fitted(**options)
-    return summary(la) | ({} if la.curvature_error is None else {"error": la.curvature_error})
+    return summary(fitted(**options))
 
 
 def default_fit() -> dict[str, Any]:

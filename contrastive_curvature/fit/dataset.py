@@ -35,7 +35,6 @@ from contrastive_curvature.fit.loop import DatasetCurvature, Fit, Source
 from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.passes import Passes, PassRecord
 from contrastive_curvature.fit.readers import Batch
-from contrastive_curvature.fit.standard_error import error_terms, relative_error
 from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.hessian.derivatives import Totals
 from contrastive_curvature.losses.base import PairLoss
@@ -161,9 +160,6 @@ def parts(f: Fit, pairs: AllPairs, passes: Passes) -> Iterator[Part | Total]:
         points = pairs.hessian.at(z, targets, batch.numbers)
         blocks, cross = points.blocks, None
         terms = {name: getattr(points.totals, name) for name in _TOTALS}
-        if not couples:
-            # With cross terms, the error would need them for each half of the sample.
-            terms |= error_terms(pairs.hessian, pullback, z, targets, context, batch.numbers)
         if coupling is not None:
             blocks, terms[BY_CLASS] = of_classes(pullback, coupling, context, points)
             cross = with_sample(f, pairs, columns, context, points)
@@ -184,8 +180,7 @@ def closed(f: Fit, pairs: AllPairs, totals: list[Total]) -> list[DatasetCurvatur
     (curvature,) = loop.closed(f, pairs, [total])
     # loop.closed has only summed the expensive part of the loss; this line adds the rest.
     loss, cost = pairs.hessian.loss_and_cost(Totals(*(total.terms[name] for name in _TOTALS)))
-    error = None if pairs.sampled is None else relative_error(total.terms, len(pairs.sampled), pairs.n)
-    return [replace(curvature, loss=loss, cost=cost, classes=pairs.centres, error=error)]
+    return [replace(curvature, loss=loss, cost=cost, classes=pairs.centres)]
 
 
 def _targets(batch: Batch) -> Tensor:

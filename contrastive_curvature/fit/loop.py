@@ -60,7 +60,6 @@ class DatasetCurvature:
             with class labels in the column ``classes``, if all points have one.
         typical_norm: Mean norm of the raw outputs, one number.
         classes: Centres of the classes, if targets are class labels.
-        error: Relative standard error of the curvature, if a sample replaces all negatives.
     """
 
     curvature: Structure
@@ -70,7 +69,6 @@ class DatasetCurvature:
     features: Rows | None = None
     typical_norm: Tensor | None = None
     classes: ClassCentres | None = None
-    error: float | None = None
 
 
 class Source(NamedTuple):

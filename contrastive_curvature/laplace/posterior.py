@@ -105,9 +105,6 @@ class ContrastiveLaplace(GaussianOverWeights):
         class_centres: Centres of the training classes, which ``uncertainty`` uses; ``None`` if the targets are not
             class labels, there are too many classes, or the fit has not read them. With ``None``, ``uncertainty``
             depends only on the posterior and the norm.
-        curvature_error: Relative standard error of the curvature's diagonal in the last fit, if a sample replaced all
-            negatives (``backend_kwargs=dict(negative_samples=...)``). ``None`` if all pairs were counted; it is not
-            measured for fixes with cross terms.
 
     Raises:
         InputError: An option is unknown or out of range.
@@ -116,7 +113,6 @@ class ContrastiveLaplace(GaussianOverWeights):
 
     cost: Tensor | float = 0.0
     typical_norm: float | None = None
-    curvature_error: float | None = None
     classes: ClassCentres | None = None
     snapshot: calibration.Snapshot | None = None
     _advised_on_prior = False
@@ -359,9 +355,6 @@ class ContrastiveLaplace(GaussianOverWeights):
         self.mean = mean if self.enable_backprop else mean.detach()
         self.n_outputs = self.model.output_size = self.backend.encoder({}).dim
         self.known = replace(self.known, sample=sample, calibration=None)
-        self.curvature_error = result.error
-        if result.error is not None:
-            _log.info("the sampled negatives leave a relative standard error of %.2g in the curvature", result.error)
 
     def clamp(self, curvature: Structure) -> Clamped:
         """Return the positive semidefinite part of a curvature, decomposed with the options of the structure."""

@@ -49,7 +49,6 @@ _KEYS: dict[str, Any] = {
     "calibration": (dict, type(None)),
     "typical_norm": (float, type(None)),
     "class_centres": (dict, type(None)),
-    "curvature_error": (float, type(None)),
     "prior_chosen": bool,
     "checksum": str,
 }
@@ -201,7 +200,7 @@ def _check_settings(state: Mapping[str, Any], like: Tensor, n_params: int) -> No
         _check_tensor(name, state[name], like, None)
     if state["n_data"] < 1 or state["n_outputs"] < 1:
         _refuse("n_data, n_outputs", "positive whole numbers", f"{state['n_data']}, {state['n_outputs']}")
-    for key, least in (("loss", -math.inf), ("cost", 0), ("typical_norm", 0), ("curvature_error", 0)):
+    for key, least in (("loss", -math.inf), ("cost", 0), ("typical_norm", 0)):
         number = 0.0 if state[key] is None else float(state[key])
         if not math.isfinite(number) or number < least:
             _refuse(key, "one finite number" if least else "a number that is not negative", number)

@@ -129,13 +129,11 @@ class DatasetHessian(CosineDerivatives):
         bank: Sampled points that represent all negatives; ``None`` compares with all points.
 
     Attributes:
-        halves: Hessians with each half of the bank, as independent estimates.
         coupled: Whether the fix keeps cross terms.
     """
 
     def __init__(self, loss: PairLoss, related: Related, points: Columns | None, bank: Columns | None = None) -> None:
         self.loss, self.related, self.points, self.bank = loss, related, points, bank
-        self.halves: list[DatasetHessian] = []
         self.coupled = loss.coupled
         self.n = self.anchors = related.n
         self._by_class: Columns | None = None
@@ -324,11 +322,7 @@ def dataset_hessian(
         wanted = f"a sample with points of two of the {len(table.labels)} classes at least"
         hint = "Use a larger number; about 1,000 give all pairs to three digits."
         raise InputError("negative_samples", wanted, f"{len(bank)} points of {kinds}", hint)
-    whole, *halves = (Columns.bank(*of(part), table.counts) for part in (bank, *bank.halves()))
-    hessian = loss.hessian_over(related, table, points, whole)
-    halves = [half for half in halves if len(half.index.unique()) >= least]
-    hessian.halves = [loss.hessian_over(related, table, points, half) for half in halves]
-    return hessian
+    return loss.hessian_over(related, table, points, Columns.bank(*of(bank), table.counts))
 
 
 def refuse_sampled(why: str) -> NoReturn:

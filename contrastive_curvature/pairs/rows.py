@@ -106,11 +106,6 @@ class Rows:
         """Cut the sample down to ``size`` points: the points that a sample of this size would have kept."""
         return Rows(size, self.numbers, self.columns, self.seed)._smallest()
 
-    def halves(self) -> tuple[Rows, Rows]:
-        """Split the sample into two random halves, independent except for sampling without replacement."""
-        order = point_keys(self.numbers, self.seed).argsort()
-        return self._at(order[::2]), self._at(order[1::2])
-
     def _smallest(self) -> Rows:
         if self.size is None or len(self) <= self.size:
             return self

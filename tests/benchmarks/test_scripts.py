@@ -110,7 +110,6 @@ def test_a_fit_of_many_points(tmp_path, monkeypatch):
         case = {"n": 300, "structure": "kron", "processes": processes, "samples": samples}
         save = str(tmp_path / f"{len(rows)}.npy")
         found = scale.measure({**case, "path": str(path), "device": "cpu", "threads": 1, "save": save})
-        assert (found["error"] is None) == (samples is None)
         rows.append({**case, "images": False, **found})
         saved.append(np.load(save))
     assert np.allclose(*saved[:2], rtol=1e-4, atol=1e-5 * np.abs(saved[0]).max())

@@ -8,7 +8,7 @@ import pytest
 import torch
 from laplace import Laplace
 from laplace_cases import fitted, make
-from tables import each
+from tables import each, refused
 from tiny import data
 from torch import Tensor, nn
 
@@ -77,6 +77,13 @@ def test_a_missing_key_is_named() -> None:
     for key in state.keys() - {"data"}:
         with pytest.raises(cc.InputError, match=rf"state_dict.*\b{key}\b"):
             la.load_state_dict({name: value for name, value in state.items() if name != key})
+
+
+def test_a_state_of_another_version_is_refused() -> None:
+    """It has another entry, of which its checksum is too."""
+    la, state = kept("last_layer", "diag")
+    older = sealed({**state, "curvature_error": 0.1}, (*SEALED, "curvature_error"))
+    refused(lambda: la.load_state_dict(older), "saved by another version", "fit again")
 
 
 INF = float("inf")

@@ -62,8 +62,6 @@ def test_posteriors_of_all_points_as_the_sample(weights: str, structure: str, fi
     assert float(sampled.cost) == pytest.approx(float(whole.cost), rel=1e-12)
     assert sampled.typical_norm == pytest.approx(whole.typical_norm, rel=1e-12)
     assert sampled.n_data == whole.n_data
-    assert whole.curvature_error is None
-    assert sampled.curvature_error in (None, 0.0)
 
 
 def as_if_many(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
@@ -80,8 +78,8 @@ def test_from_thirty_thousand_points_on_a_sample_stands_for_all_negatives(
     la.fit(given)
     explicit = fitted(device, given, margin=0.9, negative_samples=2000)
     assert torch.allclose(la.H, explicit.H, rtol=1e-13, atol=0)
-    assert la.curvature_error == pytest.approx(explicit.curvature_error, rel=1e-12)
-    assert la.curvature_error > 0
+    exact = fitted(device, given, margin=0.9, negative_samples=None)
+    assert 1e-6 < float((la.H - exact.H).norm() / exact.H.norm()) < 0.01
 
 
 EXACT: list[tuple[int, str, dict[str, Any]]] = [
@@ -100,7 +98,6 @@ def test_all_pairs_of_fewer_points_count_and_where_that_is_asked_for_or_no_sampl
     as_if_many(monkeypatch, many)
     given = in_batches(*data(300, device, 4), 700)
     la = fitted(device, given, structure, **options)
-    assert la.curvature_error is None
     exact, probe = fitted(device, given, structure, **{**options, "negative_samples": None}), given[0][0][:3]
     assert torch.equal(la(probe).covariance, exact(probe).covariance)
 
@@ -108,7 +105,6 @@ def test_all_pairs_of_fewer_points_count_and_where_that_is_asked_for_or_no_sampl
 @each("options", [{"margin": None}, {"margin": 0.9, "negative_weight": 0.0}, {"margin": 2.0}])
 def test_where_sums_over_classes_suffice_a_number_is_of_no_effect(options: dict[str, Any], device: str) -> None:
     la, exact = (fitted(device, [data(40, device, 4)], negative_samples=m, **options) for m in (5, None))
-    assert la.curvature_error is None
     assert close(la.H, exact.H)
 
 

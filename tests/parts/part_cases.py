@@ -98,7 +98,7 @@ def posterior(la: Any, device: str) -> dict[str, Tensor]:
     la.prior_precision = 2.0
     found = la(numbers(3, 5, 4).to(device))
     out = {"mean": found.raw_mean, "covariance": found.covariance, "uncertainty": found.uncertainty}
-    scalars = {"loss": la.loss, "cost": la.cost, "n": la.n_data, "norm": la.typical_norm, "error": la.curvature_error}
+    scalars = {"loss": la.loss, "cost": la.cost, "n": la.n_data, "norm": la.typical_norm}
     out |= {name: torch.tensor(-1.0 if part is None else float(part)).double() for name, part in scalars.items()}
     if la.class_centres is not None:
         out |= {"sums": la.class_centres.sums, "labels": la.class_centres.labels.double()}

@@ -29,7 +29,7 @@ def values(la: Any, x: Tensor) -> dict[str, Tensor]:
     found = la(x)
     out = {f"raw {k}": part for k, part in enumerate(la.curvature.tensors())}
     out |= {"prior": la.prior_precision, "mean": found.raw_mean, "covariance": found.covariance}
-    numbers = {"loss": la.loss, "cost": la.cost, "n": la.n_data, "norm": la.typical_norm, "error": la.curvature_error}
+    numbers = {"loss": la.loss, "cost": la.cost, "n": la.n_data, "norm": la.typical_norm}
     out |= {name: torch.tensor(float(number)) for name, number in numbers.items()}
     return {name: part.detach().clone() for name, part in out.items()}
 

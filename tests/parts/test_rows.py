@@ -118,4 +118,3 @@ def test_nothing_merges_with_everything(device: str) -> None:
     nothing, some = RowCollector(3).rows(), collected(torch.arange(5), 3, [2], 0, device)
     assert nothing.merged(some) is some
     assert some.merged(nothing) is some
-    assert [len(half) for half in nothing.halves()] == [0, 0]

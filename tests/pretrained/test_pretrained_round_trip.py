@@ -70,7 +70,6 @@ def test_options_come_back(weights: str, structure: str, options: dict[str, Any]
     loaded = reloaded(la, tmp_path / "saved", device)
     assert predicts_the_same(la, loaded, device)
     assert loaded.enable_backprop == la.enable_backprop
-    assert loaded.curvature_error == la.curvature_error
     loaded.fit(batches(device))
     assert close(torch.as_tensor(loaded.loss), torch.as_tensor(la.loss), 1e-12)
 

@@ -211,8 +211,6 @@ def _description(la: Any, n_compared: int | None) -> dict[str, str | int | float
         "compared with for p-values": n_compared,
         "calibrated": la.known.calibration is not None,
     }
-    if la.curvature_error is not None:
-        out["relative standard error of the curvature"] = float(la.curvature_error)
     for name, value in la.plain_options().items():
         plain = value is None or isinstance(value, (str, int, float, bool))
         out[f"option: {name}"] = value if plain else str(value)

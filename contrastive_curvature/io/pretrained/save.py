@@ -69,7 +69,6 @@ class PosteriorInfo(_Model):
         calibrated: Whether p-values are calibrated.
         n_calibration: Number of calibration inputs, or None.
         score: Score of the p-values: ``"novelty"``, ``"uncertainty"`` or the name of a function, perhaps ``by class``.
-        curvature_error: Relative standard error of a sampled curvature, or None.
         encoder: Checksum of the weights and buffers of the encoder.
         n_encoder_tensors: Number of these weights and buffers.
     """
@@ -93,7 +92,6 @@ class PosteriorInfo(_Model):
     calibrated: bool
     n_calibration: int | None
     score: str = NOVELTY
-    curvature_error: float | None
     encoder: str
     n_encoder_tensors: int
 
@@ -181,8 +179,8 @@ def name_of(value: object) -> str:
 _ARGUMENTS = ("subset_of_weights", "enable_backprop", "dict_key_x", "dict_key_y")
 
 _DESCRIBED = (
-    *("subset_of_weights", "hessian_structure", "n_outputs", "n_params", "n_data", "temperature", "typical_norm"),
-    "curvature_error",
+    *("subset_of_weights", "hessian_structure", "n_outputs", "n_params", "n_data"),
+    *("temperature", "typical_norm"),
 )
 """Attributes of a posterior that its description repeats."""
 
