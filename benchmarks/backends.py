@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from laplace.curvature import BackPackGGN, CurvlinopsGGN, GGNInterface
+from laplace.curvature import BackPackGGN, GGNInterface
 from laplace.utils import FeatureExtractor
 from torch import Tensor, nn
 
@@ -31,7 +31,6 @@ FIXES = ("fixed", "psd", "positive", "full")
 HOSTS = {
     "ContrastiveGGN": GGNInterface,
     "BackPackContrastiveGGN": BackPackGGN,
-    "CurvlinopsContrastiveGGN": CurvlinopsGGN,
     "StochManContrastiveGGN": None,
 }
 """laplace-torch's adapter to the same host; StochMan 0.3.0 has no curvature of a likelihood."""

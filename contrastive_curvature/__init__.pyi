@@ -29,7 +29,6 @@ from .io.pretrained import load_pretrained
 from .laplace.advice import DefaultPriorWarning, FeatureNormWarning, LabelWarning
 from .laplace.backends import ContrastiveBackend, ContrastiveGGN
 from .laplace.backends.backpack import BackPackContrastiveGGN
-from .laplace.backends.curvlinops import CurvlinopsContrastiveGGN
 from .laplace.backends.stochman import StochManContrastiveGGN
 from .laplace.influence import influence
 from .losses import (
@@ -80,7 +79,6 @@ __all__ = [
     "ContrastiveBackend",
     "ContrastiveGGN",
     "BackPackContrastiveGGN",
-    "CurvlinopsContrastiveGGN",
     "StochManContrastiveGGN",
     "ContrastiveGGNLinearOperator",
     # Laplace posterior -> embedding distribution

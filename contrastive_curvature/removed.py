@@ -14,6 +14,11 @@ REMOVED: dict[str, str] = {
     "ContrastiveEmbedder": "Write the transformer of docs/recipes/frameworks.md#scikit-learn around your encoder.",
     "CoSENTLoss": _GRADES,
     "losses.CoSENTLoss": _GRADES,
+    "CurvlinopsContrastiveGGN": "Fit with ContrastiveGGN, the default, which gives the same numbers.",
+    "hosts.curvlinops.contrastive_kfac": "contrastive_curvature.ggn(..., structure='kron') gives the same factors.",
+    "hosts.curvlinops.contrastive_ekfac": "contrastive_curvature.ggn(..., structure='full') is exact; so is every "
+    "product with ContrastiveGGNLinearOperator, see docs/backends.md#curvlinops.",
+    "hosts.curvlinops.CurvlinopsPullback": "Use contrastive_curvature.network.layerwise.LayerwisePullback.",
     "laplace.FunctionSpaceLaplace": "Use laplace.ContrastiveLaplace with the structure 'full', see docs/laplace.md.",
     "io.pretrained.PushOptions": "Upload a saved folder: docs/keep_and_serve.md#the-hugging-face-hub.",
     "io.pretrained.SaveOptions": (

@@ -269,8 +269,6 @@ MUTANTS = [
     M("BackPACK's diagonal forgets the signs", "sum sign (B^T v)^2", "hosts/backpack/extensions.py",
       "torch.tensordot(signs[part], moved", "torch.tensordot(signs[part].abs(), moved",
       "hosts/test_backpack_extensions.py"),
-    M("curvlinops' squared error is not halved", "|S^T f / sqrt(2)|^2", "hosts/curvlinops/kfac.py",
-      "blocks.factor() / math.sqrt(2)", "blocks.factor()", "hosts/test_curvlinops.py"),
     M("StochMan's calculators have half of the curvature", "w_n = 1/2 halves both kinds: times 2",
       "hosts/stochman/calculators.py", "else 2 * curvature", "else curvature", "hosts/test_stochman_calculators.py"),
 

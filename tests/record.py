@@ -312,16 +312,11 @@ def backpack_extensions() -> dict[str, Any]:
 
 
 def curvlinops() -> dict[str, Any]:
-    from contrastive_curvature.hosts.curvlinops import contrastive_ekfac, contrastive_kfac
-
     found: dict[str, Any] = {}
     for fix in ("psd", "full"):
         for loss in ("Contrastive", "SupCon"):
             operator = cc.ContrastiveGGNLinearOperator(make_encoder(), LOSSES[loss](pd_fix=fix), None, BATCHES)
             found[f"{loss} {fix}"] = operator @ normal(operator.shape[1])
-    for factors in (contrastive_kfac, contrastive_ekfac):
-        operator = factors(make_encoder(), X, LABELS)
-        found[factors.__name__] = operator @ normal(operator.shape[1])
     return found
 
 
@@ -521,7 +516,7 @@ def groups() -> Iterator[tuple[str, Callable[[], Any]]]:
         yield f"towers {loss} {structure}", partial(two_towers, loss, structure)
     yield "towers InfoNCE ggn", partial(two_towers, "InfoNCE", "diag", fix="ggn")
     yield "towers shared", partial(two_towers, "InfoNCE", "diag", shared=True)
-    for name in ("ContrastiveGGN", "BackPackContrastiveGGN", "CurvlinopsContrastiveGGN", "StochManContrastiveGGN"):
+    for name in ("ContrastiveGGN", "BackPackContrastiveGGN", "StochManContrastiveGGN"):
         yield f"backend {name}", partial(backend_batches, name)
         for weights, structure in (("last_layer", "kron"), ("all", "diag"), ("all", "kron"), ("all", "full")):
             yield f"backend {name} {weights} {structure}", partial(backends, name, weights, structure)

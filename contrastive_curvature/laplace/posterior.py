@@ -87,9 +87,9 @@ class ContrastiveLaplace(GaussianOverWeights):
         enable_backprop: Whether predictions keep a graph.
         dict_key_x: No effect; laplace-torch passes it.
         dict_key_y: Key of the labels in batches that are mappings.
-        backend: ``ContrastiveGGN``, ``BackPackContrastiveGGN``, ``CurvlinopsContrastiveGGN``,
-            ``StochManContrastiveGGN`` or a :class:`~contrastive_curvature.ContrastiveBackend` of your own. The default
-            ``ContrastiveGGN`` is exact for every encoder and needs no other package.
+        backend: ``ContrastiveGGN``, ``BackPackContrastiveGGN``, ``StochManContrastiveGGN`` or a
+            :class:`~contrastive_curvature.ContrastiveBackend` of your own. The default ``ContrastiveGGN`` is exact for
+            every encoder and needs no other package.
         backend_kwargs: ``loss``, ``distance``, ``pd_fix``, ``margin``, ``negative_weight``, ``normalization``,
             ``pairs``, ``positives``, ``relation``, ``negative_samples``, ``rank``, ``mc_samples``: see the backend.
         last_layer_name: Name of the last linear layer; ``None`` finds it.

@@ -23,6 +23,7 @@ from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.laplace.prediction import moved_inputs
 from contrastive_curvature.network.digest import weight_norms
 from contrastive_curvature.network.encoder import at_least_float32
+from contrastive_curvature.removed import REMOVED
 from contrastive_curvature.structures import Structure
 from contrastive_curvature.structures.base import Room
 
@@ -68,12 +69,7 @@ SEALED = tuple(key for key in _KEYS if key != "checksum")
 
 _CALIBRATION = (Calibration, Reference, Score, TrainingGaussians)
 
-_BACKENDS = (
-    "ContrastiveGGN",
-    "BackPackContrastiveGGN",
-    "CurvlinopsContrastiveGGN",
-    "StochManContrastiveGGN",
-)
+_BACKENDS = ("ContrastiveGGN", "BackPackContrastiveGGN", "StochManContrastiveGGN")
 
 
 def state_of(la: ContrastiveLaplace) -> dict[str, Any]:
@@ -101,7 +97,8 @@ def load_state(la: ContrastiveLaplace, state: Mapping[str, Any]) -> None:
             _find_last_layer(la, state)
         la.renew_backend()
         if state["backend"] not in (*_BACKENDS, type(la.backend).__name__):
-            hint = "Where it is a backend of your own, construct this object with backend=... of it."
+            of_yours = "Where it is a backend of your own, construct this object with backend=... of it."
+            hint = REMOVED.get(state["backend"], of_yours)
             _refuse("backend", f"one of {', '.join(_BACKENDS)}", repr(state["backend"]), hint)
         like = at_least_float32(next(la.model.parameters()).detach())
         _check_settings(state, like, la.n_params)

@@ -123,9 +123,9 @@ def watched(
         yield
 
 
-def users_hooks(module: nn.Module, before_only: bool = False) -> list[Any]:
-    """Return the forward hooks that the user has registered on a module, or the forward pre-hooks only."""
-    tables = [module._forward_pre_hooks] if before_only else [module._forward_pre_hooks, module._forward_hooks]
+def users_hooks(module: nn.Module) -> list[Any]:
+    """Return the forward hooks that the user has registered on a module."""
+    tables = module._forward_pre_hooks, module._forward_hooks
     return [hook for table in tables for hook in list(table.values()) if not isinstance(hook, OwnThreadHook)]
 
 

@@ -78,7 +78,7 @@ def test_ggn_and_backends_refuse_it(structure: str, device: str) -> None:
     x, labels = batches(float("inf"), device)[1]
     with pytest.raises(cc.InputError, match=r"layer '0' \(parameter '0.weight'\), first in this batch"):
         cc.ggn(model, x, labels, structure=structure)
-    for kind in (cc.ContrastiveGGN, cc.BackPackContrastiveGGN, cc.CurvlinopsContrastiveGGN, cc.StochManContrastiveGGN):
+    for kind in (cc.ContrastiveGGN, cc.BackPackContrastiveGGN, cc.StochManContrastiveGGN):
         with pytest.raises(cc.InputError, match="finite"):
             getattr(kind(model), structure)(x, labels)
 

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 import contrastive_curvature as cc
 from contrastive_curvature.hosts.backpack import BackPackPullback, CurvatureFactor, DiagCurvature, layers
 from contrastive_curvature.laplace.backends.backpack import BackPackContrastiveGGN
-from contrastive_curvature.laplace.backends.curvlinops import CurvlinopsContrastiveGGN
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.testing import dense_ggn
 
@@ -65,7 +64,7 @@ def test_gradients_that_only_autograd_knows_are_refused(device: str) -> None:
         assert "ContrastiveGGN" in str(caught.value)
 
 
-@each("kind", [BackPackContrastiveGGN, cc.ContrastiveGGN, CurvlinopsContrastiveGGN])
+@each("kind", [BackPackContrastiveGGN, cc.ContrastiveGGN])
 def test_an_extended_model_stays_as_it_was(kind: Any, device: str) -> None:
     """A backward pass is still to come, and its extensions find what they stored."""
     model, x, labels = build("smooth", 3).to(device), data(device), LABELS.to(device)

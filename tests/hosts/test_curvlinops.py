@@ -1,6 +1,5 @@
-"""curvlinops: the operator against the dense curvature, every tool of the host on it, and its K-FAC and EK-FAC."""
+"""curvlinops: the operator against the dense curvature, and every tool of the host on it."""
 
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
-from contrastive_curvature.hosts.curvlinops import ContrastiveGGNLinearOperator, contrastive_ekfac, contrastive_kfac
+from contrastive_curvature.hosts.curvlinops import ContrastiveGGNLinearOperator
 from contrastive_curvature.hosts.curvlinops import operator as operator_file
 from contrastive_curvature.losses import LogisticLoss
 from contrastive_curvature.losses.choice import choose_loss
@@ -150,53 +149,3 @@ def test_another_loss(pd_fix: str) -> None:
     truth = jacobian.T @ loss.output_hessian(case.z, case.labels).dense() @ jacobian
     operator = ContrastiveGGNLinearOperator(model, loss, None, [(x[:4], case.labels[:4]), (x[4:], case.labels[4:])])
     assert close(operator @ torch.eye(len(truth), dtype=torch.float64), truth)
-
-
-def conv_case() -> tuple[nn.Module, Tensor, Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        nn.Unflatten(1, (1, 2, 2)), nn.Conv2d(1, 2, 2, padding=1), nn.ReLU(inplace=True), nn.Flatten(), nn.Linear(18, 2)
-    )
-    return model.double(), torch.randn(6, 4, dtype=torch.float64), torch.tensor([0, 1, 0, 1, 2, 2])
-
-
-def weight_blocks(model: nn.Module, matrix: Tensor) -> list[Tensor]:
-    sizes = [p.numel() for p in model.parameters()]
-    stops = np.cumsum([0, *sizes]).tolist()
-    ends = [pair for pair, p in zip(pairwise(stops), model.parameters(), strict=True) if p.ndim > 1]
-    return [matrix[a:b, a:b] for a, b in ends]
-
-
-@each("options", [{"distance": "arccos"}, {"distance": "euclidean"}, {"loss": LogisticLoss(2.0, -0.3, pd_fix="psd")}])
-def test_kfac_of_the_host_has_our_factors(options: dict[str, Any]) -> None:
-    model, x, y = conv_case()
-    fix = {} if "loss" in options else {"pd_fix": "psd"}
-    ours = cc.ggn(model, x, y, structure="kron", clamp=False, **fix, **options)
-    host = contrastive_kfac(model, x, y, **options)
-    blocks = weight_blocks(model, host @ torch.eye(host.shape[0], dtype=torch.float64))
-    kron = [torch.kron(*f) for f in ours if len(f) == 2]
-    assert all(close(a.detach(), b) for a, b in zip(blocks, kron, strict=True))
-
-
-def test_ekfac_has_the_exact_curvature_along_the_eigenvectors_of_kfac() -> None:
-    model, x, y = conv_case()
-    host = contrastive_ekfac(model, x, y)
-    found = weight_blocks(model, (host @ torch.eye(host.shape[0], dtype=torch.float64)).detach())
-    truth = weight_blocks(model, dense_ggn(model, x, y, pd_fix="psd"))
-    factors = [f for f in cc.ggn(model, x, y, structure="kron", pd_fix="psd") if len(f) == 2]
-    for block, exact, (g, a) in zip(found, truth, factors, strict=True):
-        assert close(block.trace(), exact.trace())
-        kfac = torch.kron(g, a)
-        assert float((block - exact).norm()) <= float((kfac - exact).norm())
-        if a.shape[0] <= 4:  # distinct eigenvalues: the eigenvectors are unique
-            q = torch.kron(torch.linalg.eigh(g)[1], torch.linalg.eigh(a)[1])
-            assert close(block, q @ torch.diag((q.T @ exact @ q).diagonal()) @ q.T)
-
-
-def test_what_kfac_refuses() -> None:
-    model, x, y = conv_case()
-    refused(lambda: contrastive_kfac(model, x, y, pd_fix="fixed"), "pd_fix='psd'", kind=cc.UnsupportedError)
-    with pytest.raises(cc.UnsupportedError, match=r"couples points.*pd_fix='psd'"):
-        contrastive_ekfac(model, x, y, pd_fix="positive")
-    with pytest.raises(cc.UnsupportedError, match=r"layer '0' \(LayerNorm\)"):
-        contrastive_kfac(nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 2)).double(), x, y)

@@ -52,7 +52,7 @@ import contrastive_curvature as cc
 out["with"] = results()
 # And after their use: an adapter may leave nothing behind in its host.
 x, y = torch.randn(6, 1, 3, 3), torch.arange(6) % 3
-for kind in (cc.BackPackContrastiveGGN, cc.CurvlinopsContrastiveGGN, cc.StochManContrastiveGGN):
+for kind in (cc.BackPackContrastiveGGN, cc.StochManContrastiveGGN):
     made = kind(net(), pd_fix="psd")
     made.diag(x, y, N=6), made.full(x, y, N=6), made.kron(x, y, N=6)
 model = extend(net())

@@ -15,7 +15,6 @@ import contrastive_curvature as cc
 from contrastive_curvature import (
     BackPackContrastiveGGN,
     ContrastiveGGN,
-    CurvlinopsContrastiveGGN,
     StochManContrastiveGGN,
 )
 from contrastive_curvature.testing import BackendContract
@@ -33,10 +32,6 @@ class TestBackPack(BackendContract):
 class TestStochMan(BackendContract):
     backend = StochManContrastiveGGN
     refused = frozenset({"gelu", "layernorm", "attention", "shared", "residual", "embedding"})
-
-
-class TestCurvlinops(BackendContract):
-    backend = CurvlinopsContrastiveGGN
 
 
 LABELS = torch.tensor([0, 0, 1, 1, 2, 2])

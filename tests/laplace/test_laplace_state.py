@@ -111,6 +111,7 @@ ATTACKS: list[tuple[str, str, str, Callable[[Any], Any], str]] = [
     ("all", "full", "curvature", lambda h: {**h, "matrix": None}, "curvature"),
     ("last_layer", "kron", "curvature", lambda h: {**h, "factors": 3}, "curvature"),
     ("last_layer", "diag", "likelihood", lambda _: "regression", "contrastive"),
+    ("last_layer", "diag", "backend", lambda _: "CurvlinopsContrastiveGGN", r"backend'\].*Fit with ContrastiveGGN"),
 ]
 
 

@@ -23,7 +23,6 @@ from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 import contrastive_curvature as cc
 from contrastive_curvature.hosts.curvlinops import ContrastiveGGNLinearOperator
 from contrastive_curvature.laplace.backends.backpack import BackPackContrastiveGGN
-from contrastive_curvature.laplace.backends.curvlinops import CurvlinopsContrastiveGGN
 from contrastive_curvature.network.module import MathAttention
 
 LABELS = torch.arange(6) % 3
@@ -125,7 +124,6 @@ ANY_MODEL: dict[str, Callable[[nn.Module], Any]] = {
 WITHOUT_ATTENTION: dict[str, Callable[[nn.Module], Any]] = {
     "all, BackPACK": fitted("all", "diag", BackPackContrastiveGGN),
     "all, kron": fitted("all", "kron"),
-    "all, curvlinops": fitted("all", "kron", CurvlinopsContrastiveGGN, pd_fix="psd"),
 }
 CASES = [(name, call, attention) for name, call in ANY_MODEL.items() for attention in (False, True)]
 CASES += [(name, call, False) for name, call in WITHOUT_ATTENTION.items()]

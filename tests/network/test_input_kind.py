@@ -13,7 +13,6 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.laplace.backends.backpack import BackPackContrastiveGGN
-from contrastive_curvature.laplace.backends.curvlinops import CurvlinopsContrastiveGGN
 from contrastive_curvature.laplace.backends.stochman import StochManContrastiveGGN
 from contrastive_curvature.network.encoder import Encoder
 
@@ -41,7 +40,7 @@ WRONG = [
 FITS = [
     ("last_layer", "diag", None),
     *(("all", "diag", b) for b in (None, cc.ContrastiveGGN, BackPackContrastiveGGN, StochManContrastiveGGN)),
-    *(("all", "kron", b) for b in (None, CurvlinopsContrastiveGGN)),
+    ("all", "kron", None),
 ]
 
 

@@ -13,7 +13,6 @@ from tables import each
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
-from contrastive_curvature.hosts.curvlinops import contrastive_ekfac, contrastive_kfac
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.testing import dense_ggn, dense_jacobian
 
@@ -112,18 +111,3 @@ def test_exact_in_every_way_and_the_model_untouched(kind: str, device: str) -> N
     default.fit(loader)
     assert close(default.H.cpu(), truth.diagonal(), size)
     assert [(name, id(p), type(p)) for name, p in model.named_parameters(remove_duplicate=False)] == identities
-
-
-def test_kfac_of_the_host_refuses_what_it_would_get_wrong(device: str) -> None:
-    """A layer that runs twice; its backend leaves that to the shared code."""
-    model, x = networks()["twice"]
-    model, x, labels = model.to(device), x.to(device), LABELS.to(device)
-    for build in (contrastive_kfac, contrastive_ekfac):
-        with pytest.raises(cc.UnsupportedError, match="runs 2 times"):
-            build(model, x, labels)
-        with pytest.raises(cc.InputError, match="requires a gradient"):
-            build(nn.Linear(4, 3).double().to(device).requires_grad_(False), x, labels)
-    kinds = (cc.ContrastiveGGN, cc.CurvlinopsContrastiveGGN)
-    ours, theirs = (kind(model, pd_fix="psd").kron(x, labels)[1].kfacs for kind in kinds)
-    for a, b in zip(ours, theirs, strict=True):
-        assert all(torch.equal(f, g) for f, g in zip(a, b, strict=True))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import contrastive_curvature as cc
 from contrastive_curvature.codec import TensorTable, packed, unpacked
 from contrastive_curvature.io.pretrained.save import KNOWN_LOSSES, _loss_config
+from contrastive_curvature.structures import REMOVED_STRUCTURES
 
 PROXIES = torch.arange(1.0, 10.0, dtype=torch.float64).view(3, 3).sin()
 
@@ -220,6 +221,14 @@ def test_an_example_takes_the_place_of_made_up_inputs(device: str, tmp_path: Pat
 def test_what_is_not_fitted_is_refused_before_anything_is_written(device: str, tmp_path: Path) -> None:
     refused(lambda: Laplace(encoder(device), "contrastive").save_pretrained(tmp_path / "saved"), kind=cc.NotFittedError)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_of_a_removed_structure_says_what_to_use_instead(device: str, tmp_path: Path) -> None:
+    la = fitted("last_layer", "diag", device)
+    for structure, instead in REMOVED_STRUCTURES.items():
+        la.hessian_structure = structure
+        la.save_pretrained(tmp_path / structure)
+        refused(lambda s=structure: cc.load_pretrained(tmp_path / s, encoder(device)), "hessian_structure", instead)
 
 
 def test_the_information_is_that_of_the_posterior(device: str, tmp_path: Path) -> None:

@@ -1,11 +1,8 @@
-"""curvlinops: a matrix-free operator, K-FAC and EK-FAC of a pair loss, and a pullback."""
+"""curvlinops: a matrix-free operator of the curvature of a loss."""
 
-from contrastive_curvature.hosts.curvlinops.kfac import CurvlinopsPullback, contrastive_ekfac, contrastive_kfac
 from contrastive_curvature.hosts.curvlinops.operator import ContrastiveGGNLinearOperator
+from contrastive_curvature.removed import refuse_removed
 
-__all__ = [
-    "ContrastiveGGNLinearOperator",
-    "CurvlinopsPullback",
-    "contrastive_ekfac",
-    "contrastive_kfac",
-]
+__all__ = ["ContrastiveGGNLinearOperator"]
+
+__getattr__ = refuse_removed(__name__)
