@@ -42,7 +42,7 @@ test-oldest: $(OLDEST)/.installed ## the same tests with the oldest versions tha
 
 # Not there: the extras docs, ray and recipes, whose packages move too fast for bounds that would hold for long, and onnx, which
 # needs a later torch. Their tests are left out or skipped, as are those of the benchmarks, which are no part of the package.
-OLDEST_EXTRAS := benchmarks,faiss,lance,miners,parquet,test
+OLDEST_EXTRAS := benchmarks,faiss,miners,parquet,test
 OLDEST_WITHOUT := $(addprefix --ignore=tests/,docs benchmarks jobs/test_on_ray.py)
 
 lint: $(STAMP) ## ruff: rules and formatting
@@ -90,7 +90,7 @@ clean: ## remove caches and build products (to make the environment anew as well
 # and what tests, docs and benchmarks need beyond it.
 # pip: -qq still prints errors, and leaves out the warnings about a machine's own index settings, one line per package.
 INSTALL = $(PY) -m pip install -qq --disable-pip-version-check -c constraints.txt -e
-ALL_EXTRAS := benchmarks,docs,faiss,lance,miners,onnx,parquet,ray,recipes,test
+ALL_EXTRAS := benchmarks,docs,faiss,miners,onnx,parquet,ray,recipes,test
 
 $(DEMO): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \

@@ -24,7 +24,6 @@ from .hessian.sphere import L2Norm
 from .hosts.curvlinops import ContrastiveGGNLinearOperator
 from .io import jobs, pretrained, serving
 from .io.feature_folder import FeatureFolder, features
-from .io.indexes import FaissIndex, Index, LanceIndex
 from .io.pretrained import load_pretrained
 from .laplace.advice import DefaultPriorWarning, FeatureNormWarning, LabelWarning
 from .laplace.backends import ContrastiveBackend, ContrastiveGGN
@@ -50,6 +49,7 @@ from .network.two_towers import TwoTowers
 from .online import OnlineLaplace
 from .options import Distance, Normalization, PDFix
 from .registration import register, unregister
+from .retriever.index import Index
 from .retriever.retriever import Retriever
 
 __version__: str
@@ -109,8 +109,6 @@ __all__ = [
     "select_unknown",
     # a gallery that is searched elsewhere
     "Index",
-    "FaissIndex",
-    "LanceIndex",
     # the sphere, and how good it all is
     "vmf",
     "metrics",

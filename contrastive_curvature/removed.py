@@ -28,6 +28,8 @@ REMOVED: dict[str, str] = {
     "io.serving.Scorer": (
         "Export the encoder, or its last layer alone, as a graph: docs/keep_and_serve.md#features-from-another-program."
     ),
+    "FaissIndex": "Write a class with `search` around your index, see docs/recipes/indexes.md#faiss.",
+    "LanceIndex": "Write a class with `search` around your table, see docs/recipes/indexes.md#lancedb.",
     "MatchProbability": (
         "Fit scikit-learn's LogisticRegression on cosine and uncertainties, see docs/decide.md#two-inputs-same-or-not; "
         "MatchThreshold decides at a stated false match rate."

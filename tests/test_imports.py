@@ -146,7 +146,7 @@ with contextlib.redirect_stdout(caught), contextlib.redirect_stderr(caught):
     import contrastive_curvature as cc, laplace
     cc.OnlineLaplace
     before = set(sys.modules)
-    cc.jobs, cc.pretrained, cc.load_pretrained, cc.FaissIndex, cc.LanceIndex
+    cc.jobs, cc.pretrained, cc.load_pretrained
     import contrastive_curvature.apps.cli, contrastive_curvature.apps.report, contrastive_curvature.io.serving
 with contextlib.redirect_stderr(shown):
     warnings.warn("`torch.jit.script` is deprecated, says the user", FutureWarning)
@@ -157,7 +157,7 @@ print(json.dumps({"printed": caught.getvalue(), "shown": shown.getvalue(), "brou
 
 
 def test_imports_print_nothing_leave_warnings_alone_and_bring_no_optional_package(monkeypatch) -> None:
-    """Ray, LanceDB, FAISS, ONNX, Jinja and the tools of the recipes wait until they are used."""
+    """Ray, FAISS, ONNX, Jinja and the tools of the recipes wait until they are used."""
     monkeypatch.setenv("PYTHONWARNINGS", "default")
     found, _ = run(IMPORT)
     assert found["printed"] == ""

@@ -33,7 +33,7 @@ _SUITE = {
     "tests_rest": ("tests", *(f"--ignore=tests/{name}" for name in _ALONE)),
 }
 """The whole suite, in pieces that can be run again one by one."""
-_NEED = {"tests/indexes": ("faiss", "lancedb"), "tests/docs": ("mkdocs", "mkdocstrings", "markdown_it")}
+_NEED = {"tests/docs": ("mkdocs", "mkdocstrings", "markdown_it")}
 """Folders of tests that are left out where an optional package is missing."""
 
 

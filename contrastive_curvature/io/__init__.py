@@ -1,7 +1,7 @@
-"""Files and other programs: saved posteriors, features, states, exports, indices of galleries, jobs."""
+"""Files and other programs: saved posteriors, features, states, exports, jobs."""
 
 import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(
-    __name__, ["feature_folder", "indexes", "jobs", "pretrained", "serving", "states"]
+    __name__, ["feature_folder", "jobs", "pretrained", "serving", "states"]
 )

@@ -19,7 +19,6 @@ from contrastive_curvature import validate
 from contrastive_curvature.decisions.fitted import Fitted, clopper_pearson, percent
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.io.indexes import Index
 from contrastive_curvature.laplace.batches import batches, by_length, results
 from contrastive_curvature.laplace.calibration import present_calibration, take_snapshot
 from contrastive_curvature.laplace.influence import influence
@@ -29,6 +28,7 @@ from contrastive_curvature.network.inputs import is_texts
 from contrastive_curvature.network.loader import check_loader, in_fixed_order
 from contrastive_curvature.retriever.evidence import FLOOR, Embedded, evidence
 from contrastive_curvature.retriever.head import AT_ONCE, Headed, last_layer_features, outputs, with_head
+from contrastive_curvature.retriever.index import Index, nearest
 from contrastive_curvature.retriever.rule import Labelled, Rates, Rule, certified
 
 _SAME = math.log(1.001 * FLOOR)
@@ -592,11 +592,13 @@ class Retriever(Fitted):
         points, index = self._gallery, self.index
 
         def search(directions: Tensor, k: int) -> tuple[Tensor, Tensor]:
-            distances, ids = index.search(directions, k)  # type: ignore[union-attr]
-            ids = np.asarray(torch.as_tensor(ids).cpu())
+            cosine, ids = nearest(index, directions, k)  # type: ignore[arg-type]
             at = np.searchsorted(points.identifiers, ids).clip(max=len(points.identifiers) - 1)
-            gone = torch.from_numpy(points.identifiers[at] != ids).to(directions.device)
-            cosine = (1 - torch.as_tensor(distances).to(directions)).masked_fill(gone, -torch.inf)
+            gone = points.identifiers[at] != ids
+            if k == len(points.identifiers) and bool((alone := gone.all(1)).any()):
+                hint = "The points of a fit have the numbers from 0, in their order; add returns those of added points."
+                raise InputError("index", "identifiers of the gallery", f"others, such as {ids[alone][0, 0]}", hint)
+            cosine = cosine.masked_fill(torch.from_numpy(gone).to(directions.device), -torch.inf)
             return cosine, torch.from_numpy(at).to(directions.device)
 
         columns, match = evidence(
