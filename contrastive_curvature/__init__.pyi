@@ -2,7 +2,6 @@ from . import metrics, vmf
 from . import testing as testing
 from .apps import report
 from .decisions.drift import DriftMonitor
-from .decisions.false_discoveries import select_unknown
 from .decisions.match import MatchThreshold
 from .decisions.retrieval import RetrievalThreshold
 from .embedding.distribution import EmbeddingDistribution
@@ -106,7 +105,6 @@ __all__ = [
     "MatchThreshold",
     "RetrievalThreshold",
     "DriftMonitor",
-    "select_unknown",
     # a gallery that is searched elsewhere
     "Index",
     # the sphere, and how good it all is

@@ -37,6 +37,10 @@ REMOVED: dict[str, str] = {
     "StoredEmbeddings": (
         "Store mu and one variance, and build an EmbeddingDistribution of these columns, see docs/recipes/indexes.md."
     ),
+    "select_unknown": (
+        "Take scipy.stats.false_discovery_control(p_values) <= fdr, "
+        "see docs/decide.md#no-gallery-uncertainty-novelty-p_value."
+    ),
     "io.pretrained.load_match": "Fit a regression on pairs yourself, see docs/decide.md#two-inputs-same-or-not.",
     "structures.Eigenpairs": "docs/backends.md#curvlinops has the leading eigenpairs of all weights.",
 }
