@@ -22,7 +22,6 @@ from .hessian.output import OutputHessian
 from .hessian.sphere import L2Norm
 from .hosts.curvlinops import ContrastiveGGNLinearOperator
 from .io import jobs, pretrained, serving
-from .io.feature_folder import FeatureFolder, features
 from .io.pretrained import load_pretrained
 from .laplace.advice import DefaultPriorWarning, FeatureNormWarning, LabelWarning
 from .laplace.backends import ContrastiveBackend, ContrastiveGGN
@@ -88,9 +87,6 @@ __all__ = [
     # encoders from elsewhere
     "EncoderOutput",
     "with_last_layer",
-    # what the last layer takes in, on disk
-    "features",
-    "FeatureFolder",
     # data that many machines share
     "jobs",
     # two encoders of one space

@@ -13,11 +13,10 @@ import os
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NoReturn, Self, TypeVar
 
-from filelock import FileLock, Timeout
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 
@@ -169,21 +168,6 @@ def target_folder(argument: str, path: object, file: str, described: str, *, ove
         hint = "Pass overwrite=True to replace it, or name another folder."
         raise InputError(argument, "a new or an empty folder", f"{folder}, which holds {described}", hint)
     return folder
-
-
-@contextlib.contextmanager
-def locked(folder: Path) -> Iterator[None]:
-    """Refuse a folder that another process writes; the system releases the lock when the process ends."""
-    lock = folder / ".lock"
-    if lock.is_symlink():
-        got = f"{lock}, a symbolic link, which would be written through"
-        raise InputError("path", "a folder with a lock of its own", got, "Remove the link.")
-    try:
-        with FileLock(lock, timeout=0):
-            yield
-    except Timeout:
-        hint = "Wait for it, or name another folder."
-        raise InputError("path", "a folder that nobody else is writing", str(folder), hint) from None
 
 
 def write_tensors(path: Path | str, header: Header, tensors: Mapping[str, Tensor], *, follow: bool = True) -> None:

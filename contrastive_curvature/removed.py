@@ -43,6 +43,8 @@ REMOVED: dict[str, str] = {
     ),
     "io.pretrained.load_match": "Fit a regression on pairs yourself, see docs/decide.md#two-inputs-same-or-not.",
     "structures.Eigenpairs": "docs/backends.md#curvlinops has the leading eigenpairs of all weights.",
+    "FeatureFolder": "docs/large_data.md#features-once reads features from a file of NumPy.",
+    "features": "docs/large_data.md#features-once writes features into a file of NumPy.",
 }
 """Name below the package -> what to use instead: one sentence that names the page with the recipe, if there is one."""
 

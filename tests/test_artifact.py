@@ -16,7 +16,7 @@ from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature import artifact
-from contrastive_curvature.artifact import Header, locked, read_header, read_tensors, target_folder, write_tensors
+from contrastive_curvature.artifact import Header, read_header, read_tensors, target_folder, write_tensors
 
 
 class Box(Header):
@@ -95,17 +95,6 @@ def test_a_folder_with_something_else_is_left_alone(tmp_path: Path) -> None:
     with pytest.raises(cc.InputError, match=r"^out: .*, which holds a box\. Pass overwrite=True to replace it"):
         target_folder("out", tmp_path, "thesis.tex", "a box", overwrite=False)
     assert target_folder("out", tmp_path, "thesis.tex", "a box", overwrite=True) == tmp_path
-
-
-def test_one_writer_at_a_time(tmp_path: Path) -> None:
-    with locked(tmp_path), pytest.raises(cc.InputError, match="nobody else is writing"), locked(tmp_path):
-        pass
-    with locked(tmp_path):
-        pass
-    (tmp_path / ".lock").unlink(missing_ok=True)
-    (tmp_path / ".lock").symlink_to(tmp_path / "mine")
-    with pytest.raises(cc.InputError, match="a lock of its own"), locked(tmp_path):
-        pass
 
 
 def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:

@@ -232,7 +232,10 @@ def test_what_is_wrong_is_one_line_and_leaves_nothing(files, tmp_path, run):
         (f"fit train.npz --calibrate {here}other_layer.npz {out}", "other_layer.npz: bias: expected that of the fit"),
         (f"fit train.npz --calibrate known_embeddings.npz {out}", "the array features, got embeddings, labels"),
         (f"fit train.npz --held-out held_names.npz {out}", "labels", "names in all files"),
-        (f"fit train.npz --held-out held.npz --calibrate known.npz {out}", "--calibrate: expected nothing beside --held-out"),
+        (
+            f"fit train.npz --held-out held.npz --calibrate known.npz {out}",
+            "--calibrate: expected nothing beside --held-out",
+        ),
         (f"fit train.npz --wrong-answers 0.1 {out}", "--held-out: expected a file beside --wrong-answers"),
         (f"fit train.npz --held-out held.npz --wrong-answers 2 {out}", "wrong_answers: expected a number in (0, 1)"),
         (f"fit train.npz --out {here}mine", "--out", "one that exists"),

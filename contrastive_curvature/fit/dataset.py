@@ -116,8 +116,8 @@ def statistics(f: Fit, passes: Passes) -> Total:
             if numbers_left < 0:
                 passes.cached.clear()
                 _log.info(
-                    "the features are more than the %d numbers that are kept: the encoder runs twice a point. A "
-                    "feature folder (contrastive_curvature.features) holds any number of them",
+                    "the features are more than the %d numbers that are kept: the encoder runs twice a point. "
+                    "docs/large_data.md#features-once keeps any number of them on disk",
                     FEATURES_KEPT,
                 )
     passes.first = passes.latest = record

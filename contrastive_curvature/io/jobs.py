@@ -376,7 +376,7 @@ def fit_on_ray(
             makes the posterior, in every process and here. On GPUs use a function that moves the encoder to ``"cuda"``.
         source: A :class:`ParquetParts`; the path of a Parquet file or a folder of them, with the columns ``features``
             and ``target``, on a file system that all machines share; or a list of loaders, one per part, such as the
-            shards of a feature folder.
+            slices of an array.
         folder: Folder of the states, on such a file system. For a list of loaders, stored states are not compared with
             the loaders: use another folder for other data.
         parts: Number of parts for a path; ``None`` for one per 50,000 rows, at least 16 and at most 1,000.

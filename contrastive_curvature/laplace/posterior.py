@@ -262,9 +262,7 @@ class ContrastiveLaplace(GaussianOverWeights):
     def _hold(self, encoder: nn.Module) -> None:
         """Use this encoder; only a last-layer posterior has to wrap it."""
         if self.on_last_layer:
-            self.model: Any = Encoder(
-                encoder, None, self.last_layer_name, takes_features=True, label_key=self.dict_key_y
-            )
+            self.model: Any = Encoder(encoder, None, self.last_layer_name, label_key=self.dict_key_y)
 
     def first_inputs(self, loader: Iterable[Any]) -> list[Inputs]:
         """Return a few inputs of the first batch in a list; an empty list for an empty loader."""

@@ -37,15 +37,6 @@ def versions(tensors: Iterable[Tensor]) -> list[tuple[int, int]]:
     ]
 
 
-def trunk_tensors(model: nn.Module, last_layer_name: str) -> list[Tensor]:
-    """Return the parameters and buffers before the last layer, and its weights if another layer also uses them."""
-    prefix = f"{last_layer_name}." if last_layer_name else ""
-    named = list(model.named_parameters(remove_duplicate=False))
-    own = {id(p) for name, p in named if name in (f"{prefix}weight", f"{prefix}bias")}
-    shared = {id(p) for name, p in named if name not in (f"{prefix}weight", f"{prefix}bias")}
-    return [t for _, t in state_tensors(model) if id(t) not in own - shared]
-
-
 def state_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield names and values of the parameters, then of the buffers, each tensor once.
 

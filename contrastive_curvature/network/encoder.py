@@ -12,7 +12,6 @@ other values, and no parameter has a gradient then (:func:`carries`).
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
@@ -37,8 +36,7 @@ from contrastive_curvature.network.call import (
     refuse_compiled_layer,
     uncompiled,
 )
-from contrastive_curvature.network.digest import trunk_tensors, versions
-from contrastive_curvature.network.given_features import FEATURES, SOURCE, FeatureSource, difference, has_features
+from contrastive_curvature.network.given_features import FEATURES, LAST_LAYER, has_features
 from contrastive_curvature.network.inputs import Inputs, few_points, made_up_inputs, slice_inputs
 from contrastive_curvature.network.threads import evaluation_mode as evaluation_mode
 from contrastive_curvature.network.threads import users_hooks, watched
@@ -396,8 +394,6 @@ class Encoder(nn.Module):
             shared, not copied.
         probe: A batch for :meth:`analyse`; with ``None``, call it later, or the first inputs will.
         last_layer_name: Name of the linear layer that computes the raw outputs; ``None`` detects the layer.
-        takes_features: Whether saved features (:mod:`contrastive_curvature.network.given_features`) may replace inputs,
-            including the probe.
         label_key: Key of the labels in batches that are mappings; ``forward`` never receives labels by keyword.
 
     Attributes:
@@ -418,7 +414,6 @@ class Encoder(nn.Module):
         probe: Inputs | None = None,
         last_layer_name: str | None = None,
         *,
-        takes_features: bool = False,
         label_key: str = "labels",
     ) -> None:
         super().__init__()
@@ -427,9 +422,8 @@ class Encoder(nn.Module):
         self.place = Place()
         self.normalized = False
         self.last_layer_name: str | None = None
-        self._wanted_layer, self._takes_features = last_layer_name, takes_features
+        self._wanted_layer = last_layer_name
         self._probe_points: str | None = None
-        self._checked: tuple[Any, ...] | None = None
         self._saw_inputs = False
         if probe is not None:
             self.analyse(probe)
@@ -437,21 +431,19 @@ class Encoder(nn.Module):
     def analyse(self, probe: Inputs) -> None:
         """Find the raw outputs and the last layer, once, by a recorded run of a batch's first points.
 
-        One point is enough; with two or more, common norms and dependence on the batch are detected too. Saved features
-        contain the result of the analysis when they were written; the encoder itself is analysed with the first inputs.
+        One point is enough; with two or more, common norms and dependence on the batch are detected too. Features in
+        place of inputs name the last layer; the encoder itself is analysed with the first inputs.
 
         Raises:
-            InputError: Outputs are not finite, the named layer is not the last one, or saved features belong to another
-                encoder.
+            InputError: Outputs are not finite, or the named layer is not the last one.
             UnsupportedError: The raw outputs cannot be reached.
         """
         if self._saw_inputs:
             return
         if has_features(probe):
-            self.last_layer_name, self._runs = self._check_source(probe).last_layer, 1
+            self.last_layer_name, self._runs = probe[LAST_LAYER], 1
             layer: Any = self.last_layer
-            self.dim = self._kept(layer.out_features)
-            self.require_last_layer()
+            self.dim = layer.out_features
             return
         probe, few = slice_inputs(probe, slice(0, 8)), slice_inputs(probe, slice(0, 2))
         makes_out = partial(carries, self.model, lambda: self.call(self.model, few), matches=feeds)
@@ -459,7 +451,9 @@ class Encoder(nn.Module):
         with torch.no_grad(), evaluation_mode(self.model), eager(self.model):
             records, out = trace(self.model, self.call, probe)
             self._probe_points = describe_points(probe)
-            self.dim = self._kept(out.shape[1])
+            # ``encode`` of sentence-transformers truncates the result of ``forward``.
+            cut = getattr(self.model, "truncate_dim", None) if hasattr(self.model, "encode") else None
+            self.dim = min(out.shape[1], cut) if isinstance(cut, int) else out.shape[1]
             if not bool(out.isfinite().all()):
                 rows = (~out.isfinite().all(dim=1)).nonzero().flatten()[:5].tolist()
                 raise InputError("model(x)", "finite embeddings", f"NaN or infinity in rows {rows}")
@@ -482,33 +476,6 @@ class Encoder(nn.Module):
             self._runs = sum(record.module is layers[-1] for record in records)
             refuse_compiled_layer(self.model, self.last_layer_name)
         self._saw_inputs = True
-
-    def _check_source(self, x: Mapping[str, Any]) -> FeatureSource:
-        """Refuse features of another encoder, or where inputs are needed; return the features' source."""
-        if not self._takes_features:
-            raise UnsupportedError(
-                "features: this needs the encoder's own inputs. Use subset_of_weights='last_layer' of laplace.Laplace, "
-                "with hessian_structure='diag', 'kron', 'kron_lowrank' or 'full', or pass the loader of the inputs."
-            )
-        source = FeatureSource.of_plain(json.loads(x[SOURCE]))
-        name = self.last_layer_name or self._wanted_layer or source.last_layer
-        # Weights are read again only if a weight may have changed.
-        state = (source, name, versions(trunk_tensors(self.model, name)))
-        if state != self._checked:
-            got = difference(self.model, source, name)
-            if got is not None:
-                hint = (
-                    "Load the weights that the encoder had when they were written, or write those of this encoder with "
-                    "contrastive_curvature.features(encoder, loader, another_path)."
-                )
-                raise InputError("features", "those of this encoder", got, hint)
-            self._checked = state
-        return source
-
-    def _kept(self, outputs: int) -> int:
-        """Return the embeddings' width: ``encode`` of sentence-transformers truncates the result of ``forward``."""
-        cut = getattr(self.model, "truncate_dim", None)
-        return min(outputs, cut) if isinstance(cut, int) and hasattr(self.model, "encode") else outputs
 
     @property
     def last_layer(self) -> nn.Linear | None:
@@ -574,12 +541,11 @@ class Encoder(nn.Module):
         return out if entry is None else entry_of(out, self.place.key)
 
     def forward_with_features(self, x: Inputs) -> Features:
-        """Return raw outputs (N, D) and last-layer inputs (N, F); saved features are returned unchanged."""
+        """Return raw outputs (N, D) and last-layer inputs (N, F); given features are returned unchanged."""
         if not has_features(x):
             self.analyse(x)
             phi, z = self.passed(Place(self.require_last_layer()), x)
             return Features(z, phi)
-        self._check_source(x)
         layer = self.require_last_layer()
         # A half-precision layer computes its outputs in half precision, but curvatures sum products of features.
         phi = x[FEATURES].to(layer.weight.device, torch.promote_types(layer.weight.dtype, torch.float32))

@@ -23,7 +23,7 @@ from contrastive_curvature.laplace.batches import batches, by_length, results
 from contrastive_curvature.laplace.calibration import present_calibration, take_snapshot
 from contrastive_curvature.laplace.influence import influence
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
-from contrastive_curvature.network.given_features import FeatureSource, feature_inputs
+from contrastive_curvature.network.given_features import feature_inputs
 from contrastive_curvature.network.inputs import is_texts
 from contrastive_curvature.network.loader import check_loader, in_fixed_order
 from contrastive_curvature.retriever.evidence import FLOOR, Embedded, evidence
@@ -553,7 +553,7 @@ class Retriever(Fitted):
             raw, names = _read("x", x, y, partial(outputs, encoder, argument="x", progress_bar=progress_bar))
             self._head = encoder = with_head(encoder, raw, self._coded(names), progress_bar)
             with torch.no_grad():
-                inputs = feature_inputs(encoder.head[:-1](raw).cpu(), FeatureSource.of(encoder, "head.2"))
+                inputs = feature_inputs(encoder.head[:-1](raw).cpu(), "head.2")
         la: ContrastiveLaplace = ContrastiveLaplace(encoder)
         if not self.head:
             inputs, names = _encoded(la, "x", x, y, progress_bar)
@@ -663,7 +663,7 @@ def _encoded(
         return inputs, labels
     read = partial(last_layer_features, la, argument=argument, progress_bar=progress_bar)
     features, names = _read(argument, inputs, labels, read)
-    return feature_inputs(features, FeatureSource.of(la.model.model, la.model.last_layer_name)), names
+    return feature_inputs(features, la.model.last_layer_name), names
 
 
 def _read(argument: str, inputs: Any, labels: Any, read: Callable[[Any], _T]) -> tuple[_T, list[Hashable]]:

@@ -104,11 +104,11 @@ def test_a_fit_loses_nothing_with_a_killed_process(cluster: Any, device: str, tm
             cc.jobs.fit_on_ray(changed, parts, folder=tmp_path / "s")
 
 
-def test_shards_of_a_feature_folder_are_fitted(cluster: Any, device: str, tmp_path: Path) -> None:
-    (x, y), la = data(), posterior()
-    features = cc.features(la.model.model, [(x, y)], tmp_path / "f", dtype="float64")
-    found = cc.jobs.fit_on_ray(la, [features.shard(k, 3) for k in range(3)], folder=tmp_path / "s")
-    assert_same(found, fitted(), x[:20])
+def test_a_list_of_loaders_is_fitted(cluster: Any, device: str, tmp_path: Path) -> None:
+    (x, y), la = data(), posterior(negative_samples=None)
+    loaders = [[batch] for batch in zip(x.split(50), y.split(50), strict=True)]
+    found = cc.jobs.fit_on_ray(la, loaders, folder=tmp_path / "s")
+    assert_same(found, fitted(negative_samples=None), x[:20])
     with pytest.raises(cc.InputError, match="parts: expected None"):
         cc.jobs.fit_on_ray(la, [[(x, y)]], folder=tmp_path / "t", parts=2)
     with pytest.raises(cc.InputTypeError, match="source: expected a ParquetParts or a path"):

@@ -164,6 +164,3 @@ def test_batches_and_rows_of_the_loaders_are_named(device: str, tmp_path: Any) -
     ):
         with pytest.raises(cc.InputError, match=r"(?s)batch 1 .*rows \[6\]"):
             use()
-    # Its rows have one number in the whole folder.
-    with pytest.raises(cc.InputError, match=rf"NaN or infinity .*{N + 6}"):
-        cc.features(la.model.model, batches, tmp_path / "features")

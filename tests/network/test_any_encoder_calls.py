@@ -178,7 +178,7 @@ def fitted(model: nn.Module, **options: Any) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore:calibrate. about")
-def test_texts_are_what_their_tokens_are(device: str, tmp_path: Path) -> None:
+def test_texts_are_what_their_tokens_are(device: str) -> None:
     model = Sentences().to(device)
     la = fitted(model)
     of_tokens: Any = Laplace(model, "contrastive")
@@ -190,11 +190,6 @@ def test_texts_are_what_their_tokens_are(device: str, tmp_path: Path) -> None:
     torch.testing.assert_close(found.kappa, wanted.kappa)
     la.calibrate([TEXTS[:3], (TEXTS[3:], LABELS[3:])], progress_bar=False)
     assert la(["a cat sat"]).p_value.shape == (1,)
-    folder = cc.features(model, [(TEXTS, LABELS)], tmp_path / "features", progress_bar=False)
-    of_features: Any = Laplace(model, "contrastive")
-    of_features.fit(folder, progress_bar=False)
-    of_features.optimize_prior_precision()
-    torch.testing.assert_close(of_features(TEXTS).kappa, found.kappa, rtol=1e-4, atol=0)
 
 
 def test_texts_in_ggn_training_and_views(device: str) -> None:
@@ -393,7 +388,7 @@ class _WithClasses(nn.Module):
 
 
 @pytest.mark.parametrize("weights", ["last_layer", "all"])
-def test_labels_under_another_name_are_not_given_to_the_encoder(weights: str, device: str, tmp_path: Path) -> None:
+def test_labels_under_another_name_are_not_given_to_the_encoder(weights: str, device: str) -> None:
     x, y = torch.randn(12, 6, device=device), torch.arange(12, device=device) % 3
     model, batch = _WithClasses().to(device), {"x": x, "label": y}
     how = {"subset_of_weights": weights, "hessian_structure": "diag", "prior_precision": 1.0}
@@ -405,6 +400,5 @@ def test_labels_under_another_name_are_not_given_to_the_encoder(weights: str, de
     torch.testing.assert_close(named.H[:n], plain.H)
     assert bool((named.H[n:] == 0).all())
     torch.testing.assert_close(named({"x": x}).mu, plain(x).mu)
-    assert cc.features(model, [batch], tmp_path / "features", label_key="label").width == 6
     operator = cc.ContrastiveGGNLinearOperator(model, cc.ContrastiveLoss(), None, [batch], dict_key_y="label")
     assert operator.shape[0] == sum(p.numel() for p in model.parameters())

@@ -66,7 +66,7 @@ def fit(model: nn.Module, batch: Any, device: str, **options: Any) -> Any:
 
 
 def check_everything(model: nn.Module, batch: Any, device: str, folder: Path, wanted: Tensor) -> None:
-    """The default posterior, its predictions and files, the curvature of a batch, features, and training."""
+    """The default posterior, its predictions and files, the curvature of a batch, and training."""
     la = fit(model, batch, device)
     torch.testing.assert_close(la(batch).mu.cpu(), F.normalize(wanted), rtol=1e-4, atol=1e-5)
     la.calibrate([batch], progress_bar=False)
@@ -75,9 +75,6 @@ def check_everything(model: nn.Module, batch: Any, device: str, folder: Path, wa
     tensors = tensors.to(device) if isinstance(tensors, Tensor) else tensors
     size = sum(p.numel() for p in la.model.last_layer.parameters())
     assert cc.ggn(model, tensors, LABELS.to(device), subset_of_weights="last_layer").shape == (size,)
-    loader = [{**batch, "labels": LABELS}] if isinstance(batch, dict) else [(batch, LABELS)]
-    stored = cc.features(model, loader, folder / "features", progress_bar=False)
-    assert sum(len(labels) for _, labels in stored) == len(LABELS)
     learner = cc.OnlineLaplace(model, probe=tensors, n_data=len(LABELS))
     learner(tensors, LABELS.to(device)).backward()
     assert len(learner.laplace()(tensors)) == len(LABELS)
@@ -107,15 +104,11 @@ def test_truncated_sentence_transformers(
 ) -> None:
     model = sentence_model(bert_folder, dense, normalize).to(device)
     whole = model.encode(TEXTS, convert_to_tensor=True).cpu()
-    stored = cc.features(model, [(TEXTS, LABELS)], tmp_path / "whole", progress_bar=False) if dense else None
     model.truncate_dim = 4
     wanted = model.encode(TEXTS, convert_to_tensor=True).cpu()
     assert torch.equal(wanted, whole[:, :4])
     with pytest.raises(cc.UnsupportedError, match=r"with_last_layer\(encoder, x\).*subset_of_weights='all'"):
         fit(model, TEXTS, device)
-    if stored is not None:
-        with pytest.raises(cc.UnsupportedError, match="with_last_layer"):
-            Laplace(model, "contrastive").fit(stored, progress_bar=False)
     encoder = cc.with_last_layer(model, TEXTS)
     assert encoder.last_layer.weight.shape == (4, 16 if isinstance(dense, nn.Identity) else 4)
     check_everything(encoder, TEXTS, device, tmp_path, wanted)

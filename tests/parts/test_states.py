@@ -25,7 +25,6 @@ from part_cases import (
 )
 from safetensors.torch import save
 from tables import each, refused
-from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature import artifact
@@ -133,17 +132,6 @@ def test_every_step_may_run_in_a_process_of_its_own(case: str, device: str, tmp_
     if case != "mc samples":
         whole = make(case, device)
         whole.fit(batches_of(device, [3, 1] * 3))
-        same_posterior(la, whole, device)
-
-
-def test_shards_of_saved_features_are_parts(device: str, tmp_path: Path) -> None:
-    model = encoder(device)
-    x, y = points(device)
-    folder = cc.features(model, DataLoader(TensorDataset(x, y), batch_size=5), tmp_path / "f", dtype="float64")
-    la, whole = make("sampled", device), make("sampled", device)
-    whole.fit(folder)
-    for count in (5, 25):  # also more shards than points
-        fit_with(la, [folder.shard(k, count) for k in range(count)])
         same_posterior(la, whole, device)
 
 
