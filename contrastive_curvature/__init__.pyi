@@ -7,7 +7,6 @@ from .decisions.retrieval import RetrievalThreshold
 from .embedding.distribution import EmbeddingDistribution
 from .embedding.known import OptimisticPValueWarning
 from .embedding.similarity import CosineDistribution, similarity
-from .embedding.zero_shot import ZeroShotClassifier
 from .errors import (
     ContrastiveCurvatureError,
     DivergenceError,
@@ -91,7 +90,6 @@ __all__ = [
     "jobs",
     # two encoders of one space
     "TwoTowers",
-    "ZeroShotClassifier",
     # two embeddings: how similar
     "similarity",
     "CosineDistribution",

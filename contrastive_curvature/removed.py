@@ -41,6 +41,7 @@ REMOVED: dict[str, str] = {
         "Take scipy.stats.false_discovery_control(p_values) <= fdr, "
         "see docs/decide.md#no-gallery-uncertainty-novelty-p_value."
     ),
+    "ZeroShotClassifier": "Average the softmax of sampled embeddings, see docs/clip.md#classify-by-prompts.",
     "io.pretrained.load_match": "Fit a regression on pairs yourself, see docs/decide.md#two-inputs-same-or-not.",
     "structures.Eigenpairs": "docs/backends.md#curvlinops has the leading eigenpairs of all weights.",
     "FeatureFolder": "docs/large_data.md#features-once reads features from a file of NumPy.",

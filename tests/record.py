@@ -273,9 +273,6 @@ def two_towers(loss: str, structure: str, shared: bool = False, **options: Any) 
     if structure == "kron_lowrank" and not shared:
         la.calibrate(pairs)
         found |= {"p-value": la.b(second[:9]).p_value, "cosine": cc.similarity(image, text).variance}
-        classify = cc.ZeroShotClassifier(text[:6], scale=5.0, labels=torch.arange(6) % 3)
-        found["zero-shot probability"] = classify.probabilities(image)
-        found["zero-shot temperature"] = classify.fit_temperature(image, torch.arange(9) % 3)
     return found
 
 

@@ -24,6 +24,7 @@ import torch
 from laplace import Laplace
 from sklearn.datasets import load_digits
 from torch import nn
+from torch.nn.functional import nll_loss
 
 import contrastive_curvature as cc
 
@@ -122,8 +123,7 @@ la.a.calibrate([pictures[validation]])
 
 prompts = [f"a {name}" for name in NAMES]
 image, prompt = la.a(pictures[test]), la.b(tokens_of(prompts))
-classifier = cc.ZeroShotClassifier(prompt, scale=1 / TEMPERATURE)
-right = classifier.predict(image) == digits[test]
+right = (image.mu @ prompt.mu.T).argmax(1) == digits[test]
 print(f"zero-shot: {right.double().mean():.1%} of {len(test)} test pictures are nearest to the prompt of their digit")
 
 # %% [markdown]
@@ -176,9 +176,9 @@ plt.show()
 # ## Probabilities under harm
 #
 # Cover more and more of each picture. The classifier gets worse; do its probabilities say so?
-# `classifier.probabilities` integrates the softmax over the uncertain picture and the uncertain prompts. The plain
-# softmax of the mean directions is what one would take without a posterior. Both get one temperature from validation
-# pictures, half of which are covered in part.
+# The softmax of the cosines, averaged over samples of the uncertain picture and of the uncertain prompts, is beside the
+# plain softmax of the mean directions, which one would take without a posterior. Both get one temperature from
+# validation pictures, half of which are covered in part.
 
 
 # %%
@@ -194,13 +194,27 @@ levels = range(0, 7)
 seen = torch.cat(
     [cover(validation[:200], 0), *(cover(validation[200 + 50 * i : 250 + 50 * i], i + 1) for i in range(4))]
 )
-plain = cc.ZeroShotClassifier(prompt.mu, scale=1 / TEMPERATURE)
-plain.fit_temperature(la.a(seen).mu, digits[validation].long())
-classifier.fit_temperature(la.a(seen), digits[validation].long())
+WAYS = {"integrated over both posteriors": lambda e: e.sample(200), "of the means only": lambda e: e.mu.unsqueeze(0)}
+
+
+def logits(way, embeddings):
+    """Scaled cosines to the prompts, for each sample: (S, N, 10)."""
+    return WAYS[way](embeddings) @ WAYS[way](prompt).mT / TEMPERATURE
+
+
+def probabilities(way, embeddings):
+    return (logits(way, embeddings) / temperature[way]).softmax(2).mean(0)
+
+
+temperature, tried = {}, torch.logspace(-1, 1, 81)
+for way in WAYS:
+    found = logits(way, la.a(seen))
+    costs = [float(nll_loss((found / t).softmax(2).mean(0).log(), digits[validation].long())) for t in tried]
+    temperature[way] = float(tried[np.argmin(costs)])
 rows = []
 for lines in levels:
     harmed = la.a(cover(test, lines))
-    both = classifier.probabilities(harmed), plain.probabilities(harmed.mu)
+    both = [probabilities(way, harmed) for way in WAYS]
     correct = [p.argmax(1) == digits[test] for p in both]
     rows.append(
         [
@@ -226,13 +240,12 @@ axes[2].legend(frameon=False, fontsize=8, loc="center right")
 for axis in axes:
     axis.set_xlabel("covered lines of 8")
 plt.show()
-for name, one in (("integrated over both posteriors", classifier), ("of the means only", plain)):
+for way in WAYS:
     brier = []
     for lines in levels:
-        harmed = la.a(cover(test, lines))
-        p = one.probabilities(harmed if one is classifier else harmed.mu)
+        p = probabilities(way, la.a(cover(test, lines)))
         brier.append(float((p.max(1).values - (p.argmax(1) == digits[test]).double()).square().mean()))
-    print(f"Brier score of the confidence, {name}, by covered lines: " + ", ".join(f"{value:.3f}" for value in brier))
+    print(f"Brier score of the confidence, {way}, by covered lines: " + ", ".join(f"{value:.3f}" for value in brier))
 
 # %% [markdown]
 # The integral changes the confidence by little here: the error bars of the cosines are small against what one
@@ -246,9 +259,8 @@ for lines in levels:
     harmed = la.a(cover(test, lines))
     known = harmed.is_known(0.05)
     kept.append(float(known.double().mean()))
-    kept_right.append(
-        float((classifier.predict(harmed) == digits[test])[known].double().mean()) if known.any() else float("nan")
-    )
+    right = (harmed.mu @ prompt.mu.T).argmax(1) == digits[test]
+    kept_right.append(float(right[known].double().mean()) if known.any() else float("nan"))
 for lines, share, accuracy_of_kept in zip(levels, kept, kept_right, strict=True):
     of_kept = f"{accuracy_of_kept:.1%} of them right" if share else "none to judge"
     print(
