@@ -32,7 +32,7 @@ class Progress:
         self._show = show
         self._start = time.monotonic()
 
-    def bar(self, desc: str, total: int | None = None) -> Any:
+    def bar(self, desc: str, total: int) -> Any:
         """Return a bar; the caller calls its ``update``."""
         return tqdm(desc=desc, total=total, **self._options())
 

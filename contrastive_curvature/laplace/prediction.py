@@ -168,7 +168,7 @@ def marginal_spread(
     axes, parts = _axes(z), []
     # The Jacobian rows of a single point may already fill a chunk.
     pieces = axes.split(max(1, JACOBIAN_ELEMENTS // max(1, pullback.width))) if diagonal else (axes,)
-    for rows in point_chunks(pullback, len(z), z.shape[1], 1 if of_weights is None else _POINTS_AT_ONCE):
+    for rows in _point_chunks(pullback, len(z), z.shape[1], 1 if of_weights is None else _POINTS_AT_ONCE):
         if of_weights is None:
             spreads = [of_jacobians(_jacobians(pullback, context, rows, piece)) for piece in pieces]
         else:
@@ -181,7 +181,7 @@ def marginal_spread(
 def jacobians_of_all(pullback: Pullback, context: Any, z: Tensor) -> Tensor:
     """Return the Jacobians (B, D, P) of all points."""
     out, eye = z.new_empty(*z.shape, pullback.n_params), _axes(z)
-    for rows in point_chunks(pullback, *z.shape):
+    for rows in _point_chunks(pullback, *z.shape):
         out[rows] = _jacobians(pullback, context, rows, eye)
     return out
 
@@ -196,7 +196,7 @@ def _axes(z: Tensor) -> Tensor:
     return torch.eye(z.shape[1], dtype=z.dtype, device=z.device)
 
 
-def point_chunks(pullback: Pullback, n: int, dim: int, least: int = 1) -> list[slice]:
+def _point_chunks(pullback: Pullback, n: int, dim: int, least: int = 1) -> list[slice]:
     """Return slices of n points whose Jacobians fit into one chunk; one empty slice if n = 0."""
     step = max(least, JACOBIAN_ELEMENTS // max(1, dim * pullback.width))
     return list(chunks(n, step)) or [slice(0, 0)]

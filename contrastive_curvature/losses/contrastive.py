@@ -167,7 +167,7 @@ class ContrastiveDerivatives(PairDerivatives):
         first = torch.zeros_like(table.labels).scatter_(0, index, torch.arange(self.n, device=labels.device))
         related = Related.of_labels(table, self.loss.normalization, self.u.dtype, self.shares[first])
         points = Columns(self.u, index, torch.arange(self.n, device=labels.device))
-        return ContrastiveOfClasses(self.loss, related, table, points).node_sums()
+        return ContrastiveOfClasses(self.loss, related, table, points).sums(self.u, index, points.numbers)
 
 
 _TILE_ROWS, _TILE_COLUMNS = 512, 2048

@@ -10,17 +10,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from contrastive_curvature import waiting
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.hessian.blocks import Blocks
 from contrastive_curvature.hessian.cross import CrossBlocks
-from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums, Totals
+from contrastive_curvature.hessian.derivatives import NodeSums, Totals
 from contrastive_curvature.hessian.output import make_blocks
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.class_table import ClassTable
@@ -119,7 +118,7 @@ class ClassWeights(NamedTuple):
     y: Tensor
 
 
-class DatasetHessian(CosineDerivatives):
+class DatasetHessian:
     """Output Hessian over all pairs of a data set, computed block by block.
 
     Args:
@@ -135,17 +134,11 @@ class DatasetHessian(CosineDerivatives):
     def __init__(self, loss: PairLoss, related: Related, points: Columns | None, bank: Columns | None = None) -> None:
         self.loss, self.related, self.points, self.bank = loss, related, points, bank
         self.coupled = loss.coupled
-        self.n = self.anchors = related.n
         self._by_class: Columns | None = None
-        if points is not None:
-            self.u = points.u
         if bank is not None and points is not None:
             order = points.index.argsort(stable=True)
             self._by_class = replace(points.at(order), positives=True)
             self._sizes = points.index.bincount(minlength=len(related.shares.positive)).cpu()
-
-    def __len__(self) -> int:
-        return self.n
 
     def place(self, z: Tensor, targets: Tensor, numbers: Tensor) -> HessianPart:
         """Return some of the points without their blocks; arguments as in :meth:`at`."""
@@ -183,19 +176,9 @@ class DatasetHessian(CosineDerivatives):
         """
         return None
 
-    @override
-    def loss_and_cost(self, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
-        totals = totals or self.node_sums().totals(self.u)
+    def loss_and_cost(self, totals: Totals) -> tuple[Tensor, Tensor]:
+        """Return the value of the loss and its non-negative version, from the totals of all points."""
         return self.loss.loss_and_cost(totals, self.related.attract, self.related.dtype)
-
-    @override
-    def node_sums(self) -> NodeSums:
-        assert self.points is not None
-        return self.sums(self.points.u, self.points.index, self.points.numbers)
-
-    def rows(self, start: int, stop: int, columns: slice = slice(None)) -> tuple[Tensor, Tensor | None]:
-        """Refuse; :meth:`cross` has the blocks between two points."""
-        refuse_sampled("blocks between two points are asked for, which a sample of the negatives does not give")
 
     def sums_for(self, part: HessianPart) -> NodeSums:
         """Return the sums over the neighbours of some points of this set."""
@@ -209,7 +192,10 @@ class DatasetHessian(CosineDerivatives):
         if self.bank is None:
             return sum_pairs(self.loss, u, [self._met(u, there, numbers, self.points)])
         if self.loss.coupled:
-            refuse_sampled(f"pd_fix={str(self.loss.pd_fix)!r} couples points with each other")
+            raise UnsupportedError(
+                f"negative_samples: pd_fix={str(self.loss.pd_fix)!r} couples points with each other. Use pd_fix="
+                "'psd_parts', 'psd', 'fixed' or 'ggn_fixed', or negative_samples=None, which takes all negatives."
+            )
         # In float64: a column of a bank counts many times, and so does its rounding error.
         x = u.detach().double()
         x = x / x.norm(dim=1, keepdim=True)
@@ -323,11 +309,3 @@ def dataset_hessian(
         hint = "Use a larger number; about 1,000 give all pairs to three digits."
         raise InputError("negative_samples", wanted, f"{len(bank)} points of {kinds}", hint)
     return loss.hessian_over(related, table, points, Columns.bank(*of(bank), table.counts))
-
-
-def refuse_sampled(why: str) -> NoReturn:
-    """Refuse to sample negatives; ``why`` is a clause of the message."""
-    raise UnsupportedError(
-        f"negative_samples: {why}. Use pd_fix='psd_parts', 'psd', 'fixed' or 'ggn_fixed', or "
-        "negative_samples=None, which takes all negatives."
-    )

@@ -1,6 +1,5 @@
 """``negative_samples`` of a posterior: what every value does, what is said about it, and what is refused."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -30,17 +29,6 @@ def fitted(device: str, given: Any, structure: str = "diag", weights: str = "las
     la = make(device, structure, weights, **options)
     la.fit(given)
     return la
-
-
-class Probed:
-    """A loader of which nobody needs more than the first batch."""
-
-    def __init__(self, batch: Any) -> None:
-        self.batch = batch
-
-    def __iter__(self) -> Iterator[Any]:
-        yield self.batch
-        raise AssertionError
 
 
 @pytest.mark.parametrize(
