@@ -34,6 +34,8 @@ def structure_of(name: object, argument: str = "structure", known: tuple[str, ..
     names = tuple(STRUCTURES) if known is None else known
     if not isinstance(name, str) or name not in names:
         hint = REMOVED_STRUCTURES.get(name, "") if isinstance(name, str) else ""
+        if isinstance(name, str) and name in STRUCTURES:
+            hint = f"{name!r} is for subset_of_weights={' or '.join(map(repr, STRUCTURES[name].weights))}."
         raise InputError(argument, f"one of {', '.join(map(repr, names))}", name, hint)
     return STRUCTURES[str(name)]
 

@@ -255,7 +255,7 @@ def test_refusals_say_what_to_do() -> None:
     def made(*args: str, **options: Any) -> Any:
         return Laplace(model, "contrastive", *args, backend_kwargs=options)
 
-    with pytest.raises(cc.UnsupportedError, match=r"kron_lowrank.*diag"):
+    with pytest.raises(cc.InputError, match=r"one of 'diag'.*'kron_lowrank' is for subset_of_weights='last_layer'\."):
         made("all", "kron_lowrank")
     with pytest.raises(cc.InputError, match=r"model: expected embeddings of D >= 2 dimensions, got D = 1"):
         fitted(features(8, 4), encoder(4, 1))
