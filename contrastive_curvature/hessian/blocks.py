@@ -42,6 +42,10 @@ class SignedFactor:
         """Return whether a column is summed over the points before it is squared."""
         return self.signs.ndim == 1
 
+    def scaled(self, by: Tensor) -> SignedFactor:
+        """Return the factor of ``by H``, for a scalar of any sign."""
+        return SignedFactor(self.columns * by.abs().sqrt(), self.signs * by.sign())
+
 
 class Blocks(ABC):
     """N symmetric (D, D) matrices, one per point.

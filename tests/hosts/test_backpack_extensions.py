@@ -43,8 +43,8 @@ def _registered() -> None:
     register()
 
 
-def backward(drawn: Drawn, device: str, *extensions: Any) -> nn.Module:
-    """The extended model after a backward pass of the extended loss."""
+def backward(drawn: Drawn, device: str, *extensions: Any, factor: float = 1.0) -> nn.Module:
+    """The extended model after a backward pass of the extended loss, times a factor."""
     model, x, case = drawn
     moved = case.to(device)
     options = {k: v for k, v in case.options.items() if k not in ("margin", "negative_weight", "normalization")}
@@ -58,7 +58,7 @@ def backward(drawn: Drawn, device: str, *extensions: Any) -> nn.Module:
     with backpack(*extensions):
         z = model(x.to(device))
         value = loss_fn(z, moved.labels) if case.pairs is None else loss_fn(z, moved.labels, pairs=moved.pairs)
-        value.backward()
+        (factor * value).backward()
     return model
 
 
@@ -180,9 +180,6 @@ def test_products_with_every_fix(drawn: Drawn, device: str) -> None:
     """Indefinite and coupled ones: what is propagated is a product with the whole batch's Hessian."""
     truth, size = truth_and_size(drawn)
     check_products(backward(drawn, device, GGNMP()), "ggnmp", truth, size)
-    if drawn[2].options["pd_fix"] == "psd" and (isinstance(drawn[0], nn.Linear) or len(list(drawn[0])) == 1):
-        # Of the activations' curvature, PCHMP keeps the convex part.
-        check_products(backward(drawn, device, PCHMP()), "pchmp", truth, size)
 
 
 def hessian_of(function: Callable[[Tensor], Tensor], model: nn.Module, x: Tensor) -> Tensor:
@@ -207,6 +204,7 @@ def test_hmp_is_the_hessian_of_the_loss(drawn: Drawn, device: str) -> None:
     loss_fn = cc.ContrastiveLoss(*(case.options[k] for k in ("margin", "negative_weight", "normalization")))
     truth = hessian_of(lambda z: loss_fn(z, case.labels, pairs=case.pairs), model, x)
     check_products(backward(drawn, device, HMP()), "hmp", truth, 1e2 * size)
+    check_products(backward(drawn, device, HMP(), factor=-3.0), "hmp", -3 * truth, 3e2 * size)
 
 
 @given(drawn=hosted_cases(("normalised",)))
@@ -244,32 +242,45 @@ def test_kfra_averages_over_the_jacobians_of_a_normalisation_layer(device: str) 
 @each("distance", ["arccos", "euclidean"])
 def test_a_normalisation_layer_with_the_other_distance_is_refused(distance: str, device: str) -> None:
     drawn = fixed("normalised", distance=distance)
-    good, bad = ((DiagGGNExact, DiagCurvature, GGNMP, KFRA), (HMP, DiagHessian, PCHMP))
-    if distance == "arccos":
-        good, bad = bad[:2], good
-    for extension in bad:
+    for extension in (DiagGGNExact, DiagCurvature, GGNMP, KFRA):
+        if distance == "euclidean":
+            backward(drawn, device, extension())
+            continue
         with pytest.raises(cc.UnsupportedError, match="ends in a normalisation"):
             backward(drawn, device, extension())
-    for extension in good:
-        backward(drawn, device, extension())
 
 
-def partner_held_fixed(model: nn.Module, x: Tensor, case: Case) -> Tensor:
-    """Diagonal of the Hessian of what ``fixed`` stands for: every pair twice, with one of its points held still."""
-    still = torch.nn.functional.normalize(model(x).detach(), dim=1)
-    y = cc.output_hessian(model(x).detach(), **case.all).derivatives.dense()[0]
-    return hessian_of(lambda z: -(y * (torch.nn.functional.normalize(z, dim=1) @ still.T)).sum(), model, x).diagonal()
+@each("kind", ["linear", "no bias", "smooth", "normalised", "normalised inside"])
+def test_the_diagonal_of_the_hessian_of_a_loss_without_pairs(kind: str, device: str) -> None:
+    """Of every point too, and of the number that ``backward()`` is called on: the layers' part has the same factor."""
+    torch.manual_seed(0)
+    model, x, labels = build(kind, 3).to(device), torch.randn(5, INPUTS, device=device).double(), torch.arange(5) % 3
+    proxies = torch.randn(3, model(x).shape[1], dtype=torch.float64, device=device)
+    loss = cc.ProxyLoss(proxies, scale=3.0, pd_fix="full")
+    points = zip(x.split(1), labels.split(1), strict=True)
+    scaled = [hessian_of(lambda z, y=y: -2.5 * loss(z, y), model, point) / 5 for point, y in points]
+    extend(model), extend(loss)
+    with backpack(DiagHessian(), BatchDiagHessian()):
+        (-2.5 * loss(model(x), labels)).backward()
+    batch = torch.cat([p.diag_h_batch.flatten(1) for p in model.parameters()], dim=1)
+    assert close(batch, torch.stack(scaled).diagonal(dim1=1, dim2=2))
+    assert close(gather(model, "diag_h"), sum(scaled).diagonal().cpu())
 
 
-@given(drawn=hosted_cases((*KRONECKER, "smooth", "normalised")))
-def test_diagonal_of_the_hessian_with_partners_held_fixed(drawn: Drawn, device: str) -> None:
-    model, x, case = drawn
-    case.options.update(distance="arccos", pd_fix="fixed")
-    truth, size = partner_held_fixed(model, x, case), truth_and_size(drawn)[1]
-    model = backward(drawn, device, DiagHessian(), BatchDiagHessian())
-    assert close(gather(model, "diag_h"), truth, 1e2 * size)
-    batch = torch.cat([p.diag_h_batch.flatten(1) for p in model.parameters()], dim=1).cpu()
-    assert close(batch.sum(0), truth, 1e2 * size)
+@each("distance, fix", [("arccos", "fixed"), ("arccos", "psd"), ("arccos", "positive"), ("euclidean", "full")])
+def test_options_that_change_the_hessian_are_refused_where_it_is_wanted(distance: str, fix: str, device: str) -> None:
+    drawn = fixed("no bias", distance=distance, pd_fix=fix)
+    with pytest.raises(cc.UnsupportedError, match=r"Hessian of the loss.*pd_fix='full'.*DiagCurvature\(\)"):
+        backward(drawn, device, HMP())
+
+
+@each("fix", ["fixed", "psd", "full"])
+def test_the_diagonal_of_the_hessian_of_pairs_is_refused(fix: str, device: str) -> None:
+    for extension in (DiagHessian, BatchDiagHessian):
+        with pytest.raises(cc.UnsupportedError, match=r"couples the points.*HMP\(\).*DiagCurvature\(\)"):
+            backward(fixed("relu", pd_fix=fix), device, extension())
+    with pytest.raises(cc.UnsupportedError, match=r"convex in the outputs.*GGNMP\(\)"):
+        backward(fixed("relu", pd_fix=fix), device, PCHMP())
 
 
 SQUARE_ROOTS = (DiagGGNExact, DiagGGNMC, BatchDiagGGNExact, BatchDiagGGNMC, SqrtGGNExact, SqrtGGNMC, KFAC, KFLR)
@@ -278,8 +289,7 @@ SQUARE_ROOTS = (DiagGGNExact, DiagGGNMC, BatchDiagGGNExact, BatchDiagGGNMC, Sqrt
 @each("fix", ["fixed", "positive", "full"])
 def test_square_roots_that_do_not_exist_are_refused(fix: str, device: str) -> None:
     drawn = fixed("relu", pd_fix=fix)
-    extensions = (*SQUARE_ROOTS, PCHMP) + ((KFRA, DiagHessian) if fix != "fixed" else ())
-    for extension in extensions:
+    for extension in SQUARE_ROOTS + ((KFRA,) if fix != "fixed" else ()):
         with pytest.raises(cc.UnsupportedError, match=r"DiagCurvature\(\).*pd_fix='psd'") as caught:
             backward(drawn, device, extension())
         assert ("indefinite" in str(caught.value)) == (fix == "fixed")

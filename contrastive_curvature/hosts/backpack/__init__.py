@@ -4,7 +4,8 @@ Rules for an extended model, in addition to BackPACK's documentation:
 
 - The scale of the loss: :class:`DiagCurvature` and :class:`CurvatureFactor` give the curvature of the number that
   ``backward()`` is called on: ``(5 * loss).backward()`` gives five times the curvature of ``loss``, and several losses
-  may be summed. BackPACK's own extensions ignore a factor, for every loss: they give the curvature of ``loss``.
+  may be summed. ``HMP`` and ``DiagHessian`` of our losses include a factor, too. BackPACK's other extensions ignore it,
+  for every loss, and warn: they give the curvature of ``loss``.
 - Every operation must be a module: BackPACK does not see a function inside ``forward`` (``torch.tanh``, ``2 * h`` in a
   branch), for any loss, so its factor is missing in the curvature. :class:`BackPackPullback` needs no extended model,
   and refuses such functions.

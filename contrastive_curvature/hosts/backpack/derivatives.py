@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from contrastive_curvature.errors import UnsupportedError
 from contrastive_curvature.hessian.node_blocks import NodeBlocks
 from contrastive_curvature.hessian.output import OutputHessian
 from contrastive_curvature.hessian.sphere import norms
-from contrastive_curvature.options import Distance
+from contrastive_curvature.options import Distance, PDFix
 
 
 def hessian_of(module: Any) -> OutputHessian:
@@ -30,26 +31,51 @@ def hessian_of(module: Any) -> OutputHessian:
         return module.output_hessian(module.input0.detach(), labels, pairs=pairs)
 
 
-def check_unit_inputs(module: Any, keeps_residual: bool) -> None:
-    """Refuse a loss behind a normalisation layer if the extension would contradict its ``distance``.
+def check_unit_inputs(module: Any) -> None:
+    """Refuse a loss with ``distance="arccos"`` behind a normalisation layer, for a generalised Gauss-Newton.
 
-    A loss behind a normalisation layer gets unit vectors. A generalised Gauss-Newton multiplies its blocks with the
+    A loss behind a normalisation layer gets unit vectors, and a generalised Gauss-Newton multiplies its blocks with the
     Jacobian ``P / n`` of that layer. It keeps an ``euclidean`` block ``d P / n^2`` whole. From an ``arccos`` block it
-    keeps ``a P / n^2`` and loses ``(u t^T + t u^T) / n^2``. A Hessian adds the second derivative of the layer: this
-    completes ``arccos``, but adds to ``euclidean`` a term that this distance leaves out. ``keeps_residual`` says
-    whether the extension adds this second derivative.
+    keeps ``a P / n^2`` and loses ``(u t^T + t u^T) / n^2``, the second derivative of the layer.
     """
     z, distance = module.input0.detach(), module.distance
     lengths = z.norm(dim=-1)
     if z.ndim != 2 or z.shape[1] < 2 or not len(z) or bool(((lengths - 1).abs() > 64 * torch.finfo(z.dtype).eps).any()):
         return
-    if distance is (Distance.EUCLIDEAN if keeps_residual else Distance.ARCCOS):
-        other = "arccos" if keeps_residual else "euclidean"
+    if distance is Distance.ARCCOS:
         raise UnsupportedError(
-            f"distance={str(distance)!r} with a network that ends in a normalisation: this BackPACK extension "
-            f"{'adds' if keeps_residual else 'drops'} the second derivative of that layer, which the distance "
-            f"{'leaves out' if keeps_residual else 'includes'}. Use distance={other!r}, or give the loss raw outputs."
+            "distance='arccos' with a network that ends in a normalisation: this BackPACK extension drops the second "
+            "derivative of that layer, which the distance includes. Use distance='euclidean', or give the loss raw "
+            "outputs."
         )
+
+
+def require_hessian(module: Any, extension: Any, by_point: bool = False) -> OutputHessian:
+    """Return the Hessian of the loss itself; refuse options that change it.
+
+    ``by_point`` says whether the extension squares point by point, so that it has no cross terms.
+    """
+    hessian, name = hessian_of(module), type(extension).__name__
+    given = f"{name} with distance={str(hessian.distance)!r} and pd_fix={str(hessian.pd_fix)!r}"
+    curvature = "the curvature with these options is that of DiagCurvature() of contrastive_curvature.hosts.backpack."
+    if by_point and hessian.derivatives.couples:
+        raise UnsupportedError(
+            f"{given}: the Hessian of {type(module).__name__} couples the points of a batch, and {name} squares point "
+            "by point. HMP() multiplies with the Hessian, for distance='arccos' and pd_fix='full'; " + curvature
+        )
+    # Where nothing couples the points, fixed leaves nothing out.
+    whole = (PDFix.FULL,) if hessian.derivatives.couples else (PDFix.FULL, PDFix.FIXED)
+    if hessian.distance is not Distance.ARCCOS or hessian.pd_fix not in whole:
+        raise UnsupportedError(
+            f"{given}: {name} is about the Hessian of the loss, which these options change. Use distance='arccos' and "
+            "pd_fix='full'; " + curvature
+        )
+    return hessian
+
+
+def products(hessian: OutputHessian, mat: Tensor) -> Tensor:
+    """Multiply a Hessian with vectors in BackPACK's form, shape (V, N, D)."""
+    return hessian.matvec(mat.permute(1, 2, 0).to(hessian.z.dtype)).permute(2, 0, 1).to(mat.dtype)
 
 
 class PairLossDerivatives(BaseLossDerivatives):
@@ -60,7 +86,7 @@ class PairLossDerivatives(BaseLossDerivatives):
     """
 
     def hessian_is_psd(self) -> bool:
-        """Return false, because the loss is not convex for every option; ``require_psd`` checks the actual loss."""
+        """Return false, because no loss of cosines is convex in the outputs; ``require_psd`` checks the fix."""
         return False
 
     def hessian_is_zero(self, module: nn.Module) -> bool:
@@ -106,12 +132,7 @@ class PairLossDerivatives(BaseLossDerivatives):
         return torch.einsum("nde,mne->mnd", root, noise / mc_samples**0.5).to(module.input0.dtype)
 
     def _make_hessian_mat_prod(self, module: Any, g_inp: Any, g_out: Any) -> Callable[[Tensor], Tensor]:
-        hessian = hessian_of(module)
-
-        def product(mat: Tensor) -> Tensor:
-            return hessian.matvec(mat.permute(1, 2, 0).to(hessian.z.dtype)).permute(2, 0, 1).to(mat.dtype)
-
-        return product
+        return partial(products, hessian_of(module))
 
     def _sum_hessian(self, module: Any, g_inp: Any, g_out: Any) -> Tensor:
         return self.require_uncoupled(module).blocks.total().to(module.input0.dtype)

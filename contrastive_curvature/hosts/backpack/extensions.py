@@ -123,14 +123,13 @@ class _SignedModule(ModuleExtension):
 class _SignedLoss(ModuleExtension):
     def check_hyperparameters_module_extension(self, ext: Any, module: Any, g_inp: Any, g_out: Any) -> None:
         drop_empty_labels(module)
-        check_unit_inputs(module, keeps_residual=False)
+        check_unit_inputs(module)
 
     def backpropagate(self, ext: Any, module: Any, g_inp: Any, g_out: Any, backproped: Any) -> _Factors:
         factor = hessian_of(module).signed_factor()
-        columns, signs = factor.columns.to(module.input0.dtype), factor.signs.to(module.input0.dtype)
+        cast = SignedFactor(factor.columns.to(module.input0.dtype), factor.signs.to(module.input0.dtype))
         # The loss may be one weighted term of the number that backward() was called on.
-        scale = g_out[0].detach().to(columns.dtype)
-        return {next(_numbers): SignedFactor(columns * scale.abs().sqrt(), signs * scale.sign())}
+        return {next(_numbers): cast.scaled(g_out[0].detach().to(cast.columns.dtype))}
 
 
 def _parameter_products(derivatives: Any, module: Any, name: str, columns: Tensor, sum_batch: bool) -> Tensor:

@@ -35,6 +35,8 @@ from contrastive_curvature.hosts.backpack.derivatives import (
     L2NormDerivatives,
     PairLossDerivatives,
     check_unit_inputs,
+    products,
+    require_hessian,
 )
 from contrastive_curvature.losses.cosine import CosineLoss
 
@@ -56,7 +58,14 @@ def call(extension: Any, module: nn.Module, g_inp: Any, g_out: Any) -> None:
         return
     if isinstance(module, CosineLoss):
         drop_empty_labels(module)
-        check_unit_inputs(module, _keeps_residual(extension))
+        if _is_positive_curvature(extension):
+            raise UnsupportedError(
+                f"{type(extension).__name__}: this curvature is defined for losses that are convex in the outputs, and "
+                f"{type(module).__name__}, a loss of cosines, is not. Use GGNMP(), KFLR() or KFRA() with pd_fix='psd', "
+                "or HMP() with pd_fix='full', which multiplies with the Hessian."
+            )
+        if not isinstance(extension, _HESSIANS):
+            check_unit_inputs(module)
     ours(extension, module, g_inp, g_out)
 
 
@@ -69,19 +78,21 @@ def _rules_for(extension: type) -> tuple[Any, Any]:
         (DiagGGN, BatchDiagGGN): (DiagGGNLoss(loss), DiagGGNBaseModule(norm)),
         (HBP,): (_HBPLoss(loss), _HBPL2Norm(norm)),
         (GGNMP,): (GGNMPLoss(loss), GGNMPBase(norm)),
-        (HMP,): (HMPLoss(loss), HMPBase(norm)),
-        # PCHMP supports only element-wise layers.
-        (PCHMP,): (_PCHMPLoss(loss), None),
+        (HMP,): (_HMPLoss(loss), HMPBase(norm)),
+        # Refused for our losses; it supports only element-wise layers.
+        (PCHMP,): (PCHMPLoss(loss), None),
         (DiagHessian, BatchDiagHessian): (_DiagHessianLoss(loss), _DiagHessianL2Norm(norm)),
     }
     return next((both for kinds, both in rules.items() if issubclass(extension, kinds)), (None, None))
 
 
-def _keeps_residual(extension: Any) -> bool:
-    """Return whether an extension adds the second derivatives of the layers."""
-    if isinstance(extension, HBP):
-        return bool(extension.get_curv_type() != Curvature.GGN)
-    return isinstance(extension, (HMP, PCHMP, DiagHessian, BatchDiagHessian))
+_HESSIANS = (HMP, DiagHessian, BatchDiagHessian)
+"""Extensions that add the second derivatives of the layers to those of the loss."""
+
+
+def _is_positive_curvature(extension: Any) -> bool:
+    """Return whether an extension adds a part of the layers' second derivatives, or an average of them."""
+    return isinstance(extension, PCHMP) or (isinstance(extension, HBP) and extension.get_curv_type() != Curvature.GGN)
 
 
 class _HBPLoss(HBPLoss):
@@ -93,20 +104,18 @@ class _HBPLoss(HBPLoss):
         return self.make_loss_hessian_func(ext)(module, g_inp, g_out)
 
 
-class _PCHMPLoss(PCHMPLoss):
+# The layers add their second derivatives times the gradient of the number that backward() was called on. So the Hessian
+# of the loss has the same factor, which the host's rules for other losses leave out.
+class _HMPLoss(HMPLoss):
     def backpropagate(self, ext: Any, module: Any, g_inp: Any, g_out: Any, backproped: Any) -> Any:
-        self.derivatives.require_psd(module)
-        return lambda mat: self.derivatives.make_hessian_mat_prod(module, g_inp, g_out)(mat)
+        hessian, factor = require_hessian(module, ext), g_out[0].detach()
+        return lambda mat: factor * products(hessian, mat)
 
 
 class _DiagHessianLoss(DiagHLoss):
-    """With ``arccos`` and ``fixed``, this is the Hessian of the loss with one point of every pair held constant.
-
-    ``euclidean`` leaves out the second derivative of the normalisation, as everywhere.
-    """
-
     def backpropagate(self, ext: Any, module: Any, g_inp: Any, g_out: Any, backproped: Any) -> dict[str, list[Any]]:
-        return _split(self.derivatives.require_uncoupled(module).blocks.signed_factor())
+        hessian = require_hessian(module, ext, by_point=True)
+        return _split(hessian.blocks.signed_factor().scaled(g_out[0].detach()))
 
 
 class _HBPL2Norm(HBPBaseModule):
