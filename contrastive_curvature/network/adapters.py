@@ -33,11 +33,13 @@ class EncoderOutput(nn.Module):
         output: Name of the output, its number in a tuple, or ``None`` if the model returns one tensor.
         pooling: ``"mean"``, ``"first"`` (the token ``[CLS]``) or ``"last"`` over the tokens of an output (N, T, D);
             ``"mean"`` also over the places of an output (N, D, H, W). ``None`` keeps an output (N, D) unchanged. If the
-            batch is a mapping with an ``attention_mask`` (N, T), tokens with a zero in the mask do not count.
+            batch is a mapping with an ``attention_mask`` (N, T), tokens with a zero in the mask do not count. The
+            tokens that PEFT's prompt tuning puts before a text do.
 
     Raises:
         InputTypeError: An argument has the wrong type.
-        InputError: The pooling is unknown; in ``forward``: the output does not exist or has the wrong shape.
+        InputError: The pooling is unknown; in ``forward``: the output does not exist or has the wrong shape, or the
+            attention mask is of other tokens.
     """
 
     def __init__(self, model: nn.Module, output: str | int | None = None, pooling: str | None = None) -> None:
@@ -69,8 +71,18 @@ class EncoderOutput(nn.Module):
             hint = "Leave pooling out for an output (N, D)."
             raise InputError("pooling", wanted, f"shape {tuple(tokens.shape)}", hint)
         mask = x.get("attention_mask") if isinstance(x, Mapping) else None
-        if not isinstance(mask, Tensor) or mask.shape != tokens.shape[:2]:
+        if mask is None:
             return tokens.mean(1) if self.pooling == "mean" else tokens[:, 0 if self.pooling == "first" else -1]
+        added = getattr(getattr(self.model, "active_peft_config", None), "num_virtual_tokens", 0)
+        if tuple(mask.shape) == (len(tokens), tokens.shape[1] - added):
+            mask = nn.functional.pad(mask, (added, 0), value=1)
+        if mask.shape != tokens.shape[:2]:
+            hint = (
+                "The model adds, drops or joins tokens, or the mask belongs to another input. Pool in a module of your "
+                "own, whose forward knows which tokens of the output count."
+            )
+            wanted = f"a mask of the output's tokens, of shape {tuple(tokens.shape[:2])}"
+            raise InputError("attention_mask", wanted, f"shape {tuple(mask.shape)}", hint)
         weights = mask.to(tokens)
         if self.pooling != "mean":
             place = (mask != 0).int()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -129,6 +130,40 @@ def test_pooling_counts_tokens_of_the_mask_alone(device: str, pooling: str, side
     wanted = torch.stack([pool(model.inner(x[i])[mask[i] == 1]) for i in range(3)])
     torch.testing.assert_close(found, wanted)
     torch.testing.assert_close(encoder({"x": x}), torch.stack([pool(model.inner(part)) for part in x]))
+
+
+class Prompted(Base):
+    """Prompt tuning: some tokens that are learned before those of the text; PEFT's models say how many."""
+
+    def __init__(self, says: bool) -> None:
+        super().__init__()
+        self.prompt = nn.Parameter(torch.randn(2, 4, dtype=torch.float64))
+        if says:
+            self.active_peft_config = SimpleNamespace(num_virtual_tokens=2)
+
+    def forward(self, x: Tensor, attention_mask: Tensor) -> dict[str, Tensor]:
+        del attention_mask
+        return {"last_hidden_state": self.inner(torch.cat([self.prompt.expand(len(x), 2, 4), x], dim=1))}
+
+
+@each("pooling", ["mean", "first", "last"])
+def test_a_mask_of_other_tokens_is_refused_or_extended(device: str, pooling: str) -> None:
+    x, mask = torch.randn(3, 5, 4, dtype=torch.float64).to(device), torch.ones(3, 5, dtype=torch.int64).to(device)
+    mask[1, 3:] = 0
+    model = Prompted(says=True).to(device)
+    encoder = cc.EncoderOutput(model, "last_hidden_state", pooling=pooling)
+    found = encoder({"x": x, "attention_mask": mask})
+    # Of the padded text alone, without its padding.
+    alone = encoder({"x": x[1:2, :3], "attention_mask": mask[1:2, :3]})
+    torch.testing.assert_close(found[1:2], alone)
+    tokens = model(x[1:2, :3], mask)["last_hidden_state"]
+    torch.testing.assert_close(alone, {"mean": tokens.mean(1), "first": tokens[:, 0], "last": tokens[:, -1]}[pooling])
+    unknown = cc.EncoderOutput(Prompted(says=False).to(device), "last_hidden_state", pooling=pooling)
+    for wrong in (mask, mask[:, None].expand(3, 5, 5)):
+        with pytest.raises(
+            cc.InputError, match=r"attention_mask: expected a mask of .* shape \(3, 7\), got shape \(3, 5"
+        ):
+            unknown({"x": x, "attention_mask": wrong})
 
 
 def test_pooling_of_places_and_refused_options(device: str) -> None:
