@@ -35,7 +35,8 @@ def closed(f: Fit, pairs: Any, totals: list[Total]) -> list[DatasetCurvature]:
     if total.curvature is not None and not bool(total.curvature.traces().any()):
         hint = (
             "In a batch of one input nothing has to be told apart; triplets outside their margin, and comparisons "
-            "that float32 takes for certain add nothing either. Use larger batches, or the pair loss."
+            "that float32 takes for certain add nothing either. Use larger batches, or the pair loss. Weights that no "
+            "gradient reaches (torch.no_grad() in forward) have no curvature at all."
         )
         wanted = "batches in which the loss changes with the embeddings"
         raise InputError("train_loader", wanted, "a curvature that is zero everywhere", hint)

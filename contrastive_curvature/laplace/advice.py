@@ -1,4 +1,4 @@
-"""Warnings about legal but probably unintended use: labels, several processes, a default prior, norms as score."""
+"""Warnings about legal but probably unintended use: labels, several processes, no gradient, a default prior, norms."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import warnings
 
 import torch
 from scipy.stats import spearmanr
-from torch import Tensor, distributed
+from torch import Tensor, distributed, nn
 from torch.nn.functional import linear
 
 from contrastive_curvature.hessian.sphere import normalize
@@ -78,6 +78,25 @@ def advise_on_labels(seen: LabelRange, adds: bool) -> None:
             "loader; if they are a class, give it a number that is not negative."
         )
         warnings.warn(msg, LabelWarning, stacklevel=3)
+
+
+def advise_on_gradients(model: nn.Module, reached: Tensor) -> None:
+    """Warn about layers of which no trainable tensor was ``reached`` by a gradient, booleans in their order."""
+    layers: dict[str, list[tuple[int, bool]]] = {}
+    trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    for (name, p), some in zip(trainable, reached.tolist(), strict=True):
+        layers.setdefault(name.rpartition(".")[0], []).append((p.numel(), some))
+    silent = {layer: own for layer, own in layers.items() if not any(some for _, some in own)}
+    if silent:
+        count = sum(size for own in silent.values() for size, _ in own)
+        names = ", ".join(repr(layer) for layer in list(silent)[:5]) + (", ..." if len(silent) > 5 else "")
+        msg = (
+            f"no gradient reaches {count} of the posterior's {sum(p.numel() for _, p in trainable)} weights, all those "
+            f"of {len(silent)} layers ({names}): their curvature is zero, and the prior alone speaks about them. Does "
+            "forward compute them under torch.no_grad(), detach their output or not use them? Remove that, or leave "
+            "them out with requires_grad_(False) or subset_of_weights='last_layer'."
+        )
+        warnings.warn(msg, UserWarning, stacklevel=4)
 
 
 def advise_on_norms(phi: Tensor, weight: Tensor, bias: Tensor | None, diagonal: Tensor) -> None:

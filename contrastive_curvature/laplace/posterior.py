@@ -36,6 +36,7 @@ from contrastive_curvature.laplace import batches, calibration, influence, parts
 from contrastive_curvature.laplace.advice import (
     DefaultPriorWarning,
     LabelRange,
+    advise_on_gradients,
     advise_on_labels,
     advise_on_norms,
     advise_on_processes,
@@ -44,7 +45,6 @@ from contrastive_curvature.laplace.backends.base import ContrastiveBackend, Cont
 from contrastive_curvature.laplace.gaussian import GaussianOverWeights
 from contrastive_curvature.laplace.options import CONTRASTIVE, check_options
 from contrastive_curvature.laplace.prior import (
-    NOTHING_POSITIVE,
     PriorMethod,
     RetrievalCriterion,
     check_prior,
@@ -52,6 +52,7 @@ from contrastive_curvature.laplace.prior import (
     parse_method,
     search_grid,
     set_information,
+    why_zero,
 )
 from contrastive_curvature.laplace.state import load_state, state_of
 from contrastive_curvature.network.call import refuse_compiled
@@ -332,8 +333,10 @@ class ContrastiveLaplace(GaussianOverWeights):
         clamped = self.clamp(raw)
         diagonal = clamped.diagonal()
         if not bool(diagonal.any()):
-            msg = f"The clamped curvature is zero everywhere: the posterior is the prior. {NOTHING_POSITIVE}"
+            msg = f"The clamped curvature is zero everywhere: the posterior is the prior. {why_zero(self, raw)}"
             warnings.warn(msg, UserWarning, stacklevel=3)
+        elif self.subset_of_weights == "all":
+            advise_on_gradients(self.model, raw.reached(self.parameter_sizes()))
         if result.features is not None and self.on_last_layer and self.hessian_structure == "diag":
             weight, *bias = self.posterior_parameters()
             advise_on_norms(result.features.columns["features"], weight, bias[0] if bias else None, diagonal)

@@ -23,6 +23,7 @@ from contrastive_curvature.errors import InputError, InputTypeError, Unsupported
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.network.loader import check_loader, check_not_empty
 from contrastive_curvature.options import parse_option
+from contrastive_curvature.structures.base import Structure
 
 if TYPE_CHECKING:
     from contrastive_curvature.laplace.posterior import ContrastiveLaplace
@@ -37,7 +38,21 @@ NOTHING_POSITIVE = (
     "The negative pairs push more than the positive ones pull, as before training. Train the encoder further, or use a "
     "smaller negative_weight or margin (backend_kwargs), or hessian_structure='diag' with pd_fix='positive'."
 )
-"""Why a clamped curvature is zero, and what to do."""
+"""Why the positive part of a curvature is zero, and what to do."""
+
+NO_GRADIENT = (
+    "It is zero before it is clamped, too: no gradient reaches the weights, as where forward computes under "
+    "torch.no_grad() or detaches a tensor, or the pairs cancel. Remove what stops the gradient; a last layer "
+    "(subset_of_weights='last_layer') needs none."
+)
+"""Why a curvature is zero before it is clamped, and what to do."""
+
+
+def why_zero(la: ContrastiveLaplace, curvature: Structure | None) -> str:
+    """Return why the positive part of a curvature is zero, and what to do; a last layer needs no gradient."""
+    silent = not la.on_last_layer and curvature is not None and not bool(curvature.traces().any())
+    return NO_GRADIENT if silent else NOTHING_POSITIVE
+
 
 RetrievalCriterion = Callable[[Tensor, Tensor], float]
 """``criterion(samples (S, N, D) on the sphere, labels (N,)) -> float``, the lower the better."""
@@ -60,7 +75,7 @@ class PriorMethod(StrEnum):
     """Minimise a retrieval criterion on validation data over a grid."""
 
 
-def average_information(diagonal: Tensor, sizes: list[int], structure: str) -> Tensor:
+def average_information(diagonal: Tensor, sizes: list[int], structure: str, why: str = NOTHING_POSITIVE) -> Tensor:
     """Return the mean diagonal of the curvature: the information of the data on the average weight.
 
     This prior adapts to the scale of the loss, the scale of the outputs and the number of data: if the curvature is
@@ -71,6 +86,7 @@ def average_information(diagonal: Tensor, sizes: list[int], structure: str) -> T
         sizes: Number of entries of every parameter tensor, summing to P.
         structure: ``"scalar"``: one mean over all parameters; ``"layerwise"``: one mean for each parameter tensor;
             ``"diag"``: for each parameter, half its own entry plus half the mean, so that no precision is zero.
+        why: Why the diagonal would be zero, for the message.
 
     Returns:
         Shape (1,), (number of tensors,) or (P,).
@@ -79,7 +95,7 @@ def average_information(diagonal: Tensor, sizes: list[int], structure: str) -> T
         InputError: The curvature is zero everywhere.
     """
     if not bool((diagonal > 0).any()):
-        hint = f"{NOTHING_POSITIVE} Or set la.prior_precision by hand."
+        hint = f"{why} Or set la.prior_precision by hand."
         raise InputError("curvature", "a positive entry somewhere on its diagonal", "zero everywhere", hint)
     mean = diagonal.mean()
     if structure == "scalar":
@@ -135,7 +151,9 @@ def set_information(
 
     If the loss is zero, or if the prior precision is refused, the temperature does not change.
     """
-    prior = average_information(la.curvature_diagonal(), la.parameter_sizes(), prior_structure)
+    prior = average_information(
+        la.curvature_diagonal(), la.parameter_sizes(), prior_structure, why_zero(la, la.curvature)
+    )
     before = la.temperature
     try:
         if method is PriorMethod.UNIT_INFORMATION:

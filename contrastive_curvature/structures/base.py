@@ -93,6 +93,10 @@ class Structure(ABC):
     def traces(self) -> Tensor:
         """Return the sum of the absolute diagonal, shape (1,), or of each of G factors, shape (G,)."""
 
+    def reached(self, sizes: list[int]) -> Tensor:
+        """Return whether each parameter tensor has a curvature other than zero, before it is clamped, booleans."""
+        return torch.ones(len(sizes), dtype=torch.bool)
+
     def scaled(self, number: float | Tensor) -> Self:
         """Return the curvature times a number, of the same points."""
         return self.map(lambda tensor: number * tensor)

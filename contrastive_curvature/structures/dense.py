@@ -60,6 +60,10 @@ class Dense(Structure):
         return self.matrix.diagonal().abs().sum().reshape(1)
 
     @override
+    def reached(self, sizes: list[int]) -> Tensor:
+        return torch.stack([part.any() for part in self.matrix.diagonal().split(sizes)])
+
+    @override
     def positive(self) -> Self:
         return replace(self, matrix=clamped_matrix(self.plain()))
 

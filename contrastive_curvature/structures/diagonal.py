@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Self
 
+import torch
 from torch import Tensor
 from typing_extensions import override
 
@@ -55,6 +56,10 @@ class Diagonal(Structure):
     @override
     def traces(self) -> Tensor:
         return self.entries.abs().sum().reshape(1)
+
+    @override
+    def reached(self, sizes: list[int]) -> Tensor:
+        return torch.stack([part.any() for part in self.entries.split(sizes)])
 
     @override
     def positive(self) -> Self:

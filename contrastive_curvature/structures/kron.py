@@ -54,6 +54,10 @@ class Kron(Structure):
         """See :meth:`Structure.traces`; absolute traces of the curvature factors."""
         return torch.stack([group[0].diagonal().abs().sum() for group in self.factors])
 
+    @override
+    def reached(self, sizes: list[int]) -> Tensor:
+        return torch.stack([group[0].any() for group in self.factors])
+
     def scaled(self, number: float | Tensor) -> Self:
         """See :meth:`Structure.scaled`; the number multiplies only one of the two factors."""
         return replace(self, factors=[[number * g, *moment] for g, *moment in self.factors])

@@ -62,6 +62,43 @@ def test_factors_may_have_nothing_where_a_diagonal_has_something() -> None:
         assert bool((torch.linalg.eigvalsh(la.H_raw[0][0]) < 0).all())
 
 
+class Stopped(nn.Module):
+    """Some layers run where no gradient is recorded, as in encoders that freeze their trunk in ``forward``."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.what, self.trunk, self.head = what, nn.Sequential(nn.Linear(5, 20), nn.ReLU()), nn.Linear(20, 3)
+        self.double().eval()
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.set_grad_enabled(self.what == "nothing"):
+            h = self.trunk(x)
+        return self.head(h).detach() if self.what == "everything" else self.head(h)
+
+
+@each("structure", ["kron", "diag", "full"])
+def test_layers_that_no_gradient_reaches_are_named(structure: str) -> None:
+    def fit(what: str) -> Any:
+        la = Laplace(Stopped(what), "contrastive", "all", structure, backend_kwargs={"pd_fix": "psd"})
+        la.fit([problem(1.0)[1:]])
+        return la
+
+    with pytest.warns(
+        UserWarning, match=r"no gradient reaches 120 of .* 183 weights, all .* 1 layers \('trunk.0'\)"
+    ) as caught:
+        fit("the trunk")
+    assert caught[0].filename == __file__
+    with pytest.warns(UserWarning, match=r"zero everywhere.*no gradient reaches the weights") as caught:
+        la = fit("everything")
+    assert "Train the encoder" not in str(caught[0].message)
+    with pytest.raises(cc.InputError, match=r"zero everywhere.*no gradient reaches.*la\.prior_precision"):
+        la.optimize_prior_precision()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fit("nothing")
+
+
 def collapsed(dtype: torch.dtype, radius: float, **options: Any) -> Any:
     """The posterior of an encoder whose outputs of a class differ by little, and those of two by much."""
     y = torch.arange(24) % 4
