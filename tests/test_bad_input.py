@@ -190,6 +190,17 @@ class BatchStatistics(nn.Module):
         return self.head(self.norm(self.conv(x.view(-1, 1, 2, 2))).flatten(1))
 
 
+class Unsteady(nn.Module):
+    """Another output at every run on the same batch: of dropout that is always on, or because the input is changed."""
+
+    def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.change, self.inner = change, encoder()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(self.change(x))
+
+
 class OnApple(Tensor):
     """A tensor of a shape on a device that this machine need not have: whatever is computed with it fails."""
 
@@ -228,7 +239,7 @@ def test_a_device_without_float64_is_refused_by_name(call: Callable[[], Any]) ->
     refused(call, cc.UnsupportedError, "CUDA", "mps", "no float64", "model.to('cpu')")
 
 
-INSIDE, BATCH = ("model", "inside forward", "L2Norm"), ("model", "batch")
+INSIDE, BATCH = ("model", "inside forward", "L2Norm"), ("model", "rest of its batch", "track_running_stats")
 TUPLE = ("model", "tensor (N, D)", "tuple")
 ENCODERS: list[tuple[Callable[[], nn.Module], str, type[Exception], tuple[str, ...]]] = [
     (lambda: encoder("cpu", nn.Tanh()), "last_layer", cc.UnsupportedError, ("last_layer", "nn.Linear")),
@@ -239,6 +250,14 @@ ENCODERS: list[tuple[Callable[[], nn.Module], str, type[Exception], tuple[str, .
     (Pair, "all", cc.InputTypeError, TUPLE),
     (Pair, "last_layer", cc.InputTypeError, TUPLE),
     (lambda: encoder("cpu", nn.Unflatten(1, (D, 1))), "all", cc.InputError, ("model", "(N, D)", "(8, 3, 1)")),
+    *(
+        (lambda: Unsteady(torch.nn.functional.dropout), weights, cc.UnsupportedError, ("model", "two runs", "dropout"))
+        for weights in ("all", "last_layer")
+    ),
+    *(
+        (lambda: Unsteady(lambda x: x.mul_(2).add_(1)), weights, cc.UnsupportedError, ("model", "in place", "clone"))
+        for weights in ("all", "last_layer")
+    ),
     (BatchStatistics, "all", cc.UnsupportedError, BATCH),
     (BatchStatistics, "last_layer", cc.UnsupportedError, BATCH),
 ]

@@ -5,15 +5,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from contrastive_curvature import waiting
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.fit.readers import Batch
 from contrastive_curvature.fit.state import Origin
-from contrastive_curvature.hessian.sphere import check_outputs
+from contrastive_curvature.hessian.blocks import UnrepresentableError, holds_curvature
+from contrastive_curvature.hessian.sphere import check_outputs, norms
 from contrastive_curvature.network.encoder import Encoder
 from contrastive_curvature.network.last_layer import LastLayerPullback
 from contrastive_curvature.network.pullback import Pullback
@@ -124,7 +127,7 @@ class Passes:
         batches: Iterable[Batch] = progress.over(self.reader, "[embedding]")
         for number, batch in enumerate(batches):
             z, features = self.encoder.forward_with_features(batch.x) if last_layer else (self.encoder(batch.x), None)
-            yield batch, check_outputs(z, f"model(x) of batch {number} (counted from 0)"), features
+            yield batch, check_batch(z, "model(x)", number), features
 
     def again(self, progress: Progress, title: str) -> Iterator[tuple[Batch, Tensor, Any]]:
         """Yield every batch with its raw outputs (n, D) and context; refuse other data than in the first pass."""
@@ -134,7 +137,7 @@ class Passes:
         record = PassRecord() if self.records or self.first is not None else None
         for number, batch in enumerate(progress.over(self.reader, title)):
             z, context = self.pullback.forward(batch.x)
-            check_outputs(z, f"model(x) of batch {number} (counted from 0)")
+            check_batch(z, "model(x)", number)
             if record is not None:
                 record.add(z, batch.labels)
             yield batch, z, context
@@ -145,6 +148,16 @@ class Passes:
     def origin(self) -> Origin:
         """Return a summary of the points of the latest pass in a few numbers."""
         return Origin(0, 0, 0.0, 0.0) if self.latest is None else self.latest.origin()
+
+
+def check_batch(z: Tensor, outputs: str, number: int) -> Tensor:
+    """Return raw outputs (n, D) of a batch in at least float32; refuse unusable ones, and name the batch."""
+    outputs = f"{outputs} of batch {number} (counted from 0)"
+    z = check_outputs(z, outputs)
+    n = norms(z.detach())
+    held = holds_curvature(n)
+    waiting.require(held.all(), partial(UnrepresentableError.at, n, held, outputs))
+    return z
 
 
 @functools.cache

@@ -20,11 +20,11 @@ from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.fit import loop
 from contrastive_curvature.fit.anchors import check_compared
 from contrastive_curvature.fit.loop import DatasetCurvature, Fit, Source, nothing
-from contrastive_curvature.fit.passes import Passes
+from contrastive_curvature.fit.passes import Passes, check_batch
 from contrastive_curvature.fit.readers import check_usable
 from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, PartOfDerivatives
-from contrastive_curvature.hessian.sphere import check_outputs, normalize
+from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.losses.sides import joined_towers, two_towers
 from contrastive_curvature.network.inputs import Inputs, input_length, is_texts
@@ -127,10 +127,10 @@ def parts(f: Fit, pairs: Any, passes: Passes) -> Iterator[Part | Total]:
     """Yield the Hessian of every batch within each tower; the candidates are outputs of the other tower."""
     del pairs
     reader = cast("TowerReader", passes.reader)
-    for raw in f.progress.over(reader.loader, "[curvature]"):
+    for number, raw in enumerate(f.progress.over(reader.loader, "[curvature]")):
         batch = reader.read(raw)
         z_a, z_b, contexts = _outputs(f.pullbacks, batch)
-        z, first, whole = _derivatives(cast("RowLoss", f.options.loss), z_a, z_b, batch)
+        z, first, whole = _derivatives(cast("RowLoss", f.options.loss), z_a, z_b, batch, number)
         node_sums = whole.node_sums()
         ranges = [slice(0, first), slice(first, len(z))] if len(contexts) == 2 else [slice(0, len(z))]
         labels = None if batch.labels is None else torch.cat(batch.labels)
@@ -172,7 +172,7 @@ def towers_product(
         batch = reader.read(raw)
         z_a, moved_a = pullbacks[of_a].jvp(batch.a, vectors[of_a])
         z_b, moved_b = pullbacks[of_b].jvp(batch.b, vectors[of_b])
-        z, first, whole = _derivatives(loss, z_a, z_b, batch)
+        z, first, whole = _derivatives(loss, z_a, z_b, batch, number)
         curved = loss.hessian_of(z, whole).matvec(torch.cat([moved_a, moved_b]))
         out[of_a] += pullbacks[of_a].vjp_sum(batch.a, curved[:first])
         out[of_b] += pullbacks[of_b].vjp_sum(batch.b, curved[first:])
@@ -194,9 +194,11 @@ def _outputs(pullbacks: Sequence[Pullback], batch: TowerBatch) -> tuple[Tensor, 
     return z[:first], z[first:], [context]
 
 
-def _derivatives(loss: RowLoss, z_a: Tensor, z_b: Tensor, batch: TowerBatch) -> tuple[Tensor, int, CosineDerivatives]:
+def _derivatives(
+    loss: RowLoss, z_a: Tensor, z_b: Tensor, batch: TowerBatch, number: int
+) -> tuple[Tensor, int, CosineDerivatives]:
     """Return outputs of both towers, the number of outputs of the first, and the derivatives in the cosines."""
-    z_a, z_b = check_outputs(z_a, "encoder_a(a)"), check_outputs(z_b, "encoder_b(b)")
+    z_a, z_b = check_batch(z_a, "encoder_a(a)", number), check_batch(z_b, "encoder_b(b)", number)
     z, relation, first = joined_towers(z_a, z_b, batch.labels)
     sides = two_towers(first, len(z), loss.directions)
     return z, first, loss.derivatives(relation, normalize(z)[0], sides=sides, as_data=True)

@@ -16,13 +16,19 @@ class UnrepresentableError(InputError):
     """The dtype cannot hold the Hessian, because of the outputs' norms or the loss's derivatives."""
 
     @classmethod
-    def at(cls, n: Tensor, held: Tensor) -> UnrepresentableError:
-        """Make the error for points with norms ``n`` (N,); ``held`` (N,) marks the blocks that it can hold."""
+    def at(cls, n: Tensor, held: Tensor, outputs: str = "raw outputs") -> UnrepresentableError:
+        """Make the error for ``outputs`` with norms ``n`` (N,); ``held`` (N,) marks the blocks that it can hold."""
         rows = (~held).nonzero().flatten()[:5].tolist()
         wanted = f"embeddings whose Hessian, which goes with 1 / norm^2, {n.dtype} can hold"
         got = f"norms {[float(f'{float(n[row]):.3g}') for row in rows]} in rows {rows}"
         hint = "Use float64, or rescale the outputs: their directions, the embeddings, stay the same."
-        return cls("raw outputs", wanted, got, hint)
+        return cls(outputs, wanted, got, hint)
+
+
+def holds_curvature(n: Tensor) -> Tensor:
+    """Return whether the dtype of norms (N,) holds ``1 / n^2``, boolean (N,)."""
+    low = torch.finfo(n.dtype).tiny ** 0.5
+    return (n >= low) & (n <= 1 / low)
 
 
 @dataclass(frozen=True)

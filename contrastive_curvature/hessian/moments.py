@@ -21,7 +21,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from contrastive_curvature import waiting
-from contrastive_curvature.hessian.blocks import Blocks, DenseBlocks, UnrepresentableError
+from contrastive_curvature.hessian.blocks import Blocks, DenseBlocks, UnrepresentableError, holds_curvature
 from contrastive_curvature.hessian.sphere import project_tangent
 from contrastive_curvature.pairs.relation import row_ranges
 
@@ -176,8 +176,7 @@ class CurvedBlocks(Blocks):
     moments: Moments
 
     def __post_init__(self) -> None:
-        low = torch.finfo(self.n.dtype).tiny ** 0.5
-        held = (self.moments.bound() / self.n / self.n).isfinite() & (self.n >= low) & (self.n <= 1 / low)
+        held = (self.moments.bound() / self.n / self.n).isfinite() & holds_curvature(self.n)
         waiting.require(held.all(), partial(UnrepresentableError.at, self.n, held))
 
     @property

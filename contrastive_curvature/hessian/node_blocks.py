@@ -18,7 +18,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from contrastive_curvature import waiting
-from contrastive_curvature.hessian.blocks import Blocks, SignedFactor, UnrepresentableError
+from contrastive_curvature.hessian.blocks import Blocks, SignedFactor, UnrepresentableError, holds_curvature
 from contrastive_curvature.hessian.sphere import project_tangent
 from contrastive_curvature.options import Distance
 
@@ -75,14 +75,13 @@ class NodeBlocks(Blocks):
     def _representable(self, n: Tensor) -> NodeBlocks:
         """Return these blocks if they are finite and did not lose digits to underflow."""
         info = torch.finfo(n.dtype)
-        low, high = info.tiny**0.5, info.tiny**-0.5
         size = torch.maximum(self.c.abs(), self.q.abs())
         # Weights that already vanish in the loss (a far pair in a logistic loss) may lose digits, as may weights that
         # are negligible against other points' weights.
         weight = size * n * n
         floor = info.eps**2 * weight.max() if weight.numel() else info.tiny
         lost = (size > 0) & (size < info.tiny) & (weight >= floor) & (weight >= info.tiny)
-        held = (n >= low) & (n <= high) & ~lost & size.isfinite()
+        held = holds_curvature(n) & ~lost & size.isfinite()
         waiting.require(held.all(), partial(UnrepresentableError.at, n, held))
         return self
 

@@ -54,6 +54,17 @@ _OF_BATCH = (
     "running statistics?), so a point has no Jacobian of its own. Use track_running_stats=True, or LayerNorm."
 )
 
+_IN_PLACE = (
+    "model: forward changes its input in place (x -= mean, x.mul_(2)?), so every run on the same batch gives other "
+    "embeddings. Write x = x - mean there, or begin forward with x = x.clone()."
+)
+
+_RANDOM = (
+    "model: in evaluation mode two runs on the same batch give other embeddings (dropout that is always on, a random "
+    "augmentation in forward?), so there is no one encoder to be uncertain about. Use nn.Dropout, or "
+    "F.dropout(x, p, training=self.training), and augment in the loader."
+)
+
 
 class Place(NamedTuple):
     """The place of the raw outputs: the model's result, or a run of one of its modules.
@@ -164,12 +175,17 @@ def trace(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Record
     """
     if any(isinstance(m, _BatchNorm) and m.running_mean is None for m in model.modules()):
         raise UnsupportedError(_OF_BATCH)
+    before = _versions(probe)
     records, out = _recorded(model, call, probe)
     check_output(out)
-    if len(out) > 1:
-        alone = call(model, slice_inputs(probe, slice(0, 1)))
-        if float((alone - out[:1]).abs().max()) > 1e-2 * float(out.abs().max()):
-            raise UnsupportedError(_OF_BATCH)
+
+    def differs(run: Tensor) -> bool:
+        return float((run - out[: len(run)]).abs().max()) > 1e-2 * float(out.abs().max())
+
+    if len(out) > 1 and differs(call(model, slice_inputs(probe, slice(0, 1)))):
+        if _versions(probe) != before:
+            raise UnsupportedError(_IN_PLACE)
+        raise UnsupportedError(_RANDOM if differs(call(model, probe)) else _OF_BATCH)
     if bool((out[1:] != out[:1]).any()) or has_unit_norm(out) or not bool(out.isfinite().all()):
         return records, out
     try:
@@ -179,6 +195,12 @@ def trace(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Record
     except Exception:
         return records, out
     return (more, other) if bool(other.isfinite().all()) else (records, out)
+
+
+def _versions(x: Inputs) -> list[int]:
+    """Return how often each tensor of a batch was changed in place."""
+    parts = x.values() if isinstance(x, Mapping) else [x]
+    return [t._version for t in parts if isinstance(t, Tensor) and not t.is_inference()]
 
 
 def _recorded(model: nn.Module, call: ModelCall, probe: Inputs) -> tuple[list[Record], Tensor]:
@@ -456,7 +478,7 @@ class Encoder(nn.Module):
             self.dim = min(out.shape[1], cut) if isinstance(cut, int) else out.shape[1]
             if not bool(out.isfinite().all()):
                 rows = (~out.isfinite().all(dim=1)).nonzero().flatten()[:5].tolist()
-                raise InputError("model(x)", "finite embeddings", f"NaN or infinity in rows {rows}")
+                raise InputError("model(x)", "finite embeddings", f"NaN or infinity in rows {rows} of the first batch")
             raw, self.place, self.normalized = find_raw(records, out, makes_out)
             layers: list[nn.Module] = [
                 record.module

@@ -72,6 +72,31 @@ def test_so_does_that_of_an_operator(device: str) -> None:
         )
 
 
+def huge(where: int, value: float, device: str) -> list[tuple[Tensor, Tensor]]:
+    pairs = batches(0.0, device)
+    pairs[where][0][3] = value
+    return pairs
+
+
+@each(
+    "where, value, words",
+    [(0, 1e38, "batch 0"), (2, 1e38, "batch 2"), (0, torch.inf, "first b"), (2, torch.nan, "batch 2")],
+)
+def test_the_message_of_huge_outputs_names_the_batch(where: int, value: float, words: str, device: str) -> None:
+    model, data, infonce = encoder(nn.ReLU(), device), huge(where, value, device), {"loss": cc.InfoNCELoss()}
+    towers: Any = cc.TwoTowers(model, nn.Linear(WIDTH, D).to(device))
+    both = [(x, torch.ones_like(x)) for x, _ in data]
+    calls = [
+        lambda: Laplace(model, "contrastive").fit(data),
+        lambda: Laplace(model, "contrastive", "all", "diag").fit(data),
+        lambda: Laplace(model, "contrastive", "all", "diag", backend_kwargs=infonce).fit(data),
+        lambda: Laplace(towers, "contrastive", "all", "diag", backend_kwargs=infonce).fit(both),
+        lambda: cc.ContrastiveGGNLinearOperator(model, cc.ContrastiveLoss(), None, data),
+    ]
+    for call in calls:
+        refused(call, words, "rows [3]")
+
+
 @each("structure", ["diag", "kron", "full"])
 def test_ggn_and_backends_refuse_it(structure: str, device: str) -> None:
     model = encoder(nn.Tanh(), device)

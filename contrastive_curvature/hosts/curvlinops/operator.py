@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.fit.api import check_encoder
+from contrastive_curvature.fit.passes import check_batch
 from contrastive_curvature.hessian.output import OutputHessian
-from contrastive_curvature.hessian.sphere import check_outputs
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, input_length
@@ -157,12 +157,12 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
     def _collect(self, encoder: Encoder, pairs: Pairs | None) -> OutputHessian:
         outputs, targets = [], []
         numbered = 0
-        for batch in self._data:
+        for number, batch in enumerate(self._data):
             x, y, numbers_inputs = self._read(batch)
             if numbers_inputs:
                 # The numbers continue from batch to batch.
                 y, numbered = y + numbered, numbered + input_length(x) // 2
-            outputs.append(check_outputs(encoder(x), "model(x)"))
+            outputs.append(check_batch(encoder(x), "model(x)", number))
             targets.append(y)
         z = torch.cat(outputs)
         listed = pairs is not None and not callable(pairs)
