@@ -330,7 +330,7 @@ def _classify_extension(name: str, truth: _Truth) -> str:
     except UnsupportedError:
         return REFUSED
     found = _stored([getattr(p, made.savefield) for p in model.parameters()], form, model)
-    if not close(found, truth.in_form(gives, form)):
+    if not close(found.detach(), truth.in_form(gives, form)):
         raise AssertionError(f"{name} of {truth.loss} is neither what its page defines nor refused")
     return EXACT
 
@@ -339,13 +339,13 @@ def _stored(found: list[Any], form: str, model: nn.Module) -> Tensor:
     """Return what an extension stored for every parameter as one tensor."""
     if form == "products":
         eyes = [torch.eye(p.numel(), dtype=p.dtype).view(-1, *p.shape) for p in model.parameters()]
-        return torch.block_diag(*(product(eye).flatten(1) for product, eye in zip(found, eyes, strict=True))).detach()
+        return torch.block_diag(*(product(eye).flatten(1) for product, eye in zip(found, eyes, strict=True)))
     if form == "root":
         signs = getattr(found[0], "signs", 1.0)
         columns = [f.columns.flatten(1) if hasattr(f, "signs") else f.flatten(2).flatten(0, 1) for f in found]
         return (torch.cat(columns, dim=1).T * signs) @ torch.cat(columns, dim=1)
     if form in ("kflr", "kfra"):
-        return torch.block_diag(*(functools.reduce(torch.kron, map(Tensor.contiguous, f)) for f in found)).detach()
+        return torch.block_diag(*(functools.reduce(torch.kron, map(Tensor.contiguous, f)) for f in found))
     if form == "norms":
         return torch.stack(found)
     return torch.cat([f.flatten(1 if form in ("diagonals", "gradients") else 0) for f in found], dim=-1)
