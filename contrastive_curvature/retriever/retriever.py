@@ -225,9 +225,10 @@ class Retriever(Fitted):
 
         Raises:
             InputTypeError: Inputs or labels have another type.
-            InputError: Numbers of inputs and labels differ, there are too few, or the encoder does not take them.
+            InputError: Numbers of inputs and labels differ, there are too few, a label is missing (``None``, NaN or
+                ``pandas.NA``), or the encoder does not take them.
             UnsupportedError: The library has no posterior for this encoder.
-            NotFittedError: The posterior is not calibrated, and was loaded or is not of the last layer. calibrated.
+            NotFittedError: The posterior is not calibrated, and was loaded or is not of the last layer.
 
         Warns:
             UserWarning: Nothing is answered, or most held-out queries are in the gallery.
@@ -679,7 +680,7 @@ def _read(argument: str, inputs: Any, labels: Any, read: Callable[[Any], _T]) ->
         for batch in in_fixed_order(inputs):
             if not isinstance(batch, (tuple, list)) or len(batch) != 2 or is_texts(batch):
                 raise InputTypeError(argument, "batches (inputs, labels)", f"a {type(batch).__name__}")
-            names.extend(_labels(argument, batch[1]))
+            names.extend(_labels(argument, batch[1], len(names)))
             yield batch[0]
 
     result = read(alone())
@@ -703,16 +704,19 @@ def _pair(argument: str, given: Any) -> tuple[Any, Any]:
     return given, None
 
 
-def _labels(argument: str, labels: Any) -> list[Hashable]:
-    """Return labels as a list of hashable values."""
+def _labels(argument: str, labels: Any, before: int = 0) -> list[Hashable]:
+    """Return labels as a list of hashable values; ``before`` counts the labels of earlier batches."""
     listed = labels.tolist() if isinstance(labels, (Tensor, np.ndarray)) or hasattr(labels, "tolist") else labels
     if not isinstance(listed, (list, tuple)):
         hint = "Pass a tensor, an array or a list."
         raise InputTypeError(f"{argument}: labels", "one label an input", f"a {type(labels).__name__}", hint)
     plain = [value.item() if isinstance(value, (np.generic, Tensor)) else value for value in listed]
-    if wrong := [value for value in plain if not isinstance(value, Hashable) or value != value]:
-        hint = "One label an input, a number or a string; NaN equals nothing."
-        raise InputError(f"{argument}: labels", "shape (N,), hashable values", repr(wrong[0]), hint)
+    for place, value in enumerate(plain, before):
+        # NaN is not equal to itself, and whether pd.NA is, is pd.NA.
+        if not isinstance(value, Hashable) or value is None or (value == value) is not True:
+            hint = "One label an input, a number or a string. Leave out inputs without a label."
+            got = f"{value!r} at position {place}, counted from 0"
+            raise InputError(f"{argument}: labels", "shape (N,), hashable values", got, hint)
     return plain
 
 

@@ -46,7 +46,7 @@ class RetrieverHeader(Header):
 
     posterior: str
     rates: Rates
-    labels: list[bool | int | float | str | None]
+    labels: list[bool | int | float | str]
     answered: float
     reasons: dict[str, str]
     tree: Any
@@ -57,7 +57,7 @@ def save(retriever: Retriever, folder: Path | str, *, overwrite: bool, example: 
     validate.flag("overwrite", overwrite)
     place = target_folder("folder", folder, ARRAYS, RetrieverHeader.described, overwrite=overwrite)
     la, labels = retriever.la, list[Any](retriever._codes)
-    if odd := [name for name in labels if not isinstance(name, (bool, int, float, str, type(None)))]:
+    if odd := [name for name in labels if not isinstance(name, (bool, int, float, str))]:
         raise UnsupportedError(
             f"labels: a {type(odd[0]).__name__} cannot be saved, only numbers and strings. Give the fit texts instead."
         )

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 from laplace import Laplace
@@ -347,11 +348,11 @@ def test_files_of_another_retriever_or_encoder_are_refused(made: cc.Retriever, f
 
 
 def test_labels_of_several_kinds_are_saved_as_they_are(la: Any, tmp_path: Path) -> None:
-    labels = [("ant", 1, 2.5, None, "1")[k] for k in HELD.y]
+    labels = [("ant", 1, 2.5, False, "1")[k] for k in HELD.y]
     retriever = new(la).fit(held_out=(HELD.x, labels), gallery=(HELD.x[:50] + 0.1, labels[:50]))
     found = cc.Retriever.load(retriever.save(tmp_path / "saved"), encoder())(TEST.x).label
     assert [(label, type(label)) for label in found] == [(label, type(label)) for label in retriever(TEST.x).label]
-    assert {type(label) for label in found} == {str, int, float, type(None)}
+    assert {type(label) for label in found} == {str, int, float, bool}
     pairs = [(1, int(k)) for k in HELD.y]
     retriever = new(la).fit(held_out=(HELD.x, pairs), gallery=(HELD.x[:9] + 0.1, pairs[:9]))
     refused(lambda: retriever.save(tmp_path / "other"), "labels: a tuple", kind=cc.UnsupportedError)
@@ -410,7 +411,7 @@ FIT = {"x": TRAIN.x, "y": TRAIN.y, "held_out": (HELD.x, HELD.y)}
         (lambda _: new().fit(**{**FIT, "y": "ant"}), cc.InputTypeError, ("x: labels", "a str")),
         (lambda _: new().fit(**{**FIT, "x": "texts"}), cc.InputError, ("x",)),
         (lambda _: new().fit(**{**FIT, "held_out": HELD.x}), cc.InputTypeError, ("held_out", "(inputs, labels)")),
-        (lambda _: new().fit(**{**FIT, "held_out": (HELD.x, HELD.y + np.nan)}), cc.InputError, ("held_out", "NaN")),
+        (lambda _: new().fit(**{**FIT, "held_out": (HELD.x, HELD.y + np.nan)}), cc.InputError, ("held_out", "got nan")),
         (lambda _: new().fit(**{**FIT, "held_out": (HELD.x, HELD.x)}), cc.InputError, ("held_out", "shape (N,)")),
         (lambda _: new().fit(**{**FIT, "gallery": 3}), cc.InputTypeError, ("gallery", "int")),
         (lambda r: r([HELD.x[0]]), cc.InputTypeError, ("queries: batch 0",)),
@@ -428,6 +429,16 @@ def test_refusals_name_the_argument(call: Any, kind: type[Exception], words: tup
     with pytest.raises(kind) as raised:
         call(made)
     assert all(word in str(raised.value) for word in words), str(raised.value)
+
+
+@each("missing", [None, np.nan, pd.NA, pd.NaT, np.datetime64("NaT"), np.ma.masked, torch.tensor(torch.nan)])
+def test_a_label_that_is_missing_is_refused_by_its_position(missing: Any) -> None:
+    labels = [*HELD.names[:7], missing, *HELD.names[8:]]
+    retriever = cc.Retriever(None, **RATES)
+    words = "held_out: labels", "at position 7", "Leave out inputs without a label"
+    x = torch.from_numpy(HELD.x)
+    for held_out in ((HELD.x, labels), [(x[:5], labels[:5]), (x[5:], labels[5:])]):
+        refused(lambda held_out=held_out: retriever.fit(**{**FITTED, "held_out": held_out}), *words)
 
 
 def test_embeddings_as_they_are(tmp_path: Path) -> None:
