@@ -112,11 +112,13 @@ class Points(NamedTuple):
         directions: Unit vectors, shape (M, D).
         classes: Numbers of their labels, int64, shape (M,).
         identifiers: int64, ascending, shape (M,).
+        following: Identifier of the next point that is added: no identifier is given twice.
     """
 
     directions: Tensor
     classes: Tensor
     identifiers: NDArray[np.int64]
+    following: int
 
 
 class Retriever(Fitted):
@@ -271,7 +273,7 @@ class Retriever(Fitted):
             items, inputs_of = batches(la.model, queries[0], AT_ONCE, "held_out")
             la.calibrate((inputs_of(item) for item in items), progress_bar)
         points, classes = self._embedded("x" if gallery is None else "gallery", *searched, progress_bar)
-        self._gallery = Points(points.directions, classes, np.arange(len(points)))
+        self._gallery = Points(points.directions, classes, np.arange(len(points)), len(points))
         self._held, self._truth, self._feedback = held, truth, None
         seen = self._certify()
         if (share := float((seen.evidence[:, 0] < _SAME).mean())) > 0.5:
@@ -309,7 +311,7 @@ class Retriever(Fitted):
             labels: Their labels.
 
         Returns:
-            Their identifiers, int64, shape (M,).
+            Their identifiers, int64, shape (M,), which no other point has had since :meth:`fit`.
 
         Raises:
             NotFittedError: Before :meth:`fit`.
@@ -321,12 +323,12 @@ class Retriever(Fitted):
         """
         now, before = self._gallery, self.uncovered
         added, classes = self._embedded("items", items, labels)
-        first = int(now.identifiers[-1]) + 1
-        identifiers = np.arange(first, first + len(added))
+        identifiers = np.arange(now.following, now.following + len(added))
         self._gallery = Points(
             torch.cat([now.directions, added.directions]),
             torch.cat([now.classes, classes]),
             np.concatenate([now.identifiers, identifiers]),
+            now.following + len(added),
         )
         self._certify()
         if len(self.uncovered) > len(before):
@@ -344,9 +346,13 @@ class Retriever(Fitted):
 
         Raises:
             NotFittedError: Before :meth:`fit`.
+            InputTypeError: The identifiers are not whole numbers.
             InputError: An identifier is not in the gallery, or no point would be left.
         """
-        now, gone = self._gallery, np.asarray(identifiers)
+        now, gone = self._gallery, np.asarray(identifiers.cpu() if isinstance(identifiers, Tensor) else identifiers)
+        if gone.size and gone.dtype.kind not in "iu":
+            hint = "numpy.flatnonzero(mask) numbers the points of a mask, as long as none was removed."
+            raise InputTypeError("identifiers", "whole numbers", f"{gone.dtype}", hint)
         missing = np.setdiff1d(gone, now.identifiers)
         if len(missing):
             raise InputError("identifiers", "those of points in the gallery", f"{missing[:_NAMED].tolist()}")
@@ -354,7 +360,9 @@ class Retriever(Fitted):
         if not keep.any():
             raise InputError("identifiers", "some of the points", "all", "Fit again, with another gallery.")
         rows = torch.from_numpy(keep).to(now.directions.device)
-        self._gallery = Points(now.directions[rows], now.classes[rows.cpu()], now.identifiers[keep])
+        self._gallery = now._replace(
+            directions=now.directions[rows], classes=now.classes[rows.cpu()], identifiers=now.identifiers[keep]
+        )
         self._certify()
         return self
 
@@ -591,20 +599,8 @@ class Retriever(Fitted):
     ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:
         """Return evidence and matches, as :func:`.evidence`, and novelties (N,)."""
         points, index = self._gallery, self.index
-
-        def search(directions: Tensor, k: int) -> tuple[Tensor, Tensor]:
-            cosine, ids = nearest(index, directions, k)  # type: ignore[arg-type]
-            at = np.searchsorted(points.identifiers, ids).clip(max=len(points.identifiers) - 1)
-            gone = points.identifiers[at] != ids
-            if k == len(points.identifiers) and bool((alone := gone.all(1)).any()):
-                hint = "The points of a fit have the numbers from 0, in their order; add returns those of added points."
-                raise InputError("index", "identifiers of the gallery", f"others, such as {ids[alone][0, 0]}", hint)
-            cosine = cosine.masked_fill(torch.from_numpy(gone).to(directions.device), -torch.inf)
-            return cosine, torch.from_numpy(at).to(directions.device)
-
-        columns, match = evidence(
-            queries, points.directions, points.classes, without, None if index is None else search
-        )
+        search = None if index is None else partial(nearest, index, points.directions, points.identifiers)
+        columns, match = evidence(queries, points.directions, points.classes, without, search)
         return columns, match, np.exp(columns[:, 1]) if self.la is None else queries.novelty
 
     def _certify(self, ceiling: float = math.inf) -> Labelled:

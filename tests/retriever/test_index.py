@@ -65,10 +65,12 @@ def test_arrays_and_tensors_of_any_kind_of_number_are_taken() -> None:
         (lambda d, i: (d, i.double()), cc.InputTypeError, "index: expected identifiers that are integers, got float64"),
         (lambda d, i: (d, i.numpy().astype(str)), cc.InputTypeError, "index: expected identifiers that are integers"),
         (lambda d, i: (d.numpy().astype(str), i), cc.InputTypeError, "index: expected distances that are numbers"),
-        (lambda d, i: (d, first(i, -1)), cc.InputError, "index: expected 20 hits for each query.*-1.*nprobe"),
-        (lambda d, i: (first(d, torch.nan), i), cc.InputError, "index: expected distances 1 - cosine of unit vectors"),
-        (lambda d, i: (50 * d, i), cc.InputError, r"index: expected distances 1 - cosine.*la\(x\)\.mu"),
-        (lambda d, i: (1 - d, i), cc.InputError, "index: expected distances with the nearest first.*not the cosine"),
+        (lambda d, i: (first(d, torch.nan), i), cc.InputError, "index: expected distances to the points.*nan with"),
+        (lambda d, i: (50 * d, i), cc.InputError, r"index: expected distances to the points.*la\(x\)\.mu"),
+        (lambda d, i: (1 - d, i), cc.InputError, "index: expected distances to the points.*1 - cosine"),
+        # As of a flat index that numbers its points again after a removal, and of one with numbers of its own.
+        (lambda d, i: (d, i - (i > 40).long()), cc.InputError, "index: expected.*(once a query|IndexIDMap)"),
+        (lambda d, i: (d, (i + 1) % N), cc.InputError, "index: expected distances to the points.*IndexIDMap"),
         (lambda d, i: (d, first(i, int(i[0, 1]))), cc.InputError, "index: expected each identifier once a query"),
         (lambda d, i: (d, i + 1000), cc.InputError, "index: expected identifiers of the gallery.*such as 1"),
     ],
@@ -76,3 +78,24 @@ def test_arrays_and_tensors_of_any_kind_of_number_are_taken() -> None:
 def test_hits_refused(change: Callable[[Tensor, Tensor], Any], kind: type[Exception], message: str) -> None:
     with pytest.raises(kind, match=message):
         fitted(change)
+
+
+def test_a_hit_that_is_missing_is_a_hit_less() -> None:
+    # An approximate index looks at a part of the points; the rest of the hits are -1, at any distance.
+    def part(distances: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        missing = torch.arange(ids.shape[1]) >= 3
+        return distances.masked_fill(missing, 3.4e38), ids.masked_fill(missing, -1)
+
+    found, wanted = fitted(part)(HELD), fitted(lambda d, i: (d, i))(HELD)
+    np.testing.assert_array_equal(found.neighbour, wanted.neighbour)
+    none = fitted(lambda d, i: (d * torch.nan, torch.full_like(i, -1)))(HELD)
+    assert (none.confidence < wanted.confidence).mean() > 0.9
+
+
+def test_cosines_are_those_of_the_stored_points() -> None:
+    def rounded(distances: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return distances.mul(400).round().div(400), ids
+
+    found, wanted = fitted(rounded)(HELD), fitted(lambda d, i: (d, i))(HELD)
+    np.testing.assert_array_equal(found.neighbour, wanted.neighbour)
+    np.testing.assert_allclose(found.confidence, wanted.confidence)

@@ -223,7 +223,7 @@ def test_a_gallery_that_grew_is_as_one_that_was_given_and_one_that_shrank_as_bef
     assert grown._rule.limit == whole._rule.limit != limit
     assert same(grown(TEST.x), whole(TEST.x))
     assert same(grown.remove(identifiers)(TEST.x), before)
-    assert grown.add(TRAIN.x[:1], ["ant"]).tolist() == [100]
+    assert grown.add(TRAIN.x[:1], ["ant"]).tolist() == [150]
 
 
 def test_added_classes_are_said_to_be_uncovered_until_queries_of_them_are_learned(retriever: cc.Retriever) -> None:
@@ -306,6 +306,7 @@ def test_a_rate_alone_keeps_back_all_that_is_not_answered(la: Any, rate: str) ->
 @pytest.fixture
 def folder(retriever: cc.Retriever, tmp_path: Path) -> Path:
     retriever.learn(TEST.x[:50], TEST.names[:50], asked="answered")
+    retriever.remove(retriever.add(TEST.x[:2], TEST.names[:2])[1:])
     return retriever.save(tmp_path / "saved")
 
 
@@ -314,7 +315,8 @@ def test_a_loaded_retriever_gives_the_same_answers_and_goes_on_alike(retriever: 
     assert same(loaded(TEST.x), retriever(TEST.x))
     assert repr(loaded) == repr(retriever)
     for each_of in (loaded, retriever):
-        each_of.remove([0, 7])
+        each_of.remove([0, 7, 150])
+        assert each_of.add(TEST.x[:1], TEST.names[:1]).tolist() == [152]
         each_of.learn(TEST.x[:100], TEST.names[:100], asked="random")
     assert same(loaded(TEST.x), retriever(TEST.x))
     assert {path.name for path in folder.iterdir()} == {"posterior", "retriever.safetensors"}
@@ -420,6 +422,9 @@ FIT = {"x": TRAIN.x, "y": TRAIN.y, "held_out": (HELD.x, HELD.y)}
         (lambda r: r.add(TEST.x, TEST.y[:3]), cc.InputError, ("items: labels", "200", "3")),
         (lambda r: r.add([(torch.from_numpy(TEST.x), TEST.y)], TEST.y), cc.InputError, ("items", "beside a loader")),
         (lambda r: r.remove([3, 400]), cc.InputError, ("identifiers", "[400]")),
+        (lambda r: r.remove(np.arange(150) == 3), cc.InputTypeError, ("identifiers", "whole numbers", "bool", "mask")),
+        (lambda r: r.remove(["3"]), cc.InputTypeError, ("identifiers", "whole numbers", "<U1")),
+        (lambda r: r.remove([3.0]), cc.InputTypeError, ("identifiers", "whole numbers", "float64")),
         (lambda r: r.remove(range(150)), cc.InputError, ("identifiers", "all")),
         (lambda r: r.learn(TEST.x, TEST.names, asked="some"), cc.InputError, ("asked", "'random'", "'answered'")),
         (lambda r: r.evaluate([torch.from_numpy(TEST.x)]), cc.InputTypeError, ("test", "(inputs, labels)")),
