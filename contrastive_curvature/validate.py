@@ -9,6 +9,7 @@ import importlib
 import math
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -61,6 +62,13 @@ def dense(argument: str, value: Tensor) -> None:
     """Refuse a tensor that is not dense: sparse tensors can be neither sliced by rows nor compared."""
     if value.layout != torch.strided:
         raise InputTypeError(argument, "a dense tensor", f"layout {value.layout}", "Call .to_dense() on it.")
+
+
+def unmasked(argument: str, value: object) -> None:
+    """Refuse a masked array, whose mask no conversion keeps."""
+    if isinstance(value, np.ma.MaskedArray):
+        hint = "Leave the masked points out: value.compressed(), or value.data of points that are whole."
+        raise InputTypeError(argument, "an array without a mask", "a masked array", hint)
 
 
 def device(argument: str, value: Tensor) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
+import numpy as np
 import pandas as pd
 import pytest
 import torch
@@ -417,7 +418,10 @@ NAMES = [f"class {label}" for label in LABELS.tolist()]
         (lambda la: la.fit(pd.DataFrame(X), LABELS.numpy()), ("train_loader", "a DataFrame", "DataLoader(")),
         (lambda la: la.fit(TensorDataset(X, LABELS)), ("train_loader", "a TensorDataset", "DataLoader(TensorDataset(")),
         (lambda la: la(DataLoader(TensorDataset(X, LABELS))), ("x: ", "a DataLoader", "for x, _ in loader")),
-        (lambda la: la(X.numpy()), ("x: ", "a ndarray", "torch.as_tensor(x)")),
+        (lambda la: la(X.numpy().astype(complex)), ("x: ", "real numbers", "complex128")),
+        (lambda la: la(np.ma.MaskedArray(X.numpy())), ("x: ", "without a mask", "masked array")),
+        (lambda la: la(X.double().numpy() * 1e39), ("x: ", "within the range of torch.float32", "e+39")),
+        (lambda la: la([[1.0, 2.0], [3.0]]), ("x: ", "vectors of numbers, all of one length")),
         (lambda la: la.predict("one text"), ("data: ", "Pass [text]")),
         (lambda la: la.predict(TensorDataset(X, LABELS)), ("data: ", "a TensorDataset", "DataLoader(TensorDataset(")),
         (lambda la: la.predict(X[:0].numpy()), ("data: ", "at least one input")),

@@ -150,6 +150,7 @@ class MatchThreshold(Fitted):
 
 def _persons(groups: object, length: int) -> NDArray[np.int64]:
     """Return the persons of both ends of pairs as numbers from 0, shape (N, 2)."""
+    validate.unmasked("groups", groups)
     read = groups.detach().cpu().numpy() if isinstance(groups, Tensor) else groups
     if not isinstance(read, np.ndarray) or read.dtype.kind not in "iu":
         hint = "numpy.unique(names, return_inverse=True)[1] numbers names."

@@ -6,11 +6,17 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError
-from contrastive_curvature.network.inputs import check_inputs, input_length, is_texts, slice_inputs
+from contrastive_curvature.network.inputs import (
+    as_tensor,
+    check_inputs,
+    in_memory,
+    input_length,
+    is_texts,
+    slice_inputs,
+)
 from contrastive_curvature.network.loader import check_loader, inputs_alone
 from contrastive_curvature.progress import Progress
 
@@ -60,12 +66,11 @@ def batches(
     """
     if isinstance(data, str):
         raise InputTypeError(argument, "a list of texts", "one text", "Pass [text].")
-    if isinstance(data, np.ndarray) and data.dtype.kind in "OU":
-        data = data.tolist()
+    data = in_memory(data, argument)
     if is_texts(data):
         return _slices(len(data), size), data.__getitem__
     if isinstance(data, np.ndarray):
-        return _slices(len(data) if data.ndim else 0, size), lambda rows: _as_tensor(encoder, data[rows])
+        return _slices(len(data) if data.ndim else 0, size), lambda rows: as_tensor(data[rows], encoder, argument)
     if isinstance(data, (Tensor, Mapping)):
         x = check_inputs(data, argument)
         return _slices(input_length(x), size), lambda rows: slice_inputs(x, rows)
@@ -73,13 +78,12 @@ def batches(
     return data, lambda batch: inputs_alone(batch, argument)
 
 
-def by_length(data: Any) -> tuple[Any, Any]:
+def by_length(data: Any, argument: str) -> tuple[Any, Any]:
     """Return texts in the order of their lengths, so that batches take little padding, and the places of all in it.
 
-    Other data is returned as it is, with the slice of all places.
+    Other data is returned as :func:`.in_memory` does, with the slice of all places.
     """
-    if isinstance(data, np.ndarray) and data.dtype.kind in "OU":
-        data = data.tolist()
+    data = in_memory(data, argument)
     if not is_texts(data):
         return data, slice(None)
     order = np.argsort([len(text) for text in data], kind="stable")
@@ -88,11 +92,3 @@ def by_length(data: Any) -> tuple[Any, Any]:
 
 def _slices(count: int, size: int) -> list[slice]:
     return [slice(start, start + size) for start in range(0, count, size)]
-
-
-def _as_tensor(encoder: nn.Module | None, rows: np.ndarray[Any, Any]) -> Tensor:
-    """Return an array as a tensor; NumPy's floating-point numbers, float64 by default, in the encoder's precision."""
-    x = torch.tensor(rows)
-    weights = () if encoder is None else encoder.parameters()
-    dtype = next((weight.dtype for weight in weights if weight.is_floating_point()), torch.float32)
-    return x.to(dtype) if x.is_floating_point() else x

@@ -744,7 +744,7 @@ class ContrastiveLaplace(GaussianOverWeights):
 
         if on_invalid == "error":
             return predict(x)
-        return prediction.with_nan_rows(predict, x, generator, of_no_rows)
+        return prediction.with_nan_rows(predict, prediction.read_inputs(self.model, x), generator, of_no_rows)
 
     def predict(
         self,
@@ -761,8 +761,9 @@ class ContrastiveLaplace(GaussianOverWeights):
 
         Args:
             data: A loader, or a list of batches ``(x, labels)`` or ``x``; labels are not used, and of two views only
-                the first is used. Or all inputs in a tensor, a mapping of tensors, a NumPy array or a list of texts; a
-                NumPy array of floating-point numbers is converted to the precision of the encoder.
+                the first is used. Or all inputs in a tensor, a mapping of tensors, a NumPy array, a table, a list of
+                vectors or a list of texts; arrays of floating-point numbers are converted to the precision of the
+                encoder.
             batch_size: Number of inputs at a time; a loader has its own batches.
             on_invalid: Treatment of inputs without an embedding, as in ``la(x)``.
             progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import numpy as np
 import torch
 from laplace.utils.enums import LinkApprox, PredType
 from torch import Tensor
@@ -19,7 +20,7 @@ from contrastive_curvature.embedding.distribution import EmbeddingDistribution, 
 from contrastive_curvature.embedding.spread import Axes, Dense, Diagonal, Joint, Spread
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.network.encoder import at_least_float32
-from contrastive_curvature.network.inputs import Inputs, slice_inputs, tokenized
+from contrastive_curvature.network.inputs import Inputs, as_tensor, in_memory, slice_inputs, tokenized
 from contrastive_curvature.network.pullback import JACOBIAN_ELEMENTS, Pullback
 from contrastive_curvature.pairs.relation import chunks
 from contrastive_curvature.structures.at_features import (
@@ -56,15 +57,21 @@ def refuse_link(link_approx: object) -> None:
         )
 
 
+def read_inputs(model: Any, x: Any) -> Any:
+    """Return a batch of inputs of all kinds of :func:`.in_memory`: a tensor, a mapping or a list of texts."""
+    x = in_memory(x)
+    return as_tensor(x, model) if isinstance(x, np.ndarray) else x
+
+
 def moved_inputs(model: Any, x: Any, device: torch.device) -> Inputs:
-    """Return inputs on a device; texts are tokenised first."""
-    x = tokenized(model, x)
+    """Return inputs of all kinds of :func:`.in_memory` on a device; texts are tokenised first."""
+    x = tokenized(model, read_inputs(model, x))
     if isinstance(x, Tensor):
         return x.to(device)
     if isinstance(x, Mapping):
         return {k: v.to(device) if isinstance(v, Tensor) else v for k, v in x.items()}
-    hint = "Pass the inputs of one batch, as in [la(x) for x, _ in loader]; torch.as_tensor(x) for a NumPy array."
-    raise InputTypeError("x", "a tensor or a mapping of tensors", f"a {type(x).__name__}", hint)
+    hint = "Pass the inputs of one batch, as in [la(x) for x, _ in loader]; la.predict(loader) takes all of them."
+    raise InputTypeError("x", "a tensor, an array, a mapping of tensors or texts", f"a {type(x).__name__}", hint)
 
 
 def check_outputs(x: Inputs, z: Tensor, dim: int, *, sampled: bool = False) -> None:

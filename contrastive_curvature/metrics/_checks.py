@@ -98,8 +98,11 @@ def like(original: Array, result: NDArray[Any]) -> Array:
 
 def _numpy(argument: str, value: object, what: str) -> NDArray[Any]:
     if isinstance(value, Tensor):
+        if value.is_complex():
+            raise InputTypeError(argument, f"a tensor or an array of {what}", f"a tensor of {value.dtype}")
         value = value.detach().cpu()
         return (value.double() if value.is_floating_point() else value).numpy()
+    validate.unmasked(argument, value)
     if isinstance(value, np.ndarray) and value.dtype.kind in "biuf":
         return value
     got = f"an array of {value.dtype}" if isinstance(value, np.ndarray) else f"a {type(value).__name__}"

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from numbers import Number
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from contrastive_curvature import waiting
+from contrastive_curvature import validate, waiting
 from contrastive_curvature.errors import InputError, InputTypeError
 
 Inputs = Tensor | Mapping[str, Any]
@@ -17,6 +20,61 @@ Inputs = Tensor | Mapping[str, Any]
 
 
 _MOST = 2**61
+
+
+def in_memory(data: Any, argument: str = "x") -> Any:
+    """Return inputs of all kinds as a tensor, a mapping, an array of numbers or a list of texts.
+
+    Arrays of texts become lists; tables, columns and lists of vectors become arrays or tensors. Other objects, such as
+    loaders, are returned unchanged.
+    """
+    if isinstance(data, (Tensor, Mapping, str)) or is_texts(data):
+        return data
+    vectors = isinstance(data, list) and bool(data) and _is_vector(data[0])
+    if not vectors and not hasattr(data, "__array__"):
+        return data
+    validate.unmasked(argument, data)
+    try:
+        if vectors and isinstance(data[0], Tensor):
+            return torch.stack(data)
+        array = np.asarray(data)
+        if array.dtype.kind not in "OUT":
+            return array
+        listed = array.tolist()
+        # Not texts: a column of vectors.
+        return listed if is_texts(listed) or not listed else np.array(listed)
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise InputError(argument, "vectors of numbers, all of one length", str(error).splitlines()[0]) from None
+
+
+def _is_vector(value: Any) -> bool:
+    if isinstance(value, list):
+        return bool(value) and isinstance(value[0], Number)
+    return isinstance(value, (Tensor, np.ndarray)) and value.ndim == 1
+
+
+def as_tensor(rows: NDArray[Any], encoder: nn.Module | None, argument: str = "x") -> Tensor:
+    """Return an array as a tensor; floating-point numbers in the precision of the encoder, or float32 without one.
+
+    Raises:
+        InputTypeError: The array does not hold real numbers.
+        InputError: A number is too large for the precision.
+    """
+    # NumPy knows bfloat16 and smaller numbers of the package ml_dtypes by their size alone.
+    of_ml_dtypes = rows.dtype.kind == "V" and rows.dtype.type is not np.void
+    if rows.dtype.kind not in "biuf" and not of_ml_dtypes:
+        raise InputTypeError(argument, "an array of real numbers", f"one of {rows.dtype}")
+    wide = np.float32 if of_ml_dtypes else np.float64 if rows.dtype == np.longdouble else rows.dtype.newbyteorder("=")
+    # A copy, for torch takes no negative strides and no foreign byte order.
+    x = torch.from_numpy(np.array(rows, dtype=wide, order="C"))
+    if not x.is_floating_point():
+        return x
+    weights = () if encoder is None else encoder.parameters()
+    dtype = next((weight.dtype for weight in weights if weight.is_floating_point()), torch.float32)
+    cast = x.to(dtype)
+    if bool((lost := x.isfinite() & ~cast.isfinite()).any()):
+        raise InputError(argument, f"numbers within the range of {dtype}", f"{float(x[lost][0]):.3g}")
+    return cast
 
 
 def check_inputs(x: object, argument: str = "x") -> Inputs:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature.errors import InputError
+from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.laplace.batches import by_length, results
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.laplace.prediction import moved_inputs
@@ -58,11 +58,15 @@ def outputs(encoder: nn.Module | None, inputs: Any, argument: str, progress_bar:
         if not isinstance(x, Tensor) or x.ndim != 2:
             got = f"shape {tuple(x.shape)}" if isinstance(x, Tensor) else f"a {type(x).__name__}"
             raise InputError("outputs", "embeddings (N, F)", got)
+        if x.is_complex():
+            raise InputTypeError("outputs", "embeddings of real numbers", f"{x.dtype}")
+        # After the cast, which may lose what is too large or too small.
+        x = x.float()
         if not bool((x.isfinite().all(1) & (x != 0).any(1)).all()):
-            raise InputError("outputs", "finite embeddings with a direction", "NaN, infinity or zeros")
-        return x.float()
+            raise InputError("outputs", "finite embeddings with a direction, in float32", "NaN, infinity or zeros")
+        return x
 
-    inputs, places = by_length(inputs)
+    inputs, places = by_length(inputs, argument)
     with torch.no_grad():
         parts = list(results(run, encoder, inputs, argument, AT_ONCE, progress_bar, "[encode]"))
     return torch.cat(parts)[places]
@@ -81,7 +85,7 @@ def last_layer_features(la: ContrastiveLaplace, inputs: Any, argument: str, prog
         phi: Tensor = la.model.forward_with_features(x).features
         return phi.cpu()
 
-    inputs, places = by_length(inputs)
+    inputs, places = by_length(inputs, argument)
     with torch.no_grad(), evaluation_mode(la.model):
         parts = list(results(run, la.model, inputs, argument, AT_ONCE, progress_bar, "[encode]"))
     return torch.cat(parts)[places]

@@ -24,7 +24,7 @@ from contrastive_curvature.laplace.calibration import present_calibration, take_
 from contrastive_curvature.laplace.influence import influence
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.network.given_features import feature_inputs
-from contrastive_curvature.network.inputs import is_texts
+from contrastive_curvature.network.inputs import in_memory, is_texts
 from contrastive_curvature.network.loader import check_loader, in_fixed_order
 from contrastive_curvature.retriever.evidence import FLOOR, Embedded, evidence
 from contrastive_curvature.retriever.head import AT_ONCE, Headed, last_layer_features, outputs, with_head
@@ -209,9 +209,9 @@ class Retriever(Fitted):
     ) -> Self:
         """Fit the posterior, embed the gallery, and find the limits.
 
-        Inputs are a tensor, a mapping of tensors, a NumPy array, a list of texts if the encoder takes texts, or a
-        loader of batches ``(inputs, labels)``, without a second argument for labels. Labels are a tensor, an array or a
-        list of N numbers, strings or other hashable values.
+        Inputs are a tensor, a mapping of tensors, a NumPy array, a table, a list of vectors, a list or a column of
+        texts if the encoder takes texts, or a loader of batches ``(inputs, labels)``, without a second argument for
+        labels. Labels are a tensor, an array, a column or a list of N numbers, strings or other hashable values.
 
         Args:
             x: Training inputs; ignored if the encoder is a fitted posterior and ``gallery`` is passed. The encoder runs
@@ -236,7 +236,7 @@ class Retriever(Fitted):
             UserWarning: Nothing is answered, or most held-out queries are in the gallery.
             OptimisticPValueWarning: Held-out queries are among the training inputs.
         """
-        queries = _pair("held_out", held_out)
+        x, queries = in_memory(x, "x"), _pair("held_out", held_out)
         searched = (x, y) if gallery is None else _pair("gallery", gallery)
         fitted = isinstance(self.encoder, ContrastiveLaplace) or (self.encoder is None and not self.head)
         given = {"held_out": queries, "x" if gallery is None else "gallery": searched}
@@ -438,6 +438,7 @@ class Retriever(Fitted):
         if validate.count("k", k) > len(points.identifiers):
             raise InputError("k", f"at most {len(points.identifiers)}, the points of the gallery", k)
         asked, inputs_of = batches(la.model, queries, _ASKED, "queries")
+        x = in_memory(x, "x")
         items, classes = self._embedded("x", x, y)
         names, self._codes = list(self._codes), known
         same = items.directions.shape == points.directions.shape and torch.equal(classes, points.classes)
@@ -643,7 +644,7 @@ def embedded(la: ContrastiveLaplace | None, inputs: Any, argument: str, progress
         directions = normalize(outputs(None, inputs, argument, progress_bar))[0]
         # A number that is the same for all says nothing.
         return Embedded(directions, np.zeros(len(directions)), np.zeros(len(directions)))
-    inputs, places = by_length(inputs)
+    inputs, places = by_length(inputs, argument)
     parts = []
     with torch.no_grad():
         for batch in results(la, la.model, inputs, argument, AT_ONCE, progress_bar, "[predict]"):
@@ -665,6 +666,7 @@ def _encoded(
 
 def _read(argument: str, inputs: Any, labels: Any, read: Callable[[Any], _T]) -> tuple[_T, list[Hashable]]:
     """Return the result of ``read`` for inputs without labels, and the labels."""
+    inputs = in_memory(inputs, argument)
     if labels is not None or _in_memory(inputs):
         names = _checked_labels(argument, inputs, labels)
         return read(inputs), names
@@ -693,7 +695,7 @@ def _in_memory(inputs: Any) -> bool:
 def _pair(argument: str, given: Any) -> tuple[Any, Any]:
     """Return inputs and labels; a loader has no labels beside it."""
     if isinstance(given, tuple) and len(given) == 2 and not is_texts(given):
-        return given
+        return in_memory(given[0], argument), given[1]
     if _in_memory(given) or isinstance(given, tuple):
         got = f"a {type(given).__name__}"
         raise InputTypeError(argument, "(inputs, labels), or a loader of such batches", got)

@@ -261,6 +261,12 @@ RIGHT = SCORE < 90
         (lambda: cc.RetrievalThreshold(0.1).fit(SCORE, RIGHT[1:]), cc.InputError, ("right", "(100,)", "(99,)")),
         (lambda: cc.RetrievalThreshold(0.1).fit(SCORE, SCORE), cc.InputTypeError, ("right", "float64")),
         (lambda: cc.RetrievalThreshold(0.1).fit(SCORE.tolist(), RIGHT), cc.InputTypeError, ("score", "list")),
+        (lambda: cc.RetrievalThreshold(0.1).fit(SCORE + 0j, RIGHT), cc.InputTypeError, ("score", "complex")),
+        (
+            lambda: cc.RetrievalThreshold(0.1).fit(np.ma.MaskedArray(np.asarray(SCORE), np.asarray(SCORE) > 1), RIGHT),
+            cc.InputTypeError,
+            ("score", "without a mask"),
+        ),
         (lambda: cc.MatchThreshold(0), cc.InputError, ("false_match_rate", "0")),
         (lambda: cc.MatchThreshold().fit(SCORE, ~RIGHT), cc.InputError, ("same", "999 pairs of two classes", "90")),
         (lambda: cc.MatchThreshold(0.1).fit(SCORE, SCORE < 0), cc.InputError, ("same", "pairs of one class")),

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pandas as pd
 import pytest
@@ -416,7 +417,7 @@ FIT = {"x": TRAIN.x, "y": TRAIN.y, "held_out": (HELD.x, HELD.y)}
         (lambda _: new().fit(**{**FIT, "held_out": (HELD.x, HELD.y + np.nan)}), cc.InputError, ("held_out", "got nan")),
         (lambda _: new().fit(**{**FIT, "held_out": (HELD.x, HELD.x)}), cc.InputError, ("held_out", "shape (N,)")),
         (lambda _: new().fit(**{**FIT, "gallery": 3}), cc.InputTypeError, ("gallery", "int")),
-        (lambda r: r([HELD.x[0]]), cc.InputTypeError, ("queries: batch 0",)),
+        (lambda r: r([HELD.x[0], HELD.x[0, 1:]]), cc.InputError, ("queries", "all of one length")),
         (lambda r: r(TEST.x[:0]), cc.InputError, ("queries", "at least one")),
         (lambda r: r(TEST.x[:, 1:]), cc.InputError, ("queries: batch 0",)),
         (lambda r: r.add(TEST.x, TEST.y[:3]), cc.InputError, ("items: labels", "200", "3")),
@@ -444,6 +445,67 @@ def test_a_label_that_is_missing_is_refused_by_its_position(missing: Any) -> Non
     x = torch.from_numpy(HELD.x)
     for held_out in ((HELD.x, labels), [(x[:5], labels[:5]), (x[5:], labels[5:])]):
         refused(lambda held_out=held_out: retriever.fit(**{**FITTED, "held_out": held_out}), *words)
+
+
+@each(
+    "read",
+    [
+        lambda x: x.tolist(),
+        list,
+        lambda x: list(torch.from_numpy(x)),
+        pd.DataFrame,
+        lambda x: pd.Series(list(x)),
+        lambda x: pd.Series(list(x)).to_numpy(),
+        lambda x: x[:, ::-1].copy()[:, ::-1],
+        lambda x: x[::-1].copy()[::-1],
+        np.asfortranarray,
+        lambda x: x.astype(">f4"),
+        lambda x: x.astype(">f8"),
+        lambda x: x.astype(np.longdouble),
+        lambda x: x.astype(ml_dtypes.bfloat16),
+        lambda x: x.astype(np.float16),
+        lambda x: x.astype(">i2"),
+        torch.from_numpy,
+    ],
+)
+def test_all_doors_take_inputs_of_all_kinds(read: Any, retriever: cc.Retriever) -> None:
+    flat = cc.Retriever(None, **RATES).fit(held_out=FITTED["held_out"], gallery=(read(TRAIN.x), TRAIN.names))
+    given = read(TEST.x[:60])
+    numbers = (
+        given
+        if isinstance(given, Tensor)
+        else torch.tensor(
+            np.array(
+                [list(map(float, row)) for row in (given.to_numpy() if hasattr(given, "to_numpy") else given)],
+                dtype=np.float32,
+            )
+        )
+    )
+    np.testing.assert_array_equal(flat(given).label, flat(numbers).label)
+    if str(getattr(given, "dtype", "")) != ">i2":  # integers stay, for encoders of tokens
+        wanted = retriever.la(numbers).mu
+        torch.testing.assert_close(retriever.la(given).mu, wanted)
+        torch.testing.assert_close(retriever.la(given, on_invalid="nan").mu, wanted)
+        torch.testing.assert_close(retriever.la.predict(given).mu, wanted)
+        assert same(retriever(given), retriever(numbers))
+
+
+@each(
+    "wrong, words",
+    [
+        (HELD.x.astype(float) * 1e39, "within the range of torch.float32"),
+        (torch.from_numpy(HELD.x).double() * 1e39, "infinity"),
+        (torch.from_numpy(HELD.x).double() * 1e-60, "zeros"),
+        (HELD.x.astype(complex), "real numbers"),
+        (torch.from_numpy(HELD.x) + 0j, "real numbers"),
+        (np.ma.MaskedArray(HELD.x, HELD.x > 1), "without a mask"),
+        (HELD.x.astype(str), "real numbers"),
+    ],
+)
+def test_values_that_a_cast_would_lose_are_refused(wrong: Any, words: str) -> None:
+    retriever = cc.Retriever(None, **RATES).fit(**FITTED)
+    refused(lambda: retriever(wrong), "queries", words)
+    refused(lambda: retriever.fit(**{**FITTED, "held_out": (wrong, HELD.names)}), "held_out", words)
 
 
 def test_embeddings_as_they_are(tmp_path: Path) -> None:
