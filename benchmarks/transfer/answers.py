@@ -105,7 +105,7 @@ def judged(every: Asked, splits: int = _SPLITS) -> dict[str, Any]:
             answered[title] = {"retriever": float(now.mean())}
             for k, (name, sign) in enumerate(COLUMNS.items()):
                 try:
-                    limit = RetrievalThreshold(risk, confidence=_CONFIDENCE)
+                    limit = RetrievalThreshold(risk, confidence_level=_CONFIDENCE)
                     limit.fit(-sign * known.evidence[:, k], known.right)
                     answered[title][name] = float(limit.accept(-sign * queries.evidence[:, k]).mean())
                 except InputError:

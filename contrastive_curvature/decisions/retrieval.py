@@ -22,8 +22,8 @@ class RetrievalThreshold(Fitted):
     """Threshold of a score up to which queries are answered, with a stated share of wrong answers.
 
     It holds for new queries that are drawn like the queries of the fit, and a gallery that is searched in the same way.
-    ``among="answered"``: at most a share ``risk`` of the answers is wrong, with probability ``confidence`` over the
-    queries of the fit. Thresholds are tested upwards with the exact binomial tail until one fails. The first test
+    ``among="answered"``: at most a share ``risk`` of the answers is wrong, with probability ``confidence_level`` over
+    the queries of the fit. Thresholds are tested upwards with the exact binomial tail until one fails. The first test
     accepts the smallest number of queries among which one may be wrong. With many queries, a second sequence starts at
     half of them, and each sequence has half the error probability. ``among="all"``: wrong answers are at most a share
     ``risk`` of all queries, answered or not, on average over the queries of the fit; this answers more queries.
@@ -31,7 +31,7 @@ class RetrievalThreshold(Fitted):
     Args:
         risk: Largest share of wrong answers, in (0, 1).
         among: Queries that ``risk`` is a share of: ``"answered"`` or ``"all"``.
-        confidence: Probability, in (0, 1), that the threshold keeps the risk among the answered queries.
+        confidence_level: Probability, in (0, 1), that the threshold keeps the risk among the answered queries.
 
     Attributes:
         threshold: Largest score that is answered.
@@ -39,8 +39,8 @@ class RetrievalThreshold(Fitted):
         queries: Number of queries of the fit.
 
     Raises:
-        InputTypeError: ``risk`` or ``confidence`` is not a number.
-        InputError: ``risk`` or ``confidence`` is not in (0, 1), or ``among`` is unknown.
+        InputTypeError: ``risk`` or ``confidence_level`` is not a number.
+        InputError: ``risk`` or ``confidence_level`` is not in (0, 1), or ``among`` is unknown.
 
     Source: Angelopoulos et al. (2021), Learn then Test, arXiv 2110.01052 (fixed-sequence testing); Angelopoulos et al.
         (2022), Conformal Risk Control, arXiv 2208.02814.
@@ -51,12 +51,12 @@ class RetrievalThreshold(Fitted):
     queries: int
 
     def __init__(
-        self, risk: float = 0.05, among: Literal["answered", "all"] = "answered", confidence: float = 0.9
+        self, risk: float = 0.05, among: Literal["answered", "all"] = "answered", confidence_level: float = 0.9
     ) -> None:
         self.risk = validate.fraction("risk", risk)
         validate.choice("among", among, ("answered", "all"))
         self.among = among
-        self.confidence = validate.fraction("confidence", confidence)
+        self.confidence_level = validate.fraction("confidence_level", confidence_level)
 
     def fit(self, score: Tensor | NDArray[np.floating], right: Tensor | NDArray[np.bool_]) -> Self:
         """Find the threshold from labelled queries that neither trained the encoder nor fitted the score.
@@ -116,7 +116,7 @@ class RetrievalThreshold(Fitted):
     def __repr__(self) -> str:
         if "threshold" not in vars(self):
             return f"RetrievalThreshold(risk={self.risk:g}, among={self.among!r}), not fitted"
-        stated = f"at most {percent(self.risk)} of those are wrong, with {percent(self.confidence)} confidence"
+        stated = f"at most {percent(self.risk)} of those are wrong, with {percent(self.confidence_level)} confidence"
         if self.among == "all":
             stated = f"wrong answers are at most {percent(self.risk)} of all queries, on average"
         return f"accepts {percent(self.answered)} of queries; {stated}, from {self.queries:,} labelled queries"
@@ -135,11 +135,11 @@ class RetrievalThreshold(Fitted):
         """Return how many queries allow any threshold, if no answer is wrong."""
         if self.among == "all":
             return math.ceil(1 / self.risk - 1 - 1e-9)
-        return math.ceil(math.log(1 - self.confidence) / math.log(1 - self.risk) - 1e-9)
+        return math.ceil(math.log(1 - self.confidence_level) / math.log(1 - self.risk) - 1e-9)
 
     def _starts(self, n: int) -> tuple[list[int], float]:
         """Return how many queries the first test of each sequence accepts, and the error of each sequence."""
-        tail = 1 - self.confidence
+        tail = 1 - self.confidence_level
         if self.among == "all":
             return [1], tail
         first = self._first(n, tail)

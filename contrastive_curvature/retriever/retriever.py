@@ -128,15 +128,15 @@ class Retriever(Fitted):
     regression finds queries whose class the gallery lacks. Held-out queries with labels set the limits of both. Each
     rate holds for queries drawn like the held-out queries, and ``None`` limits nothing:
 
-    - ``wrong_answers``: at most this share of the answers is wrong, with probability ``confidence`` over the held-out
-      queries. An answer is also wrong if the gallery lacks the query's class.
+    - ``wrong_answers``: at most this share of the answers is wrong, with probability ``confidence_level`` over the
+      held-out queries. An answer is also wrong if the gallery lacks the query's class.
     - ``false_matches``: at most this share of such queries is answered if their class is taken out of the gallery, on
       average. More may be answered of kinds that neither the encoder nor the held-out queries know.
     - ``false_alarms``: at most this share of such queries is called unknown, on average.
 
     The first two are tested with scores from other held-out queries, and hold in simulations (``docs/statistics.md``);
     the third is a conformal p-value. If no limit keeps a rate, nothing is answered: :attr:`reasons` and a warning say
-    why. The limits are computed again whenever the gallery or the held-out queries change; the confidence holds for
+    why. The limits are computed again whenever the gallery or the held-out queries change; the level holds for
     each computation alone.
 
     Args:
@@ -146,7 +146,7 @@ class Retriever(Fitted):
         wrong_answers: In (0, 1), or ``None``.
         false_matches: In (0, 1), or ``None``.
         false_alarms: In (0, 1), or ``None``.
-        confidence: In (0, 1).
+        confidence_level: In (0, 1).
         head: Whether ``fit`` trains a head of two layers on the outputs of the encoder, or on the embeddings, and fits
             a posterior to the head: for an encoder that was not trained on ``x`` and ``y``. It takes seconds, and the
             same inputs give the same head.
@@ -182,7 +182,7 @@ class Retriever(Fitted):
         wrong_answers: float | None = 0.02,
         false_matches: float | None = 0.05,
         false_alarms: float | None = 0.01,
-        confidence: float = 0.9,
+        confidence_level: float = 0.9,
         *,
         head: bool = False,
         index: Index | None = None,
@@ -198,7 +198,7 @@ class Retriever(Fitted):
         given = {name: None if rate is None else validate.fraction(name, rate) for name, rate in asked.items()}
         validate.flag("head", head)
         self.encoder, self.head, self.index = encoder, head, index
-        self.rates = Rates(**given, confidence=validate.fraction("confidence", confidence))
+        self.rates = Rates(**given, confidence_level=validate.fraction("confidence_level", confidence_level))
         self._codes: dict[Hashable, int] = {}
         self._feedback: tuple[Embedded, Tensor] | None = None
         self._head: Headed | None = None
@@ -218,7 +218,9 @@ class Retriever(Fitted):
                 once over each; the inputs of its last layer stay in memory during the fit.
             y: Their labels.
             held_out: ``(inputs, labels)``, or a loader: at least two queries like the future ones, which neither
-                trained the encoder nor are in the gallery. A posterior that is not calibrated is calibrated with them.
+                trained the encoder nor are in the gallery. A posterior that is not calibrated is calibrated with them;
+                they may be the inputs of ``la.calibrate`` too, as long as the posterior has its training inputs, from
+                which it then measures novelty.
             gallery: The points that are searched, as ``held_out``; ``None`` for ``x`` and ``y``.
             progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
@@ -260,8 +262,9 @@ class Retriever(Fitted):
         calibrated = la is None or present_calibration(la) is not None
         if la is not None and not calibrated and take_snapshot(la).training is None:
             raise NotFittedError(
-                "encoder: this posterior has no training inputs to compare with. Call la.calibrate(loader) with known "
-                "inputs that are not among the held-out ones."
+                "encoder: this posterior has no training inputs to compare with, so its novelty is measured from the "
+                "inputs of la.calibrate(loader). Call it with others than the held-out ones, which would seem less "
+                "novel than new queries."
             )
         self.la = la
         queries = _encoded(la, "held_out", *queries, progress_bar)
@@ -505,7 +508,7 @@ class Retriever(Fitted):
         if rates.wrong_answers is None:
             said[0] += f" ({of})"
         else:
-            sure = f"({percent(rates.confidence)} confidence, {of})"
+            sure = f"({percent(rates.confidence_level)} confidence, {of})"
             said.append(f"at most {percent(rates.wrong_answers)} of the answers are wrong {sure}")
         if rates.false_matches is not None:
             lacking = "such queries are answered where the gallery lacks their class, on average"

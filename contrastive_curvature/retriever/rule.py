@@ -90,7 +90,7 @@ class Rates(NamedTuple):
     wrong_answers: float | None
     false_matches: float | None
     false_alarms: float | None
-    confidence: float
+    confidence_level: float
 
 
 class Labelled(NamedTuple):
@@ -191,7 +191,7 @@ def certified(
             reasons["false_matches"] = f"nothing is answered: {_needs(rates.false_matches, n)}"
     left = known & (near <= present_limit)
     if rates.wrong_answers is not None and present_limit > -math.inf:
-        threshold = RetrievalThreshold(rates.wrong_answers, confidence=rates.confidence)
+        threshold = RetrievalThreshold(rates.wrong_answers, confidence_level=rates.confidence_level)
         scores, correct = score[left], held.right[left]
         try:
             limit = threshold.fit(scores, correct).threshold

@@ -371,6 +371,17 @@ def test_a_posterior_without_training_inputs_has_to_be_calibrated(la: Any) -> No
     assert new(bare).fit(**FITTED).answered > 0
 
 
+def test_inputs_of_the_calibration_may_be_held_out_too_where_training_inputs_measure_novelty() -> None:
+    la = Laplace(encoder(), "contrastive")
+    la.fit([(torch.from_numpy(TRAIN.x), torch.from_numpy(TRAIN.y))])
+    la.optimize_prior_precision()
+    answers = []
+    for known in (HELD.x, Points(300, 9).x):
+        la.calibrate([torch.from_numpy(known)])
+        answers.append(new(la).fit(**FITTED)(TEST.x))
+    assert same(*answers)
+
+
 def test_held_out_queries_of_the_training_are_noticed() -> None:
     with (
         pytest.warns(UserWarning, match=r"held_out: 100 % of the queries are in the gallery\. No rate holds"),
@@ -405,7 +416,8 @@ FIT = {"x": TRAIN.x, "y": TRAIN.y, "held_out": (HELD.x, HELD.y)}
         (lambda _: cc.Retriever(encoder(), wrong_answers=2), cc.InputError, ("wrong_answers", "(0, 1)", "2")),
         (lambda _: cc.Retriever(encoder(), false_matches=0), cc.InputError, ("false_matches", "(0, 1)")),
         (lambda _: cc.Retriever(encoder(), false_alarms="1 %"), cc.InputTypeError, ("false_alarms", "1 %")),
-        (lambda _: cc.Retriever(encoder(), confidence=1), cc.InputError, ("confidence", "(0, 1)")),
+        (lambda _: cc.Retriever(encoder(), confidence_level=1), cc.InputError, ("confidence_level", "(0, 1)")),
+        (lambda _: cc.Retriever(encoder(), confidence=0.9), TypeError, ("confidence",)),
         (lambda _: new()(TEST.x), cc.NotFittedError, ("Retriever.la", "fit(...)")),
         (lambda _: new().answered, cc.NotFittedError, ("Retriever.answered", "fit(...)")),
         (lambda _: new().save("here"), cc.NotFittedError, ("Retriever.la", "fit(...)")),
