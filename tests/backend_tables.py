@@ -253,6 +253,21 @@ def extension_table() -> str:
     )
 
 
+def _describe(survey: dict[str, list[tuple[PDFix, Distance]]]) -> str:
+    if len(survey) == 1:
+        return next(iter(survey))
+    parts = []
+    for status in (EXACT, APPROXIMATE):
+        fixes = []
+        for fix in _FIXES:
+            distances = [d for f, d in survey.get(status, []) if f is fix]
+            if distances:
+                fixes.append(f"`{fix}`" if len(distances) == len(Distance) else f"{distances[0]} `{fix}`")
+        if fixes:
+            parts.append(f"{status} for {', '.join(fixes)}")
+    return "; ".join([*parts, *([f"else {REFUSED}"] if REFUSED in survey else [])])
+
+
 class _Truth:
     """A network of two layers with a loss, and what the extensions should give, by autograd.
 
