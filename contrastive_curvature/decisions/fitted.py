@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,6 +42,12 @@ def refuse_reversed(argument: str, lower: NDArray[np.float64], higher: NDArray[n
     if auroc < 0.5 - _SURE * math.sqrt((len(lower) + len(higher) + 1) / (12 * len(lower) * len(higher))):
         got = f"the reverse (AUROC {auroc:.2f})"
         raise InputError(argument, f"a score that is {meaning}", got, "Negate it: pass -score.")
+
+
+def one_of_each(groups: Sequence[Hashable]) -> NDArray[np.int64]:
+    """Return the place of one member of each group, drawn at random, ascending."""
+    places = {groups[k]: k for k in np.random.default_rng(0).permutation(len(groups)).tolist()}
+    return np.sort(np.array(list(places.values()), dtype=np.int64))
 
 
 def clopper_pearson(errors: float, trials: float, confidence: float = 0.95) -> tuple[float, float]:

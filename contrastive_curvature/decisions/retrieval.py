@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.decisions.fitted import Fitted, percent, refuse_reversed
+from contrastive_curvature.decisions.fitted import Fitted, one_of_each, percent, refuse_reversed
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.metrics._checks import Array, like, numbers, truths
 
@@ -36,7 +36,7 @@ class RetrievalThreshold(Fitted):
     Attributes:
         threshold: Largest score that is answered.
         answered: Share of the fit's queries that are answered.
-        queries: Number of queries of the fit.
+        queries: Number of queries of the fit, or of groups.
 
     Raises:
         InputTypeError: ``risk`` or ``confidence_level`` is not a number.
@@ -58,12 +58,19 @@ class RetrievalThreshold(Fitted):
         self.among = among
         self.confidence_level = validate.fraction("confidence_level", confidence_level)
 
-    def fit(self, score: Tensor | NDArray[np.floating], right: Tensor | NDArray[np.bool_]) -> Self:
+    def fit(
+        self,
+        score: Tensor | NDArray[np.floating],
+        right: Tensor | NDArray[np.bool_],
+        groups: Tensor | NDArray[np.integer] | None = None,
+    ) -> Self:
         """Find the threshold from labelled queries that neither trained the encoder nor fitted the score.
 
         Args:
             score: Scores of N queries, finite, shape (N,). Higher means less trust, as with ``uncertainty``.
             right: Whether each query's answer is right, bool (or integers 0 and 1), shape (N,).
+            groups: Group of each query, such as its person, numbers, shape (N,). Queries of a group depend on each
+                other, and a repeated query is a group, so one of each group, drawn at random, is used.
 
         Returns:
             The object itself.
@@ -75,8 +82,11 @@ class RetrievalThreshold(Fitted):
         """
         scores = numbers("score", score)
         so = truths("right", right, len(scores))
+        if groups is not None:
+            rows = one_of_each(numbers("groups", groups, len(scores)).tolist())
+            scores, so = scores[rows], so[rows]
         n = len(scores)
-        if n < (least := self._least()):
+        if n < (least := self.least()):
             wanted = f"at least {least:,} queries for a risk of {percent(self.risk)}"
             raise InputError("score", wanted, f"{n:,}", "Take more, or a larger risk.")
         refuse_reversed("score", scores[so], scores[~so], "higher for wrong answers")
@@ -131,7 +141,7 @@ class RetrievalThreshold(Fitted):
             return (np.asarray(wrong) + 1) / (n + 1) <= self.risk
         return np.asarray(bdtr(wrong, accepted, self.risk) <= tail)
 
-    def _least(self) -> int:
+    def least(self) -> int:
         """Return how many queries allow any threshold, if no answer is wrong."""
         if self.among == "all":
             return math.ceil(1 / self.risk - 1 - 1e-9)
@@ -142,14 +152,15 @@ class RetrievalThreshold(Fitted):
         tail = 1 - self.confidence_level
         if self.among == "all":
             return [1], tail
-        first = self._first(n, tail)
+        first = self.first(n)
         if n < _TWO_STARTS * first:
             return [first], tail
-        return [self._first(n, tail / 2), n // 2], tail / 2
+        return [self.first(n, tail / 2), n // 2], tail / 2
 
-    def _first(self, n: int, tail: float) -> int:
+    def first(self, n: int, tail: float | None = None) -> int:
         """Return the smallest number of queries among which one answer may be wrong, or n."""
-        first = self._least()
+        tail = 1 - self.confidence_level if tail is None else tail
+        first = self.least()
         while first < n and not self._keeps_risk(1, first, n, tail):
             first += 1
         return first

@@ -17,6 +17,9 @@ _HITS = 10
 FLOOR = 1e-6
 """Added to distances and novelties before their logarithm: cosines of float32 have about so many digits."""
 
+_REPEATED = 1e-5
+"""Numbers of the directions of a repeated input differ less."""
+
 _ENTRIES = 2**24
 """Cosines, and numbers of gallery points that are looked at closely, in one block: 64 MiB in float32."""
 
@@ -52,6 +55,16 @@ class Embedded:
         """Return some of the inputs: a slice, or an array of row numbers or booleans."""
         chosen = np.arange(len(self))[rows]
         return type(self)(self.directions[torch.from_numpy(chosen)], self.uncertainty[chosen], self.novelty[chosen])
+
+    def distinct(self, classes: Tensor) -> NDArray[np.int64]:
+        """Return the places of inputs without repetitions: the first of those with one direction and class (N,)."""
+        axis = torch.randn(self.directions.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        # Repetitions are neighbours in the order of their projections; batches of another size round in another way.
+        along = (self.directions.cpu().double() @ axis).numpy()
+        order = np.lexsort((along, classes.numpy()))
+        sorted_to = self.directions[torch.from_numpy(order).to(self.directions.device)]
+        apart = ((sorted_to[1:] - sorted_to[:-1]).abs().amax(1) > _REPEATED).cpu() | (classes[order].diff() != 0)
+        return np.sort(np.minimum.reduceat(order, np.flatnonzero(np.append(True, apart.numpy()))))
 
     @classmethod
     def cat(cls, parts: Sequence[Self]) -> Self:

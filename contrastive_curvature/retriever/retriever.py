@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from contrastive_curvature import validate
-from contrastive_curvature.decisions.fitted import Fitted, clopper_pearson, percent
+from contrastive_curvature.decisions.fitted import Fitted, clopper_pearson, one_of_each, percent
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.laplace.batches import batches, by_length, results
@@ -36,6 +36,9 @@ _SAME = math.log(1.001 * FLOOR)
 
 _NAMED = 5
 """Classes that are named in a message."""
+
+_EDGE = 1.25
+"""Times as many answered held-out queries as the first test of a limit takes: below, few fits answer anything."""
 
 _ASKED = 64
 """Queries that are explained at once, with N D numbers each."""
@@ -205,7 +208,14 @@ class Retriever(Fitted):
         self._ceiling = math.inf
 
     def fit(
-        self, x: Any = None, y: Any = None, *, held_out: Any, gallery: Any = None, progress_bar: bool | None = None
+        self,
+        x: Any = None,
+        y: Any = None,
+        *,
+        held_out: Any,
+        gallery: Any = None,
+        groups: Any = None,
+        progress_bar: bool | None = None,
     ) -> Self:
         """Fit the posterior, embed the gallery, and find the limits.
 
@@ -222,6 +232,8 @@ class Retriever(Fitted):
                 they may be the inputs of ``la.calibrate`` too, as long as the posterior has its training inputs, from
                 which it then measures novelty.
             gallery: The points that are searched, as ``held_out``; ``None`` for ``x`` and ``y``.
+            groups: Groups of the held-out queries, N numbers or strings, where queries depend on each other: pictures
+                of one person, paraphrases of one question. One query of each group, drawn at random, is held out.
             progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on.
 
         Returns:
@@ -235,7 +247,8 @@ class Retriever(Fitted):
             NotFittedError: The posterior is not calibrated, and was loaded or is not of the last layer.
 
         Warns:
-            UserWarning: Nothing is answered, or most held-out queries are in the gallery.
+            UserWarning: Nothing is answered, most held-out queries are in the gallery, or some are repetitions of
+                others, which count once: independent draws alone tell how sure the rates are.
             OptimisticPValueWarning: Held-out queries are among the training inputs.
         """
         x, queries = in_memory(x, "x"), _pair("held_out", held_out)
@@ -269,6 +282,12 @@ class Retriever(Fitted):
         self.la = la
         queries = _encoded(la, "held_out", *queries, progress_bar)
         held, truth = self._embedded("held_out", *queries, progress_bar)
+        if groups is not None:
+            if len(names := _labels("groups", groups)) != len(held):
+                raise InputError("groups", f"{len(held)}, one a held-out query", f"{len(names)}")
+            rows = one_of_each(names)
+            held, truth = held[rows], truth[rows]
+        held, truth = _without_repetitions("held_out", held, truth)
         if len(held) < 2:
             raise InputError("held_out", "at least two queries", f"{len(held)}")
         if la is not None and not calibrated:
@@ -392,7 +411,8 @@ class Retriever(Fitted):
         validate.choice("asked", asked, ("random", "answered"))
         more, truth = self._embedded("queries", queries, labels)
         if asked == "random":
-            self._held, self._truth = Embedded.cat([self._held, more]), torch.cat([self._truth, truth])
+            both = Embedded.cat([self._held, more]), torch.cat([self._truth, truth])
+            self._held, self._truth = _without_repetitions("queries", *both)
             self._certify()
             return self
         columns, _, novelty = self._search(more)
@@ -510,6 +530,11 @@ class Retriever(Fitted):
         else:
             sure = f"({percent(rates.confidence_level)} confidence, {of})"
             said.append(f"at most {percent(rates.wrong_answers)} of the answers are wrong {sure}")
+            if 0 < self.answered * len(self._held) < _EDGE * rates.threshold().first(len(self._held)):
+                said[-1] += (
+                    ", which are hardly enough: most fits of so few answer nothing, and of those that answer, more "
+                    "exceed this rate than the confidence says"
+                )
         if rates.false_matches is not None:
             lacking = "such queries are answered where the gallery lacks their class, on average"
             said.append(f"at most {percent(rates.false_matches)} of {lacking}")
@@ -633,6 +658,14 @@ class Retriever(Fitted):
             f"no rate covers queries of the classes {shown} ({len(names):,} classes, {percent(share)} of the gallery), "
             "which no held-out query has: call learn(queries, labels, 'random')"
         )
+
+
+def _without_repetitions(argument: str, queries: Embedded, truth: Tensor) -> tuple[Embedded, Tensor]:
+    rows = queries.distinct(truth)
+    if more := len(queries) - len(rows):
+        got = f"{more:,} of {len(queries):,} held-out queries are repetitions of others"
+        warnings.warn(f"{argument}: {got}, and count once", UserWarning, stacklevel=3)
+    return queries[rows], truth[rows]
 
 
 def _batched(la: ContrastiveLaplace, x: Any, classes: Tensor) -> list[tuple[Any, Tensor]]:

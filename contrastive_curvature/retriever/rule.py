@@ -92,6 +92,10 @@ class Rates(NamedTuple):
     false_alarms: float | None
     confidence_level: float
 
+    def threshold(self) -> RetrievalThreshold:
+        """Return the test of ``wrong_answers``, not fitted."""
+        return RetrievalThreshold(self.wrong_answers, confidence_level=self.confidence_level)  # type: ignore[arg-type]
+
 
 class Labelled(NamedTuple):
     """Evidence of N labelled queries, and whether their matches are right.
@@ -191,7 +195,7 @@ def certified(
             reasons["false_matches"] = f"nothing is answered: {_needs(rates.false_matches, n)}"
     left = known & (near <= present_limit)
     if rates.wrong_answers is not None and present_limit > -math.inf:
-        threshold = RetrievalThreshold(rates.wrong_answers, confidence_level=rates.confidence_level)
+        threshold = rates.threshold()
         scores, correct = score[left], held.right[left]
         try:
             limit = threshold.fit(scores, correct).threshold
@@ -213,6 +217,8 @@ def certified(
                 )
             elif times:
                 hint = f"It takes about {times * n:,} held-out queries like these, or a larger rate"
+            elif len(correct) < (least := threshold.least()):
+                hint = f"Even if no answer is wrong, it takes {least:,} of them, or a larger rate"
             reasons["wrong_answers"] = f"nothing is answered: of {n:,} held-out queries, {found}. {hint}"
     sides = {"wrong_answers": score > limit, "false_matches": near > present_limit, "false_alarms": ~known}
     kept_back = {name: float(side.mean()) for name, side in sides.items()}

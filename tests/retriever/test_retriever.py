@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
-from contrastive_curvature.decisions.fitted import percent
+from contrastive_curvature.decisions.fitted import one_of_each, percent
 from contrastive_curvature.retriever.retriever import Answers, embedded
 
 WIDTH, CLASSES = 6, 5
@@ -269,7 +269,7 @@ def test_what_is_learned_at_random_is_held_out_and_what_is_learned_of_answers_on
             300,
             ("wrong_answers", "of 300 held-out queries, ", " are wrong. It takes about "),
         ),
-        ({"wrong_answers": 1e-5, "false_matches": None}, 300, ("wrong_answers", "a larger rate, or a better encoder")),
+        ({"wrong_answers": 1e-5, "false_matches": None}, 300, ("wrong_answers", "it takes 230,258 of them")),
         ({"false_alarms": 0.01}, 50, ("false_alarms", "no query is unknown", "at least 99")),
     ],
 )
@@ -286,6 +286,51 @@ def test_where_no_limit_keeps_a_rate_nothing_is_answered_and_the_reason_is_said(
     else:
         assert retriever.answered == 0
         assert set(retriever(TEST.x).decision) <= {"unsure", "unknown"}
+
+
+@each("count", [6, 20])
+def test_a_warning_of_too_few_held_out_queries_says_how_many_it_takes(count: int) -> None:
+    retriever = cc.Retriever(None, wrong_answers=0.01, false_matches=None, false_alarms=None)
+    far = 3 * np.eye(6, WIDTH)[np.arange(count) % CLASSES] + 0.01 * np.random.default_rng(0).normal(size=(count, WIDTH))
+    with pytest.warns(UserWarning, match=r"nothing is answered: .* takes (about )?[2-9]\d\d "):
+        retriever.fit(gallery=FITTED["gallery"], held_out=(far[:3], NAMES[:3]))
+    with pytest.warns(UserWarning, match=r"nothing is answered: .* takes (about )?[2-9]\d\d "):
+        retriever.fit(gallery=FITTED["gallery"], held_out=(far, NAMES[np.arange(count) % CLASSES]))
+
+
+def test_at_the_edge_of_what_is_feasible_the_print_says_so(retriever: cc.Retriever) -> None:
+    words = "hardly enough: most fits of so few answer nothing"
+    assert words not in repr(retriever)
+    # At 20 % and 90 %, two wrong of 18 are too many, and one is not.
+    assert retriever.rates.threshold().first(300) == 18
+    retriever.answered = 20 / 300
+    assert words in repr(retriever)
+
+
+def test_repeated_held_out_queries_count_once() -> None:
+    wanted = cc.Retriever(None, **RATES).fit(**FITTED)
+    rows = np.append(np.arange(300), np.random.default_rng(0).integers(0, 300, 700))
+    retriever = cc.Retriever(None, **RATES)
+    with pytest.warns(UserWarning, match="held_out: 700 of 1,000 held-out queries are repetitions of others"):
+        retriever.fit(gallery=FITTED["gallery"], held_out=(HELD.x[rows], HELD.names[rows]))
+    assert repr(retriever) == repr(wanted)
+    assert same(retriever(TEST.x), wanted(TEST.x))
+    with pytest.warns(UserWarning, match="queries: 50 of 350 held-out queries are repetitions"):
+        retriever.learn(HELD.x[:50], HELD.names[:50], asked="random")
+    assert same(retriever(TEST.x), wanted(TEST.x))
+
+
+def test_one_held_out_query_of_each_group_counts() -> None:
+    # Three pictures of each of a hundred persons.
+    person = np.arange(300) % 100
+    retriever = cc.Retriever(None, **RATES).fit(**FITTED, groups=[f"person {k}" for k in person])
+    assert "from 100 held-out queries" in repr(retriever)
+    kept = one_of_each(person.tolist())
+    wanted = cc.Retriever(None, **RATES).fit(gallery=FITTED["gallery"], held_out=(HELD.x[kept], HELD.names[kept]))
+    assert same(retriever(TEST.x), wanted(TEST.x))
+    assert sorted(person[kept]) == list(range(100))
+    assert len(set(kept // 100)) == 3
+    refused(lambda: cc.Retriever(None).fit(**FITTED, groups=person[1:]), "groups", "300", "299")
 
 
 def test_a_rate_of_none_limits_nothing_and_is_not_stated(la: Any) -> None:
