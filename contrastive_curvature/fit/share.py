@@ -21,7 +21,8 @@ class Share:
     """The batches of a loader with the numbers of their points, and without padding.
 
     A loader with a ``DistributedSampler`` has the numbers of its data set; a loader with the attribute ``numbers`` has
-    these numbers. For any other loader points are counted, with another start for every share.
+    these numbers. For any other loader points are counted, with another start for every share. The order of a loader is
+    a matter of :func:`~contrastive_curvature.network.loader.in_fixed_order`.
 
     Args:
         loader: Loader that gives the same points in every pass.
@@ -100,7 +101,8 @@ class Rest:
         count: Number of points of the loader, after a pass.
 
     Raises:
-        InputError: ``gone`` is not such a tensor, or, after a pass, a number is not in the loader.
+        InputError: ``gone`` is not such a tensor; or, after a pass, a number is not in the loader, or belonged to
+            another point in an earlier pass.
     """
 
     def __init__(self, loader: Any, gone: Any) -> None:
@@ -109,21 +111,27 @@ class Rest:
             got = f"{numbers.dtype} of shape {tuple(numbers.shape)}"
             raise InputError("gone", "positions of points, whole numbers (M,)", got, "Of a mask: mask.nonzero()[:, 0].")
         self.loader, self.gone, self.count = loader, numbers.unique(), 0
+        self._removed: list[Any] | None = None
 
     def kept(self, numbers: Tensor) -> Tensor:
         """Return which points stay, boolean (B,), by their numbers (B,)."""
         return ~torch.isin(numbers, self.gone)
 
     def __iter__(self) -> Iterator[Any]:
-        count, left = 0, self.gone
+        count, left, removed = 0, self.gone, []
         for batch, numbers in Share(self.loader):
             count, left = count + len(numbers), left[~torch.isin(left, numbers)]
             keep = self.kept(numbers)
+            if not bool(keep.all()):
+                removed.append(_selected(batch, ~keep))
             if bool(keep.any()):
                 yield _selected(batch, keep)
         if len(left):
             raise InputError("gone", f"positions among the {count} points of the loader", left[:5].tolist())
-        self.count = count
+        if self._removed is not None and not _equal(self._removed, removed):
+            hint = "Pass a loader that gives the same points in the same order in every pass, without augmentation."
+            raise InputError("train_loader", "the same points at the positions of gone", "other ones", hint)
+        self.count, self._removed = count, removed
 
 
 def _whole_numbers(source: Any) -> Tensor:
@@ -163,6 +171,17 @@ def _length(batch: Any) -> int | None:
         return batch.shape[0] if batch.ndim else None
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, (tuple, list)) else ()
     return next((n for n in map(_length, parts) if n is not None), None)
+
+
+def _equal(one: Any, other: Any) -> bool:
+    """Return whether two batches are equal."""
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return all(_equal(part, other[key]) for key, part in one.items())
+    if isinstance(one, (tuple, list)):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
 
 
 def _selected(batch: Any, rows: Tensor) -> Any:

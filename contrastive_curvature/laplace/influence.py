@@ -13,6 +13,7 @@ and multiplied there with the gradients of the loss.
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any, cast
 
@@ -31,7 +32,7 @@ from contrastive_curvature.losses.weighting import class_pairs, count_shares, we
 from contrastive_curvature.network.digest import Watch
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import input_length
-from contrastive_curvature.network.loader import in_fixed_order
+from contrastive_curvature.network.loader import in_fixed_order, reads_by_index
 from contrastive_curvature.network.pullback import Pullback
 
 if TYPE_CHECKING:
@@ -57,18 +58,20 @@ def influence(
         la: A fitted posterior, of a loss of pairs over the data set or of anchors with the candidates of their batch.
             Closest to retraining are the prior of the training, ``pd_fix="full"`` of the loss, and the structure
             ``"full"``.
-        loader: The batches of the fit, ``(x, labels)`` or as the fit takes them; N points in all. Of a ``DataLoader``
-            that shuffles, the data set is read in its own order.
+        loader: The loader of the fit, read as ``fit`` reads it; N points in all.
         queries: Batches ``(x, labels)`` of Q queries, each of a class that training items have, too.
         of: Function of unit embeddings of the queries, of their nearest items of the same class, and of their nearest
             items of another class, each (Q, D); it returns shape (Q,) and is differentiable.
 
     Returns:
-        Shape (Q, N), in the unit of ``of``; negative if the answer would be weaker without the item.
+        Shape (Q, N), in the unit of ``of``; negative if the answer would be weaker without the item. Items are in the
+        order of the loader; of a ``DataLoader`` that shuffles, in the order of its data set. Two views of an input are
+        two items, one after the other.
 
     Raises:
         NotFittedError: Before ``fit``.
-        InputError: A query has no item of its class, or no item of another class.
+        InputError: A query has no item of its class, or no item of another class; a loader gives other points, or
+            others at their positions, when it is read again.
         UnsupportedError: The loss compares neither pairs nor anchors, the fit takes the pairs of batches for those of
             the data set, or a relation in place of labels; or the structure has no matrix of weights.
 
@@ -76,20 +79,27 @@ def influence(
         loss of a batch for each of its points for losses of anchors.
     """
     clamped, loss = la.require_clamped(), _supported("influence", la)
-    items, asked = (Reader(in_fixed_order(given), la.backend.points_of) for given in (loader, queries))
+    items = Reader(_findable("loader", la, loader), la.backend.points_of)
+    asked = Reader(in_fixed_order(queries, "queries", positions=True), la.backend.points_of)
     with evaluation_mode(la.model), torch.no_grad():
         pullback = la.backend.pullback(next(iter(items)).x)
         groups = _outputs(pullback, items)
         [(z, labels)] = _together(groups)
         of_queries = torch.cat([_gradients(pullback, batch, items, z, labels, of) for batch in asked])
         moves = clamped.solve(of_queries, la.prior_precision, la.likelihood_factor) * la.likelihood_factor
-        shifts = [torch.stack([pullback.jvp(batch.x, move)[1] for move in moves]) for batch in items]
+        shifts, numbers = [], []
+        for batch, (known, _) in zip(items, groups, strict=True):
+            pushed = [pullback.jvp(batch.x, move) for move in moves]
+            _check_same("loader", known, pushed[0][0])
+            shifts.append(torch.stack([shift for _, shift in pushed]))
+            numbers.append(batch.numbers)
     if la.curvature_options.over_dataset:
-        return _pairs_without_each(cast("PairLoss", loss), z, labels, torch.cat(shifts, dim=1))
-    anchors = cast("RowLoss", loss)
-    return torch.cat(
-        [_anchors_without_each(anchors, *part, shift) for part, shift in zip(groups, shifts, strict=True)], 1
-    )
+        found = _pairs_without_each(cast("PairLoss", loss), z, labels, torch.cat(shifts, dim=1))
+    else:
+        anchors = cast("RowLoss", loss)
+        parts = zip(groups, shifts, strict=True)
+        found = torch.cat([_anchors_without_each(anchors, *part, shift) for part, shift in parts], dim=1)
+    return found[:, torch.cat(numbers).argsort()]
 
 
 def without(
@@ -101,10 +111,13 @@ def without(
     if newton_step and not la.on_last_layer:
         raise UnsupportedError(f"newton_step: moves a last layer. This posterior has {la.subset_of_weights!r} weights.")
     loss = _supported("newton_step", la) if newton_step else None
-    rest, points = copy.copy(la), Rest(in_fixed_order(train_loader), gone)
+    rest, points = copy.copy(la), Rest(_findable("train_loader", la, train_loader), gone)
     # The new posterior has its own backend, and no snapshot of the old points.
     rest._backend = rest.snapshot = None
     rest.fit(points, progress_bar=progress_bar)
+    if not isinstance(train_loader, (list, tuple)) and not reads_by_index(train_loader):
+        # A fit may have read it only once.
+        deque(points, maxlen=0)
     # In shares, as two views of an input are two points.
     if rest.n_data * points.count != la.n_data * (points.count - len(points.gone)):
         hint = "Pass the data of the fit, whole; of several fits that were added up, fit the rest of each again."
@@ -124,7 +137,10 @@ def _newton_step(rest: ContrastiveLaplace, loss: PairLoss | RowLoss, points: Res
     with evaluation_mode(rest.model), torch.no_grad():
         pullback = rest.backend.pullback(next(iter(items)).x)
         groups = _outputs(pullback, items)
-        kept = [points.kept(batch.numbers // views).to(z.device) for batch, (z, _) in zip(items, groups, strict=True)]
+        kept = []
+        for batch, (z, _) in zip(items, groups, strict=True):
+            _check_same("train_loader", z, pullback.forward(batch.x)[0])
+            kept.append(points.kept(batch.numbers // views).to(z.device))
         sizes = [len(keep) for keep in kept]
         if rest.curvature_options.over_dataset:
             groups, kept = _together(groups), [torch.cat(kept)]
@@ -132,6 +148,18 @@ def _newton_step(rest: ContrastiveLaplace, loss: PairLoss | RowLoss, points: Res
         parts = [pullback.vjp_sum(batch.x, part) for batch, part in zip(items, lost.split(sizes), strict=True)]
     factor = rest.likelihood_factor
     return rest.require_clamped().solve(torch.stack(parts).sum(0), rest.prior_precision, factor) * factor
+
+
+def _findable(argument: str, la: ContrastiveLaplace, loader: Iterable[Any]) -> Any:
+    """Return a loader with the batches of the fit, whose points have the positions that the user knows."""
+    return in_fixed_order(loader, argument, mixed=not la.curvature_options.over_dataset, positions=True)
+
+
+def _check_same(argument: str, known: Tensor, z: Tensor) -> None:
+    """Refuse a later reading of a batch with other outputs."""
+    if known.shape != z.shape or not torch.allclose(z, known, 1e-3, 1e-5 * float(known.abs().max())):
+        wanted, hint = "the same points in the same order in every reading", "Turn shuffling and augmentation off."
+        raise InputError(argument, wanted, "others", hint)
 
 
 def _together(groups: list[tuple[Tensor, Any]]) -> list[tuple[Tensor, Any]]:

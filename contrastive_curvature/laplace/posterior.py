@@ -291,8 +291,11 @@ class ContrastiveLaplace(GaussianOverWeights):
 
         Args:
             train_loader: Batches ``(x, labels)`` or mappings; iterated several times. A ``DataLoader`` that shuffles is
-                read in the order of its data set; any other loader must give the same order in every pass, or have an
-                attribute ``numbers`` with the index of every point.
+                read whole, in the order of its data set; by a loss that compares points within their batch (of anchors,
+                or with ``pairs="batch"``) in one random order, always the same, without the last batch if it has
+                ``drop_last``. ``without`` and ``cc.influence`` read the same batches. Any other loader must give the
+                same order in every pass, or have an attribute ``numbers`` with the index of every point. A warning says
+                if a ``DataLoader`` leaves points of its data set out, or repeats some.
             override: ``False`` adds this data set to an earlier fit; pairs between the two data sets are not formed.
             progress_bar: Whether to show progress bars; ``None`` shows them from the tenth second on. A fit that forms
                 very many pairs always says so before it starts.
@@ -410,7 +413,7 @@ class ContrastiveLaplace(GaussianOverWeights):
         loss that compares within batches, the rest stays together.
 
         Args:
-            train_loader: All points of the fit, in the same batches, as ``fit`` takes them.
+            train_loader: The loader of the fit, read as ``fit`` reads it.
             gone: Positions of the points that go, whole numbers (M,), counted from 0 in the order of the loader; of a
                 ``DataLoader`` that shuffles, in the order of its data set.
             newton_step: Whether the last layer moves too, in a copy of the encoder: by one Newton step towards the
@@ -424,7 +427,8 @@ class ContrastiveLaplace(GaussianOverWeights):
 
         Raises:
             NotFittedError: Before ``fit``.
-            InputError: See ``fit``; a position is not in the loader, or the loader has not the points of the fit.
+            InputError: See ``fit``; a position is not in the loader, the loader has not the points of the fit, or it
+                gives other ones at these positions when it is read again.
             UnsupportedError: ``newton_step`` of other weights than the last layer's, of a loss of neither pairs nor
                 anchors, or with the pairs of batches or a relation.
         """

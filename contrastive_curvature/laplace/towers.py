@@ -22,7 +22,7 @@ from contrastive_curvature.laplace.prior import PriorMethod
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import slice_inputs
-from contrastive_curvature.network.loader import check_loader, first_batch
+from contrastive_curvature.network.loader import check_loader, first_batch, in_fixed_order
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.network.two_towers import TwoTowers
 from contrastive_curvature.progress import Progress
@@ -121,7 +121,7 @@ class TwoTowerLaplace:
             with self._ready(probe) as pullbacks:
                 backend.options.check_structure(self.a.structure)
                 f = Fit(TOWERS, pullbacks, self.a.structure, backend.options, Progress(progress_bar))
-                reader = TowerReader(train_loader, self._read)
+                reader = TowerReader(in_fixed_order(train_loader, mixed=True), self._read)
                 results = fit(f, Passes(reader, backend.encoder(probe.a), pullbacks[0]))
             for la, result in zip(self._each(), results, strict=True):
                 la.set_curvature(result)
@@ -193,7 +193,14 @@ class TwoTowerLaplace:
         for name, la, v in zip(("v_a", "v_b"), self._each(), vectors, strict=False):
             la.check_weights(v, name)
         with self._ready(self._read(first_batch(loader))) as pullbacks:
-            return tuple(towers_product(pullbacks, TowerReader(loader, self._read), self.loss_of_towers, vectors))
+            return tuple(
+                towers_product(
+                    pullbacks,
+                    TowerReader(in_fixed_order(loader, "loader", mixed=True), self._read),
+                    self.loss_of_towers,
+                    vectors,
+                )
+            )
 
     def save_pretrained(self, folder: Path | str, *, overwrite: bool = False, example: Any = None) -> Path:
         """See :meth:`~contrastive_curvature.laplace.ContrastiveLaplace.save_pretrained`; both posteriors."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import warnings
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import islice
+from itertools import chain, islice
 from numbers import Number
 from typing import Any, NamedTuple
 
@@ -14,6 +16,7 @@ from torch.utils.data import (
     BatchSampler,
     DataLoader,
     Dataset,
+    DistributedSampler,
     IterableDataset,
     RandomSampler,
     Sampler,
@@ -255,30 +258,95 @@ def uncoordinated_workers(loader: Any) -> int:
     return max((part.num_workers for part in streams if isinstance(part, DataLoader)), default=0)
 
 
-def in_fixed_order(loader: Any) -> Any:
-    """Return an unshuffled copy of a shuffling ``DataLoader``, any other loader unchanged.
+def in_fixed_order(loader: Any, argument: str = "train_loader", *, mixed: bool = False, positions: bool = False) -> Any:
+    """Return a loader with the same batches in every pass; warn if it does not give every point of its data set once.
 
-    The order of a user's own sampler or loader is known only in the next pass. A caller that needs the same order
-    compares both passes.
+    This is the rule for the order of a loader, for fits, ``la.without`` and ``cc.influence`` alike:
+
+    - A ``DataLoader`` that shuffles is read in the order of its data set, and whole: ``drop_last`` leaves out other
+      points in every epoch, and none of the data set.
+    - Where a loss compares points within their batch (``mixed``), this order would put points of one class together
+      if the data set is sorted. There a ``DataLoader`` that shuffles is read in one random order, always the same, and
+      ``drop_last`` counts, because a smaller batch compares otherwise. Points still have their positions in the data
+      set: the batches have them as ``numbers`` (see :class:`~contrastive_curvature.fit.share.Share`).
+    - A sampler of another kind is asked for its batches once. A caller that has to find the points of an earlier
+      reading again (``positions``) asks twice, and refuses a sampler that then answers otherwise.
+    - Any other loader is returned as it is; its readings are compared where they have to agree.
+
+    Args:
+        loader: The user's loader.
+        argument: Its name.
+        mixed: Whether the loss compares points within their batch.
+        positions: Whether the caller has to find the points of an earlier reading again.
+
+    Raises:
+        InputError: With ``positions``, a sampler that gives other batches in the next reading.
     """
-    # Subclasses may have other arguments. With drop_last, a fixed order would silently omit the same points in every
-    # pass.
-    if type(loader) is not DataLoader or isinstance(loader.dataset, IterableDataset) or loader.drop_last:
+    if not reads_by_index(loader):
         return loader
-    if loader.batch_sampler is not None and type(loader.batch_sampler) is not BatchSampler:
+    batches: Any = loader.batch_sampler
+    sampler: Any = loader.sampler if batches is None else getattr(batches, "sampler", None)
+    if isinstance(sampler, DistributedSampler):
+        # Share reads it, padding included.
         return loader
-    sampler: Any = loader.sampler
-    if type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(loader.dataset):  # type: ignore[arg-type]
-        order: Any = SequentialSampler(loader.dataset)  # type: ignore[arg-type]
-    elif type(sampler) is SubsetRandomSampler:
-        order = sampler.indices
-    else:
+    order = _order(sampler, loader.dataset) if type(batches) in (BatchSampler, type(None)) else None
+    if order is None:
+        source = loader.sampler if batches is None else batches
+        drawn = list(source)
+        if positions and list(source) != drawn:
+            hint = "Its sampler draws others each time. Fit and pass a DataLoader without it; shuffle=True is fine."
+            raise InputError(argument, "the same batches in every reading", "others in the second one", hint)
+        times = Counter(drawn if batches is None else chain.from_iterable(drawn)).values()
+        if hasattr(loader.dataset, "__len__"):
+            _tell_of_points(argument, len(times), sum(count > 1 for count in times), len(loader.dataset))
+        return _with_order(loader, drawn, None if batches is None else drawn)
+    last = len(order) % batches.batch_size if batches is not None and batches.drop_last else 0
+    sequential = type(sampler) is SequentialSampler
+    if sequential or mixed:
+        _tell_of_points(argument, len(order) - last, 0, len(order))
+    if sequential:
         return loader
+    if batches is None or not mixed:
+        return _with_order(loader, order, batches and BatchSampler(order, batches.batch_size, drop_last=False))
+    places = torch.randperm(len(order), generator=torch.Generator().manual_seed(0))[: len(order) - last]
+    order = [order[k] for k in places.tolist()]
+    ordered = _with_order(loader, order, BatchSampler(order, batches.batch_size, drop_last=False))
+    if positions:
+        ordered.numbers = places
+    return ordered
+
+
+def reads_by_index(loader: Any) -> bool:
+    """Return whether a loader is a ``DataLoader`` whose order is that of its sampler, and not of other code."""
+    plain = isinstance(loader, DataLoader) and type(loader).__iter__ is DataLoader.__iter__
+    return plain and not isinstance(loader.dataset, IterableDataset)
+
+
+def _order(sampler: Any, dataset: Any) -> Any:
+    """Return the indices of a sampler that gives each once, in the order of the data set; ``None`` for another one."""
+    if type(sampler) is SubsetRandomSampler:
+        return sampler.indices
+    whole = type(sampler) is RandomSampler and not sampler.replacement and sampler.num_samples == len(dataset)
+    return range(len(dataset)) if whole or type(sampler) is SequentialSampler else None
+
+
+def _with_order(loader: DataLoader[Any], sampler: Any, batches: Any) -> Any:
     # A loader refuses another sampler after its construction, so the attributes are set directly.
     ordered = copy.copy(loader)
-    batches = None if loader.batch_sampler is None else BatchSampler(order, loader.batch_size, drop_last=False)  # type: ignore[arg-type]
-    vars(ordered).update(sampler=order, batch_sampler=batches, _iterator=None)
+    vars(ordered).update(sampler=sampler, batch_sampler=batches, _iterator=None)
     return ordered
+
+
+def _tell_of_points(argument: str, read: int, again: int, n: int) -> None:
+    """Warn unless all n points of a data set are read, and none of them again."""
+    if read == n and not again:
+        return
+    twice = f", {again} of them more than once" if again else ""
+    msg = (
+        f"{argument}: {read} of the {n} points of its data set are read{twice}, as its sampler or drop_last has it, "
+        "and the result is that of these readings. DataLoader(dataset, batch_size=...) gives every point once."
+    )
+    warnings.warn(msg, UserWarning, stacklevel=3)
 
 
 def check_model(model: object, *, half: bool = False) -> None:

@@ -711,7 +711,7 @@ def _read(argument: str, inputs: Any, labels: Any, read: Callable[[Any], _T]) ->
 
     def alone() -> Iterator[Any]:
         # Both in one pass, for a loader may have another order in the next.
-        for batch in in_fixed_order(inputs):
+        for batch in in_fixed_order(inputs, argument):
             if not isinstance(batch, (tuple, list)) or len(batch) != 2 or is_texts(batch):
                 raise InputTypeError(argument, "batches (inputs, labels)", f"a {type(batch).__name__}")
             names.extend(_labels(argument, batch[1], len(names)))

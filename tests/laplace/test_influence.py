@@ -1,5 +1,6 @@
 """Predicted effects of leaving training items out: against autograd of the loss without them, and retraining."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from laplace import Laplace
 from tiny import encoder
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
@@ -179,3 +180,50 @@ def test_without_refuses_what_it_cannot_answer() -> None:
     la = _fitted(encoder(), cc.SupConLoss(pd_fix="full"), "all", loader)
     with pytest.raises(cc.UnsupportedError, match="newton_step: moves a last layer"):
         la.without(loader, [3], newton_step=True)
+
+
+class Turning:
+    """Gives its points in another order in every pass."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x, self.passes = x, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.passes += 1
+        rows = torch.arange(12).roll(self.passes)
+        yield from zip(self.x[rows].split(6), LABELS[rows].split(6), strict=True)
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("loss", [cc.ContrastiveLoss(margin=None, pd_fix="full"), cc.InfoNCELoss(0.3)])
+def test_fit_influence_and_without_read_the_same_batches_of_a_loader_that_shuffles(loss: Any, drop_last: bool) -> None:
+    x, queries = _data(12), [(_data(5), torch.tensor([0, 1, 2, 1, 0]))]
+    loader = DataLoader(TensorDataset(x, LABELS), batch_size=6, shuffle=True, drop_last=drop_last)
+    order = torch.arange(12)
+    if loss.compares == "anchors":
+        order = torch.randperm(12, generator=torch.Generator().manual_seed(0))
+    batches = [(x[rows], LABELS[rows]) for rows in order.split(6)]
+    # Positions of the same points in the batches.
+    gone = [order.tolist().index(k) for k in GONE]
+    for weights in ("last_layer", "all"):
+        la, other = (_fitted(encoder(), loss, weights, given) for given in (loader, batches))
+        torch.testing.assert_close(_kept(la), _kept(other))
+        found, wanted = cc.influence(la, loader, queries), cc.influence(other, batches, queries)
+        torch.testing.assert_close(found[:, order], wanted)
+        for newton_step in (False, True) if weights == "last_layer" else (False,):
+            rest, of_batches = la.without(loader, GONE, newton_step), other.without(batches, gone, newton_step)
+            torch.testing.assert_close(_kept(rest), _kept(of_batches))
+
+
+@pytest.mark.parametrize("loss", [cc.ContrastiveLoss(margin=None, pd_fix="full"), cc.SupConLoss(0.3)])
+def test_points_that_are_others_in_the_next_reading_are_refused(loss: Any) -> None:
+    x = _data(12)
+    queries = [(x[:2], LABELS[:2])]
+    la = _fitted(encoder(), loss, "last_layer", [(x[:6], LABELS[:6]), (x[6:], LABELS[6:])])
+    random = DataLoader(TensorDataset(x, LABELS), 6, sampler=RandomSampler(x, replacement=True, num_samples=12))
+    for loader in (Turning(x), random):
+        with pytest.raises(cc.InputError, match=r"loader: expected the same (points|batches)"):
+            cc.influence(la, loader, queries)
+        for newton_step in (False, True):
+            with pytest.raises(cc.InputError, match=r"train_loader: expected the same (points|batches)"):
+                la.without(loader, [3, 4], newton_step)

@@ -82,7 +82,7 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         if not isinstance(dict_key_y, str):
             raise InputTypeError("dict_key_y", "the key of the labels", f"a {type(dict_key_y).__name__}")
         check_loader(data, "data")
-        data = in_fixed_order(data)
+        data = in_fixed_order(data, "data")
         self._model, self._data, self._label_key = model, data, dict_key_y
         self._device = _only({p.device for p in model.parameters()}, "on one device")
         self._dtype = _only({p.dtype for p in model.parameters()}, "of one dtype")

@@ -354,8 +354,7 @@ class ContrastiveBackend(GGNInterface, ABC):
         return Fit(source, [pullback], structure, self.options, progress, part)
 
     def _reader(self, loader: Any, part: int = 0) -> Reader:
-        # For all pairs of a data set, a point is recognised in the second pass by its position in the order.
-        return Reader(in_fixed_order(loader) if self.options.over_dataset else loader, self.points_of, part)
+        return Reader(in_fixed_order(loader, mixed=not self.options.over_dataset), self.points_of, part)
 
     @contextmanager
     def _ready(self, loader: Iterable[Any], *, shares: bool = False) -> Iterator[tuple[Encoder, Pullback]]:
