@@ -17,6 +17,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
+import checkout
+
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGE = "contrastive_curvature"
 PROFILE = """
@@ -319,13 +321,10 @@ MUTANTS = [
 
 def copied(into: Path) -> Path:
     """Copy the working tree, without what git ignores, and make sure that its package is the one imported."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-coz", "--exclude-standard"], cwd=ROOT, capture_output=True, text=True, check=True
-    )
-    for name in filter(None, listed.stdout.split("\0")):
-        if (ROOT / name).is_file():
-            (into / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, into / name)
+    for path in checkout.files():
+        copy = into / path.relative_to(ROOT)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(path, copy)
     with (into / "tests" / "conftest.py").open("a", encoding="utf-8") as conftest:
         conftest.write(PROFILE)
     code = f"import {PACKAGE}; print({PACKAGE}.__file__)"

@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+import checkout
 import pytest
 import torch
 
@@ -64,11 +65,11 @@ def files_of(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
+@checkout.needed
 def test_the_wheel_holds_the_package_and_nothing_else(wheel: Path) -> None:
     names = set(files_of(wheel))
     assert {name.partition("/")[0] for name in names} == {"contrastive_curvature", f"{STEM}.dist-info"}
-    source = {path for path in (ROOT / "contrastive_curvature").rglob("*") if path.is_file()}
-    wanted = {path.relative_to(ROOT).as_posix() for path in source if path.suffix not in (".pyc", ".pyo")}
+    wanted = {path.relative_to(ROOT).as_posix() for path in checkout.files("contrastive_curvature")}
     assert {name for name in names if not name.startswith(STEM)} == wanted
     assert "contrastive_curvature/py.typed" in wanted
     assert any(name.endswith(".html") for name in wanted), "the template of the page"
