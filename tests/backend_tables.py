@@ -345,7 +345,7 @@ def _classify_extension(name: str, truth: _Truth) -> str:
     except UnsupportedError:
         return REFUSED
     found = _stored([getattr(p, made.savefield) for p in model.parameters()], form, model)
-    if not close(found.detach(), truth.in_form(gives, form)):
+    if not close(found.detach(), truth.in_form(gives, form).detach()):
         raise AssertionError(f"{name} of {truth.loss} is neither what its page defines nor refused")
     return EXACT
 

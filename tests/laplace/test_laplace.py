@@ -214,6 +214,7 @@ def test_a_last_layer_without_bias(structure: str) -> None:
     assert close(la(x).covariance, j @ torch.linalg.inv(h + 2 * torch.eye(len(h))) @ j.mT)
 
 
+@pytest.mark.filterwarnings("ignore:no gradient reaches 10 of")
 def test_kron_gives_a_layer_that_never_runs_no_curvature() -> None:
     class WithHead(nn.Module):
         def __init__(self) -> None:

@@ -140,7 +140,7 @@ def test_inputs(weights: str, structure: str, every: dict[tuple[str, str], Any])
     for call in (la, lambda x: la(x, joint=True), lambda x: la.functional_samples(x, n_samples=2, joint=True)):
         refused(lambda call=call: call(x), "x:", "[3, 7]", "NaN or infinity themselves")
         refused(lambda call=call: call(data()[0][None]), "x", "shape (1, 12, 4)", "outputs of shape (1, 12, 3)")
-        refused(lambda call=call: call([1.0]), "x:", "a tensor or a mapping")
+        refused(lambda call=call: call([1.0]), "x:", "a tensor, an array, a mapping")
     refused(lambda: la("x"), "x:", "a list of texts")
 
 

@@ -423,6 +423,7 @@ class _WithClasses(nn.Module):
 
 
 @pytest.mark.parametrize("weights", ["last_layer", "all"])
+@pytest.mark.filterwarnings("ignore:no gradient reaches 15 of")
 def test_labels_under_another_name_are_not_given_to_the_encoder(weights: str, device: str) -> None:
     x, y = torch.randn(12, 6, device=device), torch.arange(12, device=device) % 3
     model, batch = _WithClasses().to(device), {"x": x, "label": y}

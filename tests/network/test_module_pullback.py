@@ -86,7 +86,9 @@ def networks() -> dict[str, tuple[nn.Module, Tensor]]:
 
 
 @each("kind", list(networks()))
-@pytest.mark.filterwarnings("ignore:.*are taken point by point", "ignore:There is a performance drop")
+@pytest.mark.filterwarnings(
+    "ignore:.*are taken point by point", "ignore:There is a performance drop", "ignore:no gradient"
+)
 def test_exact_in_every_way_and_the_model_untouched(kind: str, device: str) -> None:
     model, x = networks()[kind]
     truth, jacobian = dense_ggn(model, x, LABELS, **OPTIONS), dense_jacobian(model, x)

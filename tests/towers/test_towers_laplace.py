@@ -74,7 +74,7 @@ def test_failed_fit_leaves_both_posteriors(device: str) -> None:
     before = la.a(x).variance
     bad = batches(device)
     bad[1] = (bad[1][0], torch.full_like(bad[1][1], torch.nan))
-    refused(lambda: la.fit(bad), "encoder_b(b): expected finite embeddings")
+    refused(lambda: la.fit(bad), "encoder_b(b) of batch 1", "expected finite embeddings")
     assert torch.equal(la.a(x).variance, before)
     refused(lambda: la.optimize_prior_precision(strength=-1.0))
     assert torch.equal(la.a(x).variance, before)
