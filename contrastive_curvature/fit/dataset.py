@@ -38,6 +38,7 @@ from contrastive_curvature.fit.readers import Batch
 from contrastive_curvature.fit.total import Part, Total
 from contrastive_curvature.hessian.derivatives import Totals
 from contrastive_curvature.losses.base import PairLoss
+from contrastive_curvature.losses.class_table import ClassTable
 from contrastive_curvature.losses.dataset import ClassWeights, DatasetHessian, dataset_hessian
 from contrastive_curvature.losses.weighting import class_pairs
 from contrastive_curvature.network.inputs import Inputs, input_length
@@ -97,9 +98,9 @@ class AllPairs:
 
 
 @waiting.seldom_waiting()
-def statistics(f: Fit, passes: Passes) -> Total:
-    """Run the encoder, and return counts and sums by class, and all points or a sample of them."""
-    n_kept, keep_inputs = _kept_points(f)
+def statistics(f: Fit, passes: Passes, every: bool = False) -> Total:
+    """Run the encoder, and return counts and sums by class, and all points (``every``) or a sample of them."""
+    n_kept, keep_inputs = (None, False) if every else _kept_points(f)
     record, classes, points = PassRecord(), CentreCollector(limited=False), RowCollector(n_kept)
     n, numbers_left = 0, FEATURES_KEPT
     for batch, z, features in passes.embedded(f.progress):
@@ -122,13 +123,21 @@ def statistics(f: Fit, passes: Passes) -> Total:
                 )
     passes.first = passes.latest = record
     table, typical = classes.found()
-    return Total(n, {}, {_POINTS: points.rows(), TYPICAL: typical}, table)
+    kept = points.rows()
+    if f.alone and kept.size is not None and _misses_a_class(f.options, kept, n, table):
+        passes.cached.clear()
+        return statistics(f, passes, every=True)
+    return Total(n, {}, {_POINTS: kept, TYPICAL: typical}, table)
 
 
 def all_pairs(f: Fit, statistics: Total) -> AllPairs:
     """Build the output Hessian of the data set."""
     loss, relation, n = cast("PairLoss", f.options.loss), f.options.relation, statistics.n
     samples = samples_of(f.options, n)
+    if statistics.kept[_POINTS].size is None and _misses_a_class(
+        f.options, statistics.kept[_POINTS], n, statistics.classes
+    ):
+        samples = None
     if samples is not None and not loss.from_sums:
         # A sample gives no cross terms here, and Kronecker factors leave them out anyway.
         loss = loss.uncoupled()
@@ -171,7 +180,7 @@ def parts(f: Fit, pairs: AllPairs, passes: Passes) -> Iterator[Part | Total]:
 def closed(f: Fit, pairs: AllPairs, totals: list[Total]) -> list[DatasetCurvature]:
     """Return the curvature, with the cross terms that need the sums over all points."""
     (total,) = totals
-    _tell_samples(f.options, pairs.n)
+    _tell_samples(f.options, pairs)
     if BY_CLASS in total.terms:
         coupling = class_coupling(f, pairs)
         assert coupling is not None
@@ -230,18 +239,26 @@ def samples_of(options: CurvatureOptions, n: int = 0) -> int | None:
     return NEGATIVE_SAMPLES if unasked and n >= MANY_POINTS else None
 
 
-def _tell_samples(options: CurvatureOptions, n: int) -> None:
+def _misses_a_class(options: CurvatureOptions, kept: Rows, n: int, table: ClassTable | None) -> bool:
+    """Return whether a sample that nobody asked for has points of one class only, so that all pairs have to count."""
+    if options.negative_samples != "auto" or table is None or len(table.labels) < 2:
+        return False
+    samples = samples_of(options, n)
+    return samples is not None and len(kept.subsample(samples).columns["targets"].unique()) < 2
+
+
+def _tell_samples(options: CurvatureOptions, pairs: AllPairs) -> None:
     """Log whether a sample replaced all negatives, if the user left the choice open."""
     if options.loss.sums_suffice:
         if isinstance(options.negative_samples, int):
             _log.info("negative_samples is of no effect: sums over classes say everything about the negatives")
-    elif options.negative_samples == "auto" and samples_of(options, n) is None:
-        _log.info("negative_samples='auto': all pairs of %d points count", n)
+    elif options.negative_samples == "auto" and pairs.sampled is None:
+        _log.info("negative_samples='auto': all pairs of %d points count", pairs.n)
     elif options.negative_samples == "auto":
         _log.info(
             "negative_samples='auto': of %d points, %d drawn at random stand for all negatives, as from %d points "
             "on; backend_kwargs=dict(negative_samples=None) counts all pairs",
-            n,
+            pairs.n,
             NEGATIVE_SAMPLES,
             MANY_POINTS,
         )

@@ -134,3 +134,20 @@ def test_a_sample_of_one_class_is_refused(loss: Any, device: str) -> None:
     options: dict[str, Any] = {} if loss is None else {"loss": loss}
     with pytest.raises(InputError, match="negative_samples: expected a sample with points of two of the 2 classes"):
         fitted(device, [(x, y)], negative_samples=2, **options)
+
+
+@each("loss", [None, LogisticLoss(pd_fix="psd")])
+@each("weights", ["last_layer", "all"])
+def test_all_pairs_count_where_a_sample_that_nobody_asked_for_misses_a_rare_class(
+    loss: Any, weights: str, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    as_if_many(monkeypatch, 300)
+    monkeypatch.setattr(dataset, "NEGATIVE_SAMPLES", 5)
+    x, _ = data(400, device, 4)
+    y = torch.zeros(400, dtype=torch.int64, device=device)
+    y[-2:] = 1
+    given = in_batches(x, y, 150)
+    options: dict[str, Any] = {"margin": 0.9} if loss is None else {"loss": loss}
+    la, exact = (fitted(device, given, weights=weights, **options, **more) for more in ({}, {"negative_samples": None}))
+    assert torch.equal(la.H, exact.H)
+    assert (la.n_data, float(la.loss)) == (400, float(exact.loss))
