@@ -227,3 +227,14 @@ def test_points_that_are_others_in_the_next_reading_are_refused(loss: Any) -> No
         for newton_step in (False, True):
             with pytest.raises(cc.InputError, match=r"train_loader: expected the same (points|batches)"):
                 la.without(loader, [3, 4], newton_step)
+
+
+def test_newton_step_of_two_views_of_an_input_loses_both() -> None:
+    """A fit of one view of each has the same terms, where the batch is the views one after the other."""
+    (x, more), names = _data(24).split(12), LABELS.repeat(2)
+    loss, gone = cc.SupConLoss(0.3), torch.tensor(GONE)
+    views, flat = [((x, more), LABELS)], [(torch.cat([x, more]), names)]
+    rest = _fitted(encoder(), loss, "last_layer", views).without(views, gone, newton_step=True)
+    other = _fitted(encoder(), loss, "last_layer", flat).without(flat, torch.cat([gone, gone + 12]), newton_step=True)
+    torch.testing.assert_close(rest.mean, other.mean)
+    torch.testing.assert_close(_kept(rest), _kept(other))
