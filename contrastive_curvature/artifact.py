@@ -159,7 +159,7 @@ def target_folder(argument: str, path: object, file: str, described: str, *, ove
         InputError: It has something in it and no such file, or that file without ``overwrite``.
     """
     folder = folder_path(argument, path)
-    # Unfinished files and locks have names that begin with a dot.
+    # Unfinished files have names that begin with a dot.
     names = sorted(name for name in os.listdir(folder) if not name.startswith(".")) if folder.exists() else []
     if names and file not in names:
         got = f"{folder}, which has {names[0]!r} in it and no {file}"

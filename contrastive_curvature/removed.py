@@ -10,16 +10,31 @@ _GRADES = (
     "together."
 )
 
+_TRAINING = "Call OnlineLaplace in a loop of your own: docs/recipes/training.md#go-on-after-an-interruption."
+
+_INDEX = "Write a class with `search` around your index or table: docs/recipes/indexes.md."
+
 REMOVED: dict[str, str] = {
+    "RetrievalUncertainty": (
+        "Use Retriever, whose confidence is the probability that a nearest neighbour is right: "
+        "docs/decide.md#a-gallery-ccretriever."
+    ),
+    "Trainer": _TRAINING,
+    "online.Trainer": _TRAINING,
+    "stores": _INDEX,
+    "FaissStore": _INDEX,
+    "LanceStore": _INDEX,
+    "SearchResult": _INDEX,
     "ContrastiveEmbedder": "Write the transformer of docs/recipes/frameworks.md#scikit-learn around your encoder.",
     "CoSENTLoss": _GRADES,
     "losses.CoSENTLoss": _GRADES,
     "CurvlinopsContrastiveGGN": "Fit with ContrastiveGGN, the default, which gives the same numbers.",
+    "laplace.backends.CurvlinopsContrastiveGGN": "Fit with ContrastiveGGN, the default, with the same numbers.",
     "hosts.curvlinops.contrastive_kfac": "contrastive_curvature.ggn(..., structure='kron') gives the same factors.",
     "hosts.curvlinops.contrastive_ekfac": "contrastive_curvature.ggn(..., structure='full') is exact; so is every "
     "product with ContrastiveGGNLinearOperator, see docs/backends.md#curvlinops.",
     "hosts.curvlinops.CurvlinopsPullback": "Use contrastive_curvature.network.layerwise.LayerwisePullback.",
-    "laplace.FunctionSpaceLaplace": "Use laplace.ContrastiveLaplace with the structure 'full', see docs/laplace.md.",
+    "laplace.FunctionSpaceLaplace": "Use ContrastiveLaplace, beside it, with the structure 'full', see docs/laplace.md.",
     "io.pretrained.PushOptions": "Upload a saved folder: docs/keep_and_serve.md#the-hugging-face-hub.",
     "io.pretrained.SaveOptions": (
         "la.save_pretrained writes no model card, and `example` is an argument of it: "
@@ -28,11 +43,12 @@ REMOVED: dict[str, str] = {
     "io.serving.Scorer": (
         "Export the encoder, or its last layer alone, as a graph: docs/keep_and_serve.md#features-from-another-program."
     ),
-    "FaissIndex": "Write a class with `search` around your index, see docs/recipes/indexes.md#faiss.",
-    "LanceIndex": "Write a class with `search` around your table, see docs/recipes/indexes.md#lancedb.",
+    "FaissIndex": _INDEX,
+    "LanceIndex": _INDEX,
     "MatchProbability": (
         "Fit scikit-learn's LogisticRegression on cosine and uncertainties, see docs/decide.md#two-inputs-same-or-not; "
-        "MatchThreshold decides at a stated false match rate."
+        "MatchThreshold decides at a stated false match rate. Of a hit in a gallery: Retriever, whose answers have a "
+        "confidence."
     ),
     "StoredEmbeddings": (
         "Store mu and one variance, and build an EmbeddingDistribution of these columns, see docs/recipes/indexes.md."
@@ -58,7 +74,7 @@ def refuse_removed(module: str, find: Callable[[str], Any] | None = None) -> Cal
         instead = REMOVED.get(full.partition(".")[2])
         if instead is not None:
             # An AttributeError would lose its message in `from module import name`.
-            raise ImportError(f"{full} was removed in version 0.3. {instead}", name=full)
+            raise ImportError(f"{full} was removed after version 0.2. {instead}", name=full)
         if find is None:
             raise AttributeError(f"module {module!r} has no attribute {name!r}")
         return find(name)

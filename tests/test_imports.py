@@ -186,7 +186,7 @@ def test_import_brings_nothing_until_a_name_is_used() -> None:
 def test_a_removed_name_says_what_to_use_instead(name: str) -> None:
     module, _, attribute = f"{PACKAGE}.{name}".rpartition(".")
     assert attribute not in importlib.import_module(module).__all__
-    with pytest.raises(ImportError, match=re.escape(f"{PACKAGE}.{name} was removed")) as refused:
+    with pytest.raises(ImportError, match=re.escape(f"{PACKAGE}.{name} was removed after")) as refused:
         exec(f"from {module} import {attribute}")
     assert REMOVED[name] in str(refused.value)
     for page, anchor in re.findall(r"(docs/[\w/]+\.md)(?:#([\w-]+))?", REMOVED[name]):

@@ -11,7 +11,7 @@ __all__ = ["Counting", "Numbered", "OfMapping", "data", "encoder", "in_batches",
 
 def numbers(seed: int, *shape: int) -> Tensor:
     """Draw normal numbers in float64."""
-    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, dtype=torch.float64, device="cpu", generator=torch.Generator().manual_seed(seed))
 
 
 def encoder(

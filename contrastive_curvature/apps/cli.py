@@ -183,7 +183,7 @@ def answer(args: argparse.Namespace) -> None:
     folder = Path(args.folder)
     retrieves = (folder / "retriever.safetensors").exists()
     if not (folder / LAYER).exists():
-        raise cc.InputError(args.folder, "a folder of contrastive-curvature fit", f"no {LAYER} in it")
+        raise cc.InputError(args.folder, "a folder of contrastive-curvature fit", f"no {LAYER} in it", "Fit again.")
     if not args.out.endswith(".csv"):
         raise cc.InputError("--out", "a name that ends in .csv", args.out)
     if retrieves and args.alpha is not None:
@@ -240,7 +240,8 @@ def report(args: argparse.Namespace) -> None:
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Parse the arguments of a command; ``run`` is its function."""
     about, _, arrays = str(__doc__).partition("\n\n")
-    parser = argparse.ArgumentParser("contrastive-curvature", description=about)
+    gone = "Gone since 0.2: score, search (now answer), evaluate (now report) and others, see CHANGELOG.md."
+    parser = argparse.ArgumentParser("contrastive-curvature", description=about, epilog=gone)
     parser.add_argument("--version", action="version", version=f"%(prog)s {cc.__version__}")
     commands, raw = parser.add_subparsers(required=True, metavar="COMMAND"), argparse.RawDescriptionHelpFormatter
     add: dict[str, Callable[..., Any]] = {}

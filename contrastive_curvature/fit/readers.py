@@ -150,7 +150,10 @@ def check_usable(views: Views, loss: CosineLoss, relation: RelationFunction | No
         hint = "Yield labels as a tensor of whole numbers, or say positives='views' if they are not to be used."
         raise InputTypeError("train_loader", "labels as a tensor of one entry a point", views.unusable, hint)
     if views.graded and relation is None and positives is None:
-        hint = "No loss takes grades of pairs. Call .long() on class labels, or ignore numbers by positives='views'."
+        hint = (
+            "No loss takes grades of pairs: keep the pairs that belong together, and leave the grades out. Labels of "
+            "classes need .long(). With positives='views' every pair belongs together, whatever its number."
+        )
         raise InputTypeError("train_loader", "two views and whole numbers as labels", "one fraction a pair", hint)
 
 

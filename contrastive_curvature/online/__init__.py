@@ -3,5 +3,8 @@
 from __future__ import annotations
 
 from contrastive_curvature.online.learner import OnlineLaplace
+from contrastive_curvature.removed import refuse_removed
 
 __all__ = ["OnlineLaplace"]
+
+__getattr__ = refuse_removed(__name__)

@@ -58,7 +58,8 @@ class Embedded:
 
     def distinct(self, classes: Tensor) -> NDArray[np.int64]:
         """Return the places of inputs without repetitions: the first of those with one direction and class (N,)."""
-        axis = torch.randn(self.directions.shape[1], generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+        seed = torch.Generator().manual_seed(0)
+        axis = torch.randn(self.directions.shape[1], generator=seed, dtype=torch.float64, device="cpu")
         # Repetitions are neighbours in the order of their projections; batches of another size round in another way.
         along = (self.directions.cpu().double() @ axis).numpy()
         order = np.lexsort((along, classes.numpy()))

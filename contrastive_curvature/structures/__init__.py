@@ -12,9 +12,9 @@ STRUCTURES: dict[str, type[Structure]] = {kind.name: kind for kind in (Diagonal,
 """By the name that ``hessian_structure`` takes."""
 
 REMOVED_STRUCTURES = {
-    "gp": "It was removed in version 0.3. 'full' gives its posterior, for the last layer or subset_of_weights="
+    "gp": "It was removed after version 0.2. 'full' gives its posterior, for the last layer or subset_of_weights="
     "'subnetwork'; for more weights use 'kron_lowrank' of the last layer, or 'kron' of all.",
-    "lowrank": "It was removed in version 0.3. Use 'kron_lowrank' of the last layer, or 'kron' of all weights. "
+    "lowrank": "It was removed after version 0.2. Use 'kron_lowrank' of the last layer, or 'kron' of all weights. "
     "docs/backends.md#curvlinops has the leading eigenpairs of all weights.",
 }
 """Names that earlier versions took -> what to use instead."""

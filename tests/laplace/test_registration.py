@@ -204,7 +204,7 @@ def test_calls_work_however_laplace_was_imported(registered: Any) -> None:
     assert chosen["unknown"] == "ValueError: Unsupported Laplace combination: last_layer, bogus."
     assert chosen["none"].startswith("InputError: hessian_structure: expected one of 'diag', 'full', 'kron', ")
     assert "got kron_lowrank. 'kron_lowrank' is for subset_of_weights='last_layer'." in chosen["none"]
-    assert "got gp. It was removed in version 0.3." in chosen["gone"]
+    assert "got gp. It was removed after version 0.2." in chosen["gone"]
     assert chosen["theirs"] == "ValueError: Unsupported Laplace combination: last_layer, kron_lowrank."
 
 

@@ -183,7 +183,9 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         if of_points:
             raise InputTypeError("data", "batches (x, labels) or mappings", "two views of every input")
         if (self.loss.supervised or views.graded) and (views.targets is not None or views.unusable is not None):
-            hint = "This host takes views without labels, or (x, labels): join the views and repeat the labels."
+            hint = (
+                "This host takes views without labels, or (x, labels): join the views and repeat the labels of classes."
+            )
             raise InputTypeError("data", "(view, view)", "two views and labels", hint)
         ids = torch.arange(input_length(views.first), device=self._device).repeat(2)
         return joined_inputs(views.first, views.second, "data"), ids, True
