@@ -47,14 +47,15 @@ def unregister() -> None:
 
 
 def _entries(cls: type) -> Iterable[Any]:
-    """Return the entries for ``laplace.Laplace``, which replace the subclasses of ``BaseLaplace``."""
-    from laplace.baselaplace import BaseLaplace
+    """Return the classes for ``laplace.Laplace``: ours for a contrastive call, those of laplace-torch for any other."""
+    from laplace.laplace import Laplace
 
-    from contrastive_curvature.laplace.registry import entries
+    from contrastive_curvature.laplace.registry import entry
 
-    found = _classes_of_host(cls)
+    caller = sys._getframe(1)
     # laplace-torch's function calls itself for every subclass.
-    return entries(found) if cls is BaseLaplace else found
+    ours = entry(caller.f_locals) if caller.f_code is Laplace.__code__ else None
+    return _classes_of_host(cls) if ours is None else [ours]
 
 
 def _call(extension: Any, module: Any, g_inp: Any, g_out: Any) -> None:
@@ -69,8 +70,7 @@ def _add_to_laplace() -> None:
     import laplace.laplace as host
 
     if host._all_subclasses is not _entries:
-        _classes_of_host = host._all_subclasses
-        host._all_subclasses = _entries
+        _classes_of_host, host._all_subclasses = host._all_subclasses, _entries
     if "contrastive_curvature.laplace" not in sys.modules:
         # Import now, so that the first Laplace(...) does not have to wait.
         import contrastive_curvature.laplace.registry  # noqa: F401

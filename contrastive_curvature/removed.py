@@ -12,6 +12,8 @@ _GRADES = (
 
 _TRAINING = "Call OnlineLaplace in a loop of your own: docs/recipes/training.md#go-on-after-an-interruption."
 
+_CURVLINOPS = "Fit with ContrastiveGGN, the default, which gives the same numbers."
+
 _INDEX = "Write a class with `search` around your index or table: docs/recipes/indexes.md."
 
 REMOVED: dict[str, str] = {
@@ -28,13 +30,13 @@ REMOVED: dict[str, str] = {
     "ContrastiveEmbedder": "Write the transformer of docs/recipes/frameworks.md#scikit-learn around your encoder.",
     "CoSENTLoss": _GRADES,
     "losses.CoSENTLoss": _GRADES,
-    "CurvlinopsContrastiveGGN": "Fit with ContrastiveGGN, the default, which gives the same numbers.",
-    "laplace.backends.CurvlinopsContrastiveGGN": "Fit with ContrastiveGGN, the default, with the same numbers.",
+    "CurvlinopsContrastiveGGN": _CURVLINOPS,
+    "laplace.backends.CurvlinopsContrastiveGGN": _CURVLINOPS,
     "hosts.curvlinops.contrastive_kfac": "contrastive_curvature.ggn(..., structure='kron') gives the same factors.",
     "hosts.curvlinops.contrastive_ekfac": "contrastive_curvature.ggn(..., structure='full') is exact; so is every "
     "product with ContrastiveGGNLinearOperator, see docs/backends.md#curvlinops.",
     "hosts.curvlinops.CurvlinopsPullback": "Use contrastive_curvature.network.layerwise.LayerwisePullback.",
-    "laplace.FunctionSpaceLaplace": "Use ContrastiveLaplace, beside it, with the structure 'full', see docs/laplace.md.",
+    "laplace.FunctionSpaceLaplace": "Use ContrastiveLaplace of this module with structure 'full', see docs/laplace.md.",
     "io.pretrained.PushOptions": "Upload a saved folder: docs/keep_and_serve.md#the-hugging-face-hub.",
     "io.pretrained.SaveOptions": (
         "la.save_pretrained writes no model card, and `example` is an argument of it: "

@@ -93,7 +93,7 @@ def test_folders_import_what_stands_before_them(folders: dict[str, set[str]]) ->
 
 
 HOST = {
-    "registration.py": {"laplace.baselaplace.BaseLaplace", "laplace.laplace"},
+    "registration.py": {"laplace.laplace", "laplace.laplace.Laplace"},
     "apps": {"laplace.Laplace"},
     "laplace": {
         "laplace",

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
-
-from laplace.baselaplace import ParametricLaplace
 
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit.options import CurvatureOptions
@@ -44,6 +43,7 @@ def check_options(
     backend: object,
     backend_kwargs: Mapping[str, Any] | None,
     host_kwargs: Mapping[str, Any],
+    arguments: Sequence[str],
 ) -> tuple[CurvatureOptions, dict[str, Any]]:
     """Parse the options of a contrastive Laplace object.
 
@@ -52,6 +52,7 @@ def check_options(
         backend: The user's ``backend``.
         backend_kwargs: The user's ``backend_kwargs``.
         host_kwargs: Other arguments, which laplace-torch's classes may know.
+        arguments: Names of the constructor's arguments, for the message.
 
     Returns:
         The options, and the additional options of a user's own backend.
@@ -62,17 +63,20 @@ def check_options(
         UnsupportedError: An argument has no meaning for embeddings.
     """
     if backend is not None and not (isinstance(backend, type) and issubclass(backend, ContrastiveBackend)):
-        hint = "Leave it out to use contrastive_curvature.ContrastiveGGN."
-        raise InputTypeError("backend", "a contrastive backend", f"{backend}", hint)
+        wanted = "ContrastiveGGN, BackPackContrastiveGGN or StochManContrastiveGGN of contrastive_curvature"
+        hint = "Leave it out for ContrastiveGGN. A backend of your own is a subclass of ContrastiveBackend."
+        raise InputTypeError("backend", wanted, f"{backend}", hint)
     if backend is not None and host_kwargs.get("enable_backprop") and not backend.keeps_graph:
         raise UnsupportedError(
             f"enable_backprop=True: {backend.__name__} keeps no graph. Use backend=ContrastiveGGN, or leave it out."
         )
     for name, value in host_kwargs.items():
         if name not in (*_NOT_OF_EMBEDDINGS, "enable_backprop"):
-            parameters = inspect.signature(ParametricLaplace.__init__).parameters
-            wanted = f"arguments among {', '.join(list(parameters)[3:])}"
-            raise InputTypeError("ContrastiveLaplace", wanted, f"{name}={value!r}")
+            near = difflib.get_close_matches(name, arguments, 1)
+            hint = f"Did you mean {near[0]}?" if near else ""
+            if name in known_options(backend or ContrastiveBackend):
+                hint = f"It is an option of backend_kwargs: backend_kwargs=dict({name}={value!r})."
+            raise InputTypeError("Laplace", f"arguments among {', '.join(arguments)}", f"{name}={value!r}", hint)
         if name in _NOT_OF_EMBEDDINGS and value not in (None, False, 1):
             raise UnsupportedError(f"{name}: {_NOT_OF_EMBEDDINGS[name]}")
     chosen = given_options(backend_kwargs)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import logging
 import math
 import warnings
@@ -158,7 +159,11 @@ class ContrastiveLaplace(GaussianOverWeights):
         if not self.on_last_layer:
             refuse_compiled(model)
         self.curvature_options, self._own_options = check_options(
-            self.structure, backend, backend_kwargs, {**refused, "enable_backprop": enable_backprop}
+            self.structure,
+            backend,
+            backend_kwargs,
+            {**refused, "enable_backprop": enable_backprop},
+            list(inspect.signature(ContrastiveLaplace).parameters)[:-1],
         )
         self.known = calibration.KnownInputs()
         self.watch = Watch(shared=not self.on_last_layer)

@@ -121,7 +121,10 @@ def read_views(
     first, second, y = (*batch[0], batch[1]) if nested else (*batch, None)[:3]
     unusable = f"a {type(y).__name__}" if nested and y is not None and not (isinstance(y, Tensor) and y.ndim) else None
     if count == 3 and _alike(first, y):
-        hint = "Views are compared two by two: yield two of them, or the third beside other two in a further batch."
+        hint = (
+            "Views are compared two by two: yield two of them, or the third beside other two in a further batch. "
+            "Of triplets (a, p, n) yield (torch.cat([a, p, n]), labels), with every point's class, or the pairs (a, p)."
+        )
         raise InputError(argument, "two views of every input", "three", hint)
     if not isinstance(model, tuple) and is_texts(first) and is_texts(second):
         # Tokenised together, so that both views have one length.

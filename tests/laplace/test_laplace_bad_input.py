@@ -8,6 +8,8 @@ from typing import Any
 import laplace
 import pytest
 import torch
+from laplace import Laplace, Likelihood
+from laplace.curvature import CurvlinopsGGN
 from laplace_cases import INDICES, fitted, make
 from laplace_combinations import COMBINATIONS
 from tables import each, refused
@@ -15,6 +17,7 @@ from tiny import data, encoder
 from torch import Tensor, nn
 
 import contrastive_curvature as cc
+from contrastive_curvature.laplace.registry import means_contrastive
 
 NAN, X = math.nan, data()[0]
 
@@ -230,3 +233,48 @@ def test_an_error_of_the_encoder_is_its_own() -> None:
     with pytest.raises(cc.InputError, match=r"shape \(12, 4\).*too much") as caught_too:
         la(x[None])
     assert isinstance(caught_too.value.__cause__, RuntimeError)
+
+
+@each(
+    "call, words",
+    [
+        (
+            lambda net: Laplace(net, "contrastive", hessian_structure="krno"),
+            ("hessian_structure", "'kron'", "got krno"),
+        ),
+        (lambda net: Laplace(net, "contrastive", hessian_structure=None), ("hessian_structure", "'kron'", "got None")),
+        (lambda net: Laplace(net, "contrastive", "lastlayer"), ("subset_of_weights", "'last_layer'", "got lastlayer")),
+        (lambda net: Laplace(net, "contrastive", "diag", "all"), ("subset_of_weights", "'all'", "got diag")),
+        (
+            lambda net: Laplace("contrastive", net),
+            ("likelihood", "'contrastive'", "got a Sequential", "Laplace(model,"),
+        ),
+        (lambda net: Laplace(net, "all", "contrastive"), ("likelihood", "'contrastive'", "got all", "Laplace(model,")),
+        (lambda net: Laplace(net, "diag", "all", "contrastive"), ("likelihood", "'contrastive'", "got diag")),
+        (lambda net: Laplace(net, "contrastiv"), ("likelihood", "'contrastive'", "got contrastiv")),
+        (lambda net: Laplace(net, "Constrastive", "all"), ("likelihood", "'contrastive'", "got Constrastive")),
+        (
+            lambda net: Laplace(net, "contrastive", hessian_struct="diag"),
+            ("got hessian_struct", "mean hessian_structure?"),
+        ),
+        (lambda net: Laplace(net, "contrastive", prior_precison=2.0), ("got prior_precison", "mean prior_precision?")),
+        (lambda net: Laplace(net, "contrastive", margin=0.5), ("margin=0.5", "backend_kwargs=dict(margin=0.5)")),
+        (
+            lambda net: Laplace(net, "contrastive", backend=CurvlinopsGGN),
+            ("ContrastiveGGN", "CurvlinopsGGN", "Leave it"),
+        ),
+        (lambda net: Laplace(net, "contrastive").fit([(X, X + 1, X - 1)]), ("train_loader", "torch.cat([a, p, n])")),
+    ],
+)
+def test_the_front_door_speaks_before_laplace_torch_does(
+    call: Callable[[nn.Module], Any], words: tuple[str, ...]
+) -> None:
+    refused(lambda: call(encoder()), *words)
+
+
+def test_no_other_likelihood_is_taken_for_a_misspelling() -> None:
+    for likelihood in Likelihood:
+        assert not means_contrastive(likelihood)
+    for name in ("krno", "Contrastive likelihood of mine"):
+        with pytest.raises(ValueError, match="Invalid likelihood type"):
+            Laplace(encoder(), name)

@@ -54,7 +54,7 @@ REFUSED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"prior_precision": 0}, cc.InputError, "prior_precision: expected a finite number > 0, got 0"),
     ({"temperature": math.inf}, cc.InputError, "temperature: expected a finite number > 0, got inf"),
     ({"subset_of_weights": "subnetwork"}, cc.UnsupportedError, "'last_layer' or 'all'"),
-    ({"backend": "BackPack"}, InputTypeError, "backend: expected a contrastive backend"),
+    ({"backend": "BackPack"}, InputTypeError, "backend: expected ContrastiveGGN, BackPackContrastiveGGN or "),
     ({"backend_kwargs": {"pairs": "dataset"}}, cc.InputError, "pairs: expected 'batch' or nothing, got 'dataset'"),
     ({"backend_kwargs": {"margins": 1}}, cc.InputError, r"backend_kwargs: expected keys among .*\['margins'\]"),
     ({"backend_kwargs": {"relation": relate}, "curvature_miner": relate}, cc.InputError, "one of them, got both"),
