@@ -522,11 +522,13 @@ class ContrastiveLaplace(GaussianOverWeights):
         Args:
             pred_type: For ``"gridsearch"``: ``"glm"`` or ``"nn"`` samples.
             method: ``"average_information"`` (default): ``strength`` times the mean diagonal of the curvature, see
-                :func:`~contrastive_curvature.laplace.prior.average_information`; unless the object was constructed with
-                a temperature, the temperature is also set, to ``2 L / (N + gamma)``, with the ``cost`` ``L`` of all N
-                points and the effective number ``gamma`` of parameters (:mod:`~contrastive_curvature.laplace.prior`),
-                so that sampled networks have at most about twice the loss of the trained network.
-                ``"unit_information"``: the mean divided by the number of points; the temperature does not change.
+                :func:`~contrastive_curvature.laplace.prior.average_information`, divided by the temperature; unless
+                the object was constructed with a temperature, the temperature is also set, to ``2 L / (N + gamma)``,
+                with the ``cost`` ``L`` of all N points and the effective number ``gamma`` of parameters
+                (:mod:`~contrastive_curvature.laplace.prior`), so that sampled networks have at most about twice the
+                loss of the trained network.
+                ``"unit_information"``: the mean divided by the number of points and by the temperature, which does not
+                change.
                 ``"marglik"``: laplace-torch's maximisation of the marginal likelihood. ``"gridsearch"``: minimise
                 ``loss`` on ``val_loader``.
             n_steps: Steps of ``"marglik"``.

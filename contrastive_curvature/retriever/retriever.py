@@ -244,7 +244,8 @@ class Retriever(Fitted):
             InputError: Numbers of inputs and labels differ, there are too few, a label is missing (``None``, NaN or
                 ``pandas.NA``), or the encoder does not take them.
             UnsupportedError: The library has no posterior for this encoder.
-            NotFittedError: The posterior is not calibrated, and was loaded or is not of the last layer.
+            NotFittedError: The encoder is a posterior that is neither calibrated nor has a sample of its training
+                inputs, because it was loaded or is not of the last layer; or it changed after its calibration.
 
         Warns:
             UserWarning: Nothing is answered, most held-out queries are in the gallery, or some are repetitions of
