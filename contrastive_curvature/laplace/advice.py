@@ -85,16 +85,17 @@ def advise_on_gradients(model: nn.Module, reached: Tensor) -> None:
     layers: dict[str, list[tuple[int, bool]]] = {}
     trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     for (name, p), some in zip(trainable, reached.tolist(), strict=True):
-        layers.setdefault(name.rpartition(".")[0], []).append((p.numel(), some))
+        if p.numel() > 1:  # a temperature, which moves no embedding, is a single number
+            layers.setdefault(name.rpartition(".")[0] or name, []).append((p.numel(), some))
     silent = {layer: own for layer, own in layers.items() if not any(some for _, some in own)}
     if silent:
         count = sum(size for own in silent.values() for size, _ in own)
         names = ", ".join(repr(layer) for layer in list(silent)[:5]) + (", ..." if len(silent) > 5 else "")
         msg = (
-            f"no gradient reaches {count} of the posterior's {sum(p.numel() for _, p in trainable)} weights, all those "
-            f"of {len(silent)} layers ({names}): their curvature is zero, and the prior alone speaks about them. Does "
-            "forward compute them under torch.no_grad(), detach their output or not use them? Remove that, or leave "
-            "them out with requires_grad_(False) or subset_of_weights='last_layer'."
+            f"no gradient reaches {count} of the posterior's {sum(p.numel() for _, p in trainable)} weights, all of "
+            f"{names}: their curvature is zero, and the prior alone speaks about them. Does forward compute them under "
+            "torch.no_grad(), detach their output or not use them? Remove that, or leave them out with "
+            "requires_grad_(False) or subset_of_weights='last_layer'."
         )
         warnings.warn(msg, UserWarning, stacklevel=4)
 
