@@ -19,13 +19,13 @@ from contrastive_curvature import validate
 from contrastive_curvature.decisions.fitted import Fitted, clopper_pearson, one_of_each, percent
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.laplace.batches import batches, by_length, results
-from contrastive_curvature.laplace.calibration import present_calibration, take_snapshot
 from contrastive_curvature.laplace.influence import influence
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
+from contrastive_curvature.network.batches import batches, by_length, results
 from contrastive_curvature.network.given_features import feature_inputs
 from contrastive_curvature.network.inputs import in_memory, is_texts
 from contrastive_curvature.network.loader import check_loader, in_fixed_order
+from contrastive_curvature.posterior.calibration import present_calibration, present_training
 from contrastive_curvature.retriever.evidence import FLOOR, Embedded, evidence
 from contrastive_curvature.retriever.head import AT_ONCE, Headed, last_layer_features, outputs, with_head
 from contrastive_curvature.retriever.index import Index, nearest
@@ -273,8 +273,8 @@ class Retriever(Fitted):
         else:
             la, trained = self._posterior(x, y, progress_bar)
             searched = trained if gallery is None else searched
-        calibrated = la is None or present_calibration(la) is not None
-        if la is not None and not calibrated and take_snapshot(la).training is None:
+        calibrated = la is None or present_calibration(la.posterior, la.read) is not None
+        if la is not None and not calibrated and present_training(la.posterior, la.read) is None:
             raise NotFittedError(
                 "encoder: this posterior has no training inputs to compare with, so its novelty is measured from the "
                 "inputs of la.calibrate(loader). Call it with others than the held-out ones, which would seem less "
