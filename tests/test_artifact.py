@@ -59,6 +59,15 @@ def test_tensors_come_back_bit_for_bit(tmp_path: Path) -> None:
     assert (tmp_path / "g").read_bytes() == (tmp_path / "f").read_bytes()
 
 
+@each("header", [Box(sizes=[10**digits]) for digits in range(8)])
+def test_a_reader_may_map_the_file_to_memory(tmp_path: Path, header: Box) -> None:
+    write_tensors(tmp_path / "f", header, tensors())
+    content = (tmp_path / "f").read_bytes()
+    start = 8 + int.from_bytes(content[:8], "little")
+    about = json.loads(content[8:start])
+    assert all((start + about[name]["data_offsets"][0]) % part.itemsize == 0 for name, part in tensors().items())
+
+
 def test_tensors_have_the_mode_of_the_file_that_they_replace(tmp_path: Path) -> None:
     (tmp_path / "f").write_bytes(b"")
     (tmp_path / "f").chmod(0o664)
@@ -123,7 +132,7 @@ def test_a_failed_write_changes_nothing(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         artifact.write_whole(link, fails)
-    assert path.read_bytes() == b"old"
+    assert (path.read_bytes(), sorted(os.listdir(tmp_path))) == (b"old", ["f", "link"])
     artifact.write_whole(link, lambda file: file.write(b"new"))
     assert (path.read_bytes(), path.stat().st_mode & 0o777, link.is_symlink()) == (b"new", 0o640, True)
     assert sorted(os.listdir(tmp_path)) == ["f", "link"]
@@ -180,23 +189,24 @@ def test_writers_of_one_file_at_the_same_time(tmp_path: Path, monkeypatch: pytes
 
     def write(file: Any) -> None:
         file.write(b"first to begin")
+        os.utime(file.name, (0, 0))  # a slow one
         artifact.write_whole(path, lambda file: file.write(b"first to end"))
         assert path.read_bytes() == b"first to end"
 
     artifact.write_whole(path, write)
     assert path.read_bytes() == b"first to begin"
 
-    # Another writer comes between the creation of a file and its lock.
-    lock = artifact._lock
-    with monkeypatch.context() as patched:
+    # Another writer comes before a new file is locked, or before it replaces the old one.
+    for module, name in ((artifact, "_lock"), (artifact.os, "replace")):
+        with monkeypatch.context() as patched:
+            call = getattr(module, name)
 
-        def late(file: Any, *, wait: bool) -> bool:
-            patched.undo()
-            artifact._remove_abandoned(path)
-            assert not os.path.exists(file.name)
-            return lock(file, wait=wait)
+            def late(*args: Any, call: Any = call, undo: Any = patched.undo, **options: Any) -> Any:
+                undo()
+                artifact._remove_abandoned(path)
+                return call(*args, **options)
 
-        patched.setattr(artifact, "_lock", late)
-        artifact.write_whole(path, lambda file: file.write(b"late"))
-    assert path.read_bytes() == b"late"
+            patched.setattr(module, name, late)
+            artifact.write_whole(path, lambda file, name=name: file.write(name.encode()))
+        assert path.read_bytes() == name.encode()
     assert list(tmp_path.iterdir()) == [path]
