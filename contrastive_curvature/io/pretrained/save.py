@@ -190,6 +190,17 @@ def save_pretrained(la: Any, folder: Path | str, *, overwrite: bool = False, exa
     validate.flag("overwrite", overwrite)
     place = target_folder("folder", folder, FILE, Saved.described, overwrite=overwrite)
     table = TensorTable()
+    saved = posterior_header(la, table, example)
+    place.mkdir(parents=True, exist_ok=True)
+    write_tensors(place / FILE, saved, table.tensors, follow=False)
+    return place
+
+
+def posterior_header(la: Any, table: TensorTable, example: Any) -> Saved:
+    """Return all of a posterior except its arrays, which ``table`` receives; for a file that holds more as well.
+
+    Arguments and errors as of :func:`save_pretrained`; :func:`.from_header` is the way back.
+    """
     posteriors, trees = zip(*_posteriors(la, table, example), strict=True)
     contents = Contents(
         versions={
@@ -202,10 +213,7 @@ def save_pretrained(la: Any, folder: Path | str, *, overwrite: bool = False, exa
         shared=isinstance(la, TwoTowerLaplace) and la.shared,
         posteriors=posteriors,
     )
-    saved = Saved(contents=contents, trees=list(trees))
-    place.mkdir(parents=True, exist_ok=True)
-    write_tensors(place / FILE, saved, table.tensors, follow=False)
-    return place
+    return Saved(contents=contents, trees=list(trees))
 
 
 def _posteriors(la: Any, table: TensorTable, example: Any) -> list[tuple[PosteriorInfo, Any]]:
