@@ -419,6 +419,8 @@ class Retriever:
     def save(self, folder: Path | str, *, overwrite: bool = False, example: Any = None) -> Path:
         """Write the retriever to a folder: the posterior, the gallery, the held-out queries as embeddings, the limits.
 
+        They are one file, which is replaced as a whole: a save that is interrupted leaves the earlier one.
+
         Args:
             folder: The folder; missing parents are made.
             overwrite: Whether an existing saved retriever may be replaced.
@@ -435,7 +437,7 @@ class Retriever:
         """
         from contrastive_curvature.retriever.saved import save
 
-        return save(self, folder, overwrite=overwrite, example=example)
+        return save(self._now, folder, overwrite=overwrite, example=example)
 
     @classmethod
     def load(cls, folder: Path | str, encoder: nn.Module | None, *, index: Index | None = None, **options: Any) -> Self:
@@ -452,7 +454,10 @@ class Retriever:
         """
         from contrastive_curvature.retriever.saved import load
 
-        return load(cls, folder, encoder, index, **options)
+        state = load(folder, encoder, **options)
+        retriever = cls(state.posterior, *state.rates, index=index)
+        retriever._state = state
+        return retriever
 
     def _become(self, new: State, *more: str) -> None:
         """Warn, and then replace the state: a warning that a filter turns into an error leaves the earlier one."""

@@ -1,10 +1,15 @@
 """A retriever is a value: whatever stops or overtakes a call, its state is the old one or the complete new one."""
 
 import copy
+import json
+import os
 import pickle
 import re
+import signal
+import subprocess
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +24,7 @@ from numpy.typing import NDArray
 from torch import nn
 
 import contrastive_curvature as cc
+from contrastive_curvature import artifact
 from contrastive_curvature.codec import to_tree
 from contrastive_curvature.retriever.state import State
 
@@ -228,3 +234,78 @@ def test_a_copy_goes_its_own_way(copied: Any, retriever: cc.Retriever) -> None:
         retriever.remove([3])
     assert content(other._now) == before != content(retriever._now)
     assert other.add(*MORE).tolist() == retriever.add(*MORE).tolist()
+
+
+def test_an_interrupt_at_any_line_of_a_save_leaves_the_old_file_or_the_new_one(
+    made: cc.Retriever, tmp_path: Path
+) -> None:
+    other, folder = copy.copy(made).remove([3]), tmp_path / "saved"
+    contents = [(r.save(folder, overwrite=True) / "retriever.safetensors").read_bytes() for r in (other, made)]
+    found = []
+    for line in range(1, at_new_lines(lambda: made.save(folder, overwrite=True), lambda _: None) + 1):
+
+        def stop(number: int, line: int = line) -> None:
+            if number == line:
+                raise KeyboardInterrupt
+
+        made.save(folder, overwrite=True)
+        with pytest.raises(KeyboardInterrupt):
+            at_new_lines(lambda: other.save(folder, overwrite=True), stop)
+        found.append(contents.index((folder / "retriever.safetensors").read_bytes()))
+        made.save(folder, overwrite=True)
+        assert os.listdir(folder) == ["retriever.safetensors"]
+    assert len(found) > 80
+    assert found == sorted(found, reverse=True)
+
+
+def kill_savers(folder: Path, count: int) -> tuple[int, int, int]:
+    """Kill processes that save two retrievers by turns, at random moments.
+
+    Returns:
+        How often the file holds the first one, and the second one; how many unfinished files were left.
+    """
+    first = cc.Retriever(None, **RATES).fit(gallery=points(20_000, 1), held_out=HELD)
+    second = copy.copy(first).remove(range(50))
+    wanted, found, left, rng = [content(first._now), content(second._now)], [0, 0], 0, np.random.default_rng(0)
+    first.save(folder)
+    for _ in range(count):
+        if not (child := os.fork()):
+            while True:
+                second.save(folder, overwrite=True)
+                first.save(folder, overwrite=True)
+        time.sleep(rng.uniform(0.005, 0.1))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        left += len(os.listdir(folder)) - 1
+        found[wanted.index(content(cc.Retriever.load(folder, None)._now))] += 1
+    first.save(folder, overwrite=True)
+    assert os.listdir(folder) == ["retriever.safetensors"]
+    return *found, left
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="no fork")
+def test_processes_killed_while_they_save_leave_the_old_file_or_the_new_one(tmp_path: Path) -> None:
+    # A process of its own, with one thread: a fork of several may hang.
+    code = (
+        "import json, sys, pathlib, torch, test_state; torch.set_num_threads(1); "
+        "print(json.dumps(test_state.kill_savers(pathlib.Path(sys.argv[1]), 30)))"
+    )
+    paths = os.pathsep.join([str(Path(__file__).parent), str(Path(cc.__file__).parent.parent)])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, tmp_path / "saved"],
+        capture_output=True, text=True, env={**os.environ, "PYTHONPATH": paths},
+    )  # fmt: skip
+    assert not done.returncode, done.stderr
+    of_first, of_second, left = json.loads(done.stdout)
+    assert of_first + of_second == 30
+    assert min(of_first, of_second, left) > 0
+
+
+def test_a_saved_retriever_of_an_earlier_format_is_refused_by_name(made: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(artifact, "VERSION", 2)
+    folder = made.save(tmp_path / "saved")
+    monkeypatch.undo()
+    with pytest.raises(
+        cc.InputError, match=r"retriever\.safetensors: expected a saved retriever of version \d, got ver"
+    ):
+        cc.Retriever.load(folder, None)
