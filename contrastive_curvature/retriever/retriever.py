@@ -62,10 +62,15 @@ class Retriever:
     why. The limits are computed again whenever the gallery or the held-out queries change; the level holds for
     each computation alone.
 
+    Threads may share a retriever. A call answers from the gallery, the labels and the limits of one moment. ``fit``,
+    ``add``, ``remove`` and ``learn`` wait for each other, also for a whole ``fit``, and replace all at their end: an
+    error, an interrupt, or a warning that a filter turns into an error, changes nothing.
+
     Args:
         encoder: A trained encoder, to which ``fit`` fits a posterior; or a fitted posterior of
-            ``likelihood="contrastive"``; or ``None`` if the inputs are embeddings (N, D). Without a posterior there is
-            no uncertainty, and an input is unknown if it is far from its ten nearest gallery points of any class.
+            ``likelihood="contrastive"``, of which ``fit`` keeps a copy; or ``None`` if the inputs are embeddings
+            (N, D). Without a posterior there is no uncertainty, and an input is unknown if it is far from its ten
+            nearest gallery points of any class.
         wrong_answers: In (0, 1), or ``None``.
         false_matches: In (0, 1), or ``None``.
         false_alarms: In (0, 1), or ``None``.
@@ -158,9 +163,9 @@ class Retriever:
                 once over each; the inputs of its last layer stay in memory during the fit.
             y: Their labels.
             held_out: ``(inputs, labels)``, or a loader: at least two queries like the future ones, which neither
-                trained the encoder nor are in the gallery. A posterior that is not calibrated is calibrated with them;
-                they may be the inputs of ``la.calibrate`` too, as long as the posterior has its training inputs, from
-                which it then measures novelty.
+                trained the encoder nor are in the gallery. The retriever's copy of a posterior that is not calibrated
+                is calibrated with them; they may be the inputs of ``la.calibrate`` too, as long as the posterior has
+                its training inputs, from which it then measures novelty.
             gallery: The points that are searched, as ``held_out``; ``None`` for ``x`` and ``y``.
             groups: Groups of the held-out queries, N numbers or strings, where queries depend on each other: pictures
                 of one person, paraphrases of one question. One query of each group, drawn at random, is held out.
