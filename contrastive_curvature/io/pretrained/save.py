@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature
 from contrastive_curvature import losses, validate
-from contrastive_curvature.artifact import VERSION, Header, read_header, target_folder, write_tensors
+from contrastive_curvature.artifact import VERSION, Header, target_folder, write_tensors
 from contrastive_curvature.codec import TensorTable, packed, to_tree
 from contrastive_curvature.embedding.known import NOVELTY
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
@@ -142,11 +142,6 @@ class Saved(Header):
 
     contents: Contents
     trees: list[Any]
-
-
-def state_checksum(folder: Path) -> str:
-    """Return a text that identifies the posterior in a folder."""
-    return str(read_header(folder / FILE, Saved).trees[0]["state"]["checksum"])
 
 
 def encoder_of(la: Any) -> nn.Module:
