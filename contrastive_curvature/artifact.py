@@ -7,11 +7,13 @@ of a safetensors file, with or without tensors. Nothing that is read is executed
 from __future__ import annotations
 
 import contextlib
+import glob
 import hashlib
 import json
 import os
 import secrets
 import shutil
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,8 +22,10 @@ from typing import TYPE_CHECKING, Any, BinaryIO, ClassVar, NoReturn, Self, TypeV
 from pydantic import BaseModel, ConfigDict, ValidationError
 from safetensors import SafetensorError
 
-from contrastive_curvature.errors import InputError, InputTypeError
+from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 
+if sys.platform != "win32":
+    import fcntl
 if TYPE_CHECKING:
     from torch import Tensor
 
@@ -29,9 +33,15 @@ VERSION = 5
 """Of every format. It is raised where an older release would misread what this one writes."""
 
 _ABANDONED = 3600
-"""Seconds after which a file that is still unfinished belongs to a writer that was killed."""
+"""Seconds after which an unfinished file that nobody can lock belongs to a writer that was killed."""
 
 _METADATA = "header"
+
+_KINDS = {"bool": "BOOL", "uint": "U", "int": "I", "bfloat": "BF", "float": "F", "complex": "C"}
+"""Names of torch's types in safetensors, without the number of bits."""
+
+_LONGEST_HEADER = 100_000_000
+"""Bytes of a header that readers of safetensors accept."""
 
 
 def final_target(path: Path | str) -> Path:
@@ -49,30 +59,69 @@ def write_whole(path: Path | str, write: Callable[[BinaryIO], object], *, follow
 
     If the path is a symbolic link, the link stays and its target is replaced. Without ``follow`` the link itself is
     replaced; use this for names in a folder that somebody else may have created. An existing file keeps its mode; a new
-    file gets the mode of the user's umask. Unfinished copies of the same file that killed writers left more than an
-    hour ago are removed.
+    file gets the mode of the user's umask. Unfinished copies that killed writers of this file left are removed: at once
+    where files have locks, otherwise after an hour.
     """
     target = final_target(path) if follow else Path(path)
-    for old in target.parent.glob(f".{target.name}.*.tmp"):
-        with contextlib.suppress(OSError):
-            if time.time() - old.stat().st_mtime > _ABANDONED:
-                old.unlink()
-    unfinished = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp")
+    _remove_abandoned(target)
+    file = _unfinished(target)
     try:
-        with unfinished.open("xb") as file:
+        with file:
             if target.exists() and not target.is_symlink():
-                shutil.copymode(target, unfinished)
+                shutil.copymode(target, file.name)
             write(file)
             file.flush()
             # Without fsync, a power cut could leave an empty file under the new name.
             os.fsync(file.fileno())
-        unfinished.replace(target)
+            if sys.platform == "win32":
+                file.close()  # an open file cannot be renamed there
+            # While it is locked: otherwise another writer could take it for abandoned.
+            os.replace(file.name, target)
     except BaseException as error:
-        unfinished.unlink(missing_ok=True)
+        Path(file.name).unlink(missing_ok=True)
         # torch's writer replaces the OSError by a RuntimeError without the reason.
         if isinstance(error, RuntimeError) and isinstance(error.__context__, OSError):
             raise error.__context__ from None
         raise
+
+
+def _unfinished(target: Path) -> BinaryIO:
+    """Open a new file in the folder of a file, and lock it."""
+    while True:
+        file = target.with_name(f".{target.name}.{secrets.token_hex(6)}.tmp").open("xb")
+        _lock(file, wait=True)
+        # Another writer may have removed it before it was locked.
+        if os.path.exists(file.name):
+            return file
+        file.close()
+
+
+def _remove_abandoned(target: Path) -> None:
+    """Remove the unfinished copies of a file whose writers were killed, which released their locks."""
+    for old in target.parent.glob(f".{glob.escape(target.name)}.{'[0-9a-f]' * 12}.tmp"):
+        with contextlib.suppress(OSError):
+            with old.open("rb") as file:
+                if locked := _lock(file, wait=False):
+                    old.unlink()
+            if not locked and time.time() - old.stat().st_mtime > _ABANDONED:
+                old.unlink()
+
+
+def _lock(file: BinaryIO, *, wait: bool) -> bool:
+    """Lock a file until it is closed, and return whether its file system has locks.
+
+    Raises:
+        BlockingIOError: Another process has locked it, and ``wait`` is false.
+    """
+    if sys.platform == "win32":
+        return False
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
+    except OSError:
+        return False
+    return True
 
 
 def folder_path(argument: str, path: object) -> Path:
@@ -173,14 +222,31 @@ def target_folder(argument: str, path: object, file: str, described: str, *, ove
 def write_tensors(path: Path | str, header: Header, tensors: Mapping[str, Tensor], *, follow: bool = True) -> None:
     """Write a safetensors file with a header and a checksum, without a copy of the tensors in memory.
 
-    For ``follow`` see :func:`write_whole`.
+    The library's own writer is not used: it writes a second file, which has another mode and no lock, and its error for
+    a full disk is no ``OSError``. For ``follow`` see :func:`write_whole`.
     """
-    from safetensors.torch import save_file
+    from contrastive_curvature.network.digest import tensor_bytes
 
-    plain = _plain(tensors)
-    # Only one entry, because safetensors writes several in any order, but equal content should give equal files.
-    metadata = {_METADATA: json.dumps({"header": header.dumps(), "tensors": _tensors_checksum(plain)})}
-    write_whole(path, lambda file: save_file(plain, file.name, metadata), follow=follow)
+    metadata = {_METADATA: json.dumps({"header": header.dumps(), "tensors": _tensors_checksum(tensors)})}
+    about, end = dict[str, Any](__metadata__=metadata), 0
+    # The widest types first, so that each tensor begins at a multiple of the width of its type.
+    ordered = sorted(tensors, key=lambda name: (-tensors[name].itemsize, name))
+    for name in ordered:
+        tensor, start = tensors[name], end
+        end += tensor.nbytes
+        about[name] = {"dtype": _type_name(tensor), "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(about).encode()
+    if len(text) > _LONGEST_HEADER:
+        raise UnsupportedError(f"{path}: {len(text):,} bytes of names and numbers are too many to save, beside arrays.")
+    text += b" " * (-len(text) % 8)
+
+    def write(file: BinaryIO) -> None:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name in ordered:
+            for part in tensor_bytes(tensors[name]):
+                file.write(part)
+
+    write_whole(path, write, follow=follow)
 
 
 def read_tensors(path: Path | str, kind: type[H]) -> tuple[H, dict[str, Tensor]]:
@@ -217,28 +283,20 @@ def _read(path: Path | str, kind: type[H], *, whole: bool) -> tuple[H, str, dict
     return kind.loads(text, str(path)), checksum, tensors
 
 
-def _plain(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors on the CPU that share no memory, which safetensors requires."""
-    plain: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in tensors.items():
-        own = tensor.detach().cpu().contiguous()
-        storage = own.untyped_storage()
-        if storage.data_ptr() in seen or storage.nbytes() != own.nbytes:
-            own = own.clone()
-        seen.add(own.untyped_storage().data_ptr())
-        plain[name] = own
-    return plain
+def _type_name(tensor: Tensor) -> str:
+    name = str(tensor.dtype).removeprefix("torch.")
+    kind = name.rstrip("0123456789")
+    return _KINDS[kind] + name.removeprefix(kind)
 
 
 def _tensors_checksum(tensors: Mapping[str, Tensor]) -> str:
-    import torch
+    from contrastive_curvature.network.digest import tensor_bytes
 
     digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name]
+    for name, tensor in sorted(tensors.items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().data)
+        for part in tensor_bytes(tensor):
+            digest.update(part)
     return digest.hexdigest()
 
 

@@ -27,8 +27,8 @@ from benchmarks.transfer.fitted import DEFAULT, Fitted
 from contrastive_curvature import RetrievalThreshold
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.metrics import auroc as auroc_of
+from contrastive_curvature.retriever.encoding import embedded
 from contrastive_curvature.retriever.evidence import COLUMNS, evidence
-from contrastive_curvature.retriever.retriever import embedded
 from contrastive_curvature.retriever.rule import Labelled, Rates, certified
 
 _HELD_OUT, _SPLITS, _DRAWS = 500, 20, 50

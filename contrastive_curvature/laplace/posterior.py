@@ -547,10 +547,10 @@ class ContrastiveLaplace(ParametricLaplace):
         Args:
             pred_type: For ``"gridsearch"``: ``"glm"`` or ``"nn"`` samples.
             method: ``"average_information"`` (default): ``strength`` times the mean diagonal of the curvature, see
-                :func:`~contrastive_curvature.laplace.prior.average_information`, divided by the temperature; unless
+                :func:`~contrastive_curvature.posterior.prior.average_information`, divided by the temperature; unless
                 the object was constructed with a temperature, the temperature is also set, to ``2 L / (N + gamma)``,
                 with the ``cost`` ``L`` of all N points and the effective number ``gamma`` of parameters
-                (:mod:`~contrastive_curvature.laplace.prior`), so that sampled networks have at most about twice the
+                (:mod:`~contrastive_curvature.posterior.prior`), so that sampled networks have at most about twice the
                 loss of the trained network.
                 ``"unit_information"``: the mean divided by the number of points and by the temperature, which does not
                 change.
@@ -561,7 +561,7 @@ class ContrastiveLaplace(ParametricLaplace):
             init_prior_prec: Start of ``"marglik"``.
             prior_structure: ``"scalar"``, ``"layerwise"`` or ``"diag"``.
             val_loader: Validation data of ``"gridsearch"``, batches ``(x, labels)``.
-            loss: Criterion of ``"gridsearch"``, :data:`~contrastive_curvature.laplace.prior.RetrievalCriterion`; the
+            loss: Criterion of ``"gridsearch"``, :data:`~contrastive_curvature.posterior.prior.RetrievalCriterion`; the
                 default is the Brier score of 1-nearest-neighbour votes of sampled networks,
                 :func:`contrastive_curvature.metrics.retrieval_brier`.
             log_prior_prec_min: Lower end of the grid, as an exponent.
@@ -573,7 +573,7 @@ class ContrastiveLaplace(ParametricLaplace):
             progress_bar: Whether to show a progress bar.
             log_prior_prec_base: Base of the grid.
             strength: Scale of the prior for ``"average_information"``, a positive number; ``None`` for
-                :data:`~contrastive_curvature.laplace.prior.STRENGTH` (``docs/defaults.md``).
+                :data:`~contrastive_curvature.posterior.prior.STRENGTH` (``docs/defaults.md``).
 
         Raises:
             InputError: An option is unknown, out of range or not used by the method, rounding makes the posterior

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import numpy as np
@@ -55,6 +55,10 @@ class Embedded:
         """Return some of the inputs: a slice, or an array of row numbers or booleans."""
         chosen = np.arange(len(self))[rows]
         return type(self)(self.directions[torch.from_numpy(chosen)], self.uncertainty[chosen], self.novelty[chosen])
+
+    def to(self, device: torch.device) -> Self:
+        """Return the inputs with directions on a device."""
+        return replace(self, directions=self.directions.to(device))
 
     def distinct(self, classes: Tensor) -> NDArray[np.int64]:
         """Return the places of inputs without repetitions: the first of those with one direction and class (N,)."""

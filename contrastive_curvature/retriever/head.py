@@ -8,13 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError
-from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.losses.supcon import SupConLoss
 from contrastive_curvature.network.batches import by_length, results
 from contrastive_curvature.network.call import ModelCall
-from contrastive_curvature.network.encoder import evaluation_mode
-from contrastive_curvature.network.inputs import move_inputs, slice_inputs, tokenized
-from contrastive_curvature.posterior.predict import moved_inputs
+from contrastive_curvature.network.inputs import move_inputs, tokenized
 from contrastive_curvature.progress import Progress
 
 AT_ONCE = 256
@@ -69,25 +66,6 @@ def outputs(encoder: nn.Module | None, inputs: Any, argument: str, progress_bar:
     inputs, places = by_length(inputs, argument)
     with torch.no_grad():
         parts = list(results(run, encoder, inputs, argument, AT_ONCE, progress_bar, "[encode]"))
-    return torch.cat(parts)[places]
-
-
-def last_layer_features(la: ContrastiveLaplace, inputs: Any, argument: str, progress_bar: bool | None = None) -> Tensor:
-    """Return the inputs of the last layer, shape (N, F), on the CPU; an encoder that is not analysed yet is analysed.
-
-    The posterior takes them in place of inputs (:func:`.feature_inputs`), so the encoder runs once.
-    """
-
-    def run(x: Any) -> Tensor:
-        x = moved_inputs(la.model, x, la._device)
-        if la.model.last_layer is None:
-            la.prepare(slice_inputs(x, slice(0, 8)))
-        phi: Tensor = la.model.forward_with_features(x).features
-        return phi.cpu()
-
-    inputs, places = by_length(inputs, argument)
-    with torch.no_grad(), evaluation_mode(la.model):
-        parts = list(results(run, la.model, inputs, argument, AT_ONCE, progress_bar, "[encode]"))
     return torch.cat(parts)[places]
 
 

@@ -14,7 +14,7 @@ from contrastive_curvature.decisions.fitted import percent
 from contrastive_curvature.decisions.retrieval import RetrievalThreshold
 from contrastive_curvature.embedding.known import points_needed
 from contrastive_curvature.errors import InputError
-from contrastive_curvature.retriever.evidence import COLUMNS
+from contrastive_curvature.retriever.evidence import COLUMNS, FLOOR
 
 _Numbers = NDArray[np.float64]
 
@@ -24,6 +24,9 @@ gap alone orders the surest answers well, so that the others have to earn their 
 
 PRESENT = 1.0, np.ones(len(COLUMNS))
 """As :data:`RIGHT`, of the score that says whether the gallery has the class. Both measured: ``docs/statistics.md``."""
+
+_SAME = math.log(1.001 * FLOOR)
+"""Log-distance to a match below which the query is the match."""
 
 _FOLDS = 5
 
@@ -125,6 +128,7 @@ class Rule:
         answered: Share of the held-out queries that are answered.
         kept_back: Share of the held-out queries that each rate alone keeps back, by the name of the rate.
         reasons: Reasons why nothing is answered, or nothing is called unknown, by the name of the rate.
+        in_gallery: Share of the held-out queries that are points of the gallery.
     """
 
     right: Regression
@@ -136,6 +140,7 @@ class Rule:
     answered: float
     kept_back: dict[str, float]
     reasons: dict[str, str]
+    in_gallery: float
 
     def p_value(self, novelty: _Numbers) -> _Numbers:
         """Return the shares (N,) of the held-out queries that are at least as novel, the query itself counted in."""
@@ -223,7 +228,8 @@ def certified(
     sides = {"wrong_answers": score > limit, "false_matches": near > present_limit, "false_alarms": ~known}
     kept_back = {name: float(side.mean()) for name, side in sides.items()}
     share = float((left & (score <= limit)).mean())
-    return Rule(right, limit, present, present_limit, novelties, rates.false_alarms, share, kept_back, reasons)
+    same = float((held.evidence[:, 0] < _SAME).mean())
+    return Rule(right, limit, present, present_limit, novelties, rates.false_alarms, share, kept_back, reasons, same)
 
 
 def _p_value(novelties: _Numbers, novelty: _Numbers) -> _Numbers:

@@ -62,10 +62,21 @@ def load_pretrained(
         InputTypeError: An argument has the wrong type.
         UnsupportedError: There is no posterior for this kind of encoder.
     """
+    return from_header(*read_tensors(_folder(source) / FILE, Saved), encoder, loss, relation, backend)
+
+
+def from_header(
+    saved: Saved,
+    tensors: Mapping[str, Tensor],
+    encoder: nn.Module,
+    loss: CosineLoss | None = None,
+    relation: RelationFunction | None = None,
+    backend: type[ContrastiveBackend] | None = None,
+) -> Any:
+    """Return the posterior of a header, and of the tensors beside it; other arguments as :func:`load_pretrained`."""
     if not isinstance(encoder, nn.Module):
         hint = "The folder holds the posterior; build the encoder and load its weights first."
         raise InputTypeError("encoder", "a torch.nn.Module with its weights", repr(encoder), hint)
-    saved, tensors = read_tensors(_folder(source) / FILE, Saved)
     contents = saved.contents
     if contents.towers is not isinstance(encoder, TwoTowers):
         wanted = "a TwoTowers" if contents.towers else "one encoder"

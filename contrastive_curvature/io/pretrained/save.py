@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import contrastive_curvature
 from contrastive_curvature import losses, validate
-from contrastive_curvature.artifact import VERSION, Header, read_header, target_folder, write_tensors
+from contrastive_curvature.artifact import VERSION, Header, target_folder, write_tensors
 from contrastive_curvature.codec import TensorTable, packed, to_tree
 from contrastive_curvature.embedding.known import NOVELTY
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
@@ -144,11 +144,6 @@ class Saved(Header):
     trees: list[Any]
 
 
-def state_checksum(folder: Path) -> str:
-    """Return a text that identifies the posterior in a folder."""
-    return str(read_header(folder / FILE, Saved).trees[0]["state"]["checksum"])
-
-
 def encoder_of(la: Any) -> nn.Module:
     """Return the encoder inside a posterior."""
     model: nn.Module = la.model.model if isinstance(la.model, Encoder) else la.model
@@ -190,6 +185,17 @@ def save_pretrained(la: Any, folder: Path | str, *, overwrite: bool = False, exa
     validate.flag("overwrite", overwrite)
     place = target_folder("folder", folder, FILE, Saved.described, overwrite=overwrite)
     table = TensorTable()
+    saved = posterior_header(la, table, example)
+    place.mkdir(parents=True, exist_ok=True)
+    write_tensors(place / FILE, saved, table.tensors, follow=False)
+    return place
+
+
+def posterior_header(la: Any, table: TensorTable, example: Any) -> Saved:
+    """Return all of a posterior except its arrays, which ``table`` receives; for a file that holds more as well.
+
+    Arguments and errors as of :func:`save_pretrained`; :func:`.from_header` is the way back.
+    """
     posteriors, trees = zip(*_posteriors(la, table, example), strict=True)
     contents = Contents(
         versions={
@@ -202,10 +208,7 @@ def save_pretrained(la: Any, folder: Path | str, *, overwrite: bool = False, exa
         shared=isinstance(la, TwoTowerLaplace) and la.shared,
         posteriors=posteriors,
     )
-    saved = Saved(contents=contents, trees=list(trees))
-    place.mkdir(parents=True, exist_ok=True)
-    write_tensors(place / FILE, saved, table.tensors, follow=False)
-    return place
+    return Saved(contents=contents, trees=list(trees))
 
 
 def _posteriors(la: Any, table: TensorTable, example: Any) -> list[tuple[PosteriorInfo, Any]]:

@@ -1,0 +1,205 @@
+"""What a retriever answers from, as one value: no step changes a state, each returns another one.
+
+``State.fitted`` makes the first; ``added``, ``removed`` and ``learned`` return a state with other points or other
+queries, and with the limits that follow from them. So a gallery always has its own labels and limits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from contrastive_curvature import validate
+from contrastive_curvature.codec import NOT_SAVED
+from contrastive_curvature.errors import InputError, InputTypeError
+from contrastive_curvature.retriever.answers import Answers, as_array
+from contrastive_curvature.retriever.evidence import Embedded, evidence
+from contrastive_curvature.retriever.index import Index, nearest
+from contrastive_curvature.retriever.rule import Labelled, Rates, Rule, certified
+
+if TYPE_CHECKING:
+    from contrastive_curvature.laplace.posterior import ContrastiveLaplace
+
+Names = Sequence[Hashable]
+
+NAMED = 5
+"""Classes, or identifiers, that are named in a message."""
+
+
+class Gallery(NamedTuple):
+    """M points that are searched.
+
+    Attributes:
+        directions: Unit vectors, shape (M, D).
+        classes: Numbers of their labels, int64, shape (M,).
+        identifiers: int64, ascending, shape (M,).
+        following: Identifier of the next point that is added: no identifier is given twice.
+    """
+
+    directions: Tensor
+    classes: Tensor
+    identifiers: NDArray[np.int64]
+    following: int
+
+
+@dataclass(frozen=True, eq=False)
+class State:
+    """Points that are searched, held-out queries, and the limits that follow from both.
+
+    Methods take an ``index``, which is not part of the state: it is searched in place of the gallery, and what it
+    returns is compared with the gallery; ``None`` searches the gallery.
+
+    Attributes:
+        rates: Rates that are asked for.
+        labels: Labels of the classes 0, 1 and so on.
+        gallery: The points.
+        held: N held-out queries, each once.
+        truth: Numbers of their labels, int64, shape (N,).
+        feedback: Answered queries and the numbers of their labels; ``None`` without any.
+        ceiling: Largest limit of the score of an answer under which the feedback was answered.
+        rule: The limits.
+        posterior: What embeds inputs; ``None`` if they are embeddings.
+    """
+
+    rates: Rates
+    labels: tuple[Hashable, ...]
+    gallery: Gallery
+    held: Embedded
+    truth: Tensor
+    feedback: tuple[Embedded, Tensor] | None
+    ceiling: float
+    rule: Rule
+    posterior: ContrastiveLaplace | None = field(default=None, metadata=NOT_SAVED)
+
+    @classmethod
+    def fitted(
+        cls,
+        rates: Rates,
+        posterior: ContrastiveLaplace | None,
+        points: Embedded,
+        names: Names,
+        held: Embedded,
+        held_names: Names,
+        index: Index | None,
+    ) -> State:
+        """Return the state of a gallery and of held-out queries, both with labels."""
+        labels, truth = coded((), held_names)
+        labels, classes = coded(labels, names)
+        rows = held.distinct(truth)
+        if len(rows) < 2:
+            raise InputError("held_out", "at least two queries", f"{len(rows)}")
+        gallery = Gallery(points.directions, classes, np.arange(len(points)), len(points))
+        no_rule: Any = None
+        new = cls(rates, labels, gallery, held[rows], truth[rows], None, math.inf, no_rule, posterior)
+        return new._certified(index)
+
+    def added(self, points: Embedded, names: Names, index: Index | None) -> State:
+        """Return the state with more points, which get the next identifiers."""
+        now, (labels, classes) = self.gallery, coded(self.labels, names)
+        following = now.following + len(points)
+        gallery = Gallery(
+            torch.cat([now.directions, points.directions]),
+            torch.cat([now.classes, classes]),
+            np.concatenate([now.identifiers, np.arange(now.following, following)]),
+            following,
+        )
+        return self._certified(index, labels=labels, gallery=gallery)
+
+    def removed(self, identifiers: Any, index: Index | None) -> State:
+        """Return the state without the points with these identifiers, whole numbers."""
+        now, gone = self.gallery, np.asarray(identifiers.cpu() if isinstance(identifiers, Tensor) else identifiers)
+        if gone.size and gone.dtype.kind not in "iu":
+            hint = "numpy.flatnonzero(mask) numbers the points of a mask, as long as none was removed."
+            raise InputTypeError("identifiers", "whole numbers", f"{gone.dtype}", hint)
+        missing = np.setdiff1d(gone, now.identifiers)
+        if len(missing):
+            raise InputError("identifiers", "those of points in the gallery", f"{missing[:NAMED].tolist()}")
+        keep = ~np.isin(now.identifiers, gone)
+        if not keep.any():
+            raise InputError("identifiers", "some of the points", "all", "Fit again, with another gallery.")
+        rows = torch.from_numpy(keep)
+        directions = now.directions[rows.to(now.directions.device)]
+        gallery = Gallery(directions, now.classes[rows], now.identifiers[keep], now.following)
+        return self._certified(index, gallery=gallery)
+
+    def learned(
+        self, queries: Embedded, names: Names, asked: Literal["random", "answered"], index: Index | None
+    ) -> State:
+        """Return the state that knows more queries with labels, chosen as :meth:`.Retriever.learn` says."""
+        validate.choice("asked", asked, ("random", "answered"))
+        labels, truth = coded(self.labels, names)
+        if asked == "random":
+            held, truth = Embedded.cat([self.held, queries]), torch.cat([self.truth, truth])
+            rows = held.distinct(truth)
+            return self._certified(index, labels=labels, held=held[rows], truth=truth[rows])
+        columns, _, novelty = self.searched(queries, index)
+        kept = np.flatnonzero(self.rule.decision(columns, novelty) == "answer")
+        if not len(kept):
+            return self
+        queries, truth = queries[kept], truth[kept]
+        if self.feedback is not None:
+            queries, truth = Embedded.cat([self.feedback[0], queries]), torch.cat([self.feedback[1], truth])
+        ceiling = min(self.ceiling, self.rule.limit)
+        return self._certified(index, labels=labels, feedback=(queries, truth), ceiling=ceiling)
+
+    def answers(self, queries: Embedded, index: Index | None) -> Answers:
+        """Answer queries."""
+        columns, match, novelty = self.searched(queries, index)
+        return Answers(
+            self.rule.decision(columns, novelty),
+            as_array([self.labels[code] for code in self.gallery.classes[match].tolist()]),
+            self.gallery.identifiers[match],
+            np.exp(-np.logaddexp(0, self.rule.right(columns))),
+            self.rule.p_value(novelty),
+        )
+
+    def searched(
+        self, queries: Embedded, index: Index | None, without: Tensor | None = None
+    ) -> tuple[NDArray[np.float64], NDArray[np.int64], NDArray[np.float64]]:
+        """Return evidence and matches, as :func:`.evidence`, and novelties (N,)."""
+        now = self.gallery
+        search = None if index is None else partial(nearest, index, now.directions, now.identifiers)
+        columns, match = evidence(queries, now.directions, now.classes, without, search)
+        return columns, match, np.exp(columns[:, 1]) if self.posterior is None else queries.novelty
+
+    def compared(self, queries: Embedded, truth: Tensor, index: Index | None) -> tuple[Labelled, NDArray[np.float64]]:
+        """Return the evidence of queries with labels, in the gallery, and in the gallery without their class."""
+        columns, match, novelty = self.searched(queries, index)
+        right = (self.gallery.classes[match] == truth).numpy()
+        return Labelled(columns, right, novelty), self.searched(queries, index, truth)[0]
+
+    @property
+    def uncovered(self) -> list[Hashable]:
+        """Labels of the gallery without a held-out query."""
+        covered = set(self.truth.tolist())
+        return [self.labels[code] for code in self.gallery.classes.unique().tolist() if code not in covered]
+
+    def to(self, device: torch.device) -> State:
+        """Return the state with all directions on a device."""
+        points, held, feedback = self.gallery, self.held.to(device), self.feedback
+        gallery = points._replace(directions=points.directions.to(device))
+        fed = None if feedback is None else (feedback[0].to(device), feedback[1])
+        return replace(self, gallery=gallery, held=held, feedback=fed)
+
+    def _certified(self, index: Index | None, **parts: Any) -> State:
+        """Return the state with other parts, and with the limits that follow from them."""
+        # With other points or held-out queries comes another score, for which the earlier ceiling means nothing.
+        new = replace(self, **{"ceiling": math.inf, **parts})
+        feedback = None if new.feedback is None else new.compared(*new.feedback, index)[0]
+        held, absent = new.compared(new.held, new.truth, index)
+        return replace(new, rule=certified(new.rates, held, absent, feedback, new.ceiling))
+
+
+def coded(labels: tuple[Hashable, ...], names: Names) -> tuple[tuple[Hashable, ...], Tensor]:
+    """Return labels with the new ones among N names, and the number of each name, int64, shape (N,)."""
+    known = {name: code for code, name in enumerate(labels)}
+    codes = torch.tensor([known.setdefault(name, len(known)) for name in names], dtype=torch.int64)
+    return tuple(known), codes
