@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from operator import length_hint
 from typing import Any, TypeVar
 
 from tqdm import tqdm
@@ -22,8 +25,11 @@ class LongRunWarning(UserWarning):
 class Progress:
     """The progress of one computation, which may have several loops.
 
+    A terminal or a notebook shows bars. A log, which keeps every state of a bar, gets one line at the end.
+
     Args:
         show: ``True`` shows bars from the start, ``None`` from the tenth second of the computation on, ``False`` never.
+            The line at the end follows the same rule.
     """
 
     def __init__(self, show: bool | None = None) -> None:
@@ -32,18 +38,23 @@ class Progress:
         self._show = show
         self._start = time.monotonic()
 
-    def bar(self, desc: str, total: int) -> Any:
-        """Return a bar; the caller calls its ``update``."""
-        return tqdm(desc=desc, total=total, **self._options())
+    @contextmanager
+    def bar(self, desc: str, total: int | None, *, last: bool = True) -> Iterator[Any]:
+        """Yield a bar; the caller calls its ``update``. A log gets no line of a loop that is not the ``last`` one."""
+        redraws = sys.stderr.isatty() or type(sys.stderr).__module__.startswith("ipykernel")
+        shown = self._show is not False
+        delay = 0.0 if self._show else max(0.0, _SHOW_AFTER - self._seconds())
+        with tqdm(desc=desc, total=total, disable=not (shown and redraws), delay=delay, leave=bool(self._show)) as bar:
+            yield bar
+        if shown and last and not redraws and (self._show or self._seconds() >= _SHOW_AFTER):
+            tqdm.write(f"{desc} done after {self._seconds():.0f} s", file=sys.stderr)
 
-    def over(self, items: Iterable[_T], desc: str) -> Iterable[_T]:
+    def over(self, items: Iterable[_T], desc: str, *, last: bool = True) -> Iterator[_T]:
         """Iterate with a bar."""
-        return tqdm(items, desc=desc, **self._options())
+        with self.bar(desc, length_hint(items) or None, last=last) as bar:
+            for item in items:
+                yield item
+                bar.update()
 
-    def _options(self) -> dict[str, Any]:
-        waited = time.monotonic() - self._start
-        return {
-            "disable": self._show is False,
-            "delay": 0.0 if self._show else max(0.0, _SHOW_AFTER - waited),
-            "leave": bool(self._show),
-        }
+    def _seconds(self) -> float:
+        return time.monotonic() - self._start

@@ -99,7 +99,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--out", type=Path, metavar="DIR", help=out)
     add("--device", default="cpu", help="where torch computes (default: %(default)s)")
     add("--threads", type=int, metavar="N", help="of torch on the CPU (default: torch's)")
-    add("--quiet", action="store_false", dest="progress", help="no progress bars")
+    add("--quiet", action="store_const", const=False, dest="progress", help="no progress bars")
     given = parser.parse_args(argv)
     given.data = given.data or TABLE_DATA[given.table][0]
     if given.data not in TABLE_DATA[given.table]:

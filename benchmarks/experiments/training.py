@@ -9,6 +9,7 @@ import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
+from operator import length_hint
 from typing import Any, Literal
 
 import numpy as np
@@ -16,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR
 from torch.utils.data import DataLoader, Dataset, Sampler
-from tqdm import tqdm
 
 from benchmarks.experiments.data import RetrievalData, Split, loader
 from contrastive_curvature import ContrastiveLoss, DivergenceError
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.metrics.neighbors import Metric
 from contrastive_curvature.network.encoder import Encoder
+from contrastive_curvature.progress import Progress
 from contrastive_curvature.vmf.estimation import sra
 
 NETWORKS: dict[str, tuple[int, int, int]] = {"digits": (1, 8, 8), "fashionmnist": (1, 28, 28), "cifar10": (3, 32, 32)}
@@ -58,7 +59,7 @@ class Setting:
             time on a CPU that has instructions for it (AMX or AVX512_BF16), and six to twelve times as long on others.
             Losses, weights and everything after training are float32.
         device: Where torch computes.
-        progress: Whether to show progress bars.
+        progress: Whether to show progress bars; ``None`` shows them from the tenth second on.
     """
 
     network: str = "fashionmnist"
@@ -74,7 +75,7 @@ class Setting:
     memory_factor: float = 1e-4
     precision: Literal["float32", "bfloat16"] = "float32"
     device: str = "cpu"
-    progress: bool = True
+    progress: bool | None = None
 
 
 @dataclass(frozen=True)
@@ -241,18 +242,20 @@ def run_training(setting: Setting, step: nn.Module, batches: Iterable[tuple[Tens
     scheduler = ExponentialLR(optimizer, _DECAY)
     steps = 0
     step.train()
-    for epoch in range(1, setting.epochs + 1):
-        for x, targets in tqdm(batches, f"[epoch {epoch}/{setting.epochs}]", unit="step", disable=not setting.progress):
-            steps += 1
-            loss = step(x.to(setting.device), targets.to(setting.device))
-            if not bool(loss.isfinite()):
-                raise DivergenceError(f"the loss is {float(loss)}.", steps)
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-        if not all(bool(parameter.isfinite().all()) for parameter in step.parameters()):
-            raise DivergenceError("a parameter is not finite.", steps)
-        scheduler.step()
+    with Progress(setting.progress).bar("[training]", setting.epochs * length_hint(batches) or None) as bar:
+        for _epoch in range(setting.epochs):
+            for x, targets in batches:
+                steps += 1
+                loss = step(x.to(setting.device), targets.to(setting.device))
+                if not bool(loss.isfinite()):
+                    raise DivergenceError(f"the loss is {float(loss)}.", steps)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+                bar.update()
+            if not all(bool(parameter.isfinite().all()) for parameter in step.parameters()):
+                raise DivergenceError("a parameter is not finite.", steps)
+            scheduler.step()
 
 
 def training_loader(setting: Setting, images: Dataset[Any], targets: Tensor, seed: int, **more: Any) -> DataLoader[Any]:

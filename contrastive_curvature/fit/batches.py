@@ -36,7 +36,7 @@ def statistics(f: Fit, passes: Passes) -> Total:
     inside = torch.zeros(2, dtype=torch.float64)
     # Class labels are counted; other targets are all kept, because the pairs of a point depend on all of them.
     rows, table, record = RowCollector(0 if relation is None else None), ClassTableCollector(), PassRecord()
-    for batch in f.progress.over(passes.reader, "[targets]"):
+    for batch in f.progress.over(passes.reader, "[targets]", last=False):
         y: Any = batch.labels
         inside += inside.new_tensor(pair_totals(*make_relation(len(y), y.device, y, relation).counts()))
         rows.add(batch.numbers, {"targets": y})

@@ -124,7 +124,7 @@ class Passes:
     def embedded(self, progress: Progress) -> Iterator[tuple[Batch, Tensor, Tensor | None]]:
         """Run the encoder; yield every batch with its raw outputs (n, D) and, for a last layer, its features (n, F)."""
         last_layer = isinstance(self.pullback, LastLayerPullback)
-        batches: Iterable[Batch] = progress.over(self.reader, "[embedding]")
+        batches: Iterable[Batch] = progress.over(self.reader, "[embedding]", last=False)
         for number, batch in enumerate(batches):
             z, features = self.encoder.forward_with_features(batch.x) if last_layer else (self.encoder(batch.x), None)
             yield batch, check_batch(z, "model(x)", number), features

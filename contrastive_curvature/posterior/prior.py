@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from contrastive_curvature import metrics, validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
@@ -26,6 +25,7 @@ from contrastive_curvature.network.loader import check_loader, check_not_empty
 from contrastive_curvature.options import parse_option
 from contrastive_curvature.posterior.predict import LinearizedEncoder, on_sphere, samples_at
 from contrastive_curvature.posterior.value import Posterior
+from contrastive_curvature.progress import Progress
 from contrastive_curvature.structures.base import Structure
 
 PRIOR_STRUCTURES = ("scalar", "layerwise", "diag")
@@ -215,7 +215,7 @@ def best_of_grid(
         samples = samples_at(at(value), read, contexts, n_samples, generator, linearized=linearized)
         return float((loss or metrics.retrieval_brier)(on_sphere(samples), targets))
 
-    scores = [score(value) for value in tqdm(grid, desc="[prior grid]", disable=not bar)]
+    scores = [score(value) for value in Progress(bar).over(grid, "[prior grid]")]
     numbers = [(score, place) for place, score in enumerate(scores) if not math.isnan(score)]
     if not numbers:
         raise InputError("loss", "a criterion that is a number somewhere on the grid", "NaN everywhere")

@@ -4,8 +4,10 @@ import json
 import math
 
 import pytest
+import torch
+from torch import nn
 
-from benchmarks.experiments import plan, plots, report, run
+from benchmarks.experiments import plan, plots, report, run, training
 from benchmarks.experiments.methods import triplet
 
 TINY = ["--data", "digits", "--train-size", "100", "--test-size", "50", "--n-samples", "3", "--epochs", "1", "--quiet"]
@@ -19,6 +21,17 @@ def results_of(folder):
 @pytest.fixture
 def undrawn(monkeypatch):
     monkeypatch.setattr(plots, "draw_all", lambda *_: None)  # half of the time
+
+
+def test_a_log_gets_one_line_of_a_training(capsys):
+    class Squares(nn.Linear):
+        def forward(self, x, targets):
+            return (super().forward(x) - targets).square().mean()
+
+    batches = [(torch.ones(4, 3), torch.ones(4, 1))] * 3
+    for asked, line in ((True, "[training] done after 0 s\n"), (None, ""), (False, "")):
+        training.run_training(training.Setting(epochs=2, progress=asked), Squares(3, 1), batches, lr=0.1)
+        assert capsys.readouterr().err == line
 
 
 def test_every_row_of_table_2_runs(device, tmp_path, undrawn, monkeypatch):

@@ -11,13 +11,13 @@ import torch
 from laplace import Laplace
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from tqdm import tqdm
 
 from benchmarks.experiments import training
 from benchmarks.experiments.data import RetrievalData, Split, loader
 from contrastive_curvature.embedding.known import OptimisticPValueWarning
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.online import OnlineLaplace
+from contrastive_curvature.progress import Progress
 
 _CHUNK = 2**25
 """Numbers that sampled weights, or what they give, may fill at once."""
@@ -78,7 +78,7 @@ def _calibrated(setting: training.Setting, la: Any, data: RetrievalData) -> trai
     with warnings.catch_warnings():
         if data.calibration is None:
             warnings.simplefilter("ignore", OptimisticPValueWarning)
-        la.calibrate(loader(split.take(rows), training.EVAL_BATCH), progress_bar=None if setting.progress else False)
+        la.calibrate(loader(split.take(rows), training.EVAL_BATCH), progress_bar=setting.progress)
 
     def predict(split: Split) -> training.Prediction:
         return closed_form(setting, la, split, data.calibration is not None)
@@ -133,7 +133,7 @@ def sampled_embeddings(
     generator = torch.Generator(features.device).manual_seed(seed)
     dim, width = la.model.last_layer.weight.shape
     step = max(1, _CHUNK // max(dim * width, dim * len(features)))
-    with tqdm(total=n_samples, desc="[sampled networks]", leave=False, disable=not setting.progress) as bar:
+    with Progress(setting.progress).bar("[sampled networks]", n_samples) as bar:
         for start in range(0, n_samples, step):
             # Not around the yield: what comes between two samples is the caller's.
             with torch.no_grad():

@@ -6,13 +6,13 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from tqdm import tqdm
 
 from benchmarks.experiments.data import RetrievalData, Split
 from benchmarks.experiments.training import Fitted, Prediction, Setting, analysed, encode, features_of, unit
 from contrastive_curvature import metrics, vmf
 from contrastive_curvature.hessian.sphere import check_outputs, normalize
 from contrastive_curvature.metrics.neighbors import squared_distances
+from contrastive_curvature.progress import Progress
 from contrastive_curvature.vmf.estimation import sra
 
 NEIGHBORS = 10
@@ -136,7 +136,7 @@ def knn_features(setting: Setting, data: RetrievalData, seed: int, encoders: Enc
     return Fitted(predict)
 
 
-def feature_distance(queries: Tensor, gallery: Tensor, progress: bool = False) -> Tensor:
+def feature_distance(queries: Tensor, gallery: Tensor, progress: bool | None = False) -> Tensor:
     """Mean cosine distance to the ten nearest gallery points, for long vectors.
 
     In blocks of queries and of gallery, so that beside both nothing larger than a block times a block is held.
@@ -144,14 +144,14 @@ def feature_distance(queries: Tensor, gallery: Tensor, progress: bool = False) -
     Args:
         queries: Features, shape (N, F).
         gallery: Features, shape (M, F), M >= 10.
-        progress: Whether to show a progress bar.
+        progress: Whether to show a progress bar; ``None`` shows it from the tenth second on.
 
     Returns:
         Shape (N,), in [0, 2].
     """
     lengths = gallery.norm(dim=1)
     parts = []
-    for rows in tqdm(queries.split(_BLOCK_KNN), desc="[feature baseline]", leave=False, disable=not progress):
+    for rows in Progress(progress).over(queries.split(_BLOCK_KNN), "[feature baseline]"):
         unit_rows = rows / rows.norm(dim=1, keepdim=True)
         best = unit_rows.new_full((len(rows), NEIGHBORS), -1.0)
         for block, length in zip(gallery.split(_BLOCK_KNN), lengths.split(_BLOCK_KNN), strict=True):
