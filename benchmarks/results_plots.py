@@ -64,7 +64,7 @@ def transfer_points(folder: Path = RESULTS / "transfer") -> dict[str, dict[str, 
 
 def plot_transfer() -> Figure:
     """Is the neighbour right, is the input known: every family of encoders, and the best other score beside ours."""
-    figure, both = subplots(10, 3.8, 2, sharey=True)
+    figure, both = subplots(10, 4.2, 2, sharey=True)
     titles = {"right": "Is the nearest neighbour right?", "known": "Is the input of a known kind?"}
     for axes, (question, scores) in zip(both, transfer_points().items(), strict=True):
         for (score, values), colour, marker in zip(scores.items(), COLOURS, _MARKERS, strict=False):
@@ -73,7 +73,7 @@ def plot_transfer() -> Figure:
         axes.set_title(titles[question], fontsize=10)
         axes.set(xlim=(0.48, 1.02), xlabel="R-AUROC" if question == "right" else "AUROC")
         axes.grid(axis="y", alpha=0.3)
-        finish(axes)
+        finish(axes, columns=1)  # two legends beside each other would read as one row
     both[0].invert_yaxis()  # the first family on top
     return figure
 

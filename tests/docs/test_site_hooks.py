@@ -66,3 +66,15 @@ def test_formulas_are_drawn_by_the_browser_and_dollars_in_code_are_left_alone():
     assert "<mfrac>" in page
     assert "arithmatex" not in page
     assert "<code>$HOME</code> and $5." in page
+
+
+def test_names_in_tables_break_between_words():
+    page = "<p><code>cc.a_b</code></p><table><td>a.b <code>{}</code></td></table>".format
+    for marked in (
+        "cc.<wbr>RetrievalThreshold",
+        "1.5",
+        ".p_<wbr>value",
+        "f(<wbr>x)[<wbr>k]/<wbr>d=<wbr>e",
+        "x &lt;= b",
+    ):
+        assert hook("table_names").with_breaks(page(marked.replace("<wbr>", ""))) == page(marked)
