@@ -30,9 +30,6 @@ from torch.nn.utils import parameters_to_vector
 import contrastive_curvature as cc
 
 SMALL = "GALLERY_SMALL" in os.environ  # for the test of this page
-plt.style.use("tableau-colorblind10")
-plt.rcParams.update({"figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False})
-plt.rcParams["figure.constrained_layout.use"] = True
 torch.manual_seed(0)
 
 pictures, digits = load_digits(return_X_y=True)

@@ -31,10 +31,6 @@ from torch.utils.data import DataLoader, TensorDataset
 import contrastive_curvature as cc
 
 SMALL = "GALLERY_SMALL" in os.environ  # for the test of this page
-plt.style.use("tableau-colorblind10")
-plt.rcParams.update(
-    {"figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False, "figure.constrained_layout.use": True}
-)
 torch.manual_seed(0)
 
 pictures, digits = (torch.as_tensor(part) for part in load_digits(return_X_y=True))

@@ -7,8 +7,7 @@ some. A script that fails leaves its old notebook as it is.
 ``clinc150/data_full.json.gz`` (https://github.com/clinc/oos-eval, CC BY 3.0) from ``DATA_ROOT``, by default
 ``../shared/data``. ``faces`` reads ``faces.npz``, which ``python -m benchmarks.transfer`` writes, from
 ``FEATURES_ROOT``, by default ``../cache/transfer``, and thumbnails from torchvision's ``lfw-py`` in ``DATA_ROOT``.
-Where these are absent, both run with small made-up data, and say so. The pictures of people are shown as thumbnails
-only, and are for research.
+The pictures of people are shown as thumbnails only, and are for research.
 """
 
 from __future__ import annotations
@@ -49,6 +48,7 @@ def main(names: list[str]) -> None:
     os.environ.pop("GALLERY_SMALL", None)
     # Of a dependency that uses torch.jit at its import, and of tqdm without widgets.
     os.environ["PYTHONWARNINGS"] = "ignore::FutureWarning,ignore:IProgress not found"
+    os.environ["MATPLOTLIBRC"] = str(HERE / "matplotlibrc")
     os.environ["PYTHONPATH"] = str(ROOT)  # two pages use readers of benchmarks/
     for name in names or PAGES:
         page = nbformat.writes(execute(HERE / f"{name}.py")).encode() + b"\n"

@@ -36,40 +36,10 @@ import contrastive_curvature as cc
 SMALL = "GALLERY_SMALL" in os.environ  # for the test of this page
 DATA = Path(os.environ.get("DATA_ROOT", "../shared/data"))
 FEATURES = Path(os.environ.get("FEATURES_ROOT", "../cache/transfer")) / "faces.npz"
-plt.style.use("tableau-colorblind10")
-plt.rcParams.update({"figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False})
-plt.rcParams["figure.constrained_layout.use"] = True
 HARMS, LEVELS = ("blur", "contrast", "noise", "occlusion", "rotation"), range(1, 6)
-
-
-def made_up():
-    """Points around one centre for each of many people, where the features of faces are absent."""
-    draw = np.random.default_rng(0)
-    people = 3 * draw.standard_normal((90, 32))
-
-    def pictures(who, blur=0.0):
-        return ((1 - blur) * people[who] + draw.standard_normal((len(who), 32))).clip(0)
-
-    who = {"train": np.arange(300) % 40, "test": 40 + np.arange(240) % 50}
-    found = {f"{part}_features": pictures(rows) for part, rows in who.items()}
-    found |= {f"{part}_labels": rows for part, rows in who.items()}
-    found |= {"weight": draw.standard_normal((16, 32)) / 6, "bias": np.zeros(16), "corrupted_rows": np.arange(60)}
-    found |= {f"unknown_{name}": draw.standard_normal((50, 32)).clip(0) for name in ("mnist", "letters", "cifar10")}
-    found |= {f"corrupted_{kind}_{level}": pictures(who["test"][:60], level / 6) for kind in HARMS for level in LEVELS}
-    left, right = draw.integers(0, 240, (2, 400))
-    right[:200] = (left[:200] + 50) % 240
-    found |= {"pairs_features": found["test_features"], "pairs_left": left, "pairs_right": right}
-    return found | {"pairs_same": who["test"][left] == who["test"][right], "pairs_fold": np.arange(400) % 10}
-
-
-if there := FEATURES.exists() and not SMALL:
-    data = dict(np.load(FEATURES))
-else:
-    print("the features of LFW are not there: the numbers of this page are those of a few made-up points")
-    data = made_up()
 data = {
     name: torch.as_tensor(value, dtype=torch.float32 if value.dtype.kind == "f" else None)
-    for name, value in data.items()
+    for name, value in np.load(FEATURES).items()
 }
 print({name: tuple(data[name].shape) for name in ("train_features", "test_features", "pairs_left")})
 
@@ -119,11 +89,7 @@ def thumbnails():
     return read
 
 
-read = (
-    thumbnails()
-    if there and (DATA / "lfw-py" / "lfw-deepfunneled.zip").exists()
-    else lambda _row: np.full((56, 56, 3), 200)
-)
+read = (lambda _row: np.full((56, 56, 3), 200)) if SMALL else thumbnails()
 ranked = faces.uncertainty.argsort()
 fig, axes = plt.subplots(2, 10, figsize=(8, 2.1), dpi=72)
 chosen = (("most certain", ranked[:10]), ("least certain", ranked[-10:].flip(0)))

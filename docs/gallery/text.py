@@ -18,7 +18,6 @@
 # %%
 import os
 import platform
-import random
 from pathlib import Path
 
 import matplotlib.pyplot as plt
@@ -34,38 +33,9 @@ from benchmarks.transfer.train import Training, train
 
 SMALL = "GALLERY_SMALL" in os.environ  # for the test of this page
 DATA = Path(os.environ.get("DATA_ROOT", "../shared/data"))
-plt.style.use("tableau-colorblind10")
-plt.rcParams.update({"figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False})
-plt.rcParams["figure.constrained_layout.use"] = True
-
-
-def made_up():
-    """Sentences of eight made-up intents, and of others, where CLINC150 is absent."""
-    source = random.Random(0)
-    verbs = ["show", "tell", "give", "find", "send", "read", "play", "open"]
-    intents = ["my account balance", "the weather today", "a train to town", "an alarm for six", "this song again"]
-    intents += ["the light upstairs", "a table for two", "my last messages"]
-
-    def query(about):
-        start = source.choice(["please", "can you", "could you", "now"])
-        return (
-            f"{start} {source.choice(verbs)} {source.choice(['me', 'us'])} {about} in {source.randrange(999)} minutes"
-        )
-
-    sizes = {"train": 320, "val": 240, "test": 240}
-    numbers = {part: np.arange(size) % len(intents) for part, size in sizes.items()}
-    found = {part: [query(intents[i]) for i in labels] for part, labels in numbers.items()}
-    others = ["a recipe with beans", "the capital of Peru", "how old cats get", "who won the cup"]
-    return found, numbers, [query(source.choice(others)) for _ in range(200)]
-
-
-if SMALL or not (DATA / "clinc150").exists():
-    print("CLINC150 is not there: the numbers of this page are those of a few made-up sentences")
-    texts, labels, beyond = made_up()
-else:
-    queries = read_queries(DATA)
-    texts, labels, beyond = queries.texts, queries.labels, queries.beyond
-labels = {part: torch.as_tensor(numbers) for part, numbers in labels.items()}
+queries = read_queries(DATA)
+texts, beyond = queries.texts, queries.beyond
+labels = {part: torch.as_tensor(numbers) for part, numbers in queries.labels.items()}
 print({part: len(found) for part, found in texts.items()}, "out of scope:", len(beyond))
 
 # %% [markdown]

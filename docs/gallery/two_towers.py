@@ -29,10 +29,6 @@ from torch.nn.functional import nll_loss
 import contrastive_curvature as cc
 
 SMALL = "GALLERY_SMALL" in os.environ  # for the test of this page
-plt.style.use("tableau-colorblind10")
-plt.rcParams.update({"figure.dpi": 90, "axes.spines.top": False, "axes.spines.right": False})
-torch.manual_seed(0)
-plt.rcParams["figure.constrained_layout.use"] = True
 
 # %% [markdown]
 # ## The pairs
@@ -42,6 +38,7 @@ plt.rcParams["figure.constrained_layout.use"] = True
 # each picture.
 
 # %%
+torch.manual_seed(0)
 NAMES = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"]
 pictures, digits = (torch.as_tensor(part) for part in load_digits(return_X_y=True))
 pictures = pictures.float() / 16
