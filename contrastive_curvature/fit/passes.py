@@ -67,7 +67,8 @@ class PassRecord:
         else:
             got = "different outputs"
         hint = (
-            "Turn random augmentation and drop_last off (shuffling is fine), or use pairs='batch': it needs one pass."
+            "Turn random augmentation and drop_last off (shuffling is fine). pairs='batch' allows augmentation: it "
+            "compares targets alone."
         )
         raise InputError("train_loader", "the same data in every pass", got, hint)
 

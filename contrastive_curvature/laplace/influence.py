@@ -32,7 +32,7 @@ from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.losses.weighting import class_pairs, count_shares, weigh_pairs
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import input_length
-from contrastive_curvature.network.loader import in_fixed_order, reads_by_index
+from contrastive_curvature.network.loader import check_loader, in_fixed_order, reads_by_index
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.posterior.value import Posterior
 
@@ -82,6 +82,7 @@ def influence(
     posterior, backend = la.posterior, la.backend
     loss = _supported("influence", backend.options)
     items = Reader(_findable("loader", backend.options, loader), backend.points_of)
+    check_loader(queries, "queries", once=True)
     asked = Reader(in_fixed_order(queries, "queries", positions=True), backend.points_of)
     with evaluation_mode(la.model), torch.no_grad():
         pullback = backend.pullback(next(iter(items)).x)
@@ -159,6 +160,7 @@ def _moves(posterior: Posterior, gradients: Tensor) -> Tensor:
 
 def _findable(argument: str, options: CurvatureOptions, loader: Iterable[Any]) -> Any:
     """Return a loader with the batches of the fit, whose points have the positions that the user knows."""
+    check_loader(loader, argument)
     return in_fixed_order(loader, argument, mixed=not options.over_dataset, positions=True)
 
 

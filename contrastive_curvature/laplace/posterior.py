@@ -51,7 +51,7 @@ from contrastive_curvature.network.call import refuse_compiled
 from contrastive_curvature.network.digest import Watch
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, made_up_inputs, slice_inputs
-from contrastive_curvature.network.loader import check_loader, check_model, check_not_empty, read_views
+from contrastive_curvature.network.loader import check_loader, check_model, check_not_empty, in_fixed_order, read_views
 from contrastive_curvature.pairs.relation import check_labels
 from contrastive_curvature.posterior import calibration, predict
 from contrastive_curvature.posterior.predict import LinearizedEncoder
@@ -629,7 +629,7 @@ class ContrastiveLaplace(ParametricLaplace):
         check_loader(loader)
         sums = CentreCollector()
         with evaluation_mode(self.model), torch.no_grad():
-            for batch in Progress(progress_bar).over(loader, "[classes]"):
+            for batch in Progress(progress_bar).over(in_fixed_order(loader, "loader"), "[classes]"):
                 x, y = self.backend.read(batch)
                 z = check_outputs(self.backend.encoder(x)(x), "model(x)")
                 sums.add(z, check_labels(y, len(z)))

@@ -162,11 +162,12 @@ class TwoTowerLaplace:
             NotFittedError: Before ``fit``.
             InputError: See :meth:`ContrastiveLaplace.calibrate`. The calibration does not change.
         """
-        check_loader(loader, "loader", shares=True)
+        check_loader(loader, "loader")
+        batches = in_fixed_order(loader, "loader")
         sides = [("a", "b")] if self.shared else [("a",), ("b",)]
         later = [copy.copy(la) for la in self._each()]
         for la, side in zip(later, sides, strict=True):
-            inputs = (getattr(batch, tower) for batch in map(self._read, loader) for tower in side)
+            inputs = (getattr(batch, tower) for batch in map(self._read, batches) for tower in side)
             la.calibrate(inputs, progress_bar, **options)
         self._replace([la.posterior for la in later])
 

@@ -306,6 +306,8 @@ def dataset_hessian(
     kinds = len(bank.columns["targets"].unique()) if len(bank) else 0
     if kinds < least:
         wanted = f"a sample with points of two of the {len(table.labels)} classes at least"
-        hint = "Use a larger number; about 1,000 give all pairs to three digits."
+        hint = (
+            "Use a larger number (about 1,000 give all pairs to three digits), or negative_samples=None: all negatives."
+        )
         raise InputError("negative_samples", wanted, f"{len(bank)} points of {kinds}", hint)
     return loss.hessian_over(related, table, points, Columns.bank(*of(bank), table.counts))

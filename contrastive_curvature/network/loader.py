@@ -264,7 +264,8 @@ def uncoordinated_workers(loader: Any) -> int:
 def in_fixed_order(loader: Any, argument: str = "train_loader", *, mixed: bool = False, positions: bool = False) -> Any:
     """Return a loader with the same batches in every pass; warn if it does not give every point of its data set once.
 
-    This is the rule for the order of a loader, for fits, ``la.without`` and ``cc.influence`` alike:
+    This is the rule for the order of a loader, for fits, calibrations, class centres, ``la.without`` and
+    ``cc.influence`` alike:
 
     - A ``DataLoader`` that shuffles is read in the order of its data set, and whole: ``drop_last`` leaves out other
       points in every epoch, and none of the data set.

@@ -35,7 +35,7 @@ from contrastive_curvature.errors import InputError, NotFittedError
 from contrastive_curvature.network.call import naming_the_input
 from contrastive_curvature.network.digest import same_encoder
 from contrastive_curvature.network.inputs import check_inputs, tokenized
-from contrastive_curvature.network.loader import check_loader, inputs_alone
+from contrastive_curvature.network.loader import check_loader, in_fixed_order, inputs_alone
 from contrastive_curvature.posterior.predict import LinearizedEncoder, check_outputs, observe
 from contrastive_curvature.posterior.value import CALIBRATE, OPTIMISTIC, Fitted, Posterior
 from contrastive_curvature.progress import Progress
@@ -104,7 +104,7 @@ def calibrated(
         gaussians = before.gaussians
     batches = [
         _measured(posterior, read, batch, number, chosen, gaussians)
-        for number, batch in enumerate(Progress(progress_bar).over(loader, "[calibration]"))
+        for number, batch in enumerate(Progress(progress_bar).over(in_fixed_order(loader, "loader"), "[calibration]"))
     ]
     measured, sketches = map(torch.cat, zip(*batches, strict=True)) if batches else (torch.empty(0), torch.empty(0))
     if len(measured) < 2:

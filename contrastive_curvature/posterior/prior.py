@@ -21,7 +21,7 @@ from torch import Tensor
 
 from contrastive_curvature import metrics, validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
-from contrastive_curvature.network.loader import check_loader, check_not_empty
+from contrastive_curvature.network.loader import check_loader, check_not_empty, in_fixed_order
 from contrastive_curvature.options import parse_option
 from contrastive_curvature.posterior.predict import LinearizedEncoder, on_sphere, samples_at
 from contrastive_curvature.posterior.value import Posterior
@@ -199,7 +199,7 @@ def best_of_grid(
         raise InputTypeError("loss", "a callable (samples, labels) -> float", f"a {type(loss).__name__}")
     check_loader(val_loader, "val_loader", once=True)
     contexts, labels = [], []
-    for batch in val_loader:
+    for batch in in_fixed_order(val_loader, "val_loader"):
         x, y = read.backend.read(batch)
         contexts.append(read.sampling_context(x))
         labels.append(y)

@@ -115,10 +115,17 @@ def test_batches_are_counted_with_the_targets_they_come_with(device: str) -> Non
     def other(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         return x, labels // 2
 
+    def augmented(x: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        return x + 0.1 * torch.randn_like(x), labels
+
+    of_data = Laplace(model(device), "contrastive", hessian_structure="diag")
+    hint = "pairs='batch' allows augmentation: it compares targets alone"
+    refused(lambda: of_data.fit(Passes(from_pass(LATER, augmented), device)), hint)
     la = Laplace(model(device), "contrastive", backend_kwargs={"pairs": "batch"})
     refused(lambda: la.fit(Passes(from_pass(LATER, other), device)), "other targets")
     # Pairs of batches are formed in the second pass alone, so it may put points and labels together anew.
     la.fit(Passes(from_pass(LATER, shuffled_together), device))
+    la.fit(Passes(from_pass(LATER, augmented), device))
 
 
 @given(
@@ -177,6 +184,16 @@ def test_a_sampler_that_divides_the_data_is_refused() -> None:
     la.fit(DataLoader(data, batch_size=8, sampler=DistributedSampler(data, num_replicas=1, rank=0, shuffle=False)))
     with pytest.raises(cc.UnsupportedError, match="DistributedSampler"):
         la.optimize_prior_precision(method="gridsearch", val_loader=divided)
+    whole = DataLoader(data, batch_size=8)
+    for call in (
+        lambda: la.calibrate(divided),
+        lambda: la.measure_classes(divided),
+        lambda: la.without(divided, [0]),
+        lambda: cc.influence(la, divided, whole),
+        lambda: cc.influence(la, whole, divided),
+    ):
+        with pytest.raises(cc.UnsupportedError, match="DistributedSampler"):
+            call()
 
 
 class Stream(IterableDataset[Any]):

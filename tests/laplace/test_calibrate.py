@@ -13,6 +13,7 @@ from laplace import Laplace
 from laplace_combinations import for_every_combination
 from tables import covering, each
 from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import contrastive_curvature as cc
 from contrastive_curvature.codec import sealed
@@ -609,3 +610,22 @@ def judged(embedding: cc.EmbeddingDistribution) -> Tensor:
 def test_scores_that_are_refused(score: Any, words: str) -> None:
     with pytest.raises(cc.ContrastiveCurvatureError, match=words):
         fitted().calibrate(given(), score=score)
+
+
+def test_a_loader_is_read_as_a_fit_reads_it() -> None:
+    """Every point once in the order of the data set; a sampler that repeats or leaves out points is not silent."""
+    data = TensorDataset(inputs(GIVEN, 5), torch.arange(GIVEN) % 3)
+    whole, new = DataLoader(data, 11), inputs(5, 6)
+    shuffled = DataLoader(data, 11, shuffle=True, drop_last=True)
+    repeated = DataLoader(data, 11, sampler=[0, *range(GIVEN)])
+
+    def read(loader: Any) -> tuple[Tensor, Tensor]:
+        la = fitted(weights="all")
+        la.calibrate(loader)
+        la.measure_classes(loader)
+        return la(new).p_value, la.class_centres.sums
+
+    torch.testing.assert_close(read(shuffled), read(whole), rtol=0, atol=0)
+    with pytest.warns(UserWarning, match="loader: 30 of the 30 points .* are read, 1 of them more than once") as told:
+        read(repeated)
+    assert len(told) == 2

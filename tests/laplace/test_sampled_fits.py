@@ -12,6 +12,7 @@ from tiny import data, encoder, in_batches
 import contrastive_curvature as cc
 from contrastive_curvature.errors import InputError, UnsupportedError
 from contrastive_curvature.fit import dataset
+from contrastive_curvature.fit.state import State
 from contrastive_curvature.losses.logistic import LogisticLoss
 
 pytestmark = [
@@ -132,8 +133,30 @@ def test_a_sample_of_one_class_is_refused(loss: Any, device: str) -> None:
     y = torch.zeros(400, dtype=torch.int64, device=device)
     y[-2:] = 1
     options: dict[str, Any] = {} if loss is None else {"loss": loss}
-    with pytest.raises(InputError, match="negative_samples: expected a sample with points of two of the 2 classes"):
+    words = "negative_samples: expected a sample with points of two of the 2 classes.*or negative_samples=None"
+    with pytest.raises(InputError, match=words):
         fitted(device, [(x, y)], negative_samples=2, **options)
+
+
+def test_parts_refuse_a_sample_of_one_class_and_its_remedy_fits(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    as_if_many(monkeypatch, 300)
+    monkeypatch.setattr(dataset, "NEGATIVE_SAMPLES", 5)
+    x, _ = data(400, device, 4)
+    y = torch.zeros(400, dtype=torch.int64, device=device)
+    y[-2:] = 1
+    halves = [[(x[:200], y[:200])], [(x[200:], y[200:])]]
+
+    def in_parts(**options: Any) -> Any:
+        la = make(device, margin=0.9, **options)
+        first = State.merged([la.part_statistics(half, (k, 2)) for k, half in enumerate(halves)])
+        second = [la.part_curvature(half, (k, 2), first) for k, half in enumerate(halves)]
+        la.fit_parts(first, State.merged(second))
+        return la
+
+    with pytest.raises(InputError, match="or negative_samples=None: all negatives"):
+        in_parts()
+    whole = fitted(device, [(x, y)], margin=0.9, negative_samples=None)
+    torch.testing.assert_close(in_parts(negative_samples=None).H, whole.H)
 
 
 @each("loss", [None, LogisticLoss(pd_fix="psd")])

@@ -8,6 +8,7 @@ import torch
 from laplace import Laplace
 from tables import each, refused
 from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from tower_cases import LOSSES, batches, encoders, numbers, posterior
 
 import contrastive_curvature as cc
@@ -75,6 +76,15 @@ def test_towers_that_share_a_part(device: str) -> None:
     c, d = (nn.Sequential(nn.Linear(4, 4), head).double().to(device) for _ in range(2))
     with pytest.raises(cc.UnsupportedError, match="share the parameters 'weight', 'bias'"):
         posterior(c, d, "last_layer", "diag", LOSSES["infonce"]()).fit(data)
+
+
+def test_a_part_of_the_data_calibrates_no_tower(device: str) -> None:
+    """A sampler of several processes repeats points, which would count twice."""
+    a, b = encoders(device)
+    la, data = posterior(a, b, "all", "diag", LOSSES["infonce"]()), TensorDataset(numbers(0, 5, 4), numbers(1, 5, 2))
+    la.fit(batches(device))
+    with pytest.raises(cc.UnsupportedError, match=r"loader: DistributedSampler gives each of 2 processes a part"):
+        la.calibrate(DataLoader(data, sampler=DistributedSampler(data, num_replicas=2, rank=0)))
 
 
 def test_batches(device: str) -> None:
