@@ -258,9 +258,14 @@ def test_a_continued_fit_adds_a_further_data_set(weights: str, structure: str, d
     loss = cc.ContrastiveLoss(**OPTIONS)
     parts = [loss(model(x[part]), y[part]).item() for part in (first, second)]
     assert float(la.loss) == pytest.approx(sum(parts), rel=1e-10)
+    cost = la.cost
+    la.fit(batches(x[second], y[second]))
+    of_second = la.cost
     la.fit(batches(x[first], y[first]))
     assert same_raw(la, a)
     assert la.n_data == 12
+    assert 0 < la.cost < cost
+    assert cost == pytest.approx(la.cost + of_second, rel=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:The clamped curvature is zero")
