@@ -14,7 +14,10 @@ from contrastive_curvature.removed import REMOVED
 
 PACKAGE = "contrastive_curvature"
 
-FLOW = ["pairs", "hessian", "network", "structures", "losses", "fit", "vmf", "metrics", "embedding", "hosts", "laplace"]
+FLOW = [
+    *("pairs", "hessian", "network", "structures", "losses", "fit", "vmf", "metrics", "embedding", "posterior"),
+    *("hosts", "laplace"),
+]
 """Folders of the flow, in its order: each imports those before it alone, and none of those around it."""
 
 PLAIN = {"artifact", "codec", "errors", "validate", "options", "progress", "removed", "waiting"}
@@ -92,16 +95,22 @@ def test_folders_import_what_stands_before_them(folders: dict[str, set[str]]) ->
         assert not above, f"{name} imports {above}, which do not stand before it in the flow"
 
 
+def test_no_function_below_the_facade_takes_it() -> None:
+    """What a function needs of a posterior is the value, or the encoder that reads for it."""
+    for folder in FLOW[: FLOW.index("laplace")]:
+        for path in (ROOT / PACKAGE / folder).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                assert not (isinstance(node, ast.arg) and node.arg == "la"), f"{path}:{node.lineno}"
+
+
 HOST = {
     "registration.py": {"laplace.laplace", "laplace.laplace.Laplace"},
     "apps": {"laplace.Laplace"},
     "laplace": {
         "laplace",
-        "laplace.baselaplace.BaseLaplace",
         "laplace.baselaplace.ParametricLaplace",
         "laplace.curvature.curvature.GGNInterface",
         "laplace.utils.Kron",
-        "laplace.utils.enums.Likelihood",
         "laplace.utils.enums.LinkApprox",
         "laplace.utils.enums.PredType",
         "laplace.utils.matrix.KronDecomposed",

@@ -16,8 +16,8 @@ from contrastive_curvature.codec import check_seal, sealed
 from contrastive_curvature.decisions.fitted import percent
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError
-from contrastive_curvature.laplace.calibration import present_calibration
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
+from contrastive_curvature.posterior.calibration import present_calibration
 
 _Numbers = NDArray[np.float64]
 
@@ -95,7 +95,7 @@ class DriftMonitor:
         if isinstance(seed, bool) or not isinstance(seed, int) or seed < 0:
             raise InputError("seed", "a whole number >= 0", repr(seed))
         self.delta, self.seed = validate.fraction("delta", delta), seed
-        calibration = present_calibration(la)
+        calibration = present_calibration(la.posterior, la.read)
         if calibration is None:
             call = "Call la.calibrate(loader) with known inputs that the encoder was not trained on"
             raise NotFittedError(f"DriftMonitor: la is not calibrated. {call}.")

@@ -419,24 +419,22 @@ class Calibration:
 
     Attributes:
         reference: Scores of the known inputs.
-        fingerprint: Fingerprint of the posterior, shape (9,).
+        encoder: Fingerprint of the encoder (:class:`.Watch`), shape (4,).
         score: The score that is compared.
         gaussians: Gaussians of training inputs, if the posterior has a sample of them.
     """
 
     reference: Reference
-    fingerprint: Tensor
+    encoder: Tensor
     score: Score
     gaussians: TrainingGaussians | None = None
 
 
 @dataclass(frozen=True)
 class TrainingSample:
-    """Features of some training inputs, their outputs, their classes (if any), and a fingerprint of the encoder."""
+    """Some training inputs, with the columns ``features``, ``outputs`` and, with labels, ``classes``."""
 
-    features: Rows
-    outputs: Tensor
-    encoder: Tensor
+    rows: Rows
 
     @cached_property
     def gaussians(self) -> TrainingGaussians:
@@ -449,8 +447,8 @@ class TrainingSample:
         return held_out_distances(*self._numbers())
 
     def _numbers(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        columns = self.features.columns
-        return columns["features"], self.outputs, columns.get("classes")
+        columns = self.rows.columns
+        return columns["features"], columns["outputs"], columns.get("classes")
 
 
 @dataclass(frozen=True, eq=False)
@@ -468,9 +466,8 @@ class TrainingInputs:
     @cached_property
     def values(self) -> Tensor:
         """Components of the inputs, shape (m, K)."""
-        batches = zip(
-            self.sample.features.columns["features"].split(_AT_ONCE), self.sample.outputs.split(_AT_ONCE), strict=True
-        )
+        columns = self.sample.rows.columns
+        batches = zip(columns["features"].split(_AT_ONCE), columns["outputs"].split(_AT_ONCE), strict=True)
         with torch.no_grad():
             parts = [measure(self.predict(z, phi), phi, self.sample.gaussians) for phi, z in batches]
         return torch.cat(parts)

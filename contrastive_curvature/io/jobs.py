@@ -25,9 +25,9 @@ from contrastive_curvature.artifact import folder_path, write_whole
 from contrastive_curvature.errors import InputError, InputTypeError, ProcessError
 from contrastive_curvature.fit.state import CURVATURE, STATISTICS, State
 from contrastive_curvature.io.states import load_state, save_state
-from contrastive_curvature.laplace.calibration import present_calibration
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 from contrastive_curvature.network.digest import encoder_digest
+from contrastive_curvature.posterior.calibration import present_calibration
 from contrastive_curvature.progress import Progress
 
 __all__ = ["EmbeddingFolder", "ParquetParts", "StateFolder", "embed_on_ray", "fit_on_ray"]
@@ -272,8 +272,7 @@ class EmbeddingFolder:
     def __init__(
         self, path: str | PathLike[str], la: Any, source: ParquetParts, keep: Sequence[str] | None = None
     ) -> None:
-        la.check_fitted()
-        calibrated = present_calibration(la) is not None
+        calibrated = present_calibration(la.posterior, la.read) is not None
         self._parts, self.count = source, len(source)
         arrow = _pyarrow()
         types = {field.name: field.type for field in source.schema if field.name != source.features}

@@ -23,17 +23,18 @@ from torch.nn.utils import vector_to_parameters
 
 from contrastive_curvature import validate
 from contrastive_curvature.errors import InputError, UnsupportedError
+from contrastive_curvature.fit.options import CurvatureOptions
 from contrastive_curvature.fit.readers import Batch, Reader
 from contrastive_curvature.fit.share import Rest
 from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.losses.base import PairLoss
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.losses.weighting import class_pairs, count_shares, weigh_pairs
-from contrastive_curvature.network.digest import Watch
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import input_length
 from contrastive_curvature.network.loader import in_fixed_order, reads_by_index
 from contrastive_curvature.network.pullback import Pullback
+from contrastive_curvature.posterior.value import Posterior
 
 if TYPE_CHECKING:
     from contrastive_curvature.laplace.posterior import ContrastiveLaplace
@@ -78,22 +79,23 @@ def influence(
     Memory: Q (N D + P) numbers for P weights and D outputs. Time: Q N^2 D products for losses of pairs; a value of the
         loss of a batch for each of its points for losses of anchors.
     """
-    clamped, loss = la.require_clamped(), _supported("influence", la)
-    items = Reader(_findable("loader", la, loader), la.backend.points_of)
-    asked = Reader(in_fixed_order(queries, "queries", positions=True), la.backend.points_of)
+    posterior, backend = la.posterior, la.backend
+    loss = _supported("influence", backend.options)
+    items = Reader(_findable("loader", backend.options, loader), backend.points_of)
+    asked = Reader(in_fixed_order(queries, "queries", positions=True), backend.points_of)
     with evaluation_mode(la.model), torch.no_grad():
-        pullback = la.backend.pullback(next(iter(items)).x)
+        pullback = backend.pullback(next(iter(items)).x)
         groups = _outputs(pullback, items)
         [(z, labels)] = _together(groups)
         of_queries = torch.cat([_gradients(pullback, batch, items, z, labels, of) for batch in asked])
-        moves = clamped.solve(of_queries, la.prior_precision, la.likelihood_factor) * la.likelihood_factor
+        moves = _moves(posterior, of_queries)
         shifts, numbers = [], []
         for batch, (known, _) in zip(items, groups, strict=True):
             pushed = [pullback.jvp(batch.x, move) for move in moves]
             _check_same("loader", known, pushed[0][0])
             shifts.append(torch.stack([shift for _, shift in pushed]))
             numbers.append(batch.numbers)
-    if la.curvature_options.over_dataset:
+    if backend.options.over_dataset:
         found = _pairs_without_each(cast("PairLoss", loss), z, labels, torch.cat(shifts, dim=1))
     else:
         anchors = cast("RowLoss", loss)
@@ -106,25 +108,25 @@ def without(
     la: ContrastiveLaplace, train_loader: Iterable[Any], gone: Any, newton_step: bool, progress_bar: bool | None
 ) -> ContrastiveLaplace:
     """Return a fit of the rest, see :meth:`.ContrastiveLaplace.without`."""
-    la.check_fitted()
+    posterior, options = la.posterior, la.curvature_options
     validate.flag("newton_step", newton_step)
     if newton_step and not la.on_last_layer:
         raise UnsupportedError(f"newton_step: moves a last layer. This posterior has {la.subset_of_weights!r} weights.")
-    loss = _supported("newton_step", la) if newton_step else None
-    rest, points = copy.copy(la), Rest(_findable("train_loader", la, train_loader), gone)
-    # The new posterior has its own backend, and no snapshot of the old points.
-    rest._backend = rest.snapshot = None
+    loss = _supported("newton_step", options) if newton_step else None
+    points = Rest(_findable("train_loader", options, train_loader), gone)
+    rest = la.with_encoder(la.model)
     rest.fit(points, progress_bar=progress_bar)
     if not isinstance(train_loader, (list, tuple)) and not reads_by_index(train_loader):
         # A fit may have read it only once.
         deque(points, maxlen=0)
     # In shares, as two views of an input are two points.
-    if rest.n_data * points.count != la.n_data * (points.count - len(points.gone)):
+    n = posterior.fitted.n
+    if rest.n_data * points.count != n * (points.count - len(points.gone)):
         hint = "Pass the data of the fit, whole; of several fits that were added up, fit the rest of each again."
-        raise InputError("train_loader", f"the {la.n_data} points of the fit", f"{points.count}", hint)
+        raise InputError("train_loader", f"the {n} points of the fit", f"{points.count}", hint)
     if loss is not None:
         move = _newton_step(rest, loss, points)
-        rest.model, rest.watch, rest._backend = copy.deepcopy(la.model), Watch(shared=False), None
+        rest = rest.with_encoder(copy.deepcopy(la.model))
         vector_to_parameters(rest.mean + move, rest.model.last_layer.parameters())
         rest.fit(points, progress_bar=progress_bar)
     return rest
@@ -142,17 +144,22 @@ def _newton_step(rest: ContrastiveLaplace, loss: PairLoss | RowLoss, points: Res
             _check_same("train_loader", z, pullback.forward(batch.x)[0])
             kept.append(points.kept(batch.numbers // views).to(z.device))
         sizes = [len(keep) for keep in kept]
-        if rest.curvature_options.over_dataset:
+        if rest.backend.options.over_dataset:
             groups, kept = _together(groups), [torch.cat(kept)]
         lost = torch.cat([_lost(loss, *group, keep) for group, keep in zip(groups, kept, strict=True)])
         parts = [pullback.vjp_sum(batch.x, part) for batch, part in zip(items, lost.split(sizes), strict=True)]
-    factor = rest.likelihood_factor
-    return rest.require_clamped().solve(torch.stack(parts).sum(0), rest.prior_precision, factor) * factor
+    return _moves(rest.posterior, torch.stack(parts).sum(0))
 
 
-def _findable(argument: str, la: ContrastiveLaplace, loader: Iterable[Any]) -> Any:
+def _moves(posterior: Posterior, gradients: Tensor) -> Tensor:
+    """Return ``(H / T + prior)^-1 g / T`` of gradients (..., P)."""
+    precision, factor = posterior.scales
+    return posterior.fitted.clamped.solve(gradients, precision, factor) * factor
+
+
+def _findable(argument: str, options: CurvatureOptions, loader: Iterable[Any]) -> Any:
     """Return a loader with the batches of the fit, whose points have the positions that the user knows."""
-    return in_fixed_order(loader, argument, mixed=not la.curvature_options.over_dataset, positions=True)
+    return in_fixed_order(loader, argument, mixed=not options.over_dataset, positions=True)
 
 
 def _check_same(argument: str, known: Tensor, z: Tensor) -> None:
@@ -172,8 +179,8 @@ def _outputs(pullback: Pullback, items: Iterable[Batch]) -> list[tuple[Tensor, A
     return [(pullback.forward(batch.x)[0], batch.labels) for batch in items]
 
 
-def _supported(argument: str, la: ContrastiveLaplace) -> PairLoss | RowLoss:
-    options, loss = la.curvature_options, la.curvature_options.loss
+def _supported(argument: str, options: CurvatureOptions) -> PairLoss | RowLoss:
+    loss = options.loss
     known = loss.compares == "anchors" or options.over_dataset
     if options.relation is not None or not known:
         raise UnsupportedError(

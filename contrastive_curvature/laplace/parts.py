@@ -10,9 +10,10 @@ from torch.utils.data import DistributedSampler
 
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.fit.state import CURVATURE, STATISTICS, State
-from contrastive_curvature.laplace.prediction import moved_inputs
 from contrastive_curvature.network.inputs import Inputs, asks_for_example, made_up_inputs
 from contrastive_curvature.network.loader import check_loader, loader_parts
+from contrastive_curvature.posterior.predict import moved_inputs
+from contrastive_curvature.posterior.value import Posterior
 
 if TYPE_CHECKING:
     from contrastive_curvature.laplace.posterior import ContrastiveLaplace
@@ -38,8 +39,8 @@ def run_pass(
     return replace(state, probe=(part[0], made_up_inputs(probes[0])))
 
 
-def fit_parts(la: ContrastiveLaplace, statistics: State, curvature: State, example: Inputs | None) -> None:
-    """Implement :meth:`contrastive_curvature.laplace.posterior.ContrastiveLaplace.fit_parts`."""
+def fit_parts(la: ContrastiveLaplace, statistics: State, curvature: State, example: Inputs | None) -> Posterior:
+    """Return the posterior of both passes, see :meth:`.ContrastiveLaplace.fit_parts`."""
     check_kind("statistics", statistics, STATISTICS)
     check_kind("curvature", curvature, CURVATURE)
     if statistics.probe is None:
@@ -47,7 +48,7 @@ def fit_parts(la: ContrastiveLaplace, statistics: State, curvature: State, examp
     probe = moved_inputs(la.model, statistics.probe[1] if example is None else example, la._device)
     with asks_for_example(example):
         la.prepare(probe)
-    la.set_curvature(la.backend.fit_of_parts(la.structure, statistics, curvature, probe))
+    return la.after(la.backend.fit_of_parts(la.structure, statistics, curvature, probe))
 
 
 def check_kind(argument: str, state: object, kind: str) -> None:

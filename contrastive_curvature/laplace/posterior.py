@@ -1,6 +1,7 @@
-"""The posterior of a contrastive encoder: one class, for all weights and structures.
+"""The posterior of a contrastive encoder as a class of laplace-torch.
 
-:mod:`~contrastive_curvature.laplace.gaussian` has the Gaussian over the weights; here it is fitted and predicts.
+:mod:`contrastive_curvature.posterior` has the posterior as a value, and all numbers; the class here holds the encoder
+and one such value, and replaces the value.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ import inspect
 import logging
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -19,21 +19,22 @@ from pathlib import Path
 from typing import Any, Self
 
 import torch
-from laplace.utils.enums import Likelihood, LinkApprox, PredType
+from laplace.baselaplace import ParametricLaplace
+from laplace.utils import Kron as HostKron
+from laplace.utils.enums import LinkApprox, PredType
+from laplace.utils.matrix import KronDecomposed
 from torch import Tensor, nn
 from tqdm import tqdm
 
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
-from contrastive_curvature.embedding.known import TrainingSample
-from contrastive_curvature.embedding.spread import Dense, Diagonal
-from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
+from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError
 from contrastive_curvature.fit.api import check_indices
 from contrastive_curvature.fit.class_centres import MOST_NUMBERS, CentreCollector, ClassCentres
 from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.fit.state import STATISTICS, State
-from contrastive_curvature.hessian.sphere import check_outputs, normalize
-from contrastive_curvature.laplace import batches, calibration, influence, parts, prediction
+from contrastive_curvature.hessian.sphere import check_outputs
+from contrastive_curvature.laplace import influence, parts
 from contrastive_curvature.laplace.advice import (
     DefaultPriorWarning,
     LabelRange,
@@ -43,30 +44,32 @@ from contrastive_curvature.laplace.advice import (
     advise_on_processes,
 )
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend, ContrastiveGGN
-from contrastive_curvature.laplace.gaussian import GaussianOverWeights
 from contrastive_curvature.laplace.options import CONTRASTIVE, check_options
-from contrastive_curvature.laplace.prior import (
+from contrastive_curvature.laplace.state import load_state, state_of
+from contrastive_curvature.network import batches
+from contrastive_curvature.network.call import refuse_compiled
+from contrastive_curvature.network.digest import Watch
+from contrastive_curvature.network.encoder import Encoder, evaluation_mode
+from contrastive_curvature.network.inputs import Inputs, made_up_inputs, slice_inputs
+from contrastive_curvature.network.loader import check_loader, check_model, check_not_empty, read_views
+from contrastive_curvature.pairs.relation import check_labels
+from contrastive_curvature.posterior import calibration, predict
+from contrastive_curvature.posterior.predict import LinearizedEncoder
+from contrastive_curvature.posterior.prior import (
     PriorMethod,
     RetrievalCriterion,
+    best_of_grid,
     check_prior,
+    check_temperature,
+    informed,
     make_grid,
     parse_method,
-    search_grid,
-    set_information,
     why_zero,
 )
-from contrastive_curvature.laplace.state import load_state, state_of
-from contrastive_curvature.network.call import refuse_compiled
-from contrastive_curvature.network.digest import Watch, same_encoder, versions
-from contrastive_curvature.network.encoder import Encoder, Features, evaluation_mode, flatten_parameters
-from contrastive_curvature.network.inputs import Inputs, input_length, made_up_inputs, slice_inputs
-from contrastive_curvature.network.loader import check_loader, check_model, check_not_empty, read_views
-from contrastive_curvature.network.module import ModulePullback
-from contrastive_curvature.pairs.relation import check_labels
-from contrastive_curvature.pairs.rows import Rows
+from contrastive_curvature.posterior.value import Posterior, Prior
 from contrastive_curvature.progress import Progress
-from contrastive_curvature.structures import STRUCTURES, Clamped, KronLowRank, Structure, structure_of
-from contrastive_curvature.structures.at_features import AtFeatures
+from contrastive_curvature.structures import STRUCTURES, KronLowRank, structure_of
+from contrastive_curvature.structures.kron import ClampedKron
 
 _log = logging.getLogger("contrastive_curvature")
 
@@ -74,8 +77,20 @@ WEIGHTS = ("last_layer", "all", "subnetwork")
 """Values of ``subset_of_weights``."""
 
 
-class ContrastiveLaplace(GaussianOverWeights):
-    """A laplace-torch class for the posterior of a contrastive encoder.
+def _of_fit(name: str, before: Any, doc: str) -> property:
+    """Return a property that reads a field of the fit; ``before`` a fit, another value."""
+
+    def read(la: ContrastiveLaplace) -> Any:
+        return before if la._value is None else getattr(la._value.fitted, name)
+
+    return property(read, doc=doc)
+
+
+class ContrastiveLaplace(ParametricLaplace):
+    """A laplace-torch class for the posterior of a contrastive encoder: it holds one value, and replaces it.
+
+    :attr:`posterior` is that value. Everything that laplace-torch reads of a posterior is read from it, so an error or
+    an interrupt leaves the posterior that was there, and an earlier prediction keeps its numbers.
 
     Args:
         model: The encoder. If it ends in an l2-normalisation module, the raw outputs are the inputs of that module.
@@ -113,13 +128,18 @@ class ContrastiveLaplace(GaussianOverWeights):
         UnsupportedError: The combination has no correct answer.
     """
 
-    cost: Tensor | float = 0.0
-    typical_norm: float | None = None
-    classes: ClassCentres | None = None
-    snapshot: calibration.Snapshot | None = None
-    _advised_on_prior = False
-    _backend: ContrastiveBackend | None
-    _spread: tuple[Clamped, Tensor, Any, AtFeatures] | None = None
+    _value: Posterior | None = None
+    _advised: Prior | None = None
+    _backend: ContrastiveBackend | None = None
+
+    n_data = _of_fit("n", 0, "Number of points of the fit; 0 before ``fit``.")
+    n_outputs = _of_fit("dim", 0, "Number D of outputs.")
+    loss = _of_fit("loss", 0.0, "The loss over the data of the fit.")
+    cost = _of_fit("cost", 0.0, "The loss minus its minimum.")
+    mean = _of_fit("mean", None, "All trainable weights at the fit, shape (P,).")
+    mean_subnet = _of_fit("weights", None, "Mean of the chosen weights of a subnetwork, shape (K,).")
+    typical_norm = _of_fit("typical_norm", None, "Mean norm of the raw outputs of the training inputs.")
+    curvature = _of_fit("curvature", None, "The curvature, unclamped; ``None`` before ``fit``.")
 
     def __init__(
         self,
@@ -165,28 +185,35 @@ class ContrastiveLaplace(GaussianOverWeights):
             {**refused, "enable_backprop": enable_backprop},
             list(inspect.signature(ContrastiveLaplace).parameters)[:-1],
         )
-        self.known = calibration.KnownInputs()
-        self.watch = Watch(shared=not self.on_last_layer)
-        self.chooses_backend, self.temperature_given = backend is None, temperature is not None
-        # laplace-torch does not know the contrastive likelihood; "regression" adds the fewest terms.
-        super().__init__(
-            model,
-            Likelihood.REGRESSION,
-            temperature=1.0 if temperature is None else temperature,
-            enable_backprop=enable_backprop,
-            dict_key_x=dict_key_x,
-            dict_key_y=dict_key_y,
-            backend=backend or ContrastiveGGN,
-            backend_kwargs={**self._own_options, "options": self.curvature_options, "last_layer": self.on_last_layer},
-        )
+        self.chooses_backend = backend is None
+        # laplace-torch's constructor would write the numbers of the posterior, which are read from the value here.
+        self.model: Any = model
+        self.likelihood, self.enable_backprop = CONTRASTIVE, enable_backprop
+        self.params = [p for p in model.parameters() if p.requires_grad]
+        self.is_subset_params = len(self.params) < len(list(model.parameters()))
+        self.dict_key_x, self.dict_key_y = dict_key_x, dict_key_y
+        self._sigma_noise = torch.ones((), dtype=self._dtype, device=self._device)
+        self._backend_cls = backend or ContrastiveGGN
+        self._backend_kwargs = {
+            **self._own_options,
+            "options": self.curvature_options,
+            "last_layer": self.on_last_layer,
+        }
+        self._watch = Watch(shared=not self.on_last_layer)
+        self._indices: Tensor | None = None
+        self.last_layer_name = last_layer_name
+        self.data: Inputs | None = None
         if self.on_last_layer:
-            self.n_params = self.n_layers = None
-            self.last_layer_name = last_layer_name
             self._hold(_copied(model))
         if self.subset_of_weights == "subnetwork":
-            self._indices = check_indices(subnetwork_indices, self.n_params, "subnetwork_indices")
-        self.set_prior(prior_precision, prior_mean)
-        self.likelihood = CONTRASTIVE
+            self._indices = check_indices(subnetwork_indices, sum(p.numel() for p in self.params), "subnetwork_indices")
+        self._prior = Prior(
+            self._of_prior("prior_precision", 1.0 if prior_precision is None else prior_precision),
+            self._of_prior("prior_mean", prior_mean),
+            1.0 if temperature is None else check_temperature(temperature, self._dtype),
+            chosen=prior_precision is not None,
+            keeps_temperature=temperature is not None,
+        )
 
     @classmethod
     def around(cls, encoder: nn.Module, probe: Inputs, **arguments: Any) -> Self:
@@ -195,7 +222,7 @@ class ContrastiveLaplace(GaussianOverWeights):
         try:
             la = cls(encoder, **arguments)
             la._hold(encoder)
-            la.watch = Watch(shared=True)
+            la._watch = Watch(shared=True)
             with evaluation_mode(la.model):
                 la.prepare(probe)
         finally:
@@ -203,25 +230,69 @@ class ContrastiveLaplace(GaussianOverWeights):
                 module.training = mode
         return la
 
+    def with_encoder(self, model: nn.Module) -> Self:
+        """Return an object of the same options, prior and posterior, around an encoder of the same layers."""
+        other = copy.copy(self)
+        other.model, other._backend, other._watch = model, None, Watch(shared=self._watch.shared)
+        return other
+
+    @property
+    def posterior(self) -> Posterior:
+        """The present posterior, a value that nothing changes.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+        """
+        if self._value is None:
+            raise NotFittedError("Laplace not fitted. Run la.fit(train_loader) first, or la.load_state_dict(state).")
+        return self._value
+
+    @posterior.setter
+    def posterior(self, value: Posterior) -> None:
+        self._value = value
+
+    @property
+    def read(self) -> LinearizedEncoder:
+        """The encoder as predictions use it."""
+        indices, watch = self._indices, self._watch
+        return LinearizedEncoder(self.model, self.backend, self.on_last_layer, indices, self.enable_backprop, watch)
+
+    @property
+    def prior(self) -> Prior:
+        """The present prior and temperature."""
+        return self._prior if self._value is None else self._value.prior
+
+    def _change_prior(self, **changes: Any) -> None:
+        prior = replace(self.prior, **changes)
+        if self._value is None:
+            self._prior = prior
+        else:
+            self._value = self._value.with_prior(prior)
+
     def plain_options(self) -> dict[str, Any]:
         """Return the options of the curvature as strings and numbers; for a relation, only whether it is set."""
         return {**self.curvature_options.plain(), **self._own_options}
 
     @property
+    def on_last_layer(self) -> bool:
+        """Whether the posterior is over the last linear layer, which has closed forms."""
+        return self.subset_of_weights == "last_layer"
+
+    @property
     def class_centres(self) -> ClassCentres | None:
         """Centres of the training classes; ``None`` without labels, for one class, or for too many classes."""
-        return self.classes if self.classes is not None and len(self.classes.labels) > 1 else None
+        return None if self._value is None else self._value.fitted.class_centres
 
     @class_centres.setter
     def class_centres(self, centres: ClassCentres | None) -> None:
-        self.classes = centres
+        self._value = replace(self.posterior, fitted=replace(self.posterior.fitted, classes=centres))
 
     @property
     def backend(self) -> ContrastiveBackend:
         """The curvature backend, constructed at first use."""
         if self._backend is None:
-            keys = {"dict_key_x": self.dict_key_x, "dict_key_y": self.dict_key_y}
-            self._backend = self._backend_cls(self.model, CONTRASTIVE, **keys, **self._backend_kwargs)
+            options = {**self._backend_kwargs, "dict_key_x": self.dict_key_x, "dict_key_y": self.dict_key_y}
+            self._backend = self._backend_cls(self.model, CONTRASTIVE, **options)
             self._backend.subnetwork_indices = self._indices
             self._backend.sketches_inputs = issubclass(self.structure, KronLowRank)
         return self._backend
@@ -240,23 +311,16 @@ class ContrastiveLaplace(GaussianOverWeights):
         if dim < 2:
             hint = "The direction of one number is its sign, which no small change of the weights moves."
             raise InputError("model", "embeddings of D >= 2 dimensions", f"D = {dim}", hint)
+        self.model.output_size = dim
 
     def find_last_layer(self, probe: Inputs) -> None:
         """Find the last layer of the encoder, which the backend needs."""
         if not self.on_last_layer or self.model.last_layer is not None:
             return
-        chosen = self.prior_chosen
-        with self.unchanged_on_error():
-            self.model.analyse(probe)
-            self.model.require_last_layer()
-            # Saved with the posterior, to find the last layer again after loading.
-            self.data = made_up_inputs(probe)
-            self.n_params = sum(self.parameter_sizes())
-            self.n_layers = len(self.parameter_sizes())
-            # The prior could not be checked before the layer was known.
-            self.prior_precision = self._prior_precision
-            self.prior_mean = self._prior_mean
-        self.prior_chosen = chosen
+        self.model.analyse(probe)
+        self.model.require_last_layer()
+        # Saved with the posterior, to find the last layer again after loading.
+        self.data = made_up_inputs(probe)
 
     def renew_backend(self) -> None:
         """Construct a new backend, unless the user named one: the encoder may have changed since the last fit."""
@@ -268,25 +332,13 @@ class ContrastiveLaplace(GaussianOverWeights):
     def _hold(self, encoder: nn.Module) -> None:
         """Use this encoder; only a last-layer posterior has to wrap it."""
         if self.on_last_layer:
-            self.model: Any = Encoder(encoder, None, self.last_layer_name, label_key=self.dict_key_y)
+            self.model = Encoder(encoder, None, self.last_layer_name, label_key=self.dict_key_y)
 
     def first_inputs(self, loader: Iterable[Any]) -> list[Inputs]:
         """Return a few inputs of the first batch in a list; an empty list for an empty loader."""
         # Both views are inputs of the encoder; the first one is used.
         views = [read_views(self.model, batch, self.dict_key_y) for batch in islice(loader, 1)]
         return [slice_inputs(view.first, slice(0, 8)) for view in views]
-
-    @contextmanager
-    def unchanged_on_error(self) -> Iterator[None]:
-        """Restore the attributes of this object, and of its module, if the block raises."""
-        before = [(thing, dict(thing.__dict__)) for thing in (self, self.model)]
-        try:
-            yield
-        except BaseException:
-            for thing, attributes in before:
-                thing.__dict__.clear()
-                thing.__dict__.update(attributes)
-            raise
 
     def fit(self, train_loader: Iterable[Any], override: bool = True, progress_bar: bool | None = None) -> None:
         """Fit the posterior over all pairs of the data set (or inside its batches, with ``pairs="batch"``).
@@ -315,9 +367,9 @@ class ContrastiveLaplace(GaussianOverWeights):
         advise_on_processes()
         self.backend.labels_seen = LabelRange()
         result = self.backend.fit(train_loader, self.structure, progress_bar)
-        to_earlier = bool(self.n_data) and not override
-        self.set_curvature(result, override=override)
-        advise_on_labels(self.backend.labels_seen, to_earlier)
+        posterior = self.after(result, override=override)
+        advise_on_labels(self.backend.labels_seen, bool(self.n_data) and not override)
+        self._value = posterior
 
     def _begin(self, loader: Iterable[Any], override: object) -> None:
         """Check the arguments of ``fit``, analyse the encoder with the first batch, and construct the backend."""
@@ -328,65 +380,38 @@ class ContrastiveLaplace(GaussianOverWeights):
         check_not_empty(len(probes))
         self.prepare(probes[0])
 
-    def set_curvature(self, result: DatasetCurvature, *, override: bool = True) -> None:
-        """Store a curvature at the encoder's present weights, with the other results of a fit.
+    def after(self, result: DatasetCurvature, *, override: bool = True) -> Posterior:
+        """Return the posterior of a curvature at the encoder's present weights, with the present prior.
 
         Args:
             result: Unclamped curvature, loss, cost and number of points. The backend must have analysed the encoder
                 before.
             override: ``False`` adds the curvature to an earlier one.
         """
-        earlier = 0 if override else self.n_data
-        raw = self.curvature + result.curvature if earlier and self.curvature is not None else result.curvature
-        clamped = self.clamp(raw)
-        diagonal = clamped.diagonal()
+        read = self.read
+        fitted = read.fitted(result)
+        if self._value is not None and not override:
+            fitted = self._value.fitted + fitted
+        diagonal = fitted.clamped.diagonal()
         if not bool(diagonal.any()):
-            msg = f"The clamped curvature is zero everywhere: the posterior is the prior. {why_zero(self, raw)}"
+            why = why_zero(fitted.curvature, self.on_last_layer)
+            msg = f"The clamped curvature is zero everywhere: the posterior is the prior. {why}"
             warnings.warn(msg, UserWarning, stacklevel=3)
         elif self.subset_of_weights == "all":
-            advise_on_gradients(self.model, raw.reached(self.parameter_sizes()))
+            advise_on_gradients(self.model, fitted.curvature.reached(fitted.sizes))
         if result.features is not None and self.on_last_layer and self.hessian_structure == "diag":
-            weight, *bias = self.posterior_parameters()
+            weight, *bias = read.parameters
             advise_on_norms(result.features.columns["features"], weight, bias[0] if bias else None, diagonal)
-        classes = _merged_classes(self.classes, result.classes) if earlier else result.classes
-        n, loss, cost = result.n, result.loss.detach(), float(result.cost)
-        norm = math.nan if result.typical_norm is None else float(result.typical_norm)
-        if earlier:
-            n, loss, cost = n + earlier, loss + self.loss, cost + float(self.cost)
-            norm = math.nan if self.typical_norm is None else (earlier * self.typical_norm + result.n * norm) / n
-        sample = self._training_sample(result.features, earlier)
-        # Nothing after this line can fail, so a failed fit leaves the last fit unchanged.
-        self.curvature, self.clamped = raw, clamped
-        self.loss, self.cost, self.n_data = loss, cost, n
-        self.typical_norm = norm if math.isfinite(norm) and norm > 0 else None
-        self.classes = classes
-        mean = flatten_parameters(self.params if self._indices is not None else self.posterior_parameters())
-        self.mean = mean if self.enable_backprop else mean.detach()
-        self.n_outputs = self.model.output_size = self.backend.encoder({}).dim
-        self.known = replace(self.known, sample=sample, calibration=None)
+        return Posterior(fitted, self.checked(self._prior) if self._value is None else self._value.prior)
 
-    def clamp(self, curvature: Structure) -> Clamped:
-        """Return the positive semidefinite part of a curvature, decomposed with the options of the structure."""
-        options = {"rank": self.curvature_options.rank}
-        return curvature.clamped(self.parameter_sizes(), **{name: options[name] for name in self.structure.options})
-
-    def _training_sample(self, features: Rows | None, earlier: int) -> TrainingSample | None:
-        """Return the sample of training inputs after a fit; ``None`` without a sample over all the data."""
-        # A fit of all weights draws features too if the encoder is one linear layer, but its statistic does not use
-        # features.
-        if features is None or not len(features) or not self.on_last_layer:
-            return None
-        encoder = self.watch(self.model)
-        if earlier:
-            before = self.known.sample
-            if before is None or not same_encoder(before.encoder, encoder):
-                return None
-            features = before.features.merged(features)
-        layer = self.model.last_layer
-        with torch.no_grad():
-            phi = features.columns["features"].to(layer.weight)
-            outputs = nn.functional.linear(phi, layer.weight, layer.bias)
-        return TrainingSample(features, outputs, encoder)
+    def checked(self, prior: Prior) -> Prior:
+        """Return a prior that was made before the weights were known, or elsewhere; its sizes must be theirs."""
+        return replace(
+            prior,
+            precision=self._of_prior("prior_precision", prior.precision),
+            mean=self._of_prior("prior_mean", prior.mean),
+            temperature=check_temperature(prior.temperature, self._dtype),
+        )
 
     def update(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
         """Add more data to the posterior: ``fit(loader, override=False)``, without pairs between the two data sets.
@@ -403,9 +428,9 @@ class ContrastiveLaplace(GaussianOverWeights):
             InputError: See ``fit``. The posterior does not change.
             UnsupportedError: See ``fit``.
         """
-        self.check_fitted()
-        self.fit(loader, override=False, progress_bar=progress_bar)
-        self.prior_chosen = self._advised_on_prior = False
+        prior, later = replace(self.posterior.prior, chosen=False), copy.copy(self)
+        later.fit(loader, override=False, progress_bar=progress_bar)
+        self._value = replace(later.posterior, prior=prior)
 
     def without(
         self, train_loader: Iterable[Any], gone: Any, newton_step: bool = False, progress_bar: bool | None = None
@@ -495,7 +520,7 @@ class ContrastiveLaplace(GaussianOverWeights):
             InputError: A part is missing, the states are of other data, another encoder or other options, or an example
                 is needed. The posterior does not change.
         """
-        parts.fit_parts(self, statistics, curvature, example)
+        self._value = parts.fit_parts(self, statistics, curvature, example)
 
     def optimize_prior_precision(
         self,
@@ -522,10 +547,10 @@ class ContrastiveLaplace(GaussianOverWeights):
         Args:
             pred_type: For ``"gridsearch"``: ``"glm"`` or ``"nn"`` samples.
             method: ``"average_information"`` (default): ``strength`` times the mean diagonal of the curvature, see
-                :func:`~contrastive_curvature.laplace.prior.average_information`, divided by the temperature; unless
+                :func:`~contrastive_curvature.posterior.prior.average_information`, divided by the temperature; unless
                 the object was constructed with a temperature, the temperature is also set, to ``2 L / (N + gamma)``,
                 with the ``cost`` ``L`` of all N points and the effective number ``gamma`` of parameters
-                (:mod:`~contrastive_curvature.laplace.prior`), so that sampled networks have at most about twice the
+                (:mod:`~contrastive_curvature.posterior.prior`), so that sampled networks have at most about twice the
                 loss of the trained network.
                 ``"unit_information"``: the mean divided by the number of points and by the temperature, which does not
                 change.
@@ -536,7 +561,7 @@ class ContrastiveLaplace(GaussianOverWeights):
             init_prior_prec: Start of ``"marglik"``.
             prior_structure: ``"scalar"``, ``"layerwise"`` or ``"diag"``.
             val_loader: Validation data of ``"gridsearch"``, batches ``(x, labels)``.
-            loss: Criterion of ``"gridsearch"``, :data:`~contrastive_curvature.laplace.prior.RetrievalCriterion`; the
+            loss: Criterion of ``"gridsearch"``, :data:`~contrastive_curvature.posterior.prior.RetrievalCriterion`; the
                 default is the Brier score of 1-nearest-neighbour votes of sampled networks,
                 :func:`contrastive_curvature.metrics.retrieval_brier`.
             log_prior_prec_min: Lower end of the grid, as an exponent.
@@ -548,7 +573,7 @@ class ContrastiveLaplace(GaussianOverWeights):
             progress_bar: Whether to show a progress bar.
             log_prior_prec_base: Base of the grid.
             strength: Scale of the prior for ``"average_information"``, a positive number; ``None`` for
-                :data:`~contrastive_curvature.laplace.prior.STRENGTH` (``docs/defaults.md``).
+                :data:`~contrastive_curvature.posterior.prior.STRENGTH` (``docs/defaults.md``).
 
         Raises:
             InputError: An option is unknown, out of range or not used by the method, rounding makes the posterior
@@ -556,31 +581,33 @@ class ContrastiveLaplace(GaussianOverWeights):
             NotFittedError: Before ``fit``.
         """
         self.check_sampling(n_samples, None)
-        linearized = prediction.parse_pred_type(pred_type) is PredType.GLM
+        linearized = _parse_pred_type(pred_type) is PredType.GLM
         method = parse_method(method, prior_structure, strength, self.prior_structures)
         if method is PriorMethod.MARGLIK:
             validate.count("n_steps", n_steps)
             validate.number("lr", lr, positive=True)
             check_prior("init_prior_prec", init_prior_prec, self._dtype, self._prior_sizes())
-            before = self.prior_precision, self.prior_chosen
+            # laplace-torch sets a prior at every step; a copy takes these.
+            trial = copy.copy(self)
             try:
-                super().optimize_prior_precision(
+                super(ContrastiveLaplace, trial).optimize_prior_precision(
                     PredType.GLM, "marglik", n_steps, lr, init_prior_prec, prior_structure, progress_bar=progress_bar
                 )
-            except BaseException as error:
-                self.prior_precision, self.prior_chosen = before
-                if not isinstance(error, InputError):
-                    raise
+            except InputError as error:
                 wanted = "a maximisation that stays among positive finite numbers"
                 hint = "Use a smaller lr, or method='average_information'."
                 raise InputError("lr, n_steps, init_prior_prec", wanted, f"({error})", hint) from None
+            chosen = trial.posterior
         elif method is PriorMethod.GRIDSEARCH:
             grid = make_grid(log_prior_prec_min, log_prior_prec_max, grid_size, log_prior_prec_base, self._dtype)
-            search_grid(self, grid, val_loader, prior_structure, loss, linearized, n_samples, progress_bar)
+            chosen = best_of_grid(
+                self.posterior, self.read, grid, val_loader, prior_structure, loss, linearized, n_samples, progress_bar
+            )
         else:
-            set_information(self, method, prior_structure, strength, self.temperature_given)
+            chosen = informed(self.posterior, method, prior_structure, strength, self.on_last_layer)
         if verbose:
-            tqdm.write(f"Prior precision: {self.prior_precision}")
+            tqdm.write(f"Prior precision: {chosen.prior.precision}")
+        self._value = chosen
 
     def measure_classes(self, loader: Iterable[Any], progress_bar: bool | None = None) -> None:
         """Compute class centres from labelled inputs, which ``uncertainty`` compares embeddings with.
@@ -658,7 +685,7 @@ class ContrastiveLaplace(GaussianOverWeights):
 
         Source: Vovk, Gammerman and Shafer, Algorithmic Learning in a Random World, 2005 (4.6 for ``by_class``).
         """
-        calibration.calibrate(self, loader, progress_bar, score, by_class)
+        self._value = calibration.calibrated(self.posterior, self.read, loader, progress_bar, score, by_class)
 
     def set_score(self, score: Callable[[EmbeddingDistribution], Any]) -> None:
         """Set the score function of a loaded posterior, because a file cannot hold functions.
@@ -672,7 +699,7 @@ class ContrastiveLaplace(GaussianOverWeights):
                 calibration.
             InputError: The function has another name, or the calibration needs no function.
         """
-        calibration.set_score(self, score)
+        self._value = calibration.with_score(self.posterior, score)
 
     def __call__(
         self,
@@ -716,7 +743,7 @@ class ContrastiveLaplace(GaussianOverWeights):
             NotFittedError: Before ``fit``.
         """
         self.check_sampling(n_samples, generator)
-        prediction.refuse_link(link_approx)
+        _refuse_link(link_approx)
         if model_kwargs:
             raise InputTypeError("la(x)", "no further arguments", str(sorted(model_kwargs)))
         for name, value in (("joint", joint), ("diagonal_output", diagonal_output), ("fitting", fitting)):
@@ -725,37 +752,21 @@ class ContrastiveLaplace(GaussianOverWeights):
             raise InputError("joint, diagonal_output", "at most one of them", "both")
         validate.choice("on_invalid", on_invalid, ("error", "nan"))
         self._advise_on_prior()
-        kind = prediction.parse_pred_type(pred_type)
+        kind = _parse_pred_type(pred_type)
         if kind is PredType.NN and n_samples < 2:
             hint = "A concentration is estimated from them."
             raise InputError("n_samples for pred_type='nn'", "at least 2 samples", n_samples, hint)
-
-        def finished(embedding: EmbeddingDistribution, features: Tensor | None) -> EmbeddingDistribution:
-            if kind is PredType.GLM and not joint and not diagonal_output:
-                embedding = calibration.attach_known(self, embedding, features)
-            return embedding.relative_to(self.typical_norm, self.class_centres)
-
-        def predict(rows: Inputs) -> EmbeddingDistribution:
-            if kind is PredType.NN:
-                samples = self._joint_samples(rows, n_samples, generator, False)
-                return finished(EmbeddingDistribution.from_samples(samples), None)
-            if joint or diagonal_output:
-                return finished(self._gaussian(rows, joint, diagonal_output), None)
-            return finished(*self.observe(rows))
-
-        def of_no_rows() -> EmbeddingDistribution:
-            mean = torch.empty(0, self.n_outputs, dtype=self.mean.dtype, device=self._device)
-            if kind is PredType.NN:
-                return finished(EmbeddingDistribution.from_samples(mean.expand(n_samples, -1, -1)), None)
-            if joint:
-                return finished(prediction.joint_distribution(mean, mean.new_empty(0, 0)), None)
-            spread = Diagonal(mean) if diagonal_output else Dense(mean.new_empty(0, self.n_outputs, self.n_outputs))
-            features = mean.new_empty(0, self.model.last_layer.in_features) if self.on_last_layer else None
-            return finished(EmbeddingDistribution.trusted(mean, spread), features)
-
-        if on_invalid == "error":
-            return predict(x)
-        return prediction.with_nan_rows(predict, prediction.read_inputs(self.model, x), generator, of_no_rows)
+        networks = n_samples if kind is PredType.NN else None
+        return predict.embedding(
+            self.posterior,
+            self.read,
+            x,
+            networks=networks,
+            joint=joint and networks is None,
+            diagonal=diagonal_output and networks is None,
+            generator=generator,
+            on_invalid=on_invalid,
+        )
 
     def predict(
         self,
@@ -798,81 +809,20 @@ class ContrastiveLaplace(GaussianOverWeights):
 
     def _advise_on_prior(self) -> None:
         """Warn once about a prediction with a default prior precision."""
-        if self.prior_chosen or self._advised_on_prior:
+        prior = self.prior
+        if prior.chosen or self._advised is prior:
             return
-        self._advised_on_prior = True
+        self._advised = prior
         msg = (
-            f"la(x): the prior precision is still {float(self.prior_precision.flatten()[0]):.3}, as before the last "
+            f"la(x): the prior precision is still {float(prior.precision.flatten()[0]):.3}, as before the last "
             "fit or update: kappa and uncertainty may be off by orders of magnitude. Call "
             "la.optimize_prior_precision(), or set la.prior_precision yourself."
         )
         warnings.warn(msg, DefaultPriorWarning, stacklevel=3)
 
-    def observe(self, x: Any) -> tuple[EmbeddingDistribution, Tensor | None]:
-        """Return the distribution of B embeddings, and their features (B, F) if the posterior keeps features."""
-        if not self.on_last_layer:
-            return self._gaussian(x, False, False), None
-        outputs_and_features = self._features(x)
-        return self._gaussian(outputs_and_features, False, False), outputs_and_features.features
-
-    def _gaussian(self, x: Any, joint: bool, diagonal: bool) -> EmbeddingDistribution:
-        """Return the Gaussian over raw outputs of the linearised encoder."""
-        if self.on_last_layer:
-            return self._gaussian_at_features(*self._features(x), joint, diagonal)
-        x = prediction.moved_inputs(self.model, x, self._device)
-        if joint:
-            prediction.check_joint_size(input_length(x), self.n_outputs, self.n_weights)
-        if self.enable_backprop:
-            # The graph contains every Jacobian, so all of them must be kept.
-            jacobians, z = self.backend.jacobians(x, enable_backprop=True)
-            prediction.check_outputs(x, z, self.n_outputs)
-            if joint:
-                return prediction.joint_distribution(z, self.functional_covariance(jacobians))
-            return prediction.distribution(z, Dense(self.functional_variance(jacobians)), diagonal)
-        with evaluation_mode(self.model):
-            with torch.no_grad():
-                pullback = self.backend.pullback(x)
-                z, context = pullback.forward(x)
-            prediction.check_outputs(x, z, self.n_outputs)
-            if joint:
-                jacobians = prediction.jacobians_of_all(pullback, context, z)
-                return prediction.joint_distribution(z, self.functional_covariance(jacobians))
-            of_weights = self.require_clamped().variances(*self._scales)
-            if of_weights is not None and of_weights.requires_grad:
-                of_weights = None
-            spread = prediction.marginal_spread(pullback, context, z, self.functional_variance, of_weights, diagonal)
-        return EmbeddingDistribution.trusted(z, Diagonal(spread) if diagonal else Dense(spread))
-
-    def _gaussian_at_features(self, z: Tensor, phi: Tensor, joint: bool, diagonal: bool) -> EmbeddingDistribution:
-        """Return the Gaussian over raw outputs (B, D) of a last layer, at its features (B, F)."""
-        if not joint:
-            return prediction.distribution(z, prediction.spread_at(self.output_spread(), phi), diagonal)
-        prediction.check_joint_size(len(z), z.shape[1], self.n_weights)
-        jacobians = self.backend.pullback({}).jacobians(phi, z)
-        return prediction.joint_distribution(z, self.functional_covariance(jacobians))
-
-    def _features(self, x: Inputs | Features) -> Features:
-        if isinstance(x, Features):
-            return x
-        x = prediction.moved_inputs(self.model, x, self._device)
-        with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
-            out: Features = self.model.forward_with_features(x)
-        prediction.check_outputs(x, out.outputs, self.model.last_layer.out_features)
-        return out
-
-    def output_spread(self) -> AtFeatures:
-        """Return a function from features (B, F) to the spread of the outputs, kept for curvature and scales."""
-        clamped, prior = self.require_clamped(), self.prior_precision
-        counted = (self.temperature, versions([prior]))
-        kept = self._spread
-        if kept is None or kept[0] is not clamped or kept[1] is not prior or kept[2] != counted or prior.requires_grad:
-            kept = self._spread = clamped, prior, counted, clamped.at_features(self.n_outputs, *self._scales)
-        return kept[3]
-
     def functional_variance_fast(self, X: Inputs) -> tuple[Tensor, Tensor]:
         """Return means and variances of the raw outputs of a last layer, shape (B, D) each."""
-        self.check_fitted()
-        out = self._gaussian(X, False, True)
+        out = predict.gaussian(self.posterior, self.read, X, diagonal=True)
         return out.raw_mean, out.variance
 
     def functional_samples(
@@ -904,13 +854,14 @@ class ContrastiveLaplace(GaussianOverWeights):
             NotFittedError: Before ``fit``.
         """
         self.check_sampling(n_samples, generator)
-        linearized = prediction.parse_pred_type(pred_type) is PredType.GLM
+        linearized = _parse_pred_type(pred_type) is PredType.GLM
         validate.flag("joint", joint)
         validate.flag("diagonal_output", diagonal_output)
         self._advise_on_prior()
         if joint or not linearized:
-            return self._joint_samples(x, n_samples, generator, linearized)
-        return self._gaussian(x, False, diagonal_output).raw_samples(n_samples, generator)
+            return predict.joint_samples(self.posterior, self.read, x, n_samples, generator, linearized=linearized)
+        marginals = predict.gaussian(self.posterior, self.read, x, diagonal=diagonal_output)
+        return marginals.raw_samples(n_samples, generator)
 
     def predictive_samples(
         self,
@@ -925,45 +876,7 @@ class ContrastiveLaplace(GaussianOverWeights):
         self.check_sampling(n_samples, generator)
         # Called here, so that the warning names the line of the caller.
         self._advise_on_prior()
-        raw = self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint)
-        return normalize(raw.flatten(0, 1))[0].view_as(raw)
-
-    def _joint_samples(self, x: Inputs, n_samples: int, generator: torch.Generator | None, linearized: bool) -> Tensor:
-        """Return raw outputs (S, B, D) of S encoders with sampled weights."""
-        moved = prediction.moved_inputs(self.model, x, self._device)
-        samples = self.samples_at([self.sampling_context(moved)], n_samples, generator, linearized)
-        prediction.check_outputs(moved, samples, self.n_outputs, sampled=True)
-        return samples
-
-    def samples_at(
-        self, contexts: Sequence[Any], n_samples: int, generator: torch.Generator | None, linearized: bool
-    ) -> Tensor:
-        """Return raw outputs (S, N, D) of S encoders with sampled weights, at the contexts of one or more batches."""
-        chunks = []
-        step = max(1, 2**26 // self.mean.numel())
-        for start in range(0, n_samples, step):
-            theta = self.sample(min(step, n_samples - start), generator)
-            chunks.append(torch.cat([self.outputs_at(context, theta, linearized) for context in contexts], dim=1))
-        return torch.cat(chunks)
-
-    def sampling_context(self, x: Inputs) -> Any:
-        """Return the context of a batch for :meth:`outputs_at`, computed once for all samples."""
-        return self._features(x)[1] if self.on_last_layer else x
-
-    def outputs_at(self, context: Any, theta: Tensor, linearized: bool) -> Tensor:
-        """Return raw outputs (S, B, D) at weights ``theta`` (S, P), of the encoder or of its linearisation."""
-        if self.on_last_layer:
-            # A linear layer is its own linearisation.
-            layer = self.model.last_layer
-            weight = theta[:, : layer.weight.numel()].view(-1, *layer.weight.shape)
-            out = torch.einsum("bf,sdf->sbd", context, weight)
-            return out if layer.bias is None else out + theta[:, None, layer.weight.numel() :]
-        with evaluation_mode(self.model), torch.set_grad_enabled(self.enable_backprop):
-            pullback = ModulePullback(self.backend.encoder(context))
-            if linearized:
-                moved = [pullback.jvp(context, sample - self.mean) for sample in theta]
-                return torch.stack([z + shift for z, shift in moved])
-            return torch.stack([pullback.outputs_at(context, sample) for sample in theta])
+        return predict.on_sphere(self.functional_samples(x, pred_type, n_samples, diagonal_output, generator, joint))
 
     def export(
         self,
@@ -1047,7 +960,297 @@ class ContrastiveLaplace(GaussianOverWeights):
             InputError: The state is damaged, or belongs to another class, likelihood or options, a key is missing, or
                 an entry has another type or shape.
         """
-        load_state(self, state_dict)
+        self._value, self.enable_backprop = load_state(self, state_dict), state_dict["enable_backprop"]
+
+    @property
+    def H(self) -> Any:
+        """Clamped curvature in laplace-torch's form: (P,), (P, P) or Kronecker factors; ``None`` before ``fit``.
+
+        laplace-torch has no ``kron_lowrank``; for this structure it is the decomposition itself.
+        """
+        if self._value is None:
+            return None
+        clamped = self._value.fitted.clamped
+        if isinstance(clamped, ClampedKron):
+            return KronDecomposed(clamped.vectors, clamped.eigenvalues)
+        return clamped.plain()
+
+    @property
+    def H_raw(self) -> Any:
+        """The curvature before clamping: (P,), (P, P) or lists of factors; ``None`` before ``fit``."""
+        return None if self._value is None else self._value.fitted.curvature.plain()
+
+    @property
+    def H_facs(self) -> HostKron:
+        """Kronecker factors, unclamped, in laplace-torch's form."""
+        return HostKron(self.H_raw)
+
+    @property
+    def posterior_precision(self) -> Any:
+        """Posterior precision in laplace-torch's form: (P,), (P, P), or decomposed Kronecker factors."""
+        clamped = self.posterior.fitted.clamped
+        if isinstance(clamped, ClampedKron):
+            return self.H * self._H_factor + self.prior_precision
+        return clamped.posterior_precision(*self.posterior.scales)
+
+    @property
+    def posterior_covariance(self) -> Tensor:
+        """Covariance of the weights, shape (P, P)."""
+        eye = torch.eye(self.n_weights, dtype=self._dtype, device=self._device)
+        return self.posterior.covariance(eye)
+
+    @property
+    def prior_precision_diag(self) -> Tensor:
+        """Prior precision of every weight, shape (P,)."""
+        return self.posterior.prior_precisions
+
+    @property
+    def log_det_ratio(self) -> Tensor:
+        """Log determinant of the posterior precision minus that of the prior precision."""
+        return self.posterior.fitted.clamped.log_det_ratio(*self.posterior.scales)
+
+    @property
+    def log_det_posterior_precision(self) -> Tensor:
+        """Log determinant of the posterior precision."""
+        return self.log_det_ratio + self.log_det_prior_precision
+
+    @property
+    def log_likelihood(self) -> Tensor:
+        """Minus the loss, divided by the temperature."""
+        self.check_fitted()
+        return super().log_likelihood
+
+    @property
+    def scatter(self) -> Tensor:
+        """Squared distance of the weights to the prior mean, weighted with the prior precision."""
+        delta = self.posterior.fitted.weights - self.prior_mean
+        return (delta * self.prior_precision_diag) @ delta
+
+    @property
+    def rank(self) -> int:
+        """Number of eigenvectors of the input factor that the structure ``kron_lowrank`` keeps.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+        """
+        return int(self.posterior.fitted.clamped.rank)  # type: ignore[attr-defined]
+
+    @property
+    def n_params_subnet(self) -> int:
+        """Number of chosen weights of a subnetwork."""
+        return self.n_weights
+
+    def sample(self, n_samples: int = 100, generator: torch.Generator | None = None) -> Tensor:
+        """Draw weights from the posterior.
+
+        Args:
+            n_samples: Number S of samples.
+            generator: Source of randomness, on the encoder's device.
+
+        Returns:
+            Shape (S, P); for a subnetwork too, all trainable weights.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: An argument is malformed.
+        """
+        self.check_sampling(n_samples, generator)
+        return self.posterior.sample(n_samples, generator)
+
+    def square_norm(self, value: Tensor) -> Tensor:
+        """Return ``(value - mean)^T P (value - mean)`` with the posterior precision ``P``.
+
+        Args:
+            value: Weights, shape (P,); for a subnetwork the chosen weights.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: ``value`` is malformed.
+        """
+        self.check_weights(value)
+        fitted = self.posterior.fitted
+        return fitted.clamped.square_norm(value - fitted.weights, *self.posterior.scales)
+
+    def log_prob(self, value: Tensor, normalized: bool = True) -> Tensor:
+        """Return the log density of the posterior.
+
+        Args:
+            value: Weights, shape (P,); for a subnetwork the chosen weights.
+            normalized: ``False`` leaves out the terms that do not depend on ``value``.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: An argument is malformed.
+        """
+        validate.flag("normalized", normalized)
+        norm = self.square_norm(value)
+        if not normalized:
+            return -norm / 2
+        return -self.n_weights / 2 * math.log(2 * math.pi) + self.log_det_posterior_precision / 2 - norm / 2
+
+    def functional_variance(self, Js: Tensor) -> Tensor:
+        """Return the covariances of the linearised outputs, shape (B, D, D), from Jacobians (B, D, P).
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: The Jacobians are malformed.
+        """
+        self.check_weights(Js, "Js", ("B", "D"))
+        return self.posterior.covariance(Js)
+
+    def functional_covariance(self, Js: Tensor) -> Tensor:
+        """Return the covariance of all linearised outputs, shape (B D, B D), from Jacobians (B, D, P).
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: The Jacobians are malformed.
+        """
+        self.check_weights(Js, "Js", ("B", "D"))
+        return self.posterior.covariance(Js.flatten(0, 1))
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of the likelihood: the curvature is divided by it."""
+        return self.prior.temperature
+
+    @temperature.setter
+    def temperature(self, value: float) -> None:
+        self._change_prior(temperature=check_temperature(value, self._dtype))
+
+    @ParametricLaplace.sigma_noise.setter  # type: ignore[untyped-decorator]
+    def sigma_noise(self, value: float | Tensor) -> None:
+        """Refuse an observation noise other than one."""
+        one = isinstance(value, (int, float)) or (isinstance(value, Tensor) and value.numel() == 1)
+        if not one or isinstance(value, bool) or float(value) != 1:
+            raise UnsupportedError(
+                "sigma_noise: embeddings have no observation noise. Use temperature=... to weaken the likelihood."
+            )
+
+    @property
+    def prior_precision(self) -> Tensor:
+        """Precision of the prior: one number, one for each parameter tensor, or one for each parameter; a copy."""
+        return self.prior.precision.clone()
+
+    @prior_precision.setter
+    def prior_precision(self, value: float | Tensor) -> None:
+        self._change_prior(precision=self._of_prior("prior_precision", value), chosen=True)
+
+    @property
+    def prior_mean(self) -> Tensor:
+        """Mean of the prior: one number, or one for each parameter; a copy."""
+        return self.prior.mean.clone()
+
+    @prior_mean.setter
+    def prior_mean(self, value: float | Tensor) -> None:
+        self._change_prior(mean=self._of_prior("prior_mean", value))
+
+    def _of_prior(self, name: str, value: float | Tensor) -> Tensor:
+        """Return precision or mean of the prior as a new tensor, checked for the weights as far as they are known."""
+        of_mean = name == "prior_mean"
+        check_prior(name, value, self._dtype, self._prior_sizes(of_mean=of_mean), positive=not of_mean)
+        if not isinstance(value, Tensor):
+            return torch.tensor([float(value)], dtype=self._dtype, device=self._device)
+        return value.to(self._device, self._dtype).reshape(-1).clone()
+
+    @property
+    def n_params(self) -> int | None:
+        """Number of weights that a sample has; ``None`` before the last layer is known."""
+        every = self._every_parameter
+        return None if every is None else sum(p.numel() for p in every)
+
+    @property
+    def n_layers(self) -> int | None:
+        """Number of parameter tensors; ``None`` before the last layer is known."""
+        every = self._every_parameter
+        return None if every is None else len(every)
+
+    @property
+    def _every_parameter(self) -> list[Tensor] | None:
+        if self.on_last_layer and self.model.last_layer is None:
+            return None
+        return predict.parameters_of(self.model, self.on_last_layer)
+
+    @property
+    def n_weights(self) -> int:
+        """Number of weights of the posterior."""
+        return int(self.n_params) if self._indices is None else len(self._indices)  # type: ignore[arg-type]
+
+    @property
+    def prior_structures(self) -> tuple[str, ...]:
+        """Allowed values of ``prior_structure``; laplace-torch has only one prior precision for a subnetwork."""
+        return ("scalar",) if self.subset_of_weights == "subnetwork" else self.structure.priors
+
+    def effective_parameters(self, prior: Tensor) -> float:
+        """Return the effective number of parameters, for a prior precision at the temperature 1."""
+        return self.posterior.fitted.clamped.effective_parameters(prior)
+
+    def check_fitted(self) -> None:
+        """Refuse a posterior without a curvature.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+        """
+        _ = self.posterior
+
+    def _check_H_init(self) -> None:
+        """Call :meth:`check_fitted`; laplace-torch uses this name."""
+        self.check_fitted()
+
+    def check_sampling(self, n_samples: object, generator: object) -> None:
+        """Refuse to sample before ``fit`` or with malformed arguments.
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: An argument is malformed.
+        """
+        self.check_fitted()
+        validate.count("n_samples", n_samples)
+        validate.generator(generator, self._device)
+
+    def check_weights(self, value: Tensor, argument: str = "value", rows: tuple[str, ...] = ()) -> None:
+        """Refuse anything but finite numbers, one for each weight, shape (P,) or (*rows, P).
+
+        Raises:
+            NotFittedError: Before ``fit``.
+            InputError: ``value`` has another shape, dtype or device, or is not finite.
+        """
+        fitted = self.posterior.fitted
+        validate.tensor(argument, value, (*rows, sum(fitted.sizes)), fitted.mean)
+
+    def _prior_sizes(self, *, of_mean: bool = False) -> set[int] | None:
+        """Return the allowed numbers of entries of the prior precision, or of the prior mean; ``None`` if unknown.
+
+        For a last layer these numbers are unknown before the first batch.
+        """
+        layers = self.n_layers
+        if layers is None:
+            return None
+        subnetwork = self._indices is not None
+        means = ("scalar",) if subnetwork else ("scalar", "diag")
+        per = {"scalar": 1, "layerwise": 1 if subnetwork else layers, "diag": self.n_weights}
+        return {per[structure] for structure in (means if of_mean else self.prior_structures)}
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        """Dtype of the posterior: the encoder's dtype, or float32 for an encoder in half precision."""
+        return torch.promote_types(super()._dtype, torch.float32)
+
+
+def _parse_pred_type(value: PredType | str) -> PredType:
+    """Turn ``"glm"`` or ``"nn"`` into laplace-torch's enumeration."""
+    try:
+        return PredType(value)
+    except ValueError:
+        raise InputError("pred_type", "'glm' or 'nn'", value) from None
+
+
+def _refuse_link(link_approx: object) -> None:
+    """Refuse a link function; laplace-torch's own default passes."""
+    if link_approx is not None and link_approx != LinkApprox.PROBIT:
+        raise UnsupportedError(
+            f"link_approx={str(link_approx)!r}: embeddings have no link function. Leave it out; pred_type chooses "
+            "between the closed form ('glm') and sampled weights ('nn')."
+        )
 
 
 def _copied(model: nn.Module) -> nn.Module:
@@ -1061,19 +1264,3 @@ def _copied(model: nn.Module) -> nn.Module:
             "model: a module keeps a tensor of its last run together with the graph, which cannot be copied; so do "
             "torch.nn.utils.weight_norm and spectral_norm. Run it once without: with torch.no_grad(): model(x)"
         ) from error
-
-
-def _merged_classes(earlier: ClassCentres | None, new: ClassCentres | None) -> ClassCentres | None:
-    """Return the class centres of two fits together; ``None`` if one fit has none."""
-    if earlier is None or new is None:
-        return None
-    merged = earlier.merged(new)
-    if merged is None or earlier.sample is None:
-        why = (
-            "there are too many classes, so uncertainty goes without their centres"
-            if merged is None
-            else "this posterior was loaded, so what is typical for its classes follows from the new inputs alone; "
-            "la.measure_classes(loader) over all of them makes it exact"
-        )
-        warnings.warn(f"override=False: {why}.", UserWarning, stacklevel=4)
-    return merged

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,13 +19,15 @@ from contrastive_curvature.fit.towers import TOWERS, TowerBatch, TowerReader, re
 from contrastive_curvature.laplace.advice import advise_on_processes
 from contrastive_curvature.laplace.options import CONTRASTIVE
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
-from contrastive_curvature.laplace.prior import PriorMethod
+from contrastive_curvature.laplace.state import load_state
 from contrastive_curvature.losses.rows import RowLoss
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.inputs import slice_inputs
 from contrastive_curvature.network.loader import check_loader, first_batch, in_fixed_order
 from contrastive_curvature.network.pullback import Pullback
 from contrastive_curvature.network.two_towers import TwoTowers
+from contrastive_curvature.posterior.prior import PriorMethod
+from contrastive_curvature.posterior.value import Posterior
 from contrastive_curvature.progress import Progress
 from contrastive_curvature.structures import structure_of
 
@@ -115,16 +118,14 @@ class TwoTowerLaplace:
         """
         check_loader(train_loader)
         advise_on_processes()
-        with self._unchanged_on_error():
-            probe = self._begin(train_loader)
-            backend = self.a.backend
-            with self._ready(probe) as pullbacks:
-                backend.options.check_structure(self.a.structure)
-                f = Fit(TOWERS, pullbacks, self.a.structure, backend.options, Progress(progress_bar))
-                reader = TowerReader(in_fixed_order(train_loader, mixed=True), self._read)
-                results = fit(f, Passes(reader, backend.encoder(probe.a), pullbacks[0]))
-            for la, result in zip(self._each(), results, strict=True):
-                la.set_curvature(result)
+        probe = self._begin(train_loader)
+        backend = self.a.backend
+        with self._ready(probe) as pullbacks:
+            backend.options.check_structure(self.a.structure)
+            f = Fit(TOWERS, pullbacks, self.a.structure, backend.options, Progress(progress_bar))
+            reader = TowerReader(in_fixed_order(train_loader, mixed=True), self._read)
+            results = fit(f, Passes(reader, backend.encoder(probe.a), pullbacks[0]))
+        self._replace([la.after(result) for la, result in zip(self._each(), results, strict=True)])
 
     def optimize_prior_precision(self, *args: Any, **kwargs: Any) -> None:
         """Choose the prior precision of both posteriors, each from its own curvature.
@@ -143,9 +144,10 @@ class TwoTowerLaplace:
             raise UnsupportedError(
                 "method='gridsearch': call la.a.optimize_prior_precision(...) with batches (a, labels), and la.b."
             )
-        with self._unchanged_on_error():
-            for la in self._each():
-                la.optimize_prior_precision(*args, **kwargs)
+        later = [copy.copy(la) for la in self._each()]
+        for la in later:
+            la.optimize_prior_precision(*args, **kwargs)
+        self._replace([la.posterior for la in later])
 
     def calibrate(self, loader: Iterable[Any], progress_bar: bool | None = None, **options: Any) -> None:
         """Store known inputs of both towers: calls ``la.a.calibrate`` and ``la.b.calibrate``, which also work alone.
@@ -162,10 +164,11 @@ class TwoTowerLaplace:
         """
         check_loader(loader, "loader", shares=True)
         sides = [("a", "b")] if self.shared else [("a",), ("b",)]
-        with self._unchanged_on_error():
-            for la, side in zip(self._each(), sides, strict=True):
-                inputs = (getattr(batch, tower) for batch in map(self._read, loader) for tower in side)
-                la.calibrate(inputs, progress_bar, **options)
+        later = [copy.copy(la) for la in self._each()]
+        for la, side in zip(later, sides, strict=True):
+            inputs = (getattr(batch, tower) for batch in map(self._read, loader) for tower in side)
+            la.calibrate(inputs, progress_bar, **options)
+        self._replace([la.posterior for la in later])
 
     def curvature_product(self, loader: Iterable[Any], v_a: Tensor, v_b: Tensor | None = None) -> tuple[Tensor, ...]:
         """Return ``J^T H J (v_a, v_b)`` over a data set, with the blocks between the towers, unclamped.
@@ -229,10 +232,11 @@ class TwoTowerLaplace:
         if state_dict.get("shared") is not self.shared:
             both = "one of two modules", "one of a module that both towers share"
             raise InputError("state_dict", both[self.shared], both[not self.shared])
-        with self._unchanged_on_error():
-            for tower, la in zip("ab", self._each(), strict=False):
-                with _naming(tower):
-                    la.load_state_dict(state_dict.get(tower, {}))
+        posteriors = []
+        for tower, la in zip("ab", self._each(), strict=False):
+            with _naming(tower):
+                posteriors.append(load_state(la, state_dict.get(tower, {})))
+        self._replace(posteriors)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Refuse: an input belongs to one of the towers.
@@ -278,12 +282,9 @@ class TwoTowerLaplace:
             stack.enter_context(torch.no_grad())
             yield [la.backend.pullback(x) for la, x in zip(self._each(), (probe.a, probe.b), strict=False)]
 
-    @contextmanager
-    def _unchanged_on_error(self) -> Iterator[None]:
-        with ExitStack() as stack:
-            for la in self._each():
-                stack.enter_context(la.unchanged_on_error())
-            yield
+    def _replace(self, posteriors: list[Posterior]) -> None:
+        """Replace the posteriors of both towers, in one statement, which nothing interrupts."""
+        self.a._value, self.b._value = posteriors[0], posteriors[-1]
 
 
 @contextmanager

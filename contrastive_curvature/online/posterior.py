@@ -10,10 +10,11 @@ from torch import Tensor, nn
 
 from contrastive_curvature.errors import DivergenceError, InputError
 from contrastive_curvature.laplace import ContrastiveLaplace
-from contrastive_curvature.laplace.prior import average_information
 from contrastive_curvature.network.inputs import Inputs, slice_inputs
 from contrastive_curvature.network.loader import check_model
 from contrastive_curvature.online.discount import DiscountedCurvature
+from contrastive_curvature.posterior.prior import average_information, check_prior, check_temperature
+from contrastive_curvature.posterior.value import clamp
 
 
 class OnlinePosterior:
@@ -73,13 +74,13 @@ class OnlinePosterior:
         # The user may call fit(loader) later, which uses all pairs.
         if "pairs" in options:
             options = {**options, "pairs": "dataset"}
-        posterior = self._new(backend_kwargs=options)
-        posterior.set_curvature(discounted.at_scale(self.n_data))
+        la = self._new(backend_kwargs=options)
+        la.posterior = la.after(discounted.at_scale(self.n_data))
         if self.prior_precision is None:
-            posterior.optimize_prior_precision()
+            la.optimize_prior_precision()
         else:
-            posterior.temperature = self._mean_loss(posterior)
-        return posterior
+            la.temperature = self._mean_loss(la.cost)
+        return la
 
     def draw(self, discounted: DiscountedCurvature, n_samples: int) -> list[Tensor | None]:
         """Draw deviations from the mean weights, from ``q_t``.
@@ -107,7 +108,7 @@ class OnlinePosterior:
         elif self.prior_precision is not None:
             # Without any curvature, q_0 has the variance of the prior, around the initial weights.
             like = next(self.encoder.parameters())
-            drawn = like.new_empty(n_samples, self.sampling.n_params).normal_() / self.prior_precision**0.5
+            drawn = like.new_empty(n_samples, self.sampling.n_weights).normal_() / self.prior_precision**0.5
         else:
             return [None]
         if not bool(drawn.isfinite().all()):
@@ -116,27 +117,28 @@ class OnlinePosterior:
         return list(drawn.unbind())
 
     def _draw_from_curvature(self, discounted: DiscountedCurvature, n_samples: int) -> Tensor:
-        posterior = self.sampling
-        posterior.set_curvature(discounted.at_scale(self.n_data))
+        read, result = self.sampling.read, discounted.at_scale(self.n_data)
+        sizes = [p.numel() for p in read.parameters]
+        clamped = clamp(result.curvature, sizes, read.backend.options.rank)
         # The cooling: by default q_t is the posterior of all remembered steps.
         cooling = 1.0 if self.temperature is not None else float(discounted.remembered)
         if self.sampling_temperature is not None:
             cooling = 1 / self.sampling_temperature
-        posterior.temperature = self._mean_loss(posterior) / cooling
+        precision = self.sampling.prior_precision
+        temperature = check_temperature(self._mean_loss(float(result.cost)) / cooling, precision.dtype)
         if self.prior_precision is None:
-            diagonal = posterior.curvature_diagonal()
-            information = average_information(diagonal, posterior.parameter_sizes(), "scalar")
             # The prior is as precise as the mean diagonal of the curvature, so that weights without curvature stay near
             # their mean.
-            posterior.prior_precision = posterior._H_factor * information
-        posterior.mean = torch.zeros_like(posterior.mean)
-        return posterior.sample(n_samples)
+            precision = average_information(clamped.diagonal(), sizes, "scalar") / temperature
+            check_prior("prior_precision", precision, precision.dtype, None)
+        noise = torch.randn(n_samples, sum(sizes), dtype=precision.dtype, device=precision.device)
+        return clamped.sample(noise, precision, 1 / temperature)
 
-    def _mean_loss(self, posterior: ContrastiveLaplace) -> float:
+    def _mean_loss(self, cost: float) -> float:
         """Return the user's temperature; by default the mean loss of a point, or one if the loss is zero."""
         if self.temperature is not None:
             return self.temperature
-        return float(posterior.cost) / self.n_data if posterior.cost > 0 else 1.0
+        return cost / self.n_data if cost > 0 else 1.0
 
     def _new(self, **changes: Any) -> ContrastiveLaplace:
         return ContrastiveLaplace.around(self.encoder, self.probe, **{**self._kind, **self._arguments, **changes})

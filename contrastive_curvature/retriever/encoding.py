@@ -12,13 +12,13 @@ from torch import Tensor
 
 from contrastive_curvature.errors import NotFittedError
 from contrastive_curvature.hessian.sphere import normalize
-from contrastive_curvature.laplace.batches import batches, by_length, results
-from contrastive_curvature.laplace.calibration import present_calibration, take_snapshot
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
-from contrastive_curvature.laplace.prediction import moved_inputs
+from contrastive_curvature.network.batches import batches, by_length, results
 from contrastive_curvature.network.encoder import evaluation_mode
 from contrastive_curvature.network.given_features import feature_inputs
 from contrastive_curvature.network.inputs import slice_inputs
+from contrastive_curvature.posterior.calibration import present_calibration, present_training
+from contrastive_curvature.posterior.predict import moved_inputs
 from contrastive_curvature.retriever.evidence import Embedded
 from contrastive_curvature.retriever.head import AT_ONCE, outputs, with_head
 from contrastive_curvature.retriever.reading import read
@@ -79,7 +79,7 @@ def calibrated(posterior: ContrastiveLaplace, inputs: Any, progress_bar: bool | 
     P-values of the posterior itself need it; those of a retriever compare with all held-out queries, later ones too.
     """
     new = copy.copy(posterior)
-    if present_calibration(new) is None:
+    if present_calibration(new.posterior, new.read) is None:
         items, inputs_of = batches(new.model, inputs, AT_ONCE, "held_out")
         new.calibrate(map(inputs_of, items), progress_bar)
     return new
@@ -87,7 +87,8 @@ def calibrated(posterior: ContrastiveLaplace, inputs: Any, progress_bar: bool | 
 
 def check_novelty(posterior: ContrastiveLaplace) -> None:
     """Refuse a posterior whose novelty would be measured from the held-out queries, or which changed since."""
-    if present_calibration(posterior) is None and take_snapshot(posterior).training is None:
+    now = posterior.posterior, posterior.read
+    if present_calibration(*now) is None and present_training(*now) is None:
         raise NotFittedError(
             "encoder: this posterior has no training inputs to compare with, so its novelty is measured from the "
             "inputs of la.calibrate(loader). Call it with others than the held-out ones, which would seem less "

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError
-from contrastive_curvature.laplace.batches import by_length, results
 from contrastive_curvature.losses.supcon import SupConLoss
+from contrastive_curvature.network.batches import by_length, results
 from contrastive_curvature.network.call import ModelCall
 from contrastive_curvature.network.inputs import move_inputs, tokenized
 from contrastive_curvature.progress import Progress

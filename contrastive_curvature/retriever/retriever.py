@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 from collections.abc import Hashable, Iterator
 from dataclasses import replace
@@ -18,9 +19,9 @@ from torch import nn
 from contrastive_curvature import validate
 from contrastive_curvature.decisions.fitted import one_of_each, percent
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError
-from contrastive_curvature.laplace.batches import batches
 from contrastive_curvature.laplace.influence import influence
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
+from contrastive_curvature.network.batches import batches
 from contrastive_curvature.network.inputs import in_memory
 from contrastive_curvature.retriever.answers import Answers, Rate
 from contrastive_curvature.retriever.encoding import (
@@ -124,8 +125,8 @@ class Retriever:
 
     @property
     def la(self) -> ContrastiveLaplace | None:
-        """The posterior; ``None`` if inputs are embeddings and there is no head."""
-        return self._now.posterior
+        """A copy of the posterior, whose changes change no answer; ``None`` if inputs are embeddings without a head."""
+        return copy.copy(self._now.posterior)
 
     @property
     def answered(self) -> float:

@@ -38,7 +38,10 @@ PUBLIC = (
 )
 """Packages whose ``__all__`` users may rely on, as paths below the package."""
 
-INTERNAL = ("apps", "decisions", "embedding", "fit", "hessian", "hosts", "io", "network", "retriever", "structures")
+INTERNAL = (
+    *("apps", "decisions", "embedding", "fit", "hessian", "hosts", "io", "network", "posterior", "retriever"),
+    "structures",
+)
 """Packages that may change without notice. What users need of them stands in the package itself."""
 
 NOT_SHOWN = frozenset({f"{NAME}.__version__"})

@@ -100,11 +100,11 @@ def test_an_update_is_a_fit_that_adds_and_says_once_what_is_to_be_done(structure
     la.update([second])
     wanted.fit([second], override=False)
     assert la.n_data == 40
-    torch.testing.assert_close(la.curvature_diagonal(), wanted.curvature_diagonal(), rtol=0, atol=0)
+    torch.testing.assert_close(*(one.posterior.fitted.clamped.diagonal() for one in (la, wanted)), rtol=0, atol=0)
     with pytest.warns(cc.DefaultPriorWarning, match="last fit or update") as caught:
         la.predict(X)
     assert caught[0].filename == __file__
-    assert la.known.calibration is None
+    assert la.posterior.calibration is None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         la(X)

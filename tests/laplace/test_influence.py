@@ -132,11 +132,11 @@ def test_without_points_is_a_fit_of_the_rest(structure: str, loss: Any, options:
 def _kept(la: ContrastiveLaplace) -> list[Any]:
     """Return all that a fit keeps of its points."""
     assert la.curvature is not None
-    sample, classes = la.known.sample, la.class_centres
+    sample, classes = la.posterior.fitted.sample, la.class_centres
     return [
         *(tensor.clone() for tensor in la.curvature.tensors()),
         *(la.mean, la.loss, la.cost, la.n_data, la.typical_norm),
-        *(() if sample is None else (sample.features.columns["features"],)),
+        *(() if sample is None else (sample.rows.columns["features"],)),
         *(() if classes is None else (classes.labels, classes.centres)),
     ]
 

@@ -81,7 +81,7 @@ def dense_precision(la: Any, x: Tensor, rank: int, options: dict[str, Any]) -> A
     if len(factors) > 1:
         out[dim * width :, dim * width :] = g
     prior = la.prior_precision.expand(2) if len(la.prior_precision) == 1 else la.prior_precision
-    sizes = la.parameter_sizes()
+    sizes = la.posterior.fitted.sizes
     diagonal = np.concatenate([np.full(size, float(p)) for size, p in zip(sizes, prior[: len(sizes)], strict=True)])
     return out / la.temperature + np.diag(diagonal)
 
@@ -115,7 +115,7 @@ def test_everything_is_that_of_the_dense_posterior(data: st.DataObject) -> None:
     x = features(n, width, seed=data.draw(st.integers(0, 99), "seed"), decay=data.draw(st.sampled_from([0.0, 1.5])))
     given_prior = prior if isinstance(prior, float) else torch.tensor(prior, dtype=torch.float64)
     la = fitted(x, encoder(width, dim, bias), prior=given_prior, size=data.draw(st.integers(2, n), "batch"), **options)
-    assume(bool(la.curvature_diagonal().any()))
+    assume(bool(la.posterior.fitted.clamped.diagonal().any()))
     assert la.hessian_structure == "kron_lowrank"
     assert la.rank == (min(rank, width) if rank is not None else la.rank)
     precision = dense_precision(la, x, la.rank, options)
@@ -198,7 +198,7 @@ def test_what_is_left_is_not_lost_to_rounding_in_float32() -> None:
     generator = torch.Generator().manual_seed(0)
     scales = torch.cat([torch.ones(12), torch.full((88,), 1e-4)]).double()
     x = (torch.randn(320, 100, generator=generator, dtype=torch.float64) * scales).flip(1)
-    wide = fitted(x[:300], encoder(100, 3), rank=12).clamped
+    wide = fitted(x[:300], encoder(100, 3), rank=12).posterior.fitted.clamped
     (q, values, rest), new = wide.inputs, x[300:]
     narrow = LowRankMoment(q.float(), values, rest)
     single = replace(wide, axes=wide.axes.float(), inputs=narrow, bias=wide.bias.float())

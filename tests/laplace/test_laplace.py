@@ -97,7 +97,8 @@ def dense_h(la: Any, structure: str) -> Tensor:
     if structure == "kron":
         return la.H.to_matrix(exponent=1)
     if structure == "kron_lowrank":
-        return la.clamped.out_of(la.clamped.into(torch.eye(len(la.mean)).to(la.mean)) * la.clamped.values)
+        clamped = la.posterior.fitted.clamped
+        return clamped.out_of(clamped.into(torch.eye(len(la.mean)).to(la.mean)) * clamped.values)
     return la.H.diag() if structure == "diag" else la.H
 
 

@@ -30,8 +30,8 @@ from torch import Tensor, nn
 
 import contrastive_curvature as cc
 from contrastive_curvature.fit.class_centres import ClassCentres
-from contrastive_curvature.laplace import prediction
 from contrastive_curvature.network import pullback
+from contrastive_curvature.posterior import predict as prediction
 from contrastive_curvature.testing import dense_jacobian
 
 PRIOR, TEMPERATURE = 3.0, 0.4

@@ -217,7 +217,7 @@ def test_what_is_replaced_is_put_back(registered: Any) -> None:
 def test_a_users_subclass_keeps_working_and_our_classes_have_keys_of_their_own(registered: Any) -> None:
     assert registered["subclass"]
     assert registered["found"] == "Mine"
-    assert registered["ours"] >= 2
+    assert registered["ours"] >= 1
     assert registered["collisions"] == []
 
 

@@ -73,7 +73,7 @@ def remembered(online: OnlineLaplace) -> list[Tensor]:
 
 def at_mean_loss(la: Any) -> None:
     """Set the temperature to the mean loss of a point, with the prior still over it; a given one stays."""
-    if not la.temperature_given and la.cost > 0:
+    if not la.prior.keeps_temperature and la.cost > 0:
         prior = la.prior_precision * la.temperature
         la.temperature = float(la.cost) / la.n_data
         la.prior_precision = prior / la.temperature

@@ -57,9 +57,9 @@ def predicts_the_same(one: Any, other: Any, device: str) -> bool:
     """Whether two posteriors give the same distributions, uncertainties, p-values and samples."""
     x = inputs(2, 6, device)
     mine, theirs = one(x), other(x)
-    names = ["mu", "kappa", "covariance", "uncertainty"] + (["p_value"] if one.known.calibration else [])
+    names = ["mu", "kappa", "covariance", "uncertainty"] + (["p_value"] if one.posterior.calibration else [])
     same = all(close(getattr(mine, name).detach(), getattr(theirs, name).detach(), ROUNDING) for name in names)
-    if one.known.calibration is None and other.known.calibration is not None:
+    if one.posterior.calibration is None and other.posterior.calibration is not None:
         return False
     drawn = [
         la.predictive_samples(x, n_samples=3, generator=torch.Generator(device).manual_seed(3)) for la in (one, other)

@@ -400,9 +400,8 @@ def test_labels_of_several_kinds_are_saved_as_they_are(la: Any, tmp_path: Path) 
 
 def test_a_posterior_without_training_inputs_has_to_be_calibrated(la: Any) -> None:
     bare = Laplace(encoder(), "contrastive")
-    calibrated, la.known = la.known, dataclasses.replace(la.known, calibration=None)
     bare.load_state_dict(la.state_dict())
-    la.known = calibrated
+    bare.posterior = dataclasses.replace(bare.posterior, calibration=None)
     refused(lambda: new(bare).fit(**FITTED), "la.calibrate(loader)", kind=cc.NotFittedError)
     bare.calibrate([torch.from_numpy(TEST.x)])
     assert new(bare).fit(**FITTED).answered > 0

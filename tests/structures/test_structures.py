@@ -98,7 +98,7 @@ def test_every_answer_is_that_of_the_dense_matrix(name: str, device: str) -> Non
     for weights in kind.weights:
         for pd_fix in ("psd", "full", "positive"):
             la = fitted(weights, name, device, pd_fix=pd_fix, margin=None, negative_weight=0.1)
-            check(la.require_clamped(), ("scalar",) if weights == "subnetwork" else kind.priors)
+            check(la.posterior.fitted.clamped, ("scalar",) if weights == "subnetwork" else kind.priors)
 
 
 @pytest.mark.parametrize("name", sorted(LOSSES))
@@ -197,11 +197,11 @@ def test_a_structure_of_ones_own(device: str, tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(STRUCTURES, "outputs", OneBlockAnOutput)
     la = fitted("last_layer", "outputs", device, pd_fix="fixed")
     full = fitted("last_layer", "full", device, pd_fix="fixed")
-    check(la.require_clamped(), ("scalar",))
+    check(la.posterior.fitted.clamped, ("scalar",))
     places = torch.arange(18)
     output = torch.cat([places[:15] // 5, places[:3]])
     blocks = full.H_raw.cpu() * (output[:, None] == output)
-    order = la.require_clamped()._order()
+    order = la.posterior.fitted.clamped._order()
     raw = torch.block_diag(*la.curvature.blocks.cpu())
     assert close(raw, blocks[order][:, order])
 

@@ -144,8 +144,8 @@ def evaluate(
         detection = known.p_value
     else:
         detection = Detection(by_name["novelty"].auroc, by_name["novelty"].auprc)
-    calibration, sample = la.known.calibration, la.known.sample
-    n_compared = None if sample is None else len(sample.features)
+    calibration, sample = la.posterior.calibration, la.posterior.fitted.sample
+    n_compared = None if sample is None else len(sample.rows)
     if calibration is not None:
         n_compared = calibration.reference.fewest
     return Evaluation(
@@ -209,7 +209,7 @@ def _description(la: Any, n_compared: int | None) -> dict[str, str | int | float
         "prior precision": float(precision[0]) if len(precision) == 1 else f"{len(precision)} values",
         "temperature": float(la.temperature),
         "compared with for p-values": n_compared,
-        "calibrated": la.known.calibration is not None,
+        "calibrated": la.posterior.calibration is not None,
     }
     for name, value in la.plain_options().items():
         plain = value is None or isinstance(value, (str, int, float, bool))

@@ -12,11 +12,11 @@ from torch import Tensor
 
 from contrastive_curvature.apps.report.evaluation import Missing
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError
-from contrastive_curvature.laplace.calibration import RIVALS, rivals
 from contrastive_curvature.metrics._checks import check_labels
 from contrastive_curvature.network.call import naming_the_input
 from contrastive_curvature.network.inputs import is_texts
 from contrastive_curvature.network.loader import check_loader
+from contrastive_curvature.posterior.calibration import RIVALS, rivals
 from contrastive_curvature.progress import Progress
 
 MOST_SAMPLED = 2**28
@@ -138,7 +138,10 @@ def score(la: Any, argument: str, data: Data, n_samples: int, n_shown: int, seed
                         # No metric accepts infinities; the order does not change.
                         "novelty": embedding.novelty.cpu().nan_to_num(posinf=_HIGHEST, neginf=-_HIGHEST),
                         "p_value": embedding.p_value.cpu(),
-                        **{name: values.double().cpu() for name, values in rivals(la, embedding).items()},
+                        **{
+                            name: values.double().cpu()
+                            for name, values in rivals(la.posterior, la.read, embedding).items()
+                        },
                     }
                 except NotFittedError as error:
                     missing = Missing(str(error))

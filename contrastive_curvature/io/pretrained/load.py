@@ -25,11 +25,11 @@ from contrastive_curvature.io.pretrained.save import (
 )
 from contrastive_curvature.laplace import ContrastiveLaplace, TwoTowerLaplace
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend
-from contrastive_curvature.laplace.prediction import moved_inputs
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.digest import encoder_digest, state_tensors
 from contrastive_curvature.network.two_towers import TwoTowers
 from contrastive_curvature.pairs import RelationFunction
+from contrastive_curvature.posterior.predict import moved_inputs
 
 _SAME_OUTPUTS = {torch.float64: 1e-6, torch.float32: 1e-2}
 """Relative difference of the outputs of one encoder on two devices, at most; half precision has 0.1."""

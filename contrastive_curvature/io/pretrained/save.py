@@ -26,11 +26,11 @@ from contrastive_curvature.embedding.known import NOVELTY
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.laplace import ContrastiveLaplace, TwoTowerLaplace
 from contrastive_curvature.laplace.options import known_options
-from contrastive_curvature.laplace.prediction import moved_inputs
 from contrastive_curvature.losses.cosine import CosineLoss
 from contrastive_curvature.network.digest import encoder_digest, state_tensors, tensor_bytes
 from contrastive_curvature.network.encoder import Encoder, evaluation_mode
 from contrastive_curvature.network.inputs import Inputs, asks_for_example, check_inputs, slice_inputs, tokenized
+from contrastive_curvature.posterior.predict import moved_inputs
 
 FILE = "posterior.safetensors"
 
@@ -239,7 +239,7 @@ def _posterior(la: Any, name: str, table: TensorTable, example: Inputs | None) -
     loss, relation, encoder = la.backend.loss, la.curvature_options.relation, encoder_of(la)
     loss_options = _loss_config(loss)
     prior = la.prior_precision.detach().double().cpu()
-    calibration, classes = la.known.calibration, la.class_centres
+    calibration, classes = la.posterior.calibration, la.class_centres
     records = list(encoder_records(encoder))
     tree = {
         "arguments": _arguments(la),

@@ -155,7 +155,13 @@ def _trace(module: ServedEncoder, example: Example, axes: dict[str, list[int]]) 
         "layer alone (docs/keep_and_serve.md#features-from-another-program), and compute its features in Python."
     )
     with refusing(message), torch.no_grad():
-        return torch.export.export(module, (example,), dynamic_shapes=(_mapped(example, shape_of),), strict=False)
+        shapes = (_mapped(example, shape_of),)
+        program = torch.export.export(module, (example,), dynamic_shapes=shapes, strict=False)
+    for graph in program.graph_module.modules():
+        for node in graph.graph.nodes if isinstance(graph, torch.fx.GraphModule) else ():
+            # Lines of the encoder's code, with the paths of its files.
+            node.meta.pop("stack_trace", None)
+    return program
 
 
 @torch.no_grad()

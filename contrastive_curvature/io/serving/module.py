@@ -16,12 +16,12 @@ from contrastive_curvature.embedding.distribution import turning_angle
 from contrastive_curvature.embedding.known import NOVELTY, TrainingGaussians
 from contrastive_curvature.errors import InputError, InputTypeError, NotFittedError, UnsupportedError
 from contrastive_curvature.fit.class_centres import between_classes, nearest_ratio
-from contrastive_curvature.laplace.calibration import example, present_calibration
 from contrastive_curvature.laplace.posterior import ContrastiveLaplace
-from contrastive_curvature.laplace.prediction import spread_at
 from contrastive_curvature.network.encoder import at_least_float32
 from contrastive_curvature.network.inputs import Inputs
 from contrastive_curvature.network.pullback import full_precision
+from contrastive_curvature.posterior.calibration import example, present_calibration
+from contrastive_curvature.posterior.value import spread_at
 from contrastive_curvature.structures.at_features import DenseAtFeatures
 from contrastive_curvature.vmf.estimation import concentration_of_variance
 
@@ -72,19 +72,19 @@ def _score_arrays(la: Any, p_value: bool | None) -> tuple[str, dict[str, Tensor]
     if la.class_centres is not None:
         arrays["centres"] = la.class_centres.centres.to(like)
         arrays["typical_ratio"] = torch.tensor(la.class_centres.typical, dtype=torch.float64, device=like.device)
-    if p_value and la.known.calibration is None:
+    if p_value and la.posterior.calibration is None:
         raise NotFittedError(
             "p_value=True: la is not calibrated. Call la.calibrate(loader) with known inputs first, or leave p_value "
             "out to export mu, kappa and uncertainty alone."
         )
-    calibration, score = None if p_value is False else present_calibration(la), NOVELTY
+    calibration, score = None if p_value is False else present_calibration(la.posterior, la.read), NOVELTY
     if calibration is not None:
         if calibration.score.probe is not None:
             raise UnsupportedError(
                 f"p_value: la is calibrated for the function {calibration.score.name!r}, which no file holds. Export "
                 "with p_value=False, or calibrate for 'novelty' or 'uncertainty'."
             )
-        calibration.score.check(example(la))
+        calibration.score.check(example(la.posterior.fitted))
         reference, score = calibration.reference, calibration.score.name
         arrays |= {name: getattr(reference, name) for name in ("location", "scale", "statistics", "counts")}
         arrays["rounding"] = reference.statistics.new_tensor(reference.rounding)
@@ -137,7 +137,7 @@ class ServedEncoder(nn.Module):
         ):
             # The copied encoder's hooks find the inputs of the last layer, also before a normalisation.
             self.encoder = copy.deepcopy(la.model)
-        self.head = ScoreHead(la.output_spread(), score, arrays)
+        self.head = ScoreHead(la.posterior.at_features, score, arrays)
         self.eval().requires_grad_(False)
 
     def forward(self, x: Inputs) -> tuple[Tensor, ...]:

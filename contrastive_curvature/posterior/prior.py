@@ -10,23 +10,23 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Collection, Iterable
+from dataclasses import replace
 from enum import StrEnum
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from contrastive_curvature import metrics, validate
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
-from contrastive_curvature.hessian.sphere import normalize
 from contrastive_curvature.network.loader import check_loader, check_not_empty
 from contrastive_curvature.options import parse_option
+from contrastive_curvature.posterior.predict import LinearizedEncoder, on_sphere, samples_at
+from contrastive_curvature.posterior.value import Posterior
 from contrastive_curvature.structures.base import Structure
-
-if TYPE_CHECKING:
-    from contrastive_curvature.laplace.posterior import ContrastiveLaplace
 
 PRIOR_STRUCTURES = ("scalar", "layerwise", "diag")
 """One prior precision in all, one a parameter tensor, or one a parameter."""
@@ -48,10 +48,9 @@ NO_GRADIENT = (
 """Why a curvature is zero before it is clamped, and what to do."""
 
 
-def why_zero(la: ContrastiveLaplace, curvature: Structure | None) -> str:
+def why_zero(curvature: Structure, last_layer: bool) -> str:
     """Return why the positive part of a curvature is zero, and what to do; a last layer needs no gradient."""
-    silent = not la.on_last_layer and curvature is not None and not bool(curvature.traces().any())
-    return NO_GRADIENT if silent else NOTHING_POSITIVE
+    return NOTHING_POSITIVE if last_layer or bool(curvature.traces().any()) else NO_GRADIENT
 
 
 RetrievalCriterion = Callable[[Tensor, Tensor], float]
@@ -138,39 +137,34 @@ def make_grid(low: float, high: float, size: int, base: float, dtype: torch.dtyp
     return grid
 
 
-def set_information(
-    la: ContrastiveLaplace, method: PriorMethod, prior_structure: str, strength: float | None, keep_temperature: bool
-) -> None:
-    """Set the prior precision to a multiple of the average information, and maybe the temperature.
+def informed(
+    posterior: Posterior, method: PriorMethod, prior_structure: str, strength: float | None, last_layer: bool
+) -> Posterior:
+    """Return the posterior whose prior precision is a multiple of the average information.
 
-    The temperature is ``T = 2 L / (N + gamma)``, with the loss ``L`` of all N points at the trained weights and the
-    effective number ``gamma`` of parameters. ``2 L / N`` is the maximum-likelihood variance of a Gaussian whose
-    log-likelihood is the loss, a sum of half squares. To second order a sampled network has on average the loss
-    ``L + T gamma / 2``. Because ``gamma`` is in the denominator of ``T``, this stays below ``2 L`` for any number of
-    parameters.
-
-    If the loss is zero, or if the prior precision is refused, the temperature does not change.
+    The temperature, unless the user chose one, is ``T = 2 L / (N + gamma)``, with the loss ``L`` of all N points at the
+    trained weights and the effective number ``gamma`` of parameters. ``2 L / N`` is the maximum-likelihood variance of
+    a Gaussian whose log-likelihood is the loss, a sum of half squares. To second order a sampled network has on average
+    the loss ``L + T gamma / 2``. Because ``gamma`` is in the denominator of ``T``, this stays below ``2 L`` for any
+    number of parameters. If the loss is zero, the temperature does not change.
     """
-    prior = average_information(
-        la.curvature_diagonal(), la.parameter_sizes(), prior_structure, why_zero(la, la.curvature)
-    )
-    before = la.temperature
-    try:
-        if method is PriorMethod.UNIT_INFORMATION:
-            la.prior_precision = prior * la.likelihood_factor / la.n_data
-            return
-        prior = prior * (STRENGTH if strength is None else float(strength))
-        if not keep_temperature:
-            if float(la.cost) > 0:
-                la.temperature = 2 * float(la.cost) / (la.n_data + la.effective_parameters(prior))
+    fitted, temperature = posterior.fitted, posterior.prior.temperature
+    why = why_zero(fitted.curvature, last_layer)
+    precision = average_information(fitted.clamped.diagonal(), fitted.sizes, prior_structure, why)
+    if method is PriorMethod.UNIT_INFORMATION:
+        precision = precision / fitted.n
+    else:
+        precision = precision * (STRENGTH if strength is None else float(strength))
+        if not posterior.prior.keeps_temperature:
+            if fitted.cost > 0:
+                gamma = fitted.clamped.effective_parameters(precision)
+                temperature = check_temperature(2 * fitted.cost / (fitted.n + gamma), fitted.mean.dtype)
             else:
-                _say_no_cost(before)
-        # The prior is divided by the temperature, like the curvature, so that the temperature scales the whole
-        # covariance.
-        la.prior_precision = prior * la.likelihood_factor
-    except InputError:
-        la.temperature = before
-        raise
+                _say_no_cost(temperature)
+    # The prior is divided by the temperature, like the curvature, so that the temperature scales the whole covariance.
+    precision = (precision / temperature).to(fitted.mean)
+    check_prior("prior_precision", precision, precision.dtype, None)
+    return posterior.with_prior(replace(posterior.prior, precision=precision, temperature=temperature, chosen=True))
 
 
 def _say_no_cost(temperature: float) -> None:
@@ -184,8 +178,9 @@ def _say_no_cost(temperature: float) -> None:
     warnings.warn(msg, UserWarning, stacklevel=4)
 
 
-def search_grid(
-    la: ContrastiveLaplace,
+def best_of_grid(
+    posterior: Posterior,
+    read: LinearizedEncoder,
     grid: Tensor,
     val_loader: Iterable[Any] | None,
     prior_structure: str,
@@ -193,8 +188,8 @@ def search_grid(
     linearized: bool,
     n_samples: int,
     bar: bool,
-) -> None:
-    """Set the prior precision of a grid at which sampled embeddings retrieve best; an error does not change it."""
+) -> Posterior:
+    """Return the posterior with the prior precision of a grid at which sampled embeddings retrieve best."""
     if val_loader is None:
         raise InputError("val_loader", "validation data for method='gridsearch'", None)
     if prior_structure != "scalar":
@@ -205,25 +200,26 @@ def search_grid(
     check_loader(val_loader, "val_loader", once=True)
     contexts, labels = [], []
     for batch in val_loader:
-        x, y = la.backend.read(batch)
-        contexts.append(la.sampling_context(x))
+        x, y = read.backend.read(batch)
+        contexts.append(read.sampling_context(x))
         labels.append(y)
     check_not_empty(len(contexts), "val_loader")
-    targets, before, scores = torch.cat(labels), la.prior_precision, []
-    try:
-        for value in tqdm(grid, desc="[prior grid]", disable=not bar):
-            la.prior_precision = value
-            # Every value uses the same random numbers, so that the criterion compares priors, not draws.
-            generator = torch.Generator(la.mean.device).manual_seed(0)
-            raw = la.samples_at(contexts, n_samples, generator, linearized)
-            samples = normalize(raw.flatten(0, 1))[0].view_as(raw)
-            scores.append(float((loss or metrics.retrieval_brier)(samples, targets)))
-    finally:
-        la.prior_precision = before
+    targets, mean = torch.cat(labels), posterior.fitted.mean
+
+    def at(value: Tensor) -> Posterior:
+        return posterior.with_prior(replace(posterior.prior, precision=value.reshape(1).to(mean), chosen=True))
+
+    def score(value: Tensor) -> float:
+        # Every value uses the same random numbers, so that the criterion compares priors, not draws.
+        generator = torch.Generator(mean.device).manual_seed(0)
+        samples = samples_at(at(value), read, contexts, n_samples, generator, linearized=linearized)
+        return float((loss or metrics.retrieval_brier)(on_sphere(samples), targets))
+
+    scores = [score(value) for value in tqdm(grid, desc="[prior grid]", disable=not bar)]
     numbers = [(score, place) for place, score in enumerate(scores) if not math.isnan(score)]
     if not numbers:
         raise InputError("loss", "a criterion that is a number somewhere on the grid", "NaN everywhere")
-    la.prior_precision = grid[min(numbers)[1]].reshape(1)
+    return at(grid[min(numbers)[1]])
 
 
 def check_prior(
@@ -257,3 +253,14 @@ def check_prior(
         wanted = f"positive numbers, finite in {dtype}" if positive else f"finite numbers in {dtype}"
         shown = f"{float(values)}" if values.numel() == 1 else f"{int((~good).sum())} others"
         raise InputError(argument, wanted, shown)
+
+
+def check_temperature(value: object, dtype: torch.dtype) -> float:
+    """Return a temperature as a float; its inverse has to be positive and finite in a dtype."""
+    if isinstance(value, (Tensor, np.generic)) and np.size(value) == 1:
+        value = value.item()
+    number = validate.number("temperature", value, positive=True)
+    inverse = torch.ones((), dtype=dtype, device="cpu") / number
+    if not bool(inverse.isfinite()) or not bool(inverse > 0):
+        raise InputError("temperature", f"a number whose inverse is positive and finite in {dtype}", number)
+    return number
