@@ -236,8 +236,9 @@ def test_the_posterior_of_the_user_and_that_of_the_retriever_are_two() -> None:
     retriever = cc.Retriever(la, **RATES).fit(gallery=GALLERY, held_out=HELD)
     assert list(parts(la.state_dict())) == before  # not calibrated
     answers = answered(retriever)
-    la.prior_precision = 100 * la.prior_precision
-    la.temperature = 7.0
+    for changed in (la, retriever.la):
+        changed.prior_precision = 100 * changed.prior_precision
+        changed.temperature = 7.0
     assert answered(retriever) == answers
     assert not torch.equal(retriever.la(ASKED).uncertainty, la(ASKED).uncertainty)
 
