@@ -66,7 +66,7 @@ class State:
         feedback: Answered queries and the numbers of their labels; ``None`` without any.
         ceiling: Largest limit of the score of an answer under which the feedback was answered.
         rule: The limits.
-        posterior: What embeds inputs; ``None`` if they are embeddings.
+        posterior: What embeds inputs, held by nothing else; ``None`` if they are embeddings.
     """
 
     rates: Rates
