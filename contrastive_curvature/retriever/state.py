@@ -1,7 +1,7 @@
 """What a retriever answers from, as one value: no step changes a state, each returns another one.
 
-``State.fitted`` makes the first; ``added``, ``removed`` and ``learned`` return a state with other points or other
-queries, and with the limits that follow from them. So a gallery always has its own labels and limits.
+``RetrieverState.fitted`` makes the first; ``added``, ``removed`` and ``learned`` return a state with other points or
+other queries, and with the limits that follow from them. So a gallery always has its own labels and limits.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Gallery(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class RetrieverState:
     """Points that are searched, held-out queries, and the limits that follow from both.
 
     Methods take an ``index``, which is not part of the state: it is searched in place of the gallery, and what it
@@ -89,7 +89,7 @@ class State:
         held: Embedded,
         held_names: Names,
         index: Index | None,
-    ) -> State:
+    ) -> RetrieverState:
         """Return the state of a gallery and of held-out queries, both with labels."""
         labels, truth = coded((), held_names)
         labels, classes = coded(labels, names)
@@ -101,7 +101,7 @@ class State:
         new = cls(rates, labels, gallery, held[rows], truth[rows], None, math.inf, no_rule, posterior)
         return new._certified(index)
 
-    def added(self, points: Embedded, names: Names, index: Index | None) -> State:
+    def added(self, points: Embedded, names: Names, index: Index | None) -> RetrieverState:
         """Return the state with more points, which get the next identifiers."""
         now, (labels, classes) = self.gallery, coded(self.labels, names)
         following = now.following + len(points)
@@ -113,7 +113,7 @@ class State:
         )
         return self._certified(index, labels=labels, gallery=gallery)
 
-    def removed(self, identifiers: Any, index: Index | None) -> State:
+    def removed(self, identifiers: Any, index: Index | None) -> RetrieverState:
         """Return the state without the points with these identifiers, whole numbers."""
         now, gone = self.gallery, np.asarray(identifiers.cpu() if isinstance(identifiers, Tensor) else identifiers)
         if gone.size and gone.dtype.kind not in "iu":
@@ -132,7 +132,7 @@ class State:
 
     def learned(
         self, queries: Embedded, names: Names, asked: Literal["random", "answered"], index: Index | None
-    ) -> State:
+    ) -> RetrieverState:
         """Return the state that knows more queries with labels, chosen as :meth:`.Retriever.learn` says."""
         validate.choice("asked", asked, ("random", "answered"))
         labels, truth = coded(self.labels, names)
@@ -182,14 +182,14 @@ class State:
         covered = set(self.truth.tolist())
         return [self.labels[code] for code in self.gallery.classes.unique().tolist() if code not in covered]
 
-    def to(self, device: torch.device) -> State:
+    def to(self, device: torch.device) -> RetrieverState:
         """Return the state with all directions on a device."""
         points, held, feedback = self.gallery, self.held.to(device), self.feedback
         gallery = points._replace(directions=points.directions.to(device))
         fed = None if feedback is None else (feedback[0].to(device), feedback[1])
         return replace(self, gallery=gallery, held=held, feedback=fed)
 
-    def _certified(self, index: Index | None, **parts: Any) -> State:
+    def _certified(self, index: Index | None, **parts: Any) -> RetrieverState:
         """Return the state with other parts, and with the limits that follow from them."""
         # With other points or held-out queries comes another score, for which the earlier ceiling means nothing.
         new = replace(self, **{"ceiling": math.inf, **parts})
