@@ -53,7 +53,7 @@ class LinearizedEncoder:
         model: The encoder; of a last-layer posterior an :class:`.Encoder`.
         backend: The curvature backend, which finds the raw outputs and their Jacobians.
         last_layer: Whether the weights are those of the last linear layer, which has closed forms.
-        chosen: Places of a subnetwork's weights among all trainable ones, shape (K,); ``None`` for all.
+        subnetwork: Places of the weights that have a posterior among all trainable ones, shape (K,); ``None`` for all.
         keeps_graph: Whether predictions keep a graph.
         watch: Fingerprint of the encoder.
     """
@@ -61,7 +61,7 @@ class LinearizedEncoder:
     model: Any
     backend: Any
     last_layer: bool
-    chosen: Tensor | None
+    subnetwork: Tensor | None
     keeps_graph: bool
     watch: Watch
 
@@ -80,7 +80,7 @@ class LinearizedEncoder:
     def parameters(self) -> list[Tensor]:
         """Tensors of the posterior, in order; the chosen entries of a subnetwork are one tensor."""
         every = parameters_of(self.model, self.last_layer)
-        return every if self.chosen is None else [flatten_parameters(every)[self.chosen]]
+        return every if self.subnetwork is None else [flatten_parameters(every)[self.subnetwork]]
 
     def fitted(self, result: DatasetCurvature) -> Fitted:
         """Return a curvature at the present weights with all that a posterior needs of the fit."""
@@ -91,7 +91,7 @@ class LinearizedEncoder:
             mean=mean if self.keeps_graph else mean.detach(),
             sizes=[p.numel() for p in self.parameters],
             rank=self.backend.options.rank,
-            chosen=self.chosen,
+            subnetwork=self.subnetwork,
             dim=self.backend.encoder({}).dim,
             n=result.n,
             loss=result.loss.detach(),
@@ -99,7 +99,7 @@ class LinearizedEncoder:
             typical_norm=float(norm) if known else None,  # type: ignore[arg-type]
             encoder=self.fingerprint,
             classes=result.classes,
-            sample=self._sample(result),
+            training_sample=self._sample(result),
         )
 
     def _sample(self, result: DatasetCurvature) -> TrainingSample | None:

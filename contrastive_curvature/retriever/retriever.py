@@ -253,7 +253,7 @@ class Retriever:
             new = state.added(*_embedded(state.posterior, "items", items, labels), self.index)
             more = [f"add: {_not_covered(new)}"] if len(new.uncovered) > len(state.uncovered) else []
             self._become(new, *more)
-        return np.arange(state.gallery.following, new.gallery.following)
+        return np.arange(state.gallery.next_identifier, new.gallery.next_identifier)
 
     def remove(self, identifiers: Any) -> Self:
         """Remove points from the gallery, and compute the limits again.

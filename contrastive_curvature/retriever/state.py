@@ -1,7 +1,7 @@
 """What a retriever answers from, as one value: no step changes a state, each returns another one.
 
 ``RetrieverState.fitted`` makes the first; ``added``, ``removed`` and ``learned`` return a state with other points or
-other queries, and with the limits that follow from them. So a gallery always has its own labels and limits.
+other queries, and with the limits that follow from them: points, labels and limits are replaced together.
 """
 
 from __future__ import annotations
@@ -41,31 +41,34 @@ class Gallery(NamedTuple):
         directions: Unit vectors, shape (M, D).
         classes: Numbers of their labels, int64, shape (M,).
         identifiers: int64, ascending, shape (M,).
-        following: Identifier of the next point that is added: no identifier is given twice.
+        next_identifier: Identifier of the next point that is added: no identifier is given twice.
     """
 
     directions: Tensor
     classes: Tensor
     identifiers: NDArray[np.int64]
-    following: int
+    next_identifier: int
 
 
 @dataclass(frozen=True, eq=False)
 class RetrieverState:
     """Points that are searched, held-out queries, and the limits that follow from both.
 
-    Methods take an ``index``, which is not part of the state: it is searched in place of the gallery, and what it
-    returns is compared with the gallery; ``None`` searches the gallery.
+    Methods take an ``index``, which is not part of the state: it is searched in place of the gallery, and its hits are
+    checked against the gallery's directions; ``None`` searches the gallery.
 
     Attributes:
-        rates: Rates that are asked for.
+        rates: Error rates that the user allows.
         labels: Labels of the classes 0, 1 and so on.
         gallery: The points.
-        held: N held-out queries, each once.
-        truth: Numbers of their labels, int64, shape (N,).
-        feedback: Answered queries and the numbers of their labels; ``None`` without any.
-        ceiling: Largest limit of the score of an answer under which the feedback was answered.
-        rule: The limits.
+        held: N held-out queries, without duplicates.
+        truth: Numbers of their classes, int64, shape (N,).
+        feedback: Queries that were answered, and the numbers of their classes; ``None`` without any. They can lower the
+            limit that the held-out queries give, never raise it.
+        ceiling: The smallest limit on the score of an answer under which feedback was collected; beyond it the feedback
+            is incomplete. Infinite without feedback, and after a change of the points or the held-out queries, which
+            change the score itself.
+        rule: The limits that decide between answer, unsure and unknown.
         posterior: What embeds inputs, held by nothing else; ``None`` if they are embeddings.
     """
 
@@ -104,11 +107,11 @@ class RetrieverState:
     def added(self, points: Embedded, names: Names, index: Index | None) -> RetrieverState:
         """Return the state with more points, which get the next identifiers."""
         now, (labels, classes) = self.gallery, coded(self.labels, names)
-        following = now.following + len(points)
+        following = now.next_identifier + len(points)
         gallery = Gallery(
             torch.cat([now.directions, points.directions]),
             torch.cat([now.classes, classes]),
-            np.concatenate([now.identifiers, np.arange(now.following, following)]),
+            np.concatenate([now.identifiers, np.arange(now.next_identifier, following)]),
             following,
         )
         return self._certified(index, labels=labels, gallery=gallery)
@@ -127,7 +130,7 @@ class RetrieverState:
             raise InputError("identifiers", "some of the points", "all", "Fit again, with another gallery.")
         rows = torch.from_numpy(keep)
         directions = now.directions[rows.to(now.directions.device)]
-        gallery = Gallery(directions, now.classes[rows], now.identifiers[keep], now.following)
+        gallery = Gallery(directions, now.classes[rows], now.identifiers[keep], now.next_identifier)
         return self._certified(index, gallery=gallery)
 
     def learned(

@@ -144,7 +144,7 @@ def evaluate(
         detection = known.p_value
     else:
         detection = Detection(by_name["novelty"].auroc, by_name["novelty"].auprc)
-    calibration, sample = la.posterior.calibration, la.posterior.fitted.sample
+    calibration, sample = la.posterior.calibration, la.posterior.fitted.training_sample
     n_compared = None if sample is None else len(sample.rows)
     if calibration is not None:
         n_compared = calibration.reference.fewest
