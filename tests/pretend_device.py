@@ -112,7 +112,7 @@ class Pretended(Tensor):
 
 
 # Messages name the type, and opt_einsum looks at the module.
-Pretended.__name__, Pretended.__module__ = "Tensor", "torch"
+Pretended.__name__, Pretended.__module__, torch.Pretended = "Tensor", "torch", Pretended
 # A module's conversion makes new parameters: ``.data = ...`` would leave the dtype as it was.
 torch.__future__.set_overwrite_module_params_on_conversion(True)
 

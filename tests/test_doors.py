@@ -1,4 +1,4 @@
-"""The public entry points return the same numbers wherever the encoder is."""
+"""The public entry points return the same numbers wherever the encoder is, and whatever torch's defaults are."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -64,7 +64,8 @@ def saved(device: str, folder: Path) -> Numbers:
 
 def exported(device: str, folder: Path) -> Numbers:
     fitted(device, cc.ContrastiveLoss()).export(folder / "model.pt2")
-    served = torch.export.load(folder / "model.pt2").module()(points(3, device)[0])
+    with torch.device("cpu"):  # torch reads no file while another device is the default
+        served = torch.export.load(folder / "model.pt2").module()(points(3, device)[0])
     return as_numpy(*(served if isinstance(served, tuple) else served.values()))
 
 
@@ -128,4 +129,19 @@ def test_a_device_returns_the_numbers_of_the_cpu(door: str, device: str, tmp_pat
     want, found = DOORS[door]("cpu", tmp_path / "cpu"), DOORS[door](device, tmp_path)
     for one, other in zip(want, found, strict=True):
         assert np.isfinite(one).any()
+        np.testing.assert_allclose(other, one, rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_no_default_of_torch_changes_the_numbers(door: str, tmp_path: Path) -> None:
+    """What has no device would be made on ``meta``, where there are no numbers."""
+    (tmp_path / "plain").mkdir()
+    want = DOORS[door]("cpu", tmp_path / "plain")
+    torch.set_default_dtype(torch.float64)
+    try:
+        with torch.device("meta"):
+            found = DOORS[door]("cpu", tmp_path)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    for one, other in zip(want, found, strict=True):
         np.testing.assert_allclose(other, one, rtol=1e-3, atol=1e-5)
