@@ -89,7 +89,7 @@ def last_layer(layer: dict[str, Any]) -> Any:
     """Return the last layer as a module."""
     import torch
 
-    module = torch.nn.Linear(*layer["weight"].shape[::-1], device="cpu", dtype=torch.float32)
+    module = torch.nn.Linear(*layer["weight"].shape[::-1])
     module.load_state_dict({name: torch.from_numpy(layer[name]) for name in ("weight", "bias")})
     return module.eval()
 
