@@ -91,7 +91,7 @@ class CosineDistribution:
             raise InputTypeError("threshold", f"{wanted}, or a tensor of them", threshold)
         if isinstance(threshold, Tensor) and (threshold.is_complex() or threshold.dtype == torch.bool):
             raise InputTypeError("threshold", f"{wanted}, or a tensor of them", f"dtype {threshold.dtype}")
-        limit = torch.as_tensor(threshold).detach().cpu().double()
+        limit = torch.as_tensor(threshold, device="cpu").detach().double()
         if not bool((limit.abs() <= 1).all()):
             got = f"numbers from {float(limit.min())} to {float(limit.max())}"
             raise InputError("threshold", wanted, got)

@@ -343,7 +343,7 @@ class Retriever:
         if not same or not torch.allclose(items.directions, points.directions, atol=1e-3):
             hint = "Items that were added or removed, or a gallery of its own, taught the posterior nothing."
             raise InputError("x, y", "the points of the gallery, in its order", f"{len(items)} other ones", hint)
-        loader, labels = (batched(la, x, classes), classes) if are_inputs(x) else (x, torch.tensor(names))
+        loader, labels = (batched(la, x, classes), classes) if are_inputs(x) else (x, torch.tensor(names, device="cpu"))
         weakest = []
         for batch in map(inputs_of, asked):
             match = state.searched(embedded(la, [batch], "queries"), self.index)[1]

@@ -75,6 +75,6 @@ def load(folder: Path | str, encoder: Any, **options: Any) -> RetrieverState:
     if (head := unpacked(header.head, tensors)) is not None:
         encoder = Headed(torch.nn.Identity() if encoder is None else encoder, head["0.weight"].shape[1])
         encoder.head.load_state_dict(head)
-        encoder.eval()
+        encoder.to(next(encoder.parameters()).device).eval()
     la = from_header(header.posterior, tensors, encoder, **options)
     return replace(state.to(la._device), posterior=la)

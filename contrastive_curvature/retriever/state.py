@@ -204,5 +204,5 @@ class RetrieverState:
 def coded(labels: tuple[Hashable, ...], names: Names) -> tuple[tuple[Hashable, ...], Tensor]:
     """Return labels with the new ones among N names, and the number of each name, int64, shape (N,)."""
     known = {name: code for code, name in enumerate(labels)}
-    codes = torch.tensor([known.setdefault(name, len(known)) for name in names], dtype=torch.int64)
+    codes = torch.tensor([known.setdefault(name, len(known)) for name in names], dtype=torch.int64, device="cpu")
     return tuple(known), codes
