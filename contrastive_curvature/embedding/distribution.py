@@ -260,6 +260,16 @@ class EmbeddingDistribution:
 
     @property
     @_of_valid_rows
+    def uncertainty_error(self) -> Tensor:
+        """Standard error of :attr:`uncertainty`, radians, shape (B,): zero, unless ``n_samples`` samples estimate it.
+
+        The samples of a batch have the same weights, so the errors of its inputs depend on each other.
+        """
+        relative = self.spread.relative_error(self._directed().direction)
+        return (torch.sin(2 * self.uncertainty.double()) / 4 * relative).to(self.raw_mean.dtype)
+
+    @property
+    @_of_valid_rows
     def tangential_variance(self) -> Tensor:
         """Variance perpendicular to the mean, divided by the mean's squared norm, in squared radians, shape (B,)."""
         return self._tangential().to(self.raw_mean.dtype)

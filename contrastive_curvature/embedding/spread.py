@@ -59,6 +59,10 @@ class Spread:
         radial = [((v @ wide) * v).sum((1, 2)) for wide, v in self._blocks(u.double())]
         return self.variance.double().sum(1), torch.cat(radial)
 
+    def relative_error(self, u: Tensor) -> Tensor:
+        """Return the standard error of the variance across ``u`` (B, D), over the variance; float64, shape (B,)."""
+        return torch.zeros(len(u), dtype=torch.float64, device=u.device)
+
     def moments(self, u: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return ``tr Cov``, ``|Cov|_F`` and ``Cov u`` of unit vectors ``u`` (B, D), float64; ``Cov`` is read once."""
         parts = [(torch.linalg.vector_norm(wide, dim=(1, 2)), (v @ wide)[:, 0]) for wide, v in self._blocks(u)]
@@ -260,6 +264,41 @@ class Joint(Spread):
     @override
     def rows(self, rows: Tensor | slice) -> Joint:
         return Joint(taken(taken(self.blocks, rows).transpose(0, 2), rows).transpose(0, 2))
+
+
+@dataclass(frozen=True, eq=False)
+class Deviations(Spread):
+    """Covariances as means over S independent deviations of the outputs from their means, shape (B, S, D)."""
+
+    deviations: Tensor
+    kind = "covariance"
+    semidefinite = True
+
+    @property
+    def covariance(self) -> Tensor:
+        """Covariances, shape (B, D, D), unbiased, of rank S at most."""
+        return self.deviations.mT @ self.deviations / self.deviations.shape[1]
+
+    @override
+    def across(self, u: Tensor) -> tuple[Tensor, Tensor]:
+        wide, count = self.deviations.double(), self.deviations.shape[1]
+        return wide.square().sum((1, 2)) / count, (wide @ u.unsqueeze(2)).square().sum((1, 2)) / count
+
+    @override
+    def relative_error(self, u: Tensor) -> Tensor:
+        wide = self.deviations.double()
+        each = wide.square().sum(2) - (wide @ u.unsqueeze(2))[..., 0].square()
+        if each.shape[1] == 1:
+            return torch.full_like(each[:, 0], torch.inf)
+        mean = each.mean(1)
+        return torch.where(mean > 0, each.std(1) / each.shape[1] ** 0.5 / mean, 0)
+
+    def cat(self, others: Sequence[Spread]) -> Spread:
+        """See :meth:`Spread.cat`; with covariances that are no samples, or other numbers of samples, they are dense."""
+        same = [part for part in others if isinstance(part, Deviations)]
+        if len({part.deviations.shape[1] for part in (self, *same)}) > 1 or len(same) < len(others):
+            return DenseSpread(self.covariance).cat(others)
+        return Deviations(torch.cat([part.deviations for part in (self, *same)]))
 
 
 @dataclass(frozen=True, eq=False)

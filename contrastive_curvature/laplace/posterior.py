@@ -707,7 +707,7 @@ class ContrastiveLaplace(ParametricLaplace):
         pred_type: PredType | str = PredType.GLM,
         joint: bool = False,
         link_approx: LinkApprox | str | None = None,
-        n_samples: int = 100,
+        n_samples: int | None = None,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
         fitting: bool = False,
@@ -725,9 +725,13 @@ class ContrastiveLaplace(ParametricLaplace):
             joint: With ``"glm"``, keep the covariance between inputs, (B D)^2 numbers. It needs B D P numbers for P
                 weights, and is refused above 16 GiB in float32.
             link_approx: Must keep its default: a sphere has no link function.
-            n_samples: Number of networks for ``"nn"``.
+            n_samples: Number of networks for ``"nn"``, by default 100. With ``"glm"`` and other weights than the last
+                layer's: number of samples of the linearised network that estimate the covariance, without bias, in
+                place of the closed form, which forms D Jacobian rows of P numbers for each input. ``uncertainty_error``
+                is then the standard error of ``uncertainty``, and there are no p-values. No effect on a last layer, or
+                with ``joint`` or ``diagonal_output``, whose closed forms take no samples.
             diagonal_output: With ``"glm"``, compute only the variances of the raw outputs.
-            generator: Source of randomness for ``"nn"``.
+            generator: Source of randomness.
             fitting: No effect; laplace-torch passes it.
             on_invalid: Treatment of inputs without an embedding: output or variance is NaN or infinite, or the output
                 is zero. ``"error"``: raise an error that names the rows. ``"nan"``: these rows are NaN and ``is_known``
@@ -742,7 +746,7 @@ class ContrastiveLaplace(ParametricLaplace):
                 memory.
             NotFittedError: Before ``fit``.
         """
-        self.check_sampling(n_samples, generator)
+        self.check_sampling(100 if n_samples is None else n_samples, generator)
         _refuse_link(link_approx)
         if model_kwargs:
             raise InputTypeError("la(x)", "no further arguments", str(sorted(model_kwargs)))
@@ -753,15 +757,20 @@ class ContrastiveLaplace(ParametricLaplace):
         validate.choice("on_invalid", on_invalid, ("error", "nan"))
         self._advise_on_prior()
         kind = _parse_pred_type(pred_type)
-        if kind is PredType.NN and n_samples < 2:
-            hint = "A concentration is estimated from them."
-            raise InputError("n_samples for pred_type='nn'", "at least 2 samples", n_samples, hint)
-        networks = n_samples if kind is PredType.NN else None
+        networks = None
+        if kind is PredType.NN:
+            networks, n_samples = 100 if n_samples is None else n_samples, None
+            if networks < 2:
+                hint = "A concentration is estimated from them."
+                raise InputError("n_samples for pred_type='nn'", "at least 2 samples", networks, hint)
+        elif self.on_last_layer or joint or diagonal_output:
+            n_samples = None
         return predict.embedding(
             self.posterior,
             self.read,
             x,
             networks=networks,
+            n_samples=n_samples,
             joint=joint and networks is None,
             diagonal=diagonal_output and networks is None,
             generator=generator,
@@ -773,6 +782,8 @@ class ContrastiveLaplace(ParametricLaplace):
         data: Any,
         batch_size: int = 256,
         *,
+        n_samples: int | None = None,
+        generator: torch.Generator | None = None,
         on_invalid: str = "error",
         progress_bar: bool | None = None,
     ) -> EmbeddingDistribution:
@@ -787,6 +798,8 @@ class ContrastiveLaplace(ParametricLaplace):
                 vectors or a list of texts; arrays of floating-point numbers are converted to the precision of the
                 encoder.
             batch_size: Number of inputs at a time; a loader has its own batches.
+            n_samples: As in ``la(x)``.
+            generator: As in ``la(x)``.
             on_invalid: Treatment of inputs without an embedding, as in ``la(x)``.
             progress_bar: Whether to show a progress bar; ``None`` shows it from the tenth second on.
 
@@ -803,7 +816,7 @@ class ContrastiveLaplace(ParametricLaplace):
         # Called here, so that the warning names the line of the caller.
         self._advise_on_prior()
         validate.count("batch_size", batch_size)
-        run = partial(self, on_invalid=on_invalid)
+        run = partial(self, n_samples=n_samples, generator=generator, on_invalid=on_invalid)
         predictions = batches.results(run, self.model, data, "data", batch_size, progress_bar, "[predict]")
         return EmbeddingDistribution.cat(list(predictions))
 

@@ -90,21 +90,29 @@ class ModulePullback(Pullback):
         return self._at(x, self._split(theta))
 
     def jvp(self, x: Inputs, v: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`Pullback.jvp`; the derivative of a reverse pass with respect to its cotangent.
+        """See :meth:`Pullback.jvp`."""
+        z, moved = self.jvps(x, v[None])
+        return z, moved[0]
 
-        Forward mode is not used: some modules lack it, and it ignores ``torch.no_grad()`` and the padding index of an
-        embedding. Reverse mode respects both, so a product with the curvature would not be symmetric.
+    def jvps(self, x: Inputs, directions: Tensor) -> tuple[Tensor, Tensor]:
+        """Return raw outputs (N, D) and ``J v`` (S, N, D) for directions (S, P); they share one reverse pass.
+
+        ``J v`` is the derivative of the reverse pass with respect to its cotangent. Forward mode is not used: some
+        modules lack it, and it ignores ``torch.no_grad()`` and the padding index of an embedding. Reverse mode respects
+        both, so a product with the curvature would not be symmetric.
         """
         keep_graph = torch.is_grad_enabled()
         z, params = self._graph(x)
         with torch.enable_grad():
             cotangents = torch.zeros_like(z, requires_grad=True)
             pulled = self._pull(z, params, cotangents, create_graph=True)
-            inner = sum((g * d).sum() for g, d in zip(pulled, self._split(v).values(), strict=True))
-        moved = torch.zeros_like(z)
-        if isinstance(inner, Tensor) and inner.requires_grad:
-            (moved,) = torch.autograd.grad(inner, cotangents, create_graph=keep_graph)
-        return (z, moved) if keep_graph else (z.detach(), moved)
+        moved = [torch.zeros_like(z)] * len(directions)
+        if reached := {name: part for name, part in zip(self.params, pulled, strict=True) if part.requires_grad}:
+            how: dict[str, Any] = {"retain_graph": True, "create_graph": keep_graph}
+            for s, v in enumerate(map(self._split, directions)):
+                along = [v[name] for name in reached]
+                (moved[s],) = torch.autograd.grad(list(reached.values()), cotangents, along, **how)
+        return (z, torch.stack(moved)) if keep_graph else (z.detach(), torch.stack(moved))
 
     def vjp_sum(self, x: Inputs, cotangents: Tensor) -> Tensor:
         """See :meth:`Pullback.vjp_sum`; one reverse pass."""

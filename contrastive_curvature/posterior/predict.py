@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution, InvalidRowsError, with_invalid_rows
 from contrastive_curvature.embedding.known import TrainingSample
-from contrastive_curvature.embedding.spread import DenseSpread, DiagonalSpread, Joint, Spread
+from contrastive_curvature.embedding.spread import DenseSpread, Deviations, DiagonalSpread, Joint, Spread
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.hessian.sphere import normalize
@@ -128,6 +128,11 @@ class LinearizedEncoder:
         """Return the context of a batch for :meth:`outputs_at`, computed once for all samples."""
         return self.features(x)[1] if self.last_layer else moved_inputs(self.model, x, self.device)
 
+    def moved(self, x: Inputs, moves: Tensor) -> tuple[Tensor, Tensor]:
+        """Return raw outputs (B, D) and how far moves of the weights (S, P) move those of the linearised encoder."""
+        with evaluation_mode(self.model), torch.set_grad_enabled(self.keeps_graph):
+            return ModulePullback(self.backend.encoder(x)).jvps(x, moves)
+
     def outputs_at(self, context: Any, theta: Tensor, mean: Tensor | None) -> Tensor:
         """Return raw outputs (S, B, D) at weights (S, P): of the encoder, or of its linearisation at the ``mean``."""
         if self.last_layer:
@@ -136,11 +141,11 @@ class LinearizedEncoder:
             weight = theta[:, : layer.weight.numel()].view(-1, *layer.weight.shape)
             out = torch.einsum("bf,sdf->sbd", context, weight)
             return out if layer.bias is None else out + theta[:, None, layer.weight.numel() :]
+        if mean is not None:
+            z, moved = self.moved(context, theta - mean)
+            return z + moved
         with evaluation_mode(self.model), torch.set_grad_enabled(self.keeps_graph):
             pullback = ModulePullback(self.backend.encoder(context))
-            if mean is not None:
-                moved = [pullback.jvp(context, sample - mean) for sample in theta]
-                return torch.stack([z + shift for z, shift in moved])
             return torch.stack([pullback.outputs_at(context, sample) for sample in theta])
 
 
@@ -157,19 +162,21 @@ def embedding(
     x: Any,
     *,
     networks: int | None = None,
+    n_samples: int | None = None,
     joint: bool = False,
     diagonal: bool = False,
     generator: torch.Generator | None = None,
     on_invalid: str = "error",
 ) -> EmbeddingDistribution:
-    """Return the distribution of the embeddings of a batch; ``networks`` samples weights instead of the closed form.
+    """Return the distribution of the embeddings of a batch.
 
-    For the other arguments see :meth:`.ContrastiveLaplace.__call__`.
+    ``networks`` encoders with sampled weights, or ``n_samples`` samples of the linearised encoder, replace the closed
+    form. For the other arguments see :meth:`.ContrastiveLaplace.__call__`.
     """
     fitted = posterior.fitted
 
     def finished(out: EmbeddingDistribution, features: Tensor | None) -> EmbeddingDistribution:
-        if networks is None and not joint and not diagonal:
+        if networks is None and n_samples is None and not joint and not diagonal:
             known = posterior.known(read.fingerprint)
             # A copy, because features may be the inputs themselves, which the user may change.
             kept = None if features is None or known.empty else features.detach().clone()
@@ -180,6 +187,8 @@ def embedding(
         if networks is not None:
             samples = joint_samples(posterior, read, rows, networks, generator)
             return finished(EmbeddingDistribution.from_samples(samples), None)
+        if n_samples is not None:
+            return finished(_sampled_gaussian(posterior, read, rows, n_samples, generator), None)
         if joint or diagonal:
             return finished(gaussian(posterior, read, rows, joint=joint, diagonal=diagonal), None)
         return finished(*observe(posterior, read, rows))
@@ -247,6 +256,24 @@ def gaussian(
     return EmbeddingDistribution.trusted(z, DiagonalSpread(spread) if diagonal else DenseSpread(spread))
 
 
+def _sampled_gaussian(
+    posterior: Posterior, read: LinearizedEncoder, x: Any, count: int, generator: torch.Generator | None
+) -> EmbeddingDistribution:
+    """Return :func:`gaussian` with covariances from samples: no Jacobian is formed."""
+    x, mean, parts = moved_inputs(read.model, x, read.device), posterior.fitted.mean, []
+    for step in _steps(count, mean.numel()):
+        z, moved = read.moved(x, posterior.sample(step, generator) - mean)
+        parts.append(moved)
+    check_outputs(x, z, posterior.fitted.dim)
+    return EmbeddingDistribution.trusted(z, Deviations(torch.cat(parts).transpose(0, 1)))
+
+
+def _steps(count: int, width: int) -> list[int]:
+    """Return how many of ``count`` samples of ``width`` weights to draw at a time."""
+    step = max(1, 2**26 // width)
+    return [min(step, count - start) for start in range(0, count, step)]
+
+
 def joint_samples(
     posterior: Posterior,
     read: LinearizedEncoder,
@@ -274,9 +301,8 @@ def samples_at(
 ) -> Tensor:
     """Return raw outputs (S, N, D) of S encoders with sampled weights, at the contexts of one or more batches."""
     mean, chunked = posterior.fitted.mean, []
-    step = max(1, 2**26 // mean.numel())
-    for start in range(0, count, step):
-        theta = posterior.sample(min(step, count - start), generator)
+    for step in _steps(count, mean.numel()):
+        theta = posterior.sample(step, generator)
         outputs = [read.outputs_at(context, theta, mean if linearized else None) for context in contexts]
         chunked.append(torch.cat(outputs, dim=1))
     return torch.cat(chunked)
