@@ -26,7 +26,6 @@ demo: $(DEMO) ## the demonstration on digits: decisions, then every score; optio
 	$(PY) -m benchmarks.experiments --table demo $(ARGS)
 
 test: $(STAMP) lint typecheck ## lint, types and all tests that are not marked slow; pytest options go into ARGS="..."
-	@$(MAKE) --no-print-directory test-device ARGS=-q
 	$(ONE_THREAD) $(PY) -m pytest -n 2 --dist worksteal -m "not slow" --hypothesis-profile=ci $(ARGS)
 
 # The oracle, the contract, every source of a fit, towers, online, p-values, save, load, export and retriever; waits.
