@@ -15,7 +15,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1 OPENBLAS_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help demo test quick mutants test-oldest lint typecheck docs docs-serve bench tables gpu dist clean
+.PHONY: help demo test quick mutants test-device test-oldest lint typecheck docs docs-serve bench tables gpu dist clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-12s %s\n", $$1, $$2}' Makefile
@@ -26,7 +26,16 @@ demo: $(DEMO) ## the demonstration on digits: decisions, then every score; optio
 	$(PY) -m benchmarks.experiments --table demo $(ARGS)
 
 test: $(STAMP) lint typecheck ## lint, types and all tests that are not marked slow; pytest options go into ARGS="..."
+	@$(MAKE) --no-print-directory test-device ARGS=-q
 	$(ONE_THREAD) $(PY) -m pytest -n 2 --dist worksteal -m "not slow" --hypothesis-profile=ci $(ARGS)
+
+# The oracle, the contract, every source of a fit, towers, online, p-values, save, load, export and retriever; waits.
+ON_DEVICE := tests/laplace/test_contract.py::TestTorchFunc tests/losses/test_derivatives.py tests/test_doors.py \
+  $(addprefix tests/fit/test_,ggn.py anchor_fits.py dataset.py sampling.py waits.py) tests/towers tests/online/test_online_step.py \
+  tests/embedding/test_known.py tests/embedding/test_embedding_rows.py tests/pretrained/test_pretrained_round_trip.py
+
+test-device: $(STAMP) ## on a device that is pretended on the CPU, and refuses and waits as a GPU: a minute or two
+	PRETEND_DEVICE=1 $(ONE_THREAD) $(PY) -m pytest -n 2 --dist worksteal -m "not slow" --hypothesis-profile=device $(ON_DEVICE) $(ARGS)
 
 # The oracle, the contract of the default backend, every structure with every loss and fix, and bad input at the public entry points.
 QUICK := tests/laplace/test_contract.py::TestTorchFunc tests/losses/test_derivatives.py tests/fit/test_ggn.py tests/structures tests/test_bad_input.py

@@ -10,7 +10,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")  # plots go to files, display or not
 import numpy as np
 import pytest
 import torch
-from devices import DEVICES
+from devices import DEVICES, PRETENDED
 from hypothesis import Phase, settings
 
 # Timings on shared cores say nothing: no deadline. `ci`, which `make test` asks for, always tries the same examples.
@@ -18,6 +18,7 @@ settings.register_profile("ci", deadline=None, derandomize=True, max_examples=25
 settings.register_profile("dev", deadline=None, max_examples=20)
 # For work at the desk: says that something fails, at once, and leaves the smallest example to the others.
 settings.register_profile("quick", deadline=None, max_examples=15, phases=(Phase.explicit, Phase.generate))
+settings.register_profile("device", settings.get_profile("ci"), max_examples=2, phases=(Phase.explicit, Phase.generate))
 settings.load_profile("ci" if os.environ.get("CI") else "dev")
 
 THREADS = 1 if "PYTEST_XDIST_WORKER" in os.environ else torch.get_num_threads()
@@ -38,6 +39,15 @@ LONGEST = {
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Begin with the longest tests, so that no process of ``make test`` waits for another's last one."""
     items.sort(key=lambda item: item.path.stem not in LONGEST)
+    if not PRETENDED:
+        return
+    from pretend_device import CANNOT
+
+    items[:] = [item for item in items if "device" in item.fixturenames]
+    for item in items:
+        for test, reason in CANNOT.items():
+            if test in item.nodeid:
+                item.add_marker(pytest.mark.skip(reason=f"not on the pretended device: {reason}"))
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

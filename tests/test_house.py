@@ -1,5 +1,6 @@
 """What the project says about itself holds: docstrings, versions, the README's code, the changelog."""
 
+import ast
 import re
 import shutil
 from pathlib import Path
@@ -109,6 +110,31 @@ def test_pages_import_this_package_before_laplace():
             found += "laplace" in imports
             assert imports[:1] != ["laplace"], f"{page.name}: {section.splitlines()[0]}"
     assert found > 15
+
+
+MAKERS = {
+    "arange", "as_tensor", "empty", "empty_strided", "eye", "full", "linspace", "logspace", "normal", "ones", "rand",
+    "randint", "randn", "randperm", "scalar_tensor", "tensor", "tril_indices", "triu_indices", "zeros",
+}  # fmt: skip
+
+
+def makes_on_the_default_device(node: ast.AST) -> bool:
+    """Whether it calls a function of torch that makes a tensor, without ``device`` and without ``**options``."""
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and isinstance(node.func.value, ast.Name)
+        and (node.func.value.id, node.func.attr in MAKERS) == ("torch", True)
+        and not {"device", None} & {keyword.arg for keyword in node.keywords}
+    )
+
+
+def test_every_tensor_is_made_on_a_device_that_has_a_name():
+    paths = sorted((ROOT / "contrastive_curvature").rglob("*.py"))
+    calls = [(path, node) for path in paths for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    assert [f"{path}:{node.lineno}" for path, node in calls if makes_on_the_default_device(node)] == []
+    assert len(paths) > 100
+    assert makes_on_the_default_device(ast.parse("torch.ones(3)", mode="eval").body)
 
 
 @checkout.needed

@@ -95,6 +95,15 @@ def test_folders_import_what_stands_before_them(folders: dict[str, set[str]]) ->
         assert not above, f"{name} imports {above}, which do not stand before it in the flow"
 
 
+def test_a_class_name_stands_for_one_thing() -> None:
+    places: dict[str, list[str]] = {}
+    for path in sorted((ROOT / PACKAGE).rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                places.setdefault(node.name, []).append(f"{path}:{node.lineno}")
+    assert {name: found for name, found in places.items() if len(found) > 1} == {}
+
+
 def test_no_function_below_the_facade_takes_it() -> None:
     """What a function needs of a posterior is the value, or the encoder that reads for it."""
     for folder in FLOW[: FLOW.index("laplace")]:

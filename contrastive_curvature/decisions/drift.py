@@ -152,7 +152,7 @@ class DriftMonitor:
     def state_dict(self) -> dict[str, Any]:
         """Return the whole state of the monitor: numbers and tensors, for ``torch.save``."""
         state = {"delta": self.delta, "seed": self.seed, "known": self._known.statistics.cpu()}
-        return sealed({**state, "scores": torch.tensor(self._scores, dtype=torch.float64)})
+        return sealed({**state, "scores": torch.tensor(self._scores, dtype=torch.float64, device="cpu")})
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Replace the state of the monitor by a state of :meth:`state_dict`.

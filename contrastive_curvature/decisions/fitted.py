@@ -15,7 +15,7 @@ _SURE = 3.1
 """Standard deviations below one half at which an AUROC counts as reversed: by chance in one case of a thousand."""
 
 
-class Fitted:
+class FittedAttributes:
     """Base of objects whose annotated attributes exist only after ``fit``."""
 
     def __getattr__(self, name: str) -> Any:

@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.decisions.fitted import Fitted, clopper_pearson, percent, refuse_reversed
+from contrastive_curvature.decisions.fitted import FittedAttributes, clopper_pearson, percent, refuse_reversed
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.metrics._checks import Array, like, numbers, truths
 
 
-class MatchThreshold(Fitted):
+class MatchThreshold(FittedAttributes):
     """Threshold of a score above which two inputs count as the same, at a stated false match rate.
 
     At most a share ``false_match_rate`` of new pairs of two classes, drawn like the pairs of the fit, scores above the

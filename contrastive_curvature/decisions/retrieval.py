@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from contrastive_curvature import validate
-from contrastive_curvature.decisions.fitted import Fitted, one_of_each, percent, refuse_reversed
+from contrastive_curvature.decisions.fitted import FittedAttributes, one_of_each, percent, refuse_reversed
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.metrics._checks import Array, like, numbers, truths
 
@@ -18,7 +18,7 @@ _TWO_STARTS = 4
 """With so many times the queries that a first test accepts, a second one starts at half (docs/statistics.md)."""
 
 
-class RetrievalThreshold(Fitted):
+class RetrievalThreshold(FittedAttributes):
     """Threshold of a score up to which queries are answered, with a stated share of wrong answers.
 
     It holds for new queries that are drawn like the queries of the fit, and a gallery that is searched in the same way.

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.known import Known, check_alpha
-from contrastive_curvature.embedding.spread import Dense, Diagonal, Joint, Samples, Spread, taken
+from contrastive_curvature.embedding.spread import DenseSpread, DiagonalSpread, Joint, Samples, Spread, taken
 from contrastive_curvature.errors import InputError, InputTypeError, UnsupportedError
 from contrastive_curvature.fit.class_centres import ClassCentres, between_classes, same_centres
 from contrastive_curvature.hessian.sphere import normalize, norms
@@ -144,10 +144,10 @@ class EmbeddingDistribution:
             raise InputError("raw_mean", "rows that are not zero", f"zero rows {zero}", hint)
         shape = {"variance": (n, dim), "covariance": (n, dim, dim), "joint_covariance": (n * dim, n * dim)}[names[0]]
         checked = validate.tensor(names[0], spreads[names[0]], shape, raw_mean)
-        spread: Spread = Diagonal(checked)
+        spread: Spread = DiagonalSpread(checked)
         if variance is None:
             _check_semidefinite(names[0], checked)
-            spread = Joint(checked.view(n, dim, n, dim)) if covariance is None else Dense(checked)
+            spread = Joint(checked.view(n, dim, n, dim)) if covariance is None else DenseSpread(checked)
         elif bool((variance < 0).any()):
             raise InputError("variance", "variances >= 0", f"a smallest variance of {float(variance.min())}")
         self._hold(raw_mean, spread)

@@ -258,7 +258,9 @@ class _Precision:
         n, width = rows.shape
         # Half as many axes as rows: the smallest eigenvalues of so few rows are noise.
         rank = min(width, _AXES, max(1, n // 2))
-        axes = torch.randn(width, min(width, rank + _SPARE), generator=torch.Generator().manual_seed(0)).to(rows)
+        axes = torch.randn(
+            width, min(width, rank + _SPARE), generator=torch.Generator().manual_seed(0), device="cpu"
+        ).to(rows)
         for _ in range(_STEPS):
             axes = torch.linalg.qr(rows.T @ (rows @ axes)).Q
         inside = rows @ axes
@@ -382,7 +384,7 @@ def split(known: Tensor) -> tuple[Tensor, Tensor]:
 
     The permutation depends on n alone, so the rest stays exchangeable with new inputs.
     """
-    order = torch.randperm(len(known), generator=torch.Generator().manual_seed(0)).to(known.device)
+    order = torch.randperm(len(known), generator=torch.Generator().manual_seed(0), device="cpu").to(known.device)
     first = _for_scale(len(known))
     return known[order[:first]], known[order[first:]]
 

@@ -123,7 +123,8 @@ def called(name: str, function: Callable[[EmbeddingDistribution], Any], embeddin
     """
     with torch.no_grad():
         scores = function(embedding._changed(embedding.raw_mean, embedding.spread, None))
-    scores = torch.as_tensor(scores).detach().double()
+    scores = scores if isinstance(scores, Tensor) else torch.as_tensor(scores, device="cpu")
+    scores = scores.detach().double()
     if scores.shape != (len(embedding),) or not bool(scores.isfinite().all()):
         shown = "NaN or infinity" if scores.shape == (len(embedding),) else f"shape {tuple(scores.shape)}"
         wanted = f"{len(embedding)} finite numbers, one an embedding"
@@ -134,7 +135,7 @@ def called(name: str, function: Callable[[EmbeddingDistribution], Any], embeddin
 def made_up(like: Tensor, typical_norm: float | None, centres: ClassCentres | None) -> EmbeddingDistribution:
     """Return made-up embeddings in the dimension, dtype and device of ``like`` (B, D), equal in every process."""
     dim, size = like.shape[1], typical_norm or 1.0
-    wave = (1.7 * torch.arange(1, _PROBES * dim + 1, dtype=torch.float64)).sin().view(_PROBES, dim)
+    wave = (1.7 * torch.arange(1, _PROBES * dim + 1, dtype=torch.float64, device="cpu")).sin().view(_PROBES, dim)
     mean = (wave * size * (2 / dim) ** 0.5).to(like)
     variance = torch.full_like(mean, 0.01 * size**2 / dim)
     return EmbeddingDistribution(mean, variance=variance).relative_to(typical_norm, centres)
@@ -145,4 +146,4 @@ def _marks(embedding: EmbeddingDistribution) -> Tensor:
     centres = embedding._class_centres
     typical = [embedding._typical_norm or 0.0, 0.0 if centres is None else centres.typical]
     sums = [] if centres is None else [centres.sums]
-    return torch.cat([torch.tensor(typical, dtype=torch.float64), summary(sums)])
+    return torch.cat([torch.tensor(typical, dtype=torch.float64, device="cpu"), summary(sums)])

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from contrastive_curvature import validate
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
-from contrastive_curvature.embedding.spread import Diagonal, Samples, Spread
+from contrastive_curvature.embedding.spread import DiagonalSpread, Samples, Spread
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.vmf.checks import unit
 
@@ -91,7 +91,7 @@ class CosineDistribution:
             raise InputTypeError("threshold", f"{wanted}, or a tensor of them", threshold)
         if isinstance(threshold, Tensor) and (threshold.is_complex() or threshold.dtype == torch.bool):
             raise InputTypeError("threshold", f"{wanted}, or a tensor of them", f"dtype {threshold.dtype}")
-        limit = torch.as_tensor(threshold).detach().cpu().double()
+        limit = torch.as_tensor(threshold, device="cpu").detach().double()
         if not bool((limit.abs() <= 1).all()):
             got = f"numbers from {float(limit.min())} to {float(limit.max())}"
             raise InputError("threshold", wanted, got)
@@ -180,7 +180,7 @@ def _pair_moments(a: Directions, b: Directions) -> tuple[Tensor, Tensor, Tensor]
 
 
 def _is_thin(a: Directions, b: Directions) -> bool:
-    return isinstance(a.spread, Diagonal) and isinstance(b.spread, Diagonal)
+    return isinstance(a.spread, DiagonalSpread) and isinstance(b.spread, DiagonalSpread)
 
 
 def _complement(a: Tensor, lost_a: Tensor, b: Tensor, lost_b: Tensor) -> Tensor:
@@ -239,7 +239,9 @@ class Directions:
     def of(cls, mean: Tensor, lost: Tensor, spread: Spread | None = None) -> Directions:
         """Build directions with a known covariance (``None``: zero)."""
         nothing = torch.zeros_like(mean)
-        return cls(mean, lost, Diagonal(nothing) if spread is None else spread, torch.ones_like(lost), nothing, nothing)
+        return cls(
+            mean, lost, DiagonalSpread(nothing) if spread is None else spread, torch.ones_like(lost), nothing, nothing
+        )
 
     def __getitem__(self, rows: slice) -> Directions:
         """Return the directions of some of the rows."""

@@ -96,7 +96,7 @@ class Spread:
 
 
 @dataclass(frozen=True, eq=False)
-class Diagonal(Spread):
+class DiagonalSpread(Spread):
     """Variances of independent outputs, shape (B, D)."""
 
     values: Tensor
@@ -133,7 +133,7 @@ class Diagonal(Spread):
 
 
 @dataclass(frozen=True, eq=False)
-class Dense(Spread):
+class DenseSpread(Spread):
     """Covariances, shape (B, D, D)."""
 
     matrices: Tensor
@@ -144,9 +144,9 @@ class Dense(Spread):
         """The covariances."""
         return self.matrices
 
-    def cat(self, others: Sequence[Spread]) -> Dense:
+    def cat(self, others: Sequence[Spread]) -> DenseSpread:
         """See :meth:`Spread.cat`; covariances along axes become dense."""
-        return Dense(torch.cat([part.covariance for part in (self, *others)]))
+        return DenseSpread(torch.cat([part.covariance for part in (self, *others)]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,7 +224,7 @@ class Axes(Spread):
             p for p in others if isinstance(p, Axes) and _equal(p.axes, self.axes) and _equal(p.common, self.common)
         ]
         if len(same) < len(others):
-            return Dense(self.covariance).cat(others)
+            return DenseSpread(self.covariance).cat(others)
         return replace(self, values=torch.cat([self.values, *(part.values for part in same)]))
 
 
@@ -254,7 +254,7 @@ class Joint(Spread):
 
     def sample(self, mean: Tensor, n_samples: int, generator: torch.Generator | None) -> Tensor:
         """See :meth:`Spread.sample`; all outputs of a sample come from one network."""
-        whole = Dense(self.joint_covariance.unsqueeze(0))
+        whole = DenseSpread(self.joint_covariance.unsqueeze(0))
         return whole.sample(mean.reshape(1, -1), n_samples, generator).view(n_samples, *mean.shape)
 
     @override

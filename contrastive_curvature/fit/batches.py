@@ -33,7 +33,7 @@ InsideShares = Callable[[Tensor], Shares]
 def statistics(f: Fit, passes: Passes) -> Total:
     """Count the pairs; the network does not run."""
     relation, n = f.options.relation, 0
-    inside = torch.zeros(2, dtype=torch.float64)
+    inside = torch.zeros(2, dtype=torch.float64, device="cpu")
     # Class labels are counted; other targets are all kept, because the pairs of a point depend on all of them.
     rows, table, record = RowCollector(0 if relation is None else None), ClassTableCollector(), PassRecord()
     for batch in f.progress.over(passes.reader, "[targets]", last=False):

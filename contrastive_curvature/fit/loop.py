@@ -178,7 +178,7 @@ def closed(f: Fit, pairs: Any, totals: list[Total]) -> list[DatasetCurvature]:
         assert total.curvature is not None
         check_finite(total.curvature.plain(), pullback, "the sum over all batches")
         dtype = total.curvature.tensors()[0].dtype
-        value, cost = (total.terms.get(name, torch.zeros(())).to(dtype) for name in (VALUE, COST))
+        value, cost = (total.terms.get(name, torch.zeros((), device="cpu")).to(dtype) for name in (VALUE, COST))
         classes, kept = total.classes, total.kept
         # If one part has no sums by class, the sums of the others are incomplete.
         complete = classes is not None and int(classes.counts.sum()) == total.n and TYPICAL in kept

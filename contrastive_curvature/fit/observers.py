@@ -36,7 +36,7 @@ class FiniteCheck:
 
     def __init__(self, pullback: Pullback) -> None:
         self._pullback = pullback
-        self._finite = torch.tensor(True)
+        self._finite = torch.tensor(True, device="cpu")
         self._batches: Tensor | int = 0
         """Number of batches before the first one that is not finite."""
 

@@ -95,8 +95,8 @@ class PassRecord:
         return 1e-3 if numbers.device.type == "cpu" and not coarse else 1e-2
 
     def _joined(self) -> tuple[Tensor, Tensor]:
-        numbers = torch.cat(self._numbers) if self._numbers else torch.zeros(0, 2, dtype=torch.float64)
-        targets = torch.cat(self._targets) if self._targets else torch.zeros(0, dtype=torch.int64)
+        numbers = torch.cat(self._numbers) if self._numbers else torch.zeros(0, 2, dtype=torch.float64, device="cpu")
+        targets = torch.cat(self._targets) if self._targets else torch.zeros(0, dtype=torch.int64, device="cpu")
         return targets.to(numbers.device), numbers
 
 
@@ -164,7 +164,7 @@ def check_batch(z: Tensor, outputs: str, number: int) -> Tensor:
 @functools.cache
 def _direction(dim: int, device: torch.device) -> Tensor:
     """Return a unit vector (D,), the same in every process."""
-    direction = torch.randn(dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    direction = torch.randn(dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu")
     return (direction / direction.norm()).to(device)
 
 
@@ -204,4 +204,4 @@ def _odd_factors(columns: int, device: torch.device) -> Tensor:
     Multiplication with an odd number is injective modulo 2^64: different values of one column give different keys.
     """
     generator = torch.Generator().manual_seed(0)
-    return (torch.randint(-(2**62), 2**62, (columns,), generator=generator) * 2 + 1).to(device)
+    return (torch.randint(-(2**62), 2**62, (columns,), generator=generator, device="cpu") * 2 + 1).to(device)

@@ -38,7 +38,7 @@ class Batch(NamedTuple):
     labels: Tensor
     pairs: RelationFunction | None
     classes: Tensor | None
-    numbers: Tensor = torch.zeros(0, dtype=torch.int64)
+    numbers: Tensor = torch.zeros(0, dtype=torch.int64, device="cpu")
 
 
 class Reader:
@@ -71,7 +71,7 @@ class Reader:
             # Both views of an input are points with their own numbers.
             numbers = torch.cat([views * inputs + view for view in range(views)])
             if rest or len(numbers) != n:
-                numbers = torch.arange(seen, seen + n)
+                numbers = torch.arange(seen, seen + n, device="cpu")
             yield batch._replace(numbers=numbers)
             seen += n
         if keys:

@@ -41,7 +41,7 @@ class Share:
         numbers = getattr(loader, "numbers", None)
         if numbers is not None:
             self._numbers = _whole_numbers(numbers)
-            self._real = torch.ones(len(self._numbers), dtype=torch.bool)
+            self._real = torch.ones(len(self._numbers), dtype=torch.bool, device="cpu")
         parts = loader_parts(loader)
         sampler = next((part for part in parts if isinstance(part, DistributedSampler)), None)
         if sampler is not None:
@@ -62,9 +62,9 @@ class Share:
                 f"{sampler.num_replicas} processes, and the batch sampler around it does not say which ones. Use a "
                 "DataLoader(dataset, batch_size=..., sampler=sampler), or drop_last=True in the sampler."
             )
-        self._numbers = torch.tensor(list(sampler), dtype=torch.int64)
+        self._numbers = torch.tensor(list(sampler), dtype=torch.int64, device="cpu")
         # Every replica takes each num_replicas-th entry of a list whose end repeats its beginning.
-        self._real = sampler.rank + sampler.num_replicas * torch.arange(len(self._numbers)) < points
+        self._real = sampler.rank + sampler.num_replicas * torch.arange(len(self._numbers), device="cpu") < points
 
     def __len__(self) -> int:
         return len(self.loader)
@@ -77,7 +77,7 @@ class Share:
             rows = slice(start, start + count)
             start = rows.stop
             if self._numbers is None:
-                yield batch, self.start + torch.arange(rows.start, rows.stop)
+                yield batch, self.start + torch.arange(rows.start, rows.stop, device="cpu")
                 continue
             numbers, real = self._numbers[rows], self._real[rows]
             if len(numbers) < count:
@@ -136,7 +136,7 @@ class Rest:
 
 def _whole_numbers(source: Any) -> Tensor:
     """Return the numbers of points that a loader has as an attribute, int64, shape (N,)."""
-    numbers = torch.as_tensor(source if isinstance(source, Tensor) else list(source))
+    numbers = source if isinstance(source, Tensor) else torch.as_tensor(list(source), device="cpu")
     if numbers.ndim != 1 or (numbers.is_floating_point() and len(numbers)):
         wanted = "whole numbers, one for each point in its order"
         raise InputError("loader.numbers", wanted, f"{numbers.dtype} of shape {tuple(numbers.shape)}")

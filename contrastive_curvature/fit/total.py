@@ -49,7 +49,8 @@ class Part(NamedTuple):
         value, cost = hessian.loss_and_cost()
         derivatives = hessian.derivatives
         terms = {VALUE: value.double(), COST: cost.double()}
-        terms |= {"anchors": torch.as_tensor(derivatives.anchors), "skipped": torch.as_tensor(derivatives.skipped)}
+        counts = {"anchors": derivatives.anchors, "skipped": derivatives.skipped}
+        terms |= {k: n if isinstance(n, Tensor) else torch.tensor(n, device="cpu") for k, n in counts.items()}
         return cls(
             hessian.z, context, hessian.blocks, hessian if hessian.coupled else None, None, terms, classes, tower
         )

@@ -137,7 +137,10 @@ def parts(f: Fit, pairs: Any, passes: Passes) -> Iterator[Part | Total]:
         for tower, (context, rows) in enumerate(zip(contexts, ranges, strict=True)):
             hessian = f.options.loss.hessian_of(z[rows], PartOfDerivatives(whole, rows, node_sums))
             part = Part.of_batch(hessian, context, None if labels is None else labels[rows], tower)
-            counts = {_BATCHES: torch.tensor(1), _ALIKE: torch.tensor(int(not batch.compares))}
+            counts = {
+                _BATCHES: torch.tensor(1, device="cpu"),
+                _ALIKE: torch.tensor(int(not batch.compares), device="cpu"),
+            }
             yield part._replace(terms={**part.terms, **counts})
 
 

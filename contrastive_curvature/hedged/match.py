@@ -68,8 +68,8 @@ class MatchParameters(nn.Module):
     def __init__(self, a: float = 1.0, b: float = 0.0) -> None:
         super().__init__()
         _check_slope(a, b)
-        self.raw_a = nn.Parameter(torch.tensor(inverse_softplus(a)))
-        self.b = nn.Parameter(torch.tensor(float(b)))
+        self.raw_a = nn.Parameter(torch.tensor(inverse_softplus(a), device=torch.get_default_device()))
+        self.b = nn.Parameter(torch.tensor(float(b), device=torch.get_default_device()))
         # Check again, because the parameters have the default dtype, which may be too narrow for the numbers.
         _check_slope(*self())
 

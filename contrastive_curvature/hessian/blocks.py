@@ -234,7 +234,7 @@ class SampledBlocks(Blocks):
             if sign < 0 and not bool((mine * size > rounding).any()):
                 continue
             shape = (self.mc_samples, *exact.signs.shape)
-            noise = torch.randint(0, 2, shape, generator=self.generator).to(mine) * 2 - 1
+            noise = torch.randint(0, 2, shape, generator=self.generator, device="cpu").to(mine) * 2 - 1
             columns.append(torch.einsum("kcn,cnd->knd", noise * mine, exact.columns) / self.mc_samples**0.5)
             signs.append(torch.full_like(columns[-1][..., 0], sign))
         return SignedFactor(torch.cat(columns), torch.cat(signs))

@@ -163,7 +163,7 @@ class ParquetPart:
     @property
     def numbers(self) -> Tensor:
         """Return the numbers of the rows among all parts, int64, shape (N,): a fit samples by them."""
-        return torch.arange(self.dataset.start, self.dataset.stop)
+        return torch.arange(self.dataset.start, self.dataset.stop, device="cpu")
 
     def tables(self, columns: Sequence[str] | None) -> Iterator[Any]:
         """Yield Arrow tables of one batch each, with some columns or all."""

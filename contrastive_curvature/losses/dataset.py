@@ -221,7 +221,7 @@ class DatasetHessian:
 
     def _met(self, x: Tensor, index: Tensor, numbers: Tensor, columns: Columns, rows: Tensor | None = None) -> Met:
         """Return the derivatives of some rows (by default all) with the same columns, computed in blocks on demand."""
-        rows = torch.arange(len(x)) if rows is None else rows
+        rows = torch.arange(len(x), device="cpu") if rows is None else rows
         there = waiting.sent(rows, x.device)
         if columns.u.dtype != x.dtype:
             wide = columns.u.to(x.dtype)
@@ -252,7 +252,7 @@ class DatasetHessian:
             # The points are sorted by class; this joins the ranges of several classes.
             length = self._sizes[some]
             shift = (starts[some] - (length.cumsum(0) - length)).repeat_interleave(length)
-            places = waiting.sent(shift + torch.arange(len(shift)), self._by_class.u.device)
+            places = waiting.sent(shift + torch.arange(len(shift), device="cpu"), self._by_class.u.device)
             yield self._by_class.at(places), here.sort().values
 
     def _check_numbers(self, part: HessianPart) -> None:

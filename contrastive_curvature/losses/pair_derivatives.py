@@ -183,7 +183,7 @@ class PairDerivatives(CosineDerivatives):
 
     @override
     def node_sums(self) -> NodeSums:
-        rows = torch.arange(self.n)
+        rows = torch.arange(self.n, device="cpu")
         met = Met(rows, self.u, lambda some, value: self._rows(some.start, some.stop, value=value))
         return sum_pairs(self.loss, self.u, [met])
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from contrastive_curvature import validate
+from contrastive_curvature import validate, waiting
 from contrastive_curvature.errors import InputError
 from contrastive_curvature.hessian.derivatives import CosineDerivatives, NodeSums
 from contrastive_curvature.hessian.moments import MomentPart, Moments
@@ -219,7 +219,9 @@ class ProxyDerivatives(CosineDerivatives):
             degree[here], neighbors[here], vectors[:, here], bound[here] = self._sums(here)
         bound += vectors.square().sum((0, 2))
         parts = [MomentPart(torch.arange(self.n, device=self.u.device), self._weigh, self.proxies)]
-        moments = Moments(parts, self.u.new_tensor(_SIGNS), vectors, bound)
+        moments = Moments(
+            parts, waiting.sent(torch.tensor(_SIGNS, dtype=self.u.dtype, device="cpu"), self.u.device), vectors, bound
+        )
         hint = "" if self.loss.convex else "With a margin on the angle, they are infinite on the own proxy."
         value = self.loss.value(self.u, self.proxies, self.labels, self.weight).double()
         return NodeSums(degree, neighbors, moments, value).checked(type(self.loss).__name__, hint)

@@ -303,7 +303,7 @@ class RowDerivatives(CosineDerivatives):
 
     def __init__(self, loss: RowLoss, relation: Relation, u: Tensor, sides: Sides, *, as_data: bool = False) -> None:
         self.loss, self.u, self.n, self.fix = loss, u, len(u), loss.pd_fix
-        self.signs = waiting.sent(torch.tensor(loss.root_signs, dtype=u.dtype), u.device)
+        self.signs = waiting.sent(torch.tensor(loss.root_signs, dtype=u.dtype, device="cpu"), u.device)
         # With ``attracting_only``, the sign of a pair's weight is known only after both directions are added.
         self._summed = not (self.fix.second_only or self.fix.attracting_only)
         self._values: tuple[Tensor, Tensor] | None = None
@@ -318,7 +318,7 @@ class RowDerivatives(CosineDerivatives):
     def node_sums(self) -> NodeSums:
         degree, neighbors = self.u.new_zeros(self.n), torch.zeros_like(self.u)
         shifted = self.loss.shift_invariant and not self.loss.linear
-        ends = waiting.sent(torch.tensor([1, -1], dtype=self.u.dtype), self.u.device)
+        ends = waiting.sent(torch.tensor([1, -1], dtype=self.u.dtype, device="cpu"), self.u.device)
         signs = torch.cat([self.signs, ends]) if shifted else self.signs
         vectors, bound = self.u.new_zeros(len(signs), *self.u.shape), self.u.new_zeros(self.n)
         for known in self._sides:
@@ -430,7 +430,7 @@ class RowDerivatives(CosineDerivatives):
         if side.anchors != side.candidates:
             ranges.append((side.candidates, side.anchors))
         for points, others in sorted(ranges, key=lambda part: (part[0].start, part[0].stop)):
-            numbers = torch.arange(points.start, points.stop)
+            numbers = torch.arange(points.start, points.stop, device="cpu")
             yield MomentPart(numbers, partial(self._moment_weights, points), self.u[others], first=points.start)
 
     def _moment_weights(self, points: slice, start: int, stop: int) -> tuple[Tensor, Tensor | None]:

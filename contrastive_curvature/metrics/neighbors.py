@@ -83,7 +83,7 @@ def _centred(embeddings: list[Tensor]) -> list[Tensor]:
 
 def _drop_self(neighbors: Tensor) -> Tensor:
     """Remove each query from its own row (N, k + 1); if duplicates have displaced it, drop the last neighbour."""
-    own = neighbors == torch.arange(len(neighbors)).unsqueeze(1)
+    own = neighbors == torch.arange(len(neighbors), device="cpu").unsqueeze(1)
     own[:, -1] |= ~own.any(1)
     return neighbors[~own].reshape(len(neighbors), -1)
 

@@ -127,7 +127,7 @@ def summary(tensors: Iterable[Tensor]) -> Tensor:
     The weights depend on the place in a tensor, so exchanged entries change the result. The result does not depend on
     the precision of the tensors or on their order, which wrappers around an encoder may change.
     """
-    number, sums = 0, [torch.zeros(3, dtype=torch.float64)]
+    number, sums = 0, [torch.zeros(3, dtype=torch.float64, device="cpu")]
     for values in (part for tensor in tensors for part in dense_parts(tensor)):
         flat = (torch.view_as_real(values) if values.is_complex() else values).flatten()
         number += flat.numel()
@@ -137,13 +137,15 @@ def summary(tensors: Iterable[Tensor]) -> Tensor:
             wide = part.double()
             sums.append(torch.stack([wide @ wide, wide.sum(), wide @ weights[: len(wide)]]).cpu())
     squares, total, weighted = torch.stack(sums).sum(0)
-    return torch.stack([torch.tensor(float(number), dtype=torch.float64), squares.sqrt(), total, weighted])
+    return torch.stack(
+        [torch.tensor(float(number), dtype=torch.float64, device="cpu"), squares.sqrt(), total, weighted]
+    )
 
 
 @functools.cache
 def _weights() -> Tensor:
     """Return the weights of the entries by place: fractional parts of multiples of the golden mean, (_PERIOD,)."""
-    return torch.arange(1, _PERIOD + 1, dtype=torch.float64) * 0.6180339887498949 % 1
+    return torch.arange(1, _PERIOD + 1, dtype=torch.float64, device="cpu") * 0.6180339887498949 % 1
 
 
 def weight_norms(model: nn.Module) -> Tensor:

@@ -357,7 +357,7 @@ def other_values(like: Tensor, generator: torch.Generator) -> Tensor:
     """Draw normal numbers with a tensor's shape, dtype and root mean square, without a graph."""
     size = like.detach().float().square().mean().sqrt()
     size = torch.where(size.isfinite() & (size > 0), size, torch.ones_like(size))
-    return (torch.randn(like.shape, generator=generator).to(like.device) * size).to(like.dtype)
+    return (torch.randn(like.shape, generator=generator, device="cpu").to(like.device) * size).to(like.dtype)
 
 
 def _has_gradient(model: nn.Module, out: Tensor, direction_only: bool) -> bool:
@@ -365,7 +365,7 @@ def _has_gradient(model: nn.Module, out: Tensor, direction_only: bool) -> bool:
     parameters = [p for p in model.parameters() if p.requires_grad]
     if not out.requires_grad or not parameters:
         return False
-    v = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.device)
+    v = torch.randn(out.shape, generator=torch.Generator().manual_seed(1), device="cpu").to(out.device)
     if direction_only:
         values = out.detach().float()
         unit = nn.functional.normalize(values, dim=1)

@@ -121,7 +121,7 @@ def slice_inputs(x: Inputs, rows: slice | Tensor) -> Inputs:
 
 def few_points(x: Inputs, count: int = 5) -> Inputs:
     """Return ``count`` points of a batch, repeated if there are fewer; 5 is a rare length of other axes."""
-    return slice_inputs(x, torch.arange(count) % input_length(x))
+    return slice_inputs(x, torch.arange(count, device="cpu") % input_length(x))
 
 
 def made_up_inputs(x: Inputs, n: int = 2) -> Inputs:
@@ -139,11 +139,11 @@ def made_up_inputs(x: Inputs, n: int = 2) -> Inputs:
         if bool(((value == 0) | (value == 1)).all()):
             return torch.full_like(value, bool(value.any()))
         if value.is_floating_point() or value.is_complex():
-            return torch.rand(value.shape, generator=draw, dtype=torch.float64).to(value)
+            return torch.rand(value.shape, generator=draw, dtype=torch.float64, device="cpu").to(value)
         whole = value.long()
         # torch draws integers only from ranges of fewer than 2^63 numbers.
         ends = max(-_MOST, min(0, int(whole.min()))), min(_MOST, int(whole.max())) + 1
-        return torch.randint(ends[0], max(1, ends[1]), value.shape, generator=draw).to(value)
+        return torch.randint(ends[0], max(1, ends[1]), value.shape, generator=draw, device="cpu").to(value)
 
     if isinstance(few, Mapping):
         few = {key: value for key, value in few.items() if isinstance(value, (Tensor, str, int, float, type(None)))}

@@ -241,7 +241,7 @@ def unproven(tape: Tape, params: Sequence[Tensor], without: Collection[int] = ()
     wrong = {k for k, agrees in zip(apart, right, strict=True) if not agrees}
     if n > 1 and calls:
         levels = _LEVELS if torch.finfo(coarsest).bits > 16 else _LEVELS_OF_HALF
-        order = torch.randperm(-(-n // levels) * levels, generator=torch.Generator().manual_seed(n))[:n]
+        order = torch.randperm(-(-n // levels) * levels, generator=torch.Generator().manual_seed(n), device="cpu")[:n]
         multiples = torch.exp2(-(order % levels).double()).to(z)
         other = tape.gradients((v * multiples.unsqueeze(1)).unsqueeze(0))
         uses = {(use.call, use.batch_axis): use for b in tape.blocks for use in b.uses if use.call in one}
@@ -295,7 +295,7 @@ def coarsest_dtype(calls: Iterable[Call], dtype: torch.dtype) -> torch.dtype:
 
 
 def _random_like(z: Tensor, seed: int) -> Tensor:
-    return torch.randn(z.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).to(z)
+    return torch.randn(z.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64, device="cpu").to(z)
 
 
 def make_blocks(

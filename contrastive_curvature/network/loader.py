@@ -312,7 +312,7 @@ def in_fixed_order(loader: Any, argument: str = "train_loader", *, mixed: bool =
         return loader
     if batches is None or not mixed:
         return _with_order(loader, order, batches and BatchSampler(order, batches.batch_size, drop_last=False))
-    places = torch.randperm(len(order), generator=torch.Generator().manual_seed(0))[: len(order) - last]
+    places = torch.randperm(len(order), generator=torch.Generator().manual_seed(0), device="cpu")[: len(order) - last]
     order = [order[k] for k in places.tolist()]
     ordered = _with_order(loader, order, BatchSampler(order, batches.batch_size, drop_last=False))
     if positions:

@@ -65,7 +65,7 @@ class ParameterSubset(NamedTuple):
 
     def indices(self, shape: torch.Size) -> Tensor:
         """Return the entries as indices, in the shape of the tensor."""
-        return torch.arange(shape.numel()).view(shape) if self.entries is None else self.entries
+        return torch.arange(shape.numel(), device="cpu").view(shape) if self.entries is None else self.entries
 
 
 @dataclass(eq=False)

@@ -73,7 +73,7 @@ class DiscountedCurvature(nn.Module):
             for parts in zip(*map(_numbers, terms), strict=True)
         ]
         *curvature, norms, cost, value = batch
-        scalars = torch.stack([self.points.new_tensor(float(terms[0].n)), norms, cost, value])
+        scalars = torch.stack([self.points.new_full((), float(terms[0].n)), norms, cost, value])
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             # The processes have different data and share one posterior, so the curvatures are summed, not averaged.
             for tensor in (*curvature, scalars):

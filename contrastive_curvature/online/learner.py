@@ -240,7 +240,7 @@ class OnlineLaplace(nn.Module):
 
     def get_extra_state(self) -> Tensor:
         """Return the options for ``state_dict``: text in a tensor, because some file formats store only tensors."""
-        return torch.tensor(list(json.dumps(self.options, sort_keys=True).encode()), dtype=torch.uint8)
+        return torch.tensor(list(json.dumps(self.options, sort_keys=True).encode()), dtype=torch.uint8, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
         """Refuse a state saved with other options; ``load_state_dict`` calls this before it loads the rest.

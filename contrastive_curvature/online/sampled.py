@@ -73,7 +73,7 @@ class SampledEncoder(ABC):
         pullback = self.backend.pullback(x)
         with torch.no_grad(), evaluation_mode(self.encoder):
             z, context = pullback.forward(x)
-            no_pairs = torch.zeros(0, dtype=torch.int64)
+            no_pairs = torch.zeros(0, dtype=torch.int64, device="cpu")
             # Other losses may not support an empty set of pairs; the shape is the same for all losses.
             hessian = ContrastiveLoss(pd_fix=PDFix.FIXED).hessian_at(
                 z, make_relation(len(z), z.device, None, (no_pairs,) * 4)

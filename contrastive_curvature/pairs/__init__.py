@@ -44,7 +44,7 @@ def make_relation(n: int, device: torch.device, labels: Tensor | None = None, pa
             raise InputError("labels", "class labels, or pairs=...", "neither")
         return make_target_relation(labels, n, device)
     if callable(pairs):
-        return make_target_relation(torch.arange(n) if labels is None else labels, n, device, pairs)
+        return make_target_relation(torch.arange(n, device="cpu") if labels is None else labels, n, device, pairs)
     if labels is not None:
         raise InputError("labels, pairs", "one of them", "both", "Listed pairs need no labels.")
     if not isinstance(pairs, (tuple, list)):

@@ -60,8 +60,8 @@ def content_numbers(outputs: Tensor) -> Tensor:
 def _projections(dim: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Return directions (D, 8) and odd numbers (9,), the same in every process."""
     generator = torch.Generator().manual_seed(0)
-    directions = torch.randn(dim, 8, generator=generator, dtype=torch.float64)
-    odd = torch.randint(-(2**62), 2**62, (9,), generator=generator) * 2 + 1
+    directions = torch.randn(dim, 8, generator=generator, dtype=torch.float64, device="cpu")
+    odd = torch.randint(-(2**62), 2**62, (9,), generator=generator, device="cpu") * 2 + 1
     return directions.to(device), odd.to(device)
 
 
@@ -126,7 +126,7 @@ class RowCollector:
     """
 
     def __init__(self, size: int | None, seed: int = 0) -> None:
-        self._kept = Rows(size, torch.zeros(0, dtype=torch.int64), {}, seed)
+        self._kept = Rows(size, torch.zeros(0, dtype=torch.int64, device="cpu"), {}, seed)
         self._waiting: list[tuple[Tensor, dict[str, Tensor]]] = []
         self._count = 0
 
@@ -157,7 +157,7 @@ class RowCollector:
 
 def _turns(keys: Tensor, size: int) -> Tensor:
     """Return each point's turn in a sample, from ascending keys (m,); a turn takes few points of one key."""
-    return (torch.arange(len(keys)) - torch.searchsorted(keys, keys)) // max(1, size // _MOST_ALIKE)
+    return (torch.arange(len(keys), device="cpu") - torch.searchsorted(keys, keys)) // max(1, size // _MOST_ALIKE)
 
 
 def united(first: Mapping[str, _T], second: Mapping[str, _T], merge: Callable[[_T, _T], _T]) -> dict[str, _T]:

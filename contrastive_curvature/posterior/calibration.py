@@ -106,7 +106,7 @@ def calibrated(
         _measured(posterior, read, batch, number, chosen, gaussians)
         for number, batch in enumerate(Progress(progress_bar).over(in_fixed_order(loader, "loader"), "[calibration]"))
     ]
-    measured, sketches = map(torch.cat, zip(*batches, strict=True)) if batches else (torch.empty(0), torch.empty(0))
+    measured, sketches = map(torch.cat, zip(*batches, strict=True)) if batches else torch.empty(2, 0, device="cpu")
     if len(measured) < 2:
         hint = "A p-value of 1 / (n + 1) needs n of them."
         raise InputError("loader", "at least two known inputs", f"{len(measured)}", hint)
@@ -155,7 +155,9 @@ def present_calibration(posterior: Posterior, read: LinearizedEncoder) -> Calibr
 def _sketch(phi: Tensor) -> Tensor:
     """Return random projections of the directions of features (B, F), and the log norms; float64, shape (B, 9)."""
     norm = feature_norms(phi).clamp(min=torch.finfo(torch.float64).tiny).unsqueeze(1)
-    axes = torch.randn(phi.shape[1], _PROJECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    axes = torch.randn(
+        phi.shape[1], _PROJECTIONS, generator=torch.Generator().manual_seed(0), dtype=torch.float64, device="cpu"
+    )
     return torch.cat([phi.double() / norm @ axes.to(phi.device), norm.log()], dim=1)
 
 

@@ -72,7 +72,7 @@ def posterior_of(
         mean=state["mean"],
         sizes=[p.numel() for p in parameters],
         rank=rank,
-        chosen=read.chosen,
+        subnetwork=read.subnetwork,
         dim=dim,
         n=state["n_data"],
         loss=state["loss"],

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution, InvalidRowsError, with_invalid_rows
 from contrastive_curvature.embedding.known import TrainingSample
-from contrastive_curvature.embedding.spread import Dense, Diagonal, Joint, Spread
+from contrastive_curvature.embedding.spread import DenseSpread, DiagonalSpread, Joint, Spread
 from contrastive_curvature.errors import InputError, InputTypeError
 from contrastive_curvature.fit.loop import DatasetCurvature
 from contrastive_curvature.hessian.sphere import normalize
@@ -53,7 +53,7 @@ class LinearizedEncoder:
         model: The encoder; of a last-layer posterior an :class:`.Encoder`.
         backend: The curvature backend, which finds the raw outputs and their Jacobians.
         last_layer: Whether the weights are those of the last linear layer, which has closed forms.
-        chosen: Places of a subnetwork's weights among all trainable ones, shape (K,); ``None`` for all.
+        subnetwork: Places of the weights that have a posterior among all trainable ones, shape (K,); ``None`` for all.
         keeps_graph: Whether predictions keep a graph.
         watch: Fingerprint of the encoder.
     """
@@ -61,7 +61,7 @@ class LinearizedEncoder:
     model: Any
     backend: Any
     last_layer: bool
-    chosen: Tensor | None
+    subnetwork: Tensor | None
     keeps_graph: bool
     watch: Watch
 
@@ -80,7 +80,7 @@ class LinearizedEncoder:
     def parameters(self) -> list[Tensor]:
         """Tensors of the posterior, in order; the chosen entries of a subnetwork are one tensor."""
         every = parameters_of(self.model, self.last_layer)
-        return every if self.chosen is None else [flatten_parameters(every)[self.chosen]]
+        return every if self.subnetwork is None else [flatten_parameters(every)[self.subnetwork]]
 
     def fitted(self, result: DatasetCurvature) -> Fitted:
         """Return a curvature at the present weights with all that a posterior needs of the fit."""
@@ -91,7 +91,7 @@ class LinearizedEncoder:
             mean=mean if self.keeps_graph else mean.detach(),
             sizes=[p.numel() for p in self.parameters],
             rank=self.backend.options.rank,
-            chosen=self.chosen,
+            subnetwork=self.subnetwork,
             dim=self.backend.encoder({}).dim,
             n=result.n,
             loss=result.loss.detach(),
@@ -99,7 +99,7 @@ class LinearizedEncoder:
             typical_norm=float(norm) if known else None,  # type: ignore[arg-type]
             encoder=self.fingerprint,
             classes=result.classes,
-            sample=self._sample(result),
+            training_sample=self._sample(result),
         )
 
     def _sample(self, result: DatasetCurvature) -> TrainingSample | None:
@@ -190,7 +190,7 @@ def embedding(
             return finished(EmbeddingDistribution.from_samples(mean.expand(networks, -1, -1)), None)
         if joint:
             return finished(_joint_distribution(mean, mean.new_empty(0, 0)), None)
-        spread = Diagonal(mean) if diagonal else Dense(mean.new_empty(0, fitted.dim, fitted.dim))
+        spread = DiagonalSpread(mean) if diagonal else DenseSpread(mean.new_empty(0, fitted.dim, fitted.dim))
         features = mean.new_empty(0, read.model.last_layer.in_features) if read.last_layer else None
         return finished(EmbeddingDistribution.trusted(mean, spread), features)
 
@@ -232,7 +232,7 @@ def gaussian(
         check_outputs(x, z, dim)
         if joint:
             return _joint_distribution(z, covariance_of_all(jacobians))
-        return _distribution(z, Dense(posterior.covariance(jacobians)), diagonal)
+        return _distribution(z, DenseSpread(posterior.covariance(jacobians)), diagonal)
     with evaluation_mode(read.model):
         with torch.no_grad():
             pullback = read.backend.pullback(x)
@@ -244,7 +244,7 @@ def gaussian(
         if of_weights is not None and of_weights.requires_grad:
             of_weights = None
         spread = _marginal_spread(pullback, context, z, posterior.covariance, of_weights, diagonal)
-    return EmbeddingDistribution.trusted(z, Diagonal(spread) if diagonal else Dense(spread))
+    return EmbeddingDistribution.trusted(z, DiagonalSpread(spread) if diagonal else DenseSpread(spread))
 
 
 def joint_samples(
@@ -326,7 +326,7 @@ def check_outputs(x: Inputs, z: Tensor, dim: int, *, sampled: bool = False) -> N
 
 def _distribution(z: Tensor, spread: Spread, diagonal: bool) -> EmbeddingDistribution:
     """Return the distribution with means (B, D) and a spread, or its variances alone."""
-    return EmbeddingDistribution.trusted(z, Diagonal(spread.variance) if diagonal else spread)
+    return EmbeddingDistribution.trusted(z, DiagonalSpread(spread.variance) if diagonal else spread)
 
 
 def _joint_distribution(z: Tensor, covariance: Tensor) -> EmbeddingDistribution:

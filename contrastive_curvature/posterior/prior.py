@@ -130,7 +130,7 @@ def make_grid(low: float, high: float, size: int, base: float, dtype: torch.dtyp
     for name, value in (("log_prior_prec_min", low), ("log_prior_prec_max", high)):
         validate.number(name, value, signed=True)
     validate.number("log_prior_prec_base", base, positive=True)
-    grid = torch.logspace(low, high, size, base=base)
+    grid = torch.logspace(low, high, size, base=base, dtype=torch.float32, device="cpu")
     if not bool(((grid.to(dtype) > 0) & grid.isfinite()).all()):
         wanted = f"exponents whose powers of {base:g} are positive and finite"
         raise InputError("log_prior_prec_min, log_prior_prec_max", wanted, f"{low} and {high}")
@@ -239,7 +239,7 @@ def check_prior(
             wanted = f"a {'positive' if positive else 'finite'} number or a tensor of them"
             hint = "Wrap it with torch.tensor(...)." if isinstance(value, (list, tuple)) else ""
             raise InputTypeError(argument, wanted, f"a {type(value).__name__}", hint)
-        value = torch.tensor(float(value), dtype=dtype)
+        value = torch.tensor(float(value), dtype=dtype, device="cpu")
     if value.is_complex() or value.dtype == torch.bool:
         raise InputTypeError(argument, "real numbers", f"a tensor of {value.dtype}")
     values = value.detach().to(dtype)

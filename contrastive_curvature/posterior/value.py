@@ -1,8 +1,9 @@
-"""A posterior is a value: what a fit learned, a prior, and the known inputs that p-values compare with.
+"""A posterior is a value: what a fit learned, a prior, and a calibration for p-values.
 
-Nothing changes it; every step returns another one, ``Fitted -> Posterior.with_prior -> calibrated``. So an error leaves
-the old one as it was, an old embedding keeps its numbers, and what follows from a posterior is computed once, at first
-use. Tensors in it are never changed in place.
+Nothing changes it; every step returns another one: ``Posterior(fitted, prior)``, ``posterior.with_prior(prior)``, and
+``calibrated(posterior, ...)`` of :mod:`.calibration`. So an error leaves the old one as it was, embeddings that were
+made earlier do not change, and what follows from a posterior is computed once, at first use. Tensors in it are never
+changed in place.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from torch import Tensor
 from contrastive_curvature.codec import NOT_SAVED
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.known import Calibration, Known, TrainingInputs, TrainingSample
-from contrastive_curvature.embedding.spread import Axes, Dense, Diagonal, Spread
+from contrastive_curvature.embedding.spread import Axes, DenseSpread, DiagonalSpread, Spread
 from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.network.digest import same_encoder
 from contrastive_curvature.network.encoder import at_least_float32
@@ -31,7 +32,10 @@ from contrastive_curvature.structures.at_features import (
 )
 from contrastive_curvature.structures.base import of_each_weight
 
-OPTIMISTIC = "P-values are then optimistic: of other known inputs, more than a share alpha may fall below alpha."
+OPTIMISTIC = (
+    "P-values are then optimistic, that is too small: of new inputs of the known kind, more than a share alpha may "
+    "fall below alpha."
+)
 
 CALIBRATE = "Call la.calibrate(loader) with known inputs, best those that the encoder was not trained on."
 
@@ -49,29 +53,29 @@ _OUTDATED = (
 
 @dataclass(frozen=True, eq=False)
 class Fitted:
-    """What a fit learned. The sum of two is the fit of both data sets; pairs between them are not formed.
+    """What a fit learned. The sum of two is the fit of both data sets, without pairs of a point of each.
 
     Attributes:
         curvature: The curvature, unclamped.
         mean: All trainable weights that the fit was at, shape (P,).
         sizes: Numbers of entries of the parts that have their own precision in a layerwise prior.
         rank: The option ``rank``, for structures that have it.
-        chosen: Places of a subnetwork's weights in ``mean``, shape (K,); ``None`` for all.
+        subnetwork: Places of the weights that have a posterior in ``mean``, shape (K,); ``None`` for all, K = P.
         dim: Number D of outputs.
         n: Number of points.
         loss: The loss over these points, shape ().
-        cost: The loss minus its minimum.
+        cost: The loss minus the smallest value that it can have.
         typical_norm: Mean norm of the raw outputs; ``None`` if it is unknown.
-        encoder: Fingerprint of the encoder (:class:`.Watch`), shape (4,).
+        encoder: Fingerprint of the encoder's weights, from :class:`~contrastive_curvature.network.digest.Watch`, (4,).
         classes: Centres of the classes, if the targets are class labels.
-        sample: Some of the training inputs, of a last layer; in no file, because they are the user's data.
+        training_sample: Some of the training inputs, of a last layer. Never saved, because they are the user's data.
     """
 
     curvature: Structure
     mean: Tensor
     sizes: list[int]
     rank: int | None
-    chosen: Tensor | None
+    subnetwork: Tensor | None
     dim: int
     n: int
     loss: Tensor
@@ -79,13 +83,14 @@ class Fitted:
     typical_norm: float | None
     encoder: Tensor
     classes: ClassCentres | None
-    sample: TrainingSample | None = field(default=None, metadata=NOT_SAVED)
+    training_sample: TrainingSample | None = field(default=None, metadata=NOT_SAVED)
 
     def __add__(self, later: Fitted) -> Fitted:
         """Return the fit of both data sets, at the weights of the later one."""
         sample, norm = None, None
-        if self.sample is not None and later.sample is not None and same_encoder(self.encoder, later.encoder):
-            sample = TrainingSample(self.sample.rows.merged(later.sample.rows))
+        both = self.training_sample, later.training_sample
+        if both[0] is not None and both[1] is not None and same_encoder(self.encoder, later.encoder):
+            sample = TrainingSample(both[0].rows.merged(both[1].rows))
         if self.typical_norm is not None and later.typical_norm is not None:
             norm = (self.n * self.typical_norm + later.n * later.typical_norm) / (self.n + later.n)
         return replace(
@@ -96,7 +101,7 @@ class Fitted:
             cost=self.cost + later.cost,
             typical_norm=norm,
             classes=_merged_classes(self.classes, later.classes),
-            sample=sample,
+            training_sample=sample,
         )
 
     @cached_property
@@ -107,11 +112,11 @@ class Fitted:
     @property
     def weights(self) -> Tensor:
         """Mean of the posterior's weights: of a subnetwork the chosen ones."""
-        return self.mean if self.chosen is None else self.mean[self.chosen]
+        return self.mean if self.subnetwork is None else self.mean[self.subnetwork]
 
     @property
     def class_centres(self) -> ClassCentres | None:
-        """Centres of the classes that ``uncertainty`` uses; a single class says nothing."""
+        """Centres of the classes that ``uncertainty`` uses; ``None`` below two classes."""
         return self.classes if self.classes is not None and len(self.classes.labels) > 1 else None
 
 
@@ -121,7 +126,7 @@ class Prior:
 
     Attributes:
         precision: One number, one for each parameter tensor, or one for each weight.
-        mean: One number, or one for each weight.
+        mean: One number, or one for each weight. Only the marginal likelihood uses it.
         temperature: The curvature is divided by it.
         chosen: Whether the user or a rule chose the precision after the last fit or update.
         keeps_temperature: Whether the user chose the temperature, so that no rule does.
@@ -136,13 +141,15 @@ class Prior:
 
 @dataclass(frozen=True, eq=False)
 class Posterior:
-    """A Gaussian over weights with the precision ``H / temperature + prior``, and the inputs that it knows.
+    """A Gaussian over K weights with the precision ``H / temperature + prior``, and its calibration.
 
     Attributes:
         fitted: What a fit learned.
         prior: The prior.
-        calibration: Known inputs that p-values compare with; ``None`` before ``calibrate``.
-        refusal: Why the calibration does not hold any more: it belongs to another prior or temperature.
+        calibration: Inputs of the known kind, whose scores p-values rank a new input's score among; ``None`` before
+            ``calibrate``.
+        refusal: Why there are no p-values although there is a calibration: it was made for another prior precision or
+            temperature. (:meth:`known` compares the encoder's weights.)
     """
 
     fitted: Fitted
@@ -151,7 +158,7 @@ class Posterior:
     refusal: str | None = None
 
     def with_prior(self, prior: Prior) -> Posterior:
-        """Return the posterior with another prior, whose p-values need another calibration."""
+        """Return the posterior with another prior; another precision or temperature needs another calibration."""
         old = self.prior
         same = prior.temperature == old.temperature and torch.equal(prior.precision, old.precision)
         refusal = self.refusal if same or self.calibration is None else _OUTDATED
@@ -164,31 +171,32 @@ class Posterior:
 
     @property
     def prior_precisions(self) -> Tensor:
-        """Prior precision of every weight, shape (P,)."""
+        """Prior precision of every weight, shape (K,)."""
         return of_each_weight(self.prior.precision, self.fitted.sizes)
 
     def covariance(self, jacobians: Tensor) -> Tensor:
-        """Return ``J Sigma J^T`` (..., D, D) of Jacobians (..., D, P)."""
+        """Return ``J Sigma J^T`` (..., D, D) of Jacobians (..., D, K)."""
         return self.fitted.clamped.covariance(jacobians, *self.scales)
 
     def sample(self, count: int, generator: torch.Generator | None = None) -> Tensor:
         """Draw all trainable weights, shape (S, P)."""
-        mean, chosen, width = self.fitted.mean, self.fitted.chosen, sum(self.fitted.sizes)
+        mean, places, width = self.fitted.mean, self.fitted.subnetwork, sum(self.fitted.sizes)
         noise = torch.randn(count, width, dtype=mean.dtype, device=mean.device, generator=generator)
         shift = self.fitted.clamped.sample(noise, *self.scales)
-        if chosen is None:
+        if places is None:
             return mean + shift
         weights = mean.repeat(count, 1)
-        weights[:, chosen] += shift
+        weights[:, places] += shift
         return weights
 
     @property
     def at_features(self) -> AtFeatures:
-        """Spread of the outputs of a last layer, as a function of its features; a graph is never used twice."""
-        return self._at_features if self.prior.precision.requires_grad else self._kept_at_features
+        """Spread of the outputs of a last layer, as a function of its features."""
+        # Not kept for a prior with a gradient: a backward pass frees the graph.
+        return self._at_features if self.prior.precision.requires_grad else self._cached_at_features
 
     @cached_property
-    def _kept_at_features(self) -> AtFeatures:
+    def _cached_at_features(self) -> AtFeatures:
         return self._at_features
 
     @property
@@ -198,10 +206,10 @@ class Posterior:
     @cached_property
     def training(self) -> TrainingInputs | None:
         """The sample of training inputs under this posterior; ``None`` without one."""
-        if self.fitted.sample is None:
+        if self.fitted.training_sample is None:
             return None
         with torch.no_grad():
-            return TrainingInputs(self.fitted.sample, partial(_at_stored_features, self.at_features))
+            return TrainingInputs(self.fitted.training_sample, partial(_at_stored_features, self.at_features))
 
     @cached_property
     def _known(self) -> Known:
@@ -212,7 +220,15 @@ class Posterior:
         return Known(training=self.training, names=("novelty",), optimism=[_COMPARES_WITH_TRAINING])
 
     def known(self, encoder: Tensor) -> Known:
-        """Return the inputs that predictions compare with, for the fingerprint of the encoder that makes them."""
+        """Return what the novelty and the p-value of a prediction compare it with.
+
+        With a calibration: its inputs. Without one: the training inputs, with a warning at the first p-value. Asking
+        for a p-value raises an error if there are neither, or if the calibration or the training inputs belong to
+        other weights of the encoder, or the calibration to another prior precision or temperature.
+
+        Args:
+            encoder: Fingerprint of the encoder that makes the prediction.
+        """
         if self.calibration is not None:
             if self.refusal is not None or not same_encoder(self.calibration.encoder, encoder):
                 return Known(refusal=_OUTDATED, names=("novelty", "p_value"))
@@ -227,19 +243,23 @@ def clamp(curvature: Structure, sizes: list[int], rank: int | None) -> Clamped:
     return curvature.clamped(sizes, **{name: options[name] for name in curvature.options})
 
 
-_SPREADS: dict[type, type[Any]] = {DiagonalAtFeatures: Diagonal, AxesAtFeatures: Axes, DenseAtFeatures: Dense}
+_SPREADS: dict[type, type[Any]] = {
+    DiagonalAtFeatures: DiagonalSpread,
+    AxesAtFeatures: Axes,
+    DenseAtFeatures: DenseSpread,
+}
 
 
-def spread_at(posterior: AtFeatures, phi: Tensor) -> Spread:
+def spread_at(at_features: AtFeatures, phi: Tensor) -> Spread:
     """Return the spread of the outputs of a last layer at features (B, F)."""
-    spread: Spread = _SPREADS[type(posterior)](*posterior(phi))
+    spread: Spread = _SPREADS[type(at_features)](*at_features(phi))
     return spread
 
 
-def _at_stored_features(posterior: AtFeatures, z: Tensor, phi: Tensor) -> EmbeddingDistribution:
+def _at_stored_features(at_features: AtFeatures, z: Tensor, phi: Tensor) -> EmbeddingDistribution:
     """Return the distribution at stored outputs (B, D) and features (B, F), in the precision of the encoder."""
     z, phi = at_least_float32(z), at_least_float32(phi.to(z))
-    return EmbeddingDistribution.trusted(z, spread_at(posterior, phi))
+    return EmbeddingDistribution.trusted(z, spread_at(at_features, phi))
 
 
 def _merged_classes(earlier: ClassCentres | None, later: ClassCentres | None) -> ClassCentres | None:

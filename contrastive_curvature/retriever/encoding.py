@@ -67,7 +67,7 @@ def fitted_posterior(
         inputs, names = features(posterior, "x", x, y, progress_bar)
     # Whole numbers stay, for ``la.update``.
     whole = all(type(name) is int for name in names)
-    classes = torch.tensor(names) if whole else coded((), names)[1]
+    classes = torch.tensor(names, device="cpu") if whole else coded((), names)[1]
     posterior.fit(batched(posterior, inputs, classes), progress_bar=progress_bar)
     posterior.optimize_prior_precision()
     return posterior, (inputs, names)

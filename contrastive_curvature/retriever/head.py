@@ -32,7 +32,8 @@ class Headed(nn.Module):
     def __init__(self, encoder: nn.Module, features: int) -> None:
         super().__init__()
         self.encoder, self.call = encoder, ModelCall()
-        self.head = nn.Sequential(nn.Linear(features, _HIDDEN), nn.ReLU(), nn.Linear(_HIDDEN, _DIM))
+        like: dict[str, Any] = {"device": "cpu", "dtype": torch.float32}
+        self.head = nn.Sequential(nn.Linear(features, _HIDDEN, **like), nn.ReLU(), nn.Linear(_HIDDEN, _DIM, **like))
 
     def forward(self, x: Any) -> Tensor:
         """Return raw outputs, shape (N, 64)."""
@@ -88,7 +89,7 @@ def with_head(encoder: nn.Module | None, features: Tensor, classes: Tensor, prog
     optimizer, loss = torch.optim.Adam(model.head.parameters(), _RATE), SupConLoss(_TEMPERATURE)
     steps = max(_LEAST, _PASSES * len(features) // _BATCH)
     for _ in Progress(progress_bar).over(range(steps), "[head]"):
-        rows = torch.randperm(len(features), generator=order)[:_BATCH]
+        rows = torch.randperm(len(features), generator=order, device="cpu")[:_BATCH]
         optimizer.zero_grad()
         with torch.enable_grad():
             loss(model.head(features[rows]), classes[rows].to(features.device)).backward()

@@ -36,7 +36,7 @@ from contrastive_curvature.retriever.evidence import Embedded
 from contrastive_curvature.retriever.index import Index
 from contrastive_curvature.retriever.reading import are_inputs, check, labels_of, pair, read
 from contrastive_curvature.retriever.rule import Rates
-from contrastive_curvature.retriever.state import NAMED, State, coded
+from contrastive_curvature.retriever.state import NAMED, RetrieverState, coded
 
 _EDGE = 1.25
 """Times as many answered held-out queries as the first test of a limit takes: below, few fits answer anything."""
@@ -113,11 +113,11 @@ class Retriever:
         validate.flag("head", head)
         self.encoder, self.head, self.index = encoder, head, index
         self.rates = Rates(**given, confidence_level=validate.fraction("confidence_level", confidence_level))
-        self._state: State | None = None
+        self._state: RetrieverState | None = None
         self._writing = Lock()
 
     @property
-    def _now(self) -> State:
+    def _now(self) -> RetrieverState:
         """The present state, which each method reads once: another thread may replace it."""
         if self._state is None:
             raise NotFittedError("Retriever: expected a fit before it is used. Call fit(...).")
@@ -210,7 +210,7 @@ class Retriever:
                 rows = one_of_each(named)
                 held, held_names = held[rows], [held_names[row] for row in rows]
             points, names = _embedded(posterior, "x" if gallery is None else "gallery", *searched, progress_bar)
-            new = State.fitted(self.rates, posterior, points, names, held, held_names, self.index)
+            new = RetrieverState.fitted(self.rates, posterior, points, names, held, held_names, self.index)
             if posterior is not None:
                 new = replace(new, posterior=calibrated(posterior, queries[0], progress_bar))
             self._become(new, *_repeated("held_out", len(held), new), *_searched_too(new))
@@ -253,7 +253,7 @@ class Retriever:
             new = state.added(*_embedded(state.posterior, "items", items, labels), self.index)
             more = [f"add: {_not_covered(new)}"] if len(new.uncovered) > len(state.uncovered) else []
             self._become(new, *more)
-        return np.arange(state.gallery.following, new.gallery.following)
+        return np.arange(state.gallery.next_identifier, new.gallery.next_identifier)
 
     def remove(self, identifiers: Any) -> Self:
         """Remove points from the gallery, and compute the limits again.
@@ -343,7 +343,7 @@ class Retriever:
         if not same or not torch.allclose(items.directions, points.directions, atol=1e-3):
             hint = "Items that were added or removed, or a gallery of its own, taught the posterior nothing."
             raise InputError("x, y", "the points of the gallery, in its order", f"{len(items)} other ones", hint)
-        loader, labels = (batched(la, x, classes), classes) if are_inputs(x) else (x, torch.tensor(names))
+        loader, labels = (batched(la, x, classes), classes) if are_inputs(x) else (x, torch.tensor(names, device="cpu"))
         weakest = []
         for batch in map(inputs_of, asked):
             match = state.searched(embedded(la, [batch], "queries"), self.index)[1]
@@ -465,7 +465,7 @@ class Retriever:
         retriever._state = state
         return retriever
 
-    def _become(self, new: State, *more: str) -> None:
+    def _become(self, new: RetrieverState, *more: str) -> None:
         """Warn, and then replace the state: a warning that a filter turns into an error leaves the earlier one."""
         reasons = new.rule.reasons.items() if new is not self._state else ()
         for message in (*more, *(f"{name}: {reason}" for name, reason in reasons)):
@@ -489,13 +489,13 @@ def _embedded(
     return read(argument, inputs, labels, run)
 
 
-def _repeated(argument: str, count: int, new: State) -> Iterator[str]:
+def _repeated(argument: str, count: int, new: RetrieverState) -> Iterator[str]:
     """Say how many of so many held-out queries are repetitions."""
     if more := count - len(new.held):
         yield f"{argument}: {more:,} of {count:,} held-out queries are repetitions of others, and count once"
 
 
-def _searched_too(state: State) -> Iterator[str]:
+def _searched_too(state: RetrieverState) -> Iterator[str]:
     """Say how many held-out queries are points of the gallery, if most are."""
     if state.rule.in_gallery > 0.5:
         share = percent(state.rule.in_gallery)
@@ -505,7 +505,7 @@ def _searched_too(state: State) -> Iterator[str]:
         )
 
 
-def _not_covered(state: State) -> str:
+def _not_covered(state: RetrieverState) -> str:
     """Say which classes no rate covers."""
     names = state.uncovered
     shown = ", ".join(map(repr, names[:NAMED])) + (", ..." if len(names) > NAMED else "")

@@ -17,7 +17,7 @@ from contrastive_curvature.io.pretrained.save import Saved, encoder_of, posterio
 from contrastive_curvature.retriever.evidence import Embedded
 from contrastive_curvature.retriever.head import Headed
 from contrastive_curvature.retriever.rule import Rates, Regression, Rule
-from contrastive_curvature.retriever.state import Gallery, State
+from contrastive_curvature.retriever.state import Gallery, RetrieverState
 
 FILE = "retriever.safetensors"
 
@@ -41,7 +41,7 @@ class RetrieverHeader(Header):
     state: Any
 
 
-def save(state: State, folder: Path | str, *, overwrite: bool, example: Any) -> Path:
+def save(state: RetrieverState, folder: Path | str, *, overwrite: bool, example: Any) -> Path:
     """Do what :meth:`.Retriever.save` says."""
     validate.flag("overwrite", overwrite)
     place = target_folder("folder", folder, FILE, RetrieverHeader.described, overwrite=overwrite)
@@ -62,12 +62,12 @@ def save(state: State, folder: Path | str, *, overwrite: bool, example: Any) -> 
     return place
 
 
-def load(folder: Path | str, encoder: Any, **options: Any) -> State:
+def load(folder: Path | str, encoder: Any, **options: Any) -> RetrieverState:
     """Do what :meth:`.Retriever.load` says."""
     path = folder_path("folder", folder) / FILE
     header, tensors = read_tensors(path, RetrieverHeader)
-    classes = (State, Gallery, Embedded, Rates, Rule, Regression)
-    state: State = from_tree(str(path), unpacked(header.state, tensors), classes)
+    classes = (RetrieverState, Gallery, Embedded, Rates, Rule, Regression)
+    state: RetrieverState = from_tree(str(path), unpacked(header.state, tensors), classes)
     if header.posterior is None:
         if encoder is not None:
             raise InputError("encoder", "None, as this retriever is of embeddings", f"a {type(encoder).__name__}")
@@ -75,6 +75,6 @@ def load(folder: Path | str, encoder: Any, **options: Any) -> State:
     if (head := unpacked(header.head, tensors)) is not None:
         encoder = Headed(torch.nn.Identity() if encoder is None else encoder, head["0.weight"].shape[1])
         encoder.head.load_state_dict(head)
-        encoder.eval()
+        encoder.to(next(encoder.parameters()).device).eval()
     la = from_header(header.posterior, tensors, encoder, **options)
     return replace(state.to(la._device), posterior=la)

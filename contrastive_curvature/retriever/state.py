@@ -1,7 +1,7 @@
 """What a retriever answers from, as one value: no step changes a state, each returns another one.
 
-``State.fitted`` makes the first; ``added``, ``removed`` and ``learned`` return a state with other points or other
-queries, and with the limits that follow from them. So a gallery always has its own labels and limits.
+``RetrieverState.fitted`` makes the first; ``added``, ``removed`` and ``learned`` return a state with other points or
+other queries, and with the limits that follow from them: points, labels and limits are replaced together.
 """
 
 from __future__ import annotations
@@ -41,31 +41,34 @@ class Gallery(NamedTuple):
         directions: Unit vectors, shape (M, D).
         classes: Numbers of their labels, int64, shape (M,).
         identifiers: int64, ascending, shape (M,).
-        following: Identifier of the next point that is added: no identifier is given twice.
+        next_identifier: Identifier of the next point that is added: no identifier is given twice.
     """
 
     directions: Tensor
     classes: Tensor
     identifiers: NDArray[np.int64]
-    following: int
+    next_identifier: int
 
 
 @dataclass(frozen=True, eq=False)
-class State:
+class RetrieverState:
     """Points that are searched, held-out queries, and the limits that follow from both.
 
-    Methods take an ``index``, which is not part of the state: it is searched in place of the gallery, and what it
-    returns is compared with the gallery; ``None`` searches the gallery.
+    Methods take an ``index``, which is not part of the state: it is searched in place of the gallery, and its hits are
+    checked against the gallery's directions; ``None`` searches the gallery.
 
     Attributes:
-        rates: Rates that are asked for.
+        rates: Error rates that the user allows.
         labels: Labels of the classes 0, 1 and so on.
         gallery: The points.
-        held: N held-out queries, each once.
-        truth: Numbers of their labels, int64, shape (N,).
-        feedback: Answered queries and the numbers of their labels; ``None`` without any.
-        ceiling: Largest limit of the score of an answer under which the feedback was answered.
-        rule: The limits.
+        held: N held-out queries, without duplicates.
+        truth: Numbers of their classes, int64, shape (N,).
+        feedback: Queries that were answered, and the numbers of their classes; ``None`` without any. They can lower the
+            limit that the held-out queries give, never raise it.
+        ceiling: The smallest limit on the score of an answer under which feedback was collected; beyond it the feedback
+            is incomplete. Infinite without feedback, and after a change of the points or the held-out queries, which
+            change the score itself.
+        rule: The limits that decide between answer, unsure and unknown.
         posterior: What embeds inputs, held by nothing else; ``None`` if they are embeddings.
     """
 
@@ -89,7 +92,7 @@ class State:
         held: Embedded,
         held_names: Names,
         index: Index | None,
-    ) -> State:
+    ) -> RetrieverState:
         """Return the state of a gallery and of held-out queries, both with labels."""
         labels, truth = coded((), held_names)
         labels, classes = coded(labels, names)
@@ -101,19 +104,19 @@ class State:
         new = cls(rates, labels, gallery, held[rows], truth[rows], None, math.inf, no_rule, posterior)
         return new._certified(index)
 
-    def added(self, points: Embedded, names: Names, index: Index | None) -> State:
+    def added(self, points: Embedded, names: Names, index: Index | None) -> RetrieverState:
         """Return the state with more points, which get the next identifiers."""
         now, (labels, classes) = self.gallery, coded(self.labels, names)
-        following = now.following + len(points)
+        following = now.next_identifier + len(points)
         gallery = Gallery(
             torch.cat([now.directions, points.directions]),
             torch.cat([now.classes, classes]),
-            np.concatenate([now.identifiers, np.arange(now.following, following)]),
+            np.concatenate([now.identifiers, np.arange(now.next_identifier, following)]),
             following,
         )
         return self._certified(index, labels=labels, gallery=gallery)
 
-    def removed(self, identifiers: Any, index: Index | None) -> State:
+    def removed(self, identifiers: Any, index: Index | None) -> RetrieverState:
         """Return the state without the points with these identifiers, whole numbers."""
         now, gone = self.gallery, np.asarray(identifiers.cpu() if isinstance(identifiers, Tensor) else identifiers)
         if gone.size and gone.dtype.kind not in "iu":
@@ -127,12 +130,12 @@ class State:
             raise InputError("identifiers", "some of the points", "all", "Fit again, with another gallery.")
         rows = torch.from_numpy(keep)
         directions = now.directions[rows.to(now.directions.device)]
-        gallery = Gallery(directions, now.classes[rows], now.identifiers[keep], now.following)
+        gallery = Gallery(directions, now.classes[rows], now.identifiers[keep], now.next_identifier)
         return self._certified(index, gallery=gallery)
 
     def learned(
         self, queries: Embedded, names: Names, asked: Literal["random", "answered"], index: Index | None
-    ) -> State:
+    ) -> RetrieverState:
         """Return the state that knows more queries with labels, chosen as :meth:`.Retriever.learn` says."""
         validate.choice("asked", asked, ("random", "answered"))
         labels, truth = coded(self.labels, names)
@@ -182,14 +185,14 @@ class State:
         covered = set(self.truth.tolist())
         return [self.labels[code] for code in self.gallery.classes.unique().tolist() if code not in covered]
 
-    def to(self, device: torch.device) -> State:
+    def to(self, device: torch.device) -> RetrieverState:
         """Return the state with all directions on a device."""
         points, held, feedback = self.gallery, self.held.to(device), self.feedback
         gallery = points._replace(directions=points.directions.to(device))
         fed = None if feedback is None else (feedback[0].to(device), feedback[1])
         return replace(self, gallery=gallery, held=held, feedback=fed)
 
-    def _certified(self, index: Index | None, **parts: Any) -> State:
+    def _certified(self, index: Index | None, **parts: Any) -> RetrieverState:
         """Return the state with other parts, and with the limits that follow from them."""
         # With other points or held-out queries comes another score, for which the earlier ceiling means nothing.
         new = replace(self, **{"ceiling": math.inf, **parts})
@@ -201,5 +204,5 @@ class State:
 def coded(labels: tuple[Hashable, ...], names: Names) -> tuple[tuple[Hashable, ...], Tensor]:
     """Return labels with the new ones among N names, and the number of each name, int64, shape (N,)."""
     known = {name: code for code, name in enumerate(labels)}
-    codes = torch.tensor([known.setdefault(name, len(known)) for name in names], dtype=torch.int64)
+    codes = torch.tensor([known.setdefault(name, len(known)) for name in names], dtype=torch.int64, device="cpu")
     return tuple(known), codes

@@ -95,7 +95,7 @@ class Structure(ABC):
 
     def reached(self, sizes: list[int]) -> Tensor:
         """Return whether each parameter tensor has a curvature other than zero, before it is clamped, booleans."""
-        return torch.ones(len(sizes), dtype=torch.bool)
+        return torch.ones(len(sizes), dtype=torch.bool, device="cpu")
 
     def scaled(self, number: float | Tensor) -> Self:
         """Return the curvature times a number, of the same points."""

@@ -44,7 +44,7 @@ class Kron(Structure):
     @classmethod
     @override
     def term(cls, pullback: Pullback, context: Any, blocks: Blocks) -> Self:
-        return cls(pullback.kron(context, blocks), blocks.u.new_tensor(len(blocks), dtype=torch.float64))
+        return cls(pullback.kron(context, blocks), blocks.u.new_full((), len(blocks), dtype=torch.float64))
 
     def positive(self) -> Self:
         """See :meth:`Structure.positive`; the moments of the inputs have no negative eigenvalues."""

@@ -78,19 +78,19 @@ def pair_kinds(
     kinds = ("labels", "callable", "no positives", "triplets", "quadruples", "masks")
     kind = draw(st.sampled_from(kinds[:3] if by_target else kinds))
     classes = draw(st.integers(1, 3))
-    labels = torch.randint(0, classes, (n,), generator=generator)
+    labels = torch.randint(0, classes, (n,), generator=generator, device="cpu")
     if kind == "labels":
         return labels, None
     if kind == "no positives":
-        return torch.arange(n), None
+        return torch.arange(n, device="cpu"), None
     if kind == "masks":
         same = labels[:, None] == labels[None, :]
         return None, (same, ~same)
     if kind == "callable":
-        return torch.arange(n), relate_by_remainder
+        return torch.arange(n, device="cpu"), relate_by_remainder
     count = draw(st.integers(0, 12))
     width = 3 if kind == "triplets" else 4
-    return None, tuple(torch.randint(0, n, (width, count), generator=generator))
+    return None, tuple(torch.randint(0, n, (width, count), generator=generator, device="cpu"))
 
 
 @st.composite

@@ -177,7 +177,7 @@ class BackendContract:
         loss = LOSSES[name](pd_fix="psd" if name == "triplet" else "ggn_fixed")
         for kind in self._accepted(self.refused_kron):
             model, x = build_network(kind, 2).to(device), make_inputs(kind, 6).to(device)
-            y = (torch.arange(6) % 2).to(device)
+            y = (torch.arange(6, device="cpu") % 2).to(device)
             pair = [make_backend(k, model, x, loss=loss, **self.options) for k in (self.backend, ContrastiveGGN)]
             try:
                 factors, want = (b.fit([(x, y)], Kron).curvature.plain() for b in pair)
@@ -256,7 +256,7 @@ class BackendContract:
     def test_what_is_differentiated_are_the_raw_outputs(self, device: str) -> None:
         """Check that a final l2-normalisation is skipped, even if the same module also runs in the middle."""
         torch.manual_seed(0)
-        norm, labels = L2Norm(), torch.tensor([0, 0, 1, 1, 2, 2])
+        norm, labels = L2Norm(), torch.tensor([0, 0, 1, 1, 2, 2], device="cpu")
         for kind in self._accepted():
             body, points = build_network(kind, 3), make_inputs(kind, 6)
             inside = nn.Sequential(body, norm, nn.Linear(3, 2)).double().eval()
@@ -284,7 +284,7 @@ class BackendContract:
                 return out
 
         torch.manual_seed(0)
-        model, x, y = Listed().double(), make_inputs("tanh", 6), torch.tensor([0, 0, 1, 1, 2, 2])
+        model, x, y = Listed().double(), make_inputs("tanh", 6), torch.tensor([0, 0, 1, 1, 2, 2], device="cpu")
         truth = dense_ggn(model, x, y)
         model, x, y = model.to(device), x.to(device), y.to(device)
         before = _snapshot(model)
@@ -410,7 +410,7 @@ def _check_numbers(
     assert near(jacobians.flatten(0, 1), jacobian, float(jacobian.abs().max()), dtype)
     assert near(outputs, z, float(z.abs().max()), dtype)
     entries, width = z.numel(), len(want)
-    v, w = (torch.linspace(-1, 1, size, dtype=torch.float64) for size in (width, entries))
+    v, w = (torch.linspace(-1, 1, size, dtype=torch.float64, device="cpu") for size in (width, entries))
     with evaluation_mode(backend.model), torch.no_grad():
         pullback = backend.pullback(x)
         forward, backward = pullback.jvp(x, v.to(outputs))[1], pullback.vjp_sum(x, w.view_as(z).to(outputs))

@@ -40,7 +40,7 @@ Drawn = tuple[nn.Module, Tensor, Tensor]
 
 
 def _proxies(**options: Any) -> CosineLoss:
-    weights = torch.randn(3, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weights = torch.randn(3, 2, generator=torch.Generator().manual_seed(1), dtype=torch.float64, device="cpu")
     return ProxyLoss(weights, scale=4.0, **options)
 
 
@@ -75,7 +75,7 @@ def parts_of(model: nn.Module, rows: Tensor, data: st.DataObject) -> list[tuple[
     if last and all(p.requires_grad for p in last):
         parts.append(("last_layer", slice(total - sum(p.numel() for p in last), total)))
     seed = data.draw(st.integers(0, 99))
-    chosen = torch.randperm(total, generator=torch.Generator().manual_seed(seed))[: 1 + seed % total]
+    chosen = torch.randperm(total, generator=torch.Generator().manual_seed(seed), device="cpu")[: 1 + seed % total]
     return [*parts, (chosen, chosen)]
 
 
@@ -125,7 +125,7 @@ def draw_loss_case(data: st.DataObject, networks: list[str]) -> Drawn:
     torch.manual_seed(seed)
     kind = data.draw(st.sampled_from(networks))
     model, generator = build_network(kind, 2), torch.Generator().manual_seed(seed)
-    return model, make_inputs(kind, n, generator), torch.randint(0, 3, (n,), generator=generator)
+    return model, make_inputs(kind, n, generator), torch.randint(0, 3, (n,), generator=generator, device="cpu")
 
 
 def is_exact(
@@ -144,7 +144,7 @@ def is_exact(
         return
     if loss.pd_fix == "full" and loss.distance == "arccos":
         second = torch.autograd.functional.hessian(lambda raw: loss(raw, labels), z)
-        output = torch.as_tensor(second).reshape(z.numel(), -1)
+        output = torch.as_tensor(second, device=z.device).reshape(z.numel(), -1)
     else:
         # Other cases have their own oracle: tests/losses.
         output = hessian.dense()
@@ -192,7 +192,10 @@ def check_loss(loss: PairLoss | RowLoss, device: str = "cpu") -> None:
     draw = torch.Generator().manual_seed(0)
     for _ in range(5):
         _check_terms(loss, draw, device)
-    z = (torch.randn(5, 2, generator=draw, dtype=torch.float64) * torch.arange(1, 6).view(-1, 1)).to(device)
+    z = (
+        torch.randn(5, 2, generator=draw, dtype=torch.float64, device="cpu")
+        * torch.arange(1, 6, device="cpu").view(-1, 1)
+    ).to(device)
     labels = torch.tensor([0, 1, 0, 1, 2], device=device)
     listed = tuple(torch.tensor(part, device=device) for part in ((0, 1), (2, 3), (0, 4), (1, 2)))
     for each in variants:
@@ -219,9 +222,9 @@ def _with(loss: Any, fix: PDFix, distance: Distance) -> list[Any]:
 def _check_terms(loss: Any, random: torch.Generator, device: str) -> None:
     """Compare ``_terms`` with the derivatives of ``_value``, for a block of arbitrary cosines."""
     name, of_pairs = type(loss).__name__, loss.compares == "pairs"
-    cosine = (1.8 * torch.rand(4, 7, generator=random, dtype=torch.float64) - 0.9).to(device)
-    first_kind = (torch.rand(4, 7, generator=random) < 0.4).to(cosine)
-    first_kind[:, :2] = torch.tensor([1.0, 0.0])
+    cosine = (1.8 * torch.rand(4, 7, generator=random, dtype=torch.float64, device="cpu") - 0.9).to(device)
+    first_kind = (torch.rand(4, 7, generator=random, device="cpu") < 0.4).to(cosine)
+    first_kind[:, :2] = torch.tensor([1.0, 0.0], device="cpu")
     masks, signs = (first_kind, 1 - first_kind), () if of_pairs else loss.root_signs
     roots: tuple[Tensor, ...] = ()
 
@@ -230,7 +233,7 @@ def _check_terms(loss: Any, random: torch.Generator, device: str) -> None:
         return total
 
     slope = torch.autograd.functional.jacobian(value, cosine)
-    bend = torch.as_tensor(torch.autograd.functional.hessian(value, cosine)).reshape(28, 28)
+    bend = torch.as_tensor(torch.autograd.functional.hessian(value, cosine), device=cosine.device).reshape(28, 28)
     if of_pairs:
         first, second = loss._checked_terms(cosine, *masks)
         curved = second is None or not loss.convex or bool((second >= 0).all())

@@ -127,9 +127,9 @@ def make_inputs(kind: str, n: int, generator: torch.Generator | None = None) -> 
         Shape (N, ...), float64, or int64 tokens.
     """
     if kind == "embedding":
-        return torch.randint(0, 5, (n, _WIDTH), generator=generator)
+        return torch.randint(0, 5, (n, _WIDTH), generator=generator, device="cpu")
     shape = {"conv2d": (1, 3, 3), "conv1d": (2, 4)}.get(kind, (_WIDTH,))
-    return torch.randn(n, *shape, generator=generator, dtype=torch.float64)
+    return torch.randn(n, *shape, generator=generator, dtype=torch.float64, device="cpu")
 
 
 def repeats_weights(model: nn.Module) -> bool:

@@ -40,10 +40,10 @@ def list_pairs(n: int, labels: Tensor | None = None, pairs: Any = None) -> PairL
 
 def masks_of(n: int, labels: Tensor | None, pairs: Any = None) -> tuple[Tensor, Tensor]:
     """Return how often each pair of points counts as positive and as negative, float64, each (N, N)."""
-    positive, negative = torch.zeros(2, n, n, dtype=torch.float64)
+    positive, negative = torch.zeros(2, n, n, dtype=torch.float64, device="cpu")
     masks, ends = _masks_or_ends(n, labels, pairs)
     for out, mask in zip((positive, negative), masks, strict=False):
-        out += mask.double() * (1 - torch.eye(n, dtype=torch.float64))
+        out += mask.double() * (1 - torch.eye(n, dtype=torch.float64, device="cpu"))
     for sign, i, j in ends:
         for at in ((i, j), (j, i)):
             (positive if sign > 0 else negative)[at] += 1
@@ -53,7 +53,7 @@ def masks_of(n: int, labels: Tensor | None, pairs: Any = None) -> tuple[Tensor, 
 def _masks_or_ends(n: int, labels: Tensor | None, pairs: Any) -> tuple[tuple[Tensor, ...], list[tuple[int, int, int]]]:
     """Return two masks, or the sign and the ends of every listed pair of distinct points."""
     if callable(pairs):
-        targets = torch.arange(n) if labels is None else labels
+        targets = torch.arange(n, device="cpu") if labels is None else labels
         pairs = pairs(targets, targets)
     if pairs is None:
         if labels is None:
@@ -209,7 +209,7 @@ def dense_output_hessian(
     if pd_fix not in ("ggn", "ggn_fixed", "psd_parts") or not weights:
         return h
 
-    ends = torch.tensor([key[:2] for key in weights], dtype=torch.int64).view(-1, 2).T
+    ends = torch.tensor([key[:2] for key in weights], dtype=torch.int64, device="cpu").view(-1, 2).T
 
     def cosines(raw: Tensor) -> Tensor:
         u = unit(raw)
@@ -318,14 +318,18 @@ def anchor_hessian(value: Callable[[Tensor], Tensor], z: Tensor, distance: str, 
 
     def of_outputs(curve: Callable[[Tensor], Tensor]) -> Tensor:
         if distance == "arccos":
-            return torch.as_tensor(hessian(lambda raw: curve(cosines(unit(raw))), z)).reshape(n * dim, n * dim)
+            return torch.as_tensor(hessian(lambda raw: curve(cosines(unit(raw))), z), device=z.device).reshape(
+                n * dim, n * dim
+            )
         jacobian = torch.autograd.functional.jacobian(unit, z).reshape(n * dim, n * dim)
-        inner = torch.as_tensor(hessian(lambda u: curve(cosines(u)), unit(z))).reshape(n * dim, n * dim)
+        inner = torch.as_tensor(hessian(lambda u: curve(cosines(u)), unit(z)), device=z.device).reshape(
+            n * dim, n * dim
+        )
         return jacobian.T @ inner @ jacobian
 
     at = (unit(z) @ unit(z).T).detach()
     spread = torch.autograd.functional.jacobian(lambda raw: unit(raw) @ unit(raw).T, z).reshape(n * n, n * dim)
-    second = spread.T @ torch.as_tensor(hessian(value, at)).reshape(n * n, n * n) @ spread
+    second = spread.T @ torch.as_tensor(hessian(value, at), device=z.device).reshape(n * n, n * n) @ spread
     if pd_fix in ("ggn", "ggn_fixed"):
         out = second
     elif pd_fix == "positive":

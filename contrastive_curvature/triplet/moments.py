@@ -124,7 +124,7 @@ def tau_moments(
     return _representable(TauMoments(mean.to(dtype), variance.to(dtype)))
 
 
-class Spread(NamedTuple):
+class VmfSpread(NamedTuple):
     """First two moments of von Mises-Fisher distributions, each (...).
 
     Attributes:
@@ -144,17 +144,17 @@ class Directed(NamedTuple):
     """A checked embedding in float64: a mean direction of norm 1, (..., D), and the moments (...) of its kappa."""
 
     direction: Tensor
-    spread: Spread
+    spread: VmfSpread
 
 
-def spread_of(kappa: Tensor, dim: int) -> Spread:
+def spread_of(kappa: Tensor, dim: int) -> VmfSpread:
     """Return the moments for checked concentrations, in float64."""
     length, complement, along = (of_kappa(kappa, dim, name) for name in ("ratio", "complement", "slope"))
     # A / kappa has no value at kappa = 0, and near it the derivative cancels. There the trace of the covariance, 1 -
     # A^2, gives the same number; it loses digits for large kappa.
     few = kappa.square() <= dim
     near = (1 - length.square() - along) / (dim - 1)
-    return Spread(length, complement, along, torch.where(few, near, length / torch.where(few, 1.0, kappa)))
+    return VmfSpread(length, complement, along, torch.where(few, near, length / torch.where(few, 1.0, kappa)))
 
 
 def _cosines(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature import metrics
-from contrastive_curvature.embedding.spread import Dense, Joint
+from contrastive_curvature.embedding.spread import DenseSpread, Joint
 
 NAN, INF = math.nan, math.inf
 
@@ -185,7 +185,7 @@ def test_an_output_that_may_point_anywhere(dtype: torch.dtype, size: float) -> N
 def test_a_covariance_that_only_the_tangent_shows_to_be_none() -> None:
     """Those of the library's own posteriors are not decomposed, but no angle comes of a negative variance."""
     for covariance in ([[1.0, 5.0], [5.0, 1.0]], [[1.0, -5.0], [-5.0, 1.0]]):
-        found = cc.EmbeddingDistribution.trusted(torch.ones(1, 2), Dense(torch.tensor([covariance])))
+        found = cc.EmbeddingDistribution.trusted(torch.ones(1, 2), DenseSpread(torch.tensor([covariance])))
         refused(lambda found=found: found.uncertainty, "covariance", "positive semidefinite")
 
 

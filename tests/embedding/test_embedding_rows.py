@@ -14,7 +14,7 @@ from torch import Tensor
 
 import contrastive_curvature as cc
 from contrastive_curvature.embedding.known import components
-from contrastive_curvature.embedding.spread import Axes, Dense
+from contrastive_curvature.embedding.spread import Axes, DenseSpread
 from contrastive_curvature.fit.class_centres import ClassCentres
 
 pytestmark = pytest.mark.filterwarnings("ignore::contrastive_curvature.OptimisticPValueWarning")
@@ -198,7 +198,7 @@ def test_samples_in_half_precision(kind: str, dtype: torch.dtype, device: str) -
     single = half.to(torch.float32)
     if kind == "axes":
         # Axes are put together before they are rounded.
-        single = cc.EmbeddingDistribution.trusted(half.raw_mean.float(), Dense(half.covariance.float()))
+        single = cc.EmbeddingDistribution.trusted(half.raw_mean.float(), DenseSpread(half.covariance.float()))
     found, truth = (one.raw_samples(6, torch.Generator(device).manual_seed(0)) for one in (half, single))
     assert found.dtype == dtype
     eps = torch.finfo(dtype).eps
@@ -226,7 +226,7 @@ def test_every_figure_is_that_of_the_dense_covariances(device, n, dim, common, s
     made = parts(n, dim, common, size, device)
     z = torch.randn(n, dim, dtype=torch.float64, device=device)
     out = cc.EmbeddingDistribution.trusted(z, made).relative_to(2.0)
-    truth = cc.EmbeddingDistribution.trusted(z, Dense(by_hand(made))).relative_to(2.0)
+    truth = cc.EmbeddingDistribution.trusted(z, DenseSpread(by_hand(made))).relative_to(2.0)
     for name in ("variance", "tangential_variance", "uncertainty", "kappa", "mu", "covariance"):
         torch.testing.assert_close(getattr(out, name), getattr(truth, name), rtol=1e-9, atol=1e-12 * size)
     norm = z.norm(dim=1)

@@ -23,7 +23,7 @@ from contrastive_curvature.embedding.known import (
     points_needed,
     split,
 )
-from contrastive_curvature.embedding.spread import Dense, Diagonal
+from contrastive_curvature.embedding.spread import DenseSpread, DiagonalSpread
 from contrastive_curvature.io.serving import module
 from contrastive_curvature.pairs.rows import content_numbers, point_keys
 
@@ -31,7 +31,7 @@ KINDS = ("variance", "covariance")
 
 
 def embedding(kind: str, mean: Tensor, covariance: Tensor) -> cc.EmbeddingDistribution:
-    spread = Diagonal(covariance.diagonal(dim1=1, dim2=2)) if kind == "variance" else Dense(covariance)
+    spread = DiagonalSpread(covariance.diagonal(dim1=1, dim2=2)) if kind == "variance" else DenseSpread(covariance)
     return cc.EmbeddingDistribution.trusted(mean, spread)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 import contrastive_curvature as cc
 from contrastive_curvature import EmbeddingDistribution, InputError, InputTypeError, similarity
 from contrastive_curvature.embedding.similarity import directions
-from contrastive_curvature.embedding.spread import Axes, Dense, Diagonal, Spread
+from contrastive_curvature.embedding.spread import Axes, DenseSpread, DiagonalSpread, Spread
 
 DOUBLE = torch.float64
 
@@ -215,7 +215,7 @@ def test_samples_enter_with_their_own_moments():
 def test_gradients(kind, pairwise):
     mean, other = draw(2, 3, seed=1), build("dense", 2, 3, 2)
     spread = draw(2, 3, seed=3).square() if kind == "diagonal" else covariances(2, 3, 3)
-    made = Diagonal if kind == "diagonal" else Dense
+    made = DiagonalSpread if kind == "diagonal" else DenseSpread
 
     def both(m: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
         s = s if kind == "diagonal" else (s + s.mT) / 2
@@ -395,9 +395,9 @@ def test_every_kind_of_spread_gives_the_numbers_of_dense_matrices(kind, dim, siz
     values = size / dim * draw(4, dim, seed=3).square()
     values[:, 0] *= long
     axes, made = torch.linalg.qr(draw(dim, dim, seed=4))[0], covariances(4, dim, 5) * size / dim
-    a: Spread = Diagonal(values.to(dtype))
+    a: Spread = DiagonalSpread(values.to(dtype))
     if kind == "dense":
-        a = Dense((made + long * size / dim * (mean.unsqueeze(2) * mean.unsqueeze(1))).to(dtype))
+        a = DenseSpread((made + long * size / dim * (mean.unsqueeze(2) * mean.unsqueeze(1))).to(dtype))
     if "axes" in kind:
         a = Axes(axes, values, made[0] if "more" in kind else None, dtype)
     given = EmbeddingDistribution.trusted(mean, a)

@@ -171,14 +171,14 @@ def test_fits_that_add_up_keep_a_sample_of_both(pairs: str) -> None:
     la = Laplace(body(), "contrastive", "last_layer", "diag", backend_kwargs={"pairs": pairs})
     la.fit(training(0))
     la.fit(training(1), override=False)
-    columns = la.posterior.fitted.sample.rows.columns
+    columns = la.posterior.fitted.training_sample.rows.columns
     x, y = map(torch.cat, zip(*training(0), *training(1), strict=True))
     truth = torch.cat([body()[:3](x).detach(), y.unsqueeze(1)], 1)
     rows = torch.cat([columns["features"], columns["classes"].unsqueeze(1)], 1)
     torch.testing.assert_close(rows[rows[:, 0].argsort()], truth[truth[:, 0].argsort()])
     la.fit(training(1))
-    assert len(la.posterior.fitted.sample.rows) == TRAINED
-    sample = la.posterior.fitted.sample.rows
+    assert len(la.posterior.fitted.training_sample.rows) == TRAINED
+    sample = la.posterior.fitted.training_sample.rows
     unlabelled = replace(sample, columns={"features": sample.columns["features"]})
     for merged in (sample.merged(unlabelled), unlabelled.merged(sample)):
         assert set(merged.columns) == {"features"}

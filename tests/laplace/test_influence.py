@@ -132,7 +132,7 @@ def test_without_points_is_a_fit_of_the_rest(structure: str, loss: Any, options:
 def _kept(la: ContrastiveLaplace) -> list[Any]:
     """Return all that a fit keeps of its points."""
     assert la.curvature is not None
-    sample, classes = la.posterior.fitted.sample, la.class_centres
+    sample, classes = la.posterior.fitted.training_sample, la.class_centres
     return [
         *(tensor.clone() for tensor in la.curvature.tensors()),
         *(la.mean, la.loss, la.cost, la.n_data, la.typical_norm),

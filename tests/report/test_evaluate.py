@@ -60,7 +60,9 @@ def test_numbers_are_those_of_the_metrics(device):
     for side, out in ((phi, known), (of_other, unknown)):
         cosines = torch.nn.functional.cosine_similarity(side[:, None], trained, dim=2)
         near = (2 - 2 * cosines).clamp(min=0).sqrt().sort().values[:, :10].mean(1).cpu()
-        distances = (la.posterior.calibration or la.posterior.fitted.sample).gaussians(side, out.raw_mean).cpu()
+        distances = (
+            (la.posterior.calibration or la.posterior.fitted.training_sample).gaussians(side, out.raw_mean).cpu()
+        )
         for name, values in zip(("mahalanobis_outputs", "mahalanobis_relative"), distances.T, strict=True):
             rivals.setdefault(name, []).append(values)
         rivals.setdefault("knn_features", []).append(near)

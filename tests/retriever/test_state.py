@@ -26,7 +26,7 @@ from torch import nn
 import contrastive_curvature as cc
 from contrastive_curvature import artifact
 from contrastive_curvature.codec import to_tree
-from contrastive_curvature.retriever.state import State
+from contrastive_curvature.retriever.state import RetrieverState
 
 PACKAGE = str(Path(cc.__file__).parent)
 RATES = {"wrong_answers": 0.2, "false_matches": 0.2, "false_alarms": 0.05}
@@ -76,7 +76,7 @@ def parts(value: Any) -> Iterator[Any]:
         yield value.tobytes() if isinstance(value, np.ndarray) else value
 
 
-def content(state: State | None) -> list[Any]:
+def content(state: RetrieverState | None) -> list[Any]:
     return list(parts(to_tree(state)))
 
 

@@ -144,7 +144,7 @@ def evaluate(
         detection = known.p_value
     else:
         detection = Detection(by_name["novelty"].auroc, by_name["novelty"].auprc)
-    calibration, sample = la.posterior.calibration, la.posterior.fitted.sample
+    calibration, sample = la.posterior.calibration, la.posterior.fitted.training_sample
     n_compared = None if sample is None else len(sample.rows)
     if calibration is not None:
         n_compared = calibration.reference.fewest
@@ -299,7 +299,7 @@ def _errors(search: _Search, uncertainty: Tensor, r_auroc: float | None) -> Erro
     curve, best = (metrics.sparsification_curve(order, right) for order in (uncertainty, by_right))
     # Few enough points for a page, including the first and the last.
     n = len(curve[0])
-    at = torch.linspace(0, n - 1, min(_MOST_POINTS, n), dtype=torch.float64).round().long().unique()
+    at = torch.linspace(0, n - 1, min(_MOST_POINTS, n), dtype=torch.float64, device="cpu").round().long().unique()
     return Errors(
         metrics.ausc(uncertainty, right),
         metrics.ausc(by_right, right),
@@ -331,7 +331,7 @@ def _pairs(test: Scored, seed: int) -> Pairs | Missing:
     labels, order = test.labels.sort()
     # The partners of a row come earlier in this order: the same class starts at its first row, other classes are before
     # it.
-    first, row = torch.searchsorted(labels, labels), torch.arange(len(labels))
+    first, row = torch.searchsorted(labels, labels), torch.arange(len(labels), device="cpu")
     if not bool((first < row).any()) or not int(first[-1]):
         return Missing("The test inputs have no pairs of one class, or none of two. Give some of both kinds.")
     generator = torch.Generator().manual_seed(seed)
@@ -339,10 +339,10 @@ def _pairs(test: Scored, seed: int) -> Pairs | Missing:
         _cosines(test.mu[order], *_draw(start, count, generator))
         for start, count in ((first, row - first), (torch.zeros_like(first), first))
     )
-    scores, same = torch.cat([one, two]), torch.arange(len(one) + len(two)) < len(one)
+    scores, same = torch.cat([one, two]), torch.arange(len(one) + len(two), device="cpu") < len(one)
     _, matched, missed = metrics.det_curve(scores, same)
     # Both axes of the chart are logarithmic.
-    rates = torch.cat([torch.zeros(1), torch.logspace(-6, 0, 97)]).double()
+    rates = torch.cat([torch.zeros(1, device="cpu"), torch.logspace(-6, 0, 97, device="cpu")]).double()
     at = torch.cat([torch.searchsorted(-matched, -rates), torch.searchsorted(missed, rates)]).unique()
     return Pairs(metrics.equal_error_rate(scores, same), _points(matched, missed, at), len(one), len(two))
 
@@ -352,7 +352,11 @@ def _draw(first: Tensor, count: Tensor, generator: torch.Generator) -> tuple[Ten
     end = count.cumsum(0)
     total = int(end[-1])
     many = total > _MOST_PAIRS
-    drawn = torch.randint(total, (_MOST_PAIRS,), generator=generator) if many else torch.arange(total)
+    drawn = (
+        torch.randint(total, (_MOST_PAIRS,), generator=generator, device="cpu")
+        if many
+        else torch.arange(total, device="cpu")
+    )
     row = torch.searchsorted(end, drawn, right=True)
     return row, first[row] + drawn - (end - count)[row]
 
@@ -483,4 +487,4 @@ def _bin_edges(known: Tensor, everything: Tensor) -> Tensor:
     high = min(high, far + 2 * (far - middle))
     if not high - low > 1e-9 * max(1.0, abs(low)):
         low, high = low - 0.5, low + 0.5
-    return torch.linspace(low, high, _N_BINS + 1, dtype=torch.float64)
+    return torch.linspace(low, high, _N_BINS + 1, dtype=torch.float64, device="cpu")

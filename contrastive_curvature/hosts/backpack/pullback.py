@@ -123,7 +123,9 @@ class BackPackPullback(LayerwisePullback):
             return
         few = x[:_POINTS]
         # The same vector each time, without using the user's generator.
-        v = torch.randn(z[:_POINTS].shape, generator=torch.Generator().manual_seed(0), dtype=z.dtype).to(z.device)
+        v = torch.randn(z[:_POINTS].shape, generator=torch.Generator().manual_seed(0), dtype=z.dtype, device="cpu").to(
+            z.device
+        )
         run = _attempt("the network", lambda: Pass(self.hosted, few))
         self._width = run.width
         # A tighter tolerance than for products: these are the same operations in the same order, while BackPACK

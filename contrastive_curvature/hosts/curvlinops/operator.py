@@ -99,7 +99,9 @@ class ContrastiveGGNLinearOperator(PyTorchLinearOperator):
         super().__init__(chosen, chosen)
         if not check_deterministic:
             return
-        v = torch.randn(self.shape[1], generator=torch.Generator().manual_seed(0), dtype=self._dtype).to(self._device)
+        v = torch.randn(self.shape[1], generator=torch.Generator().manual_seed(0), dtype=self._dtype, device="cpu").to(
+            self._device
+        )
         first_time, second_time = self @ v, self @ v
         if not torch.allclose(first_time, second_time, rtol=5e-5, atol=1e-6 * float(first_time.abs().max())):
             hint = "Turn off what is random in the data, or pass check_deterministic=False."

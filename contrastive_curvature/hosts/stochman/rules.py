@@ -81,7 +81,7 @@ def find_rule(of: str, layer: nn.Module, x: Tensor, *, diag_inp: bool, diag_out:
     if of == "input" and hasattr(layer, "_jacobian_wrt_input_mult_left_vec") and x.shape == layer(x).shape:
         rules.append(slope)
     # The user's points may be empty images, on which a wrong rule can agree.
-    drawn = torch.randn(2, *x.shape[1:], generator=torch.Generator().manual_seed(0)).to(x)
+    drawn = torch.randn(2, *x.shape[1:], generator=torch.Generator().manual_seed(0), device="cpu").to(x)
     probes = torch.cat([x[:1], drawn])
     reasons = []
     for rule in rules:
@@ -123,11 +123,14 @@ def _compare(rule: Rule, layer: nn.Module, x: Tensor, of: str, diag_inp: bool, d
     generator = torch.Generator().manual_seed(0)
     if diag_inp:
         # The first and the last position are at the edges of an image.
-        places = torch.linspace(0, size - 1, min(size, _PROBES)).round().long()
-        axes, factors = torch.eye(size)[places].to(val), torch.rand(len(places), 1, generator=generator).to(val) + 0.5
+        places = torch.linspace(0, size - 1, min(size, _PROBES), device="cpu").round().long()
+        axes, factors = (
+            torch.eye(size, device="cpu")[places].to(val),
+            torch.rand(len(places), 1, generator=generator, device="cpu").to(val) + 0.5,
+        )
         m = (factors * axes).sum(0).expand(len(x), size)
     else:
-        axes, factors = torch.randn(1, size, generator=generator).to(val), val.new_ones(1, 1)
+        axes, factors = torch.randn(1, size, generator=generator, device="cpu").to(val), val.new_ones(1, 1)
         m = (axes.T @ axes).expand(len(x), size, size)
     rows = torch.stack([_products(layer, point.unsqueeze(0), axes, of) for point in x])
     truth = (rows * factors * rows).sum(1) if diag_out else rows.mT @ (factors * rows)
