@@ -217,6 +217,16 @@ def test_a_warning_that_is_an_error_changes_nothing(message: str, act: Any, retr
     assert content(retriever._now) == content(once._now)
 
 
+def test_feedback_has_the_limit_that_it_was_answered_under_until_the_score_changes(retriever: cc.Retriever) -> None:
+    limit = retriever._now.rule.limit
+    for seed in (5, 6):
+        retriever.learn(*points(30, seed), "answered")
+        assert retriever._now.ceiling == limit
+    retriever.remove([3])
+    assert retriever._now.ceiling == np.inf
+    assert len(retriever._now.feedback[0]) > 30
+
+
 def test_a_fit_that_fails_leaves_the_earlier_one(retriever: cc.Retriever) -> None:
     old = retriever._now
     for wrong in (
