@@ -20,7 +20,7 @@ from laplace import Laplace
 from torch import Tensor, nn
 
 import contrastive_curvature  # noqa: F401
-from benchmarks.machine import machine, machine_line
+from benchmarks.machine import describe, machine_line
 
 INPUTS, OUTPUTS, REPETITIONS = 16, 32, 5
 
@@ -101,7 +101,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    print(machine_line(machine()))
+    print(machine_line(describe()))
     for name in options.network:
         for structure in ("diag", "kron"):
             print(*lines(name, structure, options.samples, options.exact), sep="\n", flush=True)

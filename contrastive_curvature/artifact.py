@@ -29,7 +29,7 @@ if sys.platform != "win32":
 if TYPE_CHECKING:
     from torch import Tensor
 
-VERSION = 5
+VERSION = 6
 """Of every format. It is raised where an older release would misread what this one writes."""
 
 _ABANDONED = 3600
