@@ -320,7 +320,7 @@ def test_the_blocks_of_the_pages_run_in_one_folder(tmp_path, monkeypatch, capsys
         for kind, block in re.findall(r"^```(\w+)\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE):
             if kind == "python":
                 blocks.append((0, block))
-            elif kind == "sh" and not block.startswith("make "):  # which runs in a copy of the repository
+            elif kind == "sh" and not block.startswith(("make ", "pip ")):  # which run in a copy of the repository
                 run_blocks(ROOT / page, blocks, capsys)
                 for line in block.splitlines():
                     program, *words = shlex.split(line)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from curvlinops import CGInverseLinearOperator, SubmatrixLinearOperator
+from curvlinops import CGInverseLinearOperator, HessianLinearOperator, SubmatrixLinearOperator
 from curvlinops.examples import IdentityLinearOperator
 from hypothesis import given
 from hypothesis import strategies as st
@@ -41,6 +41,37 @@ def fixed_case(pd_fix: str = "full", **options: Any) -> tuple[nn.Module, Tensor,
     model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 2, bias=False)).double()
     x, y = torch.randn(6, 3, dtype=torch.float64), torch.tensor([0, 1, 0, 1, 2, 2])
     return model, x, Case(model(x).detach(), y, None, {**DEFAULTS, "pd_fix": pd_fix, **options})
+
+
+class WithReduction(nn.Module):
+    """A loss as curvlinops asks for it."""
+
+    reduction = "mean"
+
+    def forward(self, z: Tensor, labels: Tensor) -> Tensor:
+        return cc.ContrastiveLoss()(z, labels)
+
+
+@pytest.mark.parametrize(("step", "right"), [(6, True), (3, False)])
+def test_the_hosts_own_hessian_has_the_pairs_of_one_batch(step: int, right: bool) -> None:
+    """As docs/compare.md says: of two batches it lacks the pairs between them."""
+    model, x, case = fixed_case()
+    labels = case.labels
+    data = list(zip(x.split(step), labels.split(step), strict=True))
+    operator = HessianLinearOperator(model, WithReduction(), list(model.parameters()), data)
+    product = operator @ torch.eye(operator.shape[1], dtype=x.dtype)
+
+    def loss(flat: Tensor) -> Tensor:
+        sizes = [p.numel() for p in model.parameters()]
+        parts = zip(model.named_parameters(), flat.split(sizes), strict=True)
+        weights = {name: part.view_as(p) for (name, p), part in parts}
+        return cc.ContrastiveLoss()(torch.func.functional_call(model, weights, x), labels)
+
+    flat = nn.utils.parameters_to_vector(model.parameters()).detach()
+    truth: Any = torch.autograd.functional.hessian(loss, flat)
+    assert close(product, truth) is right
+    if not right:
+        assert (product - truth).norm() > 0.1 * truth.norm()
 
 
 @given(drawn=network_cases(), step=st.integers(1, 6), elements=st.sampled_from((1, 10**6)), draw=st.data())

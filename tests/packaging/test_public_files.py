@@ -76,6 +76,49 @@ def test_the_citation_is_that_of_the_released_version() -> None:
     assert all({"type", "title", "authors"} <= set(work) for work in citation["references"])
 
 
+def bibtex(page: str) -> str:
+    (block,) = re.findall(
+        r"^```bibtex\n(.*?)^```$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE | re.DOTALL
+    )
+    return str(block)
+
+
+def test_the_bibtex_is_that_of_the_citation_file() -> None:
+    citation = read(ROOT / "CITATION.cff")
+    preferred, (paper,) = citation["preferred-citation"], citation["references"]
+    assert {key: preferred[key] for key in ("title", "version", "authors")} == {
+        key: citation[key] for key in ("title", "version", "authors")
+    }
+    assert preferred["year"] == citation["date-released"].year
+    block = bibtex("README.md")
+    assert block == bibtex("docs/index.md")
+    ours, theirs = (dict(re.findall(r"^ +(\w+) += \{(.*)\}", entry, re.MULTILINE)) for entry in block.split("\n\n"))
+    plain = {key: re.sub(r"[{}\\]", "", value) for key, value in ours.items()}
+    assert plain["title"] == citation["title"]
+    assert plain["author"] == citation["authors"][0]["name"]
+    assert plain["year"] == str(preferred["year"])
+    assert plain["note"].endswith(f"version {citation['version']}")
+    assert theirs["title"] == paper["title"]
+    names = " and ".join(f"{author['family-names']}, {author['given-names']}" for author in paper["authors"])
+    assert theirs["author"].replace(r"{\o}", "ø") == names
+    assert theirs["year"] == str(paper["year"])
+    assert f"{theirs['archivePrefix']}:{theirs['eprint']}" == paper["identifiers"][0]["value"]
+    assert paper["url"] == PROJECT["urls"]["Paper"]
+    addresses = {ours.get("url"), citation.get("repository-code"), PROJECT["urls"].get("Repository")}
+    assert len(addresses) == 1, "the address of the repository stands in all three places, or in none"
+
+
+def test_readme_and_site_open_with_the_same_sentence() -> None:
+    """And with the same example of each door."""
+    first, second = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/index.md"))
+    (sentence,) = re.findall(r"^# contrastive_curvature\n\n(\*\*.*?\*\*)$", first, re.MULTILINE | re.DOTALL)
+    assert sentence in second
+    (row,) = re.findall(r"^\| (`la = .*) \|$", first, re.MULTILINE)
+    lines = re.findall("`([^`]+)`", row)
+    assert len(lines) == 4
+    assert [line for line in lines if line not in second] == []
+
+
 def test_the_changelog_has_the_released_version_on_its_day() -> None:
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     headings = re.findall(r"^## (.+)$", text, re.MULTILINE)
