@@ -70,8 +70,8 @@ class Retriever:
     Args:
         encoder: A trained encoder, to which ``fit`` fits a posterior; or a fitted posterior of
             ``likelihood="contrastive"``, of which ``fit`` keeps a copy; or ``None`` if the inputs are embeddings
-            (N, D). Without a posterior there is no uncertainty, and an input is unknown if it is far from its ten
-            nearest gallery points of any class.
+            (N, D). Without a posterior as many queries are answered (``docs/statistics.md``), there is no uncertainty,
+            and an input is unknown if it is far from its ten nearest gallery points of any class.
         wrong_answers: In (0, 1), or ``None``.
         false_matches: In (0, 1), or ``None``.
         false_alarms: In (0, 1), or ``None``.

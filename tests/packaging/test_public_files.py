@@ -113,7 +113,7 @@ def test_readme_and_site_open_with_the_same_sentence() -> None:
     first, second = ((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/index.md"))
     (sentence,) = re.findall(r"^# contrastive_curvature\n\n(\*\*.*?\*\*)$", first, re.MULTILINE | re.DOTALL)
     assert sentence in second
-    (row,) = re.findall(r"^\| (`la = .*) \|$", first, re.MULTILINE)
+    (row,) = re.findall(r"^\| (`Laplace.*) \|$", first, re.MULTILINE)
     lines = re.findall("`([^`]+)`", row)
     assert len(lines) == 4
     assert [line for line in lines if line not in second] == []
