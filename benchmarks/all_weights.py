@@ -95,7 +95,7 @@ def lines(name: str, structure: str, samples: int, exact: bool) -> list[str]:
 def main() -> None:
     """Print everything."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--network", nargs="+", choices=NETWORKS, default=list(NETWORKS))
+    parser.add_argument("--network", nargs="+", choices=NETWORKS, default=["resnet18", "vit"])
     parser.add_argument("--samples", type=int, default=10)
     parser.add_argument("--exact", action="store_true", help="the exact covariances beside them")
     options = parser.parse_args()

@@ -53,7 +53,7 @@ def test_the_covariance_is_that_of_the_moved_outputs(weights: str, structure: st
     parts = cc.EmbeddingDistribution.cat([out[:2], out[2:], la(x[:1])])
     torch.testing.assert_close(parts.covariance[:6], truth, rtol=1e-9, atol=1e-12)
     torch.testing.assert_close(la.predict([x], n_samples=S, generator=generator()).covariance, out.covariance)
-    with pytest.raises(cc.UnsupportedError, match="p_value.*from samples"):
+    with pytest.raises(cc.UnsupportedError, match=r"p_value.*from samples"):
         _ = out.p_value
 
 
