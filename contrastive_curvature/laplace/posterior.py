@@ -44,7 +44,7 @@ from contrastive_curvature.laplace.advice import (
     advise_on_processes,
 )
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend, ContrastiveGGN
-from contrastive_curvature.laplace.options import CONTRASTIVE, check_options
+from contrastive_curvature.laplace.options import CONTRASTIVE, check_options, class_and_options, given_options
 from contrastive_curvature.laplace.state import load_state, state_of
 from contrastive_curvature.network import batches
 from contrastive_curvature.network.call import refuse_compiled
@@ -106,7 +106,8 @@ class ContrastiveLaplace(ParametricLaplace):
         dict_key_y: Key of the labels in batches that are mappings.
         backend: ``ContrastiveGGN``, ``BackPackContrastiveGGN``, ``StochManContrastiveGGN`` or a
             :class:`~contrastive_curvature.ContrastiveBackend` of your own. The default ``ContrastiveGGN`` is exact for
-            every encoder and needs no other package.
+            every encoder and needs no other package. An object of one of them, such as ``la.backend``, counts as its
+            class with its options; those of ``backend_kwargs`` replace them.
         backend_kwargs: ``loss``, ``distance``, ``pd_fix``, ``margin``, ``negative_weight``, ``normalization``,
             ``pairs``, ``positives``, ``relation``, ``negative_samples``, ``rank``, ``mc_samples``: see the backend.
         last_layer_name: Name of the last linear layer; ``None`` finds it.
@@ -114,6 +115,9 @@ class ContrastiveLaplace(ParametricLaplace):
         **refused: Options of laplace-torch that have no meaning for embeddings.
 
     Attributes:
+        backend_kwargs: The options as they were passed. Every argument can be read back: an object built from the
+            attributes by the names of the arguments has the same options and prior. Prior and temperature then count as
+            chosen.
         cost: The loss over the data minus its minimum, never negative. For ``SupConLoss``: the loss minus the entropy
             of its targets. For the contrastive loss: each repelling pair counts from the margin, or without a margin
             from the largest distance, 2. For all other losses: the loss itself.
@@ -131,6 +135,10 @@ class ContrastiveLaplace(ParametricLaplace):
     _value: Posterior | None = None
     _advised: Prior | None = None
     _backend: ContrastiveBackend | None = None
+
+    # Arguments of laplace-torch's classes that have one value here.
+    asdl_fisher_kwargs = feature_reduction = None
+    damping = False
 
     n_data = _of_fit("n", 0, "Number of points of the fit; 0 before ``fit``.")
     n_outputs = _of_fit("dim", 0, "Number D of outputs.")
@@ -154,7 +162,7 @@ class ContrastiveLaplace(ParametricLaplace):
         enable_backprop: bool = False,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
-        backend: type[ContrastiveBackend] | None = None,
+        backend: type[ContrastiveBackend] | ContrastiveBackend | None = None,
         backend_kwargs: Mapping[str, Any] | None = None,
         last_layer_name: str | None = None,
         subnetwork_indices: Tensor | None = None,
@@ -178,10 +186,12 @@ class ContrastiveLaplace(ParametricLaplace):
         check_model(model, half=self.on_last_layer)
         if not self.on_last_layer:
             refuse_compiled(model)
+        kind, of_object = class_and_options(backend)
+        self.backend_kwargs = given_options(backend_kwargs)
         self.curvature_options, self._own_options = check_options(
             self.structure,
-            backend,
-            backend_kwargs,
+            kind,
+            {**of_object, **self.backend_kwargs},
             {**refused, "enable_backprop": enable_backprop},
             list(inspect.signature(ContrastiveLaplace).parameters)[:-1],
         )
@@ -193,20 +203,23 @@ class ContrastiveLaplace(ParametricLaplace):
         self.is_subset_params = len(self.params) < len(list(model.parameters()))
         self.dict_key_x, self.dict_key_y = dict_key_x, dict_key_y
         self._sigma_noise = torch.ones((), dtype=self._dtype, device=self._device)
-        self._backend_cls = backend or ContrastiveGGN
+        self._backend_cls = kind or ContrastiveGGN
         self._backend_kwargs = {
             **self._own_options,
             "options": self.curvature_options,
             "last_layer": self.on_last_layer,
         }
         self._watch = Watch(shared=not self.on_last_layer)
-        self._indices: Tensor | None = None
+        self.subnetwork_indices: Tensor | None = None
         self.last_layer_name = last_layer_name
         self.data: Inputs | None = None
         if self.on_last_layer:
-            self._hold(_copied(model))
+            # ``la.model`` of another object counts as the encoder in it.
+            self._hold(_copied(model.model if isinstance(model, Encoder) else model))
         if self.subset_of_weights == "subnetwork":
-            self._indices = check_indices(subnetwork_indices, sum(p.numel() for p in self.params), "subnetwork_indices")
+            self.subnetwork_indices = check_indices(
+                subnetwork_indices, sum(p.numel() for p in self.params), "subnetwork_indices"
+            )
         self._prior = Prior(
             self._of_prior("prior_precision", 1.0 if prior_precision is None else prior_precision),
             self._of_prior("prior_mean", prior_mean),
@@ -254,7 +267,7 @@ class ContrastiveLaplace(ParametricLaplace):
     @property
     def read(self) -> LinearizedEncoder:
         """The encoder as predictions use it."""
-        indices, watch = self._indices, self._watch
+        indices, watch = self.subnetwork_indices, self._watch
         return LinearizedEncoder(self.model, self.backend, self.on_last_layer, indices, self.enable_backprop, watch)
 
     @property
@@ -293,7 +306,7 @@ class ContrastiveLaplace(ParametricLaplace):
         if self._backend is None:
             options = {**self._backend_kwargs, "dict_key_x": self.dict_key_x, "dict_key_y": self.dict_key_y}
             self._backend = self._backend_cls(self.model, CONTRASTIVE, **options)
-            self._backend.subnetwork_indices = self._indices
+            self._backend.subnetwork_indices = self.subnetwork_indices
             self._backend.sketches_inputs = issubclass(self.structure, KronLowRank)
         return self._backend
 
@@ -1173,7 +1186,7 @@ class ContrastiveLaplace(ParametricLaplace):
     @property
     def n_weights(self) -> int:
         """Number of weights of the posterior."""
-        return int(self.n_params) if self._indices is None else len(self._indices)  # type: ignore[arg-type]
+        return int(self.n_params) if self.subnetwork_indices is None else len(self.subnetwork_indices)  # type: ignore[arg-type]
 
     @property
     def prior_structures(self) -> tuple[str, ...]:
@@ -1225,7 +1238,7 @@ class ContrastiveLaplace(ParametricLaplace):
         layers = self.n_layers
         if layers is None:
             return None
-        subnetwork = self._indices is not None
+        subnetwork = self.subnetwork_indices is not None
         means = ("scalar",) if subnetwork else ("scalar", "diag")
         per = {"scalar": 1, "layerwise": 1 if subnetwork else layers, "diag": self.n_weights}
         return {per[structure] for structure in (means if of_mean else self.prior_structures)}
