@@ -133,6 +133,11 @@ class Diagonal(Spread):
 
 
 @dataclass(frozen=True, eq=False)
+class Independent(Diagonal):
+    """Variances where the covariances are diagonal by themselves, so that no entry was left out."""
+
+
+@dataclass(frozen=True, eq=False)
 class Dense(Spread):
     """Covariances, shape (B, D, D)."""
 

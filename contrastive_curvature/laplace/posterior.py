@@ -719,7 +719,7 @@ class ContrastiveLaplace(ParametricLaplace):
         x: Inputs,
         pred_type: PredType | str = PredType.GLM,
         joint: bool = False,
-        link_approx: LinkApprox | str | None = None,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
         n_samples: int = 100,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
@@ -727,7 +727,7 @@ class ContrastiveLaplace(ParametricLaplace):
         on_invalid: str = "error",
         **model_kwargs: Any,
     ) -> EmbeddingDistribution:
-        """Return the distribution of embeddings; ``mu, kappa = la(x)``.
+        """Return the distribution of embeddings; ``mean, covariance = la(x)`` as from a regression of laplace-torch.
 
         A posterior over all parameters computes it for a chunk of inputs at a time.
 
@@ -737,7 +737,7 @@ class ContrastiveLaplace(ParametricLaplace):
                 (exact for a last layer). ``"nn"``: from networks with sampled weights.
             joint: With ``"glm"``, keep the covariance between inputs, (B D)^2 numbers. It needs B D P numbers for P
                 weights, and is refused above 16 GiB in float32.
-            link_approx: Must keep its default: a sphere has no link function.
+            link_approx: No effect, as for a regression of laplace-torch: embeddings have no link function.
             n_samples: Number of networks for ``"nn"``.
             diagonal_output: With ``"glm"``, compute only the variances of the raw outputs.
             generator: Source of randomness for ``"nn"``.
@@ -756,7 +756,7 @@ class ContrastiveLaplace(ParametricLaplace):
             NotFittedError: Before ``fit``.
         """
         self.check_sampling(n_samples, generator)
-        _refuse_link(link_approx)
+        validate.choice("link_approx", link_approx, tuple(LinkApprox))
         if model_kwargs:
             raise InputTypeError("la(x)", "no further arguments", str(sorted(model_kwargs)))
         for name, value in (("joint", joint), ("diagonal_output", diagonal_output), ("fitting", fitting)):
@@ -1255,15 +1255,6 @@ def _parse_pred_type(value: PredType | str) -> PredType:
         return PredType(value)
     except ValueError:
         raise InputError("pred_type", "'glm' or 'nn'", value) from None
-
-
-def _refuse_link(link_approx: object) -> None:
-    """Refuse a link function; laplace-torch's own default passes."""
-    if link_approx is not None and link_approx != LinkApprox.PROBIT:
-        raise UnsupportedError(
-            f"link_approx={str(link_approx)!r}: embeddings have no link function. Leave it out; pred_type chooses "
-            "between the closed form ('glm') and sampled weights ('nn')."
-        )
 
 
 def _copied(model: nn.Module) -> nn.Module:

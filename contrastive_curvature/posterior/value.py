@@ -18,7 +18,7 @@ from torch import Tensor
 from contrastive_curvature.codec import NOT_SAVED
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.known import Calibration, Known, TrainingInputs, TrainingSample
-from contrastive_curvature.embedding.spread import Axes, Dense, Diagonal, Spread
+from contrastive_curvature.embedding.spread import Axes, Dense, Independent, Spread
 from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.network.digest import same_encoder
 from contrastive_curvature.network.encoder import at_least_float32
@@ -227,7 +227,7 @@ def clamp(curvature: Structure, sizes: list[int], rank: int | None) -> Clamped:
     return curvature.clamped(sizes, **{name: options[name] for name in curvature.options})
 
 
-_SPREADS: dict[type, type[Any]] = {DiagonalAtFeatures: Diagonal, AxesAtFeatures: Axes, DenseAtFeatures: Dense}
+_SPREADS: dict[type, type[Any]] = {DiagonalAtFeatures: Independent, AxesAtFeatures: Axes, DenseAtFeatures: Dense}
 
 
 def spread_at(posterior: AtFeatures, phi: Tensor) -> Spread:
