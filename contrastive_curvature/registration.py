@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
+from importlib.metadata import version
 from types import ModuleType
 from typing import Any
 
@@ -85,6 +86,15 @@ def _add_to_backpack() -> None:
     SecondOrderBackpropExtension.__call__ = _call
 
 
+def _why_not_imported(error: ImportError) -> str:
+    """Return why laplace-torch cannot be imported with the curvlinops that is installed."""
+    theirs, found = version("laplace-torch"), version("curvlinops-for-pytorch")
+    return (
+        f"laplace-torch {theirs} does not import with curvlinops-for-pytorch {found} ({error.msg}). Install an older "
+        "curvlinops-for-pytorch or a newer laplace-torch; what needs no laplace-torch, such as cc.ggn, works as it is."
+    )
+
+
 _ADD: dict[str, Callable[[], None]] = {"laplace": _add_to_laplace, "backpack.extensions": _add_to_backpack}
 
 
@@ -109,6 +119,10 @@ class _AfterImport:
             ours = warnings.filters[0]
             try:
                 execute(module)
+            except ImportError as error:
+                if (error.name or "").partition(".")[0] == "curvlinops" in sys.modules:
+                    raise ImportError(_why_not_imported(error), name=error.name, path=error.path) from error
+                raise
             finally:
                 with suppress(ValueError):
                     warnings.filters.remove(ours)  # type: ignore[attr-defined]

@@ -200,6 +200,52 @@ def test_import_brings_nothing_until_a_name_is_used() -> None:
     assert {name for name in found if not name.startswith("_")} == {PACKAGE, "lazy_loader"}
 
 
+WITHOUT_CURVLINOPS = """
+import json, pathlib, sys, tempfile, types
+import contrastive_curvature as cc
+import torch
+
+x, y = torch.randn(6, 3), torch.arange(6) % 2
+net = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.Tanh(), torch.nn.Linear(4, 2))
+cc.ggn(net, x, y, structure="diag")
+for module in ("backpack", "stochman"):
+    __import__(f"contrastive_curvature.hosts.{module}")
+cc.output_hessian, cc.SupConLoss, cc.EmbeddingDistribution
+out = {"asked for": "curvlinops" in sys.modules}
+folder = pathlib.Path(tempfile.mkdtemp())
+(folder / "curvlinops").mkdir()
+(folder / "curvlinops/__init__.py").write_text("newer = True")
+sys.path.insert(0, str(folder))
+for what, ask in {"laplace": lambda: __import__("laplace"), "posterior": lambda: cc.OnlineLaplace,
+                  "operator": lambda: cc.ContrastiveGGNLinearOperator}.items():
+    try:
+        ask()
+    except ImportError as error:
+        out[what] = str(error)
+sys.path.remove(str(folder))
+for module in [name for name in sys.modules if name.startswith(("laplace", "curvlinops"))]:
+    del sys.modules[module]
+sys.modules["opt_einsum"] = None
+try:
+    import laplace
+except ImportError as error:
+    out["other"] = str(error)
+print(json.dumps(out))
+"""
+
+
+def test_curvlinops_waits_until_it_is_asked_for_and_one_that_laplace_torch_cannot_import_is_named() -> None:
+    found, _ = run(WITHOUT_CURVLINOPS)
+    assert not found["asked for"]
+    for what in ("laplace", "posterior"):
+        assert re.match(r"laplace-torch [\d.]+ does not import with curvlinops-for-pytorch [\d.]+ \(", found[what])
+        assert "Install an older curvlinops-for-pytorch" in found[what]
+        assert "\n" not in found[what]
+    assert "needs curvlinops 3" in found["operator"]
+    # Another error of that import is the host's own.
+    assert "does not import with" not in found["other"]
+
+
 @pytest.mark.parametrize("name", REMOVED)
 def test_a_removed_name_says_what_to_use_instead(name: str) -> None:
     module, _, attribute = f"{PACKAGE}.{name}".rpartition(".")

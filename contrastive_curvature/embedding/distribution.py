@@ -97,7 +97,9 @@ class Polar(NamedTuple):
 
 
 class EmbeddingDistribution:
-    """Distribution of B embeddings on the sphere; ``mu, kappa = distribution`` unpacks its von Mises-Fisher summary.
+    """Distribution of B embeddings on the sphere; :attr:`mu` and :attr:`kappa` are its von Mises-Fisher summary.
+
+    ``mean, covariance = distribution`` unpacks the Gaussian over the raw outputs.
 
     Built from a Gaussian over the raw outputs (closed form), or from samples of the raw outputs (:meth:`from_samples`).
     ``len(distribution)`` is B, and ``distribution[rows]`` selects embeddings; ``EmbeddingDistribution.cat``
@@ -473,8 +475,15 @@ class EmbeddingDistribution:
         return len(self.raw_mean)
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Yield two tensors: ``mu, kappa = distribution``. For single embeddings, use indices."""
-        return iter((self.mu, self.kappa))
+        """Yield mean and covariance of the raw outputs, in the shapes that a regression of laplace-torch returns.
+
+        (B, D) and (B, D, D); of samples or variances (B, D) and (B, D); of a joint covariance (B D,) and (B D, B D).
+        For single embeddings, use indices.
+        """
+        if isinstance(self.spread, Joint):
+            return iter((self.raw_mean.flatten(), self.joint_covariance))
+        narrow = type(self.spread) in (DiagonalSpread, Samples)
+        return iter((self.raw_mean, self.variance if narrow else self.covariance))
 
     def __getitem__(self, rows: int | slice | Sequence[int] | Sequence[bool] | Tensor) -> Self:
         """Return the distribution of the selected embeddings; ``p_value`` and all other attributes still work.

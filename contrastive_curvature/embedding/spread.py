@@ -137,6 +137,11 @@ class DiagonalSpread(Spread):
 
 
 @dataclass(frozen=True, eq=False)
+class IndependentSpread(DiagonalSpread):
+    """Variances where the covariances are diagonal by themselves, so that no entry was left out."""
+
+
+@dataclass(frozen=True, eq=False)
 class DenseSpread(Spread):
     """Covariances, shape (B, D, D)."""
 

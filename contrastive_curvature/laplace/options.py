@@ -38,10 +38,27 @@ def given_options(backend_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(backend_kwargs or {})
 
 
+def class_and_options(backend: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a ``backend`` as its class, and the options of an object; a class has none.
+
+    Raises:
+        InputTypeError: An option of a user's own backend is no attribute of the object.
+    """
+    if not isinstance(backend, ContrastiveBackend):
+        return backend, {}
+    kind = type(backend)
+    own = set(known_options(kind)) - set(CurvatureOptions.defaults())
+    hidden = sorted(name for name in own if not hasattr(backend, name))
+    if hidden:
+        hint = "Pass the class, and backend_kwargs."
+        raise InputTypeError("backend", "an object whose options are attributes of it", f"no {hidden}", hint)
+    return kind, {**backend.options.named(), **{name: getattr(backend, name) for name in own}}
+
+
 def check_options(
     structure: type[Structure],
     backend: object,
-    backend_kwargs: Mapping[str, Any] | None,
+    chosen: Mapping[str, Any],
     host_kwargs: Mapping[str, Any],
     arguments: Sequence[str],
 ) -> tuple[CurvatureOptions, dict[str, Any]]:
@@ -49,8 +66,8 @@ def check_options(
 
     Args:
         structure: Structure of the curvature.
-        backend: The user's ``backend``.
-        backend_kwargs: The user's ``backend_kwargs``.
+        backend: The class of the user's ``backend``.
+        chosen: Its options by name.
         host_kwargs: Other arguments, which laplace-torch's classes may know.
         arguments: Names of the constructor's arguments, for the message.
 
@@ -79,12 +96,11 @@ def check_options(
             raise InputTypeError("Laplace", f"arguments among {', '.join(arguments)}", f"{name}={value!r}", hint)
         if name in _NOT_OF_EMBEDDINGS and value not in (None, False, 1):
             raise UnsupportedError(f"{name}: {_NOT_OF_EMBEDDINGS[name]}")
-    chosen = given_options(backend_kwargs)
     known = known_options(backend or ContrastiveBackend)
     unknown = sorted(set(chosen) - set(known), key=str)
     if unknown:
         raise InputError("backend_kwargs", f"keys among {sorted(known)}", str(unknown))
-    if "rank" in chosen and not issubclass(structure, KronLowRank):
+    if chosen.get("rank") is not None and not issubclass(structure, KronLowRank):
         hint = "It is for hessian_structure='kron_lowrank'; leave it out."
         raise InputError("backend_kwargs: rank", "nothing for this structure", chosen["rank"], hint)
     ours = CurvatureOptions.defaults()

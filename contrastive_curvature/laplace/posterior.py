@@ -44,7 +44,7 @@ from contrastive_curvature.laplace.advice import (
     advise_on_processes,
 )
 from contrastive_curvature.laplace.backends.base import ContrastiveBackend, ContrastiveGGN
-from contrastive_curvature.laplace.options import CONTRASTIVE, check_options
+from contrastive_curvature.laplace.options import CONTRASTIVE, check_options, class_and_options, given_options
 from contrastive_curvature.laplace.state import load_state, state_of
 from contrastive_curvature.network import batches
 from contrastive_curvature.network.call import refuse_compiled
@@ -106,7 +106,8 @@ class ContrastiveLaplace(ParametricLaplace):
         dict_key_y: Key of the labels in batches that are mappings.
         backend: ``ContrastiveGGN``, ``BackPackContrastiveGGN``, ``StochManContrastiveGGN`` or a
             :class:`~contrastive_curvature.ContrastiveBackend` of your own. The default ``ContrastiveGGN`` is exact for
-            every encoder and needs no other package.
+            every encoder and needs no other package. An object of one of them, such as ``la.backend``, counts as its
+            class with its options; those of ``backend_kwargs`` replace them.
         backend_kwargs: ``loss``, ``distance``, ``pd_fix``, ``margin``, ``negative_weight``, ``normalization``,
             ``pairs``, ``positives``, ``relation``, ``negative_samples``, ``rank``, ``mc_samples``: see the backend.
         last_layer_name: Name of the last linear layer; ``None`` finds it.
@@ -114,6 +115,9 @@ class ContrastiveLaplace(ParametricLaplace):
         **refused: Options of laplace-torch that have no meaning for embeddings.
 
     Attributes:
+        backend_kwargs: The options as they were passed. Every argument can be read back: an object built from the
+            attributes by the names of the arguments has the same options and prior. Prior and temperature then count as
+            chosen.
         cost: The loss over the data minus its minimum, never negative. For ``SupConLoss``: the loss minus the entropy
             of its targets. For the contrastive loss: each repelling pair counts from the margin, or without a margin
             from the largest distance, 2. For all other losses: the loss itself.
@@ -131,6 +135,10 @@ class ContrastiveLaplace(ParametricLaplace):
     _value: Posterior | None = None
     _advised: Prior | None = None
     _backend: ContrastiveBackend | None = None
+
+    # Arguments of laplace-torch's classes that have one value here.
+    asdl_fisher_kwargs = feature_reduction = None
+    damping = False
 
     n_data = _of_fit("n", 0, "Number of points of the fit; 0 before ``fit``.")
     n_outputs = _of_fit("dim", 0, "Number D of outputs.")
@@ -154,7 +162,7 @@ class ContrastiveLaplace(ParametricLaplace):
         enable_backprop: bool = False,
         dict_key_x: str = "input_ids",
         dict_key_y: str = "labels",
-        backend: type[ContrastiveBackend] | None = None,
+        backend: type[ContrastiveBackend] | ContrastiveBackend | None = None,
         backend_kwargs: Mapping[str, Any] | None = None,
         last_layer_name: str | None = None,
         subnetwork_indices: Tensor | None = None,
@@ -178,10 +186,12 @@ class ContrastiveLaplace(ParametricLaplace):
         check_model(model, half=self.on_last_layer)
         if not self.on_last_layer:
             refuse_compiled(model)
+        kind, of_object = class_and_options(backend)
+        self.backend_kwargs = given_options(backend_kwargs)
         self.curvature_options, self._own_options = check_options(
             self.structure,
-            backend,
-            backend_kwargs,
+            kind,
+            {**of_object, **self.backend_kwargs},
             {**refused, "enable_backprop": enable_backprop},
             list(inspect.signature(ContrastiveLaplace).parameters)[:-1],
         )
@@ -193,20 +203,23 @@ class ContrastiveLaplace(ParametricLaplace):
         self.is_subset_params = len(self.params) < len(list(model.parameters()))
         self.dict_key_x, self.dict_key_y = dict_key_x, dict_key_y
         self._sigma_noise = torch.ones((), dtype=self._dtype, device=self._device)
-        self._backend_cls = backend or ContrastiveGGN
+        self._backend_cls = kind or ContrastiveGGN
         self._backend_kwargs = {
             **self._own_options,
             "options": self.curvature_options,
             "last_layer": self.on_last_layer,
         }
         self._watch = Watch(shared=not self.on_last_layer)
-        self._indices: Tensor | None = None
+        self.subnetwork_indices: Tensor | None = None
         self.last_layer_name = last_layer_name
         self.data: Inputs | None = None
         if self.on_last_layer:
-            self._hold(_copied(model))
+            # ``la.model`` of another object counts as the encoder in it.
+            self._hold(_copied(model.model if isinstance(model, Encoder) else model))
         if self.subset_of_weights == "subnetwork":
-            self._indices = check_indices(subnetwork_indices, sum(p.numel() for p in self.params), "subnetwork_indices")
+            self.subnetwork_indices = check_indices(
+                subnetwork_indices, sum(p.numel() for p in self.params), "subnetwork_indices"
+            )
         self._prior = Prior(
             self._of_prior("prior_precision", 1.0 if prior_precision is None else prior_precision),
             self._of_prior("prior_mean", prior_mean),
@@ -254,7 +267,7 @@ class ContrastiveLaplace(ParametricLaplace):
     @property
     def read(self) -> LinearizedEncoder:
         """The encoder as predictions use it."""
-        indices, watch = self._indices, self._watch
+        indices, watch = self.subnetwork_indices, self._watch
         return LinearizedEncoder(self.model, self.backend, self.on_last_layer, indices, self.enable_backprop, watch)
 
     @property
@@ -293,7 +306,7 @@ class ContrastiveLaplace(ParametricLaplace):
         if self._backend is None:
             options = {**self._backend_kwargs, "dict_key_x": self.dict_key_x, "dict_key_y": self.dict_key_y}
             self._backend = self._backend_cls(self.model, CONTRASTIVE, **options)
-            self._backend.subnetwork_indices = self._indices
+            self._backend.subnetwork_indices = self.subnetwork_indices
             self._backend.sketches_inputs = issubclass(self.structure, KronLowRank)
         return self._backend
 
@@ -706,7 +719,7 @@ class ContrastiveLaplace(ParametricLaplace):
         x: Inputs,
         pred_type: PredType | str = PredType.GLM,
         joint: bool = False,
-        link_approx: LinkApprox | str | None = None,
+        link_approx: LinkApprox | str = LinkApprox.PROBIT,
         n_samples: int | None = None,
         diagonal_output: bool = False,
         generator: torch.Generator | None = None,
@@ -714,7 +727,7 @@ class ContrastiveLaplace(ParametricLaplace):
         on_invalid: str = "error",
         **model_kwargs: Any,
     ) -> EmbeddingDistribution:
-        """Return the distribution of embeddings; ``mu, kappa = la(x)``.
+        """Return the distribution of embeddings; ``mean, covariance = la(x)`` as from a regression of laplace-torch.
 
         A posterior over all parameters computes it for a chunk of inputs at a time.
 
@@ -724,7 +737,7 @@ class ContrastiveLaplace(ParametricLaplace):
                 (exact for a last layer). ``"nn"``: from networks with sampled weights.
             joint: With ``"glm"``, keep the covariance between inputs, (B D)^2 numbers. It needs B D P numbers for P
                 weights, and is refused above 16 GiB in float32.
-            link_approx: Must keep its default: a sphere has no link function.
+            link_approx: No effect, as for a regression of laplace-torch: embeddings have no link function.
             n_samples: Number of networks for ``"nn"``, by default 100. With ``"glm"`` and other weights than the last
                 layer's: number of samples of the linearised network that estimate the covariance, without bias, in
                 place of the closed form, which forms D Jacobian rows of P numbers for each input. ``uncertainty_error``
@@ -747,7 +760,7 @@ class ContrastiveLaplace(ParametricLaplace):
             NotFittedError: Before ``fit``.
         """
         self.check_sampling(100 if n_samples is None else n_samples, generator)
-        _refuse_link(link_approx)
+        validate.choice("link_approx", link_approx, tuple(LinkApprox))
         if model_kwargs:
             raise InputTypeError("la(x)", "no further arguments", str(sorted(model_kwargs)))
         for name, value in (("joint", joint), ("diagonal_output", diagonal_output), ("fitting", fitting)):
@@ -1186,7 +1199,7 @@ class ContrastiveLaplace(ParametricLaplace):
     @property
     def n_weights(self) -> int:
         """Number of weights of the posterior."""
-        return int(self.n_params) if self._indices is None else len(self._indices)  # type: ignore[arg-type]
+        return int(self.n_params) if self.subnetwork_indices is None else len(self.subnetwork_indices)  # type: ignore[arg-type]
 
     @property
     def prior_structures(self) -> tuple[str, ...]:
@@ -1238,7 +1251,7 @@ class ContrastiveLaplace(ParametricLaplace):
         layers = self.n_layers
         if layers is None:
             return None
-        subnetwork = self._indices is not None
+        subnetwork = self.subnetwork_indices is not None
         means = ("scalar",) if subnetwork else ("scalar", "diag")
         per = {"scalar": 1, "layerwise": 1 if subnetwork else layers, "diag": self.n_weights}
         return {per[structure] for structure in (means if of_mean else self.prior_structures)}
@@ -1255,15 +1268,6 @@ def _parse_pred_type(value: PredType | str) -> PredType:
         return PredType(value)
     except ValueError:
         raise InputError("pred_type", "'glm' or 'nn'", value) from None
-
-
-def _refuse_link(link_approx: object) -> None:
-    """Refuse a link function; laplace-torch's own default passes."""
-    if link_approx is not None and link_approx != LinkApprox.PROBIT:
-        raise UnsupportedError(
-            f"link_approx={str(link_approx)!r}: embeddings have no link function. Leave it out; pred_type chooses "
-            "between the closed form ('glm') and sampled weights ('nn')."
-        )
 
 
 def _copied(model: nn.Module) -> nn.Module:

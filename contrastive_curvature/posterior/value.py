@@ -19,7 +19,7 @@ from torch import Tensor
 from contrastive_curvature.codec import NOT_SAVED
 from contrastive_curvature.embedding.distribution import EmbeddingDistribution
 from contrastive_curvature.embedding.known import Calibration, Known, TrainingInputs, TrainingSample
-from contrastive_curvature.embedding.spread import Axes, DenseSpread, DiagonalSpread, Spread
+from contrastive_curvature.embedding.spread import Axes, DenseSpread, IndependentSpread, Spread
 from contrastive_curvature.fit.class_centres import ClassCentres
 from contrastive_curvature.network.digest import same_encoder
 from contrastive_curvature.network.encoder import at_least_float32
@@ -244,7 +244,7 @@ def clamp(curvature: Structure, sizes: list[int], rank: int | None) -> Clamped:
 
 
 _SPREADS: dict[type, type[Any]] = {
-    DiagonalAtFeatures: DiagonalSpread,
+    DiagonalAtFeatures: IndependentSpread,
     AxesAtFeatures: Axes,
     DenseAtFeatures: DenseSpread,
 }

@@ -71,7 +71,7 @@ def test_use_before_fitting_is_one_error(weights: str, structure: str) -> None:
         ("diagonal_output", lambda la: la(X, diagonal_output=1)),
         ("normalized", lambda la: la.log_prob(la.mean, normalized=1)),
         ("'glm' or 'nn'", lambda la: la(X, pred_type="probit")),
-        ("link_approx", lambda la: la(X, link_approx="mc")),
+        ("link_approx", lambda la: la(X, link_approx="logit")),
         ("samples", lambda la: la(X, pred_type="nn", n_samples=1)),
         ("n_samples", lambda la: la.predictive_samples(X, n_samples=0, pred_type="nn")),
         ("joint=True", lambda la: la(X).joint_covariance),

@@ -2,11 +2,14 @@
 
 import io
 import math
+import pickle
 import warnings
 from typing import Any
 
+import laplace
 import pytest
 import torch
+from laplace.utils.enums import LinkApprox
 from strategies import close
 from tables import covering, each
 from test_laplace import (
@@ -92,7 +95,7 @@ def test_predictions_have_the_linearised_covariance(weights: str, structure: str
     jacobian, covariance = jacobian_of(x, weights), torch.linalg.inv(precision)
     truth = jacobian @ covariance @ jacobian.mT
     distribution = la(x)
-    mu, kappa = distribution
+    mu, kappa = distribution.mu, distribution.kappa
     z = body(device=device)(x).detach()
     assert close(distribution.raw_mean, z)
     assert close(distribution.covariance, truth)
@@ -118,6 +121,45 @@ def test_predictions_have_the_linearised_covariance(weights: str, structure: str
     assert la(x[:0]).uncertainty.shape == (0,)
     diagonal = la(x, diagonal_output=True)
     assert close(diagonal.covariance, torch.diag_embed(truth.diagonal(dim1=1, dim2=2)))
+
+
+CALLS: list[dict[str, Any]] = [
+    {},
+    {"diagonal_output": True},
+    {"joint": True},
+    *({"link_approx": link} for link in LinkApprox),
+    {"pred_type": "nn", "link_approx": "mc", "n_samples": 5},
+]
+
+
+@each("weights, structure", [("last_layer", "kron"), ("last_layer", "diag"), ("all", "full"), ("subnetwork", "diag")])
+def test_what_unpacks_is_what_a_regression_of_laplace_torch_returns(weights: str, structure: str) -> None:
+    """The shapes are from the host itself; the numbers are the linearised ones, and those of the sampled networks."""
+    la, precision, x = posterior(weights, structure)
+    host = {"subnetwork_indices": INDICES} if weights == "subnetwork" else {}
+    regression = laplace.Laplace(body(), "regression", weights, structure, **host)
+    regression.fit(batches(x, body()(x).detach()))
+    z, jacobian = body()(x).detach(), jacobian_of(x, weights)
+    truth = torch.einsum("bdp,pq,ceq->bdce", jacobian, torch.linalg.inv(precision), jacobian)
+    own = torch.stack([truth[k, :, k] for k in range(len(x))])
+    variance = own.diagonal(dim1=1, dim2=2)
+    for call in CALLS:
+        mean, covariance = la(x, **call, generator=torch.Generator().manual_seed(0))
+        assert [tuple(part.shape) for part in (mean, covariance)] == [
+            tuple(part.shape) for part in regression(x, **call)
+        ]
+        wanted = z, own
+        if "diagonal_output" in call:
+            wanted = z, variance
+        if "joint" in call:
+            wanted = z.flatten(), truth.reshape(covariance.shape)
+        if "pred_type" in call:
+            samples = la.functional_samples(x, "nn", n_samples=5, generator=torch.Generator().manual_seed(0))
+            wanted = samples.mean(0), samples.var(0)
+        assert close(mean, wanted[0])
+        assert close(covariance, wanted[1])
+    again = pickle.loads(pickle.dumps(la(x)))
+    assert all(map(torch.equal, again, la(x)))
 
 
 @for_every_combination

@@ -10,7 +10,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from curvlinops._torch_base import PyTorchLinearOperator
 from torch import Tensor, nn
 
 from contrastive_curvature.errors import InputError, InputTypeError
@@ -31,6 +30,14 @@ from contrastive_curvature.network.loader import (
 from contrastive_curvature.network.module import ModulePullback
 from contrastive_curvature.pairs import Pairs
 from contrastive_curvature.structures.finite import check_finite
+
+try:
+    from curvlinops._torch_base import PyTorchLinearOperator
+except ImportError as error:
+    raise ImportError(
+        "ContrastiveGGNLinearOperator needs curvlinops 3: pip install 'curvlinops-for-pytorch>=3.0.1'. "
+        "contrastive_curvature.ggn works with any curvlinops."
+    ) from error
 
 _TANGENT_ELEMENTS = 2**25
 """Numbers that the tangents of a chunk of columns may take: 128 MiB in float32."""
