@@ -473,7 +473,8 @@ def _msls(root: Path, part: str, _download: bool) -> Split:
     folder = {"train": "train/*", "test": "val/queries", "gallery": "val/database"}[part]
     paths = sorted((root / "msls/images").glob(f"{folder}/@*.jpg"))
     fields = [path.name.split("@") for path in paths]
-    return Photos(paths, [[float(east) + _ZONE * int(zone or 0), float(north)] for _, east, north, zone, *_ in fields])
+    places = [[float(east) + _ZONE * int(zone or 0), float(north)] for _, east, north, zone, *_ in fields]
+    return Photos(paths, torch.tensor(places, dtype=torch.float64))  # single precision is off by metres
 
 
 def _folder(root: Path, part: str, _download: bool) -> Split:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from benchmarks.experiments import training
-from benchmarks.experiments.data import RetrievalData, Split, loader
+from benchmarks.experiments.data import RetrievalData, Split, classes_of, loader
 from contrastive_curvature.embedding.known import OptimisticPValueWarning
 from contrastive_curvature.laplace import ContrastiveLaplace
 from contrastive_curvature.online import OnlineLaplace
@@ -37,12 +37,12 @@ def laplace_posthoc(
 ) -> training.Fitted:
     """Fit the curvature of trained weights over all pairs of the training set, and the library's prior.
 
-    Of places, whose pairs are too many, only those of batches drawn as in training count.
+    Of places, whose pairs are too many, only those of a batch count, in which one place stands beside the next.
 
     Args:
         setting: How the encoder was trained.
         data: The training images are ``data.train``.
-        seed: Of the batches of places.
+        seed: Without effect.
         encoders: The trained one.
         posterior: ``"default"``, the library's structure and scores, or ``"diag"``, the paper's: a diagonal, and the
             von Mises-Fisher distribution of sampled networks for retrieval and score.
@@ -51,10 +51,8 @@ def laplace_posthoc(
     options = {"margin": setting.margin, **_pairs(data), **curvature}
     chosen = {} if posterior == "default" else {"hessian_structure": posterior}
     la: ContrastiveLaplace = Laplace(encoders[0], "contrastive", backend_kwargs=options, **chosen)
-    everything = loader(data.train, training.EVAL_BATCH)
-    if data.relation is not None:
-        everything = training.training_loader(setting, data.train, data.train.targets, seed)
-    la.fit(everything, progress_bar=setting.progress)
+    images = data.train if data.relation is None else data.train.take(classes_of(data.train.targets).argsort())
+    la.fit(loader(images, training.EVAL_BATCH), progress_bar=setting.progress)
     la.optimize_prior_precision()
     return _fitted(setting, la, data, posterior)
 
