@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 
+from benchmarks import results_plots
 from benchmarks.experiments import plan, plots, report, run, training
 from benchmarks.experiments.methods import triplet
 
@@ -63,6 +64,10 @@ def test_the_demonstration(tmp_path, monkeypatch):
         assert run.main(options) == 0
     assert run.main([*options, "--seeds", "0", "1"]) == 0
     assert {path.stem for path in (tmp_path / "plots").iterdir()} == PLOTS
+    (tmp_path / "curvature.json").write_bytes((results_plots.RESULTS / "curvature.json").read_bytes())
+    results_plots.main(["--results", str(tmp_path), "--out", str(tmp_path / "again")])
+    assert {path.stem for path in (tmp_path / "again/seed1").iterdir()} == PLOTS
+    assert {path.stem for path in (tmp_path / "again").glob("*.svg")} == {"methods", "speed"}
     results = results_of(tmp_path)
     assert results["data"]["train"] == 80  # a fifth is held out for the threshold
     posterior = results["rows"]["laplace_posthoc"]["variants"]

@@ -171,6 +171,16 @@ class Trunk(nn.Module):
         return self.fc(self.avgpool(self.conv(x).relu()))
 
 
+def test_photographs_are_drawn_in_colour(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    data = load_data("folder", tmp_path, size=16)
+    curves = {"scores": {"own": (torch.arange(12.0), None)}, "precision_at_1": torch.ones(12)}
+    figure = plots.draw_images(data, curves, "made up")
+    assert len(figure.axes) == 20  # no images out of distribution
+    assert all(axes.images[0].get_array().shape == (16, 16, 3) for axes in figure.axes)
+    plots.plt.close(figure)
+
+
 @pytest.fixture(autouse=True)
 def made_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is made up has no published checksum, and needs no large network."""
@@ -203,7 +213,7 @@ def test_a_made_up_set_becomes_a_table(name: str, tmp_path: Path) -> None:
     assert run.main([*options, "--methods", "deterministic", "pfe", "laplace_posthoc_diag", "laplace_online"]) == 0
     rows = json.loads((tmp_path / "run/results.json").read_text())["rows"]
     assert all(row["seeds"] == [0, 1] for row in rows.values())
-    missing = set() if data.ood else {"auroc", "auprc"}
+    missing = set() if data.ood else {"auroc", "auprc"} & plan.COLUMNS[table].keys()
     assert plan.COLUMNS[table].keys() - rows["laplace_online"]["figures"].keys() == missing
     text = (tmp_path / "run/results.md").read_text()
     assert text.count("| *paper* |") == (3 if plan.paper_rows(table, name) else 0)
@@ -234,7 +244,17 @@ def test_lists_say_which_images_of_a_folder_train(tmp_path: Path) -> None:
     data = load_data("folder", tmp_path)
     assert not data.open_set
     assert [Path(path).relative_to(tmp_path).as_posix() for path in data.test.paths] == found[1::2]
-    (tmp_path / "001.kind/broken.jpg").write_bytes(b"no image")
+
+
+def test_rows_of_one_posterior() -> None:
+    both, diagonal, default = (
+        {row.key for row in plan.table_rows("2", None, one)} for one in (None, "diag", "default")
+    )
+    lam = {f"laplace_{when}" for when in ("posthoc", "online")}
+    assert both - diagonal == lam
+    assert both - default == {f"{key}_diag" for key in lam}
+    assert all(row.options["posterior"] == "diag" for row in plan.table_rows("1", None, "diag"))
+    assert len(plan.table_rows("1", None, "diag")) == 16
 
 
 def test_what_is_missing_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
