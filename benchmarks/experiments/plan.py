@@ -247,6 +247,8 @@ _PAPER = {
 }
 """Mean and standard deviation of five runs; of MSLS the validation set. Source: Warburg et al. (2023), "Bayesian Metric
 Learning for Uncertainty Quantification in Image Retrieval", section 4."""
+PAPER_TABLES = tuple(_PAPER)
+"""Table and data set of each."""
 ABLATION_DATA = "lfw"
 """What the paper's table 1 is on; it stands beside ours of any data."""
 
