@@ -49,6 +49,8 @@ _IMAGENET = ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
 """Mean and deviation of the channels, which networks with ImageNet's weights expect to be normalised by."""
 _BORDER = 256 / 224
 """The shorter side before the crop, in sides of the crop: what torchvision evaluated ImageNet's weights with."""
+_MOST_SELECTED = 10_000
+"""Images that checkpoints are chosen on, which are all compared with each other."""
 _ZONE = 1e7
 """Metres between the zones of UTM, in each of which eastings (below 10^6) start anew."""
 SAME_PLACE, OTHER_PLACE = 10.0, 25.0
@@ -289,8 +291,8 @@ def hold_out(data: RetrievalData) -> RetrievalData:
         held = torch.isin(targets, chosen)
     else:
         held = torch.rand(len(targets), generator=generator) < 0.1
-    kept, chosen_on = (data.train.take(rows.nonzero().squeeze(1)) for rows in (~held, held))
-    return replace(data, train=kept, selection=chosen_on)
+    kept, chosen_on = ((~held).nonzero().squeeze(1), held.nonzero().squeeze(1)[:_MOST_SELECTED])
+    return replace(data, train=data.train.take(kept), selection=data.train.take(chosen_on))
 
 
 def _some(split: Split, size: int | None) -> Split:
@@ -492,7 +494,7 @@ def _folder(root: Path, part: str, _download: bool) -> Split:
             else (2 * label < len(found.classes)) == (part == "train")
         )
     ]
-    return Photos(*zip(*rows, strict=True))
+    return Photos([path for path, _ in rows], [label for _, label in rows])
 
 
 @dataclass(frozen=True)
@@ -538,4 +540,5 @@ DATASETS = {
     "msls": Source("MSLS", _msls, defaults=_PHOTOS | {"epochs": 200, "margin": 0.1}, gallery=True),
     "folder": Source("folder", _folder, defaults=_PHOTOS),
 }
-"""All data sets; ``shuffled`` and ``svhn`` stand for the unknown only. Defaults are the paper's (G.1, G.2)."""
+"""All data sets; ``shuffled`` and ``svhn`` stand for the unknown only. Defaults are the paper's (G.1, G.2) and, where
+it is silent (margins, CIFAR10's dimension), the released configurations'."""

@@ -12,7 +12,7 @@ from scipy.io import savemat
 from torch import nn
 
 from benchmarks.experiments import plan, plots, run, training
-from benchmarks.experiments.data import DATASETS, classes_of, hold_out, load_data
+from benchmarks.experiments.data import DATASETS, classes_of, hold_out, load_data, rank
 
 IMAGES = 4
 """Of a class, or of a place."""
@@ -35,7 +35,7 @@ def names(folder: Path, classes: list[int], ending: str = ".jpg") -> list[tuple[
     return found
 
 
-CLASSES = [1, 2, 3, 150, 151, 152]
+CLASSES = [1, 2, 100, 101, 152, 153]
 """Of 200: the first half trains."""
 
 
@@ -46,6 +46,10 @@ def write_cub(root: Path) -> None:
         (folder / file).write_text("".join(f"{i} {row[column]}\n" for i, row in enumerate(found, 1)))
 
 
+CARS = [1, 2, 98, 99, 120, 121]
+"""Of 196."""
+
+
 def write_kaggle_cars(root: Path) -> None:
     folder = root / "cars196"
     titles = [f"AM General Hummer/SUV {k}" for k in range(1, 197)]
@@ -53,7 +57,7 @@ def write_kaggle_cars(root: Path) -> None:
     (folder / "names.csv").write_text("\n".join(titles))
     for part in ("train", "test"):
         rows = []
-        for label in (1, 2, 3, 120, 121, 122):
+        for label in CARS:
             for n in range(IMAGES // 2):
                 name = f"{label:03d}{n}{part}.jpg"
                 photo(folder / "car_data/car_data" / part / titles[label - 1].replace("/", "-") / name, label)
@@ -68,9 +72,7 @@ def write_cars(root: Path) -> None:
     meta = {"class_names": np.array([f"car {k}" for k in range(196)], dtype=object)}
     savemat(folder / "devkit/cars_meta.mat", meta)
     for part, file in (("train", "devkit/cars_train_annos.mat"), ("test", "cars_test_annos_withlabels.mat")):
-        rows = [
-            (1, 1, 9, 9, label, f"{label}{n}.jpg") for label in (1, 2, 3, 120, 121, 122) for n in range(IMAGES // 2)
-        ]
+        rows = [(1, 1, 9, 9, label, f"{label}{n}.jpg") for label in CARS for n in range(IMAGES // 2)]
         for *_, label, name in rows:
             photo(folder / f"cars_{part}" / name, label)
         savemat(folder / file, {"annotations": np.array(rows, dtype=kind)})
@@ -148,8 +150,8 @@ def write_cifar(root: Path) -> None:
 
 SETS = {
     # reader: writers, its table, and the classes that train and that are searched
-    "cub200": ([write_cub, write_cars], "3", [1, 2, 3], [150, 151, 152]),
-    "cars196": ([write_kaggle_cars, write_cub], "3", [1, 2, 3], [120, 121, 122]),
+    "cub200": ([write_cub, write_cars], "3", CLASSES[:3], CLASSES[3:]),
+    "cars196": ([write_kaggle_cars, write_cub], "3", CARS[:3], CARS[3:]),
     "lfw": ([write_lfw, write_cub], "3", [0, 1, 2], [3, 4, 5]),
     "sop": ([write_sop], "3", [1, 2, 3], [4, 5, 6]),
     "inaturalist": ([write_inaturalist], "3", [1, 2, 3], [4, 5, 6]),
@@ -218,6 +220,25 @@ def test_a_made_up_set_becomes_a_table(name: str, tmp_path: Path) -> None:
     text = (tmp_path / "run/results.md").read_text()
     assert text.count("| *paper* |") == (3 if plan.paper_rows(table, name) else 0)
     print(text)
+
+
+def test_places_are_the_same_within_metres(tmp_path: Path) -> None:
+    write_msls(tmp_path)
+    data = load_data("msls", tmp_path)
+    at = torch.tensor([[0.0, 0], [6, 8], [10.1, 0], [0, 25], [0, 25.1]], dtype=torch.float64)
+    positive, negative = (pairs[0].tolist() for pairs in data.relation(at[:1], at))
+    assert (positive, negative) == ([True, True, False, False, False], [False, False, False, False, True])
+    assert rank(torch.zeros(1, 1, dtype=torch.long), at[:1], at).n_positives == 4
+    assert rank(torch.zeros(12, 1, dtype=torch.long), data.test.targets, data.gallery.targets).n_positives.eq(4).all()
+
+
+def test_only_training_sees_random_crops(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    plain = load_data("folder", tmp_path, size=16).train
+    for split, same in ((plain, True), (plain.augmented, False), (plain.augmented.at(16), True)):
+        first, second = (split.images([0, 1]) for _ in range(2))
+        assert torch.equal(first, second) is same
+        assert first.shape == (2, 3, 16, 16)
 
 
 def test_stanford_cars_and_kaggles_are_the_same_cars(tmp_path: Path) -> None:
